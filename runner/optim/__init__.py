@@ -1,9 +1,9 @@
-"""Optimizers and schedules by the names a spec uses, as optax objects; and which of them a job trains with.
+"""Optimizers and schedules by the names that a spec uses, as optax objects, and settings for groups of parameters.
 
-Knows no model beyond the names, the shapes and the logical axes of its parameters. See README.md.
+The package knows of a model only the names, shapes and logical axes of its parameters.
 
-- `config`: Optimizers and schedules by name: which keys of a spec each reads, with what defaults, and its sourc
-- `groups`: How each parameter is treated, by the groups of a spec: its rate, its decay, its clip, whether it is
-- `transforms`: Schedule-free: the parameters of the train state are a mean, and what is trained stands in the optim
-- `library`: Optimizers by name, as optax transformations: each a function of its keys and of how parameters are
+- `config`: config models and the table of optimizers and schedules
+- `groups`: per-parameter optimizer settings and frozen parameters
+- `transforms`: schedule-free averaging, Muon's orthogonalisation and GaLore's projection
+- `library`: optimizers and schedules by name
 """

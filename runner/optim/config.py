@@ -1,7 +1,7 @@
-"""Optimizers and schedules by name: which keys of a spec each reads, with what defaults, and its source.
+"""Config models of optimizers and schedules, and the table of the keys, defaults and source of each.
 
-What they compute is in `runner.optim`. A new one is an entry here, its name in the `Literal` below, and a
-function there.
+`runner.optim.library` computes them. A new optimizer or schedule needs an entry in the table here, its name in the
+`Literal` of its section, and a function there. This module imports no jax.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ from runner.spec import FrozenModel
 
 @dataclass(frozen=True)
 class LibraryEntry:
-    """An optimizer or a schedule.
+    """Entry of the library: an optimizer or a schedule.
 
     Attributes:
-        source: where it was published.
-        defaults: the keys that it alone or with some others reads.
-        is_elementwise: whether what an optimizer makes of an element depends on that element alone, and not on others
-            of its matrix, which devices may share.
+        source: Publication or formula.
+        defaults: Keys that not every entry of the section reads, with their published defaults.
+        is_elementwise: True if an optimizer updates each element from that element alone, so that the result does not
+            depend on how devices share a matrix.
     """
 
     source: str
@@ -36,29 +36,31 @@ class LibraryEntry:
     is_elementwise: bool = True
 
 
+# Defaults that the table and the config model below share.
 _RANK, _PROJECTION_EVERY_STEPS, _PROJECTION_SCALE = 128, 200, 0.25
+# Defaults are those of the publication, except where `source` names another one.
 OPTIMIZERS: dict[str, LibraryEntry] = {
     "adamw": LibraryEntry(
-        "Decoupled Weight Decay Regularization, arXiv:1711.05101; b2 and decay of GPT-3, arXiv:2005.14165",
+        "Decoupled Weight Decay Regularization, arXiv:1711.05101; b2 and weight decay of GPT-3, arXiv:2005.14165",
         {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "moments": "float32"},
     ),
     "adam": LibraryEntry(
-        "Adam, arXiv:1412.6980, whose decay is added to the gradient",
+        "Adam, arXiv:1412.6980, with weight decay added to the gradient",
         {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "moments": "float32"},
     ),
     "lion": LibraryEntry(
-        "Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, where b2 is 0.99, and 0.98 for language",
+        "Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, which uses b2 0.99, and 0.98 for language",
         {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "moments": "float32"},
     ),
     "adafactor": LibraryEntry(
         "Adafactor, arXiv:1804.04235, without momentum", {"weight_decay": 0.1}, is_elementwise=False
     ),
     "sgd": LibraryEntry(
-        "On the importance of initialization and momentum, ICML 2013 (Sutskever et al.), without Nesterov's step",
+        "On the importance of initialization and momentum, ICML 2013 (Sutskever et al.), without Nesterov momentum",
         {"momentum": 0.9, "weight_decay": 0.1, "moments": "float32"},
     ),
     "muon": LibraryEntry(
-        "Muon is Scalable for LLM Training, arXiv:2502.16982, of kellerjordan.github.io/posts/muon; adamw for the rest",
+        "Muon is Scalable for LLM Training, arXiv:2502.16982, of kellerjordan.github.io/posts/muon; adamw for others",
         {
             "momentum": 0.95,
             "b1": 0.9,
@@ -71,7 +73,7 @@ OPTIMIZERS: dict[str, LibraryEntry] = {
         is_elementwise=False,
     ),
     "galore": LibraryEntry(
-        "GaLore, arXiv:2403.03507, with adamw; eps and decay of its published code; adamw for the rest",
+        "GaLore, arXiv:2403.03507, with adamw; eps and weight decay of its published code; adamw for others",
         {
             "b1": 0.9,
             "b2": 0.999,
@@ -86,10 +88,11 @@ OPTIMIZERS: dict[str, LibraryEntry] = {
         is_elementwise=False,
     ),
     "schedule_free_adamw": LibraryEntry(
-        "The Road Less Scheduled, arXiv:2405.15682; meant for a constant learning rate after a warm-up",
+        "The Road Less Scheduled, arXiv:2405.15682; for a constant learning rate after a warm-up",
         {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     ),
 }
+# In formulas `u` is the share of the steps after the warm-up that are completed.
 _FINAL = {"final_learning_rate": 0.0}
 SCHEDULES: dict[str, LibraryEntry] = {
     "constant": LibraryEntry("peak"),
@@ -105,7 +108,7 @@ SCHEDULES: dict[str, LibraryEntry] = {
     "inverse_square_root": LibraryEntry("peak * sqrt(warmup_steps / step), arXiv:1706.03762"),
 }
 _NAMES = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-# The names of its section that read a key, by dotted key. A key that is not here is read by all of them.
+# The optimizers or schedules that read a key, by dotted key. Keys that are missing here are read by all of them.
 READERS: dict[str, tuple[str, ...]] = {
     f"{section}.{key}": readers
     for section, table in _NAMES.items()
@@ -114,34 +117,36 @@ READERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _read(key: str, meaning: str) -> str:
-    """The description of a key that not all read: who does stands at its end."""
+def _describe(key: str, meaning: str) -> str:
+    """Return the description of a key that not all entries read, with those that do at its end."""
     return f"{meaning} ({', '.join(READERS[key])})."
 
 
 class ParameterGroup(FrozenModel):
-    """What is other for some parameters: those whose dotted names fit the pattern."""
+    """Optimizer settings of the parameters whose dotted names match a pattern."""
 
     pattern: str = Field(
         min_length=1,
-        description="A glob of dotted names, such as `blocks.*.kernel` or `*embedding`; `*` stands for dots too. It "
-        "must fit some parameter, and none that another group's pattern fits.",
+        description="Glob of dotted parameter names, such as `blocks.*.kernel` or `*embedding`; `*` also matches dots. "
+        "It must match at least one parameter, and none that another group matches.",
     )
-    rate: PositiveFloat = Field(default=1.0, description="Times the learning rate.")
+    rate: PositiveFloat = Field(default=1.0, description="Factor on the learning rate.")
     weight_decay: NonNegativeFloat | None = Field(
-        default=None, description="For its matrices; null: that of all others."
+        default=None, description="Weight decay of the group's matrices; null: that of all other matrices."
     )
     clip_norm: PositiveFloat | None = Field(
         default=None,
-        description="The norm of this group's gradient alone to clip to, which the global one then leaves out; null: "
-        "it is clipped with all others.",
+        description="Norm to which the gradient of this group alone is clipped; the global norm then leaves the group "
+        "out. null: clipped together with all others.",
     )
     frozen: bool = Field(
-        default=False, description="Whether they stay as they are: without gradient, moments and decay."
+        default=False,
+        description="Keep these parameters unchanged: they get no gradient, no moments and no weight decay.",
     )
 
     @model_validator(mode="after")
-    def _frozen_means_frozen(self) -> "ParameterGroup":
+    def _validate_frozen(self) -> "ParameterGroup":
+        # A key without effect is an error, so that a spec never promises what does not happen.
         for key in ("rate", "weight_decay", "clip_norm"):
             if self.frozen and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} of a group that is frozen is not read; leave it out")
@@ -149,119 +154,140 @@ class ParameterGroup(FrozenModel):
 
 
 class OptimizerConfig(FrozenModel):
-    """The optimizer, by library name. A key that is left out has the default of that name: see runner/train/recipe."""
+    """Optimizer, by its name in the library. A key that is left out has the published default of that optimizer."""
 
     name: Literal["adamw", "adam", "lion", "adafactor", "sgd", "muon", "galore", "schedule_free_adamw"] = Field(
-        default="adamw", description="Library name."
+        default="adamw", description="Name of the optimizer in the library."
     )
     learning_rate: PositiveFloat | None = Field(
-        default=None, description="Peak learning rate; needed, but for a job that brings its own optimizer or schedule."
+        default=None,
+        description="Peak learning rate. Required unless the job brings its own optimizer or schedule.",
     )
     b1: float = Field(
-        default=0.9, ge=0, lt=1, description=_read("optimizer.b1", "Decay of the first moment, or weight of the mean")
+        default=0.9,
+        ge=0,
+        lt=1,
+        description=_describe(
+            "optimizer.b1",
+            "Decay rate of the first moment; the weight of the averaged parameters for schedule_free_adamw",
+        ),
     )
     b2: float = Field(
-        default=0.95, ge=0, lt=1, description=_read("optimizer.b2", "Decay of the second moment; by default by name")
+        default=0.95,
+        ge=0,
+        lt=1,
+        description=_describe("optimizer.b2", "Decay rate of the second moment; the default depends on the optimizer"),
     )
     eps: PositiveFloat = Field(
-        default=1e-8, description=_read("optimizer.eps", "Added to the root of the second moment; by default by name")
+        default=1e-8,
+        description=_describe(
+            "optimizer.eps", "Term added to the root of the second moment; the default depends on the optimizer"
+        ),
     )
     momentum: float = Field(
-        default=0.9, ge=0, lt=1, description=_read("optimizer.momentum", "Momentum; by default 0.95 of muon")
+        default=0.9, ge=0, lt=1, description=_describe("optimizer.momentum", "Momentum; 0.95 by default for muon")
     )
     weight_decay: NonNegativeFloat = Field(
         default=0.1,
-        description="A step takes this share, times the learning rate, off every matrix; sgd's goes through momentum, "
-        "adam's through the moments. By default by name.",
+        description="Share of every matrix, times the learning rate, that a step subtracts. That of sgd passes through "
+        "the momentum, that of adam through the moments. The default depends on the optimizer.",
     )
     clip_norm: PositiveFloat | None = Field(
-        default=1.0, description="Global gradient norm to clip to; null does not clip."
+        default=1.0, description="Norm to which the global gradient is clipped; null: no clipping."
     )
     moments: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description=_read(
-            "optimizer.moments", "Type of the first moments; the second, which bfloat16 would hold still, are float32"
+        description=_describe(
+            "optimizer.moments",
+            "Type of the first moments. Second moments are always float32: bfloat16 would lose their small updates",
         ),
     )
     matrices: list[str] | None = Field(
         default=None,
         min_length=1,
-        description=_read(
+        description=_describe(
             "optimizer.matrices",
-            "Globs of the dotted names of the matrices that are orthogonalised or projected, the rest being adamw's; "
-            "null: all but embeddings and what has the vocabulary or positions as an axis",
+            "Globs of the dotted names of the matrices that are orthogonalised or projected; adamw updates the rest. "
+            "null: all matrices but embeddings and those with the vocabulary or positions as an axis",
         ),
     )
     rank: PositiveInt = Field(
-        default=_RANK, description=_read("optimizer.rank", "Rank that gradients are projected to")
+        default=_RANK, description=_describe("optimizer.rank", "Rank of the subspace to which gradients are projected")
     )
     projection_every_steps: PositiveInt = Field(
         default=_PROJECTION_EVERY_STEPS,
-        description=_read("optimizer.projection_every_steps", "Steps from one projection to the next"),
+        description=_describe("optimizer.projection_every_steps", "Steps between two updates of the projection"),
     )
     projection_scale: PositiveFloat = Field(
         default=_PROJECTION_SCALE,
-        description=_read("optimizer.projection_scale", "Times the update of what is projected"),
+        description=_describe("optimizer.projection_scale", "Factor on the update of projected matrices"),
     )
-    groups: list[ParameterGroup] = Field(default=[], description="Parameters that are treated otherwise, by name.")
+    groups: list[ParameterGroup] = Field(default=[], description="Groups of parameters with their own settings.")
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_the_name(cls, given: Any) -> Any:
-        """What is left out is as the optimizer of that name was published."""
+    def _fill_in_published_defaults(cls, given: Any) -> Any:
+        # Values of a wrong type and unknown names are left to the validation of the fields, which reports them.
         if not isinstance(given, dict) or not isinstance(name := given.get("name", "adamw"), str):
             return given
         return (dict(OPTIMIZERS[name].defaults) if name in OPTIMIZERS else {}) | given
 
     def get_published_default(self, key: str) -> Any:
-        """What a key is that is left out."""
+        """Return the default of a key for the chosen optimizer."""
         return OPTIMIZERS[self.name].defaults.get(key, type(self).model_fields[key].get_default())
 
 
 class ScheduleConfig(FrozenModel):
-    """The learning rate over the steps of the run."""
+    """Learning-rate schedule."""
 
     name: Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial", "wsd", "inverse_square_root"] = (
-        Field(default="cosine", description="Shape after the warm-up.")
+        Field(default="cosine", description="Shape of the schedule after the warm-up.")
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up from 0.")
     warmup_share: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Warm-up as a share of all steps, to the nearest step, instead of warmup_steps.",
+        description="Warm-up as a share of all steps, rounded to the nearest step, instead of warmup_steps.",
     )
     final_learning_rate: NonNegativeFloat = Field(
-        default=0.0, description=_read("schedule.final_learning_rate", "Learning rate at the end")
+        default=0.0, description=_describe("schedule.final_learning_rate", "Learning rate at the end of the run")
     )
     decay_steps: PositiveInt | None = Field(
-        default=None, description=_read("schedule.decay_steps", "Length of the decay at the end, which wsd needs")
+        default=None,
+        description=_describe("schedule.decay_steps", "Steps of linear decay at the end of the run; required for wsd"),
     )
     power: PositiveFloat = Field(
-        default=1.0, description=_read("schedule.power", "Power of the share of steps that is left")
+        default=1.0, description=_describe("schedule.power", "Power of the share of steps that is left")
     )
     cycles: PositiveInt = Field(
-        default=2, description=_read("schedule.cycles", "Times that the learning rate falls from its peak to the end")
+        default=2,
+        description=_describe("schedule.cycles", "Cycles, each of which decays from the peak to final_learning_rate"),
     )
 
     def compute_warmup_steps(self, total_steps: int) -> int:
-        """Steps of the warm-up of a run of so many steps."""
+        """Return the steps of warm-up in a run of `total_steps`."""
         return self.warmup_steps if self.warmup_share is None else round(self.warmup_share * total_steps)
 
     @property
     def depends_on_total_steps(self) -> bool:
-        """Whether the learning rate of a step depends on how many there will be."""
+        """True if the learning rate of a step depends on the total number of steps."""
         return self.name not in ("constant", "inverse_square_root") or self.warmup_share is not None
 
     @model_validator(mode="after")
-    def _keys_belong_to_the_name(self) -> "ScheduleConfig":
+    def _validate_keys(self) -> "ScheduleConfig":
         if self.name == "wsd" and self.decay_steps is None:
-            raise ValueError("missing key decay_steps, which wsd needs")
+            raise ValueError("missing key decay_steps, which wsd needs; give the steps of its decay")
         if self.name != "wsd" and self.decay_steps is not None:
-            raise ValueError(f"decay_steps={self.decay_steps} is for wsd only, and the schedule is {self.name}")
+            raise ValueError(
+                f"decay_steps={self.decay_steps} is for wsd only, and the schedule is {self.name}; leave it out"
+            )
         if self.warmup_share is not None and self.warmup_steps:
             steps, share = self.warmup_steps, self.warmup_share
             raise ValueError(f"got both warmup_steps={steps} and warmup_share={share}; keep one of them")
         if self.name == "inverse_square_root" and not self.warmup_steps and self.warmup_share is None:
-            raise ValueError("missing key warmup_steps (or warmup_share), from whose end inverse_square_root falls")
+            raise ValueError(
+                "missing key warmup_steps (or warmup_share), which inverse_square_root needs: it decays from the end "
+                "of the warm-up"
+            )
         return self

@@ -1,9 +1,10 @@
-"""How each parameter is treated, by the groups of a spec: its rate, its decay, its clip, whether it is frozen at all.
+"""Per-parameter optimizer settings: learning-rate factor, weight decay, gradient clipping and frozen parameters.
 
-What is frozen is nowhere in the state of the optimizer; `FrozenParametersState` names it, and the step takes no
-gradient of it.
+`describe_parameters` turns the abstract parameters of a model into a tree of `Parameter`, and `make_parameter_settings`
+applies the groups of a spec to it.
 
-What a recipe knows of one parameter: its name, its shape, and what its axes are called.
+Frozen parameters have no optimizer state. `FrozenParametersState` keeps their names, and the train step computes no
+gradient for them (`split_frozen`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,86 +23,92 @@ from runner.checkpoint.fingerprint import format_leaf_name
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ParameterGroup
 
-STACK_AXES = ("layers", "expert")  # axes along which a parameter holds several matrices or vectors
-_TABLE = ("vocab", "positions")  # axes of tables, whose rows are looked up one by one
-_EMBEDDING = "embedding"  # what flax calls the table of an `nn.Embed`
+STACK_AXES = ("layers", "expert")  # axes along which a parameter stacks several matrices or vectors
+_TABLE_AXES = ("vocab", "positions")  # axes of tables whose rows are looked up one by one
+_EMBEDDING = "embedding"  # the name that flax gives to the table of an `nn.Embed`
+_NAMES_SHOWN = 4  # in an error
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: a leaf of a tree like that of the parameters. `axes` are the logical ones, None without a name.
+    """Name, shape and axes of one parameter; a leaf of a tree like that of the parameters.
 
-    `rate` is what its model multiplies its learning rate by, whatever its group does.
+    Attributes:
+        name: Dotted name.
+        shape: Shape of the array.
+        axes: Logical axes, None for an axis without a name.
+        rate: Factor on the learning rate that the model asks for, whatever the parameter's group says.
     """
 
-    name: str  # dotted
+    name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     rate: float = 1.0
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has two axes or more, not counting the axis that stacks layers: then it decays."""
+        """True for two axes or more besides the one that stacks layers. Only matrices have weight decay."""
         return len(self.shape) - ("layers" in self.axes) >= 2
 
     @property
     def holds_matrices(self) -> bool:
-        """Whether its last two axes are those of a matrix, and those before stack layers or experts."""
+        """True if the last two axes are those of a matrix, and all axes before them stack layers or experts."""
         return len(self.shape) >= 2 and all(axis in STACK_AXES for axis in self.axes[:-2])
 
     @property
     def num_stack_axes(self) -> int:
-        """The axes in front that stack what is a parameter each."""
+        """Number of leading axes that stack layers or experts."""
         return next((n for n, axis in enumerate(self.axes) if axis not in STACK_AXES), len(self.axes))
 
     @property
     def is_table(self) -> bool:
-        """Whether it is an embedding, or what makes logits."""
-        return any(axis in _TABLE for axis in self.axes) or self.name.rpartition(".")[2] == _EMBEDDING
+        """True for embeddings and for the matrix that computes logits."""
+        return any(axis in _TABLE_AXES for axis in self.axes) or self.name.rpartition(".")[2] == _EMBEDDING
 
 
 def get_unit_rate(parameter: Parameter) -> float:
-    """What the learning rate of a parameter is multiplied by, besides what its group says: 1, of every one.
+    """Return 1, the learning-rate factor of every parameter of a model that asks for no other.
 
-    A trainer whose parameters learn at rates of their own, as by mu-P, replaces it. The library's optimizers read it,
-    and divide the decay by it, so that what adamw's takes off stays.
+    A trainer whose parameters learn at different rates, as with mu-P, replaces this function. The optimizers of the
+    library multiply the learning rate by the factor and divide the weight decay by it, so that adamw subtracts the same
+    share of the parameter as without the factor.
     """
     return 1.0
 
 
 def list_nearest_names(text: str, parameters: Iterable[Parameter]) -> list[str]:
-    """Their names, the most like a text first."""
+    """Return the names of the parameters, the most similar to `text` first."""
     names = [parameter.name for parameter in parameters]
     return sorted(names, key=lambda name: -SequenceMatcher(None, text, name).ratio())
 
 
 def describe_parameters(boxed: Any) -> Any:
-    """A `Parameter` for every leaf of abstract parameters, from their boxes with logical axis names (or without)."""
+    """Return a tree of `Parameter` for abstract parameters, with the logical axes of their boxes if they have any."""
     specs = nn.get_partition_spec(boxed)
 
-    def known(path: Any, leaf: jax.ShapeDtypeStruct, spec: Any) -> Parameter:
+    # A spec may be shorter than the shape, as for parameters without boxes; the remaining axes have no name.
+    def describe(path: Any, leaf: jax.ShapeDtypeStruct, spec: Any) -> Parameter:
         axes = tuple(spec or ())
         return Parameter(format_leaf_name(path), leaf.shape, (*axes, *[None] * (len(leaf.shape) - len(axes))))
 
     return jax.tree_util.tree_map_with_path(
-        known, nn.unbox(boxed), specs, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+        describe, nn.unbox(boxed), specs, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     )
-
-
-_NAMES_SHOWN = 4  # in an error
 
 
 @dataclass(frozen=True)
 class ParameterSettings:
-    """Trees like that of the parameters; frozen ones are `optax.MaskedNode` there, and so in no tree below.
+    """Per-parameter optimizer settings, as trees like that of the parameters.
+
+    Frozen parameters are `optax.MaskedNode` in `parameters`, and absent from all other trees.
 
     Attributes:
-        parameters: what is trained.
-        decays: weight decay of each.
-        rates: what the learning rate is multiplied by; None: by nothing.
-        clips: (norm, tree of bools) of those that are clipped together.
-        weight_decay: of all matrices alike; None where a group has its own.
-        frozen: dotted names.
+        parameters: The trained parameters.
+        decays: Weight decay of each.
+        rates: Factor on the learning rate of each; None if all are 1.
+        clips: Pairs of a norm and a tree of bools that selects the parameters clipped together to that norm.
+        weight_decay: Weight decay of all matrices; None if groups differ in it.
+        frozen: Dotted names of the frozen parameters.
     """
 
     parameters: Any
@@ -111,8 +118,9 @@ class ParameterSettings:
     weight_decay: float | None
     frozen: frozenset[str]
 
-    def decay(self) -> optax.GradientTransformation:
-        """Add to each update its parameter times its decay. Without state."""
+    def make_decay(self) -> optax.GradientTransformation:
+        """Return a stateless transformation that adds to each update its parameter times its weight decay."""
+        # One weight decay for all matrices needs no more than the transformation of optax.
         if self.weight_decay is not None:
             is_matrix = jax.tree.map(lambda parameter: parameter.is_matrix, self.parameters)
             return optax.add_decayed_weights(self.weight_decay, is_matrix)
@@ -122,133 +130,152 @@ class ParameterSettings:
 
         return optax.GradientTransformation(optax.init_empty_state, update)
 
-    def at_rate(self, schedule: optax.Schedule) -> optax.GradientTransformation:
-        """Multiply each update by its learning rate, and turn it downhill."""
+    def make_descent(self, schedule: optax.Schedule) -> optax.GradientTransformation:
+        """Return a transformation that multiplies each update by minus its learning rate."""
         inner = optax.scale_by_learning_rate(schedule)
         if self.rates is None:
             return inner
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             updates, state = inner.update(updates, state, params)
-            return self.multiplied(updates), state
+            return self.multiply_by_rates(updates), state
 
         return optax.GradientTransformation(inner.init, update)
 
-    def multiplied(self, updates: Any) -> Any:
-        """Updates times the rates of their groups."""
+    def multiply_by_rates(self, updates: Any) -> Any:
+        """Multiply each update by the factor of its parameter."""
         return updates if self.rates is None else jax.tree.map(lambda u, rate: u * rate, updates, self.rates)
 
-    def clipped(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """`optimizer` that sees gradients clipped, those of each clip to its norm."""
+    def add_clipping(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return `optimizer` behind the clipping of gradients, each set of `clips` to its norm."""
         for norm, is_clipped in self.clips:
             clip: Any = optax.clip_by_global_norm(norm)
+            # A mask is needed only for a set that leaves parameters out.
             is_whole = all(jax.tree.leaves(is_clipped))
             optimizer = optax.chain(clip if is_whole else optax.masked(clip, is_clipped), optimizer)
         return optimizer
 
 
 def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> ParameterSettings:
-    """How each of `parameters`, a tree of `Parameter`, is treated.
+    """Return the settings of `parameters`, a tree of `Parameter`.
 
-    Raises `InvalidError` for a group that fits none or one that another fits too, and for one whose keys have no use.
+    Raises:
+        InvalidError: A group matches no parameter, or one that another group matches, or sets a key to no effect.
     """
-    group_of = _groups_by_name(config.groups, jax.tree.leaves(parameters))
+    group_by_name = _match_groups(config.groups, jax.tree.leaves(parameters))
     default = ParameterGroup(pattern="*")
 
-    def group(parameter: Parameter) -> ParameterGroup:
-        return group_of.get(parameter.name, default)
+    def get_group(parameter: Parameter) -> ParameterGroup:
+        return group_by_name.get(parameter.name, default)
 
-    def decay(parameter: Parameter) -> float:
-        own = group(parameter).weight_decay
+    def get_decay(parameter: Parameter) -> float:
+        own = get_group(parameter).weight_decay
         return (config.weight_decay if own is None else own) / parameter.rate if parameter.is_matrix else 0.0
 
-    frozen = frozenset(p.name for p in jax.tree.leaves(parameters) if group(p).frozen)
+    # A masked node has no leaves, so every tree that is mapped from `trained` leaves frozen parameters out.
+    frozen = frozenset(p.name for p in jax.tree.leaves(parameters) if get_group(p).frozen)
     trained = jax.tree.map(lambda p: optax.MaskedNode() if p.name in frozen else p, parameters)
     if not jax.tree.leaves(trained):
         raise InvalidError("groups freeze every parameter; leave one to train")
+    # A model with its own rates needs a weight decay by parameter too, because `get_decay` divides it by the rate.
     has_own_rates = any(p.rate != 1 for p in jax.tree.leaves(trained))
     has_decays = any(each.weight_decay is not None for each in config.groups) or has_own_rates
     has_rates = any(each.rate != 1 for each in config.groups) or has_own_rates
+    # Groups with a norm of their own are clipped alone, and all other parameters together to the global norm.
+    clips = [
+        (each.clip_norm, jax.tree.map(lambda p, each=each: get_group(p) is each, trained))
+        for each in config.groups
+        if each.clip_norm is not None
+    ]
+    if config.clip_norm is not None:
+        clips.append((config.clip_norm, jax.tree.map(lambda p: get_group(p).clip_norm is None, trained)))
     return ParameterSettings(
         parameters=trained,
-        decays=jax.tree.map(decay, trained),
-        rates=jax.tree.map(lambda p: group(p).rate * p.rate, trained) if has_rates else None,
-        clips=_clips(config, trained, group),
+        decays=jax.tree.map(get_decay, trained),
+        rates=jax.tree.map(lambda p: get_group(p).rate * p.rate, trained) if has_rates else None,
+        clips=[(norm, is_clipped) for norm, is_clipped in clips if any(jax.tree.leaves(is_clipped))],
         weight_decay=None if has_decays else config.weight_decay,
         frozen=frozen,
     )
 
 
-def _groups_by_name(groups: Sequence[ParameterGroup], parameters: Sequence[Parameter]) -> dict[str, ParameterGroup]:
-    """The group of each parameter that has one."""
-    found: dict[str, ParameterGroup] = {}
+def _match_groups(groups: Sequence[ParameterGroup], parameters: Sequence[Parameter]) -> dict[str, ParameterGroup]:
+    """Return the group of each parameter that has one, by name."""
+    matched: dict[str, ParameterGroup] = {}
     for group in groups:
         fitting = [p for p in parameters if fnmatchcase(p.name, group.pattern)]
         if not fitting:
-            raise InvalidError(f"groups: {group.pattern!r} fits no parameter; {_nearest(group.pattern, parameters)}")
+            names = _format_nearest(group.pattern, parameters)
+            raise InvalidError(f"groups: {group.pattern!r} fits no parameter; {names}")
+        # Zero weight decay is accepted for any parameter: it is what vectors have.
         if group.weight_decay and not any(p.is_matrix for p in fitting):
-            raise InvalidError(f"groups: {group.pattern!r} fits no matrix, and only matrices decay; leave weight_decay")
+            raise InvalidError(
+                f"groups: {group.pattern!r} fits no matrix, and only matrices decay; leave out weight_decay"
+            )
         for parameter in fitting:
-            if (other := found.get(parameter.name)) is not None:
+            if (other := matched.get(parameter.name)) is not None:
                 raise InvalidError(
                     f"groups: {parameter.name} fits both {other.pattern!r} and {group.pattern!r}; needs one group"
                 )
-            found[parameter.name] = group
-    return found
+            matched[parameter.name] = group
+    return matched
 
 
-def _nearest(pattern: str, parameters: Sequence[Parameter]) -> str:
-    """Names to choose a pattern by, the most alike first."""
+def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
+    """Return a tree of bools that are True for the parameters that a pattern matches.
+
+    Args:
+        patterns: Globs of dotted names.
+        parameters: Tree of `Parameter`.
+        key: Spec key that holds the patterns, for the error.
+
+    Raises:
+        InvalidError: A pattern matches no parameter.
+    """
+    leaves = jax.tree.leaves(parameters)
+    for pattern in patterns:
+        if not any(fnmatchcase(p.name, pattern) for p in leaves):
+            names = _format_nearest(pattern, leaves)
+            raise InvalidError(f"{key}: {pattern!r} fits no parameter that is trained; {names}")
+    return jax.tree.map(lambda p: any(fnmatchcase(p.name, pattern) for pattern in patterns), parameters)
+
+
+def _format_nearest(pattern: str, parameters: Sequence[Parameter]) -> str:
+    """Return the names that are most similar to a pattern, for an error."""
     names = list_nearest_names(pattern, parameters)
     more = len(names) - _NAMES_SHOWN
     return "there are " + ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
-    """A bool for each of `parameters`: whether a pattern fits. Raises `InvalidError` for a pattern that fits none."""
-    known = jax.tree.leaves(parameters)
-    for pattern in patterns:
-        if not any(fnmatchcase(p.name, pattern) for p in known):
-            raise InvalidError(f"{key}: {pattern!r} fits no parameter that is trained; {_nearest(pattern, known)}")
-    return jax.tree.map(lambda p: any(fnmatchcase(p.name, pattern) for pattern in patterns), parameters)
-
-
-def _clips(
-    config: OptimizerConfig, trained: Any, group: Callable[[Parameter], ParameterGroup]
-) -> list[tuple[float, Any]]:
-    """The norms to clip to, and whose: those of groups alone, and one for all others."""
-    own = [each for each in config.groups if each.clip_norm is not None]
-    clips = [
-        (each.clip_norm, jax.tree.map(lambda p, each=each: group(p) is each, trained))
-        for each in own
-        if each.clip_norm is not None
-    ]
-    if config.clip_norm is not None:
-        clips.append((config.clip_norm, jax.tree.map(lambda p: group(p).clip_norm is None, trained)))
-    return [(norm, of) for norm, of in clips if any(jax.tree.leaves(of))]
-
-
 @struct.dataclass
 class FrozenParametersState:
-    """The state of an optimizer that leaves the parameters of these dotted names out."""
+    """State of an optimizer that leaves out the parameters with these dotted names."""
 
     inner: Any
     names: frozenset[str] = struct.field(pytree_node=False)
 
 
 def freeze_parameters(optimizer: optax.GradientTransformation, frozen: frozenset[str]) -> optax.GradientTransformation:
-    """`optimizer` of all parameters but the frozen ones; the same if there are none."""
+    """Return `optimizer` for all parameters but the frozen ones; `optimizer` itself if there are none."""
     if not frozen:
         return optimizer
 
+    def mask(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: optax.MaskedNode() if format_leaf_name(path) in frozen else leaf, tree
+        )
+
+    def is_masked(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
     def init(params: Any) -> FrozenParametersState:
-        return FrozenParametersState(optimizer.init(_left_out(params, frozen)), frozen)
+        return FrozenParametersState(optimizer.init(mask(params)), frozen)
 
     def update(grads: Any, state: FrozenParametersState, params: Any) -> tuple[Any, FrozenParametersState]:
-        updates, inner = optimizer.update(_left_out(grads, frozen), state.inner, _left_out(params, frozen))
-        # Of zeros only the negative one leaves every value as it is, a negative zero too.
+        updates, inner = optimizer.update(mask(grads), state.inner, mask(params))
+        # Adding -0.0 leaves every value unchanged, also a negative zero; adding 0.0 would not.
         updates = jax.tree.map(
-            lambda u, g: jnp.full_like(g, -0.0) if _is_left_out(u) else u, updates, grads, is_leaf=_is_left_out
+            lambda u, g: jnp.full_like(g, -0.0) if is_masked(u) else u, updates, grads, is_leaf=is_masked
         )
         return updates, FrozenParametersState(inner, frozen)
 
@@ -256,33 +283,26 @@ def freeze_parameters(optimizer: optax.GradientTransformation, frozen: frozenset
 
 
 def split_frozen(params: Any, opt_state: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The parameters that are trained, None in place of the others, and what puts these back. Called in the step."""
+    """Return the trained parameters and a function that puts the frozen ones back. Called in the train step.
+
+    The trained parameters are a tree like `params` with None in place of the frozen ones.
+    """
     if not isinstance(opt_state, FrozenParametersState):
         return params, lambda trained: trained
     frozen = opt_state.names
     trained = jax.tree_util.tree_map_with_path(lambda path, p: None if format_leaf_name(path) in frozen else p, params)
 
-    def whole(trained: Any) -> Any:
+    def merge(trained: Any) -> Any:
         return jax.tree.map(lambda t, p: p if t is None else t, trained, params, is_leaf=lambda leaf: leaf is None)
 
-    return trained, whole
+    return trained, merge
 
 
 def fill_frozen_gradients(grads: Any, params: Any) -> Any:
-    """Gradients of what is trained, with zeros for what is not; the same if all is."""
+    """Return gradients with zeros for frozen parameters, which are None in `grads`."""
     return jax.tree.map(
         lambda g, p: jnp.zeros(p.shape, jnp.float32) if g is None else g,
         grads,
         params,
         is_leaf=lambda leaf: leaf is None,
     )
-
-
-def _left_out(tree: Any, frozen: frozenset[str]) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: optax.MaskedNode() if format_leaf_name(path) in frozen else leaf, tree
-    )
-
-
-def _is_left_out(leaf: Any) -> bool:
-    return isinstance(leaf, optax.MaskedNode)

@@ -1,8 +1,7 @@
-"""Optimizers by name, as optax transformations: each a function of its keys and of how parameters are treated.
+"""Optimizers and learning-rate schedules by name, as optax objects.
 
-The learning rate by completed steps: a linear warm-up from 0, and a shape after it.
-
-The learning rate of an optax object of a job's own, where it keeps that in its state: `optax.inject_hyperparams`.
+Each optimizer is a function of its config, the per-parameter settings and the schedule. A schedule is a function of the
+completed steps: a linear warm-up from 0, and a shape after it.
 """
 
 from collections.abc import Callable
@@ -14,52 +13,55 @@ import optax
 
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ScheduleConfig
-from runner.optim.groups import Parameter, ParameterSettings, freeze_parameters, make_parameter_settings, match_patterns
+from runner.optim.groups import (
+    Parameter,
+    ParameterSettings,
+    freeze_parameters,
+    make_parameter_settings,
+    match_patterns,
+)
 from runner.optim.transforms import average_schedule_free, orthogonalise, project_low_rank
 
 
 def make_schedule(name: str, config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of completed steps. After the end it stays what it is there."""
+    """Return the learning rate as a function of completed steps. After the last step it keeps its last value."""
     final, warmup = config.final_learning_rate, config.compute_warmup_steps(total_steps)
     rest = total_steps - warmup
+
+    def cosine_restarts(count: jax.Array) -> jax.Array:
+        # The share of the current cycle is computed in whole numbers, so that a restart happens at an exact step.
+        share = (count * config.cycles % rest) / rest
+        rate = final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * share))
+        return jnp.where(jnp.asarray(count) < rest, rate, final)
+
+    def inverse_square_root(count: jax.Array) -> jax.Array:
+        # The count begins at the end of the warm-up, where the rate is the peak.
+        return peak * jnp.sqrt(warmup / (jnp.maximum(count, 0) + warmup))
+
     shapes: dict[str, Callable[[], optax.Schedule]] = {
         "constant": lambda: optax.constant_schedule(peak),
         "linear": lambda: optax.linear_schedule(peak, final, rest),
         "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=final / peak),
-        "cosine_restarts": lambda: _cosine_restarts(peak, final, rest, config.cycles),
+        "cosine_restarts": lambda: cosine_restarts,
         "polynomial": lambda: optax.polynomial_schedule(peak, final, config.power, rest),
         "wsd": lambda: optax.linear_schedule(peak, final, config.decay_steps or 1, rest - (config.decay_steps or 1)),
-        "inverse_square_root": lambda: _inverse_square_root(peak, warmup),
+        "inverse_square_root": lambda: inverse_square_root,
     }
     shape = shapes[name]()
+    # `join_schedules` counts the steps of the second schedule from its boundary on.
     if warmup == 0:
         return shape
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), shape], [warmup])
-
-
-def _cosine_restarts(peak: float, final: float, steps: int, cycles: int) -> optax.Schedule:
-    """Half waves from the peak to the end, all of one length."""
-
-    def rate(count: jax.Array) -> jax.Array:
-        share = (count * cycles % steps) / steps  # of the cycle at hand, by whole numbers, so that a restart is one
-        rate = final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * share))
-        return jnp.where(jnp.asarray(count) < steps, rate, final)
-
-    return rate
-
-
-def _inverse_square_root(peak: float, warmup: int) -> optax.Schedule:
-    """The peak at the end of the warm-up, and half of it after four times as many steps."""
-    return lambda count: peak * jnp.sqrt(warmup / (jnp.maximum(count, 0) + warmup))
 
 
 _RATE = "learning_rate"
 
 
 def find_injected_rate(opt_state: Any) -> jax.Array | None:
-    """The rate of the update that this state comes from, a float32 scalar; None if none is kept, or several are.
+    """Return the learning rate that `optax.inject_hyperparams` keeps in an optimizer's state, a float32 scalar.
 
-    To be traced. An optimizer that keeps its rate to itself in a function, or has several by groups, shows none.
+    It is the rate of the update that led to this state. An optimizer of the job's own that keeps its rate in a
+    function, or has several rates by groups, has none: the result is None. The function can be traced.
     """
 
     def is_injected(node: Any) -> bool:
@@ -67,6 +69,7 @@ def find_injected_rate(opt_state: Any) -> jax.Array | None:
 
     nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=is_injected) if is_injected(node)]
     rates = [node.hyperparams[_RATE] for node in nodes if _RATE in node.hyperparams]
+    # Several rates belong to several groups of parameters; none of them is that of the whole step.
     is_scalar = len(rates) == 1 and jnp.shape(rates[0]) == ()
     return jnp.asarray(rates[0], jnp.float32) if is_scalar else None
 
@@ -75,135 +78,151 @@ _Maker = Callable[[OptimizerConfig, ParameterSettings, optax.Schedule], Any]
 
 
 def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule, parameters: Any) -> Any:
-    """The whole transformation `name`, behind its clip of the gradient; `parameters` is a tree of `Parameter`.
+    """Return the optimizer `name` with gradient clipping and frozen parameters.
 
-    Raises `InvalidError` where groups or patterns do not fit the parameters.
+    Args:
+        name: Name in the library.
+        config: Its settings.
+        schedule: Learning rate by completed steps.
+        parameters: Tree of `Parameter`.
+
+    Raises:
+        InvalidError: Groups or patterns do not fit the parameters.
     """
-    treated = make_parameter_settings(config, parameters)
-    return freeze_parameters(treated.clipped(_MAKERS[name](config, treated, schedule)), treated.frozen)
+    settings = make_parameter_settings(config, parameters)
+    return freeze_parameters(settings.add_clipping(_MAKERS[name](config, settings, schedule)), settings.frozen)
 
 
-def _adamw(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
-    return optax.chain(_adam_moments(config), treated.decay(), treated.at_rate(schedule))
+def _make_adamw(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
+    return optax.chain(_make_adam_moments(config), settings.make_decay(), settings.make_descent(schedule))
 
 
-def _adam(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
-    return optax.chain(treated.decay(), _adam_moments(config), treated.at_rate(schedule))
+def _make_adam(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
+    return optax.chain(settings.make_decay(), _make_adam_moments(config), settings.make_descent(schedule))
 
 
-def _lion(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
-    moments = optax.scale_by_lion(config.b1, config.b2, _type_of_moments(config))
-    return optax.chain(moments, treated.decay(), treated.at_rate(schedule))
+def _make_lion(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
+    moments = optax.scale_by_lion(config.b1, config.b2, _get_moment_dtype(config))
+    return optax.chain(moments, settings.make_decay(), settings.make_descent(schedule))
 
 
-def _sgd(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
-    trace = optax.trace(config.momentum, accumulator_dtype=_type_of_moments(config))
-    return optax.chain(treated.decay(), optax.chain(trace, treated.at_rate(schedule)))
+def _make_sgd(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
+    trace = optax.trace(config.momentum, accumulator_dtype=_get_moment_dtype(config))
+    return optax.chain(settings.make_decay(), optax.chain(trace, settings.make_descent(schedule)))
 
 
-def _muon(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
-    """Of a stack each matrix by itself; embeddings, logits and vectors are adamw's."""
-    is_matrix = _chosen_matrices(config, treated.parameters)
-    trace = optax.trace(config.momentum, nesterov=True, accumulator_dtype=_type_of_moments(config))
+def _make_muon(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
+    """Return Muon for each matrix of a stack by itself; adamw updates embeddings, logits and vectors."""
+    is_matrix = _select_matrices(config, settings.parameters)
+    trace = optax.trace(config.momentum, nesterov=True, accumulator_dtype=_get_moment_dtype(config))
     return optax.chain(
         optax.masked(optax.chain(trace, orthogonalise()), is_matrix),
-        optax.masked(_adam_moments(config), jax.tree.map(lambda yes: not yes, is_matrix)),
-        treated.decay(),
-        treated.at_rate(schedule),
+        optax.masked(_make_adam_moments(config), jax.tree.map(lambda yes: not yes, is_matrix)),
+        settings.make_decay(),
+        settings.make_descent(schedule),
     )
 
 
-def _galore(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
-    """Of a stack each matrix by itself; embeddings, logits and vectors are adamw's."""
-    is_matrix = _chosen_matrices(config, treated.parameters)
+def _make_galore(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
+    """Return GaLore for each matrix of a stack by itself; adamw updates embeddings, logits and vectors."""
+    is_matrix = _select_matrices(config, settings.parameters)
     every_steps, scale = config.projection_every_steps, config.projection_scale
-    moments = project_low_rank(_adam_moments(config), is_matrix, config.rank, every_steps, scale)
-    return optax.chain(moments, treated.decay(), treated.at_rate(schedule))
+    moments = project_low_rank(_make_adam_moments(config), is_matrix, config.rank, every_steps, scale)
+    return optax.chain(moments, settings.make_decay(), settings.make_descent(schedule))
 
 
-def _schedule_free_adamw(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
-    """The second moment alone: the mean has the place of the first. The decay is of where the gradient is taken."""
+def _make_schedule_free_adamw(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
+    """Return schedule-free AdamW.
+
+    It has the second moment only, since the average takes the place of the first. Weight decay is that of the point
+    where the gradient is taken.
+    """
     moment = optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True)
-    return average_schedule_free(optax.chain(moment, treated.decay(), treated.at_rate(schedule)), schedule, config.b1)
+    inner = optax.chain(moment, settings.make_decay(), settings.make_descent(schedule))
+    return average_schedule_free(inner, schedule, config.b1)
 
 
-def _adafactor(config: OptimizerConfig, treated: ParameterSettings, schedule: optax.Schedule) -> Any:
-    """Adafactor whose decay is multiplied by the rate: that of optax comes after the rate, and is a share of a step."""
+def _make_adafactor(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
+    """Return Adafactor with weight decay that is multiplied by the learning rate.
+
+    The weight decay of `optax.adafactor` is applied after the learning rate, and so is a share per step.
+    """
     inner = optax.adafactor(schedule)
-    distinct = sorted({decay for decay in jax.tree.leaves(treated.decays) if decay})
-    if not distinct and treated.rates is None:
+    # Each distinct weight decay is multiplied by the learning rate once, not once per parameter.
+    distinct = sorted({decay for decay in jax.tree.leaves(settings.decays) if decay})
+    if not distinct and settings.rates is None:
         return inner
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        rate = schedule(state[0].count)  # the first part of the chain counts the updates before this
+        rate = schedule(state[0].count)  # the first part of the chain counts the updates before this one
         decays = {decay: decay * rate for decay in distinct}
         updates, state = inner.update(grads, state, params)
 
-        def decayed(update: jax.Array, param: jax.Array, decay: float) -> jax.Array:
+        def subtract_decay(update: jax.Array, param: jax.Array, decay: float) -> jax.Array:
             return update - decays[decay] * param if decay else update
 
-        return treated.multiplied(jax.tree.map(decayed, updates, params, treated.decays)), state
+        return settings.multiply_by_rates(jax.tree.map(subtract_decay, updates, params, settings.decays)), state
 
     return optax.GradientTransformation(inner.init, update)
 
 
 _MAKERS: dict[str, _Maker] = {
-    "adamw": _adamw,
-    "adam": _adam,
-    "lion": _lion,
-    "adafactor": _adafactor,
-    "sgd": _sgd,
-    "muon": _muon,
-    "galore": _galore,
-    "schedule_free_adamw": _schedule_free_adamw,
+    # The order of the chain says where weight decay enters: before the moments for adam and sgd, after them for adamw.
+    "adamw": _make_adamw,
+    "adam": _make_adam,
+    "lion": _make_lion,
+    "adafactor": _make_adafactor,
+    "sgd": _make_sgd,
+    "muon": _make_muon,
+    "galore": _make_galore,
+    "schedule_free_adamw": _make_schedule_free_adamw,
 }
 
 
-def _adam_moments(config: OptimizerConfig) -> optax.GradientTransformation:
-    return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=_type_of_moments(config))
+def _make_adam_moments(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=_get_moment_dtype(config))
 
 
-def _type_of_moments(config: OptimizerConfig) -> Any:
-    """None is that of the parameters as the optimizer sees them, which is float32."""
+def _get_moment_dtype(config: OptimizerConfig) -> Any:
+    """Return the type of first moments; None for that of the parameters, which the optimizer sees in float32."""
     return jnp.bfloat16 if config.moments == "bfloat16" else None
 
 
-def _chosen_matrices(config: OptimizerConfig, parameters: Any) -> Any:
-    """A bool for each parameter: whether it is orthogonalised, or projected."""
+def _select_matrices(config: OptimizerConfig, parameters: Any) -> Any:
+    """Return a tree of bools that are True for the parameters to orthogonalise or project."""
     if config.matrices is not None:
-        chosen = match_patterns(config.matrices, parameters, "matrices")
-        others = [p for p, yes in zip(jax.tree.leaves(parameters), jax.tree.leaves(chosen), strict=True) if yes]
-        if other := next((p for p in others if not p.holds_matrices), None):
+        selected = match_patterns(config.matrices, parameters, "matrices")
+        leaves = zip(jax.tree.leaves(parameters), jax.tree.leaves(selected), strict=True)
+        if other := next((p for p, yes in leaves if yes and not p.holds_matrices), None):
             raise InvalidError(
-                f"matrices: {other.name} of shape {other.shape} is none, but for axes named layers or expert before "
-                "its last two; name others"
+                f"matrices: {other.name} of shape {other.shape} is none: all axes before its last two must be named "
+                "layers or expert; name other parameters"
             )
-        return chosen
+        return selected
 
-    def is_chosen(parameter: Parameter) -> bool:
+    def is_selected(parameter: Parameter) -> bool:
         return parameter.holds_matrices and parameter.is_matrix and not parameter.is_table
 
-    chosen = jax.tree.map(is_chosen, parameters)
-    if not any(jax.tree.leaves(chosen)):
+    selected = jax.tree.map(is_selected, parameters)
+    if not any(jax.tree.leaves(selected)):
         raise InvalidError(f"{config.name} finds no matrix among the parameters but embeddings; name some by matrices")
-    return chosen
+    return selected
 
 
 def update_in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`optimizer`, shown float32 parameters whatever type they are stored in.
+    """Return `optimizer` applied to float32 copies of the parameters, whatever type they are stored in.
 
-    So its state and its updates are float32 from the first step on, like the gradients. The new parameter is the sum
-    of the old one and the update, made in float32 and rounded to the nearest value of the parameter's own type.
+    Its state and updates are therefore float32 from the first step on, as the gradients are. The new parameter is the
+    sum of the old one and the update, computed in float32 and rounded to the nearest value of the parameter's type.
     """
 
-    def widened(params: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if _is_narrow(leaf) else leaf, params)
+    def is_narrow(leaf: jax.Array) -> bool:
+        return bool(jnp.issubdtype(leaf.dtype, jnp.floating)) and leaf.dtype.itemsize < 4
+
+    def widen(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_narrow(leaf) else leaf, params)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return optimizer.update(grads, state, widened(params))
+        return optimizer.update(grads, state, widen(params))
 
-    return optax.GradientTransformation(lambda params: optimizer.init(widened(params)), update)
-
-
-def _is_narrow(leaf: jax.Array) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.floating)) and leaf.dtype.itemsize < 4
+    return optax.GradientTransformation(lambda params: optimizer.init(widen(params)), update)

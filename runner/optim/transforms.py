@@ -1,16 +1,20 @@
-"""Schedule-free: the parameters of the train state are a mean, and what is trained stands in the optimizer's state.
+"""Optax transformations for Muon, GaLore and schedule-free optimizers.
 
-So whoever evaluates, samples, exports or takes over parameters has the mean with no more ado; the step alone asks where
-to take the gradient, which is between the two. That of optax has its parameters there, and the mean is computed.
+**Muon** (`orthogonalise`): an update made orthogonal, for each matrix of a stack by itself. The version of optax has
+bias-corrected momentum, gives the other parameters to Adam with Nesterov momentum and a weight decay of its own, and
+keeps its coefficients in the state. This is the published one, with one learning rate for all parameters.
 
-An update made orthogonal, which is muon's: each matrix of a stack by itself.
+**GaLore** (`project_low_rank`): moments of gradients that are projected to a low rank. Each matrix of a stack has its
+own projection. The version of optax knows no stacks, and projects the longer side of a matrix where the paper projects
+the shorter one.
 
-That of optax has a momentum that is corrected, gives the rest to Adam with Nesterov's step and a decay of its own, and
-keeps its coefficients in the state; this one is the published one, with one rate for all.
+**Schedule-free** (`average_schedule_free`): the parameters of the train state are an average of the iterates, and the
+optimizer's state holds the iterates themselves. Evaluation, sampling, export and warm starts therefore see the average
+without further work; only the train step asks for the point between the two where the gradient is taken
+(`compute_gradient_point`). The version of optax keeps that point as the parameters, and computes the average on
+request.
 
-Moments of gradients of low rank, which are GaLore's: each matrix of a stack has a projection of its own.
-
-That of optax knows no stacks, and projects the longer side of a matrix where the paper projects the shorter one.
+Shape legend: M x N a matrix, S its shorter side, R the rank of the projection. Leading axes stack matrices.
 """
 
 import dataclasses
@@ -26,28 +30,29 @@ from jax import lax
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_ITERATIONS = 5
 _NORM_MIN = 1e-7
-_RMS = 0.2  # of an update of adamw, with which this one so shares rate and decay
+_RMS = 0.2  # that of an update of adamw, so that learning rate and weight decay of adamw suit Muon
 
 
 def orthogonalise() -> optax.GradientTransformation:
-    """Make each matrix nearly orthogonal, and the mean square of its elements that of an update of adamw.
+    """Return a transformation that makes each matrix nearly orthogonal, with the root mean square of adamw's updates.
 
-    Of updates whose last two axes are those of matrices. Newton and Schulz's iteration, of five steps as published, in
-    float32: its singular values end between 0.7 and 1.2. Source: arXiv:2502.16982.
+    The last two axes of an update are those of matrices. It runs five Newton-Schulz iterations in float32, as
+    published; the singular values of the result are between 0.7 and 1.2. Source: arXiv:2502.16982.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.tree.map(_orthogonalised, updates), state
+        return jax.tree.map(_orthogonalise_matrices, updates), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-def _orthogonalised(matrices: jax.Array) -> jax.Array:
-    """Of (..., M, N)."""
-    *_, M, N = matrices.shape
+def _orthogonalise_matrices(matrices_MxN: jax.Array) -> jax.Array:
+    *_, M, N = matrices_MxN.shape
+    # The iteration multiplies matrices of the size of the first axis, so that is made the shorter one.
     is_tall = M > N
-    x = jnp.swapaxes(matrices, -1, -2) if is_tall else matrices
+    x = jnp.swapaxes(matrices_MxN, -1, -2) if is_tall else matrices_MxN
     x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + _NORM_MIN)
+    # The norm bounds the largest singular value by 1, which the iteration needs to converge.
     a, b, c = _COEFFICIENTS
 
     def iterate(_: int, x: jax.Array) -> jax.Array:
@@ -61,7 +66,13 @@ def _orthogonalised(matrices: jax.Array) -> jax.Array:
 
 @struct.dataclass
 class GaLoreState:
-    """`projector` (..., S, R) of each matrix whose shorter side is S; what is not projected has none there."""
+    """State of `project_low_rank`.
+
+    Attributes:
+        count: Number of updates so far.
+        projector: Tree with an array (..., S, R) for each projected parameter, and `optax.MaskedNode` for the others.
+        inner: State of the inner optimizer.
+    """
 
     count: jax.Array
     projector: Any
@@ -71,71 +82,80 @@ class GaLoreState:
 def project_low_rank(
     inner: optax.GradientTransformation, is_projected: Any, rank: int, every_steps: int, scale: float
 ) -> optax.GradientTransformation:
-    """`inner`, shown gradients (..., M, N) as (..., R, N) where M <= N, else as (..., M, R), and shown no parameters.
+    """Return `inner` applied to gradients that are projected to a low rank. Source: arXiv:2403.03507.
 
-    Every so many steps, from the first on, the R singular vectors of the largest singular values of the gradient at
-    hand become the projector; moments go on as they are. An update is projected back, times `scale`. What
-    `is_projected`, a tree of bools, leaves out passes as it is. Source: arXiv:2403.03507.
+    The first R left or right singular vectors of the gradient become the projector in the first step and every
+    `every_steps` steps; moments are kept. `inner` sees gradients (..., R, N) where M <= N, else (..., M, R), and no
+    parameters. Its update is projected back and multiplied by `scale`.
+
+    Args:
+        inner: Optimizer of the projected gradients.
+        is_projected: Tree of bools. Parameters with False are passed to `inner` as they are.
+        rank: R.
+        every_steps: Steps between two updates of the projector.
+        scale: Factor on the update of projected parameters.
     """
 
-    def mapped(function: Any, *trees: Any) -> Any:
+    def map_projected(function: Any, *trees: Any) -> Any:
         return jax.tree.map(lambda yes, *leaves: function(*leaves) if yes else leaves[0], is_projected, *trees)
 
+    def make_projector(param: jax.Array) -> jax.Array:
+        side = min(param.shape[-2:])
+        return jnp.zeros((*param.shape[:-2], side, min(rank, side)), jnp.float32)
+
     def init(params: Any) -> GaLoreState:
-        projector = jax.tree.map(
-            lambda yes, p: jnp.zeros(_projector_shape(p.shape, rank), jnp.float32) if yes else optax.MaskedNode(),
-            is_projected,
-            params,
-        )
-        low = mapped(lambda p, q: _low(p.astype(jnp.float32), q), params, projector)
+        projector = jax.tree.map(lambda yes, p: make_projector(p) if yes else optax.MaskedNode(), is_projected, params)
+        low = map_projected(lambda p, q: _project(p.astype(jnp.float32), q), params, projector)
         return GaLoreState(jnp.zeros((), jnp.int32), projector, inner.init(low))
 
     def update(grads: Any, state: GaLoreState, params: Any = None) -> tuple[Any, GaLoreState]:
+        # The first step, of count 0, replaces the zeros that `init` makes, so they are never used for an update.
         projector = lax.cond(
             state.count % every_steps == 0,
-            lambda: mapped(lambda q, g: _singular_vectors(g, q.shape[-1]), state.projector, grads),
+            lambda: map_projected(lambda q, g: _compute_singular_vectors(g, q.shape[-1]), state.projector, grads),
             lambda: state.projector,
         )
-        low, inner_state = inner.update(mapped(_low, grads, projector), state.inner)
-        updates = mapped(lambda u, q, g: scale * _high(u, q, g.shape), low, projector, grads)
+        low, inner_state = inner.update(map_projected(_project, grads, projector), state.inner)
+        updates = map_projected(lambda u, q, g: scale * _project_back(u, q, g.shape), low, projector, grads)
         return updates, GaLoreState(optax.safe_increment(state.count), projector, inner_state)
 
     return optax.GradientTransformation(init, update)
 
 
-def _projector_shape(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    side = min(shape[-2:])
-    return (*shape[:-2], side, min(rank, side))
+def _compute_singular_vectors(grad_MxN: jax.Array, rank: int) -> jax.Array:
+    """Return the first `rank` singular vectors of the shorter side, each with a positive largest component.
 
-
-def _singular_vectors(grad: jax.Array, rank: int) -> jax.Array:
-    """The first `rank` of the shorter side, each with the sign that makes its largest component positive.
-
-    The sign is free, and libraries differ in it; but moments go on, and those of another sign would work against them.
+    The sign of a singular vector is arbitrary, and libraries differ in it. Since moments are kept, vectors of the
+    opposite sign would work against them.
     """
-    *_, M, N = grad.shape
-    left, _, right = jnp.linalg.svd(grad.astype(jnp.float32), full_matrices=False)
-    vectors = left[..., :rank] if M <= N else jnp.swapaxes(right[..., :rank, :], -1, -2)
-    largest = jnp.argmax(jnp.abs(vectors), axis=-2, keepdims=True)
-    return vectors * jnp.where(jnp.take_along_axis(vectors, largest, axis=-2) < 0, -1.0, 1.0)
+    *_, M, N = grad_MxN.shape
+    left, _, right = jnp.linalg.svd(grad_MxN.astype(jnp.float32), full_matrices=False)
+    vectors_SxR = left[..., :rank] if M <= N else jnp.swapaxes(right[..., :rank, :], -1, -2)
+    largest = jnp.argmax(jnp.abs(vectors_SxR), axis=-2, keepdims=True)
+    return vectors_SxR * jnp.where(jnp.take_along_axis(vectors_SxR, largest, axis=-2) < 0, -1.0, 1.0)
 
 
-def _low(grad: jax.Array, projector: jax.Array) -> jax.Array:
-    *_, M, N = grad.shape
-    return jnp.swapaxes(projector, -1, -2) @ grad if M <= N else grad @ projector
+def _project(grad_MxN: jax.Array, projector_SxR: jax.Array) -> jax.Array:
+    *_, M, N = grad_MxN.shape
+    return jnp.swapaxes(projector_SxR, -1, -2) @ grad_MxN if M <= N else grad_MxN @ projector_SxR
 
 
-def _high(update: jax.Array, projector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _project_back(update: jax.Array, projector_SxR: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     *_, M, N = shape
-    return projector @ update if M <= N else update @ jnp.swapaxes(projector, -1, -2)
+    return projector_SxR @ update if M <= N else update @ jnp.swapaxes(projector_SxR, -1, -2)
 
 
 @struct.dataclass
 class ScheduleFreeState:
-    """What is trained, `fast`, in float32, and the state of the optimizer that moves it.
+    """State of `average_schedule_free`.
 
-    `weight_sum` is that of all steps so far, `max_rate` their highest learning rate. `b1` is the mean's share of the
-    point where the gradient is taken.
+    Attributes:
+        count: Number of updates so far.
+        weight_sum: Sum of the weights of all steps so far.
+        max_rate: Highest learning rate so far.
+        fast: The iterates that the inner optimizer updates, in float32.
+        inner: State of the inner optimizer.
+        b1: Weight of the average in the point where the gradient is taken.
     """
 
     count: jax.Array
@@ -149,22 +169,26 @@ class ScheduleFreeState:
 def average_schedule_free(
     inner: optax.GradientTransformation, schedule: optax.Schedule, b1: float
 ) -> optax.GradientTransformation:
-    """`inner`, whose steps are averaged, each weighed by the square of the highest learning rate until then.
+    """Return `inner` with an average over its iterates as the parameters. Source: arXiv:2405.15682.
 
-    It is given gradients that were taken at `compute_gradient_point`, and parameters that are the mean: its updates
-    lead to the next mean. Where the learning rate was 0 from the start on, nothing moves. Source: arXiv:2405.15682.
+    Each iterate has the square of the highest learning rate so far as its weight. Gradients have to be taken at
+    `compute_gradient_point`; parameters are the average, and updates lead to the next average. Nothing moves as long as
+    the learning rate has always been 0.
     """
 
     def init(params: Any) -> ScheduleFreeState:
         zero = jnp.zeros((), jnp.float32)
+        # A copy, because the train step donates parameters and state, and one buffer cannot be donated twice.
         fast = jax.tree.map(lambda p: p.astype(jnp.float32).copy(), params)
         return ScheduleFreeState(jnp.zeros((), jnp.int32), zero, zero, fast, inner.init(params), b1)
 
     def update(grads: Any, state: ScheduleFreeState, params: Any) -> tuple[Any, ScheduleFreeState]:
-        moves, inner_state = inner.update(grads, state.inner, _between(params, state.fast, b1))
+        # The inner optimizer decays the point where the gradient was taken, as published.
+        moves, inner_state = inner.update(grads, state.inner, _interpolate(params, state.fast, b1))
         fast = optax.apply_updates(state.fast, moves)
         max_rate = jnp.maximum(state.max_rate, jnp.asarray(schedule(state.count), jnp.float32))
         weight_sum = state.weight_sum + max_rate**2
+        # The inner `where` keeps the division finite while the learning rate has always been 0.
         share = jnp.where(weight_sum > 0, max_rate**2 / jnp.where(weight_sum > 0, weight_sum, 1.0), 0.0)
         updates = jax.tree.map(lambda z, x: share * (z - x), fast, params)
         return updates, ScheduleFreeState(
@@ -175,39 +199,40 @@ def average_schedule_free(
 
 
 def compute_gradient_point(params: Any, opt_state: Any) -> Any:
-    """Where the step takes the gradient: at the parameters, but for an optimizer that averages. Called in the step."""
-    found = _find(opt_state)
-    return params if found is None else _between(params, found.fast, found.b1)
+    """Return the point where the train step takes the gradient: the parameters, unless they are an average."""
+    state = _find_average(opt_state)
+    return params if state is None else _interpolate(params, state.fast, state.b1)
 
 
 def restart_average(params: Any, opt_state: Any) -> Any:
-    """`opt_state` of step 0, of other parameters than it was made with: those of another run, say."""
+    """Return the `opt_state` of step 0 for other parameters than it was made with, such as those of another run."""
 
-    def begun(state: Any) -> Any:
+    def restart(state: Any) -> Any:
         if not isinstance(state, ScheduleFreeState):
             return state
-        fast = _mapped(lambda z, p: p.astype(z.dtype).copy(), state.fast, params)
+        fast = _map_trained(lambda z, p: p.astype(z.dtype).copy(), state.fast, params)
         return dataclasses.replace(state, fast=fast)
 
-    return jax.tree.map(begun, opt_state, is_leaf=_is_average)
+    return jax.tree.map(restart, opt_state, is_leaf=_is_average)
 
 
 def is_averaged(opt_state: Any) -> bool:
-    """Whether parameters are averaged."""
-    return _find(opt_state) is not None
+    """Return True if the parameters are an average of iterates."""
+    return _find_average(opt_state) is not None
 
 
-def _find(opt_state: Any) -> ScheduleFreeState | None:
+def _find_average(opt_state: Any) -> ScheduleFreeState | None:
     leaves = jax.tree.leaves(opt_state, is_leaf=_is_average)
     return next((leaf for leaf in leaves if isinstance(leaf, ScheduleFreeState)), None)
 
 
-def _between(mean: Any, fast: Any, b1: float) -> Any:
-    return _mapped(lambda z, x: (x + (1 - b1) * (z - x)).astype(x.dtype), fast, mean)
+def _interpolate(mean: Any, fast: Any, b1: float) -> Any:
+    """Return b1 mean + (1 - b1) fast, in the types of `mean`."""
+    return _map_trained(lambda z, x: (x + (1 - b1) * (z - x)).astype(x.dtype), fast, mean)
 
 
-def _mapped(function: Any, fast: Any, params: Any) -> Any:
-    """A tree like `params`; what is frozen, and so is not in `fast`, stays as it is."""
+def _map_trained(function: Any, fast: Any, params: Any) -> Any:
+    """Map a function over iterates and parameters; frozen parameters, which have no iterate, stay as they are."""
     return jax.tree.map(
         lambda z, p: p if isinstance(z, optax.MaskedNode) else function(z, p),
         fast,

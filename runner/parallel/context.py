@@ -1,9 +1,12 @@
-"""Which of two ways attention takes where the positions of a row lie on several devices: by the time that each needs.
+"""Choice of ring attention or all-gather context parallelism by predicted time.
 
-- `gather`: every device collects the keys and values of the whole row, and has its own queries attend to them.
-- `ring`: every device has its queries attend to the keys and values at hand, which then move on to the next one.
+Attention over sequences that are sharded over several devices can exchange keys and values in two ways:
 
-Pure: numbers in, seconds out. Knows no mesh and no model; imports no jax.
+- `gather`: all-gather. Every device collects the keys and values of the whole sequence for its own queries.
+- `ring`: ring attention. Every device lets its queries attend to the keys and values at hand, which then move on to the
+  next device.
+
+The functions are pure: numbers in, seconds out. They know no mesh and no model, and import no jax.
 """
 
 from dataclasses import dataclass, replace
@@ -13,21 +16,27 @@ from runner.accelerator import PeakRates, find_chip
 
 ContextMethod = Literal["gather", "ring"]
 
-# Of a chip that the catalogue does not know, or whose speeds depend on the machine: some cores of a server.
+# For chips that the catalogue does not know, or whose rates depend on the machine: a few cores of a server.
 UNKNOWN_CHIP_RATES = PeakRates(500e9, 16 * 2**30, 50e9, 10e9, 1e9)
-_MOST_GATHERED_SHARE = 1 / 4  # of a device's memory that a gathered row and its gradient may fill
-_TILE_BYTES = 8  # of one score in a float32 tile that one operation writes to memory and another reads
+_GATHERED_SHARE_MAX = 1 / 4  # share of a device's memory for gathered keys and values with their gradients
+_TILE_BYTES = 8  # a float32 score of a tile that one operation writes to memory and another one reads
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Attention as one device sees it: its own examples and heads, of rows cut over `shards` devices.
+    """Shape of attention on one device: its own examples and heads of sequences that are sharded over `shards` devices.
 
     Attributes:
-        length: positions of a whole row.
-        itemsize: bytes of an element of keys and values.
-        window: how many positions a query sees; None is all of its past.
-        has_kernel: whether `gather` runs a fused kernel, which keeps tiles of scores on the chip.
+        shards: Number of devices over which a sequence is sharded.
+        batch: Examples of the device.
+        length: Positions of a whole sequence.
+        heads: Heads of queries on the device.
+        key_heads: Heads of keys and values on the device.
+        key_width: Width of a head of queries and keys.
+        value_width: Width of a head of values.
+        itemsize: Bytes of an element of keys and values.
+        window: Number of positions that a query attends to; None for its whole past.
+        has_kernel: True if `gather` runs a fused kernel, which keeps tiles of scores on the chip.
     """
 
     shards: int
@@ -43,10 +52,10 @@ class AttentionShape:
 
 
 def count_key_shards(length: int, shards: int, window: int | None) -> int:
-    """How many devices before its own hold keys that a query may see, if every device holds neighbouring positions.
+    """Return the number of devices before its own from which a device needs keys.
 
-    Where these are most, or the window more than half of a row, it is all others: then the halves of a device's queries
-    come from both ends of the row (`is_redistributed`), so that all devices have as many keys to attend to.
+    This is all other devices if queries are redistributed, since then the two halves of a device's queries come from
+    opposite ends of the sequence.
     """
     share = length // shards
     before = -(-((window or length) - 1) // share)
@@ -54,28 +63,40 @@ def count_key_shards(length: int, shards: int, window: int | None) -> int:
 
 
 def is_redistributed(length: int, shards: int, window: int | None) -> bool:
-    """Whether queries move for the sake of balance: a narrow window is balanced, and has its keys near."""
+    """Return True if queries are redistributed, so that all devices have as many keys to attend to.
+
+    A narrow window needs no redistribution: its work is balanced, and its keys are on neighbouring devices.
+    """
     return window is None or 2 * window > length or -(-(window - 1) // (length // shards)) >= shards - 1
 
 
 def predict_attention_seconds(
     shape: AttentionShape, speeds: PeakRates, bytes_per_second: float
 ) -> dict[ContextMethod, float]:
-    """Seconds that attention of one layer takes forward and backward, by way.
+    """Predict the seconds that attention of one layer takes forward and backward, by method.
 
-    With p = batch heads length attended / shards the scores of a device, where `attended` is length / 2 (of a window w
-    it is w - w^2 / 2 length), H and W the widths, C bytes of keys and values that one device holds, d the devices whose
-    keys another needs, r = d + 1 rounds, and f = 4 / itemsize, as gradients go round in float32:
+    Let p = batch heads length attended / shards be the scores of a device, where `attended` is length / 2 (for a window
+    w it is w - w^2 / 2 length), H and W the widths of keys and values, C the bytes of keys and values on one device, d
+    the devices whose keys another one needs, r = d + 1 the rounds, and f = 4 / itemsize, since gradients are exchanged
+    in float32:
 
         forward  = 2 p (H + W) / FLOP/s      + tiles: 2 p float32 written to memory and read again
         backward = 2 p (3 H + 2 W) / FLOP/s  + tiles: 4 p
         gather   = forward + backward + 3 d C / bytes/s
         ring     = r max(forward / r, C / bytes/s) + r max(backward / r, (1 + f) C / bytes/s) + (2 + f) C / bytes/s
 
-    What is gathered has to be there before work begins: keys and values in both passes, and their gradients are
-    scattered. A ring moves while it works, and its last term is what brings keys to where they are balanced, twice, and
-    gradients home. A fused kernel leaves out the tiles of `gather`. That is infinite where the gathered row and its
-    gradient would fill more than a quarter of a device's memory.
+    An all-gather has to end before attention begins: in both passes for keys and values, whose gradients are then
+    reduce-scattered. A ring overlaps communication with computation. Its last term redistributes keys and values,
+    twice, and returns their gradients. A fused kernel avoids the tiles of `gather`.
+
+    Args:
+        shape: Shape of the attention of one device.
+        speeds: Peak rates of one device.
+        bytes_per_second: Bandwidth out of one device to the others that share a sequence.
+
+    Returns:
+        Seconds by method. `gather` is infinite if the gathered keys and values and their gradients would take more than
+        a quarter of a device's memory.
     """
     window = min(shape.window or shape.length, shape.length)
     attended = window - window**2 / (2 * shape.length)
@@ -91,20 +112,24 @@ def predict_attention_seconds(
     gather = forward + backward + tiles + 3 * before * move
     ring = max(forward + 2 * tile, rounds * move) + max(backward + 4 * tile, rounds * (1 + wide) * move)
     gathered_bytes = rounds * chunk_bytes * (1 + (1 if shape.has_kernel else wide))
-    is_too_large = gathered_bytes > _MOST_GATHERED_SHARE * speeds.hbm_bytes
+    is_too_large = gathered_bytes > _GATHERED_SHARE_MAX * speeds.hbm_bytes
     return {"gather": float("inf") if is_too_large else gather, "ring": ring + (2 + wide) * move}
 
 
 def choose_context_method(shape: AttentionShape, speeds: PeakRates, bytes_per_second: float) -> ContextMethod:
-    """The way that needs less time by `predict_attention_seconds`; of equals `gather`."""
+    """Return the method with the smaller predicted time, `gather` if both are equal."""
     seconds = predict_attention_seconds(shape, speeds, bytes_per_second)
     return "ring" if seconds["ring"] < seconds["gather"] else "gather"
 
 
 def find_peak_rates(device_kind: str, neighbours: int) -> tuple[PeakRates, float]:
-    """Speeds of a device of this kind, and bytes/s out of it to so many that lie next to each other in the mesh.
+    """Return the peak rates of a device, and its bandwidth in bytes/s to the devices next to it in the mesh.
 
-    GPUs of several nodes meet over the network; the chips of a slice are taken to share their interconnect.
+    GPUs of several nodes communicate over the network. Chips of one slice are assumed to use their interconnect.
+
+    Args:
+        device_kind: `device_kind` of the jax device.
+        neighbours: Number of adjacent devices that communicate.
     """
     chip = find_chip(device_kind)
     if chip is None or chip.speeds is None:

@@ -1,44 +1,48 @@
-"""Sums over the micro-batches of a step in one order, whatever number of devices computes them. Pure.
+"""Gradient reduction: the all-reduce over `data` once a step, and an order that does not depend on the device count.
 
-Floating-point sums depend on their order, and that of a usual step on how many devices share it. Here (spec key
-`train.same_bits_devices`: G) every gradient is made of the same additions of the same numbers:
+**All-reduce over `data` once a step** (`run_per_data_shard`). No parameter is sharded over `data`, so a device can
+accumulate its gradients over all micro-batches of a step, in float32, before any communication along `data`. The sums
+are then all-reduced once, in float32 whatever the compute type. A table that is used twice (tied embeddings) has one
+gradient by then.
 
-1. A step has M micro-batches of one shape, which each device computes alone: no sum within one crosses devices.
-2. They make up G groups of as many. The gradients of a group are added up one after another.
-3. Groups are the leaves of a binary tree: node (l, i) is the sum of groups i 2^l to (i + 1) 2^l - 1, as far as there
-   are that many, and of two nodes the left one stands on the left of the addition.
-4. Each of n devices, where n divides G, has G / n groups that follow each other. It adds up the subtrees that lie whole
-   among its own, and holds the largest of them; of one group that is the group.
-5. Every device gets its share of every array of all these subtrees, adds up the rest of the tree for it, and all shares
-   are gathered. Where the groups of each device make up one subtree, as they do if their number is a power of two, that
-   costs the bytes of a usual reduction in float32; else up to 2 log2(G / n) times as many before the gathering.
+Over the axes that shard parameters (`fsdp`, `sequence`, `expert`) the partitioner reduce-scatters gradients in each
+micro-batch. To defer that to the end of the step, a device would have to hold all gradients in float32, although such
+an axis was chosen because it cannot hold all parameters. It holds its shard of them, and only that shard is all-reduced
+over `data`, which is the outermost axis and the only one whose traffic crosses slices.
 
-Every device has whole parameters and gradients while it computes them: two gradients, and the stack of subtrees.
-Losses, counts and meta of micro-batches are gathered, and then added up by each device, all in their order.
+On TPUs the all-reduce is deferred only if no other axis has more than one device. Otherwise libtpu turns what is
+gathered along the other axes inside the loop into rings of small matmuls: for a Llama 8B on v5p-128 (data 8 x fsdp 16)
+23,392 collective-permutes a step, with copies that cost more than the deferral saves. On all platforms it is deferred
+beside at most one other axis. Beside two, XLA's partitioner (jax 0.10.2) aborts with a failed check on models that do
+not constrain the sharding of their activations. In all other cases the partitioner reduces gradients over `data` in
+each micro-batch.
 
-That the additions are the same is arithmetic; that each micro-batch gives the same gradient is up to the compiler, to
-which it comes in another program on each number of devices. So it stands between barriers, and the whole step is traced
-in the form of `merged`, in which a program of one device reaches XLA's simplifier as one of several does. Seen on CPU
-devices: every kind of model and every value of a key that the tests have, on 1, 2 and 8.
+**Order-deterministic reduction** (`run_per_batch_shard`, `sum_gradients`). Floating-point sums depend on their order,
+and the order of a usual step depends on the number of devices. With the spec key `train.same_bits_devices` (G) every
+gradient is made of the same additions of the same numbers:
 
-Shape legend: S micro-batches of a step, G groups, n devices over which they are spread, c micro-batches of a group.
+1. A step has M micro-batches of one shape. Each is computed by one device alone: no sum inside it crosses devices.
+2. They form G groups of equal size. The gradients of a group are accumulated one after another.
+3. Groups are the leaves of a binary tree. Node (l, i) is the sum of groups i 2^l to (i + 1) 2^l - 1, as far as they
+   exist, and the left child is the left operand of the addition.
+4. Each of n devices, where n divides G, has G / n consecutive groups. It sums the subtrees that lie wholly among its
+   own groups and keeps those that are part of no larger one; for one group that is the group itself.
+5. An all-to-all gives every device its share of every array of all these subtrees. It sums the rest of the tree for its
+   share, and the shares are all-gathered. If the groups of each device form one subtree, as they do if their number is
+   a power of two, that costs the bytes of a usual all-reduce in float32; otherwise up to 2 log2(G / n) times as many
+   before the all-gather.
 
-Sums over what the devices along `data` have computed, taken once a step. Pure.
+While a device computes, it holds whole parameters, two whole gradients and the stack of subtrees. The losses, counts
+and metadata of micro-batches are gathered, and each device then sums them in their order.
 
-No parameter is cut over `data`, so along it a device can compute its part of all micro-batches of a step before it
-tells the others anything. It adds up its own gradients in float32, and these sums are reduced once, whatever the number
-of micro-batches, in float32 whatever the type of compute. A table that is used twice has one gradient by then.
+Equal additions follow from this arithmetic. Equal gradients of a micro-batch depend on the compiler, which sees another
+program on each number of devices. Therefore the micro-batch stands between optimization barriers, and the whole step is
+traced through `runner.parallel.canonical.canonicalise`, with which the program of one device reaches XLA's simplifier
+in the same form as that of several. Tests hold this on 1, 2 and 8 CPU devices for every kind of model and every value
+of a key.
 
-Over the axes that cut parameters (`fsdp`, `sequence`, `expert`) the partitioner scatters gradients in each micro-batch.
-To wait for the end of the step a device would have to hold all gradients in float32, where such an axis was chosen
-since it cannot hold all parameters. So it holds its shard of them, and no more than that is reduced over `data`: that
-axis comes first, and nothing else crosses slices.
-
-On TPUs this is so where no other axis has more than one device. Else libtpu would make rings of small matmuls of what
-is gathered along the others inside: of a Llama 8B on v5p-128 (data 8 x fsdp 16) 23,392 collective-permutes a step, with
-copies that cost more than the waiting saves. On all platforms it is so beside one other axis at most. Beside two, XLA's
-partitioner (jax 0.10.2) dies of a failed check on a model that says nothing of how its activations are cut. Elsewhere
-the partitioner reduces gradients over `data` in each micro-batch.
+Shape legend: S micro-batches of a step, B examples of a micro-batch, G groups, n devices that share the batch, c
+micro-batches of a group, d slots of the stack of subtrees.
 """
 
 import functools
@@ -52,33 +56,39 @@ from jax.sharding import PartitionSpec
 
 from runner.parallel.mesh import BATCH_AXES, count_batch_shards, enter_shard_map, is_tpu_mesh, list_manual_axes
 
-DATA = "data"
+_DATA = "data"
 
 
 def has_deferred_all_reduce(sizes: Mapping[str, int], *, is_tpu: bool) -> bool:
-    """Whether sums over `data` are taken once a step on a mesh of these sizes, devices by axis."""
-    others = [axis for axis, size in sizes.items() if axis != DATA and size > 1]
-    return sizes[DATA] > 1 and len(others) <= (0 if is_tpu else 1)
+    """Return True if gradients are all-reduced over `data` once a step on a mesh of these sizes, devices by axis."""
+    others = [axis for axis, size in sizes.items() if axis != _DATA and size > 1]
+    return sizes[_DATA] > 1 and len(others) <= (0 if is_tpu else 1)
 
 
 def run_per_data_shard(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, batch: Any) -> tuple[Any, Any]:
-    """Call `function(whole, batch)` along `data`, with its own part of each micro-batch of a batch (S, B, ...).
+    """Call `function(whole, batch)` on each shard along `data`, and all-reduce the first value that it returns.
 
-    Of the pair that it returns, the first is added up over all parts, and of the second it is the last part's that is
-    returned. Inside, `data` is no axis that a sharding may name; of the others see `along`. Where no sum waits there is
-    one part.
+    Inside `function` no sharding may name `data`. Without a deferred all-reduce there is one shard: the whole batch.
+
+    Args:
+        function: Function of `whole` and a shard of `batch` that returns (sums, last).
+        whole: Pytree that is replicated along `data`.
+        batch: Pytree of (S, B, ...) arrays; B is sharded over `data`.
+
+    Returns:
+        The sums over all shards, and `last` of the last shard.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not has_deferred_all_reduce(mesh.shape, is_tpu=is_tpu_mesh(mesh)):
         return function(whole, batch)
 
-    def on_part(whole: Any, batch: Any) -> tuple[Any, Any]:
-        with enter_shard_map((DATA,), mesh):
+    def run_shard(whole: Any, batch: Any) -> tuple[Any, Any]:
+        with enter_shard_map((_DATA,), mesh):
             sums, last = function(whole, batch)
-        return lax.psum(sums, DATA), jax.tree.map(lambda leaf: lax.all_gather(jnp.asarray(leaf), DATA)[-1], last)
+        return lax.psum(sums, _DATA), jax.tree.map(lambda leaf: lax.all_gather(jnp.asarray(leaf), _DATA)[-1], last)
 
-    specs, axes = (PartitionSpec(), PartitionSpec(None, DATA)), list_manual_axes((DATA,))
-    return jax.shard_map(on_part, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
+    specs, axes = (PartitionSpec(), PartitionSpec(None, _DATA)), list_manual_axes((_DATA,))
+    return jax.shard_map(run_shard, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
         whole, batch
     )
 
@@ -87,43 +97,51 @@ Node = tuple[int, int]  # (level, index)
 
 
 class ReductionSchedule(NamedTuple):
-    """How a device adds up groups that follow each other, with a stack of subtrees.
+    """Order in which a device sums consecutive groups with a stack of subtrees.
 
     Attributes:
-        places: for each group the place in the stack of the subtree that ends with it.
-        joined: for each group how many subtrees, those right behind that place, are added to it first, the last first.
-        nodes: the subtrees in the stack at the end.
+        slots: For each group, the slot of the stack that holds the subtree ending with it.
+        merges: For each group, the number of subtrees, from that slot on, that are added to it first, the last one
+            first.
+        nodes: The subtrees in the stack at the end.
     """
 
-    places: tuple[int, ...]
-    joined: tuple[int, ...]
+    slots: tuple[int, ...]
+    merges: tuple[int, ...]
     nodes: tuple[Node, ...]
 
 
 def get_root_node(num_groups: int) -> Node:
-    """The node that is the sum of all groups."""
+    """Return the node that is the sum of all groups."""
     return (num_groups - 1).bit_length(), 0
 
 
 @functools.cache
 def make_reduction_schedule(start: int, stop: int, is_alone: bool = False) -> ReductionSchedule:
-    """For groups `start` to `stop` - 1; where these are all, so that a device is alone, up to the root."""
-    places, joined, stack = [], [], list[Node]()
+    """Return the schedule for groups `start` to `stop` - 1.
+
+    Args:
+        start: First group of the device.
+        stop: One past the last group of the device.
+        is_alone: True if these are all groups, so that the device sums up to the root of the tree.
+    """
+    slots, merges, stack = [], [], list[Node]()
     for group in range(start, stop):
-        node, number = (0, group), 0
+        node, num_merged = (0, group), 0
         while stack and node[1] % 2 == 1 and stack[-1] == (node[0], node[1] - 1):
             level, index = stack.pop()
-            node, number = (level + 1, index // 2), number + 1
-        places.append(len(stack))
-        joined.append(number)
+            node, num_merged = (level + 1, index // 2), num_merged + 1
+        slots.append(len(stack))
+        merges.append(num_merged)
         stack.append(node)
     if is_alone:
-        places[-1], joined[-1], stack = 0, joined[-1] + places[-1], [get_root_node(stop)]
-    return ReductionSchedule(tuple(places), tuple(joined), tuple(stack))
+        # The rest of an incomplete tree: the last group also takes in all subtrees left in the stack.
+        slots[-1], merges[-1], stack = 0, merges[-1] + slots[-1], [get_root_node(stop)]
+    return ReductionSchedule(tuple(slots), tuple(merges), tuple(stack))
 
 
 def make_device_schedules(num_groups: int, num_devices: int) -> list[ReductionSchedule]:
-    """Of each device, where as many devices have the same number of groups."""
+    """Return the schedule of each device; all devices have the same number of groups."""
     own = num_groups // num_devices
     return [
         make_reduction_schedule(own * device, own * (device + 1), num_devices == 1) for device in range(num_devices)
@@ -131,128 +149,149 @@ def make_device_schedules(num_groups: int, num_devices: int) -> list[ReductionSc
 
 
 def compute_stack_depth(num_groups: int, num_devices: int) -> int:
-    """Subtrees that a device holds at most while it adds up its groups."""
-    pairs = [
-        pair
-        for each in make_device_schedules(num_groups, num_devices)
-        for pair in zip(each.places, each.joined, strict=True)
-    ]
-    return max((place + max(number, 1) for place, number in pairs), default=1)
+    """Return the largest number of subtrees that a device holds while it sums its groups."""
+    schedules = make_device_schedules(num_groups, num_devices)
+    pairs = [pair for each in schedules for pair in zip(each.slots, each.merges, strict=True)]
+    return max((slot + max(num_merged, 1) for slot, num_merged in pairs), default=1)
 
 
 def count_subtrees(num_groups: int, num_devices: int) -> int:
-    """Subtrees that a device has at most when it has added up its groups, which all of them then send."""
+    """Return the largest number of subtrees that a device has after its groups, which is what every device sends."""
     return max(len(each.nodes) for each in make_device_schedules(num_groups, num_devices))
 
 
 def compute_held_bytes(num_parameters: int, gathered_itemsize: int, num_groups: int, num_devices: int) -> int:
-    """What a device holds of whole parameters, gathered in this type (of 0 bytes if they are), and of gradients."""
+    """Return the bytes of whole parameters and gradients that a device holds during an order-deterministic step.
+
+    Args:
+        num_parameters: Number of parameters.
+        gathered_itemsize: Bytes of an element of the gathered parameters; 0 if parameters are whole anyway.
+        num_groups: G.
+        num_devices: n.
+    """
     return num_parameters * (gathered_itemsize + 4 * (2 + compute_stack_depth(num_groups, num_devices)))
 
 
 def count_batch_devices() -> int:
-    """Devices over which the caller's mesh spreads examples: n."""
+    """Return n, the number of devices over which the current mesh shards examples."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else count_batch_shards(mesh)
 
 
 def replicate(tree: Any) -> Any:
-    """Arrays of which each device has all, so that sums over their elements do not depend on how they are cut."""
+    """Replicate arrays on every device, so that sums over their elements do not depend on their sharding."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
 
-    def whole(tree: Any) -> Any:
+    def constrain(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: lax.with_sharding_constraint(leaf, PartitionSpec()), tree)
 
-    return whole(lax.optimization_barrier(whole(tree)))
+    return constrain(lax.optimization_barrier(constrain(tree)))
 
 
 def replicate_flat(tree: Any) -> Any:
-    """Whole arrays as vectors: one that was gathered may lie by columns, and what is computed of it goes by them."""
+    """Replicate arrays as vectors.
+
+    A gathered array may have a column-major layout, which the order of later sums would follow; a vector has only one.
+    """
     return lax.optimization_barrier(jax.tree.map(jnp.ravel, replicate(tree)))
 
 
 def run_per_batch_shard(function: Callable[..., Any], whole: Any, batch: Any) -> Any:
-    """Return `function(whole, batch)`, called on every device with all of `whole` and its own part of `batch`.
+    """Call `function(whole, batch)` on every device with all of `whole` and the device's shard of `batch`.
 
-    `batch` is cut along its first axis; the results must be the same on all devices. Without a mesh this is one device.
-    Inside logical names of axes mean nothing: all other axes of the mesh are 1.
+    All other axes of the mesh have size 1, so logical axis names mean nothing inside. Without a mesh there is one
+    device.
+
+    Args:
+        function: Function whose results are the same on all devices.
+        whole: Pytree that every device gets whole.
+        batch: Pytree of arrays that are sharded along their first axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return function(whole, batch)
 
-    def on_device(rows: Any, batch: Any) -> Any:
+    def run_shard(flat: Any, batch: Any) -> Any:
         with enter_shard_map(BATCH_AXES, mesh):
-            return function(jax.tree.map(lambda row, leaf: row.reshape(jnp.shape(leaf)), rows, whole), batch)
+            return function(jax.tree.map(lambda vector, leaf: vector.reshape(jnp.shape(leaf)), flat, whole), batch)
 
     specs, axes = (PartitionSpec(), PartitionSpec(BATCH_AXES)), list_manual_axes(BATCH_AXES)
-    return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
+    return jax.shard_map(run_shard, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
         replicate_flat(whole), batch
     )
 
 
 def gather_micro_batches(values: Any, num_devices: int) -> Any:
-    """Of arrays with an axis of micro-batches in front, those of all devices. Inside `run_per_batch_shard`."""
+    """All-gather arrays whose first axis is the micro-batches of a device. Call it inside `run_per_batch_shard`."""
     if num_devices > 1:
         values = jax.tree.map(lambda leaf: lax.all_gather(leaf, BATCH_AXES, axis=0, tiled=True), values)
-    return lax.optimization_barrier(values)  # else sums of them become one with how they came about, in another order
+    # Without the barrier XLA fuses later sums with the computation of their terms, and changes their order.
+    return lax.optimization_barrier(values)
 
 
 def sum_gradients(
     add_group: Callable[[Any], tuple[Any, Any]], batch: Any, zeros: Any, num_groups: int, num_devices: int
 ) -> tuple[Any, Any]:
-    """Return the sum of the gradients of all groups, and what else `add_group` gives, of all groups.
+    """Sum the gradients of all groups in an order that does not depend on n. Call it inside `run_per_batch_shard`.
 
-    `batch` is this device's, (S / n, ...). `add_group` takes the micro-batches (c, ...) of a group, and returns the sum
-    of their gradients, of the form of `zeros`, and other values (c, ...).
+    Args:
+        add_group: Function of the micro-batches (c, ...) of a group. It returns the sum of their gradients, a pytree
+            like `zeros`, and other values (c, ...).
+        batch: Micro-batches of this device, (S / n, ...).
+        zeros: Pytree with shapes and types of the gradients.
+        num_groups: G.
+        num_devices: n.
+
+    Returns:
+        The sum of the gradients of all groups, and the other values of all micro-batches, (S, ...).
     """
-    own, courses = num_groups // num_devices, make_device_schedules(num_groups, num_devices)
-    here = lax.axis_index(BATCH_AXES) if num_devices > 1 else 0
-    places, joined = (jnp.array([getattr(each, name) for each in courses])[here] for name in ("places", "joined"))
+    own, schedules = num_groups // num_devices, make_device_schedules(num_groups, num_devices)
+    device = lax.axis_index(BATCH_AXES) if num_devices > 1 else 0
+    slots, merges = (jnp.array([getattr(each, name) for each in schedules])[device] for name in ("slots", "merges"))
     depth = compute_stack_depth(num_groups, num_devices)
 
-    def of_group(stack: Any, part: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
-        place, number, batch = part
+    def push_group(stack: Any, part: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
+        slot, num_merged, batch = part
         gradient, others = add_group(batch)
 
-        def join(count: jax.Array, gradient: Any) -> Any:
-            left = jax.tree.map(lambda leaf: leaf[place + number - 1 - count], stack)
+        def merge(count: jax.Array, gradient: Any) -> Any:
+            left = jax.tree.map(lambda leaf: leaf[slot + num_merged - 1 - count], stack)
             return jax.tree.map(jnp.add, left, gradient)
 
-        gradient = lax.fori_loop(0, number, join, gradient)
-        return jax.tree.map(lambda leaf, new: leaf.at[place].set(new), stack, gradient), others
+        gradient = lax.fori_loop(0, num_merged, merge, gradient)
+        return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), stack, gradient), others
 
     stack = jax.tree.map(lambda leaf: jnp.zeros((depth, *leaf.shape), leaf.dtype), zeros)
     in_groups = jax.tree.map(lambda leaf: leaf.reshape(own, -1, *leaf.shape[1:]), batch)
-    stack, others = lax.scan(of_group, stack, (places, joined, in_groups))
+    stack, others = lax.scan(push_group, stack, (slots, merges, in_groups))
     others = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), others)
-    nodes = [each.nodes for each in courses]
-    left = jax.tree.map(lambda leaf: leaf[: count_subtrees(num_groups, num_devices)], stack)
-    return jax.tree.map(functools.partial(_sum_tree, num_groups, nodes), left), gather_micro_batches(
-        others, num_devices
-    )
+    nodes = [each.nodes for each in schedules]
+    subtrees = jax.tree.map(lambda leaf: leaf[: count_subtrees(num_groups, num_devices)], stack)
+    total = jax.tree.map(functools.partial(_sum_tree, num_groups, nodes), subtrees)
+    return total, gather_micro_batches(others, num_devices)
 
 
 def _sum_tree(num_groups: int, nodes: Sequence[Sequence[Node]], stack: jax.Array) -> jax.Array:
-    """The root of the tree, of one array, from the subtrees of all devices."""
+    """Return the root of the tree for one array, from the subtrees (d, ...) of all devices."""
     num_devices, shape = len(nodes), stack.shape[1:]
     flat = stack.reshape(stack.shape[0], -1)
+    # Each device sums one share of the array, so that it receives no more than that share of every subtree.
     shares = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % num_devices))).reshape(stack.shape[0], num_devices, -1)
     is_alone = num_devices == 1
-    came = shares.swapaxes(0, 1) if is_alone else lax.all_to_all(shares, BATCH_AXES, split_axis=1, concat_axis=0)
-    known = {node: came[device, place] for device, each in enumerate(nodes) for place, node in enumerate(each)}
+    received = shares.swapaxes(0, 1) if is_alone else lax.all_to_all(shares, BATCH_AXES, split_axis=1, concat_axis=0)
+    known = {node: received[device, slot] for device, each in enumerate(nodes) for slot, node in enumerate(each)}
     share = _sum_node(get_root_node(num_groups), num_groups, known)
-    whole = share if is_alone else lax.all_gather(share, BATCH_AXES, axis=0, tiled=True)
-    return whole[: flat.shape[1]].reshape(shape)
+    total = share if is_alone else lax.all_gather(share, BATCH_AXES, axis=0, tiled=True)
+    return total[: flat.shape[1]].reshape(shape)
 
 
 def _sum_node(node: Node, num_groups: int, known: Mapping[Node, jax.Array]) -> jax.Array:
-    """The sum at a node, by the rule of the tree."""
+    """Return the sum at a node of the tree; `known` holds the sums of the subtrees below it."""
     if node in known:
         return known[node]
     level, index = node
     left = _sum_node((level - 1, 2 * index), num_groups, known)
     if (2 * index + 1) << (level - 1) >= num_groups:
-        return left
+        return left  # The right child would begin after the last group.
     return left + _sum_node((level - 1, 2 * index + 1), num_groups, known)

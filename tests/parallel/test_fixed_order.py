@@ -40,16 +40,16 @@ class Term:
 def sum_on(num_groups, num_devices):
     """How `num_devices` devices add up as many groups as there are, by their courses and the rest of the tree."""
     own, known, depth = num_groups // num_devices, {}, reduction.compute_stack_depth(num_groups, num_devices)
-    for device, course in enumerate(reduction.make_device_schedules(num_groups, num_devices)):
+    for device, schedule in enumerate(reduction.make_device_schedules(num_groups, num_devices)):
         stack = {}
-        for number, (place, joined) in enumerate(zip(course.places, course.joined, strict=True)):
+        for number, (place, joined) in enumerate(zip(schedule.slots, schedule.merges, strict=True)):
             term = Term(str(own * device + number))
             for count in range(joined):
                 term = stack[place + joined - 1 - count] + term
             stack[place] = term
             assert max(place + joined - 1, place) < depth
-        assert len(course.nodes) <= reduction.count_subtrees(num_groups, num_devices) <= depth
-        known |= {node: stack[place] for place, node in enumerate(course.nodes)}
+        assert len(schedule.nodes) <= reduction.count_subtrees(num_groups, num_devices) <= depth
+        known |= {node: stack[place] for place, node in enumerate(schedule.nodes)}
     return reduction._sum_node(reduction.get_root_node(num_groups), num_groups, known).text
 
 
