@@ -1,10 +1,10 @@
-"""Many processes as one job. Host 0 decides, everyone hears, everyone acts; no wait is without an end.
+"""Coordination of the processes of one job: process 0 decides, every process learns, every wait has a deadline.
 
-- `clock`: Where the time of a process goes: each second of it in one bucket. Does no I/O
-- `key_value`: The coordinator's key-value store: every key that the runner uses, and the only calls that reach the
-- `preemption`: Preemption: SIGTERM or Ctrl-C on any host becomes one agreed stop on all of them. So do SIGHUP, SIGU
-- `agreement`: How the processes of a job agree. Host 0 decides, everyone hears
-- `heartbeat`: What every process reports each second, and the one line that says what is wrong by all reports
-- `rendezvous`: How the processes of a job find each other: all report to process 0, which says who is there
-- `watchdog`: Notices that a job does not go on: a process has crashed, one stands still, one is late
+- `clock`: wall-time accounting of one process, and the progress of its training thread
+- `key_value`: the coordinator's key-value store, with every key that the runner uses
+- `preemption`: agreed stop after SIGTERM on any process, and notice of a preempted Google Cloud VM
+- `agreement`: `Hosts`: broadcasts, gathers and barriers between processes, and detection of lost peers
+- `heartbeat`: heartbeats, diagnosis of a stalled job, detection of stragglers
+- `rendezvous`: launch environment, rendezvous with process 0, start of `jax.distributed`
+- `watchdog`: thread that ends a stalled job with exit code 76
 """

@@ -1,22 +1,24 @@
-"""How the processes of a job agree. Host 0 decides, everyone hears.
+"""Agreement between the processes of a job, and detection of lost peers.
 
-Agreement runs over the coordinator's key-value store, never over a device collective, so it works before any mesh
-exists and while devices are busy. Every wait has a deadline and names who is late.
+**Agreement** uses the coordinator's key-value store and no device collective, so it works before a mesh exists and
+while devices are busy. Every wait has a deadline, and its error names the missing processes.
 
-1. The training thread of every process makes the same calls in the same order, so each process counts them alone and
-   call n is the same everywhere.
-2. In `agree` process 0 writes its decision and goes on. Another process blocks until it can read it.
-3. In `gather` every process writes its value, waits at a barrier, and reads all values.
-4. Who is at the barrier of call n has read everything of the calls before. So behind it process 0 deletes the decisions
-   of those calls, and the values of the gather before. Its own values stay until the next: others still read them.
-5. A loop that only agrees would meet at no barrier, so after `MAX_DECISIONS` decisions `agree` gathers first.
+1. The training threads of all processes make the same calls in the same order. Each process counts its calls, so
+   call n is the same call everywhere.
+2. `agree`: process 0 writes its decision and continues. The others block until they can read it.
+3. `gather`: every process writes its value, waits at a barrier, and reads all values.
+4. A process that reached the barrier of call n has read everything of earlier calls. After the barrier process 0
+   therefore deletes the decisions of those calls and the values of the previous gather. The values of this gather stay
+   until the next one, because other processes may still read them.
+5. A loop that only calls `agree` would reach no barrier, so `agree` gathers first after `MAX_DECISIONS` decisions.
 
-Which of the other processes are there: who has disconnected, who has crashed, and how to leave in order.
+**Liveness** distinguishes processes that crashed from processes that left in order.
 
-1. The kernel of a process that ends closes its peer sockets (`rendezvous`), which the other end sees at once.
-2. A process that leaves in order says so at the coordinator first. Who disconnects without having said so has crashed.
-3. The coordination service ends with process 0, and JAX then ends the others with SIGABRT, past any Python handler. So
-   process 0 leaves last, and SIGABRT becomes an exit code: that of the order to leave, or else 76.
+1. When a process ends, its kernel closes its peer sockets (`rendezvous`), and the other end notices at once.
+2. A process that ends in order announces it at the coordinator first. A process that disconnects without an
+   announcement has crashed.
+3. The coordination service ends with process 0, and JAX then kills the other processes with SIGABRT, past any Python
+   handler. Process 0 therefore leaves last, and SIGABRT is turned into an exit code: the announced one, or else 76.
 """
 
 import contextlib
@@ -29,81 +31,95 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.distributed import key_value
-from runner.distributed.key_value import KeyValueStore
+from runner.distributed.key_value import KeyValueStore, process_key
 from runner.distributed.preemption import end_process
 from runner.errors import EXIT_RETRYABLE, InvalidError, PeerLostError
 
 _LEAVE_SECONDS = 10
-_DEPARTURE_SECONDS = 0.2  # in which the others come from their last word to their end
+_EXIT_SECONDS = 0.2  # from the announcement of the other processes to their end
+_FOREVER_SECONDS = 7 * 24 * 3600
 
 
 class Liveness:
-    """This process's view of the others. One a process.
-
-    `peer_sockets` is process -> a connection that ends with it: to every other on process 0, elsewhere to process 0.
-    """
+    """View of the other processes from this process. One per process."""
 
     def __init__(
         self, store: KeyValueStore, process_id: int, num_processes: int, peer_sockets: dict[int, socket.socket]
     ):
+        """Create the view.
+
+        Args:
+            store: the key-value store of the job.
+            process_id: this process.
+            num_processes: processes of the job.
+            peer_sockets: by process, a connection that closes when it ends: on process 0 to every other process, on the
+                others to process 0.
+        """
         self._store, self._peer_sockets = store, peer_sockets
         self._process_id, self._num_processes = process_id, num_processes
 
     def find_disconnected(self) -> list[int]:
-        """Processes that have ended, of those that this one has a socket to. Never waits. Any thread."""
-        poll = select.poll()  # `select` refuses the descriptors of a pod of a thousand hosts
+        """Return the connected processes that have ended. Does not wait. Any thread."""
+        poll = select.poll()  # `select.select` rejects the file descriptors of a pod with a thousand hosts.
         for connection in self._peer_sockets.values():
             poll.register(connection, select.POLLIN)
-        ended = {descriptor for descriptor, _ in poll.poll(0)}
-        return [process for process, connection in self._peer_sockets.items() if connection.fileno() in ended]
+        closed = {descriptor for descriptor, _ in poll.poll(0)}
+        return [process for process, connection in self._peer_sockets.items() if connection.fileno() in closed]
 
     def find_crashed(self) -> list[int]:
-        """Those that are disconnected and have not left in order. Never waits for a host. Any thread.
+        """Return the processes that have disconnected without leaving in order. Does not wait for them. Any thread.
 
-        Raises `PeerLostError` if the coordinator cannot be reached.
+        Raises:
+            PeerLostError: the coordinator cannot be reached.
         """
-        return [process for process in self.find_disconnected() if self._store.try_get(_departure(process)) is None]
+        departures = key_value.DEPARTURES
+        return [
+            process
+            for process in self.find_disconnected()
+            if self._store.try_get(process_key(departures, process)) is None
+        ]
 
     def read_departures(self) -> dict[int, int]:
-        """Those that have left in order, and with which code. Never waits for a host. Any thread.
+        """Return the exit code of each process that has left in order. Does not wait for them. Any thread.
 
-        Raises `PeerLostError` if the coordinator cannot be reached.
+        Raises:
+            PeerLostError: the coordinator cannot be reached.
         """
         return self._store.list_values(key_value.DEPARTURES)
 
     def leave(self, code: int) -> None:
-        """Say that this process is about to end in order, with `code`. Called on every host.
+        """Announce that this process ends in order with `code`. Called on every process.
 
-        Blocks process 0 until all have said so, at most some seconds. Raises nothing: the job is over.
+        Process 0 blocks until all processes have announced their end, for at most a few seconds. Raises nothing,
+        because the job is over.
         """
         if self._num_processes == 1:
             return
-        _abort.code = code
+        _abort_handler.code = code
         with contextlib.suppress(PeerLostError):
-            self._store.set(_departure(self._process_id), code)
+            self._store.set(process_key(key_value.DEPARTURES, self._process_id), code)
             if self._process_id == 0:
                 for process in range(self._num_processes):
-                    self._store.get(_departure(process), _LEAVE_SECONDS, f"process {process}")
-                time.sleep(_DEPARTURE_SECONDS)
+                    self._store.get(process_key(key_value.DEPARTURES, process), _LEAVE_SECONDS, f"process {process}")
+                time.sleep(_EXIT_SECONDS)
 
-    def set_abort_callback(self, act: Callable[[], None] | None) -> None:
-        """Let `act`, which knows more of the lost peer, end this process when JAX is about to; None = nobody does."""
-        _abort.act = act
+    def set_abort_callback(self, callback: Callable[[], None] | None) -> None:
+        """Call `callback` when JAX is about to kill this process.
+
+        The callback may know more about the lost peer, and may end the process itself. None removes it.
+        """
+        _abort_handler.callback = callback
 
 
-def _departure(process: int) -> str:
-    return key_value.process_key(key_value.DEPARTURES, process)
+class _AbortHandler:
+    """Handler that turns SIGABRT, which the coordination service raises when a peer is lost, into an exit code.
 
-
-class _Abort:
-    """Turns SIGABRT, which the coordination service raises when a peer is lost, into an exit code.
-
-    It comes from a thread of JAX's own, past Python, so the handler is installed at C level.
+    The signal arrives on a thread of JAX that never runs Python code, so the handler is installed in C.
     """
 
     def __init__(self) -> None:
         self.code = EXIT_RETRYABLE
-        self.act: Callable[[], None] | None = None
+        self.callback: Callable[[], None] | None = None
         self._prototype = ctypes.CFUNCTYPE(None, ctypes.c_int)
         self._handler = self._prototype(self._handle)
 
@@ -113,29 +129,33 @@ class _Abort:
         libc.signal(signal.SIGABRT, self._handler)
 
     def _handle(self, number: int) -> None:
-        if self.code == EXIT_RETRYABLE and self.act is not None:
-            self.act()
-        lost = "peer lost: another process of the job died or cannot be reached; run the same command again"
-        end_process(self.code, lost if self.code == EXIT_RETRYABLE else None)
+        if self.code != EXIT_RETRYABLE:
+            end_process(self.code)
+        if self.callback is not None:
+            self.callback()
+        end_process(
+            EXIT_RETRYABLE,
+            "peer lost: another process of the job died or cannot be reached; run the same command again",
+        )
 
 
-_abort = _Abort()  # a process has one handler of a signal, and C may call it for as long as the process lives
+# A module global, because C may call the handler for as long as the process lives.
+_abort_handler = _AbortHandler()
 
 
 def install_abort_handler() -> None:
-    """From now on SIGABRT ends this process with an exit code. Called before this process joins the others."""
-    _abort.install()
-
-
-_FOREVER_SECONDS = 7 * 24 * 3600
+    """Turn SIGABRT into an exit code from now on. Called before this process joins the others."""
+    _abort_handler.install()
 
 
 class Hosts:
-    """This process and its peers. One a process, made by `join.start`.
+    """This process and its peers: broadcasts, gathers and barriers. One per process, made by `rendezvous.join_job`.
 
     Attributes:
-        store: for the threads that watch the job, and for nobody else.
-        liveness: which peers are there.
+        process_id: this process; 0 decides and writes.
+        num_processes: processes of the job.
+        store: the key-value store, for the threads that watch the job only.
+        liveness: detection of lost peers.
     """
 
     def __init__(
@@ -156,20 +176,23 @@ class Hosts:
 
     @classmethod
     def single_process(cls) -> "Hosts":
-        """A job of one process, which needs no coordinator and never waits."""
+        """Return the `Hosts` of a single-process job, which needs no coordinator and never waits."""
         store = KeyValueStore(None)
         return cls(0, 1, store, Liveness(store, 0, 1, {}))
 
     @property
     def is_main(self) -> bool:
-        """Whether this is host 0, which decides and writes."""
+        """True on process 0, which decides and writes."""
         return self.process_id == 0
 
     def agree(self, value: Any) -> Any:
-        """Host 0's `value` (JSON) on every host; the others' is ignored. Called on every host, by the training thread.
+        """Broadcast `value` (JSON) of process 0 to every process; the values of the others are ignored.
 
-        Blocks the others until host 0 is here, and host 0 only at each `MAX_DECISIONS`-th call in a row, until all are.
-        Raises `PeerLostError` after the deadline.
+        Called on every process, by the training thread. Blocks the others until process 0 calls it. Blocks process 0
+        only in every `MAX_DECISIONS`-th call in a row, until all processes call it.
+
+        Raises:
+            PeerLostError: the deadline passed.
         """
         if self.num_processes == 1:
             return value
@@ -184,16 +207,28 @@ class Hosts:
         return self.store.get(key, self._deadline_seconds, "the decision of process 0")
 
     def gather(self, value: Any, deadline_seconds: float | None = None) -> list[Any]:
-        """Every host's `value` (JSON), in order of process. Called on every host, by the training thread.
+        """Return `value` (JSON) of every process, in order of process.
 
-        Blocks until all have come. Raises `PeerLostError` naming who is late after the deadline.
+        Called on every process, by the training thread. Blocks until all processes call it.
+
+        Raises:
+            PeerLostError: the deadline passed; the message names the missing processes.
         """
         if self.num_processes == 1:
             return [value]
+        deadline_seconds = self._deadline_seconds if deadline_seconds is None else deadline_seconds
         self._num_calls += 1
         folder = key_value.gather_folder(self._num_calls)
-        self.store.set(key_value.process_key(folder, self.process_id), value)
-        self._meet(folder, self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        self.store.set(process_key(folder, self.process_id), value)
+        try:
+            self.store.barrier(deadline_seconds)
+        except PeerLostError as error:
+            present = self.store.list_values(folder)
+            missing = [str(process) for process in range(self.num_processes) if process not in present]
+            who = f"process{'es' * (len(missing) > 1)} {', '.join(missing) or '(none is missing)'}"
+            raise PeerLostError(
+                f"{who} of {self.num_processes} did not arrive within {deadline_seconds:.0f} s ({error})"
+            ) from error
         if self.is_main:
             self.store.delete(key_value.DECISIONS)
             if self._last_gather is not None:
@@ -202,29 +237,24 @@ class Hosts:
         values = self.store.list_values(folder)
         return [values[process] for process in range(self.num_processes)]
 
-    def _meet(self, folder: str, deadline_seconds: float) -> None:
-        """Wait until every host is here, each with its key in `folder`, by which the late ones are known."""
-        try:
-            self.store.barrier(deadline_seconds)
-        except PeerLostError as error:
-            came = self.store.list_values(folder)
-            late = [str(process) for process in range(self.num_processes) if process not in came]
-            who = f"process{'es' * (len(late) > 1)} {', '.join(late) or '(all came)'} of {self.num_processes}"
-            raise PeerLostError(f"{who} did not come within {deadline_seconds:.0f} s ({error})") from error
-
     def barrier(self) -> None:
-        """Wait until every host is here. Called on every host, by the training thread. Raises as `gather` does."""
+        """Block until every process calls this. Called on every process, by the training thread.
+
+        Raises:
+            PeerLostError: the deadline passed; the message names the missing processes.
+        """
         self.gather(None)
 
-    def run_on_main(self, act: Callable[[], Any]) -> Any:
-        """Run `act` on host 0 and return its JSON result on every host; its `InvalidError` is raised on every host.
+    def run_on_main(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on process 0, and return its JSON result on every process.
 
-        For what may fail on the main host while the others wait. Called on every host, by the training thread.
+        Its `InvalidError` is raised on every process, so that a check on process 0 cannot leave the others waiting.
+        Called on every process, by the training thread.
         """
         result: dict[str, Any] = {}
         if self.is_main:
             try:
-                result = {"value": act()}
+                result = {"value": function()}
             except InvalidError as error:
                 result = {"invalid": str(error)}
         result = self.agree(result)
@@ -233,52 +263,62 @@ class Hosts:
         return result["value"]
 
     def collect(self, folder: str, value: Any, deadline_seconds: float) -> list[Any]:
-        """Every host's `value` (JSON) on host 0, in order of process; elsewhere this host's alone.
+        """Return `value` (JSON) of every process on process 0, in order of process; on the others only their own.
 
-        For background threads, whose calls have no order among all: `folder` (of `key_value`) is the same on every host
-        and never used again. Called on every host. Blocks host 0 alone; there it raises `PeerLostError` naming who is
-        late after the deadline.
+        For background threads, whose calls have no common order. Called on every process; blocks process 0 only.
+
+        Args:
+            folder: a folder of `key_value`, the same on every process and never used again.
+            value: the value of this process.
+            deadline_seconds: time for the others to write their values.
+
+        Raises:
+            PeerLostError: on process 0, the deadline passed; the message names the missing process.
         """
         if not self.is_main:
-            self.store.set(key_value.process_key(folder, self.process_id), value)
+            self.store.set(process_key(folder, self.process_id), value)
         if self.num_processes == 1 or not self.is_main:
             return [value]
         try:
             others = [
-                self.store.get(
-                    key_value.process_key(folder, process), deadline_seconds, f"the part of process {process}"
-                )
+                self.store.get(process_key(folder, process), deadline_seconds, f"the part of process {process}")
                 for process in range(1, self.num_processes)
             ]
         except PeerLostError:
             self._abandoned.append(folder)
             raise
-        # Each process writes its parts in order, so what it wrote after we had given up is there by now.
+        # Each process writes its values in order, so whatever it wrote after this process gave up is there by now.
         for past in (*self._abandoned, folder):
             self.store.delete(past)
         self._abandoned = []
         return [value, *others]
 
     def announce_stop(self) -> None:
-        """Tell every host, this one too, that the job was asked to stop. Any host, any thread."""
+        """Tell every process, including this one, that a stop was requested. Any process, any thread."""
         self.store.set(key_value.STOP_REQUEST, True)
 
     def await_stop(self) -> None:
-        """Block until any host has announced a stop. On a thread of its own."""
+        """Block until any process has announced a stop. Needs a thread of its own."""
         self.store.get(key_value.STOP_REQUEST, _FOREVER_SECONDS, "the end of the job")
 
     def exchange_ticks(self, tick: int) -> list[int]:
-        """Publish this host's tick and return every host's, in order of process. Called on every host, once.
+        """Publish the tick of this process and return the ticks of all, in order of process.
 
-        Blocks until all have answered. Raises `PeerLostError` naming who has not, after the deadline.
+        Called once on every process. Blocks until all processes have published theirs.
+
+        Raises:
+            PeerLostError: the deadline passed; the message names the missing process.
         """
-        self.store.set(key_value.process_key(key_value.STOP_TICKS, self.process_id), tick)
-        keys = [key_value.process_key(key_value.STOP_TICKS, process) for process in range(self.num_processes)]
+        self.store.set(process_key(key_value.STOP_TICKS, self.process_id), tick)
         return [
-            self.store.get(key, self._deadline_seconds, f"the answer of process {process} to a stop")
-            for process, key in enumerate(keys)
+            self.store.get(
+                process_key(key_value.STOP_TICKS, process),
+                self._deadline_seconds,
+                f"the answer of process {process} to a stop",
+            )
+            for process in range(self.num_processes)
         ]
 
     def leave(self, code: int) -> None:
-        """See `Liveness.leave`. Called on every host, last."""
+        """Announce that this process ends in order with `code`; see `Liveness.leave`. Called on every process, last."""
         self.liveness.leave(code)

@@ -1,9 +1,9 @@
-"""Where the time of a process goes: each second of it in one bucket. Does no I/O.
+"""Wall-time accounting of one process, and the progress of its training thread. Does no I/O.
 
-`TimeBucket` is the table of all buckets and what each means; a process's clock counts those of `COUNTED_BUCKETS`, the
-others appear when a run is looked at over all its attempts (`runner.history`).
+Every second of a run belongs to exactly one `TimeBucket`. The clock of a process counts the buckets in
+`COUNTED_BUCKETS`; the others depend on several attempts and are computed by `runner.history`.
 
-The phase and the last completed step of the training thread, which alone writes them. Any thread reads them.
+The training thread alone writes `Progress`: its phase and its last completed step. Any thread may read it.
 """
 
 import collections
@@ -19,51 +19,56 @@ from runner.spec import Deadlines
 
 
 class TimeBucket(enum.Enum):
-    """What a second of wall time went into; exactly one each. In the order of an attempt's life.
+    """Use of a second of wall time, in the order of an attempt's life.
 
-    The value is the name in files, `meaning` what counts, `index` the place in `COUNTED_BUCKETS`, else -1.
+    Attributes:
+        value: the name in files.
+        meaning: one sentence for the documentation.
+        index: position in `COUNTED_BUCKETS`, or -1 if the bucket is not counted by a clock.
     """
 
     meaning: str
     index: int
 
     def __new__(cls, key: str, meaning: str) -> "TimeBucket":
-        """A member whose value is `key` alone."""
+        """Create a member whose value is `key` alone."""
         member = object.__new__(cls)
         member._value_, member.meaning, member.index = key, meaning, -1
         return member
 
-    GAP = "gap", "No process of the job lived: in a queue, waiting for a machine, or between two attempts."
-    PROCESS_START = "process_start", "From the process's creation until it joins the others: Python, imports, the spec."
-    DISTRIBUTED_INIT = "distributed_init", "Until all processes of the job have found each other."
-    SET_UP = "set_up", "Devices, mesh and data are checked, the directory is claimed."
-    COMPILE = "compile", "The train step is traced and compiled, or found in a cache."
-    RESTORE = "restore", "A checkpoint is read and its bits are checked, or the state is made anew."
+    GAP = "gap", "No process of the job is alive: queued, waiting for a machine, or between two attempts."
+    PROCESS_START = "process_start", "From the creation of the process to its rendezvous: Python, imports, the spec."
+    DISTRIBUTED_INIT = "distributed_init", "Rendezvous of all processes of the job."
+    SET_UP = "set_up", "Devices, mesh and data are checked, and the directory is claimed."
+    COMPILE = "compile", "The train step is traced and compiled, or loaded from a cache."
+    RESTORE = "restore", "A checkpoint is read and verified, or the state is initialized."
     DATA_WAIT = "data_wait", "The training thread waits for a batch."
-    STEPS = "steps", "Steps that are part of the final trajectory: the loop, but for what has a bucket of its own."
-    LOST_STEPS = "lost_steps", "Steps that a later attempt has done again, since no save had kept them."
-    EVALUATION = "evaluation", "The weights are evaluated, or hooks look at them."
-    SAVE_STALL = "save_stall", "Training stands still for a save; what a save does in the background costs nothing."
+    STEPS = "steps", "Steps of the final trajectory: the training loop without the buckets above and below."
+    LOST_STEPS = "lost_steps", "Steps that a later attempt repeated, because no save contained them."
+    EVALUATION = "evaluation", "Evaluators and hooks run."
+    SAVE_STALL = "save_stall", "Training is blocked by a save. Work that a save does in the background is not counted."
     SHUTDOWN = "shutdown", "From the last step, or the failure, to the end of the process."
-    UNATTRIBUTED = "unattributed", "Nothing is known of it."
+    UNATTRIBUTED = "unattributed", "Nothing is recorded about this time."
 
 
-_OF_ALL_ATTEMPTS = (TimeBucket.GAP, TimeBucket.LOST_STEPS, TimeBucket.UNATTRIBUTED)
-COUNTED_BUCKETS: tuple[TimeBucket, ...] = tuple(bucket for bucket in TimeBucket if bucket not in _OF_ALL_ATTEMPTS)
+_BUCKETS_ACROSS_ATTEMPTS = (TimeBucket.GAP, TimeBucket.LOST_STEPS, TimeBucket.UNATTRIBUTED)
+COUNTED_BUCKETS: tuple[TimeBucket, ...] = tuple(
+    bucket for bucket in TimeBucket if bucket not in _BUCKETS_ACROSS_ATTEMPTS
+)
 for _index, _bucket in enumerate(COUNTED_BUCKETS):
     _bucket.index = _index
 
 
 class ClockReading(NamedTuple):
-    """What a clock says at one moment.
+    """State of a clock at one moment.
 
     Attributes:
-        time: of the reading: Unix seconds at the process's start, and what has passed since by a steady clock.
-        step: the last one completed.
-        since: when the present phase began or the last step was completed, likewise.
-        bucket: of the present moment.
-        seconds: by bucket, in the order of `COUNTED_BUCKETS`; they sum to `time` less when the process began.
-        code: the exit code that the job has come to, None while it lives.
+        time: Unix seconds of the reading: the wall clock at process start plus the elapsed monotonic time.
+        step: the last completed step.
+        since: start of the current phase, or completion of the last step; measured like `time`.
+        bucket: the bucket that is being counted.
+        seconds: seconds by bucket, in the order of `COUNTED_BUCKETS`; they sum to the age of the process at `time`.
+        code: the exit code of the job, or None while it is running.
     """
 
     time: float
@@ -75,114 +80,131 @@ class ClockReading(NamedTuple):
 
 
 class ClockStore(Protocol):
-    """Keeps readings where they outlive the process. Neither call may raise, or wait for a network."""
+    """Persistent storage for clock readings. Its methods may neither raise nor wait for a network."""
 
     def put(self, reading: ClockReading) -> None:
-        """Called by the training thread at each step and phase."""
+        """Store a reading. The training thread calls this at each step and each phase."""
 
-    def beat(self, reading: ClockReading) -> None:
-        """Called each second or so by another thread, and at the end."""
+    def put_heartbeat(self, reading: ClockReading) -> None:
+        """Store a reading from a background thread, about once a second and at the end of the job."""
 
 
 class Clock:
-    """Seconds by bucket of this process. One a process; its training thread moves it, any thread reads it."""
+    """Seconds by bucket of this process.
+
+    There is one clock per process. Its training thread switches the bucket; any thread may read it.
+    """
 
     def __init__(self, age: float = 0.0, bucket: TimeBucket = TimeBucket.SET_UP) -> None:
         now = time.monotonic()
         self.began = time.time() - age
-        self._origin_seconds = self.began - (now - age)  # from the steady clock to Unix time
+        # Added to a monotonic time this gives Unix seconds, so that a step of the wall clock cannot distort a bucket.
+        self._origin_seconds = self.began - (now - age)
         self._seconds = [0.0] * len(COUNTED_BUCKETS)
         self._bucket, self._since_seconds = bucket, now - age
         self._step, self._moved_seconds = 0, now - age
         self._code: int | None = None
-        self._at_step: tuple[float, ...] = tuple(self._seconds)
+        self._seconds_at_step: tuple[float, ...] = tuple(self._seconds)
         self._lock = threading.Lock()
-        self._keeper: ClockStore | None = None
+        self._store: ClockStore | None = None
 
     @classmethod
     def since_process_start(cls) -> "Clock":
-        """A clock that has run since the process was created."""
+        """Return a clock that includes the time since the process was created."""
         return cls(read_age_seconds(), TimeBucket.PROCESS_START)
 
-    def keep(self, keeper: ClockStore | None) -> None:
-        """From now on give each reading to `keeper`; None: to nobody."""
-        self._keeper = keeper
-        self._put(self.read())
+    def attach_store(self, store: ClockStore | None) -> None:
+        """Send each further reading to `store`, or to nothing if it is None."""
+        self._store = store
+        if store is not None:
+            store.put(self.read())
 
-    def enter(self, bucket: TimeBucket, is_kept: bool = True) -> None:
-        """From now on time goes into `bucket`. Training thread only; with `is_kept` False the keeper hears it later."""
+    def enter(self, bucket: TimeBucket, is_stored: bool = True) -> None:
+        """Count time in `bucket` from now on. Training thread only.
+
+        Args:
+            bucket: the bucket to switch to.
+            is_stored: if False, the store is not told until the next reading.
+        """
         with self._lock:
-            now = self._count(bucket)
-            reading = self._reading(now) if is_kept and self._keeper is not None else None
-        self._put(reading)
+            now = self._switch_bucket(bucket)
+            reading = self._make_reading(now)
+        if is_stored:
+            self._put(reading)
 
     def record_step(self, step: int) -> None:
-        """`step` is completed, or the one that the loop begins after. Training thread only."""
+        """Record that `step` is completed, or that the loop starts after it. Training thread only."""
         with self._lock:
-            now = self._count(TimeBucket.STEPS)
+            now = self._switch_bucket(TimeBucket.STEPS)
             self._step = step
-            reading = self._reading(now)
-            self._at_step = reading.seconds
+            reading = self._make_reading(now)
+            self._seconds_at_step = reading.seconds
         self._put(reading)
 
-    def _count(self, bucket: TimeBucket) -> float:
-        """What has passed until now belongs to the bucket that was; the present time."""
+    def _switch_bucket(self, bucket: TimeBucket) -> float:
+        """Count the time until now in the previous bucket, switch to `bucket`, and return the monotonic time."""
         now = time.monotonic()
         self._seconds[self._bucket.index] += now - self._since_seconds
         self._bucket, self._since_seconds, self._moved_seconds = bucket, now, now
         return now
 
-    def _reading(self, now: float) -> ClockReading:
-        """What has been counted until `now`, when it was counted last."""
+    def _make_reading(self, now: float) -> ClockReading:
+        """Return the reading at `now`, the monotonic time up to which the buckets are counted."""
         origin = self._origin_seconds
         moved = self._moved_seconds + origin
         return ClockReading(now + origin, self._step, moved, self._bucket, tuple(self._seconds), self._code)
 
-    def _put(self, reading: ClockReading | None) -> None:
-        keeper = self._keeper
-        if keeper is not None and reading is not None:
-            keeper.put(reading)
+    def _put(self, reading: ClockReading) -> None:
+        # Outside the lock: a slow disk must not block the thread that sends heartbeats.
+        store = self._store
+        if store is not None:
+            store.put(reading)
 
-    def beat(self) -> bool:
-        """Tell the keeper that this process lives; whether that is to be told again. Any thread."""
-        keeper, reading = self._keeper, self.read()
-        if keeper is None or reading.code is not None:
+    def send_heartbeat(self) -> bool:
+        """Store a reading as a sign of life. Any thread.
+
+        Returns:
+            False if no more heartbeats are needed: there is no store, or the job has an exit code.
+        """
+        store, reading = self._store, self.read()
+        if store is None or reading.code is not None:
             return False
-        keeper.beat(reading)
+        store.put_heartbeat(reading)
         return True
 
     def end(self, code: int) -> None:
-        """The job has come to this exit code; what comes now is its shutdown. Any thread, once or again."""
+        """Record the exit code of the job; later time counts as shutdown. Any thread, may be called again."""
         with self._lock:
-            now = self._count(TimeBucket.SHUTDOWN)
+            now = self._switch_bucket(TimeBucket.SHUTDOWN)
             self._code = code
-            keeper, reading = self._keeper, self._reading(now)
-        if keeper is not None:
-            keeper.beat(reading)
+            store, reading = self._store, self._make_reading(now)
+        if store is not None:
+            store.put_heartbeat(reading)
 
     def read(self) -> ClockReading:
-        """What has been counted until now. Any thread."""
+        """Return the reading at this moment. Any thread."""
         with self._lock:
             now = time.monotonic()
             self._seconds[self._bucket.index] += now - self._since_seconds
             self._since_seconds = now
-            return self._reading(now)
+            return self._make_reading(now)
 
     def read_step_seconds(self) -> dict[str, float]:
-        """Seconds by bucket's name when the last step was completed, for the ledger; those that are not 0."""
-        counted = zip(COUNTED_BUCKETS, self._at_step, strict=True)
+        """Return the nonzero seconds by bucket name at the completion of the last step, for the event ledger."""
+        counted = zip(COUNTED_BUCKETS, self._seconds_at_step, strict=True)
         return {bucket.value: round(seconds, 4) for bucket, seconds in counted if seconds >= 0.0001}
 
 
-_USUAL_STEPS = 64
-_STEPS_FACTOR = 20
-_LEAST_STEP_SECONDS = 60.0
+_RECENT_STEPS = 64
+# A step is overdue after 20 times the longest recent step, but never before a minute.
+STEP_DEADLINE_FACTOR = 20
+MIN_STEP_DEADLINE_SECONDS = 60.0
 
 Batch = TypeVar("Batch")
 
 
 class Phase(NamedTuple):
-    """What a training thread is at: its name in lines for people, and where its time is counted."""
+    """Activity of a training thread: its name in messages, and the bucket in which its time is counted."""
 
     name: str
     bucket: TimeBucket
@@ -201,10 +223,13 @@ END = Phase("the end", TimeBucket.SHUTDOWN)
 
 
 class LocalFailure(NamedTuple):
-    """What has failed on this host alone, while it waits for the others to say whether it has there too.
+    """Failure on this process alone, while it waits to learn whether the other processes failed too.
 
-    They may be in a program over all devices, where they wait for this host for ever. With `is_end` the job ends by
-    it, whatever they say.
+    The others may be inside a collective that needs this process and therefore never returns.
+
+    Attributes:
+        line: the message.
+        is_end: True if the failure ends the job, whatever the others report.
     """
 
     line: str
@@ -212,32 +237,32 @@ class LocalFailure(NamedTuple):
 
 
 class Progress:
-    """The progress of this process.
+    """Phase and last completed step of the training thread of this process.
 
     Attributes:
-        phase: STEP in the loop, else what is done before, between and after steps.
+        phase: STEP inside the loop, otherwise the activity before, between or after steps.
         clock: counts the time of each phase.
-        step: the last one completed.
-        since_seconds: when the phase began, or the step was completed.
-        awaited_step: set by another thread, which wants to hear of this step at once; None = of none.
+        step: the last completed step.
+        since_seconds: monotonic time at which the phase began, or the last step was completed.
+        awaited_step: a step whose completion another thread wants to learn of at once, or None.
         has_arrived: set when the awaited step is completed.
-        failure: None while nothing has failed here.
+        failure: the failure on this process alone, or None.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.phase, self.step, self.since_seconds = START, 0, time.monotonic()
         self.clock = Clock() if clock is None else clock
         self.clock.enter(START.bucket)
-        self._gaps_seconds: collections.deque[float] = collections.deque(maxlen=_USUAL_STEPS)
+        self._step_seconds: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
         self.awaited_step: int | None = None
         self.has_arrived = threading.Event()
         self.failure: LocalFailure | None = None
 
     def report_step(self, step: int) -> None:
-        """Report `step` as the last completed, or the one that the loop begins after. Training thread only."""
+        """Report that `step` is completed, or that the loop starts after it. Training thread only."""
         now = time.monotonic()
         if self.phase == STEP:
-            self._gaps_seconds.append(now - self.since_seconds)
+            self._step_seconds.append(now - self.since_seconds)
         self.since_seconds, self.phase, self.step = now, STEP, step
         self.clock.record_step(step)
         if self.awaited_step is not None and step >= self.awaited_step:
@@ -246,21 +271,28 @@ class Progress:
 
     @contextlib.contextmanager
     def report_phase(self, phase: Phase) -> Iterator[None]:
-        """Report a phase other than a step, with its own deadline, then again the one before. Training thread only."""
-        before = self.phase
+        """Report `phase` inside the context, and the previous phase again after it. Training thread only.
+
+        Each of the two has a deadline of its own, which starts when it is entered.
+        """
+        previous = self.phase
         self._enter(phase, time.monotonic())
         self.clock.enter(phase.bucket)
         try:
             yield
         finally:
-            self._enter(before, time.monotonic())
-            self.clock.enter(before.bucket)
+            self._enter(previous, time.monotonic())
+            self.clock.enter(previous.bucket)
 
     @contextlib.contextmanager
     def report_wait(self, phase: Phase, failure: LocalFailure | None) -> Iterator[None]:
-        """Report the wait for the others after what every host has tried alone, and how it has failed here, if it has.
+        """Report the wait for the other processes after an attempt that each process made alone.
 
         Training thread only.
+
+        Args:
+            phase: the phase to report if the attempt failed here.
+            failure: the failure here, or None if the attempt succeeded.
         """
         if failure is None:
             yield
@@ -273,36 +305,37 @@ class Progress:
                 self.failure = None
 
     def take_batch(self, batches: Iterator[Batch]) -> Batch:
-        """The next of `batches`. Reports that this host waits for it, which is no part of a step's time.
+        """Return the next batch, and report the wait for it. Training thread only.
 
-        A bucket may be down for minutes: what reads it has deadlines of its own. Training thread only.
+        The wait does not count towards the deadline of the step: storage may be down for minutes, and the reader of
+        the data has deadlines of its own.
         """
-        step_since_seconds, began_seconds = self.since_seconds, time.monotonic()
-        self._enter(DATA, began_seconds)
-        self.clock.enter(DATA.bucket, is_kept=False)
+        step_since_seconds, wait_since_seconds = self.since_seconds, time.monotonic()
+        self._enter(DATA, wait_since_seconds)
+        self.clock.enter(DATA.bucket, is_stored=False)
         try:
             return next(batches)
         finally:
-            self.clock.enter(STEP.bucket, is_kept=False)
-            self._enter(STEP, step_since_seconds + time.monotonic() - began_seconds)
+            self.clock.enter(STEP.bucket, is_stored=False)
+            self._enter(STEP, step_since_seconds + time.monotonic() - wait_since_seconds)
 
     def _enter(self, phase: Phase, since_seconds: float) -> None:
-        """The time first: another thread must not see a step that is as old as the phase before it."""
+        # The time is written first: another thread must not see a new step with the age of the phase before it.
         self.since_seconds, self.phase = since_seconds, phase
 
     def get_step_seconds(self) -> list[float]:
-        """Seconds that each of the last steps took. Any thread."""
-        return list(self._gaps_seconds)
+        """Return the durations of the most recent steps. Any thread."""
+        return list(self._step_seconds)
 
-    def deadline_seconds(self, deadlines: "Deadlines") -> float:
-        """How long the present phase, or step, may take. Any thread."""
+    def deadline_seconds(self, deadlines: Deadlines) -> float:
+        """Return the longest permitted duration of the current phase or step. Any thread."""
         return self.step_deadline_seconds(deadlines) if self.phase == STEP else deadlines.phase_seconds
 
-    def step_deadline_seconds(self, deadlines: "Deadlines") -> float:
-        """How long a step may take. Any thread."""
-        gaps_seconds = self.get_step_seconds()
-        if not gaps_seconds:
+    def step_deadline_seconds(self, deadlines: Deadlines) -> float:
+        """Return the longest permitted duration of a step. Any thread."""
+        step_seconds = self.get_step_seconds()
+        if not step_seconds:
             return deadlines.phase_seconds
         if deadlines.step_seconds is not None:
             return deadlines.step_seconds
-        return max(_LEAST_STEP_SECONDS, _STEPS_FACTOR * max(gaps_seconds))
+        return max(MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR * max(step_seconds))

@@ -1,12 +1,12 @@
-"""What every process reports each second, and the one line that says what is wrong by all reports.
+"""Heartbeats of every process, the diagnosis of a stalled job, and the detection of stragglers.
 
-Which hosts come late to a step, though all of them live.
+A straggler is a process that is alive but completes its steps late:
 
 1. From time to time process 0 begins a round: it publishes a step that is about two seconds ahead.
 2. Every process reports when its training thread has completed that step, under the number of the round.
-3. Process 0 notes when each report comes, by its own clock. Collectives make all devices wait for the slowest, but not
-   the report of its host.
-4. Who is later than the others in two rounds, one after the other, is named.
+3. Process 0 records when each report arrives, by its own clock. A collective makes all devices wait for the slowest,
+   but it does not delay the report of a fast host.
+4. A process that is later than the others in two consecutive rounds is reported.
 """
 
 import collections
@@ -21,23 +21,26 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import DATA, STEP, Progress
 from runner.errors import EXIT_FAILED
 
-ALONE_SECONDS = 10.0  # from a failure that ends the job to the end of those who do not come to hear of it
-_AT_ONCE_SECONDS = 2.0  # in which others come, if they come
+# From a failure that ends the job to the end of the processes that do not learn of it by themselves.
+LOCAL_FAILURE_SECONDS = 10.0
+# The other processes normally reach the same point within this time; only later is a failure a local one.
+_COMMON_FAILURE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One report of one process.
+    """Report of one process, sent every second.
 
     Attributes:
-        number: one more each second; a process whose number stays is frozen or cut off.
-        host: its machine's name.
-        phase, step: of its training thread; `step` is the last one completed.
-        seconds: since that thread entered the phase, or completed the step.
-        is_overdue: whether that is longer than the phase, or a step, may take.
-        suspects_peer: whether a collective has failed there.
-        failure: what has failed there alone, while it waits for the others; empty if nothing has.
-        is_end: whether the job ends by that.
+        number: grows by one each second. A process whose number stays the same is frozen or disconnected.
+        host: name of its machine.
+        phase: phase of its training thread.
+        step: last completed step of its training thread.
+        seconds: time since that thread entered the phase, or completed the step.
+        is_overdue: True if that is longer than the deadline of the phase or step.
+        suspects_peer: True if a collective has failed there.
+        failure: message of a failure there alone, while it waits for the others; empty if there is none.
+        is_end: True if that failure ends the job.
     """
 
     number: int
@@ -52,149 +55,169 @@ class Heartbeat:
 
 
 class HealthVerdict(NamedTuple):
-    """What every process is told: a line, and the code to end with; without one it is a word on the way."""
+    """Message from process 0 to every process: a line, and the exit code to end with, or None for a warning."""
 
     line: str
     code: int | None
 
 
 def find_failure(beats: Mapping[int, Heartbeat]) -> HealthVerdict | None:
-    """What has failed on some hosts alone, so that they wait for the others, who do not come; None if nothing has.
+    """Return the verdict on a failure of some processes alone, or None if there is none.
 
-    It is told at once: the others may be in a program over all devices, which they never leave. Where the job ends by
-    it, it does after ALONE_SECONDS. Else the deadline of their phase ends it: they may be at something long.
+    Those processes wait for the others, which may be inside a collective that never returns, so the failure is
+    announced without waiting for a deadline. A failure that ends the job does so after `LOCAL_FAILURE_SECONDS`. Any
+    other is ended by the deadline of its phase, because the others may be doing something long.
     """
-    failed = {process: beat for process, beat in beats.items() if beat.failure and beat.seconds >= _AT_ONCE_SECONDS}
+    failed = {
+        process: beat for process, beat in beats.items() if beat.failure and beat.seconds >= _COMMON_FAILURE_SECONDS
+    }
     others = [process for process, beat in beats.items() if not beat.failure]
     if not failed or not others:
         return None
-    first, waited = failed[min(failed)], _name(others, None)
-    if first.is_end and first.seconds >= ALONE_SECONDS:
+    first, others_name = failed[min(failed)], _format_processes(others)
+    if first.is_end and first.seconds >= LOCAL_FAILURE_SECONDS:
         return HealthVerdict(
-            f"{first.failure}; {waited} did not come out of it within {first.seconds:.0f} s", EXIT_FAILED
+            f"{first.failure}; {others_name} did not finish the same call within {first.seconds:.0f} s", EXIT_FAILED
         )
-    return HealthVerdict(f"{first.failure}; it waits for {waited} to come out of it", None)
+    return HealthVerdict(f"{first.failure}; waiting for {others_name} to finish the same call", None)
 
 
 def has_overdue(beats: Collection[Heartbeat], seconds_since_data: float, step_deadline_seconds: float) -> bool:
-    """Whether one of them is overdue for no reason that is known.
+    """Return True if a process is overdue and the wait of another process for its data does not explain it.
 
-    A step lasts on every host while one of them waits for its data, and for a step's time after that:
-    `seconds_since_data` is how long ago one was last seen at it.
+    While one process waits for data, and for the duration of a step after that, the step lasts longer on every process.
+
+    Args:
+        beats: the heartbeats of all processes.
+        seconds_since_data: time since a process was last seen waiting for data.
+        step_deadline_seconds: longest permitted duration of a step.
     """
-    is_fed = seconds_since_data > step_deadline_seconds
-    return any(beat.is_overdue and (is_fed or beat.phase != STEP.name) for beat in beats)
+    is_data_ready = seconds_since_data > step_deadline_seconds
+    return any(beat.is_overdue and (is_data_ready or beat.phase != STEP.name) for beat in beats)
 
 
 def has_data_wait(beats: Collection[Heartbeat]) -> bool:
-    """Whether one of them does."""
+    """Return True if a process is waiting for its data."""
     return any(beat.phase == DATA.name for beat in beats)
 
 
 def find_unresponsive(
-    quiet_seconds: Mapping[int, float], limit_seconds: float, left: Mapping[int, int], crashed: Collection[int]
+    quiet_seconds: Mapping[int, float], limit_seconds: float, departures: Mapping[int, int], crashed: Collection[int]
 ) -> dict[int, str]:
-    """Who is not there, and how. `quiet_seconds` is how long each process has published nothing new.
+    """Return the processes that are gone or frozen, each with a description.
 
-    `left` holds the codes of those that have ended in order. The others are given the same time to follow.
+    Args:
+        quiet_seconds: by process, the time since its last new heartbeat.
+        limit_seconds: a process that is quiet for longer is unresponsive.
+        departures: exit codes of the processes that left in order. The others get the same time to follow them.
+        crashed: processes that disconnected without leaving.
     """
     silent = {process: seconds for process, seconds in quiet_seconds.items() if seconds > limit_seconds}
-    found = {process: f"does not answer for {seconds:.0f} s" for process, seconds in silent.items()}
-    found |= {process: f"has ended with {code}, and said why" for process, code in left.items() if process in silent}
+    found = {process: f"has not responded for {seconds:.0f} s" for process, seconds in silent.items()}
+    found |= {
+        process: f"has exited with code {code}, see its own output"
+        for process, code in departures.items()
+        if process in silent
+    }
     return found | dict.fromkeys(crashed, "has died")
 
 
-def format_diagnosis(beats: dict[int, Heartbeat], silent: dict[int, str]) -> str:
-    """One line: who is silent and how, who is overdue in which phase, and in which phases the others are."""
+def format_diagnosis(beats: dict[int, Heartbeat], unresponsive: dict[int, str]) -> str:
+    """Return one line on a stalled job: unresponsive processes, then overdue ones, then the phases of the others."""
     parts = []
-    for process, how in sorted(silent.items()):
+    for process, description in sorted(unresponsive.items()):
         beat = beats.get(process)
-        last = "" if beat is None else f", last seen {_where(beat)}"
-        parts.append(f"{_name([process], beat)} {how}{last}")
+        last_seen = "" if beat is None else f", last seen {_format_phase(beat)}"
+        parts.append(f"{_format_processes([process], beat)} {description}{last_seen}")
     groups: dict[tuple[bool, str], list[int]] = collections.defaultdict(list)
     for process, beat in sorted(beats.items()):
-        if process not in silent:
-            groups[not beat.is_overdue, _where(beat)].append(process)
-    for (is_in_time, where), processes in sorted(groups.items()):
+        if process not in unresponsive:
+            groups[not beat.is_overdue, _format_phase(beat)].append(process)
+    for (is_in_time, phase), processes in sorted(groups.items()):
         beat = beats[processes[0]]
-        name, verb = (_name(processes, beat), "is") if len(processes) == 1 else (_name(processes, None), "are")
-        late = "" if is_in_time else ", past the deadline"
-        parts.append(f"{name} {verb} {where} for {beat.seconds:.0f} s{late}")
+        is_single = len(processes) == 1
+        name, verb = _format_processes(processes, beat if is_single else None), "is" if is_single else "are"
+        parts.append(f"{name} {verb} {phase} for {beat.seconds:.0f} s{'' if is_in_time else ', past the deadline'}")
     parts += [beat.failure for _, beat in sorted(beats.items()) if beat.failure]
-    return "the job does not go on: " + "; ".join(parts)
+    return "the job is stalled: " + "; ".join(parts)
 
 
-def _name(processes: list[int], beat: Heartbeat | None) -> str:
+def _format_processes(processes: list[int], beat: Heartbeat | None = None) -> str:
     host = f" ({beat.host})" if beat is not None else ""
     return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}{host}"
 
 
-def _where(beat: Heartbeat) -> str:
-    """The phase, and the step: the one in hand, which is the one after the last completed."""
+def _format_phase(beat: Heartbeat) -> str:
+    """Return the phase and the step; inside the loop, the step in progress is the one after the last completed."""
     return f"in step {beat.step + 1}" if beat.phase == STEP.name else f"in {beat.phase} at step {beat.step}"
 
 
 _ROUND_SECONDS = 10.0
-_AHEAD_SECONDS = 2.5
-_LATE_SECONDS = 0.1
-_LATE_SHARE_OF_A_STEP = 0.1
+_LEAD_SECONDS = 2.5
+# A process straggles if it is later than the median by more than both of these.
+_STRAGGLING_SECONDS = 0.1
+_STRAGGLING_STEPS = 0.1
 
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """Another set of processes than before comes late, twice in a row; none if those that did are in time again.
+    """Change in the set of straggling processes.
 
-    `after_seconds` is every process's arrival at `step` after the first.
+    Attributes:
+        step: the step at which arrivals were measured.
+        processes: the processes that straggled in two consecutive rounds; empty if all are on time again.
+        after_seconds: arrival of every process at `step`, after the first one.
     """
 
     step: int
-    late: list[int]
+    processes: list[int]
     after_seconds: list[float]
 
 
 class StragglerDetector:
-    """The rounds in which every process reports its arrival at one step. Used by the watchdog's thread, on every host.
+    """Rounds in which every process reports its arrival at one step. Used by the watchdog's thread, on every process.
 
-    Never waits for a host. Each call may raise `PeerLostError`.
+    No method waits for another process. Each may raise `PeerLostError`.
     """
 
     def __init__(self, hosts: Hosts, progress: Progress):
         self._hosts, self._progress = hosts, progress
         self._number = 0
         self._step = 0
-        self._next_seconds = time.monotonic() + _ROUND_SECONDS
+        self._next_round_seconds = time.monotonic() + _ROUND_SECONDS
         self._has_reported = True
-        self._arrivals_seconds: dict[int, float] | None = None  # process -> clock of process 0
-        self._last_late: set[int] = set()
-        self._named: list[int] = []
+        self._arrivals_seconds: dict[int, float] | None = None  # by process, on the clock of process 0
+        self._last_stragglers: set[int] = set()
+        self._reported_stragglers: list[int] = []
 
     @property
     def is_open(self) -> bool:
-        """Whether process 0 is listening for arrivals."""
+        """True on process 0 while it waits for arrivals."""
         return self._arrivals_seconds is not None
 
-    def begin_or_join(self) -> None:
-        """Begin a round if it is time (process 0), or take the step of one that has begun."""
+    def update_round(self) -> None:
+        """Begin a round if one is due (process 0), or take the step of the round that process 0 began."""
         if not self._hosts.is_main:
             number, step = self._hosts.store.try_get(key_value.ROUND) or [0, 0]
             if number > self._number:
-                self._await(number, step)
+                self._join_round(number, step)
             return
-        gaps_seconds = self._progress.get_step_seconds()
-        if self.is_open or time.monotonic() < self._next_seconds or not gaps_seconds:
+        step_seconds = self._progress.get_step_seconds()
+        if self.is_open or time.monotonic() < self._next_round_seconds or not step_seconds:
             return
-        self._next_seconds = time.monotonic() + _ROUND_SECONDS
-        num_ahead = 1 + int(_AHEAD_SECONDS / max(statistics.median(gaps_seconds), 1e-4))
+        self._next_round_seconds = time.monotonic() + _ROUND_SECONDS
+        # Every process must read the step before it reaches it, and reads once a second.
+        num_steps_ahead = 1 + int(_LEAD_SECONDS / max(statistics.median(step_seconds), 1e-4))
         self._arrivals_seconds = {}
-        self._await(self._number + 1, self._progress.step + num_ahead)
+        self._join_round(self._number + 1, self._progress.step + num_steps_ahead)
         self._hosts.store.set(key_value.ROUND, [self._number, self._step])
 
-    def _await(self, number: int, step: int) -> None:
+    def _join_round(self, number: int, step: int) -> None:
         self._number, self._step, self._has_reported = number, step, False
         self._progress.awaited_step = step
 
-    def advance(self) -> StragglerReport | None:
-        """Report the arrival here; on process 0 note the others', and return who is late if others are than before."""
+    def exchange_arrivals(self) -> StragglerReport | None:
+        """Report the arrival of this process; on process 0, return a report if the set of stragglers has changed."""
         if not self._has_reported and self._progress.step >= self._step:
             self._has_reported = True
             self._hosts.store.set(key_value.process_key(key_value.ARRIVALS, self._hosts.process_id), self._number)
@@ -202,7 +225,7 @@ class StragglerDetector:
             return None
         now, arrivals_seconds = time.monotonic(), self._arrivals_seconds
         for process, number in self._hosts.store.list_values(key_value.ARRIVALS).items():
-            if number == self._number:  # else what it reported in an earlier round
+            if number == self._number:  # Otherwise this is its report in an earlier round.
                 arrivals_seconds.setdefault(process, now)
         first_seconds = min(arrivals_seconds.values(), default=now)
         num_processes = self._hosts.num_processes
@@ -212,15 +235,21 @@ class StragglerDetector:
         after_seconds = [
             round(arrivals_seconds.get(process, now) - first_seconds, 3) for process in range(num_processes)
         ]
-        late = find_stragglers(after_seconds, statistics.median(self._progress.get_step_seconds() or [0.0]))
-        again, self._last_late = [process for process in late if process in self._last_late], set(late)
-        if again == self._named:
+        stragglers = find_stragglers(after_seconds, statistics.median(self._progress.get_step_seconds() or [0.0]))
+        repeated = [process for process in stragglers if process in self._last_stragglers]
+        self._last_stragglers = set(stragglers)
+        if repeated == self._reported_stragglers:
             return None
-        self._named = again
-        return StragglerReport(self._step, again, after_seconds)
+        self._reported_stragglers = repeated
+        return StragglerReport(self._step, repeated, after_seconds)
 
 
 def find_stragglers(after_seconds: Sequence[float], step_seconds: float) -> list[int]:
-    """Which arrivals (seconds after the first) are later than the median by what matters in such a step."""
-    limit_seconds = statistics.median_low(after_seconds) + max(_LATE_SECONDS, _LATE_SHARE_OF_A_STEP * step_seconds)
+    """Return the processes whose arrival is significantly later than the median.
+
+    Args:
+        after_seconds: arrival of every process, after the first one.
+        step_seconds: usual duration of a step.
+    """
+    limit_seconds = statistics.median_low(after_seconds) + max(_STRAGGLING_SECONDS, _STRAGGLING_STEPS * step_seconds)
     return [process for process, seconds in enumerate(after_seconds) if seconds > limit_seconds]

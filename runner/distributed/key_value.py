@@ -1,8 +1,9 @@
 """The coordinator's key-value store: every key that the runner uses, and the only calls that reach the store.
 
-JAX's coordination service in process 0 keeps the keys in memory. Nothing grows for ever, so beside each key stands who
-writes it, who deletes it, and the most keys there can be of its kind; P is the number of processes. A kind whose key
-ends in a process is overwritten by that process. Only three kinds are counted (calls, saves), and those are deleted.
+JAX's coordination service in process 0 keeps the keys in memory, so nothing may accumulate. The comment at each key
+states its writer, who deletes it, and the largest number of keys of its kind; P is the number of processes. A key that
+ends in a process id is overwritten by that process. Only three kinds are numbered (by call or by save), and those are
+deleted.
 """
 
 import json
@@ -12,62 +13,61 @@ import jax
 
 from runner.errors import PeerLostError, format_error
 
-# `agree` on process 0 writes a key a call. Process 0 deletes them all at the next gather, which `agree` itself makes
-# after MAX_DECISIONS without one: at most MAX_DECISIONS.
+# Written by process 0, one key per call of `Hosts.agree`. Process 0 deletes all of them at the next gather, which
+# `agree` performs itself after MAX_DECISIONS calls without one. At most MAX_DECISIONS keys.
 DECISIONS = "runner/decision"
 MAX_DECISIONS = 64
 
-# A host that was asked to stop writes it, once a job. Never deleted: 1.
+# Written by a process that was asked to stop, once per job. Never deleted: 1 key.
 STOP_REQUEST = "runner/stop/request"
 
-# The watchdog of process 0 writes it before the job ends, and where something has failed on one host alone; then the
-# next such word, or the verdict, overwrites it. Never deleted: 1.
+# Written by the watchdog of process 0: a warning when something failed on one process alone, and the verdict before
+# the job ends. Each overwrites the previous one. Never deleted: 1 key.
 VERDICT = "runner/verdict"
 
-# The straggler rounds of process 0 overwrite it. Never deleted: 1.
+# Overwritten by process 0 at the start of each round of straggler detection. Never deleted: 1 key.
 ROUND = "runner/round"
 
-# Folders of one key a process, which that process overwrites: its last beat (watchdog), the last round in which it told
-# of its arrival (straggler), its tick when the stop was asked for (preemption), that it left in order (liveness).
-# Never deleted: P each.
-HEARTBEATS = "runner/beat"
-ARRIVALS = "runner/arrival"
-STOP_TICKS = "runner/stop/tick"
-DEPARTURES = "runner/departure"
+# Folders with one key per process, which that process overwrites. Never deleted: P keys each.
+HEARTBEATS = "runner/beat"  # its last heartbeat (watchdog)
+ARRIVALS = "runner/arrival"  # the last round in which it reported its arrival (straggler detection)
+STOP_TICKS = "runner/stop/tick"  # its tick when the stop was requested (preemption)
+DEPARTURES = "runner/departure"  # its exit code, if it left in order (liveness)
 
-# One barrier for all gathers: the service counts how often it was passed, but keeps every other name for ever.
+# One name for all barriers: the service counts how often a name was passed, but would keep each new name forever.
 _BARRIER = "runner/all"
 
 
 def process_key(folder: str, process: int) -> str:
-    """The key of one process in `folder`."""
+    """Return the key of one process in `folder`."""
     return f"{folder}/{process}"
 
 
 def decision_key(call: int) -> str:
-    """What process 0 has decided in one call of `agree`. See `DECISIONS`."""
+    """Return the key of the value that process 0 broadcasts in one call of `Hosts.agree`; see `DECISIONS`."""
     return f"{DECISIONS}/{call}"
 
 
 def gather_folder(call: int) -> str:
-    """Folder of every process's value in one gather, written by each.
+    """Return the folder of the values of one gather, one key per process.
 
-    Process 0 deletes it in the next, when others may have begun the one after: at most 3 P.
+    Process 0 deletes it in the next gather, when other processes may already be in the one after: at most 3 P keys.
     """
     return f"runner/gathered/{call}"
 
 
 def save_folder(save: int) -> str:
-    """Folder of what each process has written of one save (checkpoint/writer, by `collect`), from all but process 0.
+    """Return the folder of what each process except process 0 wrote for one save; see `Hosts.collect`.
 
-    Process 0 deletes it when it has read all. If it gave up, late parts stay until the next save that it has read
-    whole: at most P for each save in a row that fails, and `checkpoint.max_unsaved_minutes` ends the job over those.
+    Process 0 deletes it when it has read every key. If process 0 gives up, late keys remain until the next save that it
+    reads completely: at most P keys for each consecutive failed save, and `checkpoint.max_unsaved_minutes` ends the job
+    over those.
     """
     return f"runner/pieces/{save}"
 
 
 class CoordinatorClient(Protocol):
-    """What is used of the client of JAX's coordination service. Each call may raise `JaxRuntimeError`."""
+    """Methods used of the client of JAX's coordination service. Each may raise `JaxRuntimeError`."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None: ...
 
@@ -83,10 +83,10 @@ class CoordinatorClient(Protocol):
 
 
 class KeyValueStore:
-    """The store, for values in JSON. Any host, any thread.
+    """The store, for JSON values. Any process, any thread.
 
-    Each call raises `PeerLostError` if the coordinator cannot be reached. A process that is alone has no client, and
-    makes no call.
+    Every method raises `PeerLostError` if the coordinator cannot be reached. A single-process job has no client and
+    calls no method.
     """
 
     def __init__(self, client: CoordinatorClient | None):
@@ -94,53 +94,56 @@ class KeyValueStore:
 
     @property
     def _service(self) -> CoordinatorClient:
-        assert self._client is not None, "a process that is alone has no peers to tell"
+        assert self._client is not None, "a single-process job has no key-value store"
         return self._client
 
     def set(self, key: str, value: Any) -> None:
-        """Set `key` to `value` for every host. Never waits for one."""
+        """Set `key` to `value` for every process, without waiting for any."""
         try:
             self._service.key_value_set(key, json.dumps(value), allow_overwrite=True)
         except jax.errors.JaxRuntimeError as error:
-            raise _unreachable(error) from error
+            raise _make_unreachable_error(error) from error
 
-    def get(self, key: str, deadline_seconds: float, what: str) -> Any:
-        """Block until `key` has a value, and return it. Raises `PeerLostError` naming `what` after the deadline."""
+    def get(self, key: str, deadline_seconds: float, description: str) -> Any:
+        """Block until `key` has a value, and return it.
+
+        Raises:
+            PeerLostError: the deadline passed; the message starts with `description`.
+        """
         try:
             return json.loads(self._service.blocking_key_value_get(key, int(deadline_seconds * 1000)))
         except jax.errors.JaxRuntimeError as error:
-            raise PeerLostError(
-                f"{what} did not come within {deadline_seconds:.0f} s ({format_error(error)})"
-            ) from error
+            reason = format_error(error)
+            raise PeerLostError(f"{description} did not arrive within {deadline_seconds:.0f} s ({reason})") from error
 
     def try_get(self, key: str) -> Any:
-        """The value of `key`, None if it has none yet. Never waits for a host."""
+        """Return the value of `key`, or None if it has none yet. Does not wait for other processes."""
         try:
             return json.loads(self._service.key_value_try_get(key))
         except jax.errors.JaxRuntimeError as error:
             if "NOT_FOUND" in str(error):
                 return None
-            raise _unreachable(error) from error
+            raise _make_unreachable_error(error) from error
 
     def list_values(self, folder: str) -> dict[int, Any]:
-        """The values in `folder` by process. Never waits for a host."""
+        """Return the values in `folder` by process. Does not wait for other processes."""
         try:
-            rows = self._service.key_value_dir_get(folder)
+            entries = self._service.key_value_dir_get(folder)
         except jax.errors.JaxRuntimeError as error:
-            raise _unreachable(error) from error
-        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in rows}
+            raise _make_unreachable_error(error) from error
+        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries}
 
     def delete(self, key: str) -> None:
-        """Delete `key`, and all below it if it is a folder. Main host only. Nothing happens if there is none."""
+        """Delete `key`, and everything below it if it is a folder. Process 0 only. A missing key is no error."""
         try:
             self._service.key_value_delete(key)
         except jax.errors.JaxRuntimeError as error:
-            raise _unreachable(error) from error
+            raise _make_unreachable_error(error) from error
 
     def barrier(self, deadline_seconds: float) -> None:
-        """Block until every process is here: one call to the coordinator, however many there are.
+        """Block until every process calls this: one call to the coordinator, independent of the number of processes.
 
-        Called on every host, from one thread. Raises `PeerLostError` after the deadline.
+        Called on every process, always from the same thread. Raises `PeerLostError` after the deadline.
         """
         try:
             self._service.wait_at_barrier(_BARRIER, int(deadline_seconds * 1000))
@@ -148,5 +151,5 @@ class KeyValueStore:
             raise PeerLostError(format_error(error)) from error
 
 
-def _unreachable(error: jax.errors.JaxRuntimeError) -> PeerLostError:
+def _make_unreachable_error(error: jax.errors.JaxRuntimeError) -> PeerLostError:
     return PeerLostError(f"the coordinator cannot be reached ({format_error(error)})")

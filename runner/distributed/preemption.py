@@ -1,24 +1,27 @@
-"""Preemption: SIGTERM or Ctrl-C on any host becomes one agreed stop on all of them. So do SIGHUP, SIGUSR1, SIGUSR2.
+"""Preemption: a signal to any process becomes one agreed stop of all processes.
 
-The main thread counts ticks: every host calls `poll` at the same places, so tick t is the same place everywhere.
+SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 and SIGUSR2 request a stop. The main thread counts *ticks*: every process
+calls `StopNotice.poll` at the same places of its program, so tick t is the same place everywhere. From the signal to
+exit code 75:
 
-1. A signal on any host wakes a listener thread through a pipe, also while the main thread is inside a long compile.
-2. The listener tells every host through the job's key-value store (a single process skips to 5).
-3. On each host a second thread learns of it, takes the lock that `poll` needs, and publishes this host's tick. It is
-   this thread that answers, because the main thread may be waiting for a device that waits for a slower host.
-4. When all hosts have answered, all know the same largest tick.
-5. `poll` returns True from the tick after it on. Hosts that are behind go on until they reach it.
+1. The signal wakes a listener thread through a pipe, even while the main thread is inside a long compile.
+2. The listener announces the stop to every process through the job's key-value store. A single-process job goes on
+   with step 5.
+3. On each process a second thread receives the announcement, takes the lock that `poll` needs, and publishes the tick
+   of this process. The main thread cannot do that, because it may wait for a device that waits for a slower process.
+4. When all processes have answered, all of them know the same largest tick.
+5. `poll` returns True from the tick after it on. Processes that are behind continue until they reach it.
+6. The job (`runner.job`) saves that step, waits for the commit, and raises `PreemptedError`, whose exit code is 75.
 
-Before the first tick nothing exists that is not committed or derived from the spec. If the largest tick is 0 every
-host therefore ends at once, with the exit code of a preemption: a compile of half an hour is not waited for.
-A second SIGTERM or Ctrl-C on the same host ends that process at once; the last commit stays intact. The others may come
-twice without that: a terminal that closes sends SIGHUP twice, systemd sends one after SIGTERM. SIGQUIT asks for
-nothing: it prints the stacks of all threads, and the job goes on.
+Before the first tick nothing exists that is not committed or derived from the spec. If the largest tick is 0, every
+process therefore ends at once with exit code 75 and does not wait for a compile of half an hour.
 
-The preemption of a Google Cloud VM, announced some time before SIGTERM comes, if it comes at all.
+A second SIGTERM or SIGINT ends that process at once; the last commit stays intact. The other signals may arrive twice
+without that effect: a terminal that closes sends SIGHUP twice, and systemd sends it after SIGTERM. SIGQUIT requests no
+stop: it prints the stacks of all threads.
 
-The VM's metadata server has `preempted` for spot VMs and `maintenanceEvent` for TPU hosts that are about to be
-maintained. It holds its answer back until something changes.
+`watch_gcp_preemption` follows the metadata server of a Google Cloud VM, which announces a preemption some time before
+SIGTERM, if SIGTERM is sent at all.
 """
 
 import contextlib
@@ -41,29 +44,29 @@ from runner.distributed.clock import Clock
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
 from runner.process import INSISTENT_SIGNALS, STOP_SIGNALS, list_stop_signals
 
-_STANDARD_ERROR = 2
-_JOIN_SECONDS = 15
-_VERDICT_SECONDS = 60  # in which the watchdog names the lost peer, and ends the process
+_STDERR = 2
+_RENDEZVOUS_WAIT_SECONDS = 15
+_VERDICT_WAIT_SECONDS = 60  # time for the watchdog to name the lost peer and end the process
 
 
 class StopPeers(Protocol):
-    """What a stop needs of the other processes of the job (`agreement.Hosts`). Each may raise `ConnectionError`."""
+    """Operations of `agreement.Hosts` that an agreed stop needs. Each may raise `ConnectionError`."""
 
     def announce_stop(self) -> None:
-        """Tell every host, this one too, that the job was asked to stop."""
+        """Tell every process, including this one, that a stop was requested."""
 
     def await_stop(self) -> None:
-        """Block until any host has announced a stop."""
+        """Block until any process has announced a stop."""
 
     def exchange_ticks(self, tick: int) -> list[int]:
-        """Publish this host's tick and return every host's."""
+        """Publish the tick of this process and return the ticks of all processes."""
 
     def leave(self, code: int) -> None:
-        """Say that this process ends in order, with `code`, so that its end does not look like a crash."""
+        """Announce that this process ends in order with `code`, so that its end is not taken for a crash."""
 
 
 def end_process(code: int, message: str | None = None) -> None:
-    """End this process at once, past every handler that could wait for a peer. Output is flushed. Any thread."""
+    """Flush the output and end this process at once, skipping every handler that could wait for a peer. Any thread."""
     if message is not None:
         warn(message)
     for handler in LOGGER.handlers:
@@ -75,97 +78,98 @@ def end_process(code: int, message: str | None = None) -> None:
 
 
 class StopNotice:
-    """Whether the job was asked to stop, and at which tick it does. One a process, made by the command.
+    """Stop request of this process, and the tick at which it takes effect. One per process, made by the command.
 
-    `on_idle_exit`, set by the job, is called from a thread of this class before a process ends that has not begun.
-    `clock` hears the exit code of a process that this class ends.
+    Attributes:
+        on_idle_exit: set by the job; called from a thread of this class before the process ends without a first step.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
+        """Create the notice; `clock` receives the exit code if this class ends the process."""
         self._clock = clock
         self._lock = threading.Lock()
         self._tick = 0
         self._stop_tick: int | None = None
-        self._num_insistent = 0
+        self._num_insistent_signals = 0
         self._peers: StopPeers | None = None
         self._joined = threading.Event()
         self._joined.set()
         self.on_idle_exit: Callable[[], None] | None = None
 
     def install_signal_handlers(self) -> None:
-        """Take over the signals that ask for a stop, and SIGQUIT. Main thread only, as early as possible."""
+        """Handle the stop signals and SIGQUIT from now on. Main thread only, as early as possible."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in list_stop_signals():
-            signal.signal(number, _leave_to_the_listener)
-        faulthandler.register(signal.SIGQUIT, file=_STANDARD_ERROR)
-        threading.Thread(target=self._await_signals, args=(reader, writer), name="signals", daemon=True).start()
+            signal.signal(number, _ignore_in_main_thread)
+        faulthandler.register(signal.SIGQUIT, file=_STDERR)
+        threading.Thread(target=self._read_signals, args=(reader, writer), name="signals", daemon=True).start()
 
     def expect_peers(self) -> None:
-        """Until `join`, hold a stop back for a while, so that the peers can be told of it. Main thread only."""
+        """Delay a stop until `join_peers`, for a limited time, so that peers can learn of it. Main thread only."""
         self._joined.clear()
 
     def join_peers(self, peers: StopPeers | None) -> None:
-        """From now on agree on a stop with the other processes of the job; None = there are none. On every host."""
+        """Agree on stops with `peers` from now on; None for a single-process job. Called on every process."""
         self._peers = peers
         self._joined.set()
         if peers is not None:
-            threading.Thread(target=self._await_peers, args=(peers,), name="stop", daemon=True).start()
+            threading.Thread(target=self._await_announcement, args=(peers,), name="stop", daemon=True).start()
 
     def poll(self) -> bool:
-        """Count one tick; True once the job is to stop. Main thread, on every host at the same places.
+        """Count one tick, and return True once the job must stop.
 
-        Waits only while the hosts agree on the tick of a stop.
+        Called by the main thread of every process at the same places. Blocks only while the processes agree on the
+        tick of a stop.
         """
         with self._lock:
             self._tick += 1
             return self._stop_tick is not None and self._tick >= self._stop_tick
 
-    def _await_signals(self, reader: socket.socket, writer: socket.socket) -> None:
-        """`writer` is held here alone: Python knows only its number."""
+    def request_stop(self, reason: str) -> None:
+        """Request a stop, as the first signal does. Any process, any thread; repeated calls change nothing."""
+        warn(f"{reason}: stopping at the next step")
+        threading.Thread(target=self._announce_stop, name="ask to stop", daemon=True).start()
+
+    def _read_signals(self, reader: socket.socket, writer: socket.socket) -> None:
+        # `writer` is an argument to keep it alive: the wakeup pipe knows only its file descriptor.
         while numbers := reader.recv(16):
             for number in numbers:
-                if number in STOP_SIGNALS:
-                    self._on_signal(signal.Signals(number))
+                if number not in STOP_SIGNALS:
+                    continue
+                name = signal.Signals(number).name
+                self._num_insistent_signals += number in INSISTENT_SIGNALS
+                if self._num_insistent_signals > 1:
+                    self._end(EXIT_PREEMPTED, f"{name} again: leaving at once; the last commit is intact")
+                self.request_stop(name)
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        self._num_insistent += number in INSISTENT_SIGNALS
-        if self._num_insistent > 1:
-            self._end(EXIT_PREEMPTED, f"{number.name} again: leaving at once; the last commit is intact")
-        self.request_stop(number.name)
-
-    def request_stop(self, reason: str) -> None:
-        """Ask the job to stop, as a first signal does. Any host, any thread; asking again changes nothing."""
-        warn(f"{reason}: stopping at the next step")
-        threading.Thread(target=self._ask_to_stop, name="ask to stop", daemon=True).start()
-
-    def _ask_to_stop(self) -> None:
-        self._joined.wait(_JOIN_SECONDS)
+    def _announce_stop(self) -> None:
+        self._joined.wait(_RENDEZVOUS_WAIT_SECONDS)
         peers = self._peers
         if peers is None:
             with self._lock:
-                self._decide([self._tick])
+                self._set_stop_tick([self._tick])
             return
         try:
             peers.announce_stop()
         except ConnectionError as error:
-            time.sleep(_VERDICT_SECONDS)
-            self._end(EXIT_RETRYABLE, f"peer lost: {error}")
+            self._end_after_lost_peer(error)
 
-    def _await_peers(self, peers: StopPeers) -> None:
+    def _await_announcement(self, peers: StopPeers) -> None:
         try:
             peers.await_stop()
+            # `poll` must not count while the ticks are exchanged: this process could pass the agreed tick.
             with self._lock:
                 ticks = peers.exchange_ticks(self._tick)
                 if max(ticks) == 0:
                     peers.leave(EXIT_PREEMPTED)
-                self._decide(ticks)
+                self._set_stop_tick(ticks)
         except ConnectionError as error:
-            time.sleep(_VERDICT_SECONDS)
-            self._end(EXIT_RETRYABLE, f"peer lost: {error}")
+            self._end_after_lost_peer(error)
 
-    def _decide(self, ticks: list[int]) -> None:
+    def _set_stop_tick(self, ticks: list[int]) -> None:
+        """Set the tick of the stop from the ticks of all processes, or end the process if no tick was counted yet."""
         if self._stop_tick is not None:
             return
         if max(ticks) > 0:
@@ -175,61 +179,62 @@ class StopNotice:
             self.on_idle_exit()
         self._end(EXIT_PREEMPTED, "stopped before the first step: nothing to save")
 
+    def _end_after_lost_peer(self, error: ConnectionError) -> None:
+        # The watchdog says more than this error does, and normally ends the process during this wait.
+        time.sleep(_VERDICT_WAIT_SECONDS)
+        self._end(EXIT_RETRYABLE, f"peer lost: {error}")
+
     def _end(self, code: int, message: str) -> None:
         if self._clock is not None:
             self._clock.end(code)
         end_process(code, message)
 
 
-def _leave_to_the_listener(number: int, frame: FrameType | None) -> None:
-    """The wakeup pipe has the signal already; a Python handler must exist for it to be written."""
+def _ignore_in_main_thread(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the listener reads the signal from the wakeup pipe, which Python fills only if a handler exists."""
 
 
-_PRODUCT = Path("/sys/class/dmi/id/product_name")
-_HOLD_SECONDS = 300
+_PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
+_LONG_POLL_SECONDS = 300
 _RETRY_SECONDS = 10.0
 
 
-def watch_gcp_preemption(ask_to_stop: Callable[[str], None]) -> None:
-    """Call `ask_to_stop` with the reason once this VM is to be preempted. Called on every host; returns at once.
+def watch_gcp_preemption(request_stop: Callable[[str], None]) -> None:
+    """Call `request_stop` with a reason once this Google Cloud VM is to be preempted.
 
-    It is called at most once, from a thread of its own. On other machines nothing happens.
+    Called on every process; returns at once. The callback is called at most once, from a separate thread. On other
+    machines nothing happens. The metadata server reports `preempted` for spot VMs and `maintenanceEvent` for TPU hosts
+    before maintenance, and delays its answer until something changes.
     """
-    server = _metadata_server()
-    if server is not None:
-        threading.Thread(target=_watch, args=(server, ask_to_stop), name="gcp-preemption", daemon=True).start()
+    server = os.environ.get("GCE_METADATA_HOST") or os.environ.get("GCE_METADATA_IP")
+    if not server:
+        if not _PRODUCT_NAME.exists() or "Google" not in _PRODUCT_NAME.read_text(errors="replace"):
+            return
+        server = "metadata.google.internal"
+    threading.Thread(target=_poll_metadata, args=(server, request_stop), name="gcp-preemption", daemon=True).start()
 
 
-def _metadata_server() -> str | None:
-    """Its address; None if this machine is none of Google Cloud."""
-    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):
-        if os.environ.get(name):
-            return os.environ[name]
-    is_google = _PRODUCT.exists() and "Google" in _PRODUCT.read_text(errors="replace")
-    return "metadata.google.internal" if is_google else None
-
-
-def _watch(server: str, ask_to_stop: Callable[[str], None]) -> None:
+def _poll_metadata(server: str, request_stop: Callable[[str], None]) -> None:
     etag = "0"
     while True:
-        query = f"recursive=true&wait_for_change=true&timeout_sec={_HOLD_SECONDS}&last_etag={etag}"
+        query = f"recursive=true&wait_for_change=true&timeout_sec={_LONG_POLL_SECONDS}&last_etag={etag}"
         request = urllib.request.Request(
             f"http://{server}/computeMetadata/v1/instance/?{query}", headers={"Metadata-Flavor": "Google"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=_HOLD_SECONDS + 30) as answer:
+            with urllib.request.urlopen(request, timeout=_LONG_POLL_SECONDS + 30) as answer:
                 etag = answer.headers.get("ETag", "0")
                 reason = parse_preemption_reason(json.load(answer))
-        except (OSError, ValueError):  # metadata that cannot be read are no reason to end a job
+        except (OSError, ValueError):  # Unreadable metadata must not end a job.
             time.sleep(_RETRY_SECONDS)
             continue
         if reason is not None:
-            ask_to_stop(reason)
+            request_stop(reason)
             return
 
 
 def parse_preemption_reason(instance: object) -> str | None:
-    """Why the VM that these metadata describe is to be preempted; None if it is not."""
+    """Return why the VM with these metadata is to be preempted, or None if it is not."""
     if not isinstance(instance, dict):
         return None
     if str(instance.get("preempted", "")).upper() == "TRUE":

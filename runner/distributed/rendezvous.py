@@ -1,20 +1,19 @@
-"""How the processes of a job find each other: all report to process 0, which says who is there.
+"""Start-up of a multi-process job: launch environment, rendezvous with process 0, start of `jax.distributed`.
 
-1. Process 0 listens on the coordinator's port, before JAX does. Every other process connects, trying again until the
-   deadline, and reports its process id.
-2. When all have come, or the deadline has passed, process 0 tells everyone who came, closes the port and hands it to
-   JAX's coordination service. The connections stay open as peer sockets: the kernel of a process that ends closes its
-   own, which the other end sees at once (`liveness`).
-3. Who is missing is named, and the job ends with 76 on all hosts that came: a start with fewer would be another job.
-   If the spec allows it (`topology.elastic`), it begins with those that came, numbered anew in the same order.
+**Launch environment.** JAX detects TPU pods (one slice or several), SLURM and Open MPI; the variables of torchrun are
+read here. An environment that states the number of processes but not where the others are is refused: a process that
+continued alone would be one of N silent single-process runs.
 
-Where this process stands among the processes of its job, from what the engine that started it has set.
+**Rendezvous**, before `jax.distributed.initialize`:
 
-JAX's own detection answers for TPU pods (one slice or several), SLURM and Open MPI; torchrun's variables are read here.
-An engine that says "you are one of several" without saying where the others are is refused: a process that went on
-alone would be one of N silent single-host runs.
-
-Start-up: this process joins the others of its job, and gets the one object through which it talks with them.
+1. Process 0 listens on the coordinator's port. Every other process connects, retrying until the deadline, and reports
+   its process id.
+2. When all processes have joined, or the deadline has passed, process 0 answers every process that joined, closes the
+   port and leaves it to JAX's coordination service. The connections stay open as peer sockets: the kernel of a process
+   that ends closes them, which the other end notices at once (`agreement.Liveness`).
+3. If processes are missing, the error names them and the job ends with exit code 76 on all processes that joined,
+   because a start with fewer processes would be a different job. With `topology.elastic` the job starts with those that
+   joined, renumbered in the same order.
 """
 
 import contextlib
@@ -24,7 +23,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +35,7 @@ from runner.errors import InvalidError, RetryableError, format_error
 from runner.spec import Deadlines
 
 _JAX_CLUSTERS = ("GkeTpuCluster", "GceTpuCluster", "SlurmCluster", "OmpiCluster")
+_TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "MEGASCALE_NUM_SLICES")
@@ -46,11 +45,13 @@ _FLAGS = "--coordinator HOST:PORT --num-processes N --process-id K"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one process stands in its job.
+    """Position of one process in its job.
 
     Attributes:
         coordinator: HOST:PORT of process 0, the same on every process.
-        local_devices: indices of the GPUs that are this process's, where one host runs several; None = all.
+        num_processes: processes of the job.
+        process_id: this process.
+        local_devices: indices of the GPUs of this process, if its host runs several processes; None for all.
     """
 
     coordinator: str
@@ -60,108 +61,107 @@ class Placement:
 
 
 def detect_placement(deadline_seconds: float) -> Placement | None:
-    """Where this process stands; None if it is alone. Called on every host, before any other use of JAX.
+    """Return the placement from the launch environment, or None for a single-process job.
 
-    Raises `InvalidError` if the environment names peers but not their place, `RetryableError` if the name of process 0
-    cannot be resolved within the deadline.
+    Called on every process, before any other use of JAX.
+
+    Raises:
+        InvalidError: the environment states that there are other processes, but not where.
+        RetryableError: the name of process 0 cannot be resolved within the deadline.
     """
     environment = os.environ
-    found = _torchrun(environment) or _by_jax(deadline_seconds)
-    if found is not None:
-        return found if found.num_processes > 1 else None
-    claim = _claim(environment)
-    if claim is not None:
+    if all(environment.get(name) for name in _TORCHRUN_VARIABLES):
+        address, port, size, rank = (environment[name] for name in _TORCHRUN_VARIABLES)
+        # torchrun uses MASTER_PORT itself, so the coordinator listens on the port after it.
+        coordinator = f"{address}:{environment.get('JAX_COORDINATOR_PORT') or int(port) + 1}"
+        placement: Placement | None = Placement(coordinator, int(size), int(rank), _find_local_devices())
+    else:
+        placement = _detect_with_jax(deadline_seconds)
+    if placement is not None:
+        return placement if placement.num_processes > 1 else None
+    claims = [name for name in _COUNTS if environment.get(name, "").isdecimal() and int(environment[name]) > 1]
+    claims += [name for name in _LISTS if "," in environment.get(name, "")]
+    if claims:
         raise InvalidError(
-            f"{claim} in the environment says that this is one of several processes, but not where the others are; "
-            f"give {_FLAGS}"
+            f"{claims[0]}={environment[claims[0]]} in the environment says that this is one of several processes, but "
+            f"not where the others are; give {_FLAGS}"
         )
     return None
 
 
-def _torchrun(environment: Mapping[str, str]) -> Placement | None:
-    """torchrun keeps MASTER_PORT for itself, so the coordinator listens on the port after it."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-    if not all(environment.get(name) for name in names):
-        return None
-    address, port, size, rank = (environment[name] for name in names)
-    coordinator = f"{address}:{environment.get('JAX_COORDINATOR_PORT') or int(port) + 1}"
-    return Placement(coordinator, int(size), int(rank), _local_devices(environment))
-
-
-def _by_jax(deadline_seconds: float) -> Placement | None:
+def _detect_with_jax(deadline_seconds: float) -> Placement | None:
     for name in _JAX_CLUSTERS:
-        engine = getattr(clusters, name)
-        if not engine.is_env_present():
+        cluster = getattr(clusters, name)
+        if not cluster.is_env_present():
             continue
-        num_processes = engine.get_process_count()
+        num_processes = cluster.get_process_count()
         if num_processes == 1:
             return Placement("", 1, 0)
         port = os.environ.get("JAX_COORDINATOR_PORT")
         try:
-            coordinator = engine.get_coordinator_address(int(deadline_seconds), port)
+            coordinator = cluster.get_coordinator_address(int(deadline_seconds), port)
         except RuntimeError as error:
             raise RetryableError(f"cannot join the other processes of the job: {error}") from error
-        return Placement(coordinator, num_processes, engine.get_process_id(), _local_devices(os.environ))
+        return Placement(coordinator, num_processes, cluster.get_process_id(), _find_local_devices())
     return None
 
 
-def _local_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The GPU of this process, if its host runs several processes of the job."""
+def _find_local_devices() -> tuple[int, ...] | None:
+    """Return the GPU of this process if its host runs several processes of the job, else None."""
     for size, rank in zip(_LOCAL_SIZES, _LOCAL_RANKS, strict=True):
-        number = re.match(r"\d+", environment.get(size, ""))  # SLURM: 4(x2) for two hosts with 4 tasks each
-        if number is not None and int(number[0]) > 1 and rank in environment:
-            return (int(environment[rank]),)
-    return None
-
-
-def _claim(environment: Mapping[str, str]) -> str | None:
-    """The variable that says that there are peers."""
-    for name in _COUNTS:
-        if environment.get(name, "").isdecimal() and int(environment[name]) > 1:
-            return f"{name}={environment[name]}"
-    for name in _LISTS:
-        if "," in environment.get(name, ""):
-            return f"{name}={environment[name]}"
+        number = re.match(r"\d+", os.environ.get(size, ""))  # SLURM writes 4(x2) for two hosts with 4 tasks each.
+        if number is not None and int(number[0]) > 1 and rank in os.environ:
+            return (int(os.environ[rank]),)
     return None
 
 
 _RETRY_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
-_LINE_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 
 Connections = dict[int, socket.socket]  # by process
 
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """This process's placement among those that came, and its connections to them.
+    """Placement of this process among those that joined, and its connections to them.
 
     Attributes:
-        peer_sockets: process -> a connection that ends with it; to every other on process 0, elsewhere to process 0.
+        placement: the placement, renumbered if processes are missing.
+        peer_sockets: by process, a connection that closes when it ends: on process 0 to every other process, on the
+            others to process 0.
     """
 
     placement: Placement
-    peer_sockets: dict[int, socket.socket]
+    peer_sockets: Connections
 
 
 def wait_for_peers(placement: Placement, deadline_seconds: float, is_elastic: bool) -> RendezvousResult:
-    """Wait for the other processes. Called on every host, before JAX's own start.
+    """Block until every process has joined. Called on every process, before `jax.distributed.initialize`.
 
-    Blocks until all have come. Raises `RetryableError` naming who has not after the deadline.
+    Args:
+        placement: position of this process.
+        deadline_seconds: time for all processes to join.
+        is_elastic: if True, return with the processes that joined before the deadline.
+
+    Raises:
+        RetryableError: processes did not join in time, and the message names them; or process 0 cannot be reached.
     """
-    ends = time.monotonic() + deadline_seconds
+    end_seconds = time.monotonic() + deadline_seconds
     if placement.process_id == 0:
-        present, connections = _receive(placement, ends, deadline_seconds, is_elastic)
+        present, connections = _accept_peers(placement, end_seconds, deadline_seconds, is_elastic)
     else:
-        present, connections = _report(placement, ends, deadline_seconds)
-    mine = replace(placement, num_processes=len(present), process_id=present.index(placement.process_id))
-    return RendezvousResult(mine, {present.index(process): connection for process, connection in connections.items()})
+        present, connections = _report_to_main(placement, end_seconds, deadline_seconds)
+    renumbered = replace(placement, num_processes=len(present), process_id=present.index(placement.process_id))
+    return RendezvousResult(
+        renumbered, {present.index(process): connection for process, connection in connections.items()}
+    )
 
 
 def get_bind_address(placement: Placement) -> str:
-    """HOST:PORT that process 0 listens on: the address itself, or every interface for a name.
+    """Return the HOST:PORT on which process 0 listens: the address itself, or every interface for a host name.
 
-    On its own host a name may stand for a loopback address that no other host reaches.
+    On its own host a name may resolve to a loopback address, which no other host can reach.
     """
     host, _, port = placement.coordinator.rpartition(":")
     try:
@@ -171,34 +171,42 @@ def get_bind_address(placement: Placement) -> str:
     return placement.coordinator
 
 
-def _receive(
-    placement: Placement, ends: float, deadline_seconds: float, is_elastic: bool
+def _accept_peers(
+    placement: Placement, end_seconds: float, deadline_seconds: float, is_elastic: bool
 ) -> tuple[list[int], Connections]:
-    """Process 0's part: the processes that are there, in order."""
-    guests: Connections = {}
+    """Run the rendezvous on process 0; return the processes that joined, in order, and their connections."""
+    num_processes = placement.num_processes
+    peers: Connections = {}
     with _listen(get_bind_address(placement)) as listener:
-        while len(guests) < placement.num_processes - 1 and (left_seconds := ends - time.monotonic()) > 0:
+        while len(peers) < num_processes - 1 and (left_seconds := end_seconds - time.monotonic()) > 0:
             listener.settimeout(left_seconds)
             with contextlib.suppress(TimeoutError):
-                guests |= _welcome(listener, placement.num_processes)
-        present = [0, *sorted(guests)]
-        missing = [process for process in range(placement.num_processes) if process not in present]
-        error = _complaint(missing, placement.num_processes, deadline_seconds) if missing and not is_elastic else None
-        for connection in guests.values():
+                connection, _ = listener.accept()
+                connection.settimeout(_ANSWER_SECONDS)
+                process = None
+                # A connection that closes early, or that is not from this job (a port scan), must not end the start.
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    process = int(_receive_line(connection)["process_id"])
+                if process is not None and 0 < process < num_processes:
+                    peers[process] = connection
+                else:
+                    connection.close()
+        present = [0, *sorted(peers)]
+        missing = [str(process) for process in range(num_processes) if process not in present]
+        error = None
+        if missing and not is_elastic:
+            who = f"process{'es' * (len(missing) > 1)} {', '.join(missing)} of {num_processes}"
+            error = f"{who} did not join within {deadline_seconds:g} s; run the same command again"
+        for connection in peers.values():
             with contextlib.suppress(OSError):
                 _send(connection, {"present": present, "error": error})
     if error is not None:
         raise RetryableError(error)
-    return present, guests
-
-
-def _complaint(missing: list[int], num_processes: int, deadline_seconds: float) -> str:
-    who = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-    return f"{who} of {num_processes} did not come within {deadline_seconds:g} s; run the same command again"
+    return present, peers
 
 
 def _listen(address: str) -> socket.socket:
-    host, port = _split(address)
+    host, port = _split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     is_any = host == "::"
     if is_any and not socket.has_dualstack_ipv6():
@@ -209,30 +217,19 @@ def _listen(address: str) -> socket.socket:
         raise RetryableError(f"process 0 cannot listen on {address}: {error}") from error
 
 
-def _split(address: str) -> tuple[str, int]:
+def _split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
-def _welcome(listener: socket.socket, num_processes: int) -> Connections:
-    """The next process that reports, with its connection; none if it went away or is none of ours."""
-    connection, _ = listener.accept()
-    connection.settimeout(_ANSWER_SECONDS)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        process = int(_receive_line(connection)["process_id"])
-        if 0 < process < num_processes:
-            return {process: connection}
-    connection.close()
-    return {}
-
-
-def _report(placement: Placement, ends: float, deadline_seconds: float) -> tuple[list[int], Connections]:
-    """The part of every other process."""
+def _report_to_main(placement: Placement, end_seconds: float, deadline_seconds: float) -> tuple[list[int], Connections]:
+    """Run the rendezvous on another process; return the processes that joined, and the connection to process 0."""
     reason = "no answer"
-    while (left_seconds := ends - time.monotonic()) > 0:
+    while (left_seconds := end_seconds - time.monotonic()) > 0:
         try:
-            connection = socket.create_connection(_split(placement.coordinator), min(left_seconds, _ANSWER_SECONDS))
-        except OSError as error:  # not up yet
+            address = _split_address(placement.coordinator)
+            connection = socket.create_connection(address, min(left_seconds, _ANSWER_SECONDS))
+        except OSError as error:  # Process 0 is not up yet.
             reason = str(error)
             time.sleep(_RETRY_SECONDS)
             continue
@@ -240,7 +237,7 @@ def _report(placement: Placement, ends: float, deadline_seconds: float) -> tuple
             _send(connection, {"process_id": placement.process_id})
             connection.settimeout(left_seconds + _ANSWER_SECONDS)
             answer = _receive_line(connection)
-        except (OSError, ValueError) as error:  # disconnected again
+        except (OSError, ValueError) as error:  # Disconnected again: process 0 may be restarting.
             connection.close()
             reason = str(error)
             continue
@@ -259,52 +256,57 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 def _receive_line(connection: socket.socket) -> dict[str, Any]:
     with connection.makefile("rb") as stream:
-        line = stream.readline(_LINE_BYTES)
+        line = stream.readline(_MAX_LINE_BYTES)
     if not line.endswith(b"\n"):
         raise ValueError("the connection ended before an answer")
     message = json.loads(line)
     if not isinstance(message, dict):
-        raise ValueError("an answer that is none of ours")
+        raise ValueError("the answer is not one of this protocol")
     return message
 
 
-HEARTBEAT_SECONDS = 60  # of JAX; the watchdog notices sooner, and says more
+# Of JAX's coordination service. The watchdog notices a lost process sooner, and says more about it.
+_HEARTBEAT_TIMEOUT_SECONDS = 60
 
 
 def join_job(placement: Placement | None, deadlines: Deadlines, is_elastic: bool = False) -> Hosts:
-    """Join the job's other processes; None = this one is alone.
+    """Join the other processes of the job and start `jax.distributed`.
 
-    Called on every host, before any other use of JAX. Blocks until all are there, at most `deadlines.start_seconds`.
-    Raises `RetryableError` naming who did not come; an elastic job begins with those that came.
+    Called on every process, before any other use of JAX. Blocks until all processes have joined, for at most
+    `deadlines.start_seconds`.
+
+    Args:
+        placement: position of this process; None for a single-process job.
+        deadlines: deadlines of the spec.
+        is_elastic: if True, the job starts with the processes that joined in time.
+
+    Raises:
+        RetryableError: processes did not join in time; the message names them.
     """
     if placement is None:
         return Hosts.single_process()
-    meeting = wait_for_peers(placement, deadlines.start_seconds, is_elastic)
-    placement = meeting.placement
-    if placement.num_processes == 1:
+    result = wait_for_peers(placement, deadlines.start_seconds, is_elastic)
+    placement = result.placement
+    process_id, num_processes = placement.process_id, placement.num_processes
+    if num_processes == 1:
         return Hosts.single_process()
     install_abort_handler()
-    _join_coordinator(placement, deadlines)
-    process_id, num_processes = placement.process_id, placement.num_processes
-    store = KeyValueStore(distributed.global_state.client)
-    liveness = Liveness(store, process_id, num_processes, meeting.peer_sockets)
-    return Hosts(process_id, num_processes, store, liveness, deadlines.phase_seconds)
-
-
-def _join_coordinator(placement: Placement, deadlines: Deadlines) -> None:
-    """JAX's own start, with the coordination service in process 0. Its notice of preemption is `preemption`'s work."""
+    # `runner.distributed.preemption` watches for preemption itself.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             coordinator_address=placement.coordinator,
-            num_processes=placement.num_processes,
-            process_id=placement.process_id,
+            num_processes=num_processes,
+            process_id=process_id,
             local_device_ids=placement.local_devices,
             coordinator_bind_address=get_bind_address(placement),
             cluster_detection_method="deactivate",
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
             initialization_timeout=int(deadlines.start_seconds),
             shutdown_timeout_seconds=60,
         )
     except (RuntimeError, ValueError) as error:
         raise RetryableError(f"cannot join the other processes of the job: {format_error(error)}") from error
+    store = KeyValueStore(distributed.global_state.client)
+    liveness = Liveness(store, process_id, num_processes, result.peer_sockets)
+    return Hosts(process_id, num_processes, store, liveness, deadlines.phase_seconds)

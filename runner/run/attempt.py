@@ -180,7 +180,7 @@ class Attempt:
         try:
             yield
         except FencedError as error:
-            self.progress.clock.keep(None)  # the directory is another's, or gone
+            self.progress.clock.attach_store(None)  # the directory is another's, or gone
             code = error.exit_code
             raise
         except BaseException as error:
@@ -285,7 +285,7 @@ class IncidentRecorder:
         self.attempt: Attempt | None = None
 
     def on_verdict(self, verdict: str, code: int) -> None:
-        """Keep what helps to understand why the job does not go on. Any host, right before the process ends."""
+        """Keep what helps to understand why the job is stalled. Any host, right before the process ends."""
         stacks = f"{verdict}\n\n{format_thread_stacks()}"
         attempt = self._owner()
         if attempt is None:
@@ -303,7 +303,7 @@ class IncidentRecorder:
 
     def on_straggler(self, straggling: StragglerReport) -> None:
         """Which processes come late to their steps. Main host only."""
-        late, step, after_seconds = straggling.late, straggling.step, straggling.after_seconds
+        late, step, after_seconds = straggling.processes, straggling.step, straggling.after_seconds
         if self.attempt is not None:
             self.attempt.events.append("straggler", step, late=late, after_seconds=after_seconds)
         after = ", ".join(

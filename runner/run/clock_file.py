@@ -155,7 +155,7 @@ class _LocalClockFile:
     def put(self, reading: ClockReading) -> None:
         self._write(reading, next(self._places))
 
-    def beat(self, reading: ClockReading) -> None:
+    def put_heartbeat(self, reading: ClockReading) -> None:
         """Into a slot of its own: held up by the disk, a beat would come over what has been put since."""
         self._write(reading, NUM_SLOTS - 1)
         if reading.code is not None:
@@ -182,7 +182,7 @@ class _BucketClockFile:
     def put(self, reading: ClockReading) -> None:
         """Nothing: the next beat is soon."""
 
-    def beat(self, reading: ClockReading) -> None:
+    def put_heartbeat(self, reading: ClockReading) -> None:
         sent = self._sent
         if sent is not None and sent.code == reading.code:
             has_moved = (sent.step, sent.bucket) != (reading.step, reading.bucket)
@@ -206,12 +206,12 @@ def start_clock_file(clock: Clock, store: Store, attempt: int, background: Backg
     except OSError as error:
         warn(f"the attempt's clock cannot be written ({error}): after a kill nobody knows how far it had come")
         return
-    clock.keep(keeper)
+    clock.attach_store(keeper)
     threading.Thread(target=_beat, args=(weakref.ref(clock),), name="clock", daemon=True).start()
 
 
 def _beat(reference: "weakref.ref[Clock]") -> None:
     """Beat until the job has come to its end. On a thread of its own: a disk that hangs holds nobody else up."""
-    while (clock := reference()) is not None and clock.beat():
+    while (clock := reference()) is not None and clock.send_heartbeat():
         del clock
         time.sleep(BEAT_SECONDS)

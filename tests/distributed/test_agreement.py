@@ -124,5 +124,5 @@ def test_what_the_main_host_refuses_is_raised_on_every_host(two):
 
 def test_a_deadline_names_the_process_that_is_late(two):
     message, code = two[0]["late"]
-    assert message.startswith("process 1 of 2 did not come within 1 s")
+    assert message.startswith("process 1 of 2 did not arrive within 1 s")
     assert code == 76

@@ -4,7 +4,7 @@ import pytest
 
 from runner.distributed.clock import DATA, STEP
 from runner.distributed.heartbeat import (
-    ALONE_SECONDS,
+    LOCAL_FAILURE_SECONDS,
     Heartbeat,
     find_failure,
     find_unresponsive,
@@ -20,11 +20,11 @@ def beat(step, phase="step", seconds=3.0, is_overdue=False):
 
 def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
     beats = {0: beat(41), 1: beat(40), 2: beat(41), 3: beat(41, "evaluation", 90.0, is_overdue=True)}
-    assert format_diagnosis(beats, {1: "does not answer for 16 s"}) == (
-        "the job does not go on: process 1 (n7) does not answer for 16 s, last seen in step 41; "
+    assert format_diagnosis(beats, {1: "has not responded for 16 s"}) == (
+        "the job is stalled: process 1 (n7) has not responded for 16 s, last seen in step 41; "
         "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
     )
-    assert format_diagnosis({}, {5: "has died"}) == "the job does not go on: process 5 has died"
+    assert format_diagnosis({}, {5: "has died"}) == "the job is stalled: process 5 has died"
 
 
 HOOK, EVALUATOR = "hook A in on_row at step 3 on process 1: E", "evaluator B at step 3: E on process 1"
@@ -40,10 +40,10 @@ def failed(line, seconds, *, is_end):
     ("line", "seconds", "is_end", "found"),
     [
         (EVALUATOR, 1.0, False, None),
-        (EVALUATOR, 3.0, False, (f"{EVALUATOR}; it waits for processes 0, 2 to come out of it", None)),
-        (EVALUATOR, 600.0, False, (f"{EVALUATOR}; it waits for processes 0, 2 to come out of it", None)),
-        (HOOK, 3.0, True, (f"{HOOK}; it waits for processes 0, 2 to come out of it", None)),
-        (HOOK, ALONE_SECONDS, True, (f"{HOOK}; processes 0, 2 did not come out of it within 10 s", 1)),
+        (EVALUATOR, 3.0, False, (f"{EVALUATOR}; waiting for processes 0, 2 to finish the same call", None)),
+        (EVALUATOR, 600.0, False, (f"{EVALUATOR}; waiting for processes 0, 2 to finish the same call", None)),
+        (HOOK, 3.0, True, (f"{HOOK}; waiting for processes 0, 2 to finish the same call", None)),
+        (HOOK, LOCAL_FAILURE_SECONDS, True, (f"{HOOK}; processes 0, 2 did not finish the same call within 10 s", 1)),
     ],
 )
 def test_what_has_failed_on_one_host_alone_is_told_at_once(line, seconds, is_end, found):
@@ -57,10 +57,10 @@ def test_what_has_failed_on_one_host_alone_is_told_at_once(line, seconds, is_end
     ("quiet_seconds", "left", "crashed", "found"),
     [
         ({0: 1.0, 1: 29.0}, {}, [], {}),
-        ({0: 1.0, 1: 31.4}, {}, [], {1: "does not answer for 31 s"}),
-        ({0: 1.0, 1: 31.4}, {1: 2}, [], {1: "has ended with 2, and said why"}),
-        ({0: 1.0, 1: 31.4, 2: 1.0}, {1: 2, 2: 1}, [], {1: "has ended with 2, and said why"}),
-        ({0: 1.0, 1: 1.0, 2: 31.4}, {2: 0}, [1], {1: "has died", 2: "has ended with 0, and said why"}),
+        ({0: 1.0, 1: 31.4}, {}, [], {1: "has not responded for 31 s"}),
+        ({0: 1.0, 1: 31.4}, {1: 2}, [], {1: "has exited with code 2, see its own output"}),
+        ({0: 1.0, 1: 31.4, 2: 1.0}, {1: 2, 2: 1}, [], {1: "has exited with code 2, see its own output"}),
+        ({0: 1.0, 1: 1.0, 2: 31.4}, {2: 0}, [1], {1: "has died", 2: "has exited with code 0, see its own output"}),
         ({0: 1.0, 1: 31.4}, {}, [1], {1: "has died"}),
     ],
 )

@@ -37,7 +37,7 @@ class Kept:
     def put(self, reading: ClockReading) -> None:
         self.put_readings.append(reading)
 
-    def beat(self, reading: ClockReading) -> None:
+    def put_heartbeat(self, reading: ClockReading) -> None:
         self.beats.append(reading)
 
 
@@ -108,7 +108,7 @@ def test_a_keeper_hears_of_each_step_and_phase_and_of_beats_and_not_of_each_batc
     clock, kept = Clock(), Kept()
     progress = Progress(clock)
     progress.report_step(3)
-    clock.keep(kept)
+    clock.attach_store(kept)
     assert [reading.step for reading in kept.put_readings] == [3]
     progress.take_batch(iter("b"))
     assert len(kept.put_readings) == 1
@@ -117,9 +117,9 @@ def test_a_keeper_hears_of_each_step_and_phase_and_of_beats_and_not_of_each_batc
         assert (kept.put_readings[-1].step, kept.put_readings[-1].bucket) == (4, TimeBucket.SAVE_STALL)
     assert kept.put_readings[-1].bucket is TimeBucket.STEPS
     assert not kept.beats
-    clock.beat()
+    clock.send_heartbeat()
     clock.end(1)
     assert [reading.code for reading in kept.beats] == [None, 1]
-    clock.keep(None)
+    clock.attach_store(None)
     clock.end(2)
     assert len(kept.beats) == 2

@@ -95,7 +95,7 @@ def test_parts_of_saves_are_deleted_when_read_and_late_ones_with_the_next_save()
         for hosts in others[is_one_late:]:
             assert hosts.collect(folder, f"part {hosts.process_id}", 30) == [f"part {hosts.process_id}"]
         if is_one_late:
-            with pytest.raises(PeerLostError, match="the part of process 1 did not come within 0 s"):
+            with pytest.raises(PeerLostError, match="the part of process 1 did not arrive within 0 s"):
                 main.collect(folder, "part 0", 0.01)
             others[0].collect(folder, "late", 30)
             assert len(coordinator.present()) == 2
@@ -115,8 +115,8 @@ def test_rounds_of_stragglers_leave_one_key_a_process_and_one_for_the_round(monk
         now[0] += 0.5
         for every, progress in rounds:
             progress.report_step(step)
-            every.begin_or_join()
-            every.advance()
+            every.update_round()
+            every.exchange_arrivals()
     number, _ = KeyValueStore(coordinator).try_get(key_value.ROUND)
     assert number > 100
     assert coordinator.most_keys == 4 + 1

@@ -51,7 +51,7 @@ def stop_ticks(ticks):
         assert not any(notice.poll() for _ in range(tick))
     for process, notice in enumerate(notices):
         notice.join_peers(FakePeers(board, process))
-    notices[-1]._ask_to_stop()
+    notices[-1]._announce_stop()
     for thread in threading.enumerate():
         if thread.name == "stop":
             thread.join(timeout=600)

@@ -34,9 +34,9 @@ def test_all_come_and_keep_their_places():
 
 
 def test_those_who_are_missing_are_named_on_every_host_that_came():
-    message = "processes 1, 3 of 4 did not come within 1 s; run the same command again"
+    message = "processes 1, 3 of 4 did not join within 1 s; run the same command again"
     assert meet_all([0, 2], 4, 1) == [message, message]
-    assert meet_all([0], 2, 1) == ["process 1 of 2 did not come within 1 s; run the same command again"]
+    assert meet_all([0], 2, 1) == ["process 1 of 2 did not join within 1 s; run the same command again"]
 
 
 def test_process_0_that_is_missing_is_named():
@@ -64,7 +64,7 @@ def test_a_stranger_at_the_port_is_no_process():
     with ThreadPoolExecutor(4) as pool:
         words = (b"GET / HTTP/1.0\r\n\r\n", b'{"process_id": 99}\n', b"[]\n", b"")
         strangers = [pool.submit(knock, line) for line in words]
-        assert meet_all([0], 2, 3, port=port) == ["process 1 of 2 did not come within 3 s; run the same command again"]
+        assert meet_all([0], 2, 3, port=port) == ["process 1 of 2 did not join within 3 s; run the same command again"]
         assert all(stranger.result() for stranger in strangers)
 
 

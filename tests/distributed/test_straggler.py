@@ -39,8 +39,8 @@ def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seco
             if step > every._progress.step:
                 every._progress.report_step(step)
             if tick % 100 == 0:
-                every.begin_or_join()
-            straggling = every.advance()
+                every.update_round()
+            straggling = every.exchange_arrivals()
             if straggling is not None:
                 found.append(straggling)
     return found
@@ -48,13 +48,13 @@ def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seco
 
 def test_a_host_that_comes_late_twice_is_named_once(monkeypatch):
     (found,) = play([0.0, 0.2, 0.0, 0.01], monkeypatch)
-    assert found.late == [1]
+    assert found.processes == [1]
     assert found.after_seconds == pytest.approx([0.0, 0.2, 0.0, 0.01], abs=0.02)
 
 
 def test_host_0_may_be_the_late_one(monkeypatch):
     (found,) = play([0.3, 0.0, 0.0], monkeypatch)
-    assert found.late == [0]
+    assert found.processes == [0]
 
 
 def test_nobody_is_named_where_all_come_together(monkeypatch):

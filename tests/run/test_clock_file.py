@@ -169,12 +169,12 @@ def test_in_a_bucket_it_is_put_again_and_again_and_at_the_end(monkeypatch):
         now[0] += 0.1
         clock.record_step(step)
         if step % 10 == 0:
-            clock.beat()
+            clock.send_heartbeat()
     assert 4 <= len(written) <= 6
     before = len(written)
     for _ in range(60):  # a minute of standing still
         now[0] += 1.0
-        clock.beat()
+        clock.send_heartbeat()
     assert 5 <= len(written) - before <= 8
     clock.end(75)
     assert decode_clock_file(store.read(get_clock_file_name(2))).reading.code == 75

@@ -14,7 +14,7 @@ DEADLINE_SECONDS = 60.0
 
 
 class MemoryCoordinator:
-    """What `key_value.Client` asks for. It counts the most keys there have been at once."""
+    """Implementation of `key_value.CoordinatorClient` that records the largest number of keys at any time."""
 
     def __init__(self, num_processes: int):
         self.values: dict[str, str] = {}

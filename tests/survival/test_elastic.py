@@ -23,7 +23,7 @@ def test_hosts_that_do_not_come_are_named_and_nobody_runs_alone(tmp_path):
     without_second, without_first = without(job, 1), without(job, 0)
     for attempt in without_second:
         attempt.expect(76)
-        said = f"process 1 of 3 did not come within {SOON_SECONDS} s; run the same command again"
+        said = f"process 1 of 3 did not join within {SOON_SECONDS} s; run the same command again"
         assert said in attempt.output, attempt.output
     for attempt in without_first:
         attempt.expect(76)

@@ -129,8 +129,8 @@ def test_a_hook_that_raises_on_one_host_while_the_others_need_it_ends_all_with_1
         attempt.expect(1)
         line = f"hook Sick in on_row at step 15 on process {process}: ZeroDivisionError: a bug"
         assert line in attempt.output, attempt.report("does not name the hook")
-        assert f"it waits for process {1 - process} to come out of it" in attempt.output
-        assert f"process {1 - process} did not come out of it within" in attempt.output
+        assert f"waiting for process {1 - process} to finish the same call" in attempt.output
+        assert f"process {1 - process} did not finish the same call within" in attempt.output
 
 
 def test_an_evaluator_that_raises_on_one_host_while_the_others_need_it_is_named_at_once_by_all(tmp_path: Path) -> None:
@@ -143,7 +143,9 @@ def test_an_evaluator_that_raises_on_one_host_while_the_others_need_it_is_named_
     for attempt in Job(SPEC, tmp_path / "run", options).start_processes(2):
         attempt.expect(76)
         line = "evaluator alone at step 10: ValueError: no such figure on process 1"
-        assert f"{line}; it waits for process 0 to come out of it" in attempt.output, attempt.report("does not name it")
-        told, verdict = attempt.output.index(line), attempt.output.index("the job does not go on: ")
+        assert f"{line}; waiting for process 0 to finish the same call" in attempt.output, attempt.report(
+            "does not name it"
+        )
+        told, verdict = attempt.output.index(line), attempt.output.index("the job is stalled: ")
         assert told < verdict
         assert line in attempt.output[verdict:]

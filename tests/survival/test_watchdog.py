@@ -45,8 +45,8 @@ def test_a_frozen_process_is_named_and_the_others_end_with_76(frozen, tmp_path):
     survivor = attempts[1 - frozen]
     survivor.expect(76)
     assert "Traceback" not in survivor.output
-    assert f"the job does not go on: process {frozen}" in survivor.output, survivor.report("does not name the frozen")
-    assert "does not answer for" in survivor.output
+    assert f"the job is stalled: process {frozen}" in survivor.output, survivor.report("does not name the frozen")
+    assert "has not responded for" in survivor.output
     assert (job.directory / "stacks" / f"000001.{1 - frozen}.txt").read_text().count("Thread 0x") > 2
     attempts[frozen].thaw()
     attempts[frozen].expect(76)
@@ -62,7 +62,7 @@ def test_a_process_that_refuses_alone_is_named_with_its_code_and_the_others_end_
     refusing.expect(2)
     other.expect(76)
     assert "process 1" in other.output
-    assert "has ended with 2, and said why" in other.output, other.report("says else")
+    assert "has exited with code 2" in other.output, other.report("says else")
 
 
 @pytest.mark.soak
