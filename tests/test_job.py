@@ -418,7 +418,7 @@ def test_a_directory_that_is_removed_under_a_job_is_named_and_is_the_users(tmp_p
                 strike(self.store.root)
             super().save_or_stop()
 
-    with pytest.raises(RemovedError, match="attempts/1, this attempt's claim, is gone: somebody has removed") as caught:
+    with pytest.raises(RemovedError, match="attempts/1, the claim of this attempt, is missing") as caught:
         counter(tmp_path / "run", Struck)()
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run" / "checkpoints" / "20" / "manifest.json").exists()

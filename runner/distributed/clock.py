@@ -12,10 +12,12 @@ import enum
 import threading
 import time
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from runner.process import read_age_seconds
-from runner.spec import Deadlines
+
+if TYPE_CHECKING:
+    from runner.spec import Deadlines
 
 
 class TimeBucket(enum.Enum):
@@ -327,11 +329,11 @@ class Progress:
         """Return the durations of the most recent steps. Any thread."""
         return list(self._step_seconds)
 
-    def deadline_seconds(self, deadlines: Deadlines) -> float:
+    def deadline_seconds(self, deadlines: "Deadlines") -> float:
         """Return the longest permitted duration of the current phase or step. Any thread."""
         return self.step_deadline_seconds(deadlines) if self.phase == STEP else deadlines.phase_seconds
 
-    def step_deadline_seconds(self, deadlines: Deadlines) -> float:
+    def step_deadline_seconds(self, deadlines: "Deadlines") -> float:
         """Return the longest permitted duration of a step. Any thread."""
         step_seconds = self.get_step_seconds()
         if not step_seconds:

@@ -69,17 +69,23 @@ def save_folder(save: int) -> str:
 class CoordinatorClient(Protocol):
     """Methods used of the client of JAX's coordination service. Each may raise `JaxRuntimeError`."""
 
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None: ...
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
+        """Set a key."""
 
-    def key_value_try_get(self, key: str) -> str: ...
+    def key_value_try_get(self, key: str) -> str:
+        """Return the value of a key, or raise an error with NOT_FOUND."""
 
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """Return all keys below a folder, with their values."""
 
-    def key_value_delete(self, key: str) -> None: ...
+    def key_value_delete(self, key: str) -> None:
+        """Delete a key and all keys below it."""
 
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Wait until a key has a value, and return it."""
 
-    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None: ...
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+        """Wait until every process is at the barrier."""
 
 
 class KeyValueStore:

@@ -1,12 +1,7 @@
-"""An attempt: one start of a job, on all its hosts, in a directory that is now its own.
+"""`Attempt`: one start of a job on all its processes, in a directory that it has claimed.
 
-How a job counts its steps: in whole numbers, never backwards, never beyond the end. Else nothing is committed.
-
-What a job keeps beside its state, and tells at its end: nothing, unless its class has more to tell.
-
-What one wants to know when a run has ended: lines for a person.
-
-What the watchdog finds is kept where a person looks: in the ledger, beside it, or on the terminal.
+It holds what every part of a running job needs, records how the attempt ends, and reports to the user.
+`IncidentRecorder` stores what the watchdog finds.
 """
 
 import contextlib
@@ -33,7 +28,7 @@ from runner.errors import (
     StorageError,
     format_error,
 )
-from runner.run import clock_file
+from runner.run.clock_file import start_clock_file
 from runner.run.environment import collect_environment, compare_environments, read_submit_time
 from runner.run.events import EventLog
 from runner.run.fence import Fence
@@ -43,16 +38,20 @@ from runner.run.notifications import Notifier
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
 
-_LONGEST_VALUE = 60  # characters of what stands in a step's place
+_MAX_VALUE_CHARACTERS = 60
 
 
 def validate_step(job: str, step: Any, last_step: int, total_steps: int) -> None:
-    """Raise `MiscountError` unless `step` may stand where `last_step` was completed before.
+    """Check that a job's step may follow `last_step`, the last completed one.
 
-    It may stay where it is, also beyond the total: where a checkpoint is that was made for a larger one.
+    A step is a plain int that never decreases. It may stay the same, even beyond `total_steps`: a checkpoint may have
+    been made for a larger total.
+
+    Raises:
+        MiscountError: the step is wrong; nothing may be saved.
     """
     if type(step) is not int:
-        value = " ".join(repr(step).split())[:_LONGEST_VALUE]
+        value = " ".join(repr(step).split())[:_MAX_VALUE_CHARACTERS]
         problem = f"is {value}, of type {type(step).__name__}; needs to be a plain int, from self.step += 1"
     elif step < last_step:
         problem = f"went back to {step}; only load may set it back"
@@ -64,7 +63,7 @@ def validate_step(job: str, step: Any, last_step: int, total_steps: int) -> None
 
 
 def validate_end(job: str, step: Any, last_step: int, total_steps: int) -> None:
-    """As `validate_step`, and raise it unless the job has come to its end, now that `run` has returned."""
+    """Check like `validate_step`, and that the job has reached its end, now that `run` has returned."""
     validate_step(job, step, last_step, total_steps)
     if step < total_steps:
         raise MiscountError(
@@ -73,57 +72,61 @@ def validate_end(job: str, step: Any, last_step: int, total_steps: int) -> None:
 
 
 class JobReport:
-    """Nothing is kept. A trainer's `Report` has its rows."""
+    """Data that a job keeps beside its state and reports at its end. This base keeps nothing; see `train.report`."""
 
     def find_problem(self, attachments: dict[str, bytes]) -> str | None:
-        """Why the job cannot go on from a state of the fast tier that has these beside it; None if it can.
+        """Return why the job cannot continue from a state of the fast tier with these attachments, or None if it can.
 
-        Called on the main host only, while an older state can still be taken.
+        Called on process 0 only, while an older state can still be chosen.
         """
         return None
 
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None) -> None:
-        """The state of `step` is there, new or restored; `attachments` came with it from the fast tier.
+        """Continue at `step`. Called once on every process, before the first step.
 
-        `carry` is that of the payload it was saved with.
-
-        Called once, on every host, before the first step.
+        Args:
+            step: step of the state, new or restored.
+            attachments: files that the fast tier kept beside the state.
+            carry: the `carry` of the payload with which the state was saved.
         """
 
     def result(self, step: int) -> JsonObject:
-        """What `result.json` says besides step and fingerprint. Called at the end, on every host."""
+        """Return the keys of `result.json` besides step and fingerprint. Called on every process at the end."""
         return {}
 
     def format_next_steps(self) -> Sequence[str]:
-        """What one may want of the run now that it has ended: lines for a person, printed last."""
+        """Return lines that tell the user what to do with the finished run; printed last."""
         return ()
 
 
 def format_end_lines(directory: str, step: int) -> list[str]:
-    """Where the files are, what a kill does, what the fingerprint is for. To be printed after `done at step ...`."""
+    """Return the lines to print after `done at step ...`: where the files are, and that a run can be resumed."""
     return [
         f"files: {directory} (result.json, spec.yaml, checkpoints/{step} ...)",
-        "run the same command again: now it does nothing; after a kill, at any moment, it goes on from the last save",
-        "fingerprint: of the state's every bit; killed or not, the same spec on the same hardware ends in the same one",
+        "the same command again does nothing now; after a kill, at any moment, it continues from the last save",
+        "fingerprint: digest of every bit of the state; killed or not, the same spec and hardware give the same one",
     ]
 
 
-DRAIN_SECONDS = 10.0  # for what grows in a bucket, when the process ends
+DRAIN_SECONDS = 10.0  # for uploads and notifications, when the process ends
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What every part of a running job needs of its attempt. Made by `claim_attempt`, on every host.
+    """One start of a job, with what every part of the running job needs. Made by `claim_attempt` on every process.
 
     Attributes:
-        number: counted from 1; the newest alone may write.
-        run_id: the same for all attempts in one directory.
+        number: number of the attempt, from 1; only the newest one may write.
+        run_id: id of the run, the same for all attempts in one directory.
         store: the run's directory.
-        stop: whether the job was asked to stop.
-        progress: of the training thread, for the watchdog.
-        background_writer: sends what grows in a bucket.
-        environment: versions, commit and hosts, see `environment`; empty on other hosts than the main one.
-        alerts: calls who wants to hear of the run; nobody on other hosts than the main one.
+        hosts: this process and its peers.
+        stop: stop request of this process.
+        progress: phase and step of the training thread, for the watchdog.
+        fence: single-writer rule of the directory.
+        events: event ledger.
+        background_writer: uploads files that grow in a bucket.
+        environment: versions, commit and hosts, see `environment`; empty except on process 0.
+        notifier: notifications about the run; silent except on process 0.
     """
 
     number: int
@@ -136,26 +139,26 @@ class Attempt:
     events: EventLog
     background_writer: BackgroundWriter
     environment: JsonObject = field(default_factory=dict)
-    alerts: Notifier = field(default_factory=lambda: Notifier(None, {}))
+    notifier: Notifier = field(default_factory=lambda: Notifier(None, {}))
 
     def say(self, line: str) -> None:
-        """Tell a line. By default other hosts than the main one show warnings alone, and only log it."""
+        """Print a line. By default processes other than process 0 show only warnings, and log this line."""
         console.say(line)
 
     def record(self, event: str, step: int | None, **details: Any) -> None:
-        """Put an event into the ledger, on the main host only."""
+        """Write an event to the ledger, on process 0 only. Called on every process."""
         if self.hosts.is_main:
             self.events.append(event, step, **details)
 
     def start(self, name: str, **devices: Any) -> None:
-        """Tell, in the ledger and a line, that the job `name` begins on these devices."""
+        """Record and print that the run `name` starts on these devices."""
         began = self.progress.clock.began
-        known = devices | read_submit_time() | self.environment
-        self.record("start", None, began=began, processes=self.hosts.num_processes, **known)
+        details = devices | read_submit_time() | self.environment
+        self.record("start", None, began=began, processes=self.hosts.num_processes, **details)
         self.say(f"{name}: attempt {self.number} in {self.store.url}")
 
     def owns_directory(self) -> bool:
-        """Whether this attempt may still write, as far as can be told without waiting for a network. Any thread."""
+        """Return True if this attempt may write, as far as can be told without a network. Any thread."""
         try:
             self.fence.check_locally()
         except (FencedError, OSError):
@@ -163,36 +166,39 @@ class Attempt:
         return True
 
     def record_idle_exit(self, step: int) -> None:
-        """Tell that the job was asked to stop before it began, and so saves nothing. Any host, right before the end."""
+        """Record a stop before the first step, which saves nothing. Any process, right before it ends."""
         self.events.append("preempt", step, saved=False)
         self.end(EXIT_PREEMPTED)
 
     def end(self, code: int) -> None:
-        """Keep the exit code that this process has come to, and give what is on its way some seconds. Any thread."""
+        """Record the exit code of this process, and give uploads and notifications some seconds. Any thread."""
         self.progress.clock.end(code)
         self.background_writer.drain(DRAIN_SECONDS)
-        self.alerts.drain(DRAIN_SECONDS)
+        self.notifier.drain(DRAIN_SECONDS)
 
     @contextlib.contextmanager
     def record_outcome(self) -> Iterator[None]:
-        """Around all that the job does: however it ends is kept, and why, if it has failed. Called on every host."""
+        """Record how the code inside the context ends, and the reason if it fails. Called on every process."""
         code = EXIT_DONE
         try:
             yield
         except FencedError as error:
-            self.progress.clock.attach_store(None)  # the directory is another's, or gone
+            # The directory belongs to another attempt or is gone, so not even the clock may be written there.
+            self.progress.clock.attach_store(None)
             code = error.exit_code
             raise
         except BaseException as error:
-            code = error.exit_code if isinstance(error, RunnerError) else FailedError.exit_code
+            code, reason = FailedError.exit_code, format_error(error)
+            if isinstance(error, RunnerError):  # Its message is written for users and needs no type in front.
+                code, reason = error.exit_code, str(error).split("\n", 1)[0][:500]
             if not isinstance(error, PreemptedError) and self.owns_directory():
-                self.events.append("failed", self.progress.step, code=code, reason=_reason(error))
+                self.events.append("failed", self.progress.step, code=code, reason=reason)
             raise
         finally:
             self.end(code)
 
     def finish(self, step: int, result: JsonObject) -> None:
-        """Write `result.json`, unless a newer attempt has taken the directory, and wait for the others."""
+        """Write `result.json` on process 0 and wait for the others. Raises `FencedError` if the attempt is fenced."""
         if self.hosts.is_main:
             self.fence.check()
             self.store.write(RESULT, encode_json(result))
@@ -200,25 +206,22 @@ class Attempt:
         self.hosts.barrier()
 
     def print_end(self, name: str, step: int, fingerprint: str, next_steps: Sequence[str]) -> None:
-        """Print what a person wants to know when the job `name` has ended; `next_steps` are those of its account."""
+        """Print the last lines of the finished run `name`; `next_steps` come from `JobReport.format_next_steps`."""
         self.say(f"{name}: done at step {step}, fingerprint {fingerprint}")
         for line in (*format_end_lines(self.store.url, step), *next_steps):
             self.say(line)
 
-    def report_environment_changes(self, saved_with: JsonObject | None, step: int) -> None:
-        """Tell, in a line and the ledger, what is not as it was when `step` was saved.
+    def report_environment_changes(self, saved_environment: JsonObject | None, step: int) -> None:
+        """Print and record how the environment differs from the one in which `step` was saved.
 
         Only the same versions promise the same bits.
         """
-        found = compare_environments(saved_with, self.environment) if saved_with and self.environment else []
-        if found:
-            self.say(f"changed since step {step} was saved: {'; '.join(found)}")
-            self.record("changed", step, changes=found)
-
-
-def _reason(error: BaseException) -> str:
-    """One line; a message of the runner's own is one for people."""
-    return str(error).split("\n", 1)[0][:500] if isinstance(error, RunnerError) else format_error(error)
+        if not saved_environment or not self.environment:
+            return
+        changes = compare_environments(saved_environment, self.environment)
+        if changes:
+            self.say(f"changed since step {step} was saved: {'; '.join(changes)}")
+            self.record("changed", step, changes=changes)
 
 
 def claim_attempt(
@@ -231,17 +234,29 @@ def claim_attempt(
     progress: Progress,
     job_class: type,
 ) -> Attempt:
-    """Take the next attempt in `store`; from here on every earlier attempt is fenced. Called on every host.
+    """Claim the next attempt in `store`, which fences every earlier attempt. Called on every process.
 
-    The first attempt also writes down whose directory this is: `identity` is what the spec alone says of the
-    trajectory. Raises `InvalidError` on every host if the directory cannot be written.
+    The first attempt also writes the owner of the directory.
+
+    Args:
+        store: the run's directory.
+        document: the spec's document, for errors with a line.
+        spec: the spec.
+        identity: keys of the spec that define the trajectory.
+        hosts: this process and its peers.
+        stop: stop request of this process.
+        progress: progress of the training thread.
+        job_class: class of the job, whose git commit is recorded.
+
+    Raises:
+        InvalidError: on every process, the directory cannot be written.
     """
-    fence, background = Fence(store), BackgroundWriter()
+    fence, background_writer = Fence(store), BackgroundWriter()
 
-    def take() -> list[Any]:
+    def claim_directory() -> list[Any]:
         try:
             with contextlib.suppress(FileExistsError):
-                write_owner(store, Owner.now(spec.name, identity))
+                write_owner(store, Owner.create(spec.name, identity))
             owner = read_owner(store)
             if owner is None:
                 raise StorageError(f"{store.url} does not give back what was written")
@@ -253,64 +268,63 @@ def claim_attempt(
         except OSError as error:
             raise StorageError(f"{store.url} cannot be written: {error}") from error
 
-    run_id, number = hosts.run_on_main(take)
+    run_id, number = hosts.run_on_main(claim_directory)
     fence.attempt = number
-    open_log_file(store, run_id, number, hosts.process_id, background)
+    # From here on the directory is this attempt's, and what was held back may be written: log lines, clock, events.
+    open_log_file(store, run_id, number, hosts.process_id, background_writer)
     if hosts.is_main:
-        clock_file.start_clock_file(progress.clock, store, number, background)
-    log = open_log(store, "events", f"{number:06}.{hosts.process_id}", background)
-    alerts = _alerts(spec, store, number, hosts)
-    events = EventLog(log, number, hosts.process_id, alerts.on_event)
-    names = hosts.gather(socket.gethostname())
-    environment = collect_environment(job_class, names) if hosts.is_main else {}
-    return Attempt(number, run_id, store, hosts, stop, progress, fence, events, background, environment, alerts)
-
-
-def _alerts(spec: ExecutionSpec, store: Store, attempt: int, hosts: Hosts) -> Notifier:
-    """Those of this attempt."""
-    notify = spec.logging.notify if hosts.is_main else None
-    alerts = Notifier(notify, {"run": spec.name, "directory": store.url, "attempt": attempt})
-    alerts.report_frequent_preemption(lambda: read_log(store, "events"))
-    return alerts
+        start_clock_file(progress.clock, store, number, background_writer)
+    log = open_log(store, "events", f"{number:06}.{hosts.process_id}", background_writer)
+    payload = {"run": spec.name, "directory": store.url, "attempt": number}
+    notifier = Notifier(spec.logging.notify if hosts.is_main else None, payload)
+    notifier.report_frequent_preemption(lambda: read_log(store, "events"))
+    events = EventLog(log, number, hosts.process_id, notifier.on_event)
+    host_names = hosts.gather(socket.gethostname())
+    environment = collect_environment(job_class, host_names) if hosts.is_main else {}
+    return Attempt(
+        number, run_id, store, hosts, stop, progress, fence, events, background_writer, environment, notifier
+    )
 
 
 class IncidentRecorder:
-    """Called by the watchdog, from its thread.
+    """Callbacks of the watchdog, called from its thread.
 
     Attributes:
-        attempt: None until the directory is claimed: nothing is written there before.
+        attempt: None until the directory is claimed; nothing is written there before.
     """
 
     def __init__(self) -> None:
         self.attempt: Attempt | None = None
 
-    def on_verdict(self, verdict: str, code: int) -> None:
-        """Keep what helps to understand why the job is stalled. Any host, right before the process ends."""
-        stacks = f"{verdict}\n\n{format_thread_stacks()}"
-        attempt = self._owner()
+    def on_verdict(self, line: str, code: int) -> None:
+        """Record why the job is stalled, with the stacks of all threads. Any process, right before it ends."""
+        stacks = f"{line}\n\n{format_thread_stacks()}"
+        attempt = self._find_owner()
         if attempt is None:
             console.warn(stacks)
             return
-        attempt.events.append("stuck", attempt.progress.step, reason=verdict)
+        attempt.events.append("stuck", attempt.progress.step, reason=line)
         attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
         attempt.end(code)
 
     def on_progress(self, step: int) -> None:
-        """How far this attempt has come, for those who ask what a kill has cost. Main host only."""
-        attempt = self._owner()
+        """Record the last completed step, so that the cost of a kill can be computed. Process 0 only."""
+        attempt = self._find_owner()
         if attempt is not None:
             attempt.events.append("progress", step)
 
-    def on_straggler(self, straggling: StragglerReport) -> None:
-        """Which processes come late to their steps. Main host only."""
-        late, step, after_seconds = straggling.processes, straggling.step, straggling.after_seconds
+    def on_straggler(self, report: StragglerReport) -> None:
+        """Record and print which processes straggle. Process 0 only."""
         if self.attempt is not None:
-            self.attempt.events.append("straggler", step, late=late, after_seconds=after_seconds)
-        after = ", ".join(
-            f"process {process} came to step {step} {after_seconds[process]:.2f} s after the first" for process in late
+            self.attempt.events.append(
+                "straggler", report.step, late=report.processes, after_seconds=report.after_seconds
+            )
+        arrivals = ", ".join(
+            f"process {process} reached step {report.step} {report.after_seconds[process]:.2f} s after the first"
+            for process in report.processes
         )
-        console.warn(f"straggler: {after}" if after else "straggler: all processes are in time again")
+        console.warn(f"straggler: {arrivals}" if arrivals else "straggler: all processes are on time again")
 
-    def _owner(self) -> Attempt | None:
-        """The attempt, if it has claimed the directory and no newer one has since."""
+    def _find_owner(self) -> Attempt | None:
+        """Return the attempt if it has claimed the directory and no newer one has since."""
         return self.attempt if self.attempt is not None and self.attempt.owns_directory() else None

@@ -1,12 +1,12 @@
-"""`attempts/<number>.clock`: how far an attempt had come, and where its time had gone, when it was last alive.
+"""`attempts/<number>.clock`: the time accounting of an attempt as of its last sign of life.
 
-A record of fixed size, so that it costs next to nothing to keep: a line of JSON that says what does not change, then
-`NUM_SLOTS` slots. A reading goes into the slot after the one before, and a beat into the last, with a number and a CRC:
-who reads takes the newest that is whole, and a write that was cut off costs that reading alone.
+The file has a fixed size, so that it is cheap to maintain: a JSON line with what does not change, then `NUM_SLOTS`
+slots. A reading is written to the slot after the previous one, a heartbeat to the last slot, each with a number and a
+CRC. A reader takes the newest complete slot, so a torn write loses only that reading.
 
-On a disk it is written in place, at each step and each phase, and never flushed: what a killed process has written is
-there, what a power cut takes is a second or two. In a bucket it is put anew by the background writer, every
-`PERIOD_SECONDS` while the job moves and every `IDLE_SECONDS` while it does not.
+On a disk the slots are written in place, at each step and each phase, and never flushed: what a killed process has
+written is there, and a power cut loses a second or two. In a bucket the background writer puts the whole file again,
+every `PERIOD_SECONDS` while the job makes progress and every `IDLE_SECONDS` while it does not.
 """
 
 import itertools
@@ -19,7 +19,6 @@ import time
 import weakref
 import zlib
 from dataclasses import dataclass
-from typing import Any
 
 from runner.console import warn
 from runner.distributed.clock import COUNTED_BUCKETS, Clock, ClockReading, ClockStore, TimeBucket
@@ -28,30 +27,33 @@ from runner.records import Key, validate_record
 from runner.storage import BackgroundWriter, Store, parse_json
 
 FORMAT = 1
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 PERIOD_SECONDS, IDLE_SECONDS = 2.0, 10.0
-HEAD_BYTES = 1024
+HEADER_BYTES = 1024
 NUM_SLOTS = 4
 _CHECKSUM = struct.Struct("<I")
 _KEYS = (
     Key("format", int, "Version of this layout."),
-    Key("began", float, "When process 0 was created.", "Unix seconds"),
-    Key("host", str, "Its machine."),
-    Key("machine", str, "This boot of that machine."),
-    Key("pid", int, "Number of process 0 there."),
-    Key("created", int | None, "When it was created, in ticks since that boot."),
-    Key("buckets", list, "The order of the seconds in a slot."),
+    Key("began", float, "Creation of process 0.", "Unix seconds"),
+    Key("host", str, "Name of its machine."),
+    Key("machine", str, "Id of this boot of that machine."),
+    Key("pid", int, "Id of process 0 there."),
+    Key("created", int | None, "Creation of process 0, in ticks since that boot."),
+    Key("buckets", list, "Order of the seconds in a slot."),
 )
 
 
 @dataclass(frozen=True)
 class ClockRecord:
-    """What a clock file says.
+    """Content of a clock file.
 
     Attributes:
-        began: when process 0 was created, in Unix seconds.
-        host, machine, pid, created: which process it is, see `runner.process`.
-        reading: the newest; its seconds are those of the buckets that are known here.
+        began: creation of process 0, in Unix seconds.
+        host: name of its machine.
+        machine: id of the boot of that machine, see `runner.process.read_machine_id`.
+        pid: process id of process 0.
+        created: creation of process 0, see `runner.process.read_creation_ticks`.
+        reading: the newest reading, with the seconds of the buckets that this version counts.
     """
 
     began: float
@@ -63,28 +65,28 @@ class ClockRecord:
 
     @property
     def is_process_alive(self) -> bool | None:
-        """Whether that process lives, None where that cannot be told from this machine."""
+        """True if process 0 is alive, None if this machine cannot tell."""
         if not self.machine or self.machine != read_machine_id() or self.created is None:
             return None
         return read_creation_ticks(self.pid) == self.created
 
 
 def get_clock_file_name(attempt: int) -> str:
-    """The file of an attempt, beside its claim."""
+    """Return the file name of an attempt's clock, next to its claim."""
     return f"attempts/{attempt}.clock"
 
 
-def _slot(num_buckets: int) -> struct.Struct:
-    """Number, time, step, since, bucket, exit code (-1: none yet), seconds."""
+def _make_slot_format(num_buckets: int) -> struct.Struct:
+    """Return the format of a slot: number, time, step, since, bucket, exit code (-1 for none), seconds by bucket."""
     return struct.Struct(f"<QdqdHh{num_buckets}d")
 
 
-_OWN_SLOT = _slot(len(COUNTED_BUCKETS))
+_SLOT = _make_slot_format(len(COUNTED_BUCKETS))
 
 
 def encode_header(clock: Clock) -> bytes:
-    """The line that begins a file."""
-    head = {
+    """Return the first line of a clock file."""
+    header = {
         "format": FORMAT,
         "began": clock.began,
         "host": socket.gethostname(),
@@ -93,62 +95,64 @@ def encode_header(clock: Clock) -> bytes:
         "created": read_creation_ticks(os.getpid()),
         "buckets": [bucket.value for bucket in COUNTED_BUCKETS],
     }
-    return json.dumps(head).encode().ljust(HEAD_BYTES - 1) + b"\n"
+    return json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n"
 
 
 def encode_slot(number: int, reading: ClockReading) -> bytes:
-    """A slot."""
-    moment, step, since, bucket, seconds, code = reading
-    content = _OWN_SLOT.pack(number, moment, step, since, bucket.index, -1 if code is None else code, *seconds)
+    """Return one slot; `number` grows with each write."""
+    code = -1 if reading.code is None else reading.code
+    content = _SLOT.pack(
+        number, reading.time, reading.step, reading.since, reading.bucket.index, code, *reading.seconds
+    )
     return _CHECKSUM.pack(zlib.crc32(content)) + content
 
 
 def decode_clock_file(content: bytes) -> ClockRecord:
-    """The newest reading of a file. Raises `ValueError` if none is whole, or a newer runner has written it."""
-    head = parse_json(content[:HEAD_BYTES])
-    validate_record(head, _KEYS, [key.name for key in _KEYS])
-    names: list[object] = head["buckets"]
-    if head["format"] != FORMAT or len(names) > HEAD_BYTES:
-        raise ValueError(f"format {head['format']}, this runner reads {FORMAT}")
-    slot = _slot(len(names))
-    size = _CHECKSUM.size + slot.size
-    texts = [content[start : start + size] for start in range(HEAD_BYTES, HEAD_BYTES + NUM_SLOTS * size, size)]
-    whole = [
-        slot.unpack(text[_CHECKSUM.size :])
-        for text in texts
-        if len(text) == size and _CHECKSUM.unpack(text[: _CHECKSUM.size])[0] == zlib.crc32(text[_CHECKSUM.size :])
-    ]
-    if not whole:
-        raise ValueError("no reading in it is whole")
-    _, moment, step, since, index, code, *seconds = max(whole, key=_rank)
-    found = dict(zip(names, seconds, strict=True))
-    known = tuple(found.get(bucket.value, 0.0) for bucket in COUNTED_BUCKETS)
-    bucket = next(
-        (each for each in COUNTED_BUCKETS if index < len(names) and each.value == names[index]), TimeBucket.SHUTDOWN
-    )
-    reading = ClockReading(moment, step, since, bucket, known, None if code < 0 else code)
-    return ClockRecord(head["began"], head["host"], head["machine"], head["pid"], head["created"], reading)
+    """Return the newest reading of a clock file.
 
-
-def _rank(slot: tuple[Any, ...]) -> tuple[bool, float, int]:
-    """The newest last, by its steady clock: a beat may be written after steps that came behind it.
-
-    What has the exit code is the last word.
+    Raises:
+        ValueError: no slot is complete, or a newer runner wrote the file.
     """
-    number, moment, _, _, _, code, *_ = slot
-    return code >= 0, moment, number
+    header = parse_json(content[:HEADER_BYTES])
+    validate_record(header, _KEYS, [key.name for key in _KEYS])
+    names: list[object] = header["buckets"]
+    if header["format"] != FORMAT or len(names) > HEADER_BYTES:
+        raise ValueError(f"format {header['format']}, this runner reads {FORMAT}")
+    slot = _make_slot_format(len(names))
+    size = _CHECKSUM.size + slot.size
+    newest = None
+    for start in range(HEADER_BYTES, HEADER_BYTES + NUM_SLOTS * size, size):
+        checksum, packed = content[start : start + _CHECKSUM.size], content[start + _CHECKSUM.size : start + size]
+        if len(packed) < slot.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(packed):
+            continue
+        number, moment, step, since, index, code, *seconds = slot.unpack(packed)
+        # The exit code is the last reading, whatever its time. Among the others the steady clock decides: a heartbeat
+        # may be written after the steps that followed it.
+        rank = (code >= 0, moment, number)
+        if newest is None or rank > newest[0]:
+            newest = rank, (moment, step, since, index, code, seconds)
+    if newest is None:
+        raise ValueError("no slot is complete")
+    moment, step, since, index, code, seconds = newest[1]
+    # Another version may count other buckets, so they are matched by name.
+    seconds_by_name = dict(zip(names, seconds, strict=True))
+    known = tuple(seconds_by_name.get(bucket.value, 0.0) for bucket in COUNTED_BUCKETS)
+    name = names[index] if index < len(names) else None
+    bucket = next((each for each in COUNTED_BUCKETS if each.value == name), TimeBucket.SHUTDOWN)
+    reading = ClockReading(moment, step, since, bucket, known, None if code < 0 else code)
+    return ClockRecord(header["began"], header["host"], header["machine"], header["pid"], header["created"], reading)
 
 
 class _LocalClockFile:
-    """Writes in place. A disk that gives an error costs the record, not the run."""
+    """Clock file on a disk, written in place. An I/O error loses the record, not the run."""
 
-    def __init__(self, store: Store, name: str, head: bytes):
+    def __init__(self, store: Store, name: str, header: bytes):
         assert store.root is not None, "written in place only on a disk"
         path = store.root / name
-        path.unlink(missing_ok=True)  # attempts count from 1 again where their numbers were lost
+        path.unlink(missing_ok=True)  # Attempts count from 1 again if their claims were deleted.
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        os.ftruncate(self._file, HEAD_BYTES + NUM_SLOTS * (_CHECKSUM.size + _OWN_SLOT.size))
-        os.pwrite(self._file, head, 0)
+        os.ftruncate(self._file, HEADER_BYTES + NUM_SLOTS * (_CHECKSUM.size + _SLOT.size))
+        os.pwrite(self._file, header, 0)
         self._numbers, self._places = itertools.count(), itertools.cycle(range(NUM_SLOTS - 1))
         self._has_warned = False
 
@@ -156,15 +160,15 @@ class _LocalClockFile:
         self._write(reading, next(self._places))
 
     def put_heartbeat(self, reading: ClockReading) -> None:
-        """Into a slot of its own: held up by the disk, a beat would come over what has been put since."""
+        # Heartbeats have a slot of their own: one that the disk delays must not overwrite a newer step.
         self._write(reading, NUM_SLOTS - 1)
         if reading.code is not None:
-            self.put(reading)  # and such a beat over the exit code
+            self.put(reading)  # For the same reason: a delayed heartbeat must not overwrite the exit code.
 
     def _write(self, reading: ClockReading, place: int) -> None:
         slot = encode_slot(next(self._numbers), reading)
         try:
-            os.pwrite(self._file, slot, HEAD_BYTES + place * len(slot))
+            os.pwrite(self._file, slot, HEADER_BYTES + place * len(slot))
         except OSError as error:
             if not self._has_warned:
                 warn(f"the attempt's clock cannot be written ({error})")
@@ -172,46 +176,46 @@ class _LocalClockFile:
 
 
 class _BucketClockFile:
-    """Has the newest reading put by the background writer, at most every `PERIOD_SECONDS`."""
+    """Clock file in a bucket, put by the background writer, at most every `PERIOD_SECONDS`."""
 
-    def __init__(self, store: Store, name: str, head: bytes, background: BackgroundWriter):
-        self._store, self._name, self._head, self._background = store, name, head, background
+    def __init__(self, store: Store, name: str, header: bytes, background_writer: BackgroundWriter):
+        self._store, self._name, self._header, self._background_writer = store, name, header, background_writer
         self._numbers = itertools.count()
-        self._sent: ClockReading | None = None
+        self._last_sent: ClockReading | None = None
 
     def put(self, reading: ClockReading) -> None:
-        """Nothing: the next beat is soon."""
+        """Do nothing: the next heartbeat follows soon."""
 
     def put_heartbeat(self, reading: ClockReading) -> None:
-        sent = self._sent
-        if sent is not None and sent.code == reading.code:
-            has_moved = (sent.step, sent.bucket) != (reading.step, reading.bucket)
-            if reading.time - sent.time < (PERIOD_SECONDS if has_moved else IDLE_SECONDS):
+        last = self._last_sent
+        if last is not None and last.code == reading.code:
+            has_moved = (last.step, last.bucket) != (reading.step, reading.bucket)
+            if reading.time - last.time < (PERIOD_SECONDS if has_moved else IDLE_SECONDS):
                 return
-        self._sent = reading
-        content = self._head + encode_slot(next(self._numbers), reading)
-        self._background.mark(self._name, lambda: self._store.write(self._name, content))
+        self._last_sent = reading
+        content = self._header + encode_slot(next(self._numbers), reading)
+        self._background_writer.mark(self._name, lambda: self._store.write(self._name, content))
 
 
-def start_clock_file(clock: Clock, store: Store, attempt: int, background: BackgroundWriter) -> None:
-    """From now on keep what `clock` says in the file of this attempt. Main host only; never raises."""
-    name, head = get_clock_file_name(attempt), encode_header(clock)
-    keeper: ClockStore
+def start_clock_file(clock: Clock, store: Store, attempt: int, background_writer: BackgroundWriter) -> None:
+    """Store the readings of `clock` in the file of this attempt from now on. Process 0 only; never raises."""
+    name, header = get_clock_file_name(attempt), encode_header(clock)
+    clock_store: ClockStore
     try:
-        keeper = (
-            _BucketClockFile(store, name, head, background)
-            if store.root is None
-            else _LocalClockFile(store, name, head)
-        )
+        if store.root is None:
+            clock_store = _BucketClockFile(store, name, header, background_writer)
+        else:
+            clock_store = _LocalClockFile(store, name, header)
     except OSError as error:
-        warn(f"the attempt's clock cannot be written ({error}): after a kill nobody knows how far it had come")
+        warn(f"the attempt's clock cannot be written ({error}): if it is killed, its progress is not known")
         return
-    clock.attach_store(keeper)
-    threading.Thread(target=_beat, args=(weakref.ref(clock),), name="clock", daemon=True).start()
+    clock.attach_store(clock_store)
+    # On a thread of its own, because a disk that hangs must not block the training thread. The weak reference lets the
+    # thread end with the clock.
+    threading.Thread(target=_send_heartbeats, args=(weakref.ref(clock),), name="clock", daemon=True).start()
 
 
-def _beat(reference: "weakref.ref[Clock]") -> None:
-    """Beat until the job has come to its end. On a thread of its own: a disk that hangs holds nobody else up."""
+def _send_heartbeats(reference: "weakref.ref[Clock]") -> None:
     while (clock := reference()) is not None and clock.send_heartbeat():
         del clock
-        time.sleep(BEAT_SECONDS)
+        time.sleep(HEARTBEAT_SECONDS)

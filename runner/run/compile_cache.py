@@ -1,22 +1,23 @@
-"""Compiled programs: kept on each host's own disk, and on request in the run's directory, so that no start repeats one.
+"""Compile cache: compiled programs on each host's own disk, and optionally shared in the run's directory.
 
-JAX asks for a program by its key and compiles what it is not given. The key is JAX's: a SHA-256 of the program
-(StableHLO), the compile options, the versions of jaxlib and of the platform (libtpu, CUDA, driver), the XLA flags, and
-the topology with the kind of the devices (on CPUs: the features of the processor). Another program, version or machine
-asks for another key, so what is there under one key can be old, but not wrong.
+JAX looks up a program by its key and compiles it on a miss. The key is a SHA-256 of the program (StableHLO), the
+compile options, the versions of jaxlib and of the platform (libtpu, CUDA, driver), the XLA flags, and the topology with
+the kind of its devices (on CPUs: the processor features). Another program, version or machine has another key, so an
+entry can be old but not wrong.
 
-1. Every entry begins with the SHA-256 of its key and its content. One that is torn, damaged or under another's name is
-   taken for absent, compiled anew and replaced.
-2. With `topology.compile_cache: directory` what this host lacks is read from `compiled/` in the run's directory, one
-   program at a time, when it is asked for. Once the attempt is claimed a thread publishes there what this process has
-   used or made and nobody has published. Names are `<process>.<key>`, written once: on CPUs every process has keys of
-   its own; on accelerators JAX means a job's programs to have one key everywhere, so the main host comes first. A
-   fenced attempt publishes nothing more; an entry that it had begun to write is good: its name says what is in it.
-3. Of each process at most 64 programs stay: an attempt that lives for ten minutes deletes the others that it has not
+1. Every entry begins with the SHA-256 of its key and its content. A torn or damaged entry, or one under another key, is
+   a miss: the program is compiled and the entry replaced.
+2. With `topology.compile_cache: directory` a program that this host lacks is read from `compiled/` in the run's
+   directory when it is requested, one at a time. Once the attempt is claimed, a thread publishes there what this
+   process has used or compiled and nobody has published. Names are `<process>.<key>` and written once. On CPUs every
+   process has keys of its own; on accelerators JAX intends the programs of a job to have the same key on every process,
+   so process 0 publishes first. A fenced attempt publishes nothing more; an entry that it had begun to write is still
+   correct, because its name determines its content.
+3. At most 64 programs of each process are kept: an attempt that lives for ten minutes deletes those that it has not
    used. A store that is down costs a warning and a compilation, never the run.
 
-A program is code, and what comes from a run's directory is else only data. Whoever may write there can have code run
-here: hence the opt-in. The digest tells damage, not malice.
+A program is code, while everything else in a run's directory is data. Whoever can write there can run code on the
+hosts, hence the opt-in. The digest detects damage, not malice.
 """
 
 import contextlib
@@ -36,11 +37,11 @@ from runner.errors import FencedError
 from runner.storage import ABSENT, LocalStore, Store, Version, create_file, default_cache_directory
 
 _MIN_COMPILE_SECONDS = 0.1
-_HEAD_START_SECONDS = 5.0  # of the main host, which publishes what has the same key everywhere
+_HEAD_START_SECONDS = 5.0  # of process 0, which publishes the programs that have the same key everywhere
 _PERIOD_SECONDS = 1.0
 _RETRY_SECONDS = 60.0
 _PRUNE_SECONDS = 600.0
-_MOST_ENTRIES = 64  # of one process
+_MOST_ENTRIES = 64  # per process
 _DIRECTORY = "compiled"
 _ENVIRONMENT = "JAX_COMPILATION_CACHE_DIR"
 _NAME = re.compile(r"(\d+)\.([^/]+-[0-9a-f]{64})")
@@ -48,81 +49,93 @@ _DIGEST_BYTES = 32
 
 
 class CompileCache:
-    """The programs of one process, by JAX's key. `shared` is the run's directory, if programs are shared there."""
+    """Compiled programs of one process, by JAX's key. JAX calls `get` and `put` from any thread."""
 
     def __init__(self, shared: Store | None = None):
+        """Create the cache; `shared` is the run's directory if programs are shared there."""
         self._host = LocalStore(default_cache_directory() / _DIRECTORY)
         self._path = self._host.root
         self._shared = shared
         self._changed = threading.Condition()
         self._listed: dict[str, list[str]] | None = None  # names in the run's directory, by key
-        self._damaged: dict[str, tuple[str, Version]] = {}  # the name and version of a damaged entry, by key
+        self._damaged: dict[str, tuple[str, Version]] = {}  # name and version of a damaged entry, by key
         self._used: set[str] = set()
         self._unpublished: set[str] = set()
         self._publisher: threading.Thread | None = None
         self._is_open = self._is_closing = False
         self._num_compiled = self._num_found = 0
 
-    # What JAX calls, from any thread.
-
     def get(self, key: str) -> bytes | None:
-        """A compiled program; None if it is to be compiled."""
+        """Return a compiled program, or None on a miss. Called by JAX."""
         program = self._read_host(key)
         if program is None and self._shared is not None:
             program = self._fetch(self._shared, key)
         if program is not None:
-            self._note(key, num_found=1)
+            self._record_use(key, num_found=1)
         return program
 
     def put(self, key: str, program: bytes) -> None:
-        """Keep what was compiled. Raises `OSError`, which JAX makes a warning."""
+        """Store a compiled program. Called by JAX, which turns an `OSError` into a warning."""
         try:
             self._host.write(key, _seal(key, program))
         finally:
-            self._note(key, num_compiled=1)
+            self._record_use(key, num_compiled=1)
 
     def open(self) -> None:
-        """Have JAX use this cache. Called on every host before anything is compiled."""
+        """Make JAX use this cache. Called on every process before anything is compiled."""
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
         if os.environ.get(_ENVIRONMENT):
             return
         jax.config.update("jax_compilation_cache_dir", str(self._path))
-        if self._shared is not None:  # XLA's caches are on this host, and their path would be a part of every key
+        if self._shared is not None:
+            # XLA's own caches are on this host, and their path would be part of every key.
             jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         compilation_cache.get_file_cache = lambda path: (self, path)  # type: ignore[assignment,return-value]
-        _write_on_every_host()
+        write, state = compiler._cache_write, distributed.global_state
+
+        # JAX writes on process 0 only, as if all hosts shared the directory. Here each host has its own.
+        def write_as_first_process(*arguments: Any) -> None:
+            process_id, state.process_id = state.process_id, 0
+            try:
+                write(*arguments)
+            finally:
+                state.process_id = process_id
+
+        compiler._cache_write = write_as_first_process  # type: ignore[assignment]
         self._is_open = True
 
-    # What the job calls.
-
     def get_counts(self) -> dict[str, int]:
-        """Programs compiled so far, of those worth keeping, and programs found; nothing where JAX is in charge."""
+        """Return the programs compiled and found so far, as details of the event `prepare`.
+
+        Programs too quick to be worth keeping are not counted. Empty where JAX manages the cache itself.
+        """
         return {"compiled": self._num_compiled, "from_cache": self._num_found} if self._is_open else {}
 
     def publish(self, raise_if_fenced: Callable[[], None], process: int) -> None:
-        """From now on bring what is used and not there into the run's directory, in the background."""
+        """Copy what is used and missing there to the run's directory from now on, in the background."""
         if self._shared is None:
             return
         if directory := os.environ.get(_ENVIRONMENT):
             if process == 0:
-                warn(f"topology.compile_cache: {_ENVIRONMENT} is {directory}; programs are kept there, none is shared")
+                warn(
+                    f"topology.compile_cache: {_ENVIRONMENT} is {directory}, so JAX keeps programs there and none is "
+                    "shared; unset it to share them"
+                )
             return
         arguments = (self._shared, raise_if_fenced, process)
         self._publisher = threading.Thread(target=self._publish, args=arguments, name="programs", daemon=True)
         self._publisher.start()
 
     def close(self, seconds: float) -> None:
-        """Before the end of the process: give what the main host has not yet published some seconds. Never raises."""
+        """Give process 0 up to `seconds` to publish what is left, before the process ends. Never raises."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         if self._publisher is not None:
             self._publisher.join(seconds)
 
-    # This host's disk, and the run's directory.
-
-    def _note(self, key: str, num_compiled: int = 0, num_found: int = 0) -> None:
+    def _record_use(self, key: str, num_compiled: int = 0, num_found: int = 0) -> None:
         with self._changed:
             self._num_compiled += num_compiled
             self._num_found += num_found
@@ -137,9 +150,10 @@ class CompileCache:
             return None
 
     def _fetch(self, shared: Store, key: str) -> bytes | None:
+        """Return a program from the run's directory and copy it to this host, or None if there is no good one."""
         try:
             if self._listed is None:
-                self._listed = _list(shared)
+                self._listed = _list_entries(shared)
             for name in self._listed.get(key, []):
                 content, version = shared.read_versioned(name)
                 program = _unseal(key, content)
@@ -149,20 +163,21 @@ class CompileCache:
                     return program
                 if version != ABSENT:
                     self._damaged[key] = (name, version)
-                    warn(f"{shared.url}/{name} is damaged; the program is compiled anew")
+                    warn(f"{shared.url}/{name} is damaged; the program is compiled again")
         except OSError as error:
-            self._listed = {}
-            warn(f"compiled programs cannot be read and are compiled anew: {error}")
+            self._listed = {}  # Do not ask a store that is down for each program.
+            warn(f"compiled programs cannot be read and are compiled again: {error}")
         return None
 
     def _publish(self, shared: Store, raise_if_fenced: Callable[[], None], process: int) -> None:
+        """Publish programs, and prune once. Runs on the publisher's thread until `close`."""
         prune_at, has_warned = time.monotonic() + _PRUNE_SECONDS, False
         while True:
-            self._sleep(max(prune_at - time.monotonic(), 0.0), until_used=True)
+            self._wait(max(prune_at - time.monotonic(), 0.0), until_used=True)
             try:
                 if self._unpublished:
-                    self._sleep(_PERIOD_SECONDS if process == 0 else _HEAD_START_SECONDS)
-                    if self._is_closing and process != 0:  # else all hosts would publish the same
+                    self._wait(_PERIOD_SECONDS if process == 0 else _HEAD_START_SECONDS)
+                    if self._is_closing and process != 0:  # Otherwise all processes would publish the same programs.
                         return
                     raise_if_fenced()
                     self._publish_missing(shared, process)
@@ -176,17 +191,17 @@ class CompileCache:
                 if not has_warned:
                     warn(f"compiled programs cannot be published, will be tried again: {error}")
                 has_warned = True
-                self._sleep(_RETRY_SECONDS)
+                self._wait(_RETRY_SECONDS)
             if self._is_closing:
                 return
 
-    def _sleep(self, seconds: float, until_used: bool = False) -> None:
-        """Sleep, but not beyond `close`; on request only until there is something to publish."""
+    def _wait(self, seconds: float, until_used: bool = False) -> None:
+        """Wait for `seconds`, but not beyond `close`; with `until_used` only until there is something to publish."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closing or (until_used and self._unpublished), seconds)
 
     def _publish_missing(self, shared: Store, process: int) -> None:
-        present = _list(shared)
+        present = _list_entries(shared)
         for key in sorted(self._unpublished):
             program = self._read_host(key)
             with contextlib.suppress(FileExistsError):
@@ -201,13 +216,15 @@ class CompileCache:
 
     def _prune(self, shared: Store, process: int) -> None:
         own = [name for name in shared.list_names(_DIRECTORY) if name.startswith((f"{process}.", f".{process}."))]
-        unused = [name for name in own if name.removeprefix(f"{process}.") not in self._used]
-        for name in unused if len(own) > _MOST_ENTRIES else []:
-            shared.remove(f"{_DIRECTORY}/{name}")
+        if len(own) <= _MOST_ENTRIES:
+            return
+        for name in own:
+            if name.removeprefix(f"{process}.") not in self._used:
+                shared.remove(f"{_DIRECTORY}/{name}")
 
 
-def _list(shared: Store) -> dict[str, list[str]]:
-    """Names of entries by their key, each key's in the order of the processes."""
+def _list_entries(shared: Store) -> dict[str, list[str]]:
+    """Return the names of entries in the run's directory by key, each key's in the order of the processes."""
     found: dict[str, list[str]] = {}
     matches = filter(None, map(_NAME.fullmatch, shared.list_names(_DIRECTORY)))
     for match in sorted(matches, key=lambda match: int(match[1])):
@@ -216,29 +233,15 @@ def _list(shared: Store) -> dict[str, list[str]]:
 
 
 def _seal(key: str, program: bytes) -> bytes:
-    return _digest(key, program) + program
+    return _compute_digest(key, program) + program
 
 
 def _unseal(key: str, content: bytes) -> bytes | None:
     program = content[_DIGEST_BYTES:]
-    return program if content[:_DIGEST_BYTES] == _digest(key, program) else None
+    return program if content[:_DIGEST_BYTES] == _compute_digest(key, program) else None
 
 
-def _digest(key: str, program: bytes) -> bytes:
+def _compute_digest(key: str, program: bytes) -> bytes:
     digest = hashlib.sha256(key.encode())
     digest.update(program)
     return digest.digest()
-
-
-def _write_on_every_host() -> None:
-    """JAX writes on process 0 only, as if all hosts shared the directory; here each host has its own."""
-    write, job = compiler._cache_write, distributed.global_state
-
-    def write_as_first(*arguments: Any) -> None:
-        own, job.process_id = job.process_id, 0
-        try:
-            write(*arguments)
-        finally:
-            job.process_id = own
-
-    compiler._cache_write = write_as_first  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""What a start runs with: versions, CPUs, the commit of the job's code, the hosts. Main host only; knows no jax.
+"""Environment of a start: versions, CPUs, the git commit of the job's code, hosts. Process 0 only; imports no JAX.
 
-It stands in the event `start` and in every manifest. Only the same hardware and versions promise the same bits, so a
-resume says what has changed.
+It is recorded in the event `start` and in every manifest. Only the same hardware and versions promise the same bits, so
+a resume reports what has changed.
 """
 
 import inspect
@@ -17,29 +17,30 @@ from runner.records import Key
 from runner.storage import JsonObject
 
 ENVIRONMENT_KEYS = (
-    Key("versions", dict, "Of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
-    Key("hosts", list, "Name of the host of each process."),
+    Key("versions", dict, "Versions of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
+    Key("hosts", list, "Host name of each process."),
     Key(
         "cpus",
         int,
-        "CPUs that process 0 may use, or NPROC. On a CPU sums are split over so many threads: others are other bits.",
+        "CPUs available to process 0, or NPROC. On a CPU, XLA splits sums over this many threads, so another number "
+        "gives other bits.",
     ),
-    Key("commit", str, "Of the git checkout that holds the job's class; absent if there is none."),
-    Key("dirty", bool, "Whether tracked files there differ from it; absent likewise."),
+    Key("commit", str, "Commit of the git checkout that contains the job's class; absent if there is none."),
+    Key("dirty", bool, "True if tracked files there differ from the commit; absent if there is no checkout."),
 )
-SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds; the engine's or the user's word
-GIT_SECONDS = 2.0  # for each question; a repository that is slower than that is left out
+SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds, set by the engine or the user
+GIT_SECONDS = 2.0  # deadline of each git command; a slower repository is left out
 _DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu")
-_NAMED_HOSTS_MAX = 4
+_MAX_NAMED_HOSTS = 4
 
 
 def collect_environment(job_class: type, hosts: list[str]) -> JsonObject:
-    """The values of `ENVIRONMENT_KEYS`; `hosts` has a name for each process."""
+    """Return the values of `ENVIRONMENT_KEYS`; `hosts` has the host name of each process."""
     return {"versions": collect_versions(), "hosts": hosts, "cpus": count_xla_threads()} | find_commit(job_class)
 
 
 def read_submit_time() -> JsonObject:
-    """When the engine was asked for the job, under the key of the event `start`; empty if nobody says."""
+    """Return when the job was submitted, as the detail `submitted` of the event `start`; empty if it is not known."""
     try:
         seconds = float(os.environ.get(SUBMITTED, ""))
     except ValueError:
@@ -48,13 +49,13 @@ def read_submit_time() -> JsonObject:
 
 
 def count_xla_threads() -> int:
-    """The threads that XLA makes on a CPU."""
+    """Return the number of threads that XLA uses on a CPU."""
     given = os.environ.get("NPROC", "")
     return int(given) if given.isdecimal() and int(given) > 0 else count_cpus()
 
 
 def collect_versions() -> dict[str, str]:
-    """Version by name, of Python and of what is installed."""
+    """Return the versions of Python and of the installed distributions, by name."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
@@ -65,26 +66,26 @@ def collect_versions() -> dict[str, str]:
 
 
 def find_commit(job_class: type) -> JsonObject:
-    """The commit of the git checkout that holds the code of a class, and whether tracked files differ from it.
+    """Return the commit of the git checkout that contains a class, and whether tracked files differ from it.
 
-    Empty where there is no such checkout, no git, or no answer in time.
+    Empty if there is no such checkout, no git, or no answer in time.
     """
     try:
         path = Path(inspect.getfile(job_class)).resolve()
-    except (OSError, TypeError):  # typed into an interpreter
+    except (OSError, TypeError):  # The class was typed into an interpreter.
         return {}
-    commit = _git(path.parent, "rev-parse", "HEAD")
-    if commit is None or _git(path.parent, "check-ignore", str(path)) is not None:
-        return {}  # what is installed below a checkout is not of its commit
-    changes = _git(path.parent, "status", "--porcelain", "--untracked-files=no")
+    commit = _run_git(path.parent, "rev-parse", "HEAD")
+    if commit is None or _run_git(path.parent, "check-ignore", str(path)) is not None:
+        return {}  # A package installed below a checkout, in a virtual environment, is not part of its commit.
+    changes = _run_git(path.parent, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit} if changes is None else {"commit": commit, "dirty": bool(changes)}
 
 
-def _git(directory: Path, *question: str) -> str | None:
-    """The answer of git, None if it fails."""
+def _run_git(directory: Path, *arguments: str) -> str | None:
+    """Return the output of a git command, or None if it fails."""
     try:
         result = subprocess.run(
-            ["git", "-C", str(directory), *question],
+            ["git", "-C", str(directory), *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -97,7 +98,7 @@ def _git(directory: Path, *question: str) -> str | None:
 
 
 def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:
-    """What is another since `before`, a few words each; what one of the two does not know is no change."""
+    """Return the differences between two environments, a few words each. A key that one of them lacks is ignored."""
 
     def has_changed(key: str) -> bool:
         return key in before and key in now and before[key] != now[key]
@@ -112,11 +113,10 @@ def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:
     if has_changed("dirty"):
         found.append("uncommitted changes now" if now["dirty"] else "no uncommitted changes any more")
     if has_changed("hosts") and sorted(before["hosts"]) != sorted(now["hosts"]):
-        found.append(f"hosts {_names(before['hosts'])} -> {_names(now['hosts'])}")
+        found.append(f"hosts {_format_hosts(before['hosts'])} -> {_format_hosts(now['hosts'])}")
     return found
 
 
-def _names(hosts: list[str]) -> str:
-    """Who they are, or how many if they are many."""
+def _format_hosts(hosts: list[str]) -> str:
     distinct = sorted(set(hosts))
-    return ", ".join(distinct) if len(distinct) <= _NAMED_HOSTS_MAX else f"({len(distinct)} of them)"
+    return ", ".join(distinct) if len(distinct) <= _MAX_NAMED_HOSTS else f"({len(distinct)} of them)"

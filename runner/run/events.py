@@ -1,6 +1,7 @@
-"""The events of the ledger `events.jsonl`: every name that is ever written, with its details and its writer.
+"""Events of the ledger `events.jsonl`, the history of a run written by all processes of all attempts.
 
-The ledger `events.jsonl`: what happened to a run, by all hosts of all attempts.
+`EVENTS` lists every event name that is ever written, with its details and its writer. `specs/README.md` is generated
+from it.
 """
 
 import time
@@ -13,20 +14,27 @@ from runner.records import Key
 from runner.run.environment import ENVIRONMENT_KEYS
 from runner.storage import JsonlLog, JsonObject
 
-Writer = Literal["main host", "any host"]
+Writer = Literal["process 0", "any process"]
 
 EVENT_KEYS = (
-    Key("time", float, "When, by the clock of the host that writes.", "Unix seconds"),
-    Key("attempt", int, "Number of the start, from 1; all hosts of one start have the same."),
-    Key("process", int, "Number of the process that writes; 0 is the main host."),
+    Key("time", float, "When the event was written, by the clock of the writing host.", "Unix seconds"),
+    Key("attempt", int, "Number of the attempt, from 1; the same on all processes of one start."),
+    Key("process", int, "Process that wrote the event."),
     Key("event", str, "Name of the event, see below."),
-    Key("step", int | None, "Optimizer steps completed; null where there is no state yet."),
+    Key("step", int | None, "Completed optimizer steps; null if there is no state yet."),
 )
 
 
 @dataclass(frozen=True)
 class EventType:
-    """What one name in the ledger means, who writes it, and its keys besides `EVENT_KEYS`."""
+    """Meaning of one event name.
+
+    Attributes:
+        name: the value of the key `event`.
+        meaning: one sentence for the documentation.
+        writer: the processes that write it.
+        details: its keys besides `EVENT_KEYS`.
+    """
 
     name: str
     meaning: str
@@ -35,209 +43,221 @@ class EventType:
 
 
 _SECONDS = Key("seconds", float, "How long it took.", "s")
-_FINGERPRINT = Key("fingerprint", str, "Digest of the whole state's bits, 32 hexadecimal digits.")
-_REASON = Key("reason", str, "Why, in a line for people.")
+_FINGERPRINT = Key("fingerprint", str, "Digest of the bits of the whole state, 32 hexadecimal digits.")
+_REASON = Key("reason", str, "Reason in one line.")
 
 EVENTS = (
     EventType(
         "start",
         "An attempt has claimed the directory.",
-        "main host",
+        "process 0",
         (
-            Key("began", float, "When process 0 was created.", "Unix seconds"),
-            Key("submitted", float, "When the engine was asked for it, if RUNNER_SUBMITTED says.", "Unix seconds"),
+            Key("began", float, "Creation of process 0.", "Unix seconds"),
+            Key("submitted", float, "When the job was submitted, if RUNNER_SUBMITTED is set.", "Unix seconds"),
             Key("total_steps", int, "Step at which the job is done."),
             Key("processes", int, "Processes of the job."),
             Key("devices", int, "Devices of the job, over all processes."),
-            Key("device_kind", str, "What JAX calls the devices."),
+            Key("device_kind", str, "JAX's name for the devices."),
             *ENVIRONMENT_KEYS,
         ),
     ),
     EventType(
         "changed",
-        "Versions, CPUs, commit or hosts are not those that the restored checkpoint was saved with.",
-        "main host",
-        (Key("changes", list, "A few words for each, for people."),),
+        "Versions, CPUs, commit or hosts differ from those with which the restored checkpoint was saved.",
+        "process 0",
+        (Key("changes", list, "The differences, a few words each."),),
     ),
     EventType(
         "compile",
         "The train step is compiled; trainers only.",
-        "main host",
+        "process 0",
         (
-            Key("program", str, "Digest of the program (StableHLO); `plan` prints the same on the same mesh."),
-            Key("micro_batch_examples", int, "Examples that a device holds at once."),
-            Key("compiler_options", dict, "XLA's, of the chip in the catalogue; absent where it has none."),
+            Key("program", str, "Digest of the program (StableHLO); `plan` prints the same one on the same mesh."),
+            Key("micro_batch_examples", int, "Micro-batch size per device."),
+            Key("compiler_options", dict, "XLA options of the chip from the catalogue; absent if it has none."),
         ),
     ),
     EventType(
         "prepare",
-        "All is compiled that is needed before a state.",
-        "main host",
+        "Everything that is needed before the state is restored is compiled.",
+        "process 0",
         (
             _SECONDS,
-            Key("compiled", int, "Programs compiled so far; absent where JAX_COMPILATION_CACHE_DIR is set."),
-            Key("from_cache", int, "Programs found in a cache so far; absent likewise."),
+            Key("compiled", int, "Programs compiled so far; absent if JAX_COMPILATION_CACHE_DIR is set."),
+            Key("from_cache", int, "Programs loaded from a cache so far; absent if JAX_COMPILATION_CACHE_DIR is set."),
         ),
     ),
     EventType(
         "restore",
-        "The state is that of a checkpoint, and its bits were checked.",
-        "main host",
+        "The state was restored from a checkpoint, and its fingerprint was verified.",
+        "process 0",
         (
             _SECONDS,
             _FINGERPRINT,
-            Key("tier", str, "Where it was restored from: `durable`, or `fast` (`checkpoint.local_directory`)."),
+            Key("tier", str, "Source of the state: `durable`, or `fast` (`checkpoint.local_directory`)."),
         ),
     ),
-    EventType("init", "The state is a new one, at step 0.", "main host", (_SECONDS, _FINGERPRINT)),
+    EventType("init", "The state was initialized at step 0.", "process 0", (_SECONDS, _FINGERPRINT)),
     EventType(
         "save",
         "A save has begun.",
-        "main host",
+        "process 0",
         (
-            Key("blocked_seconds", float, "How long training stood still for it.", "s"),
+            Key("blocked_seconds", float, "How long the save blocked training.", "s"),
             Key(
                 "clock",
                 dict,
-                "Seconds of this attempt by bucket when `step` was completed, see runner/history/README.md.",
+                "Seconds of this attempt by time bucket when `step` was completed, see runner/history/README.md.",
                 "s",
             ),
-            Key("tier", str, "`fast` if only the fast tier saves; else absent."),
+            Key("tier", str, "`fast` if only the fast tier saves; otherwise absent."),
         ),
     ),
     EventType(
         "commit",
-        "The save is durable: from here on a restart resumes at this step or a later one.",
-        "main host",
+        "The save is durable: from now on a restart resumes at this step or a later one.",
+        "process 0",
         (
             _FINGERPRINT,
-            Key("seconds_to_durable", float, "From the begin of the save.", "s"),
-            Key("bytes", int, "Of all files of the checkpoint.", "bytes"),
-            Key("read_back", bool, "True if its bits were read back and compared, as those of a run's first are."),
-            Key("tier", str, "`fast` in the fast tier, and then neither fingerprint nor bytes; else absent."),
+            Key("seconds_to_durable", float, "Time since the save began.", "s"),
+            Key("bytes", int, "Size of all files of the checkpoint.", "bytes"),
+            Key("read_back", bool, "True if the checkpoint was read back and compared, as the first one of a run is."),
+            Key("tier", str, "`fast` for the fast tier, without fingerprint and bytes; otherwise absent."),
         ),
     ),
     EventType(
         "save_failed",
-        "The save could not be made durable. Training goes on, and the next save is tried.",
-        "any host",
-        (_REASON, Key("tier", str, "`fast` in the fast tier; else absent, and the main host writes.")),
+        "A save could not be made durable. Training continues, and the next save is tried.",
+        "any process",
+        (_REASON, Key("tier", str, "`fast` for the fast tier; otherwise absent, and process 0 is the writer.")),
     ),
     EventType(
         "save_left_out",
-        "In a bucket: no save was begun, since an earlier one is still on its way.",
-        "main host",
+        "A save to a bucket was skipped, because an earlier one is still being uploaded.",
+        "process 0",
         (_REASON,),
     ),
     EventType(
         "fallback",
-        "A checkpoint was not restored; `step` is the one that was, null if none.",
-        "main host",
+        "A checkpoint was rejected at the restore; `step` is the one restored instead, null if there is none.",
+        "process 0",
         (
-            Key("rejected", int, "Step of the checkpoint that was not good."),
+            Key("rejected", int, "Step of the rejected checkpoint."),
             _REASON,
             Key("tier", str, "`durable` or `fast`."),
         ),
     ),
     EventType(
         "quarantine",
-        "A committed checkpoint failed its check and was moved away.",
-        "main host",
-        (_REASON, Key("moved_to", str, "Where it is now.")),
+        "A committed checkpoint failed its verification and was moved to `quarantine/`.",
+        "process 0",
+        (_REASON, Key("moved_to", str, "New path of the checkpoint.")),
     ),
     EventType(
         "corruption",
-        "Devices that hold copies of the same shard do not agree; the save is refused, the run ends with 76.",
-        "any host",
+        "Devices that hold replicas of the same shard differ. The save is refused, and the run ends with exit code 76.",
+        "any process",
         (_REASON,),
     ),
     EventType(
         "cadence",
-        "With `checkpoint.every: auto`: the interval chosen, when first known and whenever it has changed twofold.",
-        "main host",
+        "Save interval chosen by `checkpoint.every: auto`; written when first known and after every change by a factor "
+        "of two.",
+        "process 0",
         (
-            Key("seconds", float, "The interval between saves.", "s"),
-            Key("stall_seconds", float, "How long the last save stopped training.", "s"),
+            Key("seconds", float, "Interval between saves.", "s"),
+            Key("stall_seconds", float, "How long the last save blocked training.", "s"),
         ),
     ),
     EventType(
-        "grace", "A save takes longer than `checkpoint.grace_seconds`; once an attempt.", "main host", (_REASON,)
+        "grace",
+        "A save took longer than `checkpoint.grace_seconds`; written once per attempt.",
+        "process 0",
+        (_REASON,),
     ),
     EventType(
-        "progress", "How far this attempt has come, from time to time: what a kill has cost is told by it.", "main host"
+        "progress",
+        "Last completed step, written from time to time, so that the cost of a kill can be computed.",
+        "process 0",
     ),
     EventType(
         "straggler",
-        "Other processes than before come late to their steps, twice in a row.",
-        "main host",
+        "The set of processes that completed their steps late, twice in a row, has changed.",
+        "process 0",
         (
-            Key("late", list, "Their numbers; none if all are in time again."),
-            Key("after_seconds", list, "Arrival of every process at `step`, after the first.", "s"),
+            Key("late", list, "Straggling processes; empty if all are on time again."),
+            Key("after_seconds", list, "Arrival of every process at `step`, after the first one.", "s"),
         ),
     ),
     EventType(
         "profile",
-        "Steps were recorded: those after `start` up to `step`; trainers only.",
-        "main host",
+        "The steps after `start` up to `step` were profiled; trainers only.",
+        "process 0",
         (
-            Key("start", int, "Steps that were completed when the trace began."),
-            Key("path", str, "Where it is in the directory."),
+            Key("start", int, "Completed steps at the start of the trace."),
+            Key("path", str, "Path of the profile in the directory."),
         ),
     ),
     EventType(
         "sink_off",
-        "Something that shows rows has failed or hangs, and gets no more of them in this attempt; the run goes on.",
-        "main host",
+        "A metric writer failed or hangs, and gets no more rows in this attempt. The run continues.",
+        "process 0",
         (Key("sink", str, "`tensorboard` or `wandb`."), _REASON),
     ),
     EventType(
         "stop",
-        "A hook ends the run: `step` is its last. A step that is lost to a kill may have it once more.",
-        "main host",
-        (Key("hook", str, "Its name."), _REASON),
+        "A hook ends the run at `step`. The event may repeat for a step that is lost to a kill.",
+        "process 0",
+        (Key("hook", str, "Name of the hook."), _REASON),
     ),
     EventType(
         "slow_hook",
-        "A hook has taken longer than a second and ten steps; once an attempt for each of its methods.",
-        "main host",
-        (Key("hook", str, "Its name and method."), Key("seconds", float, "How long.", "s")),
+        "A hook took longer than a second and ten steps; written once per attempt for each of its methods.",
+        "process 0",
+        (Key("hook", str, "Name and method of the hook."), Key("seconds", float, "How long it took.", "s")),
     ),
     EventType(
-        "stuck", "The job does not go on, and ends with 76; the stacks are in `stacks/`.", "any host", (_REASON,)
+        "stuck",
+        "The job is stalled and ends with exit code 76; the stacks of its threads are in `stacks/`.",
+        "any process",
+        (_REASON,),
     ),
     EventType(
         "evaluate",
         "The weights were evaluated; trainers only.",
-        "main host",
-        (Key("figures", dict, "What the row of `step` has of it: `val/loss` and its like, without texts and lists."),),
+        "process 0",
+        (
+            Key(
+                "figures",
+                dict,
+                "Results that were added to the row of `step`, such as `val/loss`; without texts and lists.",
+            ),
+        ),
     ),
     EventType(
         "evaluation_problem",
-        "An evaluator raised, or its figures cannot stand in the row as they are; the run goes on; trainers only.",
-        "main host",
-        (Key("evaluator", str, "Its name, or its class."), _REASON),
+        "An evaluator raised an error, or returned results that a row cannot hold. The run continues; trainers only.",
+        "process 0",
+        (Key("evaluator", str, "Name or class of the evaluator."), _REASON),
     ),
     EventType(
         "failed",
-        "An attempt ends with an error. A crash that no code could answer, such as kill -9, leaves nothing.",
-        "any host",
-        (_REASON, Key("code", int, "The exit code of this process.")),
+        "An attempt ends with an error. A process that was killed (kill -9) writes nothing.",
+        "any process",
+        (_REASON, Key("code", int, "Exit code of this process.")),
     ),
     EventType(
         "preempt",
-        "The job stops as asked.",
-        "any host",
-        (Key("saved", bool, "True if `step` is committed (the main host writes); false before the first step."),),
+        "The job stops because a stop was requested.",
+        "any process",
+        (Key("saved", bool, "True if `step` is committed (written by process 0); false before the first step."),),
     ),
-    EventType("done", "The job has reached its end, and `result.json` is written.", "main host", (_FINGERPRINT,)),
+    EventType("done", "The job has reached its end, and `result.json` is written.", "process 0", (_FINGERPRINT,)),
 )
 
 
 class EventLog:
-    """Append-only record of what happened, readable while the job runs. Any host may append.
-
-    `on_append` is told each event, step and details too.
-    """
+    """Append-only log of the events of one process, readable while the job runs."""
 
     def __init__(
         self,
@@ -246,12 +266,13 @@ class EventLog:
         process: int,
         on_append: Callable[[str, int | None, JsonObject], None] = lambda event, step, details: None,
     ):
+        """Create the log; `on_append` is called with each event, its step and its details."""
         self._log, self._on_append = log, on_append
         self._attempt = attempt
         self._process = process
 
     def append(self, event: str, step: int | None, **details: Any) -> None:
-        """Record one event at `step` completed steps. A disk that is full costs the record, not the run."""
+        """Record one event at `step` completed steps. A full disk loses the record, not the run."""
         row = {"time": time.time(), "attempt": self._attempt, "process": self._process, "event": event, "step": step}
         try:
             self._log.append(row | details)

@@ -1,11 +1,9 @@
-"""Whose directory this is, and whether a spec would continue what is there: the wrong run is refused.
+"""Fence: the single-writer rule of a run directory, and the check that a spec continues the run in it.
 
-The fence: which attempt a directory belongs to.
-
-An attempt is one start of the job, on all its hosts. Each attempt claims the next number by creating
-`attempts/<number>`, which can succeed only once, on a disk and in a bucket. Whoever finds a higher number than its own
-is fenced: it ends and writes nothing more, so two attempts never share a directory. Whoever finds its own claim gone
-ends too: somebody has removed the directory, or unmounted it, and what is there now is another.
+An attempt is one start of a job on all its processes. Each attempt claims the next number by creating
+`attempts/<number>`, which can succeed only once, on a disk and in a bucket. An attempt that finds a higher number than
+its own is fenced: it ends and writes nothing more, so two attempts never share a directory. An attempt that finds its
+own claim missing ends too: the directory was removed or unmounted, and another one may be in its place.
 """
 
 import os
@@ -24,79 +22,84 @@ _ATTEMPTS = "attempts"
 
 
 class Fence:
-    """The single-writer rule of one directory. Main host only, except `attempt`."""
+    """Single-writer rule of one directory. Process 0 only, except for the attribute `attempt`."""
 
     def __init__(self, store: Store, attempt: int | None = None):
         self._store = store
         self._newest_seen = 0
-        self._id: str | None = None  # in the claim, on the host that made it
+        self._id: str | None = None  # in the claim, on the process that made it
         self.attempt = attempt
 
-    def newest(self) -> int:
-        """The highest attempt that has claimed the directory, 0 if none has."""
+    def find_newest(self) -> int:
+        """Return the highest attempt that has claimed the directory, or 0."""
         names = self._store.list_names(_ATTEMPTS)
         self._newest_seen = max((number for number in map(parse_number, names) if number is not None), default=0)
         return self._newest_seen
 
     def claim(self) -> int:
-        """Take the next attempt number, fencing every earlier attempt."""
+        """Claim and return the next attempt number, which fences every earlier attempt."""
         claim_id = uuid.uuid4().hex
         record = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "id": claim_id}
         while True:
-            number = self.newest() + 1
+            number = self.find_newest() + 1
             try:
                 create_file(self._store, f"{_ATTEMPTS}/{number}", encode_json(record))
-            except FileExistsError:
+            except FileExistsError:  # Another attempt was faster.
                 continue
             self._newest_seen = self.attempt = number
             self._id = claim_id
             return number
 
     def check(self) -> None:
-        """Raise `FencedError` if a newer attempt owns the directory, `RemovedError` if it is not the claimed one."""
-        self.newest()
+        """Raise if this attempt may not write any more. Asks the store, so it may wait for a network.
+
+        Raises:
+            FencedError: a newer attempt has claimed the directory.
+            RemovedError: the claim of this attempt is missing.
+        """
+        self.find_newest()
         self._raise_if_fenced()
-        if self._id is not None and not self._is_claim_there():
-            raise self._removed()
+        if self._id is None:
+            return
+        # A run that was begun in the same place since may have a claim of the same number, but not of the same id.
+        try:
+            is_own_claim = read_json(self._store, f"{_ATTEMPTS}/{self.attempt}").get("id") == self._id
+        except (FileNotFoundError, ValueError):
+            is_own_claim = False
+        if not is_own_claim:
+            raise self._make_removed_error()
 
     def check_locally(self) -> None:
-        """Like `check`, but never waits for a network: in a bucket, what the last `check` has seen."""
+        """Raise like `check`, but without waiting for a network: in a bucket, by what the last `check` has seen."""
         if self._store.root is not None:
-            self.newest()
+            self.find_newest()
         self._raise_if_fenced()
 
     def _raise_if_fenced(self) -> None:
         assert self.attempt is not None, "the attempt has a number"
         if self._newest_seen < self.attempt:
-            raise self._removed()
+            raise self._make_removed_error()
         if self._newest_seen > self.attempt:
             raise FencedError(
                 f"attempt {self._newest_seen} has taken over {self._store.url}; attempt {self.attempt} stops"
             )
 
-    def _is_claim_there(self) -> bool:
-        """Whether `attempts/<number>` is the one that this attempt made, and not that of a run begun there since."""
-        try:
-            return read_json(self._store, f"{_ATTEMPTS}/{self.attempt}").get("id") == self._id
-        except (FileNotFoundError, ValueError):
-            return False
-
-    def _removed(self) -> RemovedError:
+    def _make_removed_error(self) -> RemovedError:
         return RemovedError(
-            f"{self._store.url}: {_ATTEMPTS}/{self.attempt}, this attempt's claim, is gone: somebody has removed the "
-            "directory, a part of it, or its disk, under the running job; put it back, or start anew"
+            f"{self._store.url}: {_ATTEMPTS}/{self.attempt}, the claim of this attempt, is missing: the directory, a "
+            "part of it, or its disk was removed under the running job; restore it, or start a new run"
         )
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a start says of the run that it would continue.
+    """Identity of the run that a start would continue.
 
     Attributes:
         document: the spec, for errors with a line.
-        config: of the job, checked; it has the defaults of keys that an older run has not written down.
-        identity: what defines the trajectory, as far as it is known yet.
-        unread: dotted keys that nothing reads as the spec stands; they change no trajectory.
+        config: validated config of the job, with the defaults of keys that an older run did not record.
+        identity: keys that define the trajectory, as far as they are known yet.
+        unread: dotted keys that nothing reads with this spec, which therefore change no trajectory.
     """
 
     document: Document
@@ -105,32 +108,44 @@ class RunIdentity:
     unread: Container[str]
 
     def validate_trajectory(self, saved: Trajectory, owner: str, url: str) -> None:
-        """Raise `ResumeError` with a line for each key in which `saved`, of `owner`, is another trajectory.
+        """Check that the spec continues a saved trajectory.
 
-        What is `auto` on one side is not known there yet. A checkpoint's identity has what it led to.
+        A key that is `auto` on one side is not known there yet and is not compared; the identity in a checkpoint has
+        the value that `auto` led to.
+
+        Args:
+            saved: the saved trajectory.
+            owner: its owner in messages, such as "checkpoint 40".
+            url: URL of the directory, for messages.
+
+        Raises:
+            ResumeError: the trajectories differ; the message has a line for each key.
         """
         saved, present = fill_in_defaults(saved, self.identity, self.config), self.identity
         lines = [
             self.document.format_problem(
-                tuple(key.split(".")), f"{owner} has {_value(saved, key)}, the spec {_value(present, key)}"
+                tuple(key.split(".")),
+                f"{owner} has {_format_value(saved, key)}, the spec {_format_value(present, key)}",
             )
             for key in saved | present
             if key not in self.unread
-            and _value(saved, key) != _value(present, key)
+            and _format_value(saved, key) != _format_value(present, key)
             and "auto" not in (saved.get(key), present.get(key))
         ]
         if lines:
             raise ResumeError("\n".join(lines) + f"\n{url}: this would be another trajectory; use another directory")
 
 
-def _value(identity: Trajectory, key: str) -> str:
+def _format_value(identity: Trajectory, key: str) -> str:
     return repr(identity[key]) if key in identity else "nothing"
 
 
 def validate_directory(store: Store, name: str, claimant: RunIdentity) -> None:
-    """Refuse a directory that cannot be written, or is another job's. Main host only; claims and changes nothing.
+    """Check that a directory can be written and belongs to this job. Process 0 only; claims and changes nothing.
 
-    Raises `InvalidError`, or `StorageError` if it cannot be reached.
+    Raises:
+        InvalidError: the directory cannot be written, or belongs to another job.
+        StorageError: the directory cannot be reached.
     """
     try:
         validate_entry_kinds(store)
@@ -151,10 +166,10 @@ def validate_directory(store: Store, name: str, claimant: RunIdentity) -> None:
 
 
 def is_done(store: Store, total_steps: Callable[[], int]) -> bool:
-    """Whether the job of this directory reached its end, now or in an earlier attempt.
+    """Return True if the job of this directory has reached its end, now or in an earlier attempt.
 
-    `total_steps` may read data, and is asked only where there is a result. A damaged `result.json` says nothing: the
-    run then ends once more, from its last checkpoint.
+    `total_steps` may read data, so it is called only if there is a result. A damaged `result.json` counts as missing:
+    the run then ends once more, from its last checkpoint.
     """
     result = read_result(store)
     return result is not None and result.step >= total_steps()

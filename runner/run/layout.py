@@ -1,10 +1,7 @@
-"""The names in a run's directory, what kind of thing each must be, and how its records are read.
+"""Layout of a run directory: its file names, the kind of each, and the records `job.json` and `result.json`.
 
-In a bucket there are no kinds.
-
-`job.json`: whose directory this is. Written by the first attempt, never again.
-
-`result.json`: what is left of a run that reached its end. Main host only.
+A bucket has no kinds: anything may be an object there. `job.json` says which job owns the directory; the first attempt
+writes it, and it is never written again. `result.json` is written by process 0 when the run has reached its end.
 """
 
 import time
@@ -45,19 +42,29 @@ LAYOUT = {
     "wandb": "a directory",
     "result.json": "a file",
 }
-OPTIONAL_ENTRIES = ("compiled",)  # where something else stands under these names the run does without them, and says so
+# If an entry of another kind has one of these names, the run continues without it and prints a warning.
+OPTIONAL_ENTRIES = ("compiled",)
 
-FORMAT = 1  # of a record that does not say
+FORMAT = 1  # of a record without a format
 
 
 class DamagedRecordError(Exception):
-    """A record is there, and is not whole or not what it should be."""
+    """A record exists, but is incomplete or has values of wrong types."""
 
 
 def read_record(store: Store, name: str, keys: Sequence[Key], needs: Sequence[str]) -> JsonObject | None:
-    """The JSON object in a file of a run's directory, its types checked; None if there is no such file.
+    """Return the JSON object in a file of a run's directory, or None if there is no such file.
 
-    Raises `DamagedRecordError`, `NewerFormatError`, else as the store does.
+    Args:
+        store: the run's directory.
+        name: the file.
+        keys: keys whose types are checked if they are present.
+        needs: names of the keys that must be present.
+
+    Raises:
+        DamagedRecordError: the record is damaged.
+        NewerFormatError: a newer runner wrote the record.
+        OSError: the store cannot be read.
     """
     try:
         record = read_json(store, name)
@@ -74,10 +81,12 @@ def read_record(store: Store, name: str, keys: Sequence[Key], needs: Sequence[st
 
 
 def open_directory(document: Document, spec: ExecutionSpec) -> Store:
-    """The run's directory, which need not be there yet.
+    """Return the run's directory, which need not exist yet.
 
-    Raises `InvalidError` naming the line if this path or another in the spec can be none. Whether another run is at
-    `init_from` matters only where it is read.
+    Only the form of `checkpoint.init_from` is checked here; whether a run is there matters when it is read.
+
+    Raises:
+        InvalidError: the directory, or another path in the spec, is not a valid path; the message names its line.
     """
     with document.errors_at("directory"):
         store = make_store(spec.directory)
@@ -91,7 +100,7 @@ def open_directory(document: Document, spec: ExecutionSpec) -> Store:
 
 
 def validate_entry_kinds(store: Store) -> None:
-    """Raise `InvalidError` if something of another kind stands where the run would read or write."""
+    """Raise `InvalidError` if a file has the place of a directory, or the reverse, where the run reads or writes."""
     if store.root is None:
         return
     validate_path(store.root)
@@ -103,17 +112,22 @@ def validate_entry_kinds(store: Store) -> None:
 
 
 OWNER = "job.json"
-_KEYS = (Key("id", str, "Id of the run."), Key("name", str, "Its name."), Key("identity", dict, "Its trajectory."))
+_OWNER_KEYS = (
+    Key("id", str, "Id of the run."),
+    Key("name", str, "Its name."),
+    Key("identity", dict, "Its trajectory."),
+)
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The job that a directory belongs to.
+    """Job that owns a directory.
 
     Attributes:
-        id: drawn when the directory was claimed first; the id in W&B too.
-        time: of that claim, in Unix seconds.
-        identity: what the spec alone says of the trajectory.
+        id: random id from the first claim of the directory; also the run id in W&B.
+        name: name of the run.
+        time: time of that claim, in Unix seconds.
+        identity: keys of the spec that define the trajectory.
     """
 
     id: str
@@ -122,22 +136,22 @@ class Owner:
     identity: Trajectory
 
     @classmethod
-    def now(cls, name: str, identity: Trajectory) -> Self:
-        """The owner of a directory that is claimed now."""
+    def create(cls, name: str, identity: Trajectory) -> Self:
+        """Return a new owner with a random id and the current time."""
         return cls(uuid.uuid4().hex[:12], name, time.time(), identity)
 
 
 def write_owner(store: Store, owner: Owner) -> None:
-    """Write down whose directory this is. Raises `FileExistsError` if that is written already."""
+    """Write `job.json`. Raises `FileExistsError` if the directory has an owner already."""
     create_file(store, OWNER, encode_json(asdict(owner)))
 
 
 def read_owner(store: Store) -> Owner | None:
-    """Whose directory this is, None if nobody's. Raises `ResumeError` if that cannot be told."""
+    """Return the owner of the directory, or None if it has none. Raises `ResumeError` if `job.json` is damaged."""
     try:
-        record = read_record(store, OWNER, _KEYS, [key.name for key in _KEYS])
+        record = read_record(store, OWNER, _OWNER_KEYS, [key.name for key in _OWNER_KEYS])
     except DamagedRecordError as error:
-        raise ResumeError(f"{error}: cannot tell whose directory this is") from error
+        raise ResumeError(f"{error}: cannot tell which job owns the directory; use another directory") from error
     if record is None:
         return None
     return Owner(record["id"], record["name"], record.get("time", 0.0), record["identity"])
@@ -146,32 +160,36 @@ def read_owner(store: Store) -> Owner | None:
 RESULT = "result.json"
 
 RESULT_KEYS = (
-    Key("step", int, "Optimizer steps completed."),
+    Key("step", int, "Completed optimizer steps."),
     Key(
         "fingerprint",
         str,
-        "Digest of the whole state's bits, 32 hexadecimal digits; the same on any topology.",
+        "Digest of the bits of the whole state, 32 hexadecimal digits; independent of the topology.",
     ),
     Key("tokens", int, "Tokens consumed since step 0; trainers only.", "tokens"),
     Key("train_loss", float | None, "`train/loss` of the last row of metrics; trainers only.", "nats"),
     Key(
         "val_loss",
         float | None,
-        "`val/loss` of that row, null where nothing is kept out for validation; trainers only.",
+        "`val/loss` of the last row of metrics, null if there is no validation data; trainers only.",
         "nats",
     ),
-    Key("stopped_by", str, "Name of the hook that has ended the run before its last step; absent where none has."),
-    Key("stopped_because", str, "What that hook has given as its reason."),
-    Key("stopped_rule", int, "32 bits of that hook, its class and its config: with the same ones the run is done."),
-    Key("best_step", int | None, "The best step by `checkpoint.keep_best`; with the hook BestAtEnd."),
-    Key("best_value", float | None, "The metric of that step, rounded to 32 bits; with the hook BestAtEnd."),
-    Key("<name>", str | float | int | None, "What `on_end` of any other hook has returned under this name."),
+    Key("stopped_by", str, "Name of the hook that ended the run before its last step; absent if none did."),
+    Key("stopped_because", str, "Reason given by that hook."),
+    Key(
+        "stopped_rule",
+        int,
+        "Digest (32 bits) of that hook, its class and its config; while it is unchanged the run counts as done.",
+    ),
+    Key("best_step", int | None, "Best step by `checkpoint.keep_best`; with the hook BestAtEnd."),
+    Key("best_value", float | None, "Metric of the best step, rounded to 32 bits; with the hook BestAtEnd."),
+    Key("<name>", str | float | int | None, "Value that `on_end` of any other hook returned under this name."),
 )
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What every job's result has, and of one that a hook has ended, which hook and why."""
+    """Part of `result.json` that every job has, and the hook that ended the run, if one did."""
 
     step: int
     fingerprint: str
@@ -181,12 +199,17 @@ class RunResult:
 
     @property
     def stop_line(self) -> str | None:
-        """Which hook has ended the run, and why; None if none has."""
+        """The hook that ended the run and its reason, in one line; None if no hook did."""
         return None if self.stopped_by is None else f"stopped by {self.stopped_by}: {self.stopped_because}"
 
 
 def read_result(store: Store) -> RunResult | None:
-    """The result of a run, None if there is no whole one. Raises `NewerFormatError`, else as the store does."""
+    """Return the result of a run, or None if it is missing or damaged.
+
+    Raises:
+        NewerFormatError: a newer runner wrote the result.
+        OSError: the store cannot be read.
+    """
     try:
         record = read_record(store, RESULT, RESULT_KEYS, ["step", "fingerprint"])
     except DamagedRecordError:

@@ -1,9 +1,9 @@
-"""`logs/<attempt>.<process>.log`: what a process has said, for who asks after its end. Never in a run's way.
+"""`logs/<attempt>.<process>.log`: the log file of a process. It never delays or fails the run.
 
-Lines wait in a queue until the directory is claimed, then a thread appends them as they come. When a file has
-`LOG_BYTES` it becomes `<attempt>.<process>.log.1`, in the place of the one before, and the new one begins with a line
-that says so: the newest lines stay. For a run in a bucket the file is in this machine's cache, and is uploaded every
-`UPLOAD_SECONDS`, sooner after a warning, and at the end. A disk that is full or hangs costs the lines.
+Records wait in a queue until the directory is claimed; from then on a thread appends them as they arrive. A file that
+reaches `LOG_BYTES` becomes `<attempt>.<process>.log.1`, in place of the previous one, and the new file begins with a
+line that says so, so the newest lines are kept. For a run in a bucket the file is in this machine's cache, and is
+uploaded every `UPLOAD_SECONDS`, sooner after a warning, and at the end. A disk that is full or hangs loses lines.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ LOG_BYTES = 8 << 20
 QUEUE_LINES = 10_000
 FLUSH_SECONDS = 1.0
 UPLOAD_SECONDS = 60.0
-_UPLOAD_AFTER_A_WARNING_SECONDS = 5.0
-DRAIN_SECONDS = 10.0
+_UPLOAD_AFTER_WARNING_SECONDS = 5.0
+LOG_DRAIN_SECONDS = 10.0
 
 
 class _Appender(logging.handlers.RotatingFileHandler):
-    """The file on this machine's disk."""
+    """Log file on this machine's disk."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,52 +37,52 @@ class _Appender(logging.handlers.RotatingFileHandler):
         self._has_warned = False
 
     def doRollover(self) -> None:  # noqa: N802 - the standard library's name
-        """See `RotatingFileHandler`."""
+        """Rotate the file, and begin the new one with a line about the old one."""
         super().doRollover()
         assert self.stream is not None, "it is opened at once"
         name = Path(self.baseFilename).name
-        self.stream.write(f"the lines before are in {name}.1; those before that, if there were any, are gone\n")
+        self.stream.write(f"the lines before this one are in {name}.1; any older lines were deleted\n")
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - likewise
-        """Once, on standard error alone."""
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the standard library's name
+        """Print the first error to standard error, and ignore the others."""
         if not self._has_warned:
             self._has_warned = True
             print(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]})", file=sys.stderr, flush=True)
 
 
 class LogFile(logging.Handler):
-    """All records of this process, from `begin` on in a file. Written on a thread: a disk that hangs stops nobody."""
+    """Handler that writes all records of this process to a file, on a thread, so that no disk blocks the run."""
 
     def __init__(self) -> None:
         super().__init__()
         self._records: queue.Queue[logging.LogRecord] = queue.Queue(QUEUE_LINES)
         self._has_begun = False
-        self._background: BackgroundWriter | None = None  # of a run in a bucket
-        self._mark_seconds = 0.0
-        self._sent: dict[Path, int] = {}  # what is in the bucket, by its time of change
-        self._send: Callable[[], None] = lambda: None
+        self._background_writer: BackgroundWriter | None = None  # of a run in a bucket
+        self._last_upload_seconds = 0.0
+        self._uploaded: dict[Path, int] = {}  # modification time of each uploaded file
+        self._upload: Callable[[], None] = lambda: None
 
-    def begin(self, store: Store, run_id: str, attempt: int, process: int, background: BackgroundWriter) -> None:
-        """The directory is this attempt's. Called once."""
+    def begin(self, store: Store, run_id: str, attempt: int, process: int, background_writer: BackgroundWriter) -> None:
+        """Start writing, once the directory is claimed. Called once."""
         folder = default_cache_directory() / LOG_FOLDER / run_id if store.root is None else store.root / LOG_FOLDER
         path = folder / f"{attempt:06}.{process}.log"
         if store.root is None:
-            self._background, self._send = background, lambda: self._send_to(store, path)
+            self._background_writer, self._upload = background_writer, lambda: self._upload_to(store, path)
         self._has_begun = True
-        threading.Thread(target=self._work, args=(path, process), name="log file", daemon=True).start()
+        threading.Thread(target=self._write_records, args=(path, process), name="log file", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`. Waits for nothing; a line too many is left out."""
+        """Queue a record without waiting; a record that does not fit is dropped."""
         with contextlib.suppress(queue.Full):
             self._records.put_nowait(record)
 
     def flush(self) -> None:
-        """Give what was said a second to arrive on this machine's disk."""
+        """Wait up to `FLUSH_SECONDS` for the queued records to reach this machine's disk."""
         if self._has_begun:
             with self._records.all_tasks_done:
                 self._records.all_tasks_done.wait_for(lambda: not self._records.unfinished_tasks, FLUSH_SECONDS)
 
-    def _work(self, path: Path, process: int) -> None:
+    def _write_records(self, path: Path, process: int) -> None:
         try:
             appender = _Appender(path)
         except OSError as error:
@@ -94,48 +94,52 @@ class LogFile(logging.Handler):
             record = self._records.get()
             appender.handle(record)
             self._records.task_done()
-            wait_seconds = UPLOAD_SECONDS if record.levelno < logging.WARNING else _UPLOAD_AFTER_A_WARNING_SECONDS
-            if self._background is not None and time.monotonic() - self._mark_seconds >= wait_seconds:
-                self._mark_seconds = time.monotonic()
-                self._background.mark(LOG_FOLDER, self._send)
+            wait_seconds = UPLOAD_SECONDS if record.levelno < logging.WARNING else _UPLOAD_AFTER_WARNING_SECONDS
+            is_due = time.monotonic() - self._last_upload_seconds >= wait_seconds
+            if self._background_writer is not None and is_due:
+                self._last_upload_seconds = time.monotonic()
+                self._background_writer.mark(LOG_FOLDER, self._upload)
 
-    def _send_to(self, store: Store, path: Path) -> None:
-        """Write what has changed into the bucket: the file, and the one before it if there is one."""
+    def _upload_to(self, store: Store, path: Path) -> None:
+        """Upload the file, and the rotated one if it exists, if they have changed."""
         for each in (path, path.with_name(f"{path.name}.1")):
-            if each.exists() and self._sent.get(each) != each.stat().st_mtime_ns:
-                changed = each.stat().st_mtime_ns
+            if each.exists() and self._uploaded.get(each) != each.stat().st_mtime_ns:
+                modified_ns = each.stat().st_mtime_ns
                 store.write(f"{LOG_FOLDER}/{each.name}", each.read_bytes())
-                self._sent[each] = changed
+                self._uploaded[each] = modified_ns
 
-    def finish(self) -> None:
-        """Before the end of the process: give what was said some seconds to arrive in the bucket. Never raises."""
+    def drain(self) -> None:
+        """Give the queued records some seconds to reach the directory, before the process ends. Never raises."""
         self.flush()
-        if self._background is not None:
-            self._background.mark(LOG_FOLDER, self._send)
-            self._background.drain(DRAIN_SECONDS)
+        if self._background_writer is not None:
+            self._background_writer.mark(LOG_FOLDER, self._upload)
+            self._background_writer.drain(LOG_DRAIN_SECONDS)
 
 
 def install_log_file() -> None:
-    """Keep what is said from now on. The command alone calls it: who calls a job from a program has its own log."""
-    for before in _log_files():
-        logging.getLogger().removeHandler(before)
-        LOGGER.removeHandler(before)
+    """Collect all records for a log file from now on.
+
+    Only the command line calls this: a program that calls a job has its own logs.
+    """
+    for previous in _list_log_files():
+        logging.getLogger().removeHandler(previous)
+        LOGGER.removeHandler(previous)
     handler = LogFile()
     logging.getLogger().addHandler(handler)
     LOGGER.addHandler(handler)
 
 
 def drain_log_file() -> None:
-    """See `LogFile.finish`."""
-    for handler in _log_files():
-        handler.finish()
+    """Give the log file of this process, if there is one, some seconds to reach the directory. Never raises."""
+    for handler in _list_log_files():
+        handler.drain()
 
 
-def open_log_file(store: Store, run_id: str, attempt: int, process: int, background: BackgroundWriter) -> None:
-    """Give the log file of this process its place, if there is one."""
-    for handler in _log_files():
-        handler.begin(store, run_id, attempt, process, background)
+def open_log_file(store: Store, run_id: str, attempt: int, process: int, background_writer: BackgroundWriter) -> None:
+    """Start writing the log file of this process, if one is installed."""
+    for handler in _list_log_files():
+        handler.begin(store, run_id, attempt, process, background_writer)
 
 
-def _log_files() -> list[LogFile]:
+def _list_log_files() -> list[LogFile]:
     return [handler for handler in LOGGER.handlers if isinstance(handler, LogFile)]

@@ -1,7 +1,7 @@
-"""Whoever wants to hear of a run is told what happened to it: by a command, or by a POST to a URL. Main host only.
+"""Notifications about a run, by a command or by a POST to a URL. Process 0 only.
 
-Each call is made on a thread of its own and has a deadline; one that fails costs a warning. Nothing waits for it but
-the end of the process, for some seconds. A command that is still running then is left to itself.
+Each notification runs on a thread of its own with a deadline; a failure costs a warning. Only the end of the process
+waits for them, for some seconds; a command that is still running then is left running.
 """
 
 import contextlib
@@ -22,33 +22,47 @@ from runner.storage import JsonObject
 
 DEADLINE_SECONDS = 30.0
 HOUR_SECONDS = 3600.0
-# Of the events in the ledger, those that are told, and the word for them.
+# Events of the ledger that cause a notification, and their names in it.
 NOTIFIED_EVENTS = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
 
 
 class Notifier:
-    """The calls of one attempt. `run` is what every payload says: name, directory, attempt."""
+    """Notifications of one attempt."""
 
     def __init__(self, notify: NotifyConfig | None, run: JsonObject):
+        """Create the notifier.
+
+        Args:
+            notify: recipients of the spec; None for no notifications.
+            run: keys of every payload: name, directory and attempt of the run.
+        """
         self._notify, self._run = notify, run
-        self._calls: list[threading.Thread] = []
-        self._url = None if notify is None else _url(notify)
+        self._threads: list[threading.Thread] = []
+        url = None if notify is None else notify.webhook
+        if url is not None and url.startswith("$"):
+            name, url = url[1:], os.environ.get(url[1:])
+            if url is None:
+                warn(f"notify: there is no {name} in the environment; nothing will be posted")
+        if url is not None:
+            hide_secret(url)  # Whoever knows the URL can post there.
+        self._url = url
 
     def on_event(self, event: str, step: int | None, details: JsonObject) -> None:
-        """An event has gone into the ledger. What is to be tried again is no failure. Any thread."""
+        """Notify of an event of the ledger, unless the attempt will be retried. Any thread."""
         if event in NOTIFIED_EVENTS and details.get("code") != EXIT_RETRYABLE:
             self.notify(NOTIFIED_EVENTS[event], step, details.get("reason"))
 
     def report_frequent_preemption(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
-        """At the start of an attempt: tell if the attempt before was preempted, as the first too many in an hour.
+        """Notify if the previous attempt was preempted and thereby exceeded the limit of preemptions per hour.
 
-        The ledger may be long, and in a bucket: it is read on a thread, and only where somebody wants to hear of it.
+        Called at the start of an attempt. The ledger may be long and in a bucket, so it is read on a thread, and only
+        if there is a recipient.
         """
         if self._notify is not None:
-            self._begin(self._look_back, read_ledger)
+            self._start_thread(self._count_preemptions, read_ledger)
 
-    def _look_back(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
-        assert self._notify is not None, "nobody is called"
+    def _count_preemptions(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
+        assert self._notify is not None, "there is a recipient"
         limit, attempt = self._notify.preemptions_per_hour, self._run["attempt"]
         try:
             events = [event for event in read_ledger() if event.get("event") == "preempt"]
@@ -57,57 +71,52 @@ class Notifier:
             return
         times = sorted(event["time"] for event in events if isinstance(event.get("time"), float))
         if len(times) > limit and any(event.get("attempt") == attempt - 1 for event in events):
+            # Only the preemption that crosses the limit is reported, not those after it.
             now, before = (sum(end - HOUR_SECONDS < time <= end for time in times) for end in (times[-1], times[-2]))
             if now > limit >= before:
                 self.notify("preempted", None, f"{now} times within an hour")
 
     def notify(self, event: str, step: int | None, reason: str | None) -> None:
-        """Begin to call whoever the spec names."""
+        """Start a notification of each recipient, if there is one."""
         if self._notify is None:
             return
         payload = {**self._run, "event": event, "step": step, "reason": reason}
         payload |= {"host": socket.gethostname(), "time": time.time()}
-        self._begin(self._call, json.dumps(payload).encode())
+        self._start_thread(self._send, json.dumps(payload).encode())
 
-    def _begin(self, work: Callable[[Any], None], argument: Any) -> None:
-        call = threading.Thread(target=work, args=(argument,), name="notify", daemon=True)
-        self._calls.append(call)
-        call.start()
+    def _start_thread(self, function: Callable[[Any], None], argument: Any) -> None:
+        thread = threading.Thread(target=function, args=(argument,), name="notify", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def drain(self, seconds: float) -> None:
-        """Before the end of the process: give the calls some seconds. Never raises."""
+        """Give the notifications up to `seconds`, before the process ends. Never raises."""
         deadline_seconds = time.monotonic() + seconds
-        for call in self._calls:  # which may grow meanwhile
-            call.join(max(0.0, deadline_seconds - time.monotonic()))
+        for thread in self._threads:  # The list may grow meanwhile.
+            thread.join(max(0.0, deadline_seconds - time.monotonic()))
 
-    def _call(self, content: bytes) -> None:
-        assert self._notify is not None, "nobody is called"
+    def _send(self, content: bytes) -> None:
+        assert self._notify is not None, "there is a recipient"
         if self._notify.command is not None:
             try:
-                _run(self._notify.command, content)
+                _run_command(self._notify.command, content)
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 warn(f"notify: the command failed: {format_error(error)}")
         if self._url is not None:
             try:
-                _post(self._url, content)
-            except (OSError, ValueError) as error:  # what is wrong with a URL may quote it
+                request = urllib.request.Request(self._url, content, {"Content-Type": "application/json"})
+                with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS):
+                    pass
+            except (OSError, ValueError) as error:  # An error about the URL may quote it.
                 warn(f"notify: the webhook failed: {format_error(error).replace(self._url, '***')}")
 
 
-def _url(notify: NotifyConfig) -> str | None:
-    """The URL, which is a secret: who knows it can post there."""
-    url = notify.webhook
-    if url is not None and url.startswith("$"):
-        name, url = url[1:], os.environ.get(url[1:])
-        if url is None:
-            warn(f"notify: there is no {name} in the environment; nothing will be posted")
-    if url is not None:
-        hide_secret(url)
-    return url
+def _run_command(command: Sequence[str], content: bytes) -> None:
+    """Run a command with `content` on its standard input.
 
-
-def _run(command: Sequence[str], content: bytes) -> None:
-    """Raises `subprocess.SubprocessError` if it ends with another code than 0, or not in time; then it is killed."""
+    Raises:
+        subprocess.SubprocessError: it ended with another code than 0, or was killed at the deadline.
+    """
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -119,9 +128,3 @@ def _run(command: Sequence[str], content: bytes) -> None:
         raise
     if process.returncode != 0:
         raise subprocess.SubprocessError(f"it ended with {process.returncode}")
-
-
-def _post(url: str, content: bytes) -> None:
-    request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS):
-        return

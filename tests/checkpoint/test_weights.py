@@ -106,7 +106,7 @@ def test_the_weights_of_the_newest_or_of_any_step_are_those_that_were_saved(run:
 
 
 def test_looking_claims_and_changes_nothing(run: Attempt) -> None:
-    before, attempts = run.content(), Fence(run.store).newest()
+    before, attempts = run.content(), Fence(run.store).find_newest()
     if run.store.root is None:
         run.store._driver.verbs.clear()
     open_checkpoint(run.where)
@@ -114,7 +114,7 @@ def test_looking_claims_and_changes_nothing(run: Attempt) -> None:
     if run.store.root is None:
         assert run.store._driver.verbs <= {"get", "list"}
     assert run.content() == before
-    assert Fence(run.store).newest() == attempts
+    assert Fence(run.store).find_newest() == attempts
     run.fence.check()
 
 
@@ -184,7 +184,7 @@ def test_a_living_run_is_looked_at_and_not_fenced(tmp_path: Path) -> None:
     job = counter(tmp_path / "run", Watched, **{"checkpoint.keep_last": 1})
     job()
     assert job.looks == 3
-    assert job.attempt.fence.newest() == 1
+    assert job.attempt.fence.find_newest() == 1
 
 
 def test_types_of_64_bits_stay_what_they_are(tmp_path: Path) -> None:

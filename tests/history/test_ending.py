@@ -88,7 +88,7 @@ def test_a_run_that_beats_and_makes_no_step_has_stalled_since_its_last(tmp_path:
     path = directory / "attempts/1.clock"
     kept = clock_file.decode_clock_file(path.read_bytes())
     later = kept.reading._replace(time=kept.reading.time + 500.0)
-    head = path.read_bytes()[: clock_file.HEAD_BYTES]
+    head = path.read_bytes()[: clock_file.HEADER_BYTES]
     path.write_bytes(head + clock_file.encode_slot(99, later))
     found = look(directory, now=later.time + 1.0)
     assert (found.state, found.since) == (RunState.STALLED, kept.reading.since)

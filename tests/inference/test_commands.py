@@ -180,7 +180,7 @@ def test_looking_while_a_run_trains_changes_neither_its_files_nor_its_bits(run: 
     watched()
     assert "tiny: step 2" in seen[0]
     assert re.search(r"step 2: loss [\d.]+ nats a token", seen[0])
-    assert watched.attempt.fence.newest() == 1
+    assert watched.attempt.fence.find_newest() == 1
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     assert {(event["attempt"], event["process"]) for event in events} == {(1, 0)}
     assert [event["event"] for event in events].count("start") == 1

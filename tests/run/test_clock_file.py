@@ -9,7 +9,7 @@ import pytest
 from runner.distributed.clock import COUNTED_BUCKETS, Clock, ClockReading, TimeBucket
 from runner.run import clock_file
 from runner.run.clock_file import (
-    HEAD_BYTES,
+    HEADER_BYTES,
     NUM_SLOTS,
     decode_clock_file,
     encode_header,
@@ -31,9 +31,9 @@ def reading(step: int, code: int | None = None) -> ClockReading:
 
 def content_of(*readings: ClockReading) -> bytes:
     """A file in which these stand one after the other."""
-    content = bytearray(encode_header(Clock()).ljust(HEAD_BYTES + NUM_SLOTS * SLOT_BYTES, b"\0"))
+    content = bytearray(encode_header(Clock()).ljust(HEADER_BYTES + NUM_SLOTS * SLOT_BYTES, b"\0"))
     for number, each in enumerate(readings):
-        start = HEAD_BYTES + number % NUM_SLOTS * SLOT_BYTES
+        start = HEADER_BYTES + number % NUM_SLOTS * SLOT_BYTES
         content[start : start + SLOT_BYTES] = encode_slot(number, each)
     return bytes(content)
 
@@ -58,7 +58,7 @@ def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_
     readings = [reading(step) for step in range(6)]
     whole = content_of(*readings)
     found = set()
-    for place in range(HEAD_BYTES, len(whole)):
+    for place in range(HEADER_BYTES, len(whole)):
         flipped = bytearray(whole)
         flipped[place] ^= 0x41
         found.add(decode_clock_file(bytes(flipped)).reading)
@@ -67,7 +67,7 @@ def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_
         try:
             assert decode_clock_file(whole[:size]).reading in readings
         except ValueError:
-            assert size < HEAD_BYTES + SLOT_BYTES
+            assert size < HEADER_BYTES + SLOT_BYTES
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_
 )
 def test_a_head_that_is_none_is_refused(head):
     with pytest.raises(ValueError, match=r"."):
-        decode_clock_file(head.ljust(HEAD_BYTES) + content_of(reading(1))[HEAD_BYTES:])
+        decode_clock_file(head.ljust(HEADER_BYTES) + content_of(reading(1))[HEADER_BYTES:])
 
 
 def test_buckets_that_another_version_counts_are_told_by_name(monkeypatch):
@@ -91,7 +91,7 @@ def test_buckets_that_another_version_counts_are_told_by_name(monkeypatch):
 
 def test_on_a_disk_each_step_stands_there_at_once_and_the_process_is_known(tmp_path, monkeypatch):
     (tmp_path / "attempts").mkdir()
-    monkeypatch.setattr(clock_file, "_beat", lambda clock: None)
+    monkeypatch.setattr(clock_file, "_send_heartbeats", lambda clock: None)
     store, clock = LocalStore(tmp_path), Clock()
     start_clock_file(clock, store, 4, BackgroundWriter())
     for step in range(1, 20):
@@ -103,7 +103,7 @@ def test_on_a_disk_each_step_stands_there_at_once_and_the_process_is_known(tmp_p
     size = len(store.read(get_clock_file_name(4)))
     clock.end(76)
     assert decode_clock_file(store.read(get_clock_file_name(4))).reading.code == 76
-    assert size == HEAD_BYTES + NUM_SLOTS * SLOT_BYTES
+    assert size == HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
 
 
 @pytest.mark.parametrize("steps", range(1, 2 * NUM_SLOTS))

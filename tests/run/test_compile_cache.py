@@ -169,7 +169,7 @@ def test_a_damaged_entry_is_absent_and_is_replaced(damage, make_host, capsys) ->
     driver.put(NAME, damage(driver.objects[NAME][0]), None)
     second, third = make_host(memory_bucket(driver), process=1), make_host(memory_bucket(driver))
     assert second.cache.get(KEY) is None
-    assert f"0.{KEY} is damaged; the program is compiled anew" in capsys.readouterr().err
+    assert f"0.{KEY} is damaged; the program is compiled again" in capsys.readouterr().err
     second.cache.put(KEY, b"new program")
     second.publish()
     assert list(driver.objects) == [NAME]
@@ -269,7 +269,7 @@ def test_a_bucket_that_cannot_be_read_costs_one_line_and_a_compilation(verb, mak
 
     driver.before = refuse
     assert [second.cache.get(key) for key in (KEY, OTHER_KEY)] == [None, None]
-    assert warnings == ["compiled programs cannot be read and are compiled anew: down"]
+    assert warnings == ["compiled programs cannot be read and are compiled again: down"]
 
 
 def test_a_long_attempt_deletes_what_it_has_not_used_if_it_is_much(make_host, monkeypatch) -> None:
@@ -303,7 +303,8 @@ def test_where_the_environment_names_a_directory_nothing_is_shared(make_host, wa
     host.publish()
     assert not driver.objects
     (line,) = warnings
-    assert line.endswith("JAX_COMPILATION_CACHE_DIR is /elsewhere; programs are kept there, none is shared")
+    assert "JAX_COMPILATION_CACHE_DIR is /elsewhere" in line
+    assert "none is shared" in line
 
 
 # Real jobs. Every attempt has an empty cache of its own, as a fresh machine has.
@@ -380,7 +381,7 @@ def test_damaged_programs_are_compiled_anew_and_healed(tmp_path: Path) -> None:
     asked = [name for name in damages if name.removeprefix("0.") in missed(second)]
     assert has_all(asked, ["0.jit_advance", "0.jit__digest_shards"])
     for name in asked:
-        assert f"{name} is damaged; the program is compiled anew" in second.output
+        assert f"{name} is damaged; the program is compiled again" in second.output
         content = (first.directory / "compiled" / name).read_bytes()
         assert compile_cache._unseal(name.removeprefix("0."), content), f"{name} is not healed"
     assert first.outcome() == whole_counter(COUNTER).outcome()
@@ -393,7 +394,7 @@ def test_a_job_goes_on_where_no_program_can_be_read_or_published(tmp_path: Path)
     job.directory.mkdir()
     (job.directory / "compiled").write_text("in the way")
     attempt = job.finish()
-    for word in ("read and are compiled anew", "published, will be tried again"):
+    for word in ("read and are compiled again", "published, will be tried again"):
         assert attempt.output.count(f"compiled programs cannot be {word}") == 1, attempt.output
     assert job.outcome() == whole_counter(COUNTER).outcome()
 

@@ -18,9 +18,9 @@ def store(request, tmp_path):
 
 def test_attempts_count_from_one(store):
     fence = Fence(store)
-    assert fence.newest() == 0
+    assert fence.find_newest() == 0
     assert [Fence(store).claim() for _ in range(3)] == [1, 2, 3]
-    assert fence.newest() == 3
+    assert fence.find_newest() == 3
     assert fence.attempt is None
 
 
@@ -84,7 +84,7 @@ def test_racing_attempts_all_get_numbers_of_their_own(store):
 def test_what_is_no_number_is_no_attempt(store):
     Fence(store).claim()
     store.write("attempts/.2.abc.tmp", b"")
-    assert Fence(store).newest() == 1
+    assert Fence(store).find_newest() == 1
 
 
 def test_events_of_all_attempts_and_processes_stand_in_one_log(store):
