@@ -1,7 +1,4 @@
-"""One number of a plan with its unit and how it is known, and how a plan is shown: a table for people, or JSON.
-
-What a plan tells on standard error while it works, so that nobody looks at a silent terminal for minutes.
-"""
+"""Figures of a plan with their units and how each is known, formatted as a table or as JSON; progress messages."""
 
 import contextlib
 import threading
@@ -12,8 +9,8 @@ from typing import Any, Literal
 
 from runner.console import warn
 
-# counted: arithmetic on the spec, the shapes and the data. compiled: by the compiled program's own figures.
-# assumed: rests on a maker's peak figure, or on what the note says. measured: done here, and timed.
+# counted: arithmetic on the spec, the shapes and the data. compiled: reported by the compiled program. assumed: rests
+# on a manufacturer's peak figure, or on what the note says. measured: done on this machine, and timed.
 Basis = Literal["counted", "compiled", "assumed", "measured"]
 Unit = Literal["", "bytes", "seconds", "FLOP", "share", "text"]
 
@@ -31,25 +28,42 @@ _SCALES: dict[str, tuple[tuple[float, str], ...]] = {
     "seconds": ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")),
 }
 
+_PROGRESS_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class Figure:
-    """What is said of one thing. `note` tells how it comes about, or what is assumed."""
+    """Named value of a plan.
+
+    Attributes:
+        name: key in the JSON form, which scripts rely on.
+        value: number, or text for the unit `text`.
+        unit: unit of the value.
+        basis: how the value is known.
+        note: how the value comes about, or what it assumes.
+        label: name in the table, where it differs from the key.
+    """
 
     name: str
     value: float | int | str
     unit: Unit
     basis: Basis
     note: str = ""
+    label: str = ""
+
+    @property
+    def title(self) -> str:
+        """Name in the table."""
+        return self.label or self.name
 
     @property
     def text(self) -> str:
-        """The value for a person."""
+        """Value in a readable scale."""
         return self.value if isinstance(self.value, str) else format_amount(self.value, self.unit)
 
 
 def format_amount(value: float, unit: Unit) -> str:
-    """A number for a person, in the scale that suits it."""
+    """Return a number with its unit, in a readable scale."""
     if unit == "share":
         return f"{100 * value:.1f}%"
     for scale, name in _SCALES.get(unit, ()):
@@ -62,48 +76,42 @@ def format_amount(value: float, unit: Unit) -> str:
 
 @dataclass
 class Section:
-    """Figures that belong together."""
+    """Titled group of figures."""
 
     title: str
     figures: list[Figure] = field(default_factory=list)
 
-    def add(self, name: str, value: float | int | str, unit: Unit, basis: Basis, note: str = "") -> None:
-        """One figure more."""
-        self.figures.append(Figure(name, value, unit, basis, note))
+    def add(
+        self, name: str, value: float | int | str, unit: Unit, basis: Basis, note: str = "", *, label: str = ""
+    ) -> None:
+        """Append a figure."""
+        self.figures.append(Figure(name, value, unit, basis, note, label))
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a figure."""
+        """Return the value of a figure by its key."""
         return next(figure.value for figure in self.figures if figure.name == name)
 
 
 def format_sections(sections: Iterable[Section]) -> list[str]:
-    """A table for people: name, value, basis, note."""
+    """Return a table of all sections as lines: name, value, basis, note."""
     sections = [section for section in sections if section.figures]
-    names = max(len(figure.name) for section in sections for figure in section.figures)
+    name_width = max(len(figure.title) for section in sections for figure in section.figures)
     lines: list[str] = []
     for section in sections:
-        values = (
-            max(len(figure.text) for figure in section.figures if figure.unit != "text") if _numbers(section) else 0
-        )
+        # Numbers of a section are aligned to the right; texts stand apart from them.
+        value_width = max((len(figure.text) for figure in section.figures if figure.unit != "text"), default=0)
         lines += ["", section.title]
         for figure in section.figures:
+            note = f": {figure.note}" if figure.note else ""
             if figure.unit == "text":
-                lines.append(f"  {figure.name:{names}}  {figure.text}{_note(figure)}")
+                lines.append(f"  {figure.title:{name_width}}  {figure.text}{note}")
             else:
-                lines.append(f"  {figure.name:{names}}  {figure.text:>{values}}  {figure.basis}{_note(figure)}")
+                lines.append(f"  {figure.title:{name_width}}  {figure.text:>{value_width}}  {figure.basis}{note}")
     return [line.rstrip() for line in lines[1:]]
 
 
-def _numbers(section: Section) -> bool:
-    return any(figure.unit != "text" for figure in section.figures)
-
-
-def _note(figure: Figure) -> str:
-    return f": {figure.note}" if figure.note else ""
-
-
 def sections_to_json(sections: Iterable[Section]) -> dict[str, Any]:
-    """For scripts: section -> name -> value, unit, basis, note."""
+    """Return all sections as section -> name -> value, unit, basis and note."""
     return {
         section.title: {
             figure.name: {"value": figure.value, "unit": figure.unit, "basis": figure.basis, "note": figure.note}
@@ -113,20 +121,20 @@ def sections_to_json(sections: Iterable[Section]) -> dict[str, Any]:
     }
 
 
-_EVERY_SECONDS = 10.0
-
-
 @contextlib.contextmanager
-def report_progress(what: str) -> Iterator[None]:
-    """Say that `what` begins, and from time to time how long it has taken. A compiler lets other threads run."""
+def report_progress(activity: str) -> Iterator[None]:
+    """Print on standard error that an activity begins, and repeatedly how long it has taken.
+
+    The compiler releases the interpreter lock, so a thread can print meanwhile.
+    """
     began, is_over = time.monotonic(), threading.Event()
 
-    def tell() -> None:
-        while not is_over.wait(_EVERY_SECONDS):
-            warn(f"{what}: {time.monotonic() - began:.0f} s")
+    def print_elapsed() -> None:
+        while not is_over.wait(_PROGRESS_SECONDS):
+            warn(f"{activity}: {time.monotonic() - began:.0f} s")
 
-    warn(f"{what} ...")
-    thread = threading.Thread(target=tell, daemon=True)
+    warn(f"{activity} ...")
+    thread = threading.Thread(target=print_elapsed, daemon=True)
     thread.start()
     try:
         yield

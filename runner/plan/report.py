@@ -1,4 +1,4 @@
-"""The sections of a plan: what the job is, what it costs in memory, time and traffic, and what each number rests on."""
+"""Sections of a plan: the job, its cost in memory, time and traffic, and the basis of each number."""
 
 from typing import Any
 
@@ -6,9 +6,8 @@ import jax
 
 from runner.checkpoint.policy import compute_best_interval_seconds
 from runner.config import TrainerConfig
-from runner.parallel.mesh import count_batch_shards, format_batch_axes, format_mesh
-from runner.periodic import count_tokens
-from runner.plan import program as estimate
+from runner.parallel.mesh import batch_axes_text, mesh_text, num_batch_shards
+from runner.periodic import tokens_at
 from runner.plan.figures import Section, format_amount
 from runner.plan.machine import TargetMachine
 from runner.plan.program import (
@@ -17,6 +16,8 @@ from runner.plan.program import (
     CompiledProgram,
     Roofline,
     StepWork,
+    compute_hbm_traffic,
+    compute_roofline,
     count_bytes,
     count_bytes_per_device,
     count_elements,
@@ -28,7 +29,7 @@ from runner.train.state import TrainState
 
 
 def make_job_section(spec: ExecutionSpec, machine: TargetMachine) -> Section:
-    """What would run, and where."""
+    """Return the section of the job and the devices that it is planned for."""
     section = Section("job")
     kind, number, hosts = machine.devices[0].device_kind, len(machine.devices), machine.num_hosts
     name = spec.topology.accelerator if spec.topology is not None else "any"
@@ -40,23 +41,31 @@ def make_job_section(spec: ExecutionSpec, machine: TargetMachine) -> Section:
     return section
 
 
-def make_state_section(abstract: Any) -> Section:
-    """What the state weighs."""
+def make_state_section(abstract_state: Any) -> Section:
+    """Return the section of the state's size, in all and on one device."""
     section = Section("state")
-    parts = {"state": abstract}
-    if isinstance(abstract, TrainState):
-        section.add("parameters", count_elements(abstract.params), "", "counted")
-        parts = {"parameter": abstract.params, "optimizer": abstract.opt_state}
-        parts |= {"variable": abstract.variables} if abstract.variables else {}
-        parts |= {f"rider {name}": rider for name, rider in abstract.riders.items() if jax.tree.leaves(rider)}
-    for name, part in parts.items():
-        section.add(f"{name} bytes", count_bytes(part), "bytes", "counted")
-        section.add(f"{name} bytes on a device", count_bytes_per_device(part), "bytes", "counted")
+    # JSON key -> printed label and part of the state.
+    parts = {"state": ("state", abstract_state)}
+    if isinstance(abstract_state, TrainState):
+        section.add("parameters", count_elements(abstract_state.params), "", "counted")
+        parts = {
+            "parameter": ("parameter", abstract_state.params),
+            "optimizer": ("optimizer", abstract_state.opt_state),
+        }
+        if abstract_state.variables:
+            parts["variable"] = "variable", abstract_state.variables
+        for name, rider in abstract_state.riders.items():
+            if jax.tree.leaves(rider):
+                parts[f"rider {name}"] = f"auxiliary {name}", rider
+    for name, (label, part) in parts.items():
+        section.add(f"{name} bytes", count_bytes(part), "bytes", "counted", label=f"{label} bytes")
+        on_device = count_bytes_per_device(part)
+        section.add(f"{name} bytes on a device", on_device, "bytes", "counted", label=f"{label} bytes on a device")
     return section
 
 
 def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Section:
-    """How the global batch is split, and how far the run goes."""
+    """Return the section of the mesh, the split of the global batch, and the length of the run."""
     section, train, layout = Section("batch"), config.train, program.step.layout
     shards = count_batch_shards(layout.mesh)
     section.add("mesh", format_mesh(program.train_setup.mesh_sizes), "text", "counted")
@@ -70,57 +79,58 @@ def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Secti
 
 
 def make_memory_section(program: CompiledProgram, machine: TargetMachine) -> Section:
-    """What a step needs on each device, against what is there."""
+    """Return the section of a device's memory: the need of a step against the capacity."""
     section, memory = Section("memory of a device"), program.step.memory
-    section.add(
-        "arguments", memory.arguments, "bytes", "compiled", "state, batch, and the key if the model draws from it"
-    )
+    note = "state, batch, and the random key if the model uses one"
+    section.add("arguments", memory.arguments, "bytes", "compiled", note)
     section.add("temporaries", memory.temporaries, "bytes", "compiled")
-    section.add("outputs", memory.outputs, "bytes", "compiled", "those that do not replace arguments")
+    note = "outputs that do not reuse the memory of arguments"
+    section.add("outputs", memory.outputs, "bytes", "compiled", note)
     section.add("code", memory.code, "bytes", "compiled")
     section.add("needed", memory.needed, "bytes", "compiled", "arguments + temporaries + outputs")
-    section.add("there", machine.hbm_bytes, "bytes", "assumed", f"{MEMORY_SHARE:.0%} of it may be planned")
+    note = f"a step may use {MEMORY_SHARE:.0%} of it"
+    section.add("there", machine.hbm_bytes, "bytes", "assumed", note, label="capacity")
     section.add("headroom", machine.hbm_bytes - memory.needed, "bytes", "compiled")
     return section
 
 
 def make_flops_section(config: TrainerConfig, flops: Flops) -> Section:
-    """FLOPs of the model, by formula."""
+    """Return the section of the model's FLOPs, by formula."""
     section = Section("FLOPs")
     tokens = config.tokens_per_step
-    section.add("of the model per token", flops.per_token, "FLOP", "counted", flops.formula)
-    section.add("of the model per step", flops.per_token * tokens, "FLOP", "counted")
-    again = "by remat, and by attention in its backward pass"
-    section.add("computed again per step", flops.recomputed_per_token * tokens, "FLOP", "counted", again)
+    per_token, per_step = "model FLOPs per token", "model FLOPs per step"
+    section.add("of the model per token", flops.per_token, "FLOP", "counted", flops.formula, label=per_token)
+    section.add("of the model per step", flops.per_token * tokens, "FLOP", "counted", label=per_step)
+    recomputed = flops.recomputed_per_token * tokens
+    note = "by activation checkpointing, and by attention in its backward pass"
+    section.add("computed again per step", recomputed, "FLOP", "counted", note, label="recomputed FLOPs per step")
     return section
 
 
 def make_collectives_section(program: CompiledProgram) -> Section:
-    """What the devices send each other in a step, by kind and axis."""
+    """Return the section of a step's collectives by kind and mesh axes."""
     section = Section("collectives of a step")
-    rows: dict[tuple[str, str], list[float]] = {}
+    sums: dict[tuple[str, str], list[float]] = {}
     for collective in program.collectives:
-        row = rows.setdefault((collective.kind, " x ".join(collective.axes) or "none"), [0, 0])
-        row[0] += collective.count
-        row[1] += collective.count * collective.sent_bytes_per_device
-    for (kind, axes), (count, sent) in sorted(rows.items()):
-        section.add(
-            f"{kind} over {axes}", sent, "bytes", "compiled", f"sent by each device in {int(count)} collectives"
-        )
+        counted = sums.setdefault((collective.kind, " x ".join(collective.axes) or "none"), [0, 0])
+        counted[0] += collective.count
+        counted[1] += collective.count * collective.sent_bytes_per_device
+    for (kind, axes), (count, sent) in sorted(sums.items()):
+        note = f"sent by each device in {int(count)} collective{'s' * (count != 1)}"
+        section.add(f"{kind} over {axes}", sent, "bytes", "compiled", note)
     return section
 
 
 def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProgram) -> StepWork:
-    """What one device does in a step."""
+    """Return the work of one device in a step."""
     sizes, abstract = program.train_setup.mesh_sizes, program.train_setup.abstract_state
     executed = (flops.per_token + flops.recomputed_per_token) * config.tokens_per_step
-    whole = count_elements(abstract.params) / sizes["tensor"]
+    # Before a matmul the parameters are gathered over every axis but `tensor`.
+    gathered = count_elements(abstract.params) / sizes["tensor"]
     passes = 3 if config.memory.remat == "layers" else 2
     compute_bytes = 2 if config.precision.compute == "bfloat16" else 4
-    accumulate_steps = program.step.layout.micro_batches_per_device
-    traffic = estimate.compute_hbm_traffic(
-        count_bytes_per_device(abstract), whole * compute_bytes, passes, accumulate_steps
-    )
+    state_bytes = count_bytes_per_device(abstract)
+    traffic = compute_hbm_traffic(state_bytes, gathered * compute_bytes, passes, program.step.layout.rounds)
     num_devices = program.train_setup.mesh.size
     return StepWork(executed / num_devices, traffic, program.interconnect_bytes, program.network_bytes)
 
@@ -128,73 +138,68 @@ def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProg
 def make_roofline_section(
     config: TrainerConfig, flops: Flops, program: CompiledProgram, machine: TargetMachine
 ) -> tuple[Section, Roofline | None]:
-    """The least time of a step, and of the run."""
+    """Return the section of the lowest possible step and run time, and the roofline; None for an unknown chip."""
     section = Section("roofline of a step")
     speeds = None if machine.accelerator is None else machine.accelerator.chip.speeds
     if machine.accelerator is None or speeds is None:
-        section.add("times", "no peak figures are known for this device", "text", "assumed")
+        section.add("times", "unknown: this device has no peak figures in the catalogue", "text", "assumed")
         return section, None
     work = compute_step_work(config, flops, program)
-    times = estimate.compute_roofline(work, speeds, machine.accelerator.chip.devices_per_chip)
-    peak = f"{speeds.flops_per_second / 1e12:,.0f} TFLOP/s a chip"
-    section.add("compute", times.compute, "seconds", "assumed", f"{format_amount(work.flops, 'FLOP')} a device, {peak}")
-    hbm = f"{speeds.hbm_bytes_per_second / 1e9:,.0f} GB/s a chip"
+    times = compute_roofline(work, speeds, machine.accelerator.chip.devices_per_chip)
+    note = f"{format_amount(work.flops, 'FLOP')} per device, {speeds.flops_per_second / 1e12:,.0f} TFLOP/s per chip"
+    section.add("compute", times.compute, "seconds", "assumed", note)
     traffic = "state read and written once, parameters read in each pass of each micro-batch"
-    section.add(
-        "memory", times.memory, "seconds", "assumed", f"{format_amount(work.hbm_bytes, 'bytes')}: {traffic}; {hbm}"
-    )
-    link = f"{speeds.interconnect_bytes_per_second / 1e9:,.0f} GB/s out of a chip"
-    inside = f"{format_amount(work.interconnect_bytes, 'bytes')} sent by a device"
-    section.add("interconnect", times.interconnect, "seconds", "assumed", f"{inside}, {link}")
+    hbm = f"{speeds.hbm_bytes_per_second / 1e9:,.0f} GB/s per chip"
+    note = f"{format_amount(work.hbm_bytes, 'bytes')}: {traffic}; {hbm}"
+    section.add("memory", times.memory, "seconds", "assumed", note)
+    links = f"{speeds.interconnect_bytes_per_second / 1e9:,.0f} GB/s per chip"
+    note = f"{format_amount(work.interconnect_bytes, 'bytes')} sent per device, {links}"
+    section.add("interconnect", times.interconnect, "seconds", "assumed", note)
     if work.network_bytes:
-        across = f"{format_amount(work.network_bytes, 'bytes')} sent by a device between slices or nodes"
-        share = f"{speeds.network_bytes_per_second / 1e9:g} GB/s a chip"
-        section.add("network", times.network, "seconds", "assumed", f"{across}, {share}")
+        across = f"{format_amount(work.network_bytes, 'bytes')} sent per device between slices or nodes"
+        note = f"{across}, {speeds.network_bytes_per_second / 1e9:g} GB/s per chip"
+        section.add("network", times.network, "seconds", "assumed", note)
     step_seconds = times.step_seconds
-    section.add("lowest step time", step_seconds, "seconds", "assumed", f"bound by {times.bound}, if all overlap")
+    note = f"bound by {times.bound}, if everything overlaps"
+    section.add("lowest step time", step_seconds, "seconds", "assumed", note)
     tokens = config.tokens_per_step
     section.add("tokens/s", tokens / step_seconds, "", "assumed")
-    section.add("time to the end", step_seconds * config.total_steps, "seconds", "assumed", "without restarts")
+    run_seconds = step_seconds * config.total_steps
+    section.add("time to the end", run_seconds, "seconds", "assumed", "without restarts", label="time of the run")
     chips = program.train_setup.mesh.size / machine.accelerator.chip.devices_per_chip
     mfu = flops.per_token * tokens / (step_seconds * chips * speeds.flops_per_second)
-    section.add(
-        "MFU there", mfu, "share", "assumed", "FLOPs of the model over peak; what is computed again not counted"
-    )
+    note = "model FLOPs over peak FLOPs, without recomputation"
+    section.add("MFU there", mfu, "share", "assumed", note, label="MFU at that step time")
     return section, times
 
 
 def make_checkpoint_section(
-    spec: ExecutionSpec, abstract: Any, machine: TargetMachine, step_seconds: float | None
+    spec: ExecutionSpec, abstract_state: Any, machine: TargetMachine, step_seconds: float | None
 ) -> tuple[Section, float]:
-    """What a save weighs and takes, and when to save."""
+    """Return the section of a save's size and time and of the best interval, and the seconds until it is durable."""
     section = Section("checkpoint")
-    total = count_bytes(abstract)
-    on_a_host = total / machine.num_hosts
-    durable_seconds, stall_seconds = on_a_host / DURABLE_BYTES_PER_SECOND, on_a_host / STALL_BYTES_PER_SECOND
+    total = count_bytes(abstract_state)
+    per_host = total / machine.num_hosts
+    durable_seconds, stall_seconds = per_host / DURABLE_BYTES_PER_SECOND, per_host / STALL_BYTES_PER_SECOND
     hours = spec.checkpoint.mean_time_between_failures_hours
     best = compute_best_interval_seconds(stall_seconds, durable_seconds, hours)
     section.add("bytes", total, "bytes", "counted")
-    section.add("bytes of a host", int(on_a_host), "bytes", "counted", "each writes its share")
-    durable = f"at {DURABLE_BYTES_PER_SECOND / 1e9:g} GB/s a host"
-    section.add("time to durable", durable_seconds, "seconds", "assumed", durable)
-    section.add(
-        "stall",
-        stall_seconds,
-        "seconds",
-        "assumed",
-        f"at {STALL_BYTES_PER_SECOND / 1e9:g} GB/s out of a host's devices",
-    )
-    failures = f"Young and Daly, {hours:g} h between failures (checkpoint.mean_time_between_failures_hours)"
-    section.add("best interval", best, "seconds", "assumed", failures)
+    note = "each host writes its share"
+    section.add("bytes of a host", int(per_host), "bytes", "counted", note, label="bytes per host")
+    note = f"at {DURABLE_BYTES_PER_SECOND / 1e9:g} GB/s per host"
+    section.add("time to durable", durable_seconds, "seconds", "assumed", note, label="time until durable")
+    note = f"at {STALL_BYTES_PER_SECOND / 1e9:g} GB/s per host, out of its devices"
+    section.add("stall", stall_seconds, "seconds", "assumed", note)
+    note = f"Young and Daly, {hours:g} h between failures (checkpoint.mean_time_between_failures_hours)"
+    section.add("best interval", best, "seconds", "assumed", note)
     if step_seconds is not None:
-        section.add(
-            "best interval in steps", max(1, round(best / step_seconds)), "", "assumed", "at the lowest step time"
-        )
+        steps = max(1, round(best / step_seconds))
+        section.add("best interval in steps", steps, "", "assumed", "at the lowest step time")
     return section, durable_seconds
 
 
 def make_compilation_section(program: CompiledProgram) -> Section:
-    """What was compiled. Differs from one time to the next."""
+    """Return the section of the compilation, whose times differ from one run to the next."""
     section = Section("compilation")
     section.add("program", program.step.digest, "text", "compiled")
     if options := program.step.options:

@@ -218,7 +218,7 @@ def test_the_peak_of_a_step_is_what_was_planned() -> None:
 def test_what_takes_long_is_told_with_its_time_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(figures, "_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(figures, "_PROGRESS_SECONDS", 0.01)
     told = threading.Event()
     monkeypatch.setattr(figures, "warn", lambda line: (print(line), line.endswith(" s") and told.set()))
     with figures.report_progress("compiling x"):

@@ -1,240 +1,46 @@
-"""The matrix multiplications in an op: `dot`, `convolution`, and those within fusions and library calls.
+"""Cost of one run of an op: matmul FLOPs, HBM traffic, roofline time, and the compiler's own estimate.
 
-A TPU's compiler writes every matmul as a convolution. Batches, and the splitting or joining of sizes, stand there as
-windows: of the positions of such a window only those count that fall on a value, and not on padding or dilation.
+**Matmuls** are `dot`, `convolution`, library calls, and those within fusions. A TPU's compiler writes every matmul as a
+convolution. Batches, and the splitting or joining of sizes, appear there as windows: of the positions of such a window
+only those count that fall on a value, and not on padding or dilation.
 
-What a custom kernel costs: as it states it, or for attention kernels that state nothing, from their shapes.
+**Kernels** cost as much as they state. Attention kernels that state nothing are counted from their shapes. How well
+attention fills matrix units, which no kernel states, follows from the width of its heads. Attention kernels are assumed
+to be causal, as all those of this project are: the blocks of queries and keys above the diagonal are left out, and the
+block on the diagonal is computed whole.
 
-How attention fills matrix units, which no kernel states, is told from the width of its heads.
-
-Attention kernels are taken to be causal, as all those of this project are: of the blocks of queries and keys those
-above the diagonal are left out, and the one on it is computed whole.
-
-The bytes that an op moves in a device's main memory: each operand read once, each result written once.
-
-What is cut out of a larger array counts by the cut, what is put into one in place by what is put in; inside a fusion
-too. What a fusion hands on counts nothing, and neither does a collective that goes on beside it: its links count. What
-lies in the chip's fast memory counts nothing, since a copy that is counted by itself brought it there.
-
-The time of one run of an op: at its roofline, and by the compiler's estimate.
+**HBM traffic** is each operand read once and each result written once. A slice of a larger array counts by the size of
+the slice, and an update in place by the size of the update, inside a fusion too. The intermediate values of a fusion do
+not count, and neither does a collective that runs beside it, which counts on its links. Arrays in the chip's fast
+memory do not count, since the copy that brought them there counts by itself.
 """
 
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from runner.plan.forecast.collectives import Collective
 from runner.plan.forecast.hlo import COLLECTIVE_KINDS
-from runner.plan.forecast.module import ArrayShape, HloModule, Op, parse_arrays
+from runner.plan.forecast.module import HloModule, Op, parse_arrays
 
-_DIMS = re.compile(r"\b(lhs|rhs)_(contracting|batch)_dims=\{([\d,]*)\}")
+_DOT_DIMS = re.compile(r"\b(lhs|rhs)_(contracting|batch)_dims=\{([\d,]*)\}")
 _LIBRARY_DIMS = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([\d",]*)\]')
+_LIBRARY_MATMUL = re.compile(r'custom_call_target="(?:__cublas\$|__onednn\$matmul|\w*gemm)')
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-_GROUPS = re.compile(r"(feature|batch)_group_count=(\d+)")
-_LIBRARY_MATMUL = re.compile(r'custom_call_target="(?:__cublas\$|__onednn\$matmul|\w*gemm)')
+_GROUP_COUNT = re.compile(r"(feature|batch)_group_count=(\d+)")
 
-
-@dataclass(frozen=True)
-class Matmul:
-    """`batch` products of (m, k) by (k, n)."""
-
-    batch: int
-    m: int
-    n: int
-    k: int
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions."""
-        return 2 * self.batch * self.m * self.n * self.k
-
-    def filled_flops(self, width: int) -> int:
-        """What it costs on matrix units of this width, which a smaller size leaves partly empty.
-
-        One operand is held in the unit, width x width at a time, and the other streams past it; loading takes as long
-        as `width` rows of the other do. Width 1: nothing is lost.
-        """
-        if width == 1:
-            return self.flops
-        m, n = (max(_up(size, min(8, width)), width) for size in (self.m, self.n))
-        held = min(_up(self.n, width) * m, _up(self.m, width) * n)
-        return 2 * self.batch * _up(self.k, width) * held
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def find_matmuls(module: HloModule, op: Op) -> list[Matmul]:
-    """Those of an op, and of all that it calls in one run; a loop's are not its own."""
-    if op.opcode == "dot":
-        return [_dot(module, op, _DIMS)]
-    if op.opcode == "convolution":
-        return [_convolution(module, op)]
-    if op.opcode == "custom-call" and _LIBRARY_MATMUL.search(op.rest):
-        return [_dot(module, op, _LIBRARY_DIMS)]
-    if op.opcode in ("fusion", "call", "async-start") and (inner := module.fused(op)):
-        return [one for part in module.computations.get(inner, {}).values() for one in find_matmuls(module, part)]
-    return []
-
-
-def _dims(module: HloModule, op: Op, index: int) -> tuple[int, ...]:
-    operand = module.operand(op, index)
-    arrays = parse_arrays(operand.shape) if operand else ()
-    return arrays[0].dims if arrays else ()
-
-
-def _dot(module: HloModule, op: Op, form: re.Pattern[str]) -> Matmul:
-    lhs, rhs = _dims(module, op, 0), _dims(module, op, 1)
-    named = {(match[1], match[2]): [int(n) for n in re.findall(r"\d+", match[3])] for match in form.finditer(op.rest)}
-    k = math.prod(lhs[dim] for dim in named.get(("lhs", "contracting"), ()) if dim < len(lhs))
-    batch = math.prod(lhs[dim] for dim in named.get(("lhs", "batch"), ()) if dim < len(lhs))
-    whole = max(k * batch, 1)
-    return Matmul(batch, math.prod(lhs) // whole, math.prod(rhs) // whole, k)
-
-
-def _convolution(module: HloModule, op: Op) -> Matmul:
-    lhs, rhs, out = _dims(module, op, 0), _dims(module, op, 1), parse_arrays(op.shape)[0].dims
-    labels = _LABELS.search(op.rest)
-    if labels is None or not lhs or not rhs:
-        return Matmul(1, math.prod(out), 1, 1)
-    groups = {match[1]: int(match[2]) for match in _GROUPS.finditer(op.rest)}
-    by_feature, by_batch = groups.get("feature", 1), groups.get("batch", 1)
-    batch = by_feature * by_batch
-    m = out[labels[3].index("b")] // (1 if by_feature > 1 else by_batch)
-    n = out[labels[3].index("f")] // batch
-    k = rhs[labels[2].index("i")]
-    if by_batch > 1:
-        m = lhs[labels[1].index("b")] // by_batch
-    window = _WINDOW.search(op.rest)
-    axes = _window(window[1]) if window else {}
-    for number, letter in enumerate(sorted(set(labels[3]) - {"b", "f"})):
-        taken, size = lhs[labels[1].index(letter)], rhs[labels[2].index(letter)]
-        made = out[labels[3].index(letter)]
-        valid = _valid(taken, size, made, {key: values[number] for key, values in axes.items()})
-        if valid == made == size == taken:
-            batch *= made
-        elif valid == made == size and taken == 1:
-            n *= made  # each result takes another part of what streams past one value: a size of the second operand
-        else:
-            m, k = m * made, k * -(-valid // max(made, 1))
-    return Matmul(batch, m, n, k)
-
-
-def _window(text: str) -> dict[str, list[tuple[int, int]]]:
-    """`size=8x4 pad=0_0x3_3` -> name -> per axis (before, after), or the number twice."""
-    found = {}
-    for key, values in re.findall(r"(\w+)=([\d_x\-]+)", text):
-        pairs = [[int(number) for number in value.split("_")] for value in values.split("x")]
-        found[key] = [(pair[0], pair[-1]) for pair in pairs]
-    return found
-
-
-def _valid(taken: int, size: int, made: int, axis: dict[str, tuple[int, int]]) -> int:
-    """Positions of a window, over all results of an axis, that fall on a value."""
-    stride, before = axis.get("stride", (1, 1))[0], axis.get("pad", (0, 0))[0]
-    spread, dilation = axis.get("lhs_dilate", (1, 1))[0], axis.get("rhs_dilate", (1, 1))[0]
-    last = (taken - 1) * spread
-    if stride == spread == dilation == 1:
-        firsts = (max(0, before - step) for step in range(made))
-        return sum(max(0, min(size, last + 1 + before - step) - first) for step, first in enumerate(firsts))
-    total = 0
-    for step in range(made):
-        start = step * stride - before
-        total += sum(
-            1 for place in range(start, start + size * dilation, dilation) if 0 <= place <= last and place % spread == 0
-        )
-    return total
-
-
-_COST = re.compile(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)"?(?:[^}]*?"bytes_accessed":"?(\d+)"?)?')
+_KERNEL_TARGETS = ("tpu_custom_call", "triton_kernel_call", "__gpu$xla.gpu.triton", "__cudnn$", "mosaic_gpu")
+_STATED_COST = re.compile(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)"?(?:[^}]*?"bytes_accessed":"?(\d+)"?)?')
 _BLOCK = re.compile(r'\\?"(block_\w+)\\?": (\d+)')
 _ATTENTION = re.compile(r"splash|flash|attention|fmha", re.IGNORECASE)
 # Products of (queries, head) by (head, keys), or of that size, in the kernels of one attention.
-_FORWARD, _OF_QUERIES, _OF_KEYS, _FUSED_BACKWARD = 2, 3, 4, 5
+_FORWARD_PRODUCTS, _DQ_PRODUCTS, _DKV_PRODUCTS, _FUSED_BACKWARD_PRODUCTS = 2, 3, 4, 5
 
-
-@dataclass(frozen=True)
-class KernelCost:
-    """FLOPs of a kernel, and as they fill matrix units; `count_moved_bytes` is None where its arrays tell."""
-
-    flops: int
-    filled_flops: int
-    moved_bytes: int | None = None
-
-
-def is_kernel(op: Op) -> bool:
-    """Whether an op runs code that the compiler has not made."""
-    targets = ("tpu_custom_call", "triton_kernel_call", "__gpu$xla.gpu.triton", "__cudnn$", "mosaic_gpu")
-    return op.opcode == "custom-call" and any(f'custom_call_target="{target}' in op.rest for target in targets)
-
-
-def is_attention_kernel(op: Op) -> bool:
-    """Whether a kernel's name says that it is attention's."""
-    name = re.search(r'op_name="([^"]*)"', op.rest)
-    return is_kernel(op) and bool(_ATTENTION.search(f"{op.name} {name[1] if name else ''} {op.rest[:300]}"))
-
-
-def compute_kernel_cost(module: HloModule, op: Op, width: int) -> KernelCost | None:
-    """What one run of a kernel costs, None if nothing is known of it."""
-    by_shapes = _attention(module, op, width) if is_attention_kernel(op) else None
-    if stated := _COST.search(op.rest):
-        flops = int(stated[1])
-        filled = flops if by_shapes is None else flops * by_shapes.filled_flops // by_shapes.flops
-        return KernelCost(flops, filled, int(stated[2]) if stated[2] else None)
-    return by_shapes
-
-
-def _attention(module: HloModule, op: Op, width: int) -> KernelCost | None:
-    arrays = [array for operand in module.operands(op) if operand for array in parse_arrays(operand.shape)]
-    inputs = [array for array in arrays if len(array.dims) >= 3 and array.dtype in ("bf16", "f16", "f32")]
-    if len(inputs) < 2:
-        return None
-    query, key = inputs[0], inputs[1]
-    length, head, keys = query.dims[-2], query.dims[-1], key.dims[-2]
-    blocks = {match[1]: int(match[2]) for match in _BLOCK.finditer(op.rest)}
-    products, phase = _products(op)
-    share = compute_causal_share(length, keys, *_sizes(blocks, phase, length, keys), _blocks_in_a_row(arrays))
-    rows = math.prod(query.dims[:-2])
-    scores, values = Matmul(rows, length, keys, head), Matmul(rows, length, head, keys)
-    # Half of the products, or one more, make scores, whose inner size is the head; the others have it outside.
-    outer = products - products // 2
-    filled = outer * scores.filled_flops(width) + (products - outer) * values.filled_flops(width)
-    return KernelCost(int(share * products * scores.flops), int(share * filled))
-
-
-def _products(op: Op) -> tuple[int, str]:
-    """How many products a kernel computes, and the name of its phase, which its block sizes have."""
-    if "dkv" in op.name:
-        # Of keys and values it makes the gradients, and an array for the sum of each; a fused one that of queries too.
-        return (_FUSED_BACKWARD if len(parse_arrays(op.shape)) > 4 else _OF_KEYS), "_dkv"
-    return (_OF_QUERIES, "_dq") if "dq" in op.name else (_FORWARD, "")
-
-
-def _sizes(blocks: dict[str, int], phase: str, length: int, keys: int) -> tuple[int, int]:
-    return blocks.get(f"block_q{phase}", length), blocks.get(f"block_kv{phase}", keys)
-
-
-def _blocks_in_a_row(arrays: list[ArrayShape]) -> int | None:
-    """Blocks of keys that a window leaves to a row of queries, from the table of blocks that a kernel is given."""
-    tables = [array.dims[-1] for array in arrays if array.dtype in ("s8", "s32") and len(array.dims) == 3]
-    return tables[0] if tables else None
-
-
-def compute_causal_share(
-    length: int, keys: int, block_q: int, block_kv: int, blocks_in_a_row: int | None = None
-) -> float:
-    """The part of all blocks that causal attention computes."""
-    rows, columns = -(-length // block_q), -(-keys // block_kv)
-    most = min(columns, blocks_in_a_row or columns)
-    computed = sum(min(most, -(-min((row + 1) * block_q, keys) // block_kv)) for row in range(rows))
-    return computed / (rows * columns)
-
-
-# They compute nothing: names for what is there, and what `schedule` treats by itself.
-FREE = {
+# Opcodes that compute nothing: they name existing values, or `schedule` treats them by itself.
+FREE_OPCODES = {
     "parameter",
     "constant",
     "tuple",
@@ -248,100 +54,284 @@ FREE = {
     "replica-id",
     "domain",
 }
-NO_WORK = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"}
-_CUTS = {"dynamic-slice", "slice", "gather"}
-_SAME = {"bitcast", "reshape", "get-tuple-element"}
-
-
-def count_moved_bytes(module: HloModule, op: Op) -> int:
-    """Bytes read from and written to main memory by one run of an op."""
-    results = parse_arrays(op.shape)
-    written = sum(_in_main(size, array) for size, array in zip(_written(module, op), results, strict=True))
-    read: dict[str, int] = {}
-    for index, name in enumerate(op.operands):
-        operand = module.operand(op, index)
-        if operand is not None:
-            arrays = parse_arrays(operand.shape)
-            size = _read(module, op, index, sum(array.bytes for array in arrays))
-            read[name] = max(read.get(name, 0), min(size, sum(array.main_bytes for array in arrays)))
-    return sum(read.values()) + written
-
-
-def _in_main(size: int, array: ArrayShape) -> int:
-    return min(size, array.bytes) if array.main_bytes else 0
-
-
-def _read(module: HloModule, op: Op, index: int, whole: int) -> int:
-    """Bytes that an op reads of its operand of `whole` bytes."""
-    if op.opcode in _CUTS and index == 0:
-        return sum(array.bytes for array in parse_arrays(op.shape))
-    if op.opcode in ("dynamic-update-slice", "scatter") and index == 0:
-        return 0
-    inner = module.fused(op) if op.opcode in ("fusion", "call") else ""
-    if not inner:
-        return whole
-    number = f"({index})"
-    parameter = next(
-        (part for part in module.computations[inner].values() if part.opcode == "parameter" and _is(part, number)), None
-    )
-    return whole if parameter is None else min(whole, _read_inside(module, parameter, whole))
-
-
-def _is(parameter: Op, number: str) -> bool:
-    return parameter.rest.startswith(number)
-
-
-def _read_inside(module: HloModule, value: Op, whole: int) -> int:
-    """Bytes that the ops of a fused computation read of a value from outside."""
-    total = 0
-    for user in module.computations[value.computation].values():
-        for index, name in enumerate(user.operands):
-            if name == value.name and user.opcode != "tuple" and not user.opcode.startswith(COLLECTIVE_KINDS):
-                is_same = user.opcode in _SAME
-                total += _read_inside(module, user, whole) if is_same else _read(module, user, index, whole)
-    return total
-
-
-def _written(module: HloModule, op: Op) -> list[int]:
-    """Bytes that an op writes of each of its results."""
-    sizes = [array.bytes for array in parse_arrays(op.shape)]
-    if op.opcode in ("dynamic-update-slice", "scatter"):
-        update = module.operand(op, 1 if op.opcode == "dynamic-update-slice" else 2)
-        return [sum(array.bytes for array in parse_arrays(update.shape))] if update and len(sizes) == 1 else sizes
-    inner = module.fused(op) if op.opcode in ("fusion", "call") else ""
-    if not inner:
-        return sizes
-    found = _made_inside(module, module.root(inner))
-    return found if len(found) == len(sizes) else sizes
-
-
-def _made_inside(module: HloModule, value: Op) -> list[int]:
-    """Bytes written for a value that a fused computation returns."""
-    if value.opcode == "tuple":
-        parts = [part for part in module.operands(value) if part is not None]
-        return [size for part in parts for size in _made_inside(module, part)]
-    if value.opcode in ("bitcast", "reshape") and (source := module.operand(value, 0)) is not None:
-        found = _made_inside(module, source)
-        return found if len(found) == 1 else [sum(array.bytes for array in parse_arrays(value.shape))]
-    if value.opcode == "parameter" or value.opcode.startswith(COLLECTIVE_KINDS):
-        return [0] * len(parse_arrays(value.shape))
-    return _written(module, value)
-
+_FREE_TARGETS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"}
+_SLICING_OPCODES = {"dynamic-slice", "slice", "gather"}
+_UPDATING_OPCODES = {"dynamic-update-slice", "scatter"}
+_ALIAS_OPCODES = {"bitcast", "reshape", "get-tuple-element"}
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 @dataclass(frozen=True)
+class Matmul:
+    """`batch` products of (m, k) by (k, n)."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """Number of multiplications and additions."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    def count_padded_flops(self, width: int) -> int:
+        """Return the FLOPs that matrix units spend, which a small size leaves partly empty.
+
+        One operand is held in the unit, width x width at a time, and the other streams past it. Loading takes as long
+        as `width` rows of the other operand.
+
+        Args:
+            width: width of a matrix unit; 1 for no padding.
+        """
+        if width == 1:
+            return self.flops
+        m, n = (max(_round_up(size, min(8, width)), width) for size in (self.m, self.n))
+        # Hold the operand that costs less to hold.
+        held = min(_round_up(self.n, width) * m, _round_up(self.m, width) * n)
+        return 2 * self.batch * _round_up(self.k, width) * held
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def find_matmuls(module: HloModule, op: Op) -> list[Matmul]:
+    """Return the matmuls of an op and of all that it calls in one run. A loop has none of its own."""
+    if op.opcode == "dot":
+        return [_parse_dot(module, op, _DOT_DIMS)]
+    if op.opcode == "convolution":
+        return [_parse_convolution(module, op)]
+    if op.opcode == "custom-call" and _LIBRARY_MATMUL.search(op.rest):
+        return [_parse_dot(module, op, _LIBRARY_DIMS)]
+    if op.opcode in ("fusion", "call", "async-start") and (inner := module.get_inner_computation(op)):
+        return [one for part in module.computations.get(inner, {}).values() for one in find_matmuls(module, part)]
+    return []
+
+
+def _get_operand_dims(module: HloModule, op: Op, index: int) -> tuple[int, ...]:
+    operand = module.get_operand(op, index)
+    arrays = parse_arrays(operand.shape) if operand else ()
+    return arrays[0].dims if arrays else ()
+
+
+def _parse_dot(module: HloModule, op: Op, pattern: re.Pattern[str]) -> Matmul:
+    lhs, rhs = _get_operand_dims(module, op, 0), _get_operand_dims(module, op, 1)
+    axes = {(match[1], match[2]): [int(n) for n in re.findall(r"\d+", match[3])] for match in pattern.finditer(op.rest)}
+    k = math.prod(lhs[axis] for axis in axes.get(("lhs", "contracting"), ()) if axis < len(lhs))
+    batch = math.prod(lhs[axis] for axis in axes.get(("lhs", "batch"), ()) if axis < len(lhs))
+    shared = max(k * batch, 1)
+    return Matmul(batch, math.prod(lhs) // shared, math.prod(rhs) // shared, k)
+
+
+def _parse_convolution(module: HloModule, op: Op) -> Matmul:
+    lhs, rhs = _get_operand_dims(module, op, 0), _get_operand_dims(module, op, 1)
+    out = parse_arrays(op.shape)[0].dims
+    labels = _LABELS.search(op.rest)
+    if labels is None or not lhs or not rhs:
+        return Matmul(1, math.prod(out), 1, 1)
+    groups = {match[1]: int(match[2]) for match in _GROUP_COUNT.finditer(op.rest)}
+    feature_groups, batch_groups = groups.get("feature", 1), groups.get("batch", 1)
+    batch = feature_groups * batch_groups
+    m = out[labels[3].index("b")] // (1 if feature_groups > 1 else batch_groups)
+    n = out[labels[3].index("f")] // batch
+    k = rhs[labels[2].index("i")]
+    if batch_groups > 1:
+        m = lhs[labels[1].index("b")] // batch_groups
+    # `size=8x4 pad=0_0x3_3`: name -> per axis (before, after), or the number twice.
+    window: dict[str, list[tuple[int, int]]] = {}
+    if stated := _WINDOW.search(op.rest):
+        for key, values in re.findall(r"(\w+)=([\d_x\-]+)", stated[1]):
+            pairs = [[int(number) for number in value.split("_")] for value in values.split("x")]
+            window[key] = [(pair[0], pair[-1]) for pair in pairs]
+    for number, letter in enumerate(sorted(set(labels[3]) - {"b", "f"})):
+        taken, size = lhs[labels[1].index(letter)], rhs[labels[2].index(letter)]
+        made = out[labels[3].index(letter)]
+        valid = _count_valid_positions(taken, size, made, {key: values[number] for key, values in window.items()})
+        if valid == made == size == taken:
+            batch *= made
+        elif valid == made == size and taken == 1:
+            # Each result takes another part of what streams past one value: a size of the second operand.
+            n *= made
+        else:
+            m, k = m * made, k * -(-valid // max(made, 1))
+    return Matmul(batch, m, n, k)
+
+
+def _count_valid_positions(taken: int, size: int, made: int, axis: dict[str, tuple[int, int]]) -> int:
+    """Return the number of window positions, over all results along an axis, that fall on a value.
+
+    Args:
+        taken: input size.
+        size: window size.
+        made: output size.
+        axis: attributes of the window along this axis, each as (before, after).
+    """
+    stride, before = axis.get("stride", (1, 1))[0], axis.get("pad", (0, 0))[0]
+    spread, dilation = axis.get("lhs_dilate", (1, 1))[0], axis.get("rhs_dilate", (1, 1))[0]
+    last = (taken - 1) * spread
+    if stride == spread == dilation == 1:
+        # Each result's window is an interval, so its positions need not be visited one by one.
+        firsts = (max(0, before - step) for step in range(made))
+        return sum(max(0, min(size, last + 1 + before - step) - first) for step, first in enumerate(firsts))
+    total = 0
+    for step in range(made):
+        start = step * stride - before
+        positions = range(start, start + size * dilation, dilation)
+        total += sum(1 for position in positions if 0 <= position <= last and position % spread == 0)
+    return total
+
+
+def is_kernel(op: Op) -> bool:
+    """Return True if an op runs code that the compiler has not generated."""
+    return op.opcode == "custom-call" and any(f'custom_call_target="{target}' in op.rest for target in _KERNEL_TARGETS)
+
+
+def is_attention_kernel(op: Op) -> bool:
+    """Return True if the name of a kernel says that it computes attention."""
+    name = re.search(r'op_name="([^"]*)"', op.rest)
+    return is_kernel(op) and bool(_ATTENTION.search(f"{op.name} {name[1] if name else ''} {op.rest[:300]}"))
+
+
+class _AttentionFlops(NamedTuple):
+    flops: int
+    padded_flops: int
+
+
+def _count_attention_flops(module: HloModule, op: Op, width: int) -> _AttentionFlops | None:
+    """Return the FLOPs of an attention kernel by its shapes and blocks, None if its arrays are not understood."""
+    arrays = [array for operand in module.get_operands(op) if operand for array in parse_arrays(operand.shape)]
+    inputs = [array for array in arrays if len(array.dims) >= 3 and array.dtype in ("bf16", "f16", "f32")]
+    if len(inputs) < 2:
+        return None
+    query, key = inputs[0], inputs[1]
+    length, head, keys = query.dims[-2], query.dims[-1], key.dims[-2]
+    # The phase is the suffix of the kernel's block sizes.
+    if "dkv" in op.name:
+        # The kernel returns the gradients of keys and values, with an array for the sum of each. A fused backward
+        # kernel returns the gradient of the queries too.
+        products, phase = (_FUSED_BACKWARD_PRODUCTS if len(parse_arrays(op.shape)) > 4 else _DKV_PRODUCTS), "_dkv"
+    elif "dq" in op.name:
+        products, phase = _DQ_PRODUCTS, "_dq"
+    else:
+        products, phase = _FORWARD_PRODUCTS, ""
+    blocks = {match[1]: int(match[2]) for match in _BLOCK.finditer(op.rest)}
+    block_q, block_kv = blocks.get(f"block_q{phase}", length), blocks.get(f"block_kv{phase}", keys)
+    # A kernel with a window is given a table of the blocks of keys that each row of queries keeps.
+    tables = [array.dims[-1] for array in arrays if array.dtype in ("s8", "s32") and len(array.dims) == 3]
+    share = compute_causal_share(length, keys, block_q, block_kv, tables[0] if tables else None)
+    batch = math.prod(query.dims[:-2])
+    scores, values = Matmul(batch, length, keys, head), Matmul(batch, length, head, keys)
+    # Half of the products, or one more, make scores, whose inner size is the head; the others have it outside.
+    outer = products - products // 2
+    padded = outer * scores.count_padded_flops(width) + (products - outer) * values.count_padded_flops(width)
+    return _AttentionFlops(int(share * products * scores.flops), int(share * padded))
+
+
+def compute_causal_share(
+    length: int, keys: int, block_q: int, block_kv: int, blocks_in_a_row: int | None = None
+) -> float:
+    """Return the share of all blocks that causal attention computes.
+
+    Args:
+        length: number of queries.
+        keys: number of keys.
+        block_q: queries of a block.
+        block_kv: keys of a block.
+        blocks_in_a_row: blocks of keys that an attention window leaves to a row of queries, None for no window.
+    """
+    rows, columns = -(-length // block_q), -(-keys // block_kv)
+    most = min(columns, blocks_in_a_row or columns)
+    computed = sum(min(most, -(-min((row + 1) * block_q, keys) // block_kv)) for row in range(rows))
+    return computed / (rows * columns)
+
+
+def count_moved_bytes(module: HloModule, op: Op) -> int:
+    """Return the bytes that one run of an op reads from and writes to HBM."""
+    results = parse_arrays(op.shape)
+    written = sum(
+        min(size, array.bytes)
+        for size, array in zip(_count_written_bytes(module, op), results, strict=True)
+        if array.traffic_bytes
+    )
+    # An operand that is passed twice is read once.
+    read: dict[str, int] = {}
+    for index, name in enumerate(op.operands):
+        operand = module.get_operand(op, index)
+        if operand is not None:
+            arrays = parse_arrays(operand.shape)
+            size = _count_read_bytes(module, op, index, sum(array.bytes for array in arrays))
+            read[name] = max(read.get(name, 0), min(size, sum(array.traffic_bytes for array in arrays)))
+    return sum(read.values()) + written
+
+
+def _count_read_bytes(module: HloModule, op: Op, index: int, whole: int) -> int:
+    """Return the bytes that an op reads of an operand that has `whole` bytes."""
+    if op.opcode in _SLICING_OPCODES and index == 0:
+        return sum(array.bytes for array in parse_arrays(op.shape))
+    if op.opcode in _UPDATING_OPCODES and index == 0:
+        return 0
+    inner = module.get_inner_computation(op) if op.opcode in ("fusion", "call") else ""
+    if not inner:
+        return whole
+    parts = module.computations[inner].values()
+    parameter = next(
+        (part for part in parts if part.opcode == "parameter" and part.rest.startswith(f"({index})")), None
+    )
+    return whole if parameter is None else min(whole, _count_bytes_read_inside(module, parameter, whole))
+
+
+def _count_bytes_read_inside(module: HloModule, value: Op, whole: int) -> int:
+    """Return the bytes that the ops of a fused computation read of a value from outside."""
+    total = 0
+    for user in module.computations[value.computation].values():
+        for index, name in enumerate(user.operands):
+            if name == value.name and user.opcode != "tuple" and not user.opcode.startswith(COLLECTIVE_KINDS):
+                if user.opcode in _ALIAS_OPCODES:
+                    total += _count_bytes_read_inside(module, user, whole)
+                else:
+                    total += _count_read_bytes(module, user, index, whole)
+    return total
+
+
+def _count_written_bytes(module: HloModule, op: Op) -> list[int]:
+    """Return the bytes that an op writes of each of its results."""
+    sizes = [array.bytes for array in parse_arrays(op.shape)]
+    if op.opcode in _UPDATING_OPCODES:
+        update = module.get_operand(op, 1 if op.opcode == "dynamic-update-slice" else 2)
+        return [sum(array.bytes for array in parse_arrays(update.shape))] if update and len(sizes) == 1 else sizes
+    inner = module.get_inner_computation(op) if op.opcode in ("fusion", "call") else ""
+    if not inner:
+        return sizes
+    written = _count_bytes_written_inside(module, module.get_root(inner))
+    return written if len(written) == len(sizes) else sizes
+
+
+def _count_bytes_written_inside(module: HloModule, value: Op) -> list[int]:
+    """Return the bytes written for each array of a value that a fused computation returns."""
+    if value.opcode == "tuple":
+        parts = [part for part in module.get_operands(value) if part is not None]
+        return [size for part in parts for size in _count_bytes_written_inside(module, part)]
+    if value.opcode in ("bitcast", "reshape") and (source := module.get_operand(value, 0)) is not None:
+        written = _count_bytes_written_inside(module, source)
+        return written if len(written) == 1 else [sum(array.bytes for array in parse_arrays(value.shape))]
+    if value.opcode == "parameter" or value.opcode.startswith(COLLECTIVE_KINDS):
+        return [0] * len(parse_arrays(value.shape))
+    return _count_written_bytes(module, value)
+
+
+@dataclass(frozen=True)
 class DeviceRates:
-    """What one device can do.
+    """Speeds of one device.
 
     Attributes:
-        flops_per_second: of its matrix units, together.
-        hbm_bytes_per_second: of its main memory.
-        collective_seconds: the time of one run of a collective on its links.
-        clock_hertz: what turns cycles into seconds; None where it is not known.
-        matrix_unit_width: sizes of matmuls are filled up to it; 1 where that is not known.
+        flops_per_second: peak of all its matrix units together.
+        hbm_bytes_per_second: bandwidth of its HBM.
+        collective_seconds: function that returns the time of one run of a collective on its links.
+        clock_hertz: clock that turns cycles into seconds, None where it is unknown.
+        matrix_unit_width: sizes of matmuls are padded to it; 1 where it is unknown.
     """
 
     flops_per_second: float
@@ -353,12 +343,15 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class OpCost:
-    """Seconds of one run, `low` at the roofline and `high` as estimated.
+    """Time of one run of an op.
 
     Attributes:
-        basis: `estimate`, `stated` by a kernel, `shapes` of an attention kernel, `roofline` where nothing else is
-            known, or `unknown`, of a kernel that nothing but its arrays is known of.
-        flops: of its matmuls, without what fills matrix units.
+        low: seconds at the roofline.
+        high: seconds by the compiler's estimate.
+        basis: `estimate` of the compiler; `stated` by a kernel; `shapes` of an attention kernel; `roofline` where
+            nothing else is known; `unknown` for a kernel of which only its arrays are known.
+        flops: FLOPs of its matmuls, without padding.
+        moved_bytes: HBM traffic.
     """
 
     low: float
@@ -369,22 +362,32 @@ class OpCost:
 
 
 def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None:
-    """What one run of an op costs by itself; None for what costs nothing."""
+    """Return the cost of one run of an op by itself, None if it costs nothing."""
     target = _TARGET.search(op.rest) if op.opcode == "custom-call" else None
-    if op.opcode in FREE or op.opcode.endswith(("-done", "-update")) or (target and target[1] in NO_WORK):
+    is_free = op.opcode in FREE_OPCODES or op.opcode.endswith(("-done", "-update"))
+    if is_free or (target and target[1] in _FREE_TARGETS):
         return None
     moved = count_moved_bytes(module, op)
     if is_kernel(op):
-        kernel = compute_kernel_cost(module, op, rates.matrix_unit_width)
-        if kernel is None:
+        stated = _STATED_COST.search(op.rest)
+        attention = _count_attention_flops(module, op, rates.matrix_unit_width) if is_attention_kernel(op) else None
+        if stated:
+            # A kernel states FLOPs without padding; the shapes tell by how much padding raises them.
+            flops = int(stated[1])
+            padded = flops if attention is None else flops * attention.padded_flops // attention.flops
+        elif attention is not None:
+            flops, padded = attention
+        else:
             seconds = moved / rates.hbm_bytes_per_second
             return OpCost(seconds, seconds, "unknown", 0, moved)
-        moved = moved if kernel.moved_bytes is None else min(moved, kernel.moved_bytes)
-        seconds = max(kernel.filled_flops / rates.flops_per_second, moved / rates.hbm_bytes_per_second)
-        return OpCost(seconds, seconds, "shapes" if kernel.moved_bytes is None else "stated", kernel.flops, moved)
+        has_stated_bytes = stated is not None and stated[2] is not None
+        if stated is not None and has_stated_bytes:
+            moved = min(moved, int(stated[2]))
+        seconds = max(padded / rates.flops_per_second, moved / rates.hbm_bytes_per_second)
+        return OpCost(seconds, seconds, "stated" if has_stated_bytes else "shapes", flops, moved)
     matmuls = find_matmuls(module, op)
-    filled = sum(matmul.filled_flops(rates.matrix_unit_width) for matmul in matmuls)
-    low = max(filled / rates.flops_per_second, moved / rates.hbm_bytes_per_second)
+    padded = sum(matmul.count_padded_flops(rates.matrix_unit_width) for matmul in matmuls)
+    low = max(padded / rates.flops_per_second, moved / rates.hbm_bytes_per_second)
     flops = sum(matmul.flops for matmul in matmuls)
     cycles = _CYCLES.search(op.rest)
     if cycles is None or rates.clock_hertz is None:
@@ -393,5 +396,5 @@ def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None
 
 
 def has_estimates(module: HloModule) -> bool:
-    """Whether the compiler has written cycles beside its ops."""
+    """Return True if the compiler has written cycle estimates beside its ops."""
     return _CYCLES.search(module.text) is not None

@@ -1,11 +1,8 @@
-"""The forecast of a program: its time as a range, where it goes, and what is alive meanwhile.
+"""Forecast of a program: range of its step time, where the time goes, and the memory that is alive meanwhile.
 
-Which part of a step an op belongs to, from what it does and from the calls that led to it.
-
-Asked in this order: the optimizer, whatever it does; kernels; what only saves or reads a slice of a stack; what only
-moves values to another layout; matmuls; the loss; and what is left.
-
-The schedule as Chrome's trace format, which Perfetto opens: a lane of ops, and one for each kind of transfer.
+Each op belongs to one part of the step. `classify_op` decides by what the op does and by the calls that led to it, in
+this order: the optimizer, whatever it does; kernels; ops that only save or read a slice of a stack; ops that only
+change a layout; matmuls; the loss; and the rest.
 """
 
 import re
@@ -15,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from runner.plan.forecast.cost import (
-    FREE,
+    FREE_OPCODES,
     DeviceRates,
     OpCost,
     compute_cost,
@@ -32,8 +29,6 @@ from runner.plan.forecast.schedule import (
     OpKey,
     ScheduledOp,
     Timing,
-    Transfer,
-    Transfers,
     build_schedule,
     find_transfers,
     simulate_schedule,
@@ -43,85 +38,100 @@ from runner.plan.forecast.sources import StackFrame, find_source_line, parse_sou
 MATMULS, ATTENTION, ELEMENTWISE = "matmuls", "attention", "elementwise and reductions"
 ACTIVATIONS, LAYOUT, GATHERS = "saving and reading slices", "layout changes", "gathers and scatters"
 LOSS, OPTIMIZER, KERNELS = "loss", "optimizer", "other kernels"
-PARTS = (MATMULS, ATTENTION, ELEMENTWISE, ACTIVATIONS, LAYOUT, GATHERS, LOSS, OPTIMIZER, KERNELS)
+WAITING = "waiting for copies"
 
-_MOVES = {"copy", "transpose", "reshape", "slice", "pad", "concatenate", "convert", "broadcast", "reverse", *FREE}
-_SLICES = {"dynamic-slice", "dynamic-update-slice"}
-_CHANGES = {"copy", "transpose", "reshape", "concatenate", "pad", "reverse"}
-_OF_OPTIMIZER = re.compile(r"/optax/(?!losses)|/runner/optim/")
+_MOVING_OPCODES = {"copy", "transpose", "reshape", "slice", "pad", "concatenate", "convert", "broadcast", "reverse"}
+_MOVING_OPCODES |= FREE_OPCODES
+_SLICE_OPCODES = {"dynamic-slice", "dynamic-update-slice"}
+_LAYOUT_OPCODES = {"copy", "transpose", "reshape", "concatenate", "pad", "reverse"}
+
+# Ops are attributed by the files and functions that they come from, so these names are part of the code's structure.
+_OPTIMIZER_FILE = re.compile(r"/optax/(?!losses)|/runner/optim/")
 _LOSS_FILE = re.compile(r"/train/loss\.py$|/optax/losses/")
-_LOSS_NAME = re.compile(r"loss|cross_entropy|log_softmax", re.IGNORECASE)
-_LOSS_OPS = re.compile(r"log_softmax|logsumexp|cross_entropy")
-_ATTENTION = re.compile(r"attention|attend", re.IGNORECASE)
+_LOSS_FUNCTION = re.compile(r"loss|cross_entropy|log_softmax", re.IGNORECASE)
+_LOSS_OP = re.compile(r"log_softmax|logsumexp|cross_entropy")
+_ATTENTION_FUNCTION = re.compile(r"attention|attend", re.IGNORECASE)
 _MATMUL_KERNEL = re.compile(r"ragged|gmm|matmul|gemm|grouped", re.IGNORECASE)
+
+_LIBRARY = "runner"  # directory whose lines are not the experiment's own
+_TRACE_PROCESS = 1
 
 
 def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str:
-    """The part of a step that an op's time belongs to. `calls` led to it, innermost first."""
-    if any(_OF_OPTIMIZER.search(frame.file) for frame in calls):
+    """Return the part of a step that an op belongs to.
+
+    Args:
+        module: module of the op.
+        op: an op of the schedule.
+        calls: calls that led to it, innermost first.
+    """
+    if any(_OPTIMIZER_FILE.search(frame.file) for frame in calls):
         return OPTIMIZER
     if is_kernel(op):
         if is_attention_kernel(op):
             return ATTENTION
         return MATMULS if _MATMUL_KERNEL.search(op.name) else KERNELS
-    opcodes = set(_opcodes(module, op))
+    opcodes = set(_list_opcodes(module, op))
     own = [frame for frame in calls if not frame.is_installed]
     matmuls = find_matmuls(module, op)
-    if not matmuls and opcodes & _SLICES and opcodes <= _MOVES | _SLICES:
+    if not matmuls and opcodes & _SLICE_OPCODES and opcodes <= _MOVING_OPCODES | _SLICE_OPCODES:
         return ACTIVATIONS
-    if not matmuls and "dynamic-update-slice" in _results(module, op):
+    if not matmuls and "dynamic-update-slice" in _list_result_opcodes(module, op):
         return ACTIVATIONS
-    if opcodes & _CHANGES and opcodes <= _MOVES:
+    if opcodes & _LAYOUT_OPCODES and opcodes <= _MOVING_OPCODES:
         return LAYOUT
     if matmuls:
+        # Attention multiplies batches of matrices; a projection within an attention function does not.
         is_batched = any(matmul.batch > 1 for matmul in matmuls)
-        return ATTENTION if is_batched and any(_ATTENTION.search(frame.function) for frame in own) else MATMULS
-    if any(_LOSS_FILE.search(frame.file) for frame in calls) or (own and _LOSS_NAME.search(own[0].function)):
+        is_attention = is_batched and any(_ATTENTION_FUNCTION.search(frame.function) for frame in own)
+        return ATTENTION if is_attention else MATMULS
+    if any(_LOSS_FILE.search(frame.file) for frame in calls) or (own and _LOSS_FUNCTION.search(own[0].function)):
         return LOSS
     if opcodes & {"gather", "scatter"}:
         return GATHERS
-    if _LOSS_OPS.search(op.rest):
+    if _LOSS_OP.search(op.rest):
         return LOSS
-    return ATTENTION if own and _ATTENTION.search(own[0].function) else ELEMENTWISE
+    return ATTENTION if own and _ATTENTION_FUNCTION.search(own[0].function) else ELEMENTWISE
 
 
-def _opcodes(module: HloModule, op: Op) -> list[str]:
-    inner = module.fused(op)
+def _list_opcodes(module: HloModule, op: Op) -> list[str]:
+    """Return the opcode of an op, or those of all ops inside a fusion."""
+    inner = module.get_inner_computation(op)
     if not inner:
         return [op.opcode]
-    return [opcode for part in module.computations.get(inner, {}).values() for opcode in _opcodes(module, part)]
+    return [opcode for part in module.computations.get(inner, {}).values() for opcode in _list_opcodes(module, part)]
 
 
-def _results(module: HloModule, op: Op) -> list[str]:
-    """The opcodes that make the results of an op, seen through names."""
-    inner = module.fused(op)
-    value: Op | None = module.root(inner) if inner else op
-    if value is not None and value.opcode == "tuple":
-        return [opcode for part in module.operands(value) if part for opcode in _results_of(module, part)]
-    return _results_of(module, value) if value is not None else []
-
-
-def _results_of(module: HloModule, value: Op) -> list[str]:
-    if value.opcode in ("bitcast", "reshape") and (before := module.operand(value, 0)) is not None:
-        return _results_of(module, before)
-    return _results(module, value) if value.opcode == "fusion" else [value.opcode]
-
-
-WAITING = "waiting for copies"
-_LIBRARY = "runner"
+def _list_result_opcodes(module: HloModule, op: Op) -> list[str]:
+    """Return the opcodes that make the results of an op, looking through aliases."""
+    inner = module.get_inner_computation(op)
+    root = module.get_root(inner) if inner else op
+    values = [part for part in module.get_operands(root) if part] if root.opcode == "tuple" else [root]
+    opcodes = []
+    for value in values:
+        while value.opcode in ("bitcast", "reshape") and (source := module.get_operand(value, 0)) is not None:
+            value = source
+        opcodes += _list_result_opcodes(module, value) if value.opcode == "fusion" else [value.opcode]
+    return opcodes
 
 
 @dataclass(frozen=True)
 class OpTime:
-    """The time of one op over all its runs in a step, in seconds.
+    """Time of one op over all its runs in a step, in seconds.
 
     Attributes:
-        part: of the step; a collective's is its kind and axes.
-        line: `file:line` of the experiment's own source, or the nearest to it.
-        low: at its roofline; of a transfer, what is exposed while all other ops are at theirs.
-        high: as the compiler estimates it; of a transfer, what is exposed then.
+        name: name in the module.
+        opcode: HLO opcode.
+        shape: shape of its result.
+        op_name: traced operation.
+        part: part of the step; of a collective, its kind and axes.
+        line: `file:line` of the experiment's own source, or the nearest call to it.
+        runs: number of runs.
+        low: seconds at its roofline; of a transfer, the exposed time while all other ops are at theirs.
+        high: seconds by the compiler's estimate; of a transfer, the exposed time then.
         transfer: of a transfer, its whole time, exposed and hidden.
-        alike: how many ops this is the sum of (`Forecast.sums_of_alike`).
+        basis: `OpCost.basis`; of a transfer `copy` or `links`.
+        num_ops: number of ops that this is the sum of (`Forecast.sum_similar_ops`).
     """
 
     name: str
@@ -135,47 +145,55 @@ class OpTime:
     high: float
     transfer: float = 0.0
     basis: str = "estimate"
-    alike: int = 1
+    num_ops: int = 1
+
+    @property
+    def rank(self) -> tuple[float, float, str]:
+        """Sort key: most expensive first."""
+        return -self.high, -self.low, self.name
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step will take.
+    """Time and memory of a step.
 
     Attributes:
         low: seconds if each op is as fast as its roofline.
         high: seconds by the compiler's estimates.
-        ops: with time, the dearest first.
-        has_estimates: whether the compiler has written any, and the clock that they count is known.
-        num_unknown: kernels of which nothing but their arrays is known.
-        num_endless: loops that count once, since their trips are not known.
-        flops: of all matmuls and kernels that a device runs, what is computed again included.
+        ops: time of each op, most expensive first.
+        timing: simulated schedule by the compiler's estimates.
+        memory: live temporaries at each op.
+        has_estimates: the compiler has written estimates, and the clock that they count is known.
+        num_unknown: number of kernels of which only their arrays are known.
+        num_endless: number of loops that count once, since their trip count is unknown.
+        flops: FLOPs of all matmuls and kernels that a device runs, recomputation included.
     """
 
     low: float
     high: float
     ops: tuple[OpTime, ...]
     timing: Timing
-    alive: LiveMemory
+    memory: LiveMemory
     has_estimates: bool
     num_unknown: int
     num_endless: int
     flops: float
 
-    def by_part(self) -> dict[str, tuple[float, float]]:
-        """Seconds of each part, low and high; the dearest first."""
-        return self._sums([(op.part, op) for op in self.ops])
+    def sum_by_part(self) -> dict[str, tuple[float, float]]:
+        """Return the seconds of each part, low and high, most expensive first."""
+        return _sum_seconds([(op.part, op) for op in self.ops])
 
-    def by_line(self) -> dict[str, tuple[float, float]]:
-        """Seconds of each line of source, low and high; the dearest first."""
-        return self._sums([(op.line or "no line", op) for op in self.ops])
+    def sum_by_line(self) -> dict[str, tuple[float, float]]:
+        """Return the seconds of each line of source, low and high, most expensive first."""
+        return _sum_seconds([(op.line or "no line", op) for op in self.ops])
 
-    def sums_of_alike(self) -> tuple[OpTime, ...]:
-        """The ops, and of those that do the same, as each of the layers in line does, one sum; the dearest first."""
-        alike: dict[tuple[str, ...], list[OpTime]] = defaultdict(list)
+    def sum_similar_ops(self) -> tuple[OpTime, ...]:
+        """Return the ops, most expensive first, with ops that do the same summed, such as those of unrolled layers."""
+        similar: dict[tuple[str, ...], list[OpTime]] = defaultdict(list)
         for op in self.ops:
-            sizes = re.sub(r"\{[^{}]*\}", "", op.shape)  # but not where the compiler has laid it
-            alike[op.opcode, sizes, op.op_name, op.part, op.line, op.basis].append(op)
+            # Ops that differ only in the layout of their result are similar too.
+            sizes = re.sub(r"\{[^{}]*\}", "", op.shape)
+            similar[op.opcode, sizes, op.op_name, op.part, op.line, op.basis].append(op)
         sums = [
             replace(
                 ops[0],
@@ -183,14 +201,14 @@ class Forecast:
                 low=sum(op.low for op in ops),
                 high=sum(op.high for op in ops),
                 transfer=sum(op.transfer for op in ops),
-                alike=len(ops),
+                num_ops=len(ops),
             )
-            for ops in alike.values()
+            for ops in similar.values()
         ]
-        return tuple(sorted(sums, key=_dearest))
+        return tuple(sorted(sums, key=lambda op: op.rank))
 
-    def collectives(self) -> dict[str, tuple[float, float]]:
-        """Seconds of each kind of collective over its axes: exposed and hidden, by the compiler's estimates."""
+    def sum_collectives(self) -> dict[str, tuple[float, float]]:
+        """Return the exposed and hidden seconds of each kind of collective, by the compiler's estimates."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for op in self.ops:
             if op.basis == "links":
@@ -198,116 +216,103 @@ class Forecast:
                 sums[op.part][1] += max(0.0, op.transfer - op.high)
         return {part: (exposed, hidden) for part, (exposed, hidden) in sums.items()}
 
-    @staticmethod
-    def _sums(named: list[tuple[str, OpTime]]) -> dict[str, tuple[float, float]]:
-        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for name, op in named:
-            sums[name][0] += op.low
-            sums[name][1] += op.high
-        return {name: (low, high) for name, (low, high) in sorted(sums.items(), key=lambda item: -item[1][1])}
+
+def _sum_seconds(named: list[tuple[str, OpTime]]) -> dict[str, tuple[float, float]]:
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, op in named:
+        sums[name][0] += op.low
+        sums[name][1] += op.high
+    return {name: (low, high) for name, (low, high) in sorted(sums.items(), key=lambda item: -item[1][1])}
 
 
 def compute_forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRates) -> Forecast:
-    """The forecast of a compiled program, from its scheduled text. `mesh_sizes` is axis -> size, in mesh order.
+    """Return the forecast of a compiled program.
 
-    Raises `ValueError` for replica groups of an unknown form, or of devices that the mesh does not have.
+    Args:
+        text: scheduled HLO.
+        mesh_sizes: axis -> size, in mesh order.
+        rates: speeds of one device.
+
+    Raises:
+        ValueError: replica groups have an unknown form, or name devices that the mesh does not have.
     """
     module = load_module(text)
     transfers = find_transfers(module, mesh_sizes, rates.hbm_bytes_per_second, rates.collective_seconds)
     costs: dict[OpKey, OpCost | None] = {}
 
-    def cost(op: Op) -> OpCost | None:
-        found = costs[op.computation, op.name] = compute_cost(module, op, rates)
-        return found
+    def get_cost(op: Op) -> OpCost | None:
+        costs[op.computation, op.name] = compute_cost(module, op, rates)
+        return costs[op.computation, op.name]
 
-    steps = build_schedule(module, transfers, cost)
-    low, high = simulate_schedule(steps, "low"), simulate_schedule(steps, "high", is_drawn=True)
-    ops = _op_times(module, transfers, costs, low, high)
-    bases = Counter(op.basis for op in ops)
-    return Forecast(
-        low.seconds,
-        high.seconds,
-        ops,
-        high,
-        compute_live_memory(module),
-        has_estimates(module) and rates.clock_hertz is not None,
-        bases["unknown"],
-        _num_endless(module, steps),
-        sum(one.runs * own.flops for key, one in high.spent.items() if (own := costs.get(key)) is not None),
-    )
+    schedule = build_schedule(module, transfers, get_cost)
+    low, high = simulate_schedule(schedule, "low"), simulate_schedule(schedule, "high", has_trace=True)
 
-
-def _num_endless(module: HloModule, steps: tuple[ScheduledOp, ...]) -> int:
-    return sum(
-        (step.kind == "loop" and module.trips.get(step.op.name) is None)
-        + sum(_num_endless(module, inside) for inside in step.inside)
-        for step in steps
-    )
-
-
-def _op_times(
-    module: HloModule, transfers: Transfers, costs: Mapping[OpKey, OpCost | None], low: Timing, high: Timing
-) -> tuple[OpTime, ...]:
     sources = parse_sources(module.text)
-    found = []
-    for key in low.spent.keys() | high.spent.keys():
+    ops = []
+    # The two ends may take different branches, so an op may have run at one end only.
+    for key in low.by_op.keys() | high.by_op.keys():
         op = module.computations[key[0]][key[1]]
-        named = _named(module, op)
-        calls = sources.calls(named.rest)
-        transfer = transfers.at_once.get(key) or transfers.starts.get(key)
+        origin = _find_origin(module, op)
+        calls = sources.get_calls(origin.rest)
+        transfer = transfers.synchronous.get(key) or transfers.starts.get(key)
         cost = costs.get(key)
-        first, second = low.spent.get(key), high.spent.get(key)
-        one = second or first
-        assert one is not None, "one of the two has it"
-        found.append(
+        if transfer is None:
+            part, basis = classify_op(module, op, calls), "roofline" if cost is None else cost.basis
+        elif transfer.lane == COPIES:
+            part, basis = WAITING, "copy"
+        else:
+            part, basis = transfer.kind, "links"
+        low_seconds, high_seconds = low.by_op.get(key), high.by_op.get(key)
+        known = high_seconds or low_seconds
+        assert known is not None, "the key is from one of the two"
+        ops.append(
             OpTime(
                 op.name,
                 op.opcode,
                 op.shape,
-                parse_op_name(named.rest),
-                _part(module, op, transfer, calls),
+                parse_op_name(origin.rest),
+                part,
                 find_source_line(calls, _LIBRARY),
-                one.runs,
-                first.busy + first.exposed if first else 0.0,
-                second.busy + second.exposed if second else 0.0,
-                one.transfer,
-                _basis(transfer, cost),
+                known.runs,
+                low_seconds.busy + low_seconds.exposed if low_seconds else 0.0,
+                high_seconds.busy + high_seconds.exposed if high_seconds else 0.0,
+                known.transfer,
+                basis,
             )
         )
-    return tuple(sorted(found, key=_dearest))
+    return Forecast(
+        low.seconds,
+        high.seconds,
+        tuple(sorted(ops, key=lambda op: op.rank)),
+        high,
+        compute_live_memory(module),
+        has_estimates(module) and rates.clock_hertz is not None,
+        Counter(op.basis for op in ops)["unknown"],
+        _count_endless_loops(module, schedule),
+        sum(spent.runs * cost.flops for key, spent in high.by_op.items() if (cost := costs.get(key)) is not None),
+    )
 
 
-def _dearest(op: OpTime) -> tuple[float, float, str]:
-    return -op.high, -op.low, op.name
+def _count_endless_loops(module: HloModule, schedule: tuple[ScheduledOp, ...]) -> int:
+    return sum(
+        (scheduled.kind == "loop" and module.trips.get(scheduled.op.name) is None)
+        + sum(_count_endless_loops(module, body) for body in scheduled.bodies)
+        for scheduled in schedule
+    )
 
 
-def _named(module: HloModule, op: Op) -> Op:
-    """The op itself, or of a fusion whose origin the compiler has lost the op inside that tells it best."""
-    inner = module.fused(op)
+def _find_origin(module: HloModule, op: Op) -> Op:
+    """Return the op that tells where an op comes from: itself, or the best one inside a fusion that has no origin."""
+    inner = module.get_inner_computation(op)
     if not inner or parse_op_name(op.rest):
         return op
-    parts = [_named(module, part) for part in module.computations[inner].values()]
+    parts = [_find_origin(module, part) for part in module.computations[inner].values()]
     parts = [part for part in parts if parse_op_name(part.rest)]
     return next((part for part in parts if find_matmuls(module, part)), parts[-1] if parts else op)
 
 
-def _part(module: HloModule, op: Op, transfer: Transfer | None, calls: tuple[StackFrame, ...]) -> str:
-    if transfer is None:
-        return classify_op(module, op, calls)
-    return WAITING if transfer.lane == COPIES else transfer.kind
-
-
-def _basis(transfer: Transfer | None, cost: OpCost | None) -> str:
-    if transfer is not None:
-        return "copy" if transfer.lane == COPIES else "links"
-    return cost.basis if cost is not None else "roofline"
-
-
-_PROCESS = 1
-
-
 class TraceEvent(TypedDict, total=False):
-    """One event; times in microseconds."""
+    """Event of Chrome's trace format, with times in microseconds."""
 
     name: str
     ph: str
@@ -319,50 +324,52 @@ class TraceEvent(TypedDict, total=False):
     args: dict[str, str | float]
 
 
-def build_trace(found: Forecast, name: str) -> dict[str, list[TraceEvent] | str]:
-    """The step by the compiler's estimates, as the content of a JSON file. Memory is a counter, in bytes."""
-    ops = {op.name: op for op in found.ops}
-    lanes = ["compute", "waiting", *sorted({one.lane for one in found.timing.drawn} - {"compute", "waiting"})]
-    events: list[TraceEvent] = [{"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": name}}]
+def build_trace(forecast: Forecast, name: str) -> dict[str, list[TraceEvent] | str]:
+    """Return the schedule by the compiler's estimates in Chrome's trace format, which Perfetto opens.
+
+    It has a lane of ops, one for each kind of transfer, and live temporaries as a counter in bytes.
+    """
+    ops = {op.name: op for op in forecast.ops}
+    lanes = ["compute", "waiting", *sorted({span.lane for span in forecast.timing.spans} - {"compute", "waiting"})]
+    events: list[TraceEvent] = [{"name": "process_name", "ph": "M", "pid": _TRACE_PROCESS, "args": {"name": name}}]
     for number, lane in enumerate(lanes):
-        about: list[TraceEvent] = [
-            {"name": "thread_name", "ph": "M", "pid": _PROCESS, "tid": number, "args": {"name": lane}},
-            {"name": "thread_sort_index", "ph": "M", "pid": _PROCESS, "tid": number, "args": {"sort_index": number}},
-        ]
-        events += about
-    memory = -1
-    for one in found.timing.drawn:
-        op = ops.get(one.name)
+        thread: TraceEvent = {"ph": "M", "pid": _TRACE_PROCESS, "tid": number}
+        events.append({"name": "thread_name", **thread, "args": {"name": lane}})
+        events.append({"name": "thread_sort_index", **thread, "args": {"sort_index": number}})
+    live_bytes = -1
+    for span in forecast.timing.spans:
+        op = ops.get(span.name)
         args: dict[str, str | float] = {}
         if op is not None:
             args = {"operation": op.op_name, "line": op.line, "shape": op.shape[:200], "runs": op.runs}
-        event: TraceEvent = {
-            "name": one.name,
-            "ph": "X",
-            "pid": _PROCESS,
-            "tid": lanes.index(one.lane),
-            "ts": one.start * 1e6,
-            "dur": one.seconds * 1e6,
-            "cat": op.part if op is not None else one.lane,
-            "args": args,
-        }
-        events.append(event)
-        held = get_live_bytes(found, one.stack, one.turns)
-        if one.lane == "compute" and held != memory:
-            memory = held
+        events.append(
+            {
+                "name": span.name,
+                "ph": "X",
+                "pid": _TRACE_PROCESS,
+                "tid": lanes.index(span.lane),
+                "ts": span.start * 1e6,
+                "dur": span.seconds * 1e6,
+                "cat": op.part if op is not None else span.lane,
+                "args": args,
+            }
+        )
+        now_alive = get_live_bytes(forecast, span.stack, span.trips)
+        if span.lane == "compute" and now_alive != live_bytes:
+            live_bytes = now_alive
             events.append(
                 {
                     "name": "temporaries",
                     "ph": "C",
-                    "pid": _PROCESS,
-                    "ts": one.start * 1e6,
-                    "args": {"bytes": float(memory)},
+                    "pid": _TRACE_PROCESS,
+                    "ts": span.start * 1e6,
+                    "args": {"bytes": float(live_bytes)},
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def get_live_bytes(found: Forecast, stack: tuple[tuple[str, str], ...], turns: int) -> int:
-    """Bytes of temporaries alive while these ops run; of several turns of a loop, the most."""
-    more = found.alive.inside.get(stack[-1], 0) if turns > 1 and stack else 0
-    return found.alive.bytes_at(stack) + more
+def get_live_bytes(forecast: Forecast, stack: tuple[OpKey, ...], trips: int) -> int:
+    """Return the bytes of temporaries alive while these nested ops run; of several trips of a loop, the peak."""
+    inner = forecast.memory.inner_bytes.get(stack[-1], 0) if trips > 1 and stack else 0
+    return forecast.memory.count_bytes(stack) + inner

@@ -1,9 +1,9 @@
-"""What is alive in a device's main memory at each op, by the scheduled order: the step's temporaries.
+"""Live buffers in a device's HBM at each op, by the scheduled order: the temporaries of a step, and their peak.
 
-A result is alive from the op that makes it to the last one that uses it. What a loop carries has one place, and so has
-what is updated in place; a result takes the place of an operand of its own form that nothing needs any more, where the
-op goes value by value. Arguments, results of the whole and constants are not temporaries. How a compiler packs
-buffers, and what it reserves beside them, is not modelled: compare with its own figure.
+A result is alive from the op that makes it to the last op that uses it. The state of a loop has one buffer, and so has
+an array that is updated in place. The result of an elementwise op takes over the buffer of an operand of the same shape
+that nothing needs any more. Arguments, results of the whole program and constants are not temporaries. How a compiler
+packs buffers, and what it reserves beside them, is not modelled; compare with the compiler's own figure.
 """
 
 import re
@@ -16,19 +16,22 @@ from runner.plan.forecast.hlo import Instruction, get_output_shape
 from runner.plan.forecast.module import ArrayShape, HloModule, Op, parse_arrays
 from runner.plan.forecast.schedule import OpKey
 
-_SAME = {"bitcast", "opt-barrier", "add-dependency", "domain", "after-all"}
-_BY_VALUE = {"add", "subtract", "multiply", "divide", "select", "maximum", "minimum", "negate", "exponential", "tanh"}
-_BY_VALUE |= {"all-reduce", "clamp", "rsqrt", "sqrt", "power", "and", "or", "xor", "not", "log", "abs", "sort"}
-_NO_BUFFER = {"parameter", "constant", "partition-id", "replica-id", "send", "recv", "recv-done", "send-done"}
+_ALIAS_OPCODES = {"bitcast", "opt-barrier", "add-dependency", "domain", "after-all"}
+_TUPLE_OPCODES = {"tuple", "get-tuple-element"}
+_ELEMENTWISE = {"add", "subtract", "multiply", "divide", "select", "maximum", "minimum", "negate", "exponential"}
+_ELEMENTWISE |= {"tanh", "all-reduce", "clamp", "rsqrt", "sqrt", "power", "and", "or", "xor", "not", "log", "abs"}
+_ELEMENTWISE |= {"sort"}
+_OPCODES_WITHOUT_BUFFER = {"parameter", "constant", "partition-id", "replica-id"}
+_OPCODES_WITHOUT_BUFFER |= {"send", "recv", "recv-done", "send-done"}
 _INDEX = re.compile(r"\bindex=(\d+)")
-_PLACED = re.compile(r"output_to_operand_aliasing=\{\{\}: \((\d+),")
-_ELSEWHERE = -1  # a place that is not among the temporaries of the computation
+_ALIASED_OPERAND = re.compile(r"output_to_operand_aliasing=\{\{\}: \((\d+),")
+_NO_TEMPORARY = -1  # buffer number of a value that is no temporary of the computation
 
-Value = int | tuple["Value", ...]
+_BufferTree = int | tuple["_BufferTree", ...]  # buffer number of an array, or those of a tuple
 
 
 class LiveBuffer(NamedTuple):
-    """One array that is alive."""
+    """Array that is alive."""
 
     bytes: int
     shape: str
@@ -37,145 +40,156 @@ class LiveBuffer(NamedTuple):
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Bytes of temporaries.
+    """Bytes of live temporaries.
 
     Attributes:
-        at: op -> bytes alive while it runs, of its own computation.
-        inside: op that runs other computations -> the most that these need at a time.
-        peak: the most in the whole program.
-        peak_stack: the ops that run at the peak, outermost first.
+        own_bytes: op -> bytes of its own computation that are alive while it runs.
+        inner_bytes: op that runs other computations -> peak bytes of these.
+        buffers: op -> live buffers, for ops that are the peak of their computation.
+        peak: peak bytes of the whole program.
+        peak_stack: ops that run at the peak, outermost first.
     """
 
-    at: dict[OpKey, int]
-    inside: dict[OpKey, int]
-    held: dict[OpKey, tuple[LiveBuffer, ...]] = field(repr=False, default_factory=dict)
+    own_bytes: dict[OpKey, int]
+    inner_bytes: dict[OpKey, int]
+    buffers: dict[OpKey, tuple[LiveBuffer, ...]] = field(repr=False, default_factory=dict)
     peak: int = 0
     peak_stack: tuple[OpKey, ...] = ()
 
-    def bytes_at(self, stack: tuple[OpKey, ...]) -> int:
-        """Bytes alive while these ops run, one within the other."""
-        return sum(self.at.get(key, 0) for key in stack)
+    def count_bytes(self, stack: tuple[OpKey, ...]) -> int:
+        """Return the bytes alive while these nested ops run."""
+        return sum(self.own_bytes.get(key, 0) for key in stack)
 
     @property
-    def at_peak(self) -> list[LiveBuffer]:
-        """What is alive at the peak, the largest first."""
-        return sorted((one for key in self.peak_stack for one in self.held.get(key, ())), key=lambda one: -one.bytes)
+    def peak_buffers(self) -> list[LiveBuffer]:
+        """Buffers alive at the peak, largest first."""
+        buffers = (buffer for key in self.peak_stack for buffer in self.buffers.get(key, ()))
+        return sorted(buffers, key=lambda buffer: -buffer.bytes)
 
 
 def compute_live_memory(module: HloModule) -> LiveMemory:
-    """What is alive at each op of a module."""
-    at: dict[OpKey, int] = {}
-    inside: dict[OpKey, int] = {}
-    held: dict[OpKey, tuple[LiveBuffer, ...]] = {}
+    """Return the bytes of temporaries that are alive at each op of a module."""
+    own_bytes: dict[OpKey, int] = {}
+    inner_bytes: dict[OpKey, int] = {}
+    peak_buffers: dict[OpKey, tuple[LiveBuffer, ...]] = {}
     peaks: dict[str, tuple[int, tuple[OpKey, ...]]] = {}
 
-    def peak_of(computation: str) -> tuple[int, tuple[OpKey, ...]]:
+    def find_peak(computation: str) -> tuple[int, tuple[OpKey, ...]]:
         if computation in peaks:
             return peaks[computation]
-        best: tuple[int, tuple[OpKey, ...]] = (0, ())
-        peaks[computation] = best
+        peak: tuple[int, tuple[OpKey, ...]] = (0, ())
+        peaks[computation] = peak
         ops = list(module.computations.get(computation, {}).values())
-        for op, buffers in zip(ops, _Frame(module, computation).alive(), strict=True):
+        for op, buffers in zip(ops, _BufferAssignment(module, computation).iter_live_buffers(), strict=True):
             key = computation, op.name
-            at[key] = sum(one.bytes for one in buffers)
+            own_bytes[key] = sum(buffer.bytes for buffer in buffers)
             callees = op.callees.values() if op.opcode in ("while", "conditional", "call") else ()
-            within, stack = max((peak_of(name) for name in callees), default=(0, ()))
-            inside[key] = within
-            if at[key] + within > best[0]:
-                best = at[key] + within, (key, *stack)
-                held[key] = tuple(buffers)
-        peaks[computation] = best
-        return best
+            inner_bytes[key], stack = max((find_peak(name) for name in callees), default=(0, ()))
+            if own_bytes[key] + inner_bytes[key] > peak[0]:
+                peak = own_bytes[key] + inner_bytes[key], (key, *stack)
+                peak_buffers[key] = tuple(buffers)
+        peaks[computation] = peak
+        return peak
 
-    peak, stack = peak_of(module.entry)
-    return LiveMemory(at, inside, held, peak, stack)
+    peak, stack = find_peak(module.entry)
+    return LiveMemory(own_bytes, inner_bytes, peak_buffers, peak, stack)
 
 
-class _Frame:
-    """The buffers of one computation. A buffer's number is its index in `self.made`."""
+class _BufferAssignment:
+    """Buffers of one computation.
+
+    Attributes:
+        made: array, op and position of each buffer; a buffer's number is its index.
+        values: op -> the buffers that hold its result.
+        names: buffer -> ops whose results it holds.
+        last_uses: buffer -> position of the last op that needs it.
+        results: ops, with the element of a tuple, whose results the computation returns.
+        uses: op -> position of the last op that names it as an operand.
+    """
 
     def __init__(self, module: HloModule, computation: str):
         self.ops = list(module.computations.get(computation, {}).values())
         self.module, self.order = module, {op.name: index for index, op in enumerate(self.ops)}
         self.made: list[tuple[ArrayShape, Op, int]] = []
-        self.values: dict[str, Value] = {}
-        self.names: dict[int, list[str]] = defaultdict(list)  # of a buffer
-        self.last: dict[int, int] = {}
-        self.results = set(self._results(module.roots.get(computation, ""), None))
+        self.values: dict[str, _BufferTree] = {}
+        self.names: dict[int, list[str]] = defaultdict(list)
+        self.last_uses: dict[int, int] = {}
+        self.results = set(self._find_results(module.roots.get(computation, ""), None))
         self.uses: dict[str, int] = defaultdict(int)
         for index, op in enumerate(self.ops):
             for name in op.operands:
                 self.uses[name] = index
 
-    def alive(self) -> Iterator[list[LiveBuffer]]:
-        """What is alive while each op runs."""
+    def iter_live_buffers(self) -> Iterator[list[LiveBuffer]]:
+        """Yield the buffers that are alive while each op runs."""
         for index, op in enumerate(self.ops):
-            self.values[op.name] = self._value(op, index)
-            for number in _leaves(self.values[op.name]):
+            self.values[op.name] = self._assign(op, index)
+            for number in _iter_leaves(self.values[op.name]):
                 self.names[number].append(op.name)
-            if not self._is_name(op):
+            # An op that only names a value does not need its buffer; the users of the name do.
+            if op.opcode not in _ALIAS_OPCODES | _TUPLE_OPCODES:
                 for name in op.operands:
-                    for number in _leaves(self.values.get(name, _ELSEWHERE)):
-                        self.last[number] = index
+                    for number in _iter_leaves(self.values.get(name, _NO_TEMPORARY)):
+                        self.last_uses[number] = index
         ends: dict[int, list[int]] = defaultdict(list)
         begins: dict[int, list[int]] = defaultdict(list)
         for number, (_, _, born) in enumerate(self.made):
             begins[born].append(number)
-            ends[max(self.last.get(number, born), born)].append(number)
+            ends[max(self.last_uses.get(number, born), born)].append(number)
         current: dict[int, LiveBuffer] = {}
         for index in range(len(self.ops)):
             for number in begins[index]:
                 array, op, _ = self.made[number]
-                current[number] = LiveBuffer(array.held_bytes, f"{array.dtype}[{','.join(map(str, array.dims))}]", op)
+                shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+                current[number] = LiveBuffer(array.hbm_bytes, shape, op)
             yield list(current.values())
             for number in ends[index]:
                 del current[number]
 
-    def _is_name(self, op: Op) -> bool:
-        return op.opcode in _SAME or op.opcode in ("tuple", "get-tuple-element")
-
-    def _value(self, op: Op, index: int) -> Value:
-        operand = self.values.get(op.operands[0], _ELSEWHERE) if op.operands else _ELSEWHERE
-        if op.opcode in _NO_BUFFER:
-            return _ELSEWHERE
+    def _assign(self, op: Op, index: int) -> _BufferTree:
+        """Return the buffers of an op's result, new ones where it takes over none."""
+        operand = self.values.get(op.operands[0], _NO_TEMPORARY) if op.operands else _NO_TEMPORARY
+        if op.opcode in _OPCODES_WITHOUT_BUFFER:
+            return _NO_TEMPORARY
         if op.opcode == "tuple":
-            return tuple(self.values.get(name, _ELSEWHERE) for name in op.operands)
+            return tuple(self.values.get(name, _NO_TEMPORARY) for name in op.operands)
         if op.opcode == "get-tuple-element":
-            number = int(_INDEX.search(op.rest)[1]) if _INDEX.search(op.rest) else 0  # type: ignore[index]
+            stated = _INDEX.search(op.rest)
+            element = int(stated[1]) if stated else 0
             if isinstance(operand, tuple):
-                return operand[number] if number < len(operand) else _ELSEWHERE
+                return operand[element] if element < len(operand) else _NO_TEMPORARY
             return operand
-        if op.opcode in _SAME or op.opcode == "while" or op.opcode.endswith(("-done", "-update")):
+        if op.opcode in _ALIAS_OPCODES or op.opcode == "while" or op.opcode.endswith(("-done", "-update")):
             return operand
         is_start = op.opcode.endswith("-start")
-        made = Instruction(op.computation, False, op.name, op.shape, op.opcode, op.rest)
-        arrays = parse_arrays(get_output_shape(made)) if is_start else parse_arrays(op.shape)
-        leaves = tuple(self._leaf(op, number, array, index, len(arrays)) for number, array in enumerate(arrays))
-        return leaves if len(leaves) != 1 or (op.shape.startswith("(") and not is_start) else leaves[0]
+        output = get_output_shape(Instruction(op.computation, False, op.name, op.shape, op.opcode, op.rest))
+        arrays = parse_arrays(output if is_start else op.shape)
+        leaves = []
+        for element, array in enumerate(arrays):
+            is_result = (op.name, element) in self.results or (op.name, None) in self.results
+            number: int | None = _NO_TEMPORARY
+            if not is_result and array.hbm_bytes:
+                number = self._find_reused_buffer(op, element, array, index)
+            if number is None:
+                self.made.append((array, op, index))
+                number = len(self.made) - 1
+            leaves.append(number)
+        return tuple(leaves) if len(leaves) != 1 or (op.shape.startswith("(") and not is_start) else leaves[0]
 
-    def _leaf(self, op: Op, number: int, array: ArrayShape, index: int, of: int) -> int:
-        if (op.name, number) in self.results or (op.name, None) in self.results or not array.held_bytes:
-            return _ELSEWHERE
-        place = self._place_of(op, number, array, index, of)
-        if place is not None:
-            return place
-        self.made.append((array, op, index))
-        return len(self.made) - 1
-
-    def _place_of(self, op: Op, number: int, array: ArrayShape, index: int, of: int) -> int | None:
-        """The buffer of an operand whose place a result takes."""
-        placed = _PLACED.search(op.rest)
-        updated = int(placed[1]) if placed else self._updated(op, number)
-        by_value = op.opcode in _BY_VALUE or (op.opcode == "fusion" and "kind=kLoop" in op.rest)
-        candidates = [updated] if updated is not None else range(len(op.operands)) if by_value else []
+    def _find_reused_buffer(self, op: Op, element: int, array: ArrayShape, index: int) -> int | None:
+        """Return the buffer of an operand that an element of the result takes over, None if it needs a new one."""
+        aliased = _ALIASED_OPERAND.search(op.rest)
+        updated = int(aliased[1]) if aliased else self._find_updated_operand(op, element)
+        is_elementwise = op.opcode in _ELEMENTWISE or (op.opcode == "fusion" and "kind=kLoop" in op.rest)
+        candidates = [updated] if updated is not None else range(len(op.operands)) if is_elementwise else []
         for position in candidates:
             name = op.operands[position] if position < len(op.operands) else ""
-            value = self.values.get(name, _ELSEWHERE)
+            value = self.values.get(name, _NO_TEMPORARY)
             if isinstance(value, tuple) or self.uses[name] > index:
                 continue
-            if value == _ELSEWHERE:
+            if value == _NO_TEMPORARY:
                 if updated is not None:
-                    return _ELSEWHERE
+                    return _NO_TEMPORARY
                 continue
             there = self.made[value][0]
             is_needed = any(self.uses[other] > index for other in self.names[value])
@@ -183,48 +197,48 @@ class _Frame:
                 return value
         return None
 
-    def _updated(self, op: Op, number: int) -> int | None:
-        """Which operand a result is an updated form of."""
+    def _find_updated_operand(self, op: Op, element: int) -> int | None:
+        """Return the position of the operand of which an element of the result is an update, None if none."""
         if op.opcode == "dynamic-update-slice":
             return 0
-        inner = self.module.fused(op) if op.opcode == "fusion" else ""
+        inner = self.module.get_inner_computation(op) if op.opcode == "fusion" else ""
         if not inner:
             return None
-        value: Op | None = self.module.root(inner)
+        value: Op | None = self.module.get_root(inner)
         if value is not None and value.opcode == "tuple":
-            value = self.module.operand(value, number)
+            value = self.module.get_operand(value, element)
         while value is not None and value.opcode in ("bitcast", "dynamic-update-slice", "reshape"):
-            is_updated = value.opcode == "dynamic-update-slice"
-            value = self.module.operand(value, 0)
-            while is_updated and value is not None and value.opcode == "bitcast":
-                value = self.module.operand(value, 0)
-            if is_updated and value is not None and value.opcode == "parameter":
+            is_update = value.opcode == "dynamic-update-slice"
+            value = self.module.get_operand(value, 0)
+            while is_update and value is not None and value.opcode == "bitcast":
+                value = self.module.get_operand(value, 0)
+            if is_update and value is not None and value.opcode == "parameter":
                 return int(value.rest[1 : value.rest.index(")")])
         return None
 
-    def _results(self, name: str, element: int | None) -> Iterator[tuple[str, int | None]]:
-        """The ops whose results the computation returns: they lie where its caller wants them."""
+    def _find_results(self, name: str, element: int | None) -> Iterator[tuple[str, int | None]]:
+        """Yield the ops whose results the computation returns: the caller provides their buffers."""
         index = self.order.get(name)
         if index is None:
             return
         op = self.ops[index]
         if op.opcode == "tuple":
             for operand in op.operands if element is None else op.operands[element : element + 1]:
-                yield from self._results(operand, None)
+                yield from self._find_results(operand, None)
         elif op.opcode == "get-tuple-element" and (found := _INDEX.search(op.rest)):
-            yield from self._results(op.operands[0], int(found[1]))
-        elif op.opcode in _SAME or op.opcode == "while" or op.opcode.endswith(("-done", "-update")):
-            yield from self._results(op.operands[0] if op.operands else "", element)
+            yield from self._find_results(op.operands[0], int(found[1]))
+        elif op.opcode in _ALIAS_OPCODES or op.opcode == "while" or op.opcode.endswith(("-done", "-update")):
+            yield from self._find_results(op.operands[0] if op.operands else "", element)
         elif op.opcode != "parameter":
             yield name, element
-            updated = self._updated(op, element or 0)
+            updated = self._find_updated_operand(op, element or 0)
             if updated is not None and updated < len(op.operands):
-                yield from self._results(op.operands[updated], None)
+                yield from self._find_results(op.operands[updated], None)
 
 
-def _leaves(value: Value) -> Iterator[int]:
+def _iter_leaves(value: _BufferTree) -> Iterator[int]:
     if isinstance(value, tuple):
         for part in value:
-            yield from _leaves(part)
-    elif value != _ELSEWHERE:
+            yield from _iter_leaves(part)
+    elif value != _NO_TEMPORARY:
         yield value

@@ -1,10 +1,6 @@
-"""The instructions of a module by computation, in the order in which the compiler has scheduled them.
-
-Sizes, bytes and memories of what instructions make.
-"""
+"""Instructions of an HLO module by computation, in scheduled order, with the sizes and memories of their results."""
 
 import functools
-import math
 import re
 from dataclasses import dataclass, field
 
@@ -20,12 +16,27 @@ from runner.plan.forecast.hlo import (
 )
 
 _SPACE = re.compile(r"S\((\d+)\)")
-_HOST = 5  # XLA's number for the memory of the host
+_HBM_SPACE = 0
+_HOST_SPACE = 5
+
+# The attributes of a kernel hold its code, and notes of its own that contain line breaks.
+_KERNEL_CODE = re.compile(r'"body":"[^"]*"')
+_KERNEL_NOTES = re.compile(r"kernel_metadata=\{\n(.*?)\n\}", re.DOTALL)
+_CALLED = re.compile(r"\b(calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_OPCODES_WITHOUT_OPERANDS = {"parameter", "constant", "iota", "partition-id", "replica-id", "rng-bit-generator"}
 
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """One array. `bytes` are those that it takes in memory, in whole tiles; `space` is 0 for main memory."""
+    """Shape of one array.
+
+    Attributes:
+        dtype: element type as HLO names it.
+        dims: sizes.
+        bytes: size in memory, in whole tiles.
+        space: XLA's number of the memory that holds it; 0 is HBM.
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -33,47 +44,40 @@ class ArrayShape:
     space: int
 
     @property
-    def elements(self) -> int:
-        """How many values it holds."""
-        return math.prod(self.dims)
+    def hbm_bytes(self) -> int:
+        """Bytes of the device's HBM that the array occupies."""
+        return self.bytes if self.space == _HBM_SPACE else 0
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of the device's main memory that it takes up."""
-        return self.bytes if self.space == 0 else 0
-
-    @property
-    def main_bytes(self) -> int:
-        """Bytes that go through main memory: none for what lies in the chip's fast memory."""
-        return self.bytes if self.space in (0, _HOST) else 0
+    def traffic_bytes(self) -> int:
+        """Bytes that pass through HBM when the array is read or written: none for the chip's fast memory."""
+        return self.bytes if self.space in (_HBM_SPACE, _HOST_SPACE) else 0
 
 
 @functools.lru_cache(maxsize=65536)
 def parse_arrays(shape: str) -> tuple[ArrayShape, ...]:
-    """The array of a shape, or those of a tuple, in order."""
-    found = []
+    """Return the array of a shape, or the arrays of a tuple, in order."""
+    arrays = []
     for match in ARRAY_PATTERN.finditer(shape):
         space = _SPACE.search(match[3] or "")
-        found.append(
-            ArrayShape(
-                match[1], parse_sizes(match), count_array_bytes(match, is_padded=True), int(space[1]) if space else 0
-            )
-        )
-    return tuple(found)
-
-
-# A kernel's attributes hold its code, and its own notes, which begin new lines.
-_CODE = re.compile(r'"body":"[^"]*"')
-_NOTES = re.compile(r"kernel_metadata=\{\n(.*?)\n\}", re.DOTALL)
-_CALLED = re.compile(r"\b(calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)")
-_LISTED = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}")
-_NO_OPERANDS = {"parameter", "constant", "iota", "partition-id", "replica-id", "rng-bit-generator"}
+        num_bytes = count_array_bytes(match, is_padded=True)
+        arrays.append(ArrayShape(match[1], parse_sizes(match), num_bytes, int(space[1]) if space else _HBM_SPACE))
+    return tuple(arrays)
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One instruction. `rest` is its operands and attributes, as they stand."""
+    """Instruction with its operands by name.
+
+    Attributes:
+        computation: computation that contains it.
+        name: unique within its computation.
+        opcode: HLO opcode.
+        shape: shape of its result.
+        operands: names of its operands.
+        rest: text of operands and attributes.
+        called: pairs of an attribute and the computation that it names.
+    """
 
     computation: str
     name: str
@@ -81,24 +85,24 @@ class Op:
     shape: str
     operands: tuple[str, ...]
     rest: str
-    called: tuple[tuple[str, str], ...] = ()  # attribute, computation
+    called: tuple[tuple[str, str], ...] = ()
 
     @property
     def callees(self) -> dict[str, str]:
-        """Attribute -> the computation that it names; branches are numbered."""
+        """Attribute -> the computation that it names. Branches of a conditional are numbered."""
         return dict(self.called)
 
 
 @dataclass(frozen=True)
 class HloModule:
-    """A module whose instructions can be asked for.
+    """Module whose instructions can be looked up by name.
 
     Attributes:
-        text: with each instruction on one line, and without the code of kernels.
+        text: HLO with each instruction on one line, and without the code of kernels.
+        program: calls, loops and collectives.
         computations: name -> its ops by name, in scheduled order.
         roots: computation -> name of the op whose value it returns.
-        trips: `while` op -> trips, None where they are not known.
-        donated: element of the result -> number of the argument whose memory it takes.
+        trips: `while` op -> trip count, None where it is unknown.
     """
 
     text: str
@@ -106,61 +110,51 @@ class HloModule:
     computations: dict[str, dict[str, Op]] = field(default_factory=dict)
     roots: dict[str, str] = field(default_factory=dict)
     trips: dict[str, int | None] = field(default_factory=dict)
-    donated: dict[int, int] = field(default_factory=dict)
 
     @property
     def entry(self) -> str:
-        """The computation that a run begins with."""
+        """Computation that a run begins with."""
         return self.program.entry
 
-    def root(self, computation: str) -> Op:
-        """The op whose value a computation returns."""
+    def get_root(self, computation: str) -> Op:
+        """Return the op whose value a computation returns."""
         return self.computations[computation][self.roots[computation]]
 
-    def operand(self, op: Op, index: int) -> Op | None:
-        """What makes an operand of an op, None if there is none."""
+    def get_operand(self, op: Op, index: int) -> Op | None:
+        """Return the op that makes an operand, None if there is none."""
         if index >= len(op.operands):
             return None
         return self.computations[op.computation].get(op.operands[index])
 
-    def operands(self, op: Op) -> list[Op | None]:
-        """What makes each operand of an op."""
-        return [self.operand(op, index) for index in range(len(op.operands))]
+    def get_operands(self, op: Op) -> list[Op | None]:
+        """Return the op that makes each operand."""
+        return [self.get_operand(op, index) for index in range(len(op.operands))]
 
-    def fused(self, op: Op) -> str:
-        """The computation inside a fusion, or what an op calls and waits for; "" if none."""
+    def get_inner_computation(self, op: Op) -> str:
+        """Return the computation inside a fusion, or the one that an op calls and waits for; "" if none."""
         return op.callees.get("calls", "") or (op.callees.get("to_apply", "") if op.opcode == "call" else "")
 
 
 def load_module(text: str) -> HloModule:
-    """Read a module. Raises `ValueError` for replica groups of an unknown form."""
-    text = _NOTES.sub(lambda match: "kernel_metadata={" + match[1].replace("\n", " ") + "}", text)
-    text = _CODE.sub('"body":""', text)
+    """Read a module.
+
+    Raises:
+        ValueError: replica groups have an unknown form.
+    """
+    text = _KERNEL_NOTES.sub(lambda match: "kernel_metadata={" + match[1].replace("\n", " ") + "}", text)
+    text = _KERNEL_CODE.sub('"body":""', text)
     program = parse_program(text)
-    module = HloModule(text, program, trips=count_trips(program), donated=_donated(text))
+    module = HloModule(text, program, trips=count_trips(program))
     for one in iter_instructions(text):
-        operands = () if one.opcode in _NO_OPERANDS else tuple(name for name in parse_operands(one.rest) if name)
-        op = Op(one.computation, one.name, one.opcode, one.shape, operands, one.rest, _called(one.rest))
+        has_operands = one.opcode not in _OPCODES_WITHOUT_OPERANDS
+        operands = tuple(name for name in parse_operands(one.rest) if name) if has_operands else ()
+        called = []
+        if "=" in one.rest:
+            called = [(match[1], match[2]) for match in _CALLED.finditer(one.rest)]
+            if listed := _CALLED_LIST.search(one.rest):
+                called += [(f"branch {number}", name.strip(" %")) for number, name in enumerate(listed[1].split(","))]
+        op = Op(one.computation, one.name, one.opcode, one.shape, operands, one.rest, tuple(called))
         module.computations.setdefault(one.computation, {})[one.name] = op
         if one.is_root:
             module.roots[one.computation] = one.name
     return module
-
-
-def _called(rest: str) -> tuple[tuple[str, str], ...]:
-    if "=" not in rest:
-        return ()
-    found = [(match[1], match[2]) for match in _CALLED.finditer(rest)]
-    if listed := _LISTED.search(rest):
-        found += [(f"branch {number}", name.strip(" %")) for number, name in enumerate(listed[1].split(","))]
-    return tuple(found)
-
-
-def _donated(text: str) -> dict[int, int]:
-    head = text[: max(text.find("\n"), 0)]
-    _, _, aliases = head.partition("input_output_alias={")
-    found = {}
-    for match in _ALIAS.finditer(aliases.partition("entry_computation_layout")[0]):
-        index = [int(number) for number in match[1].split(",") if number.strip()]
-        found[index[0] if index else 0] = int(match[2])
-    return found

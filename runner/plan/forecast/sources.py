@@ -1,7 +1,4 @@
-"""Which line of whose source an op comes from: by the tables of files and stack frames that a module begins with.
-
-The largest arrays of a module, to tell a person what fills a device's memory.
-"""
+"""Source lines of ops, from the tables of files and stack frames at the start of a module; its largest arrays."""
 
 import heapq
 import re
@@ -19,18 +16,24 @@ from runner.plan.forecast.hlo import (
     parse_program,
 )
 
-_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$', re.MULTILINE)
-_FRAME_OF = re.compile(r"\bstack_frame_id=(\d+)")
-_STATED = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
-_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-# Whoever traced a step stands outside of these functions, and is no part of it.
-_OUTERMOST = {"trace_train_step.<locals>.step", "lower_train_step"}
+_TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$', re.MULTILINE)
+_FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
+_STATED_SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
+
+# The callers of these functions only traced the step and are no part of it.
+_OUTERMOST_FUNCTIONS = {"trace_train_step.<locals>.step", "lower_train_step"}
+
+_OTHER_MEMORY = re.compile(r"S\([1-9]\d*\)")
+_CONTROL_FLOW = {"while", "conditional", "call"}
+# Opcodes whose results consist of the buffers of other instructions, or have none.
+_OPCODES_WITHOUT_BUFFER = {"tuple", "get-tuple-element", "bitcast", "opt-barrier", "after-all", "send", *_CONTROL_FLOW}
 
 
 @dataclass(frozen=True)
 class StackFrame:
-    """A call on the way to an op. `package` is where an installed file lies, "" for a file of one's own."""
+    """Function call on the way to an op."""
 
     file: str
     line: int
@@ -38,75 +41,82 @@ class StackFrame:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the file is a library's."""
+        """True if the file belongs to an installed library."""
         return bool(_PACKAGES.match(self.file)) or self.file.startswith("<") or "/lib/python" in self.file
 
     def __str__(self) -> str:
-        """`file:line`, a library's file from its package on."""
+        """`file:line`. A library's file is relative to the directory of packages."""
         return f"{_PACKAGES.sub('', self.file)}:{self.line}"
 
 
 @dataclass(frozen=True)
 class SourceTable:
-    """The calls that led to each op, innermost first, by the number of its innermost frame."""
+    """Stack frames of a module.
 
-    frames: dict[int, tuple[StackFrame, int]] = field(default_factory=dict)  # and the number of its caller, 0 if none
+    Attributes:
+        frames: frame number -> the frame and the number of its caller, 0 if none.
+    """
 
-    def of(self, rest: str) -> str:
-        """`file:line` of the innermost call that made an op, from its attributes; "" if the text lacks it."""
-        calls = self.calls(rest)[:1]
+    frames: dict[int, tuple[StackFrame, int]] = field(default_factory=dict)
+
+    def get_line(self, rest: str) -> str:
+        """Return `file:line` of the innermost call that made an op, from its attributes; "" if unknown."""
+        calls = self.get_calls(rest)[:1]
         return "".join(f"{call.file}:{call.line}" if call.line else call.file for call in calls)
 
-    def calls(self, rest: str) -> tuple[StackFrame, ...]:
-        """The calls that led to an op, innermost first, from its attributes."""
-        found: list[StackFrame] = []
+    def get_calls(self, rest: str) -> tuple[StackFrame, ...]:
+        """Return the calls that led to an op, innermost first, from its attributes."""
+        calls: list[StackFrame] = []
         seen: set[int] = set()
-        match = _FRAME_OF.search(rest)
+        match = _FRAME_ID.search(rest)
         number = int(match[1]) if match else 0
         while number in self.frames and number not in seen:
             seen.add(number)
             frame, number = self.frames[number]
-            if frame not in found:
-                found.append(frame)
-            if frame.function in _OUTERMOST:
+            if frame not in calls:
+                calls.append(frame)
+            if frame.function in _OUTERMOST_FUNCTIONS:
                 break
-        if not found and (stated := _STATED.search(rest)):
+        if not calls and (stated := _STATED_SOURCE.search(rest)):
             return (StackFrame(stated[1], int(stated[2] or 0), ""),)
-        return tuple(found)
+        return tuple(calls)
 
 
 def parse_sources(text: str) -> SourceTable:
-    """The tables in front of the first computation."""
+    """Read the tables of files and stack frames in front of the first computation."""
     first = re.search(r"^(?:%|ENTRY )", text, re.MULTILINE)
     head = text[: first.start()] if first else text
-    tables = {
-        name: {int(row[1]): row[2] if row[2] is not None else row[3] for row in _ROW.finditer(_table(head, name))}
-        for name in _TABLES
-    }
-    locations = {number: _numbers(row) for number, row in tables["FileLocations"].items()}
+    tables = {}
+    for name in _TABLES:
+        table = head.partition(f"\n{name}\n")[2].partition("\n\n")[0]
+        rows = _TABLE_ROW.finditer(table)
+        tables[name] = {int(row[1]): row[2] if row[2] is not None else row[3] for row in rows}
+    locations = {number: _parse_fields(row) for number, row in tables["FileLocations"].items()}
     frames = {}
     for number, row in tables["StackFrames"].items():
-        values = _numbers(row)
-        place = locations.get(values.get("file_location_id", 0), {})
-        file = tables["FileNames"].get(place.get("file_name_id", 0), "")
-        function = tables["FunctionNames"].get(place.get("function_name_id", 0), "")
-        # The text counts callers from one, with one for none.
-        frames[number] = StackFrame(file, place.get("line", 0), function), values.get("parent_frame_id", 1) - 1
+        fields = _parse_fields(row)
+        location = locations.get(fields.get("file_location_id", 0), {})
+        file = tables["FileNames"].get(location.get("file_name_id", 0), "")
+        function = tables["FunctionNames"].get(location.get("function_name_id", 0), "")
+        # The text numbers callers from one more than their frame, and writes one for none.
+        frames[number] = StackFrame(file, location.get("line", 0), function), fields.get("parent_frame_id", 1) - 1
     return SourceTable(frames)
 
 
-def _table(head: str, name: str) -> str:
-    return head.partition(f"\n{name}\n")[2].partition("\n\n")[0]
-
-
-def _numbers(row: str) -> dict[str, int]:
+def _parse_fields(row: str) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
 
 
 def find_source_line(calls: tuple[StackFrame, ...], library: str) -> str:
-    """`file:line` of the innermost call in source that is neither installed nor below `library`, the runner's own.
+    """Return `file:line` of the innermost call in the user's own source.
 
-    Where there is none, of the innermost that is not installed; else of the outermost call that is known; else "".
+    Args:
+        calls: calls that led to an op, innermost first.
+        library: directory of the runner's own source, which does not count as the user's.
+
+    Returns:
+        If no call is in the user's source, the innermost call outside of installed files; else the outermost known
+        call; else "".
     """
     own = [frame for frame in calls if not frame.is_installed]
     users = [frame for frame in own if f"/{library}/" not in frame.file]
@@ -114,29 +124,29 @@ def find_source_line(calls: tuple[StackFrame, ...], library: str) -> str:
     return str(found[0]) if found else ""
 
 
-_MEMORY_SPACE = re.compile(r"S\([1-9]\d*\)")
-_CONTROL = {"while", "conditional", "call"}
-# Their results are made of the buffers of other instructions, or are none.
-_NO_BUFFER = {"tuple", "get-tuple-element", "bitcast", "opt-barrier", "after-all", "send", *_CONTROL}
-
-
 @dataclass(frozen=True)
 class Buffer:
-    """The result of one instruction, or several of the same shape from the same operation."""
+    """Result of one instruction, or of several with the same shape from the same operation.
 
-    bytes: int  # with the padding of tiles
+    Attributes:
+        bytes: size with the padding of tiles.
+        shape: type and sizes.
+        op_name: traced operation that made it, or the name of an argument.
+    """
+
+    bytes: int
     shape: str
-    op_name: str  # the traced operation that made it, or the name of an argument
+    op_name: str
 
 
 def find_largest_arrays(text: str, number: int) -> list[Buffer]:
-    """The `number` largest results of a module, largest first, each operation and shape once.
+    """Return the `number` largest results of a module, largest first, each operation and shape once.
 
-    Named are results in a device's main memory, and the arguments of the module; not what lives only within a fusion.
-    How many of them are alive at a time, and which share one buffer, the text does not say.
+    Results in a device's HBM and the arguments of the module count; values that exist only within a fusion do not. The
+    text does not say how many of them are alive at a time, nor which share one buffer.
     """
     program = parse_program(text)
-    outer = {program.entry} | {call.callee for call in program.calls if call.opcode in _CONTROL}
+    outer = {program.entry} | {call.callee for call in program.calls if call.opcode in _CONTROL_FLOW}
     sizes: dict[tuple[str, str], int] = {}
     op_names: dict[str, str] = {}
     for instruction in iter_instructions(text):
@@ -147,13 +157,14 @@ def find_largest_arrays(text: str, number: int) -> list[Buffer]:
         if not op_name and opcode in VALUE_PRESERVING_OPCODES | {"get-tuple-element"}:
             op_name = op_names.get(parse_operands(instruction.rest)[0], "")
         op_names[instruction.name] = sys.intern(op_name)
-        if opcode in _NO_BUFFER or opcode.endswith(("-done", "-update")):
+        if opcode in _OPCODES_WITHOUT_BUFFER or opcode.endswith(("-done", "-update")):
             continue
+        # A parameter of an inner computation is a buffer of its caller.
         if opcode == "parameter" and computation != program.entry:
             continue
         name = op_name or instruction.name
         for match in ARRAY_PATTERN.finditer(get_output_shape(instruction)):
-            if not _MEMORY_SPACE.search(match[3] or ""):
+            if not _OTHER_MEMORY.search(match[3] or ""):
                 key = name, f"{match[1]}[{match[2]}]"
                 sizes[key] = max(sizes.get(key, 0), count_array_bytes(match, is_padded=True))
     largest = heapq.nlargest(number, sizes.items(), key=lambda item: item[1])

@@ -137,7 +137,7 @@ def test_what_is_alive_at_the_peak_is_told_the_largest_first() -> None:
         "ROOT %c = f32[250]{0} dot(%a, %b)",
     )
     found = compute_live_memory(load_module(text))
-    assert [(one.shape, one.bytes, one.op.name) for one in found.at_peak] == [
+    assert [(one.shape, one.bytes, one.op.name) for one in found.peak_buffers] == [
         ("bf16[1000]", 2000, "b"),
         ("f32[250]", 1000, "a"),
     ]

@@ -118,7 +118,7 @@ def test_an_op_is_told_by_the_innermost_line_of_the_users_own_source(frame: int,
 
 def test_who_traced_a_step_is_no_part_of_it() -> None:
     sources = parse_sources(with_sources(module()))
-    assert [frame.function for frame in sources.calls(at(BLOCK))] == [
+    assert [frame.function for frame in sources.get_calls(at(BLOCK))] == [
         "Block.__call__",
         "train_step",
         "trace_train_step.<locals>.step",
@@ -128,10 +128,10 @@ def test_who_traced_a_step_is_no_part_of_it() -> None:
 def test_a_text_that_states_file_and_line_is_read_too() -> None:
     sources = parse_sources(module())
     assert (
-        find_source_line(sources.calls('metadata={op_name="a" source_file="/u/b.py" source_line=7}'), "runner")
+        find_source_line(sources.get_calls('metadata={op_name="a" source_file="/u/b.py" source_line=7}'), "runner")
         == "/u/b.py:7"
     )
-    assert find_source_line(sources.calls('metadata={op_name="a"}'), "runner") == ""
+    assert find_source_line(sources.get_calls('metadata={op_name="a"}'), "runner") == ""
 
 
 def test_a_fusion_that_has_lost_its_origin_is_told_by_what_is_inside() -> None:

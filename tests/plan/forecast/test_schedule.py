@@ -160,16 +160,16 @@ def test_what_the_ops_spend_is_the_time_of_the_whole(name: str) -> None:
     found = seen(*lines, before=before)
     assert sum(op.low for op in found.ops) == pytest.approx(found.low, abs=1e-12)
     assert sum(op.high for op in found.ops) == pytest.approx(found.high, abs=1e-12)
-    assert sum(high for _, high in found.by_part().values()) == pytest.approx(found.high, abs=1e-12)
-    assert sum(high for _, high in found.by_line().values()) == pytest.approx(found.high, abs=1e-12)
+    assert sum(high for _, high in found.sum_by_part().values()) == pytest.approx(found.high, abs=1e-12)
+    assert sum(high for _, high in found.sum_by_line().values()) == pytest.approx(found.high, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sums_of_ops_that_are_alike_are_the_time_of_all(name: str) -> None:
     lines, before, *_ = SCHEDULES[name]
     found = seen(*lines, before=before)
-    sums = found.sums_of_alike()
-    assert sum(op.alike for op in sums) == len(found.ops)
+    sums = found.sum_similar_ops()
+    assert sum(op.num_ops for op in sums) == len(found.ops)
     for of in ("low", "high", "runs", "transfer"):
         assert sum(getattr(op, of) for op in sums) == pytest.approx(sum(getattr(op, of) for op in found.ops))
 
@@ -178,8 +178,8 @@ def test_ops_that_do_the_same_to_arrays_of_one_size_are_alike_wherever_those_lie
     elsewhere = negate("c", "x", 3000).replace("f32[250]{0}", "f32[250]{0:S(1)}", 1)
     small = negate("d", "x", 4000).replace("f32[250]", "f32[25]", 1)
     found = seen(negate("a", "x", 1000), negate("b", "x", 2000), elsewhere, small)
-    assert [(op.name, op.alike, op.runs) for op in found.sums_of_alike()] == [("c", 3, 3), ("d", 1, 1)]
-    assert [round(op.high * 1e9) for op in found.sums_of_alike()] == [6000, 4000]
+    assert [(op.name, op.num_ops, op.runs) for op in found.sum_similar_ops()] == [("c", 3, 3), ("d", 1, 1)]
+    assert [round(op.high * 1e9) for op in found.sum_similar_ops()] == [6000, 4000]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -200,7 +200,7 @@ def test_a_trace_has_the_whole_time_on_its_lane_of_ops(name: str) -> None:
 
 def test_exposed_and_hidden_make_up_a_transfer() -> None:
     found = seen(GATHER[0], negate(estimated=400), GATHER[1])
-    assert {key: tuple(round(s * 1e9) for s in both) for key, both in found.collectives().items()} == {
+    assert {key: tuple(round(s * 1e9) for s in both) for key, both in found.sum_collectives().items()} == {
         "all-gather over fsdp": (600, 400)
     }
 
@@ -282,7 +282,7 @@ def test_a_collective_in_a_fusion_with_a_matmul_runs_beside_it(estimated: int, h
     )
     assert nanoseconds(found)[1] == high
     assert found.flops == 2 * 25 * 10 * 10
-    (collective,) = found.collectives().values()
+    (collective,) = found.sum_collectives().values()
     assert [round(seconds * 1e9) for seconds in collective] == [1000 - hidden, hidden]
 
 
@@ -320,4 +320,4 @@ def test_a_long_schedule_is_drawn_by_the_first_turns_and_the_rest_as_one(monkeyp
     lines, before = loop("L", 50, IN_LOOP)
     found = compute_forecast(module(*lines, before=before), MESH, rates())
     assert nanoseconds(found) == (50 * 2000, 50 * 5000)
-    assert [(one.name, one.turns) for one in found.timing.drawn][-1] == ("L: 48 more", 48)
+    assert [(one.name, one.trips) for one in found.timing.spans][-1] == ("L: 48 more", 48)

@@ -118,7 +118,7 @@ def test_the_matmuls_of_a_fusion_are_those_inside_and_a_loop_has_none_of_its_own
     ],
 )
 def test_a_matmul_fills_whole_matrix_units(matmul: Matmul, width: int, filled: int) -> None:
-    assert matmul.filled_flops(width) == filled
+    assert matmul.count_padded_flops(width) == filled
 
 
 def test_an_op_takes_the_longer_of_its_matmuls_and_its_bytes() -> None:
@@ -203,7 +203,7 @@ def test_an_op_moves_the_bytes_that_it_needs(name: str) -> None:
 
 def test_arrays_have_their_memory() -> None:
     found = parse_arrays("(bf16[8,64]{1,0:T(8,128)(2,1)S(1)}, f32[2]{0}, s8[4]{0:S(5)})")
-    assert [(one.dims, one.bytes, one.held_bytes, one.main_bytes) for one in found] == [
+    assert [(one.dims, one.bytes, one.hbm_bytes, one.traffic_bytes) for one in found] == [
         ((8, 64), 2048, 0, 0),
         ((2,), 8, 8, 8),
         ((4,), 4, 0, 4),
