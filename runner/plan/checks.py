@@ -1,6 +1,6 @@
-"""Everything that can be wrong before a job is queued, found and listed at once. Writes nothing that stays.
+"""Checks of a spec, its data and its directory, all reported at once. Nothing that they write stays.
 
-The data of a job, looked for as the job would: each source reached, its tokens against what the run takes of it.
+The data are opened as the job would open them: each source is reached, and its tokens are compared with the budget.
 """
 
 import contextlib
@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.manifest import read_newest_manifest
@@ -24,14 +23,14 @@ from runner.trainer import BaseTrainer
 
 @dataclass
 class Findings:
-    """What keeps the job from running, and what a person should know, a line each."""
+    """Problems that keep the job from running, and warnings, as one line each."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
-        """Turn an error of the user's into problems."""
+        """Turn a `RunnerError` into problems and continue."""
         try:
             yield
         except RunnerError as error:
@@ -39,7 +38,10 @@ class Findings:
 
 
 def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
-    """The job of a spec: top level, class and config are each checked, whatever the others hold. None if one is bad."""
+    """Return the job of a spec, None if there are problems.
+
+    Top level, class and config are each checked, whatever the others hold.
+    """
     spec: ExecutionSpec | None = None
     job_class: type[RestoreableJob] | None = None
     config = None
@@ -51,9 +53,8 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
         with findings.collect():
             config = validate_config(document, job_class.Config)
         if job_class.needs_topology and "topology" not in document.data:
-            findings.problems.append(
-                document.format_problem((), f"missing key topology: {job_class.__name__} needs one")
-            )
+            message = f"missing key topology: {job_class.__name__} needs one"
+            findings.problems.append(document.format_problem((), message))
     if spec is None or job_class is None or config is None or findings.problems:
         return None
     with findings.collect():
@@ -65,16 +66,23 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
 
 
 def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) -> Section:
-    """Whose the directory is, whether it can be written, and what a start would resume.
+    """Check that the directory is writable and belongs to this job, and report what a start would resume.
 
-    `can_compare` says whether the job knows all that defines its trajectory, its data included.
+    Args:
+        job: job of the directory.
+        can_compare: the job knows everything that defines its trajectory, its data included.
+        findings: collects the problems.
     """
     section = Section("directory")
     section.add("url", job.store.url, "text", "counted")
     done: bool | None = None
     with findings.collect():
-        if job.store.root is not None:
-            _check_writable(job, job.store.root)
+        if (directory := job.store.root) is not None:
+            existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+            if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+                raise job.document.error(
+                    "directory", f"{job.store.url} cannot be written: {existing} is not a writable directory"
+                )
         done = job.validate_directory()
     if done is None:
         return section
@@ -83,103 +91,102 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
         manifest = read_newest_manifest(job.store)
         if manifest is not None and can_compare:
             job.validate_checkpoints()
+    label = "next start"
     if done:
-        section.add("a start", "nothing: the run is done", "text", "counted")
+        section.add("a start", "nothing: the run is done", "text", "counted", label=label)
     elif manifest is None:
-        section.add("a start", "begins at step 0", "text", "counted")
+        section.add("a start", "begins at step 0", "text", "counted", label=label)
     else:
-        with findings.collect():  # a total in epochs needs the data
-            section.add("a start", f"resumes step {manifest.step} of {job.total_steps}", "text", "counted")
+        # A total in epochs is known only if the data can be read.
+        with findings.collect():
+            text = f"resumes step {manifest.step} of {job.total_steps}"
+            section.add("a start", text, "text", "counted", label=label)
     return section
 
 
-def check_weights(job: RestoreableJob, abstract: Any, findings: Findings) -> None:
-    """The weights that the run would begin with, against its state `abstract`, where it has no checkpoint yet."""
+def check_weights(job: RestoreableJob, abstract_state: Any, findings: Findings) -> None:
+    """Check the weights that the run would start from against its state, if it has no checkpoint yet."""
     with findings.collect():
         if read_newest_manifest(job.store) is None:
-            validate_init_from(
-                job.document, job.spec.checkpoint.initial_weights, job.family, lambda: job.weights(abstract)
-            )
-
-
-def _check_writable(job: RestoreableJob, directory: Path) -> None:
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise job.document.error("directory", f"{job.store.url} cannot be written: {existing} does not allow it")
+            initial = job.spec.checkpoint.initial_weights
+            validate_init_from(job.document, initial, job.family, lambda: job.weights(abstract_state))
 
 
 def check_grace(job: RestoreableJob, save_seconds: float, basis: str, findings: Findings) -> None:
-    """Whether a save fits into the grace that the engine gives."""
+    """Warn if a save does not fit into the grace period that the cluster gives before it stops a job."""
     grace_seconds = job.spec.checkpoint.grace_seconds
     if grace_seconds is not None and save_seconds > grace_seconds:
-        findings.warnings.append(
-            job.document.format_problem(
-                ("checkpoint", "grace_seconds"),
-                f"a save takes {save_seconds:.1f} s ({basis}), more than {grace_seconds:g}: a preemption may cost up "
-                "to a save interval; give more grace, or add a fast tier (checkpoint.local_directory)",
-            )
+        message = (
+            f"a save takes {save_seconds:.1f} s ({basis}), more than the {grace_seconds:g} s of grace: a preemption may "
+            "lose up to a save interval; give more grace, or add a fast tier (checkpoint.local_directory)"
         )
+        findings.warnings.append(job.document.format_problem(("checkpoint", "grace_seconds"), message))
 
 
 @dataclass(frozen=True)
 class DataCheck:
-    """What is known of the data of a job after looking for them."""
+    """Result of checking the data of a job.
+
+    Attributes:
+        section: section of the plan.
+        is_found: the data can be read.
+        can_build_step: the train step can be built; it cannot if the vocabulary size is only in data that are missing.
+    """
 
     section: Section
     is_found: bool
-    can_draw: bool  # what the train step is made of is known, if the data was needed for it
+    can_build_step: bool
 
 
 def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dataset | None, bool]:
-    """The data as the job would load them, None if they cannot be; and whether the vocabulary is known and fits.
+    """Load the data as the job would.
 
-    Where the total is in epochs, they are counted: data that do not serve that cannot be used either.
+    A total in epochs is counted too: data that are too few for it cannot be used either.
+
+    Returns:
+        Dataset, None if it cannot be loaded, and True if the vocabulary size is known and fits.
     """
     with findings.collect():
-        found, _ = setup_builder.dataset, setup_builder.config_in_steps
+        dataset, _ = setup_builder.dataset, setup_builder.config_in_steps
         with findings.collect():
-            found.validate_vocabulary(setup_builder.vocabulary_size)
-            return found, True
-        return found, False
+            dataset.validate_vocabulary(setup_builder.vocabulary_size)
+            return dataset, True
+        return dataset, False
     return None, not setup_builder.needs_data
 
 
 def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: int) -> DataCheck:
-    """Load the data, as each of `num_hosts` would: its tokens against what the run takes, its first batch."""
+    """Check the data: load them, compare their tokens with the budget, and read one host's part of the first batch."""
     section = Section("data")
     began = time.perf_counter()
-    found, can_draw = load_data(setup_builder, findings)
-    if found is None:
-        return DataCheck(section, False, can_draw)
+    dataset, can_build_step = load_data(setup_builder, findings)
+    if dataset is None:
+        return DataCheck(section, False, can_build_step)
     batch, is_read = setup_builder.config.train.global_batch_examples, False
     with findings.collect():
-        found.read("train", 0, -(-batch // num_hosts))
+        dataset.read("train", 0, -(-batch // num_hosts))
         is_read = True
     seconds = time.perf_counter() - began
-    _describe(section, found, setup_builder.config_in_steps.total_steps * batch)
-    if is_read:
-        section.add("first batch", seconds, "seconds", "measured", "the data opened and a host's part read, from here")
-    return DataCheck(section, is_read, can_draw)
 
-
-def _describe(section: Section, found: Dataset, num_examples: int) -> None:
-    """What each source holds, and what it gives to the run."""
-    section.add("fingerprint", found.fingerprint, "text", "counted")
-    shares = found.shares(num_examples)
-    for part, share in zip(found.parts, shares, strict=True):
+    section.add("fingerprint", dataset.fingerprint, "text", "counted")
+    shares = dataset.shares(setup_builder.config_in_steps.total_steps * batch)
+    for part, share in zip(dataset.parts, shares, strict=True):
         of = f" of {part.name}" if len(shares) > 1 else ""
         section.add(f"source{of}", part.label.partition("=")[2], "text", "counted", "reached")
-        section.add(f"training examples{of}", part.examples.num_examples, "", "counted", "of sequence_length tokens")
+        note = "of sequence_length tokens"
+        section.add(f"training examples{of}", part.examples.num_examples, "", "counted", note)
         section.add(f"training tokens{of}", part.num_tokens, "", "counted")
-        section.add(f"epochs{of}", share.epochs, "", "counted", f"{share.tokens:,} tokens of the run")
-    for name, examples in found.validation.items():
-        section.add(
-            f"{name} examples" if name == "validation" else f"validation examples of {name}",
-            examples.num_examples,
-            "",
-            "counted",
-        )
+        section.add(f"epochs{of}", share.epochs, "", "counted", f"the run takes {share.tokens:,} tokens")
+    for name, examples in dataset.validation.items():
+        title = f"{name} examples" if name == "validation" else f"validation examples of {name}"
+        section.add(title, examples.num_examples, "", "counted")
     if fetched := sum(share.bytes_fetched for share in shares):
-        section.add("fetched from buckets", fetched, "bytes", "counted", "by all hosts together, if none is cached")
-    if copied := sum(part.source.bytes_copied for part in found.parts):
-        section.add("copied from buckets", copied, "bytes", "counted", "by each host, whole, at its first start")
+        note = "by all hosts together, with empty caches"
+        section.add("fetched from buckets", fetched, "bytes", "counted", note)
+    if copied := sum(part.source.bytes_copied for part in dataset.parts):
+        note = "by each host, whole, at its first start"
+        section.add("copied from buckets", copied, "bytes", "counted", note)
+    if is_read:
+        note = "time to open the data and read one host's part, from this machine"
+        section.add("first batch", seconds, "seconds", "measured", note)
+    return DataCheck(section, is_read, can_build_step)

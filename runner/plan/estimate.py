@@ -1,7 +1,7 @@
-"""What is known of a job before its step is compiled, and which mesh near its own would do better.
+"""First estimate of a job on a mesh, warnings about the mesh, and better meshes near it.
 
-Arithmetic on an abstract state, within seconds: it must not wait for the compiler. Only the search for a better mesh
-asks that, for one matmul at a time.
+The estimate is arithmetic on an abstract state and takes seconds, since it is printed before the step is compiled. Only
+the search for a better mesh asks the compiler, for one matmul at a time.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ import jax
 
 from runner.checkpoint.leaves import flatten_with_names
 from runner.parallel.mesh import STATE_AXES, format_mesh, resolve_mesh_sizes
-from runner.plan import mesh as mesh_check
 from runner.plan.figures import format_amount, report_progress
 from runner.plan.machine import TargetMachine, uses_all_reduce
 from runner.plan.mesh import (
@@ -20,8 +19,11 @@ from runner.plan.mesh import (
     MeshWarning,
     ParameterPasses,
     SmallShard,
+    find_mesh_warnings,
     find_small_shards,
+    is_significant,
     list_near_meshes,
+    make_small_shard_warning,
     order_sizes,
 )
 from runner.plan.prediction import Prediction, Predictor, build_abstract
@@ -30,14 +32,14 @@ from runner.train.compile import MEMORY_SHARE
 from runner.train.setup import TrainSetup
 from runner.trainer import BaseTrainer
 
-_NUM_PROBED = 4  # meshes, each with
-_NUM_PARAMETERS = 2  # parameters of different sizes
-_WHOLE_LANES = 128  # columns of a tile
+_NUM_PROBED_MESHES = 4
+_NUM_PROBED_PARAMETERS = 2  # of different shapes, on each mesh
+_TILE_COLUMNS = 128
 
 
 @dataclass(frozen=True)
 class EarlyEstimate:
-    """A job on a mesh, by arithmetic. Its chips' peak figures must be known."""
+    """Estimate of a job on a mesh by arithmetic, for chips with known peak figures."""
 
     predictor: Predictor
     machine: TargetMachine
@@ -45,156 +47,165 @@ class EarlyEstimate:
 
     @property
     def sizes(self) -> MeshSizes:
-        """Of its mesh."""
+        """Sizes of the job's mesh."""
         return order_sizes(self.train_setup.mesh_sizes)
-
-    def predictions(self, sizes: MeshSizes, abstract: Any) -> list[Prediction]:
-        """Of every micro-batch that the spec allows, largest first, whether it fits or not."""
-        state = self.predictor.size_of(abstract)
-        allowed = self.predictor.job.config.train.micro_batch_examples
-        sizes_of = [size for size in self.predictor.micro_batches(dict(sizes)) if allowed in ("auto", size)]
-        return [self.predictor.predict(dict(sizes), size, state) for size in sizes_of]
 
     @property
     def first(self) -> Prediction | None:
-        """Of the largest micro-batch that fits, or the smallest if none does."""
-        found = self.predictions(self.sizes, self.train_setup.abstract_state)
+        """Prediction for the largest micro-batch that fits, or for the smallest if none does."""
+        found = self._predict(self.sizes, self.train_setup.abstract_state)
         return next((one for one in found if self._fits(one)), found[-1] if found else None)
+
+    def _predict(self, sizes: MeshSizes, abstract_state: Any) -> list[Prediction]:
+        """Return the prediction for every micro-batch that the spec allows, largest first, whether it fits or not."""
+        state = self.predictor.measure_state(abstract_state)
+        allowed = self.predictor.job.config.train.micro_batch_examples
+        micro_batches = [size for size in self.predictor.list_micro_batches(dict(sizes)) if allowed in ("auto", size)]
+        return [self.predictor.predict(dict(sizes), size, state) for size in micro_batches]
 
     def _fits(self, prediction: Prediction) -> bool:
         return prediction.needed_bytes <= self.machine.hbm_bytes * MEMORY_SHARE
 
     @property
     def line(self) -> str:
-        """The first estimate, for a person."""
+        """First estimate, for the user."""
         found = self.first
         mesh = format_mesh(dict(self.sizes))
         if found is None:
             return f"first estimate: {mesh} cannot hold the batch"
-        there = format_amount(self.machine.hbm_bytes * MEMORY_SHARE, "bytes")
+        available = format_amount(self.machine.hbm_bytes * MEMORY_SHARE, "bytes")
         fits = "fits" if self._fits(found) else "does not fit"
         step, needed = format_amount(found.times.step_seconds, "seconds"), format_amount(found.needed_bytes, "bytes")
         return (
-            f"first estimate, by arithmetic: {mesh}, {found.micro_batch_examples} example(s) a device: state "
-            f"{format_amount(found.state_bytes, 'bytes')} and in all {needed} of {there} a device, {fits}; a step "
-            f"takes {step} at least, bound by {found.times.bound}"
+            f"first estimate, by arithmetic: {mesh}, {found.micro_batch_examples} example(s) per device: a device needs "
+            f"{needed} of {available}, of which the state takes {format_amount(found.state_bytes, 'bytes')}: it {fits}; "
+            f"a step takes at least {step}, bound by {found.times.bound}"
         )
 
     @property
-    def small(self) -> list[MeshWarning]:
-        """The fault that its mesh cuts parameters below the tile of a TPU, or none."""
-        found, first = self._small(self.train_setup.abstract_state), self.first
+    def small_shard_warnings(self) -> list[MeshWarning]:
+        """Warning that the mesh splits parameters below the tile of a TPU, or none."""
+        found, first = self._find_small_shards(self.train_setup.abstract_state), self.first
         if not found or first is None:
             return []
         dtype = self.predictor.job.config.precision.compute
-        return [mesh_check.make_small_shard_warning(found, format_mesh(dict(self.sizes)), dtype, first.sent_bytes)]
+        return [make_small_shard_warning(found, format_mesh(dict(self.sizes)), dtype, first.sent_bytes)]
 
-    def _small(self, abstract: Any) -> list[SmallShard]:
+    def _find_small_shards(self, abstract_state: Any) -> list[SmallShard]:
         if not self.predictor.accelerator.chip.is_tpu:
             return []
-        return find_small_shards(_parameters(abstract), self.predictor.sent_itemsize)
+        return find_small_shards(_flatten_parameters(abstract_state), self.predictor.sent_itemsize)
 
-    def faults(self, program: CompiledProgram) -> list[MeshWarning]:
-        """Those of a compiled step that cost more than a little. Only a TPU's own compiler shows them."""
-        if not self.predictor.accelerator.chip.is_tpu or self.machine.is_faked:
+    def find_warnings(self, program: CompiledProgram) -> list[MeshWarning]:
+        """Return the significant warnings about a compiled step. Only a TPU's own compiler shows them."""
+        chip = self.predictor.accelerator.chip
+        if not chip.is_tpu or self.machine.is_faked:
             return []
-        memory = self.predictor.job.config.memory
-        of_layers = 3 if memory.remat == "layers" else 2
-        of_logits = 3  # one of them of a table that is looked up too
-        passes = ParameterPasses(program.step.layout.micro_batches_per_device, of_layers, of_logits)
-        cut = {axis for axis, size in self.sizes if axis in STATE_AXES and size > 1}
-        found = mesh_check.find_mesh_warnings(
-            program.collectives, _parameters(self.train_setup.abstract_state), passes, cut
+        passes = ParameterPasses(
+            program.step.layout.micro_batches_per_device,
+            layers=3 if self.predictor.job.config.memory.remat == "layers" else 2,
+            logits=3,  # one of them for the lookup, where the table is that of the embedding
         )
-        share = 1 / self.predictor.accelerator.chip.devices_per_chip
-        bytes_per_second = self.predictor.speeds.interconnect_bytes_per_second * share
+        sharded_axes = {axis for axis, size in self.sizes if axis in STATE_AXES and size > 1}
+        parameters = _flatten_parameters(self.train_setup.abstract_state)
+        found = find_mesh_warnings(program.collectives, parameters, passes, sharded_axes)
+        bytes_per_second = self.predictor.speeds.interconnect_bytes_per_second / chip.devices_per_chip
         first = self.first
         seconds = 0.0 if first is None else first.times.compute
-        return [fault for fault in found if mesh_check.is_significant(fault, bytes_per_second, seconds)]
+        return [warning for warning in found if is_significant(warning, bytes_per_second, seconds)]
 
-    def cure(self, fault: MeshWarning) -> str:
-        """A mesh near this one without the fault, for a person: tried with the compiler where it is here."""
-        if not fault.is_of_mesh:
+    def suggest_mesh(self, warning: MeshWarning) -> str:
+        """Return the end of a warning's line: a mesh near this one that avoids it, or "".
+
+        Where libtpu is available, meshes are tried with the compiler until one avoids the problem.
+        """
+        if not warning.is_of_mesh:
             return ""
-        near = self._near()
+        near = self._list_near_meshes()
         if self.machine.is_faked or not near:
-            return f"; by arithmetic {_told(*near[0])} does not" if near else ""
+            return f"; by arithmetic {_format_suggestion(*near[0])} avoids this" if near else ""
         with report_progress(f"trying meshes near {format_mesh(dict(self.sizes))}"):
-            for sizes, prediction in near[:_NUM_PROBED]:
-                if not self._moves_whole(sizes, fault.names):
-                    return f"; {_told(sizes, prediction)} gathers and scatters them, as one matmul shows"
+            for sizes, prediction in near[:_NUM_PROBED_MESHES]:
+                if not self._uses_all_reduce(sizes, warning.names):
+                    suggestion = _format_suggestion(sizes, prediction)
+                    return f"; {suggestion} gathers and scatters them, as compiling one matmul shows"
         return ""
 
-    def _near(self) -> list[tuple[MeshSizes, Prediction]]:
-        """Meshes near this one that fit and cut nothing below the tile: those of whole columns of it first."""
+    def _list_near_meshes(self) -> list[tuple[MeshSizes, Prediction]]:
+        """Return meshes near this one that fit and have no small shards, best first."""
         job = self.predictor.job
-        experts = job.sizing(dict(self.sizes)).num_experts
+        num_experts = job.sizing(dict(self.sizes)).num_experts
         found = []
-        for sizes in list_near_meshes(dict(self.sizes), job.config.data.sequence_length, experts):
-            if not self.predictor.micro_batches(dict(sizes)):
+        for sizes in list_near_meshes(dict(self.sizes), job.config.data.sequence_length, num_experts):
+            if not self.predictor.list_micro_batches(dict(sizes)):
                 continue
-            abstract = self.predictor.state_on(sizes)
-            fitting = [one for one in self.predictions(sizes, abstract) if self._fits(one)]
-            if fitting and not self._small(abstract):
-                is_narrow = _narrowest(abstract) < _WHOLE_LANES
-                found.append(((is_narrow, *fitting[0].times.rank), sizes, fitting[0]))
+            abstract_state = self.predictor.shard_state(sizes)
+            fitting = [one for one in self._predict(sizes, abstract_state) if self._fits(one)]
+            if not fitting or self._find_small_shards(abstract_state):
+                continue
+            # Rows or columns of the narrowest shard of a matrix, along an axis that is sharded. Meshes whose shards
+            # keep whole columns of a tile come first.
+            widths = [
+                shard
+                for leaf in _flatten_parameters(abstract_state).values()
+                if leaf.ndim > 1
+                for size, shard in list(zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape), strict=True))[-2:]
+                if shard < size
+            ]
+            is_narrow = min(widths, default=_TILE_COLUMNS) < _TILE_COLUMNS
+            found.append(((is_narrow, *fitting[0].times.rank), sizes, fitting[0]))
         return [(sizes, prediction) for _, sizes, prediction in sorted(found, key=lambda each: each[0])]
 
-    def _moves_whole(self, sizes: MeshSizes, names: Sequence[str]) -> bool:
-        parameters = _parameters(self.predictor.state_on(sizes))
+    def _uses_all_reduce(self, sizes: MeshSizes, names: Sequence[str]) -> bool:
+        """Return True if the compiler moves some of these parameters by all-reduce on a mesh."""
+        parameters = _flatten_parameters(self.predictor.shard_state(sizes))
         dtype = self.predictor.job.config.precision.compute
-        tried = {parameters[name].shape[-2:]: parameters[name] for name in reversed(names)}
-        leaves = list(reversed(tried.values()))[:_NUM_PARAMETERS]
+        # One parameter of each shape, of equals the first, largest first.
+        by_shape = {parameters[name].shape[-2:]: parameters[name] for name in reversed(names)}
+        leaves = list(reversed(by_shape.values()))[:_NUM_PROBED_PARAMETERS]
         try:
             return any(uses_all_reduce(self.machine.devices, sizes, leaf, dtype) for leaf in leaves)
-        except jax.errors.JaxRuntimeError:  # what the compiler refuses is no cure
+        except jax.errors.JaxRuntimeError:
+            # A mesh that the compiler rejects is no suggestion.
             return True
 
 
 def estimate_early(job: BaseTrainer, train_setup: TrainSetup, machine: TargetMachine) -> EarlyEstimate | None:
-    """The outlook of a job on a mesh; None where the chips' peak figures or the job's FLOPs are not known."""
+    """Return the estimate of a job on a mesh, None where the chip's peak figures or the job's FLOPs are unknown."""
     accelerator = machine.accelerator
     if accelerator is None or accelerator.chip.speeds is None:
         return None
     try:
         return EarlyEstimate(Predictor(job, job.flops_per_token(train_setup), accelerator), machine, train_setup)
-    except ValueError:  # a kernel that does not say what it computes
+    except ValueError:  # the job has a kernel that does not state its FLOPs
         return None
 
 
 def format_first_estimate(job: BaseTrainer, train_setup: TrainSetup, machine: TargetMachine) -> str:
-    """What arithmetic says of the job, for a person; of an unknown chip, what its state takes."""
-    outlook = estimate_early(job, train_setup, machine)
-    if outlook is not None:
-        return outlook.line
-    state, there = count_bytes_per_device(train_setup.abstract_state), machine.hbm_bytes * MEMORY_SHARE
+    """Return the first estimate for the user; for an unknown chip, only the size of the state."""
+    estimate = estimate_early(job, train_setup, machine)
+    if estimate is not None:
+        return estimate.line
+    state = format_amount(count_bytes_per_device(train_setup.abstract_state), "bytes")
+    available = format_amount(machine.hbm_bytes * MEMORY_SHARE, "bytes")
     return (
-        f"first estimate, by arithmetic: {format_mesh(train_setup.mesh_sizes)}: "
-        f"state {format_amount(state, 'bytes')} of "
-        f"{format_amount(there, 'bytes')} a device; what a step takes is not known of this device"
+        f"first estimate, by arithmetic: {format_mesh(train_setup.mesh_sizes)}: the state takes {state} of {available} "
+        "per device; the time of a step is unknown for this device"
     )
 
 
 def build_first_setup(job: BaseTrainer, machine: TargetMachine) -> TrainSetup:
-    """The job before anything is laid out, over no devices. Raises `InvalidError` if the mesh does not fit."""
+    """Return the setup of a job on a mesh of no devices.
+
+    Raises:
+        InvalidError: the mesh does not match the machine.
+    """
     return build_abstract(job.setup_builder, order_sizes(resolve_mesh_sizes(job.topology.mesh, len(machine.devices))))
 
 
-def _parameters(abstract: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    return flatten_with_names({"params": abstract.params})
+def _flatten_parameters(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    return flatten_with_names({"params": abstract_state.params})
 
 
-def _narrowest(abstract: Any) -> int:
-    """Rows or columns of the narrowest shard of a matrix, along an axis that is cut."""
-    widths = [
-        shard
-        for leaf in _parameters(abstract).values()
-        if leaf.ndim > 1
-        for size, shard in list(zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape), strict=True))[-2:]
-        if shard < size
-    ]
-    return min(widths, default=_WHOLE_LANES)
-
-
-def _told(sizes: MeshSizes, prediction: Prediction) -> str:
+def _format_suggestion(sizes: MeshSizes, prediction: Prediction) -> str:
     return f"{format_mesh(dict(sizes))} ({format_amount(prediction.sent_bytes, 'bytes')} by arithmetic)"

@@ -1,11 +1,10 @@
-"""The devices that a job is sized for, without having them: libtpu's own, or CPU devices that stand in for them.
+"""Devices that a job is planned for, on a machine that does not have them.
 
-libtpu compiles for any TPU topology on any machine. Without it, and for GPUs, the same program is partitioned for as
-many faked CPU devices: the sharding and the collectives are those of the mesh, the temporaries are the CPU compiler's.
+libtpu compiles for any TPU topology on any machine. Without libtpu, and for GPUs, the same program is partitioned for
+as many fake CPU devices: sharding and collectives are then those of the mesh, and temporaries those of XLA for CPU.
 
-What a compiler makes of one parameter on a mesh: gathered for a matmul, its gradient scattered, or all of it whole.
-
-A program of one matmul takes the compiler a second or two, where the step takes minutes.
+The module also probes how the compiler treats one parameter on a mesh: gathered for a matmul and its gradient
+scattered, or reduced whole. Compiling one matmul takes a second or two, where a step takes minutes.
 """
 
 import contextlib
@@ -25,12 +24,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.accelerator import Accelerator
 from runner.errors import InvalidError
-from runner.parallel.mesh import BATCH_AXES, STATE_AXES, make_mesh, read_device_memory_bytes
+from runner.parallel.mesh import BATCH_AXES, STATE_AXES, read_device_memory_bytes, make_mesh
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.mesh import MeshSizes
 
-# What libtpu would otherwise ask of a TPU host that is not there, and how much it says.
-_WITHOUT_A_TPU = {
+# libtpu would otherwise ask the metadata server of a TPU host, which is not there, and log at length.
+_LIBTPU_VARIABLES = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
@@ -38,22 +37,24 @@ _WITHOUT_A_TPU = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
-_MOST_STAND_INS = (
-    8192  # two devices a chip of the largest slice; XLA takes 12 s for them, and four times as long for twice
-)
-_FAKED_BY_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
+
+# Two devices per chip of the largest slice. XLA takes 12 s to fake that many, and four times as long for twice as many.
+_MAX_FAKE_DEVICES = 8192
+_FAKE_DEVICE_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
+
+_PROBE_TOKENS = 4096  # of one device, in the matmul of a probe
 
 
 @dataclass(frozen=True)
 class TargetMachine:
-    """Devices to compile for, and what they stand for.
+    """Devices to compile for.
 
     Attributes:
-        devices: in jax's order.
-        stand_ins: as many CPU devices, the same ones where they are faked.
-        accelerator: None where they are simply those at hand.
-        compiler: what compiles for them, for a person.
-        is_faked: whether they stand in for others.
+        devices: devices in jax's order.
+        stand_ins: the same number of CPU devices; equal to `devices` where these are fake.
+        accelerator: accelerator that the devices represent, None for the devices of this machine.
+        compiler: name of the compiler, for the user.
+        is_faked: the devices are CPU devices that represent others.
         hbm_bytes: memory of one device.
     """
 
@@ -66,13 +67,14 @@ class TargetMachine:
 
     @property
     def num_hosts(self) -> int:
-        """Hosts of the job."""
-        found = self.accelerator
-        return 1 if found is None else found.hosts_per_slice * found.num_slices
+        """Number of hosts of the job."""
+        if self.accelerator is None:
+            return 1
+        return self.accelerator.hosts_per_slice * self.accelerator.num_slices
 
     @property
     def devices_per_domain(self) -> int:
-        """Devices that the fast interconnect joins: those of a slice, or of a GPU node."""
+        """Number of devices that the fast interconnect joins: those of a slice, or of a GPU node."""
         found = self.accelerator
         if found is None or found.num_chips is None:
             return len(self.devices)
@@ -81,41 +83,62 @@ class TargetMachine:
 
 
 def is_libtpu_installed() -> bool:
-    """Whether libtpu is installed."""
+    """Return True if libtpu can be imported."""
     found = importlib.util.find_spec("libtpu")
     return found is not None and found.loader is not None
 
 
 def open_machine(accelerator: Accelerator | None) -> TargetMachine:
-    """The devices of `accelerator`; those at hand if it is None, or a CPU without a number.
+    """Return the devices of an accelerator.
 
-    To be called before jax has started a backend, and with the largest first if with several. Raises `InvalidError`
-    if there is no such topology, or libtpu cannot answer.
+    To be called before jax has started a backend. A caller that opens several machines opens the largest first, since
+    the number of fake devices is fixed when the backend starts.
+
+    Args:
+        accelerator: None, or a CPU without a number, for the devices of this machine.
+
+    Raises:
+        InvalidError: there is no such topology, or libtpu cannot compile for it.
     """
     if accelerator is None or (accelerator.name == "cpu" and accelerator.num_chips is None):
         devices = jax.devices()
-        return TargetMachine(
-            devices, devices, accelerator, f"XLA for {devices[0].device_kind}", False, read_device_memory_bytes()
-        )
+        compiler = f"XLA for {devices[0].device_kind}"
+        return TargetMachine(devices, devices, accelerator, compiler, False, read_device_memory_bytes())
     if accelerator.num_devices is None:
-        raise InvalidError(f"{accelerator.name}: how many? needs a number, such as {accelerator.name}-8")
-    if accelerator.num_devices > _MOST_STAND_INS:
         raise InvalidError(
-            f"{accelerator}: {accelerator.num_devices} devices; plan stands in for {_MOST_STAND_INS} at most"
+            f"{accelerator.name}: a plan needs the number of chips; add it, for example {accelerator.name}-8"
+        )
+    if accelerator.num_devices > _MAX_FAKE_DEVICES:
+        raise InvalidError(
+            f"{accelerator}: {accelerator.num_devices} devices; plan can stand in for at most {_MAX_FAKE_DEVICES}, "
+            "so plan for fewer slices"
         )
     jax.config.update("jax_platforms", "cpu")
-    shape = accelerator.shape if accelerator.chip.is_tpu else ""  # refuses what is no slice
-    stand_ins = _fake_devices(accelerator.num_devices)
+    shape = accelerator.shape if accelerator.chip.is_tpu else ""  # raises for a number of chips that is no slice
+
+    # The number of devices in XLA_FLAGS would win over the one that is set here. If a backend has been started, its
+    # number is fixed, and the first of its devices are used.
+    os.environ["XLA_FLAGS"] = _FAKE_DEVICE_FLAG.sub("", os.environ.get("XLA_FLAGS", ""))
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", accelerator.num_devices)
+    cpu_devices = jax.devices("cpu")
+    assert len(cpu_devices) >= accelerator.num_devices, "the largest machine is opened first"
+    stand_ins = cpu_devices[: accelerator.num_devices]
+
+    speeds = accelerator.chip.speeds
+    hbm_bytes = read_device_memory_bytes() if speeds is None else speeds.hbm_bytes // accelerator.chip.devices_per_chip
     if shape and is_libtpu_installed():
-        return _libtpu_machine(accelerator, shape, stand_ins)
+        devices, compiler = _open_libtpu_devices(accelerator, shape)
+        return TargetMachine(devices, stand_ins, accelerator, compiler, False, hbm_bytes)
     is_cpu = accelerator.name == "cpu"
-    why = ", since libtpu is not installed (extra tpu-plan)" if accelerator.chip.is_tpu else ""
-    compiler = "XLA for CPU" if is_cpu else f"XLA for {len(stand_ins)} faked CPU devices{why}"
-    return TargetMachine(stand_ins, stand_ins, accelerator, compiler, not is_cpu, _memory_of(accelerator))
+    reason = ", since libtpu is not installed (extra tpu-plan)" if accelerator.chip.is_tpu else ""
+    compiler = "XLA for CPU" if is_cpu else f"XLA for {len(stand_ins)} fake CPU devices{reason}"
+    return TargetMachine(stand_ins, stand_ins, accelerator, compiler, not is_cpu, hbm_bytes)
 
 
-def _libtpu_machine(accelerator: Accelerator, shape: str, stand_ins: Sequence[jax.Device]) -> TargetMachine:
-    for name, value in _WITHOUT_A_TPU.items():
+def _open_libtpu_devices(accelerator: Accelerator, shape: str) -> tuple[Sequence[jax.Device], str]:
+    """Return libtpu's devices for a topology, and the name of the compiler."""
+    for name, value in _LIBTPU_VARIABLES.items():
         os.environ.setdefault(name, value)
     chip = accelerator.chip
     options: dict[str, Any] = {}
@@ -129,66 +152,56 @@ def _libtpu_machine(accelerator: Accelerator, shape: str, stand_ins: Sequence[ja
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     except (jax.errors.JaxRuntimeError, RuntimeError, AttributeError) as error:
-        raise InvalidError(_why_libtpu_refuses(name, str(error))) from error
-    version = importlib.metadata.version("libtpu")
-    return TargetMachine(devices, stand_ins, accelerator, f"libtpu {version}", False, _memory_of(accelerator))
-
-
-def _why_libtpu_refuses(name: str, message: str) -> str:
-    line = message.split("\n", 1)[0][:300]
-    needed = [text for text in importlib.metadata.requires("jax") or () if text.startswith("libtpu")]
-    needed_version = needed[0].partition(";")[0].strip() if needed else "the libtpu of jax[tpu]"
-    if "lockfile" in message or "already in use" in message:
-        return f"another process holds libtpu ({line}); wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1"
-    return (
-        f"libtpu {importlib.metadata.version('libtpu')} cannot compile for {name}: {line}; "
-        f"jax {jax.__version__} needs {needed_version}"
-    )
-
-
-def _fake_devices(number: int) -> Sequence[jax.Device]:
-    """So many CPU devices; where a backend has been started, the first of those that it has."""
-    os.environ["XLA_FLAGS"] = _FAKED_BY_FLAG.sub("", os.environ.get("XLA_FLAGS", ""))
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", number)
-    devices = jax.devices("cpu")
-    assert len(devices) >= number, "the largest machine is opened first"
-    return devices[:number]
-
-
-def _memory_of(accelerator: Accelerator) -> int:
-    speeds = accelerator.chip.speeds
-    return read_device_memory_bytes() if speeds is None else speeds.hbm_bytes // accelerator.chip.devices_per_chip
-
-
-_TOKENS = 4096  # of a device
+        message = str(error)
+        line = message.split("\n", 1)[0][:300]
+        # libtpu guards its device by a lock file, also for compilation alone.
+        if "lockfile" in message or "already in use" in message:
+            raise InvalidError(
+                f"{accelerator}: another process holds libtpu ({line}); wait for it, or set "
+                "ALLOW_MULTIPLE_LIBTPU_LOAD=1"
+            ) from error
+        required = [text for text in importlib.metadata.requires("jax") or () if text.startswith("libtpu")]
+        needed = required[0].partition(";")[0].strip() if required else "the libtpu of jax[tpu]"
+        raise InvalidError(
+            f"{accelerator}: libtpu {importlib.metadata.version('libtpu')} cannot compile for {name}: {line}; "
+            f"jax {jax.__version__} needs {needed}"
+        ) from error
+    return devices, f"libtpu {importlib.metadata.version('libtpu')}"
 
 
 def uses_all_reduce(devices: Sequence[jax.Device], sizes: MeshSizes, leaf: Any, dtype: str) -> bool:
-    """Whether `leaf`, an abstract parameter with a sharding on that mesh, is moved over `STATE_AXES` by all-reduce.
+    """Return True if the compiler moves a parameter over `STATE_AXES` by all-reduce instead of gather and scatter.
 
-    Of one that stacks layers or experts it is a matrix that is tried, in `dtype` as it is sent.
+    Compiles one matmul and its weight gradient. Of a parameter that stacks layers or experts, one matrix is tried.
+
+    Args:
+        devices: devices to compile for.
+        sizes: mesh over these devices.
+        leaf: abstract parameter with a sharding on that mesh.
+        dtype: type in which the parameter is sent.
     """
+    # T: tokens of all devices, K and N: rows and columns of the matrix.
     mesh = make_mesh(dict(sizes), devices)
     shape = leaf.shape[-2:]
     spec = [None] * leaf.ndim
     spec[: len(leaf.sharding.spec)] = leaf.sharding.spec
-    rows = (*BATCH_AXES, "sequence")
-    num_tokens = _TOKENS * mesh.size // mesh.shape["tensor"]
+    token_axes = (*BATCH_AXES, "sequence")
+    num_tokens = _PROBE_TOKENS * mesh.size // mesh.shape["tensor"]
 
-    def argument(shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+    def make_argument(shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
-    weight = argument(shape, leaf.dtype, *spec[-2:])
-    x, dy = (argument((num_tokens, width), jnp.dtype(dtype), rows) for width in shape)
+    weight_KxN = make_argument(shape, leaf.dtype, *spec[-2:])
+    x_TxK, dy_TxN = (make_argument((num_tokens, width), jnp.dtype(dtype), token_axes) for width in shape)
 
-    def step(weight: jax.Array, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-        gradient = (x.T @ dy).astype(weight.dtype)
-        return x @ weight.astype(x.dtype), weight - gradient
+    def step(weight_KxN: jax.Array, x_TxK: jax.Array, dy_TxN: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient_KxN = (x_TxK.T @ dy_TxN).astype(weight_KxN.dtype)
+        return x_TxK @ weight_KxN.astype(x_TxK.dtype), weight_KxN - gradient_KxN
 
     with jax.set_mesh(mesh):
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(dy.sharding, weight.sharding))
-        text = jitted.lower(weight, x, dy).compile().as_text() or ""
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(dy_TxN.sharding, weight_KxN.sharding))
+        text = jitted.lower(weight_KxN, x_TxK, dy_TxN).compile().as_text() or ""
     found = find_collectives(text, {axis: int(size) for axis, size in mesh.shape.items()})
     reduced = [one for one in found if one.kind == "all-reduce" and {*one.axes} & {*STATE_AXES}]
-    return any(2 * math.prod(each) > math.prod(shape) for one in reduced for each in one.shapes)
+    # An array of half the parameter or less is not the whole parameter that is reduced.
+    return any(2 * math.prod(array) > math.prod(shape) for one in reduced for array in one.shapes)

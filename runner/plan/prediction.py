@@ -1,17 +1,16 @@
-"""What arithmetic says of a job on a mesh, before anything is compiled: what it keeps, sends and computes.
+"""Predicted memory, traffic and least step time of a job on a mesh, by arithmetic, before anything is compiled.
 
-What the devices of a mesh send each other in a step, by axis: the formulas that a plan predicts by.
+Each collective has a payload, the whole array of a group of devices, and a factor: the number of times that a ring
+passes the payload on (1 for an all-gather or a reduce-scatter, 2 for an all-reduce). A device sends
+`factor x payload x (n - 1) / n` along an axis of n. By axis:
 
-Each collective has a payload, the whole array of a group of devices, and a factor: how often a ring passes it on (1 a
-gather or a scatter, 2 an all-reduce). A device sends `factor x payload x (n - 1) / n` along an axis of n.
-
-- `data`: the gradients of a device's parameters in float32, reduced once a step, unless they do not wait for its end
-  (see `runner.parallel.reduction`); all else goes in each micro-batch.
-- `fsdp`, `sequence` and `expert` together: parameters, gathered in every pass, and their gradients, scattered once; of
-  experts' own matrices, which `expert` has cut already, over the other two.
-- `sequence`: keys and values, in a ring or gathered, which is the same number of bytes.
-- `expert`: tokens, to their experts and back. All of them go, by all-to-all, but those for experts that are here.
-- `tensor`: the residual stream, gathered before what is cut and scattered behind it.
+- `data`: the float32 gradients of a device's parameters, reduced once per step, unless they are reduced before its end
+  (see `runner.parallel.reduction`). All other collectives run in each micro-batch.
+- `fsdp`, `sequence` and `expert` together: parameters, gathered in every pass, and their gradients, scattered once. The
+  experts' own matrices are sharded over `expert` already, so they go over the other two.
+- `sequence`: keys and values. Ring and all-gather send the same number of bytes.
+- `expert`: tokens, to their experts and back, by all-to-all. Tokens for experts on the same device are not sent.
+- `tensor`: the residual stream, gathered before a sharded matmul and scattered behind it.
 """
 
 import functools
@@ -37,20 +36,36 @@ from runner.parallel.mesh import (
     validate_same_bits_mesh,
     validate_sequence_sharding,
 )
-from runner.plan import program
 from runner.plan.mesh import MeshSizes, compute_small_share, find_small_shards, order_sizes
-from runner.plan.program import Roofline, StepWork, count_bytes_per_device, count_elements, split_over_domains
+from runner.plan.program import (
+    Roofline,
+    StepWork,
+    compute_hbm_traffic,
+    compute_roofline,
+    count_bytes_per_device,
+    count_elements,
+    split_over_domains,
+)
 from runner.train.flops import Flops, Sizing
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.state import reshard_abstract_state
 from runner.trainer import BaseTrainer
 
-_REDUCED_ITEMSIZE = 4  # of gradients over `data`, which are float32
+SINGLE_DEVICE = order_sizes(dict.fromkeys(AXES, 1))
+
+_GRADIENT_ITEMSIZE = 4  # gradients over `data` are float32
+_LONG_SEQUENCE = 16_384  # tokens
 
 
 @dataclass(frozen=True)
 class PredictedCollective:
-    """One kind of collective of a step."""
+    """Collectives of one kind in a step.
+
+    Attributes:
+        axes: mesh axes that they span.
+        factor: number of times that a ring passes the payload on, over the whole step.
+        payload: bytes of the whole array of a group.
+    """
 
     axes: tuple[str, ...]
     factor: float
@@ -59,11 +74,13 @@ class PredictedCollective:
 
 @dataclass(frozen=True)
 class ParameterPayload:
-    """The parameters in the type in which they are sent, as far as `tensor` does not cut them: bytes.
+    """Parameters in the type in which they are sent, in bytes, on one part of `tensor`.
 
     Attributes:
-        itemsize: bytes of a parameter in that type.
-        whole_share: of them, what the compiler gathers and reduces by all-reduce, since their shards are too small.
+        shared: bytes of all parameters but the experts' own.
+        of_experts: bytes of the experts' own parameters.
+        whole_share: share that the compiler gathers and reduces by all-reduce, since their shards are too small.
+        itemsize: bytes of an element in that type.
     """
 
     shared: float
@@ -82,23 +99,27 @@ def predict_collectives(
     *,
     waits: bool = True,
 ) -> list[PredictedCollective]:
-    """The collectives of a step.
+    """Return the collectives of a step.
 
     Args:
-        tokens: of a device in a step: its examples, times its part of a row.
-        passes: over the parameters in a micro-batch: forward, backward, and what is computed again.
-        waits: whether gradients are reduced over `data` once a step.
+        sizes: axis -> size of the mesh.
+        weights: parameters as they are sent.
+        sizing: sizes that the model declares.
+        tokens: tokens of a device in a step: its examples, times its part of a sequence.
+        passes: passes over the parameters in a micro-batch: forward, backward and recomputation.
+        accumulate_steps: micro-batches of a step.
+        waits: gradients are reduced over `data` once, at the end of the step.
     """
-    cut = math.prod(sizes[axis] for axis in STATE_AXES)
+    num_shards = math.prod(sizes[axis] for axis in STATE_AXES)
+    # One gather per pass and one scatter of the gradients; an all-reduce in their place sends twice as much.
     rounds = accumulate_steps * (passes + 1) * (1 + weights.whole_share)
-    rounds_of_data = _REDUCED_ITEMSIZE / weights.itemsize if waits else accumulate_steps
-    reduced = (weights.shared + weights.of_experts) / cut * rounds_of_data
-    of_own_experts = weights.of_experts / sizes["expert"]
-    beside_experts = tuple(axis for axis in STATE_AXES if axis != "expert")
+    data_rounds = _GRADIENT_ITEMSIZE / weights.itemsize if waits else accumulate_steps
+    reduced = (weights.shared + weights.of_experts) / num_shards * data_rounds
+    other_axes = tuple(axis for axis in STATE_AXES if axis != "expert")
     return [
         PredictedCollective(("data",), 2, reduced),
         PredictedCollective(STATE_AXES, rounds, weights.shared),
-        PredictedCollective(beside_experts, rounds, of_own_experts),
+        PredictedCollective(other_axes, rounds, weights.of_experts / sizes["expert"]),
         PredictedCollective(("sequence",), 1, tokens * sizes["sequence"] * sizing.sequence_bytes_per_token),
         PredictedCollective(("expert",), 1, tokens * sizing.expert_bytes_per_token),
         PredictedCollective(("tensor",), 2, tokens * sizing.tensor_bytes_per_token),
@@ -106,12 +127,12 @@ def predict_collectives(
 
 
 def predict_ordered_collectives(parameters: float, itemsize: int, num_subtrees: int) -> list[PredictedCollective]:
-    """The collectives of a step whose sums have a fixed order, see `runner.parallel.reduction`.
+    """Return the collectives of a step that sums gradients in a fixed order (see `runner.parallel.reduction`).
 
-    Parameters are gathered once over `fsdp`, in the type in which they are stored; of every device its subtrees go to
-    all others by shares, and of the whole sum each has the others' shares gathered.
+    Parameters are gathered once over `fsdp`, in the type in which they are stored. Each device sends the shares of its
+    subtrees to all others, and gathers the others' shares of the whole sum.
     """
-    gradient = parameters * _REDUCED_ITEMSIZE
+    gradient = parameters * _GRADIENT_ITEMSIZE
     return [
         PredictedCollective(("fsdp",), 1, parameters * itemsize),
         PredictedCollective(BATCH_AXES, num_subtrees, gradient),
@@ -120,54 +141,63 @@ def predict_ordered_collectives(parameters: float, itemsize: int, num_subtrees: 
 
 
 def sum_sent_bytes(
-    found: list[PredictedCollective], sizes: Mapping[str, int], over_domains: Mapping[str, int]
+    collectives: list[PredictedCollective], sizes: Mapping[str, int], over_domains: Mapping[str, int]
 ) -> tuple[float, float]:
-    """Bytes that a device sends in a step inside its slice or GPU node, and out of it."""
+    """Return the bytes that a device sends in a step inside its slice or GPU node, and out of it."""
     interconnect = network = 0.0
-    for flow in found:
-        inside, across = split_over_domains(sizes, over_domains, flow.axes, flow.factor, flow.payload)
+    for collective in collectives:
+        inside, across = split_over_domains(
+            sizes, over_domains, collective.axes, collective.factor, collective.payload
+        )
         interconnect += inside
         network += across
     return interconnect, network
 
 
-_LONG_ROW = 16_384  # positions
-SINGLE_DEVICE = order_sizes(dict.fromkeys(AXES, 1))  # the mesh of one device
-
-
 @dataclass(frozen=True)
 class StateSize:
-    """The state on one device, and the parameters as they are sent.
+    """Size of the state on one device.
 
     Attributes:
+        state_bytes: whole state.
+        parameter_bytes: parameters, in the type in which they are stored.
+        num_parameters: parameters of the whole model.
         whole_share: see `ParameterPayload`.
     """
 
     state_bytes: float
-    parameter_bytes: float  # in the type in which they are kept
+    parameter_bytes: float
     num_parameters: int
     whole_share: float = 0.0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one mesh and one micro-batch."""
+    """Predicted cost of a step on one mesh with one micro-batch.
+
+    Attributes:
+        micro_batch_examples: examples of a device in a micro-batch.
+        state_bytes: state on a device.
+        working_bytes: gradients and activations on a device, by formula.
+        sent_bytes: bytes that a device sends in a step.
+        times: roofline of the step.
+    """
 
     micro_batch_examples: int
-    state_bytes: float  # of a device
-    working_bytes: float  # gradients and activations, by formula
-    sent_bytes: float  # by a device in a step
+    state_bytes: float
+    working_bytes: float
+    sent_bytes: float
     times: Roofline
 
     @property
     def needed_bytes(self) -> float:
-        """Of a device."""
+        """Memory that a device needs."""
         return self.state_bytes + self.working_bytes
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Arithmetic for one job with one choice of its own knobs."""
+    """Predictions for one job under one choice of its own settings, on an accelerator with known peak figures."""
 
     job: BaseTrainer
     flops: Flops
@@ -175,110 +205,122 @@ class Predictor:
 
     @property
     def speeds(self) -> PeakRates:
-        """Of its chips, which must be known."""
+        """Peak figures of a chip."""
         speeds = self.accelerator.chip.speeds
-        assert speeds is not None, "peak figures are known of what is predicted for"
+        assert speeds is not None, "callers predict only for chips with known peak figures"
         return speeds
-
-    @functools.cached_property
-    def whole(self) -> Any:
-        """The abstract state on one device, from which it is known on any mesh."""
-        return build_abstract(self.job.setup_builder, SINGLE_DEVICE).abstract_state
-
-    def state_on(self, sizes: MeshSizes) -> Any:
-        """The abstract state over a mesh of no devices: shapes and shardings."""
-        return reshard_abstract_state(self.whole, abstract_mesh(sizes))
-
-    def size_of(self, abstract: Any) -> StateSize:
-        """Of an abstract state with shardings."""
-        small = 0.0
-        if self.accelerator.chip.is_tpu:
-            parameters = flatten_with_names({"params": abstract.params})
-            small = compute_small_share(find_small_shards(parameters, self.sent_itemsize), parameters)
-        state_bytes, parameter_bytes = count_bytes_per_device(abstract), count_bytes_per_device(abstract.params)
-        return StateSize(state_bytes, parameter_bytes, count_elements(abstract.params), small)
 
     @property
     def sent_itemsize(self) -> int:
-        """Bytes of a parameter as it is gathered."""
+        """Bytes of a parameter's element as it is gathered."""
         return int(jnp.dtype(self.job.config.precision.compute).itemsize)
 
-    def micro_batches(self, sizes: Mapping[str, int]) -> list[int]:
-        """Those that a search may choose from, largest first; none if the mesh cannot hold the batch or its rows."""
+    @functools.cached_property
+    def single_device_state(self) -> Any:
+        """Abstract state on one device, from which it is derived for any mesh."""
+        return build_abstract(self.job.setup_builder, SINGLE_DEVICE).abstract_state
+
+    def shard_state(self, sizes: MeshSizes) -> Any:
+        """Return the abstract state, shapes and shardings, on a mesh of no devices."""
+        return reshard_abstract_state(self.single_device_state, make_abstract_mesh(sizes))
+
+    def measure_state(self, abstract_state: Any) -> StateSize:
+        """Return the size of an abstract state with shardings."""
+        small_share = 0.0
+        if self.accelerator.chip.is_tpu:
+            parameters = flatten_with_names({"params": abstract_state.params})
+            small_share = compute_small_share(find_small_shards(parameters, self.sent_itemsize), parameters)
+        return StateSize(
+            count_bytes_per_device(abstract_state),
+            count_bytes_per_device(abstract_state.params),
+            count_elements(abstract_state.params),
+            small_share,
+        )
+
+    def list_micro_batches(self, sizes: Mapping[str, int]) -> list[int]:
+        """Return the micro-batch sizes that a search may choose from, largest first; none if the mesh does not fit.
+
+        The mesh does not fit if it cannot split the batch or its sequences.
+        """
         config = self.job.config
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         try:
-            split_axes_over_slices(sizes, _num_domains(self.accelerator))
-            mesh = abstract_mesh(order_sizes(sizes))
+            split_axes_over_slices(sizes, _count_domains(self.accelerator))
+            mesh = make_abstract_mesh(order_sizes(sizes))
             validate_sequence_sharding(mesh, config.data.sequence_length, config.memory.loss_chunk_positions)
             devices, wanted = config.train.same_bits_devices, config.train.micro_batch_examples
             if devices is not None:
                 validate_same_bits_mesh(mesh, devices)
-            return list_micro_batch_sizes(
-                config.train.global_batch_examples, "auto" if devices is None else wanted, shards
-            )
+            return list_micro_batch_sizes(config.train.global_batch_examples, "auto" if devices is None else wanted, shards)
         except InvalidError:
             return []
 
     def predict(self, sizes: Mapping[str, int], micro_batch: int, state: StateSize) -> Prediction:
-        """What a step takes with `micro_batch` examples a device."""
+        """Return the cost of a step with `micro_batch` examples per device in a micro-batch."""
         config = self.job.config
+        chip = self.accelerator.chip
         tokens = micro_batch * config.data.sequence_length / sizes["sequence"]
         sizing = self.job.sizing(sizes)
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         accumulate_steps = config.train.global_batch_examples // (micro_batch * shards)
-        sent_bytes = self.sent_itemsize / sizes["tensor"]
+        passes = 3 if config.memory.remat == "layers" else 2
+
+        # Parameters as they are gathered.
+        element_bytes = self.sent_itemsize / sizes["tensor"]
         of_experts = min(sizing.expert_parameters, state.num_parameters)
         shared = state.num_parameters - of_experts
-        weights = ParameterPayload(shared * sent_bytes, of_experts * sent_bytes, state.whole_share, self.sent_itemsize)
-        passes = 3 if config.memory.remat == "layers" else 2
-        over_domains = dict(zip(AXES, split_axes_over_slices(sizes, _num_domains(self.accelerator)), strict=True))
+        weights = ParameterPayload(
+            shared * element_bytes, of_experts * element_bytes, state.whole_share, self.sent_itemsize
+        )
+
+        # Traffic between devices. With one micro-batch there is one set of gradients, with more also their sum.
+        over_domains = dict(zip(AXES, split_axes_over_slices(sizes, _count_domains(self.accelerator)), strict=True))
         groups, gradients = config.train.same_bits_devices, state.parameter_bytes * min(accumulate_steps, 2)
         if groups is None:
-            waits = reduction.has_deferred_all_reduce(sizes, is_tpu=self.accelerator.chip.is_tpu)
-            found = predict_collectives(
-                sizes, weights, sizing, accumulate_steps * tokens, passes, accumulate_steps, waits=waits
-            )
+            waits = reduction.has_deferred_all_reduce(sizes, is_tpu=chip.is_tpu)
+            step_tokens = accumulate_steps * tokens
+            found = predict_collectives(sizes, weights, sizing, step_tokens, passes, accumulate_steps, waits=waits)
         else:
             itemsize = jnp.dtype(config.precision.params).itemsize
-            found = predict_ordered_collectives(
-                state.num_parameters, itemsize, reduction.count_subtrees(groups, shards)
-            )
-            gradients = reduction.compute_held_bytes(
-                state.num_parameters, itemsize if sizes["fsdp"] > 1 else 0, groups, shards
-            )
+            found = predict_ordered_collectives(state.num_parameters, itemsize, reduction.count_subtrees(groups, shards))
+            gradients = reduction.compute_held_bytes(state.num_parameters, itemsize if sizes["fsdp"] > 1 else 0, groups, shards)
         inside, across = sum_sent_bytes(found, sizes, over_domains)
+
+        # Work and memory of a device.
         executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.tokens_per_step
-        whole_bytes = weights.shared + weights.of_experts / sizes["expert"]
-        traffic = program.compute_hbm_traffic(state.state_bytes, whole_bytes, passes, accumulate_steps)
+        gathered_bytes = weights.shared + weights.of_experts / sizes["expert"]
+        traffic = compute_hbm_traffic(state.state_bytes, gathered_bytes, passes, accumulate_steps)
         work = StepWork(executed / math.prod(sizes.values()), traffic, inside, across)
         working_bytes = gradients + sizing.head_bytes + tokens * sizing.activation_bytes_per_token
-        times = program.compute_roofline(work, self.speeds, self.accelerator.chip.devices_per_chip)
-        sent_in_step = work.interconnect_bytes + work.network_bytes
-        return Prediction(micro_batch, state.state_bytes, working_bytes, sent_in_step, times)
+        times = compute_roofline(work, self.speeds, chip.devices_per_chip)
+        sent_bytes = work.interconnect_bytes + work.network_bytes
+        return Prediction(micro_batch, state.state_bytes, working_bytes, sent_bytes, times)
 
-    def fitting(self, sizes: Mapping[str, int], state: StateSize, limit_bytes: float) -> Iterator[Prediction]:
-        """Those of every micro-batch that fits, largest first."""
-        for micro_batch in self.micro_batches(sizes):
+    def iter_fitting(self, sizes: Mapping[str, int], state: StateSize, limit_bytes: float) -> Iterator[Prediction]:
+        """Yield the predictions of every micro-batch that fits, largest first."""
+        for micro_batch in self.list_micro_batches(sizes):
             found = self.predict(sizes, micro_batch, state)
             if found.needed_bytes <= limit_bytes:
                 yield found
 
 
-def abstract_mesh(sizes: MeshSizes) -> Any:
-    """A mesh of no devices."""
+def make_abstract_mesh(sizes: MeshSizes) -> Any:
+    """Return a mesh of no devices."""
     return AbstractMesh(tuple(size for _, size in sizes), tuple(axis for axis, _ in sizes))
 
 
 def build_abstract(setup_builder: TrainSetupBuilder, sizes: MeshSizes) -> TrainSetup:
-    """The job over a mesh of no devices; its shapes are found by a shorter row where its own takes long to trace."""
+    """Return the setup of a job on a mesh of no devices.
+
+    Its shapes are found with a shorter sequence where its own takes long to trace.
+    """
     length = setup_builder.config.data.sequence_length
-    row_length = math.gcd(length, _LONG_ROW) if length > _LONG_ROW else length
+    traced_length = math.gcd(length, _LONG_SEQUENCE) if length > _LONG_SEQUENCE else length
     return setup_builder.build_on_mesh(
-        abstract_mesh(sizes), jax.eval_shape(lambda: jax.random.key(setup_builder.seed)), row_length
+        make_abstract_mesh(sizes), jax.eval_shape(lambda: jax.random.key(setup_builder.seed)), traced_length
     )
 
 
-def _num_domains(accelerator: Accelerator) -> int:
-    """Slices, or GPU nodes."""
+def _count_domains(accelerator: Accelerator) -> int:
+    """Return the number of slices, or of GPU nodes."""
     return accelerator.num_slices if accelerator.chip.is_tpu else accelerator.hosts_per_slice * accelerator.num_slices

@@ -1,12 +1,12 @@
-"""What to ask for: meshes x micro-batches x what the job declares, ranked by predicted step time.
+"""Search for the best mesh, micro-batch and job settings, ranked by predicted step time.
 
-1. Every mesh over the devices whose batch, rows and experts divide (some hundreds: `mesh` says what bounds them), every
-   micro-batch, every choice of `BaseTrainer.search_space`.
-2. Arithmetic leaves out what cannot fit (state by its shapes and shardings, activations by the job's own formula) and
-   predicts the least step time of the rest: matmuls, memory traffic, and the collectives that such a mesh needs. The
-   state is drawn once, and laid over each mesh: some thousand predictions take seconds.
-3. The best few are compiled, those that do not fit are dropped, and the rest is ranked by what was compiled: by the
-   compiler's estimates of its ops where it writes them (`profile`), else by the bound.
+1. Enumerate every mesh over the devices that batch, sequences and experts can be split over (some hundreds; `mesh`
+   describes the bounds), every micro-batch, and every choice of `BaseTrainer.search_space`.
+2. Drop by arithmetic what cannot fit (state by its shapes and shardings, activations by the job's own formula), and
+   predict the least step time of the rest from matmuls, memory traffic and the collectives of the mesh. The state is
+   traced once and resharded for each mesh, so some thousand predictions take seconds.
+3. Compile the best few, drop those that do not fit, and rank the rest by the compiled program: by the compiler's
+   estimates of its ops where it writes them (`profile`), else by the roofline.
 """
 
 import itertools
@@ -31,12 +31,12 @@ from runner.trainer import BaseTrainer
 
 _NUM_COMPILED, _NUM_TRIED = 3, 16
 
-Choices = tuple[tuple[str, Any], ...]  # values of the job's own knobs by dotted key
+Choices = tuple[tuple[str, Any], ...]  # values of the job's own settings by dotted key
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the job, and what arithmetic says of it."""
+    """One way to run the job, with its prediction."""
 
     mesh: MeshSizes
     choices: Choices
@@ -44,12 +44,12 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Least step time first; of equals the one with less of everything else."""
+        """Sort key: least step time first, and of equals the one with less time on all resources together."""
         return self.prediction.times.rank
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By dotted key."""
+        """Values by dotted key of the spec."""
         return {
             "topology.mesh": dict(self.mesh),
             "config.train.micro_batch_examples": self.prediction.micro_batch_examples,
@@ -58,32 +58,39 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        """As `--set` takes them."""
-        return [_override(key, value) for key, value in self.settings.items()]
+        """Settings as `--set` takes them."""
+        return [_format_override(key, value) for key, value in self.settings.items()]
 
 
-def _override(key: str, value: Any) -> str:
+def _format_override(key: str, value: Any) -> str:
     return f"{key}={yaml.safe_dump(value, default_flow_style=True, sort_keys=False).splitlines()[0]}"
 
 
 @dataclass(frozen=True)
 class CompiledCandidate:
-    """A candidate that fits, with the figures of its compiled program."""
+    """Candidate that fits when compiled.
+
+    Attributes:
+        candidate: the candidate.
+        program: its compiled step.
+        times: roofline of the compiled step.
+        forecast_seconds: step time by the compiler's estimates, None where it has written none.
+    """
 
     candidate: Candidate
     program: CompiledProgram
     times: Roofline
-    forecast_seconds: float | None = None  # by the compiler's estimates, where it has written any
+    forecast_seconds: float | None = None
 
     @property
     def rank_seconds(self) -> float:
-        """What it is ranked by: the forecast, else the bound."""
+        """Step time that it is ranked by: the forecast, else the roofline."""
         return self.times.step_seconds if self.forecast_seconds is None else self.forecast_seconds
 
 
 @dataclass(frozen=True)
 class JobVariant:
-    """What does not depend on mesh or micro-batch: the job under one choice of its own knobs."""
+    """Job under one choice of its own settings, independent of mesh and micro-batch."""
 
     job: BaseTrainer
     choices: Choices
@@ -91,69 +98,87 @@ class JobVariant:
 
 
 class Search:
-    """The search of one spec. `overrides` are the user's own."""
+    """Search for one spec under the user's overrides."""
 
     def __init__(self, spec: str, overrides: tuple[str, ...]):
         self._spec, self._overrides = spec, overrides
 
-    def document(self, more: list[str]) -> Document:
-        """The spec under some overrides more."""
+    def load_document(self, more: list[str]) -> Document:
+        """Return the spec under additional overrides."""
         return load_document(self._spec, [*self._overrides, *more])
 
     def open_job(self, more: list[str]) -> BaseTrainer:
-        """The job, with the vocabulary that its data or its spec gives. Raises `InvalidError` with all problems."""
+        """Return the job under additional overrides, with the vocabulary that its data or its spec gives.
+
+        Raises:
+            InvalidError: lists all problems.
+        """
         findings = Findings()
-        job = checks.open_job(self.document(more), findings)
+        job = checks.open_job(self.load_document(more), findings)
         if isinstance(job, BaseTrainer) and load_data(job.setup_builder, findings)[1]:
             return job
-        raise InvalidError("\n".join(findings.problems) or "only a trainer has steps to search for")
+        raise InvalidError(
+            "\n".join(findings.problems)
+            or f"{self._spec}: only a trainer has steps to search for; plan it without --search"
+        )
 
-    def models(self) -> list[JobVariant]:
-        """The job under each choice of its knobs."""
+    def list_variants(self) -> list[JobVariant]:
+        """Return the job under each choice of its settings."""
         space = self.open_job([]).search_space()
-        found = []
+        variants = []
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
-            job = self.open_job([_override(key, value) for key, value in choices])
+            job = self.open_job([_format_override(key, value) for key, value in choices])
             train_setup = build_abstract(job.setup_builder, SINGLE_DEVICE)
             try:
-                found.append(JobVariant(job, choices, job.flops_per_token(train_setup)))
+                variants.append(JobVariant(job, choices, job.flops_per_token(train_setup)))
             except ValueError as error:
                 raise InvalidError(f"{job.spec.job}: {error}") from error
-        return found
+        return variants
 
-    def candidates(self, models: list[JobVariant], accelerator: Accelerator, hbm_bytes: int) -> list[Candidate]:
-        """All that may fit, best first."""
+    def list_candidates(
+        self, variants: list[JobVariant], accelerator: Accelerator, hbm_bytes: int
+    ) -> list[Candidate]:
+        """Return all candidates that may fit, best first."""
         limit_bytes = hbm_bytes * MEMORY_SHARE
-        predictors = [Predictor(model.job, model.flops, accelerator) for model in models]
+        predictors = [Predictor(variant.job, variant.flops, accelerator) for variant in variants]
+        # The size of the state depends on the mesh alone, so one variant measures it for all.
         first = predictors[0]
         length, num_experts = first.job.config.data.sequence_length, first.job.sizing(dict(SINGLE_DEVICE)).num_experts
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for mesh in iter_meshes(accelerator.num_devices or 1, length, num_experts):
-            if not first.micro_batches(dict(mesh)):
+            if not first.list_micro_batches(dict(mesh)):
                 continue
-            state = first.size_of(first.state_on(mesh))
-            for model, predictor in zip(models, predictors, strict=True):
-                fitting = predictor.fitting(dict(mesh), state, limit_bytes)
-                found += [Candidate(mesh, model.choices, prediction) for prediction in fitting]
-        return sorted(found, key=lambda candidate: candidate.rank)
+            state = first.measure_state(first.shard_state(mesh))
+            for variant, predictor in zip(variants, predictors, strict=True):
+                fitting = predictor.iter_fitting(dict(mesh), state, limit_bytes)
+                candidates += [Candidate(mesh, variant.choices, prediction) for prediction in fitting]
+        return sorted(candidates, key=lambda candidate: candidate.rank)
 
     def compile_best(
         self, candidates: list[Candidate], machine: TargetMachine
     ) -> tuple[list[CompiledCandidate], list[str]]:
-        """The best few that fit when compiled, best first, and a line for each that did not.
+        """Compile the best few candidates.
 
-        Formulas miss what a compiler adds. So each failure tells by how much they were wrong for its choices, and what
-        would not fit by that either is not tried; and at last the one that needs least is.
+        Returns:
+            Candidates that fit, best first, and a line for each that does not.
         """
         limit_bytes = machine.hbm_bytes * MEMORY_SHARE
-        found: list[CompiledCandidate] = []
+        compiled: list[CompiledCandidate] = []
         dropped: dict[Candidate, str] = {}
+        # Formulas miss what a compiler adds. Each candidate that does not fit tells by which factor they were wrong for
+        # its choices, and candidates that do not fit by this factor either are not tried.
         excess: dict[Choices, float] = {}
 
-        def attempt(candidate: Candidate) -> None:
+        def compile_candidate(candidate: Candidate) -> None:
             try:
-                found.append(self._compile(candidate, machine))
+                job = self.open_job(candidate.overrides)
+                train_setup = job.setup_builder.build(machine.devices)
+                program = compile_program(job.setup_builder, train_setup, machine, with_val=False)
+                config, flops = job.setup_builder.config_in_steps, job.flops_per_token(train_setup)
+                _, times = report.make_roofline_section(config, flops, program, machine)
+                seconds = forecast_step_seconds(program, machine)
+                compiled.append(CompiledCandidate(candidate, program, times or candidate.prediction.times, seconds))
             except InvalidError as error:
                 dropped[candidate] = f"{' '.join(candidate.overrides)}: {str(error).partition(';')[0]}"
                 needed_bytes = getattr(error.__cause__, "needed_bytes", 0)
@@ -161,46 +186,43 @@ class Search:
                 excess[candidate.choices] = max(1.1 * last, needed_bytes / candidate.prediction.working_bytes)
 
         for candidate in candidates:
-            if len(found) == _NUM_COMPILED or len(found) + len(dropped) == _NUM_TRIED:
+            if len(compiled) == _NUM_COMPILED or len(compiled) + len(dropped) == _NUM_TRIED:
                 break
             predicted = candidate.prediction
             if predicted.state_bytes + excess.get(candidate.choices, 1.0) * predicted.working_bytes <= limit_bytes:
-                attempt(candidate)
+                compile_candidate(candidate)
+        # If none of them fits, the candidate that needs least memory is the last chance.
         smallest = min(candidates, key=lambda candidate: candidate.prediction.needed_bytes, default=None)
-        if not found and smallest is not None and smallest not in dropped:
-            attempt(smallest)
-        return sorted(found, key=lambda compiled: compiled.rank_seconds), list(dropped.values())
-
-    def _compile(self, candidate: Candidate, machine: TargetMachine) -> CompiledCandidate:
-        job = self.open_job(candidate.overrides)
-        train_setup = job.setup_builder.build(machine.devices)
-        program = compile_program(job.setup_builder, train_setup, machine, with_val=False)
-        _, times = report.make_roofline_section(
-            job.setup_builder.config_in_steps, job.flops_per_token(train_setup), program, machine
-        )
-        return CompiledCandidate(
-            candidate, program, times or candidate.prediction.times, forecast_step_seconds(program, machine)
-        )
+        if not compiled and smallest is not None and smallest not in dropped:
+            compile_candidate(smallest)
+        return sorted(compiled, key=lambda candidate: candidate.rank_seconds), list(dropped.values())
 
 
 def find_smallest_slice(search: Search, accelerator: Accelerator, hours: float) -> tuple[Accelerator, list[Candidate]]:
-    """The smallest slice on which something may fit and the run ends in time, at `TYPICAL_SHARE` of the best speed.
+    """Return the smallest slice on which something may fit and the run ends in time, with its candidates.
 
-    Raises `InvalidError` if none does.
+    The run is assumed to reach `TYPICAL_SHARE` of the best speed.
+
+    Raises:
+        InvalidError: no slice does.
     """
-    models = search.models()
-    steps = models[0].job.total_steps
+    variants = search.list_variants()
+    steps = variants[0].job.total_steps
     best = ""
     for num_chips in accelerator.chip.slice_sizes:
         slice_ = Accelerator(accelerator.name, num_chips)
         speeds = slice_.chip.speeds
-        assert speeds is not None, "peak figures are known of what is searched for"
-        candidates = search.candidates(models, slice_, speeds.hbm_bytes // slice_.chip.devices_per_chip)
+        assert speeds is not None, "callers search only for chips with known peak figures"
+        candidates = search.list_candidates(variants, slice_, speeds.hbm_bytes // slice_.chip.devices_per_chip)
         if not candidates:
             continue
         needed_hours = candidates[0].prediction.times.step_seconds / TYPICAL_SHARE * steps / 3600
-        best = f"; {accelerator.name}-{num_chips} needs {needed_hours:,.1f}"
+        best = f"{slice_} needs {needed_hours:,.1f} hours"
         if needed_hours <= hours:
             return slice_, candidates
-    reason = best or "; it fits on none"
-    raise InvalidError(f"no slice of {accelerator.name} ends {models[0].job.spec.name} in {hours:g} hours{reason}")
+    reason = best or "the job fits on none"
+    name = variants[0].job.spec.name
+    raise InvalidError(
+        f"--hours {hours:g}: no slice of {accelerator.name} ends {name} in {hours:g} hours: {reason}; "
+        "give more hours or a larger chip"
+    )

@@ -1,4 +1,4 @@
-"""Shapes that betray a mesh: shards below the tile, gradients reduced whole, parameters gathered too often."""
+"""Warnings about inefficient meshes: small shards, gradients reduced whole, parameters gathered too often."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_the_tile_of_32_bits_has_half_the_rows_and_what_is_next_to_nothing_is_pa
 
 
 def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, EarlyEstimate] | None:
-    """A shipped spec and its outlook on the topology that it names; None for what has no steps to plan."""
+    """Return a shipped spec and its estimate on the topology that it names; None if it has no steps to plan."""
     findings = Findings()
     document = load_document(f"specs/{spec}.yaml", list(overrides))
     if "topology" not in document.data:
@@ -83,18 +83,18 @@ def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, EarlyEstimate] | Non
 @pytest.mark.parametrize("spec", SPECS)
 def test_no_shipped_spec_cuts_its_parameters_below_the_tile(spec: str) -> None:
     found = drawn(spec)
-    assert found is None or found[1].small == []
+    assert found is None or found[1].small_shard_warnings == []
 
 
 def test_a_decoder_over_too_many_devices_is_told_before_it_is_compiled_with_a_mesh_that_cures_it() -> None:
     found = drawn("llama3_8b", "topology.accelerator=v5p-512", "topology.mesh={data: 1, fsdp: 512}")
     assert found is not None
-    (fault,) = found[1].small
-    for part in ("data 1 x fsdp 512 x tensor 1 cuts ", " rows of ", " shards of 8", "a tile of bfloat16 has 16"):
+    (fault,) = found[1].small_shard_warnings
+    for part in ("data 1 x fsdp 512 x tensor 1 splits ", " rows of ", " shards of 8", "a tile of bfloat16 has 16"):
         assert part in fault.text
-    cure = found[1].cure(fault)
+    cure = found[1].suggest_mesh(fault)
     assert "by arithmetic data " in cure
-    assert "does not" in cure
+    assert "avoids this" in cure
     assert "fits" in found[1].line
     assert "data 1 x fsdp 512" in found[1].line
 
@@ -104,20 +104,20 @@ def test_meshes_near_are_tried_until_one_gathers_and_scatters(monkeypatch: pytes
     assert found is not None
     tried: list[dict[str, int]] = []
 
-    def moves_whole(devices: Any, sizes: Any, leaf: Any, dtype: str) -> bool:
+    def fake_uses_all_reduce(devices: Any, sizes: Any, leaf: Any, dtype: str) -> bool:
         tried.append(dict(sizes))
         assert (dtype, leaf.ndim) in {("bfloat16", 2), ("bfloat16", 3)}
         return dict(sizes)["fsdp"] != tried[0]["fsdp"] // 2
 
-    monkeypatch.setattr(estimate, "uses_all_reduce", moves_whole)
-    monkeypatch.setattr(estimate, "_NUM_PROBED", 100)
-    (fault,) = found[1].small
+    monkeypatch.setattr(estimate, "uses_all_reduce", fake_uses_all_reduce)
+    monkeypatch.setattr(estimate, "_NUM_PROBED_MESHES", 100)
+    (fault,) = found[1].small_shard_warnings
     real = EarlyEstimate(
         found[1].predictor,
         TargetMachine((), (), found[1].machine.accelerator, "", False, 95 * 2**30),
         found[1].train_setup,
     )
-    assert "gathers and scatters them, as one matmul shows" in real.cure(fault)
+    assert "gathers and scatters them" in real.suggest_mesh(fault)
     assert len(tried) > 1
     assert tried[-1]["fsdp"] == tried[0]["fsdp"] // 2
 
@@ -151,7 +151,7 @@ def test_a_gradient_that_is_reduced_whole_is_told_with_what_it_sends() -> None:
     assert (fault.is_of_mesh, fault.names) == (True, ("params.up",))
     assert "all-reduce over fsdp of 64 x 256" in fault.text
     assert "(transpose(jvp(Decoder))/mlp/up/dot_general)" in fault.text
-    assert f"{sent / 1024:.2f} KiB sent by a device and step, half of it for nothing" in fault.text
+    assert f"{sent / 1024:.2f} KiB per step, twice what is needed" in fault.text
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_parameter_that_is_gathered_more_often_than_its_passes_need_is_told() 
     assert found_in(*twice) == []
     more = [*twice, *(gather(f"h{number}", "bf16[256,64]{1,0}") for number in range(4))]
     (fault,) = found_in(*more)
-    assert "params.up or params.gate, each 4 times in a micro-batch whose passes need it 2 times" in fault.text
+    assert "params.up or params.gate: each is gathered 4 times per micro-batch, but its passes need it 2 times" in fault.text
     assert fault.excess_bytes == 3 * 8 * 64 * 256 * 2 * 7 // 8 / 2
     assert not fault.is_of_mesh
     assert found_in(*more, accumulate_steps=2) == []
@@ -187,7 +187,7 @@ def test_a_parameter_that_is_gathered_more_often_than_its_passes_need_is_told() 
 def test_a_table_that_every_chunk_of_the_loss_gathers_is_told_by_name() -> None:
     lines = [gather(f"g{number}", "bf16[512,64]{1,0}") for number in range(2)]  # in each of three turns
     (fault,) = found_in(*lines)
-    assert "params.embedding, each 6 times in a micro-batch whose passes need it 3 times" in fault.text
+    assert "params.embedding: each is gathered 6 times per micro-batch, but its passes need it 3 times" in fault.text
 
 
 def test_a_fault_is_worth_a_word_where_it_costs_a_part_of_the_step() -> None:

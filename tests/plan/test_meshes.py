@@ -169,7 +169,7 @@ def test_a_state_laid_over_a_mesh_is_that_which_is_drawn_on_it(spec):
     ]
     for sizes in (order_sizes(ONES | mesh) for mesh in meshes):
         drawn = build_abstract(job.setup_builder, sizes).abstract_state
-        laid = predictor_.state_on(sizes)
+        laid = predictor_.shard_state(sizes)
         shapes = [[leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state)] for state in (laid, drawn)]
         assert shapes[0] == shapes[1]
 
@@ -183,14 +183,14 @@ def test_a_search_of_five_axes_finds_meshes_along_each(spec, axis):
     accelerator = parse_accelerator("v5p-64")
     assert accelerator is not None
     found = Search(f"specs/{spec}.yaml", (f"topology.accelerator={accelerator}",))
-    candidates = found.candidates(found.models(), accelerator, 95 * 2**30)
+    candidates = found.list_candidates(found.list_variants(), accelerator, 95 * 2**30)
     assert any(dict(candidate.mesh)[axis] > 1 for candidate in candidates)
     assert [one.rank for one in candidates] == sorted(one.rank for one in candidates)
 
 
 def test_same_bits_are_searched_with_their_own_micro_batch_and_on_meshes_that_keep_the_order():
     _, found = predictor("config.train.same_bits_devices=64", "config.train.micro_batch_examples=2")
-    assert found.micro_batches(ONES | {"fsdp": 64}) == found.micro_batches(ONES | {"data": 4, "fsdp": 8}) == [2]
-    assert found.micro_batches(ONES) == [2]
+    assert found.list_micro_batches(ONES | {"fsdp": 64}) == found.list_micro_batches(ONES | {"data": 4, "fsdp": 8}) == [2]
+    assert found.list_micro_batches(ONES) == [2]
     for refused in ({"fsdp": 32, "tensor": 2}, {"fsdp": 32, "sequence": 2}, {"data": 128}):
-        assert found.micro_batches(ONES | refused) == []
+        assert found.list_micro_batches(ONES | refused) == []

@@ -1,4 +1,4 @@
-"""What a device holds of long rows: the table in the README of plans, by arithmetic.
+"""Memory of a device for long sequences: the table in the README of plans, by arithmetic.
 
 python -m tests.plan.test_row_table     prints it
 """
@@ -17,7 +17,7 @@ LENGTHS, PARTS = (8192, 32_768, 131_072), (1, 4, 16)
 
 
 def predictor(length: int) -> Predictor:
-    """For an 8B that keeps of each layer its input, one row on each device or group of devices that share it."""
+    """Return the predictor of an 8B with activation checkpointing, one sequence per device or group of devices."""
     accelerator = parse_accelerator(f"v5p-{DEVICES}")
     assert accelerator is not None
     keys = (
@@ -32,17 +32,17 @@ def predictor(length: int) -> Predictor:
 
 
 def table() -> list[str]:
-    """Its lines, in Markdown."""
+    """Return the lines of the table in Markdown."""
     of = {length: predictor(length) for length in LENGTHS}
     heads = [f"`sequence` {parts}" for parts in PARTS]
-    lines = [f"| tokens a row | {' | '.join(heads)} |", f"|---|{'---|' * len(PARTS)}"]
+    lines = [f"| tokens per sequence | {' | '.join(heads)} |", f"|---|{'---|' * len(PARTS)}"]
     first = of[LENGTHS[0]]
     for length in LENGTHS:
         cells = []
         for parts in PARTS:
             fsdp = FSDP // parts if parts < FSDP else 1
             sizes = dict.fromkeys(AXES, 1) | {"data": DEVICES // (fsdp * parts), "fsdp": fsdp, "sequence": parts}
-            state = first.size_of(first.state_on(order_sizes(sizes)))
+            state = first.measure_state(first.shard_state(order_sizes(sizes)))
             found = of[length].predict(sizes, 1, state)
             cells.append(f"{found.needed_bytes / 2**30:.1f} GiB")
         lines.append(f"| {length:,} | {' | '.join(cells)} |")
