@@ -117,8 +117,8 @@ def check_grace(job: RestoreableJob, save_seconds: float, basis: str, findings: 
     grace_seconds = job.spec.checkpoint.grace_seconds
     if grace_seconds is not None and save_seconds > grace_seconds:
         message = (
-            f"a save takes {save_seconds:.1f} s ({basis}), more than the {grace_seconds:g} s of grace: a preemption may "
-            "lose up to a save interval; give more grace, or add a fast tier (checkpoint.local_directory)"
+            f"a save takes {save_seconds:.1f} s ({basis}), more than the {grace_seconds:g} s of grace: a preemption "
+            "may lose up to a save interval; give more grace, or add a fast tier (checkpoint.local_directory)"
         )
         findings.warnings.append(job.document.format_problem(("checkpoint", "grace_seconds"), message))
 

@@ -74,12 +74,12 @@ class EarlyEstimate:
         if found is None:
             return f"first estimate: {mesh} cannot hold the batch"
         available = format_amount(self.machine.hbm_bytes * MEMORY_SHARE, "bytes")
-        fits = "fits" if self._fits(found) else "does not fit"
+        state, fits = format_amount(found.state_bytes, "bytes"), "fits" if self._fits(found) else "does not fit"
         step, needed = format_amount(found.times.step_seconds, "seconds"), format_amount(found.needed_bytes, "bytes")
         return (
-            f"first estimate, by arithmetic: {mesh}, {found.micro_batch_examples} example(s) per device: a device needs "
-            f"{needed} of {available}, of which the state takes {format_amount(found.state_bytes, 'bytes')}: it {fits}; "
-            f"a step takes at least {step}, bound by {found.times.bound}"
+            f"first estimate, by arithmetic: {mesh}, {found.micro_batch_examples} example(s) per device: a device "
+            f"needs {needed} of {available}, of which the state takes {state}, so the job {fits}; a step takes at "
+            f"least {step}, bound by {found.times.bound}"
         )
 
     @property

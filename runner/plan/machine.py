@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.accelerator import Accelerator
 from runner.errors import InvalidError
-from runner.parallel.mesh import BATCH_AXES, STATE_AXES, read_device_memory_bytes, make_mesh
+from runner.parallel.mesh import BATCH_AXES, STATE_AXES, make_mesh, read_device_memory_bytes
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.mesh import MeshSizes
 
@@ -101,9 +101,9 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
         InvalidError: there is no such topology, or libtpu cannot compile for it.
     """
     if accelerator is None or (accelerator.name == "cpu" and accelerator.num_chips is None):
-        devices = jax.devices()
-        compiler = f"XLA for {devices[0].device_kind}"
-        return TargetMachine(devices, devices, accelerator, compiler, False, read_device_memory_bytes())
+        local = jax.devices()
+        compiler = f"XLA for {local[0].device_kind}"
+        return TargetMachine(local, local, accelerator, compiler, False, read_device_memory_bytes())
     if accelerator.num_devices is None:
         raise InvalidError(
             f"{accelerator.name}: a plan needs the number of chips; add it, for example {accelerator.name}-8"
@@ -157,13 +157,12 @@ def _open_libtpu_devices(accelerator: Accelerator, shape: str) -> tuple[Sequence
         # libtpu guards its device by a lock file, also for compilation alone.
         if "lockfile" in message or "already in use" in message:
             raise InvalidError(
-                f"{accelerator}: another process holds libtpu ({line}); wait for it, or set "
-                "ALLOW_MULTIPLE_LIBTPU_LOAD=1"
+                f"another process holds libtpu ({line}); wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1"
             ) from error
         required = [text for text in importlib.metadata.requires("jax") or () if text.startswith("libtpu")]
         needed = required[0].partition(";")[0].strip() if required else "the libtpu of jax[tpu]"
         raise InvalidError(
-            f"{accelerator}: libtpu {importlib.metadata.version('libtpu')} cannot compile for {name}: {line}; "
+            f"libtpu {importlib.metadata.version('libtpu')} cannot compile for {name}: {line}; "
             f"jax {jax.__version__} needs {needed}"
         ) from error
     return devices, f"libtpu {importlib.metadata.version('libtpu')}"

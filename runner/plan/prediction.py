@@ -146,9 +146,7 @@ def sum_sent_bytes(
     """Return the bytes that a device sends in a step inside its slice or GPU node, and out of it."""
     interconnect = network = 0.0
     for collective in collectives:
-        inside, across = split_over_domains(
-            sizes, over_domains, collective.axes, collective.factor, collective.payload
-        )
+        inside, across = split_over_domains(sizes, over_domains, collective.axes, collective.factor, collective.payload)
         interconnect += inside
         network += across
     return interconnect, network
@@ -251,7 +249,9 @@ class Predictor:
             devices, wanted = config.train.same_bits_devices, config.train.micro_batch_examples
             if devices is not None:
                 validate_same_bits_mesh(mesh, devices)
-            return list_micro_batch_sizes(config.train.global_batch_examples, "auto" if devices is None else wanted, shards)
+            return list_micro_batch_sizes(
+                config.train.global_batch_examples, "auto" if devices is None else wanted, shards
+            )
         except InvalidError:
             return []
 
@@ -282,8 +282,12 @@ class Predictor:
             found = predict_collectives(sizes, weights, sizing, step_tokens, passes, accumulate_steps, waits=waits)
         else:
             itemsize = jnp.dtype(config.precision.params).itemsize
-            found = predict_ordered_collectives(state.num_parameters, itemsize, reduction.count_subtrees(groups, shards))
-            gradients = reduction.compute_held_bytes(state.num_parameters, itemsize if sizes["fsdp"] > 1 else 0, groups, shards)
+            found = predict_ordered_collectives(
+                state.num_parameters, itemsize, reduction.count_subtrees(groups, shards)
+            )
+            gradients = reduction.compute_held_bytes(
+                state.num_parameters, itemsize if sizes["fsdp"] > 1 else 0, groups, shards
+            )
         inside, across = sum_sent_bytes(found, sizes, over_domains)
 
         # Work and memory of a device.

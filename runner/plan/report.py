@@ -6,7 +6,7 @@ import jax
 
 from runner.checkpoint.policy import compute_best_interval_seconds
 from runner.config import TrainerConfig
-from runner.parallel.mesh import format_batch_axes, format_mesh, count_batch_shards
+from runner.parallel.mesh import count_batch_shards, format_batch_axes, format_mesh
 from runner.periodic import count_tokens
 from runner.plan.figures import Section, format_amount
 from runner.plan.machine import TargetMachine
@@ -130,7 +130,9 @@ def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProg
     passes = 3 if config.memory.remat == "layers" else 2
     compute_bytes = 2 if config.precision.compute == "bfloat16" else 4
     state_bytes = count_bytes_per_device(abstract)
-    traffic = compute_hbm_traffic(state_bytes, gathered * compute_bytes, passes, program.step.layout.micro_batches_per_device)
+    traffic = compute_hbm_traffic(
+        state_bytes, gathered * compute_bytes, passes, program.step.layout.micro_batches_per_device
+    )
     num_devices = program.train_setup.mesh.size
     return StepWork(executed / num_devices, traffic, program.interconnect_bytes, program.network_bytes)
 

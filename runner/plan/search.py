@@ -136,9 +136,7 @@ class Search:
                 raise InvalidError(f"{job.spec.job}: {error}") from error
         return variants
 
-    def list_candidates(
-        self, variants: list[JobVariant], accelerator: Accelerator, hbm_bytes: int
-    ) -> list[Candidate]:
+    def list_candidates(self, variants: list[JobVariant], accelerator: Accelerator, hbm_bytes: int) -> list[Candidate]:
         """Return all candidates that may fit, best first."""
         limit_bytes = hbm_bytes * MEMORY_SHARE
         predictors = [Predictor(variant.job, variant.flops, accelerator) for variant in variants]

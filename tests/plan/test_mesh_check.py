@@ -178,7 +178,10 @@ def test_a_parameter_that_is_gathered_more_often_than_its_passes_need_is_told() 
     assert found_in(*twice) == []
     more = [*twice, *(gather(f"h{number}", "bf16[256,64]{1,0}") for number in range(4))]
     (fault,) = found_in(*more)
-    assert "params.up or params.gate: each is gathered 4 times per micro-batch, but its passes need it 2 times" in fault.text
+    assert (
+        "params.up or params.gate: each is gathered 4 times per micro-batch, but its passes need it 2 times"
+        in fault.text
+    )
     assert fault.excess_bytes == 3 * 8 * 64 * 256 * 2 * 7 // 8 / 2
     assert not fault.is_of_mesh
     assert found_in(*more, accumulate_steps=2) == []

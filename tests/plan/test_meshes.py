@@ -190,7 +190,9 @@ def test_a_search_of_five_axes_finds_meshes_along_each(spec, axis):
 
 def test_same_bits_are_searched_with_their_own_micro_batch_and_on_meshes_that_keep_the_order():
     _, found = predictor("config.train.same_bits_devices=64", "config.train.micro_batch_examples=2")
-    assert found.list_micro_batches(ONES | {"fsdp": 64}) == found.list_micro_batches(ONES | {"data": 4, "fsdp": 8}) == [2]
+    assert (
+        found.list_micro_batches(ONES | {"fsdp": 64}) == found.list_micro_batches(ONES | {"data": 4, "fsdp": 8}) == [2]
+    )
     assert found.list_micro_batches(ONES) == [2]
     for refused in ({"fsdp": 32, "tensor": 2}, {"fsdp": 32, "sequence": 2}, {"data": 128}):
         assert found.list_micro_batches(ONES | refused) == []

@@ -143,7 +143,7 @@ def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     [
         (["--trace", "f.json"], "--trace FILE and --against RUN need --profile"),
         (["--against", "runs/a"], "--trace FILE and --against RUN need --profile"),
-        (["--profile", "--trace", "/no/such/f.json"], "--trace /no/such/f.json: /no/such is no directory"),
+        (["--profile", "--trace", "/no/such/f.json"], "--trace /no/such/f.json: /no/such is not a directory"),
         (["--profile", "--against", "/no/such"], "--against /no/such: .*perf/step_seconds_median"),
         (["--profile", "--search"], "--profile is of one plan"),
         (["--profile", "--chips", "auto", "--hours", "1"], "--profile is of one plan"),
