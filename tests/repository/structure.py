@@ -23,10 +23,6 @@ PACKAGES = ("runner", "experiments", "launch")
 # First words of a docstring that announce a noun clause instead of saying what the thing is or does.
 CLAUSE_OPENINGS = ("What", "Which", "Whether", "Of", "Those", "As", "Who", "Whoever", "How", "Where", "Whose", "See")
 
-# Main files of each flow; to follow it a reader opens these and the modules of the repository that they call into on
-# the way. `FLOWS` lists every file that holds code of the flow, in the order in which it runs.
-FLOWS: dict[str, tuple[str, ...]] = {}
-
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -185,7 +181,6 @@ def format_lines(found: Structure) -> list[str]:
         f"docstrings: {found.docstrings}; by clause opening: {sum(found.openings.values())} {found.openings}",
         *(f"    {place}" for place in found.clause_docstrings[:20]),
         f"comments: one line in {1 / max(found.comment_share, 1e-9):.0f} of code",
-        *(f"files of the flow '{flow}': {len(files)}" for flow, files in FLOWS.items()),
         f"attributes first set outside __init__: {len(found.late_attributes)}: {', '.join(found.late_attributes)}",
         f"imports by string: {len(found.imports_by_string)}: {', '.join(found.imports_by_string)}",
         f"dict[str, Any]: {found.any_dictionaries}",
