@@ -39,6 +39,12 @@ def blocks(page: Path) -> list[str]:
     return [text for language, text in FENCE.findall(page.read_text()) if language == "bash"]
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 SETUP = [block for block in blocks(ROOT / "README.md") if "-m venv" in block]
 (DEMONSTRATION,) = [block for block in blocks(ROOT / "README.md") if "kill -9" in block]
 
@@ -114,13 +120,16 @@ def test_readme_is_short_enough_to_be_read() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT).parent))
-def test_every_block_says_its_language_and_every_link_leads_to_a_file(page: Path) -> None:
+def test_blocks_say_their_language_and_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     found = FENCE.findall(text)
     assert len(found) * 2 == len(re.findall(r"^ *```", text, re.MULTILINE)), "a block is not closed, or indented"
     assert {language for language, _ in found} <= LANGUAGES
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (page.parent / target).is_file(), target
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+        linked = page.parent / target if target else page
+        assert linked.is_file(), target
+        if anchor and linked.suffix == ".md":
+            assert anchor in anchors(linked), f"{target}#{anchor}"
 
 
 def test_the_kill_and_resume_demonstration_prints_the_same_fingerprint_twice_of_a_smaller_model(
