@@ -102,6 +102,7 @@ class Dropout(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, examples_B: jax.Array) -> jax.Array:
+        """Return `x` with dropped elements; `examples_B` is the place of each example in the step."""
         if self.deterministic or self.rate == 0:
             return x_BxTxD
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(self.make_rng("dropout"), examples_B)
@@ -127,6 +128,7 @@ class Block(nn.Module):
         cache: Cache | None,
         start: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
+        """Return the stream after the layer, and the cache with the keys and values of these tokens, if any."""
         B, T, D = x_BxTxD.shape
         N = self.config.heads
         residual_stddev = INIT_STDDEV / math.sqrt(2 * self.config.layers)

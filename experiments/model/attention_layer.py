@@ -95,6 +95,7 @@ class Attention(nn.Module):
     def __call__(
         self, x_BxTxD: jax.Array, info: SequenceInfo, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
+        """Return the output (B, T, D), and the cache with the keys and values of these tokens, if there is one."""
         config, (B, T, D) = self.config, x_BxTxD.shape
         N, K = config.heads, config.key_heads
         validate_head_sharding(N)
@@ -146,6 +147,7 @@ class LatentAttention(nn.Module):
     def __call__(
         self, x_BxTxD: jax.Array, info: SequenceInfo, cache: LatentCache | None
     ) -> tuple[jax.Array, LatentCache | None]:
+        """Return the output (B, T, D), and the cache with the latents of these tokens, if there is one."""
         config, latent, (B, T, D) = self.config, self._latent, x_BxTxD.shape
         N, C, P = config.heads, latent.key_value_rank, latent.plain_head_dim
         has_bias = config.bias.query_key_value  # only the projections to latents can have one
@@ -216,6 +218,7 @@ class Matrix(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
+        """Return the kernel in the compute dtype."""
         init = with_axes(nn.initializers.normal(INIT_STDDEV), *self.axes)
         return self.param("kernel", init, self.shape, self.param_dtype).astype(self.compute_dtype)
 

@@ -42,6 +42,7 @@ class SequenceMask(splash.Mask):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Numbers of queries and keys."""
         return (len(self.q_sequence), self._num_keys)
 
     def mask_function(self, queries: Any, keys: Any) -> Any:

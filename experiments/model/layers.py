@@ -300,6 +300,7 @@ class Dense(Projection):
 
     @nn.compact
     def __call__(self, x_BTxI: jax.Array) -> jax.Array:
+        """Return the product plus the bias."""
         return self.project(x_BTxI)
 
 
@@ -330,6 +331,7 @@ class FromHeads(Projection):
 
     @nn.compact
     def __call__(self, x_BxTxNxW: jax.Array) -> jax.Array:
+        """Return (B, T, O)."""
         B, T, N, W = x_BxTxNxW.shape
         if uses_head_major_layout():
             x_BxNxTxW, kernel_NxWxO = x_BxTxNxW.transpose(0, 2, 1, 3), self.make_kernel(N * W).reshape(N, W, -1)
@@ -352,6 +354,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return `x`, normalised and scaled."""
         init = nn.initializers.zeros if self.has_offset else nn.initializers.ones
         scale = self.param("scale", with_axes(init, self.axis), x.shape[-1:], self.param_dtype)
         scale = scale.astype(jnp.float32)
@@ -367,6 +370,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return `x`, normalised, scaled and shifted."""
         inits = {"scale": nn.initializers.ones, "bias": nn.initializers.zeros}
         scale, bias = (
             self.param(name, with_axes(init, "embed"), x.shape[-1:], self.param_dtype) for name, init in inits.items()
@@ -387,6 +391,7 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        """Return the output of the MLP, (B, T, D)."""
         B, T, D = x_BxTxD.shape
         x_BTxD = flatten_tokens(gather_stream(x_BxTxD))
         names = ("up",) if self.activation == "squared_relu" else ("gate", "up")

@@ -303,7 +303,7 @@ def compute_experts(
 def _expert_mlp(
     activation: Activation, weights: Sequence[Any], x_PxD: jax.Array, gates_P: jax.Array, multiply: Multiply
 ) -> jax.Array:
-    """The function of an expert; `weights` are joined by `join_matrices`."""
+    """Apply one expert per slot; `weights` are joined by `join_matrices`."""
     into, out = weights
     return multiply(_compute_hidden(activation, multiply(x_PxD, into), gates_P), out)
 

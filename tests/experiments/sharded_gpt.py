@@ -1,7 +1,7 @@
-"""Run as a program with 8 faked devices: prints, as JSON, how a sharded GPT differs from the same on one device.
+"""Program that prints how a GPT sharded over 8 faked devices differs from one device, as JSON.
 
-Argument: the layer loop. Output, one object per mesh: the largest difference over loss, logits and gradients, and the
-shapes of all-gathers that hold as many tokens as a batch or a device's share of it.
+The argument is the layer loop. The output has one object per mesh: the largest difference over loss, logits and
+gradients, and the shapes of all-gathers that hold as many tokens as a batch or a device's share of it.
 """
 
 import functools

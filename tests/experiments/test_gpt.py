@@ -37,7 +37,7 @@ def init(model):
 
 
 def logits_of(model, params, tokens_BxT):
-    """In one program: op by op each would be compiled alone."""
+    """Compute logits in one program; op by op each op would be compiled separately."""
     return np.asarray(jax.jit(functools.partial(model.apply, deterministic=True))(params, tokens_BxT))
 
 
@@ -56,7 +56,7 @@ def test_every_parameter_axis_has_a_logical_name():
         assert set(box.names) <= KNOWN_NAMES
 
 
-def test_matrices_are_told_from_vectors_by_their_names():
+def test_axis_names_distinguish_matrices_from_vectors():
     boxed = jax.eval_shape(lambda: init(make_gpt()))["params"]
     is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
     for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
@@ -202,7 +202,7 @@ def temporary_bytes(compiled):
 
 
 @pytest.mark.soak
-def test_the_less_of_a_layer_is_kept_the_less_memory_a_step_needs():
+def test_activation_checkpointing_saves_memory():
     config = {"layers": 6, "heads": 2, "width": 32}
     everything, dots, layers = (
         temporary_bytes(compile_gradient(config, 32, (4, 128), remat=remat)) for remat in ("none", "dots", "layers")
@@ -212,8 +212,8 @@ def test_the_less_of_a_layer_is_kept_the_less_memory_a_step_needs():
 
 
 @pytest.mark.soak
-def test_layers_in_line_are_computed_again_too():
-    """A CPU's compiler may move them to where they save nothing; what matters here is that it does not merge them."""
+def test_unrolled_layers_are_recomputed_too():
+    """The CPU compiler may move recomputation to where it saves nothing; it must not merge it with the forward pass."""
     config = {"layers": 3, "heads": 2, "width": 32, "layer_loop": "unroll"}
     kept, again = (compile_gradient(config, 32, (2, 64), remat=remat).as_text() for remat in ("none", "layers"))
     assert again.count(" tanh(") >= 2 * kept.count(" tanh(") > 0
@@ -221,7 +221,7 @@ def test_layers_in_line_are_computed_again_too():
 
 @pytest.mark.soak
 @pytest.mark.parametrize("remat", ["none", "layers"])
-def test_a_loss_in_chunks_never_has_all_logits(remat):
+def test_a_chunked_loss_never_holds_all_logits(remat):
     (B, T), V = (2, 96), 1021
 
     def largest_with_vocabulary(compiled):

@@ -1,4 +1,4 @@
-"""The model that the page on models of one's own writes: from that page alone it gets all that ours have.
+"""The model of `experiments/README.md` gets every feature of the models here from that page alone.
 
 Shape legend: T sequence.
 """
@@ -34,7 +34,7 @@ KEPT = [("none", None), ("dots", None), ("layers", None), ("layers", 32)]  # of 
 
 
 def written(name):
-    """The file of this name that the page writes."""
+    """Return the file of this name that the page writes."""
     (text,) = re.findall(rf"^cat > {re.escape(name)} <<'END'\n(.*?)^END$", PAGE, re.DOTALL | re.MULTILINE)
     return text
 
@@ -76,14 +76,14 @@ def make_job(page, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(make_job):
-    """A run to the end, with what the page's spec says of memory, over a mesh of all three axes."""
+    """Return a job that has run to its end with the memory options of the page, over a mesh of three axes."""
     job = make_job("undisturbed", **set_mesh(2, 2, 2))
     job()
     return job
 
 
 @pytest.mark.soak
-def test_gone_back_to_a_save_and_resumed_every_bit_is_the_same(undisturbed, make_job):
+def test_a_resumed_run_has_the_same_bits(undisturbed, make_job):
     root = shutil.copytree(undisturbed.store.root, undisturbed.store.root.parent / "again")
     *_, last = sorted((root / "checkpoints").iterdir())
     shutil.rmtree(last)
@@ -98,10 +98,8 @@ def test_gone_back_to_a_save_and_resumed_every_bit_is_the_same(undisturbed, make
 
 
 @SOAK
-def test_sharded_kept_by_layer_and_in_chunks_a_step_has_the_loss_of_the_whole_logits_on_one_device(
-    undisturbed, make_job
-):
-    """Loss and norm of the gradients, by the logits and the forward that every trainer has."""
+def test_a_sharded_step_has_the_loss_of_one_device(undisturbed, make_job):
+    """Compare with the loss and gradient norm of the default `forward`, which uses logits."""
     job = make_job("one", **{"config.memory": {}})
     batch = {name: leaf.reshape(-1, leaf.shape[-1]) for name, leaf in jax.device_get(undisturbed.batch(step=0)).items()}
     loss = summed_loss(BaseTrainer.forward, job.model())
@@ -114,7 +112,7 @@ def test_sharded_kept_by_layer_and_in_chunks_a_step_has_the_loss_of_the_whole_lo
 
 
 def after_a_step(job, devices):
-    """Loss of the first step on these devices, and the parameters before and after it."""
+    """Return the loss of the first step on these devices, and the parameters before and after it."""
     train_setup = job.setup_builder.build(devices)
     compiled = job.setup_builder.compile(train_setup, 1 << 30)
     state = train_setup.init_state()
@@ -131,7 +129,7 @@ def on_one_device(make_job):
 
 @SOAK
 @pytest.mark.parametrize("mesh", FACTORISATIONS)
-def test_over_many_devices_loss_and_gradients_are_those_of_one(mesh, make_job, on_one_device):
+def test_loss_and_gradients_on_many_devices_equal_one(mesh, make_job, on_one_device):
     expected, before, after = on_one_device
     # Half as many heads of keys as of queries, and eight devices may share them.
     loss, same_before, sharded_after = after_a_step(
@@ -146,7 +144,7 @@ def test_over_many_devices_loss_and_gradients_are_those_of_one(mesh, make_job, o
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
 
 
-def test_every_matrix_is_cut_by_names_and_stacked_vectors_are_no_matrices(make_job):
+def test_every_matrix_is_sharded_by_its_names(make_job):
     train_setup = make_job("names", **set_mesh(2, 2, 2)).setup_builder.build(jax.devices())
     shardings = train_setup.abstract_state.params
     specs = {
@@ -158,7 +156,7 @@ def test_every_matrix_is_cut_by_names_and_stacked_vectors_are_no_matrices(make_j
     assert specs["layers.out.kernel"] == specs["layers.mlp.down.kernel"] == (None, "tensor", STATE_AXES)
 
 
-def test_its_flops_are_counted_and_are_those_of_the_formula(make_job):
+def test_counted_flops_equal_the_formula(make_job):
     job = make_job("flops")
     model, length = job.config.model, job.config.data.sequence_length
     width, keys = model.width, model.width * model.key_value_heads // model.heads
@@ -178,7 +176,7 @@ def test_its_flops_are_counted_and_are_those_of_the_formula(make_job):
     )
 
 
-# The model alone: what `memory` says, and rows of several documents.
+# The model alone: memory options, and sequences of several documents.
 
 
 def make_model(page, remat="none", chunk=None):
@@ -201,7 +199,7 @@ def params(page):
 
 @pytest.fixture(scope="module")
 def expected(page, params):
-    """Loss and gradients of documents alone in their rows, by the logits: the call without targets."""
+    """Return loss and gradients from logits, of documents with a sequence each."""
     loss = summed_loss(BaseTrainer.forward, make_model(page))
     batch = alone(documents(LENGTHS))
     return jax.jit(jax.value_and_grad(loss))(params, batch | {"example": np.arange(len(batch["x"]))})
@@ -209,15 +207,13 @@ def expected(page, params):
 
 @SOAK
 @pytest.mark.parametrize(("remat", "chunk"), KEPT)
-def test_whatever_is_kept_and_however_rows_are_packed_loss_and_gradients_are_the_same(
-    remat, chunk, page, params, expected
-):
+def test_memory_options_and_packing_change_no_gradient(remat, chunk, page, params, expected):
     loss = summed_loss(page.PretrainParallel.forward, make_model(page, remat, chunk))
     assert_same(jax.jit(jax.value_and_grad(loss))(params, pack(documents(LENGTHS))), expected)
 
 
 @SOAK
-def test_less_kept_is_more_computed_again(page, params):
+def test_saving_less_recomputes_more(page, params):
     batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in pack(documents(LENGTHS)).items()}
     again = [
         count_train_flops(

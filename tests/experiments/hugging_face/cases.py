@@ -1,6 +1,7 @@
-"""Small models of each family, as arguments of the config classes of transformers, with what can differ in each.
+"""Small models of each family, as arguments of the config classes of transformers.
 
-The first of a family has a fixture in `fixtures/`, which `write.py` makes with the real library.
+The cases cover the options of each family. The first case of a family has a fixture in `fixtures/`, which `write.py`
+makes with the real library.
 """
 
 from typing import Any
@@ -47,7 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", EXPERTS | {"head_dim": 4, "num_key_value_heads": 4}),
     "deepseek_v2": ("deepseek_v2", LATENT | {"q_lora_rank": None, "rope_scaling": YARN | ORIGINAL | MSCALE}),
     "deepseek_v3": ("deepseek_v3", LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}),
-    # The rest is compared live alone.
+    # These are compared only with the live library.
     "llama-ungrouped": ("llama", UNGROUPED),
     "llama-linear": ("llama", {"rope_scaling": LINEAR, **THETA}),
     "llama-yarn": ("llama", {"rope_scaling": YARN | ORIGINAL | {"beta_fast": 4.0, "beta_slow": 0.5}, **THETA}),
@@ -91,6 +92,6 @@ DAILY = [name for name in CASES if "-" not in name]
 
 
 def arguments(name: str) -> tuple[str, dict[str, Any]]:
-    """The model_type and the config class's arguments of a case."""
+    """Return the model_type of a case and the arguments of its config class."""
     model_type, changes = CASES[name]
     return model_type, BASE | changes

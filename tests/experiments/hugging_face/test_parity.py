@@ -1,4 +1,4 @@
-"""Decoders compute what transformers computes: on fixtures that it has written, and in the soak on live models.
+"""Decoders compute what transformers computes: on fixtures written by it, and in the soak on live models.
 
 Shape legend: B batch, T sequence, V vocabulary.
 """
@@ -26,7 +26,7 @@ def files_of(config, sequence_length=64):
 
 
 def params_from(tensors, files):
-    """The parameters that these tensors are, each stacked from its pieces; every tensor is used once."""
+    """Return the parameters stacked from these tensors, each of which is used once."""
     slices = {}
     left = dict(tensors)
     for piece in files.pieces():
@@ -60,20 +60,20 @@ def test_every_family_has_a_fixture():
     assert {CASES[name][0] for name in DAILY} == set(FAMILIES)
 
 
-SPARED = ("mistral", "qwen3", "smollm3", "olmoe")  # whose every part is in another family too
+SPARED = ("mistral", "qwen3", "smollm3", "olmoe")  # other families cover each of their parts
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak) if name in SPARED else name for name in DAILY]
 )
-def test_a_family_computes_what_transformers_has_computed(name):
+def test_logits_of_each_family_match_those_of_transformers(name):
     config = parse_config_json(json.loads((FIXTURES / name / "config.json").read_text()))
     params = params_from(load_file(FIXTURES / name / "model.safetensors"), files_of(config))
     assert_same_logits(our_logits(config, params), np.load(FIXTURES / name / "logits.npy"))
 
 
 @pytest.mark.parametrize("name", DAILY)
-def test_what_a_decoder_writes_as_its_config_describes_it(name):
+def test_a_written_config_describes_the_same_decoder(name):
     found = json.loads((FIXTURES / name / "config.json").read_text())
     files = files_of(parse_config_json(found))
     written = files.config()
@@ -83,7 +83,7 @@ def test_what_a_decoder_writes_as_its_config_describes_it(name):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", CASES)
-def test_a_decoder_computes_what_transformers_computes_and_the_other_way_round(name, tmp_path):
+def test_logits_match_live_transformers_in_both_directions(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs pip install 'runner[parity]'")
     write = importlib.import_module("tests.experiments.hugging_face.write")
     model = write.make(name)

@@ -1,6 +1,6 @@
-"""Write the fixtures anew: `python -m tests.experiments.hugging_face.write`, with torch and transformers installed.
+"""Write the fixtures: `python -m tests.experiments.hugging_face.write`, with torch and transformers installed.
 
-Each is a directory as `save_pretrained` leaves it, with the logits of some tokens beside it.
+Each fixture is a directory as `save_pretrained` leaves it, with the logits of some tokens beside it.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ TOKENS_BxT = np.random.default_rng(1).integers(0, 64, (2, 24))
 
 
 def make(name: str) -> Any:
-    """A small random model of transformers, float32, whose every parameter matters."""
+    """Return a small random model of transformers, float32, in which every parameter matters."""
     model_type, options = arguments(name)
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **options, attn_implementation="eager")
@@ -33,7 +33,7 @@ def make(name: str) -> Any:
 
 
 def logits_of(model: Any, tokens_BxT: np.ndarray) -> np.ndarray:
-    """What the model says of each next token, (B, T, V)."""
+    """Return logits of the next token, (B, T, V)."""
     with torch.no_grad():
         return model(torch.tensor(tokens_BxT)).logits.numpy()
 

@@ -1,4 +1,4 @@
-"""Kernels of TPUs, interpreted where there is none."""
+"""Interpreted TPU kernels, for machines without a TPU."""
 
 import functools
 
@@ -9,7 +9,7 @@ from experiments.model.platform import import_for_tpu
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused kernels, ours and JAX's."""
+    """Interpret the attention kernels, ours and JAX's."""
     pallas = import_for_tpu("experiments.model.tpu_attention").pl
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     splash = import_for_tpu("jax.experimental.pallas.ops.tpu.splash_attention")
@@ -18,7 +18,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interpreted_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped products."""
+    """Interpret the kernels of grouped matmuls."""
     kernel = import_for_tpu("jax.experimental.pallas.ops.tpu.megablox.gmm")
     for name in ("gmm", "tgmm"):
         monkeypatch.setattr(kernel, name, functools.partial(getattr(kernel, name), interpret=True))

@@ -1,4 +1,6 @@
-"""What a TPU sends to sum up the gradients of gathered keys, as JSON: a process of its own, since libtpu stays with it.
+"""Program that prints the collectives by which a TPU sums the gradients of gathered keys, as JSON.
+
+It runs in a separate process, because libtpu stays with the process that loads it.
 
 python -m tests.experiments.model.context_gradient     prints the kinds of collectives
 """

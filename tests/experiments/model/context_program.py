@@ -1,9 +1,11 @@
-"""What a step over cut rows holds and communicates when it is compiled for a TPU, as JSON: a process of its own.
+"""Program that prints what a context-parallel step compiled for a TPU holds and communicates, as JSON.
+
+It runs in a separate process, because libtpu stays with the process that loads it.
 
     python -m tests.experiments.model.context_program SPEC TOPOLOGY [KEY=VALUE ...]
 
-`kernels`: calls of kernels in the text; `collectives`: of attention, kind, axes and how often; `most`: elements of the
-largest result of any operation; `shapes`: those of all results.
+`kernels` counts calls of kernels; `collectives` lists those of attention with kind, axes and bytes; `most` is the number
+of elements of the largest result; `shapes` lists the shapes of all results.
 """
 
 import json

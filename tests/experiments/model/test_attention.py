@@ -1,4 +1,4 @@
-"""Every form of causal attention computes the same function.
+"""Every implementation of causal attention computes the same function.
 
 Shape legend: B batch, T sequence, N heads of queries, K heads of keys and values, H width of a head of queries and
 keys, W width of a head of values.
@@ -42,7 +42,7 @@ SPLITS = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 2, 4), (4, 1, 2)]
 
 
 class Case(NamedTuple):
-    """Sizes of arrays, and what attention is asked for beside plain rows."""
+    """Sizes of arrays, and options of attention."""
 
     T: int = 150
     N: int = 4
@@ -67,7 +67,7 @@ class Case(NamedTuple):
         return [generator.normal(size=(self.B, self.T, *shape)).astype(np.float32) for shape in shapes]
 
     def segments_of_rows(self):
-        """Several segments in every row, other ones in each, and padding at the end; none if the case has none."""
+        """Return different segments for every sequence, with padding at the end; none if the case has none."""
         if not self.segments:
             return []
         generator = np.random.default_rng(1)
@@ -109,7 +109,7 @@ CASES = [
 
 
 def reference(case, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW, segments_BxT=None):
-    """Output and gradients in float64, one head of queries at a time."""
+    """Return output and gradients in float64, one head of queries at a time."""
     q, k, v, g = (x.astype(np.float64) for x in (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW))
     (B, T, N), scale = q.shape[:3], case.scale or 1 / np.sqrt(q.shape[3])
     results = [np.zeros_like(x) for x in (g, q, k, v)]
@@ -148,7 +148,7 @@ def check(form, case):
 
 
 @pytest.mark.parametrize(("form", "case"), CASES)
-def test_form_equals_a_float64_reference_with_gradients(form, case):
+def test_attention_and_gradients_match_a_float64_reference(form, case):
     check(form, case)
 
 
@@ -167,7 +167,7 @@ TPU_CASES = [
 
 @pytest.mark.parametrize("form", [fused_attention, splash_attention])
 @pytest.mark.parametrize("case", TPU_CASES)
-def test_tpu_kernel_interpreted_equals_a_float64_reference(case, form, interpreted):
+def test_interpreted_tpu_kernels_match_a_float64_reference(case, form, interpreted):
     check(form, case)
 
 
@@ -186,8 +186,8 @@ ROW = Case(T=1000, B=1, N=2, K=1, H=64, W=64)
         ),
     ],
 )
-def test_blocks_of_queries_meet_those_keys_that_one_of_them_sees(case, interpreted, monkeypatch):
-    """Of blocks that are a quarter as long as on a TPU."""
+def test_windows_and_block_lengths_of_the_fused_kernel(case, interpreted, monkeypatch):
+    """Blocks are a quarter as long as on a TPU."""
     monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 256)
     monkeypatch.setattr(tpu_attention, "LONG_STEP", 128)
     check(fused_attention, case)
@@ -204,7 +204,7 @@ def test_blocks_of_queries_meet_those_keys_that_one_of_them_sees(case, interpret
         ),
     ],
 )
-def test_a_kernel_turns_queries_and_keys_as_it_reads_them(case, rows, interpreted, monkeypatch):
+def test_a_kernel_rotates_queries_and_keys_as_it_reads_them(case, rows, interpreted, monkeypatch):
     monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 128)
     positions_BxT = np.arange(case.T) + 1000 * np.arange(min(rows, case.B))[:, None]
     rotation = rotation_at(jnp.asarray(positions_BxT), Rope(), case.H)
@@ -227,8 +227,8 @@ def test_a_kernel_turns_queries_and_keys_as_it_reads_them(case, rows, interprete
 @pytest.mark.parametrize("is_turned", [False, True])
 @pytest.mark.parametrize("window", [None, 140])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_on_two_cores_nothing_is_read_before_it_is_written(dtype, window, is_turned, monkeypatch):
-    """As on a chip: blocks are fetched and written beside the kernel, by two cores; memory holds no numbers first."""
+def test_two_cores_read_nothing_before_it_is_written(dtype, window, is_turned, monkeypatch):
+    """Two emulated cores fetch and write blocks beside the kernel, and memory starts as NaN."""
     case = ROW._replace(T=300, N=4, K=2, B=2, W=32, segments=True, softcap=2.0, window=window)
     params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=params))
@@ -250,7 +250,7 @@ def test_on_two_cores_nothing_is_read_before_it_is_written(dtype, window, is_tur
 
 
 @pytest.mark.soak
-def test_long_blocks_of_the_other_kernel(interpreted, monkeypatch):
+def test_long_blocks_of_the_splash_kernel(interpreted, monkeypatch):
     monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
     for module in (attention, form):
         monkeypatch.setattr(module, "LONG_BLOCK_TOKENS", 256)
@@ -272,7 +272,7 @@ def test_long_blocks_of_the_other_kernel(interpreted, monkeypatch):
         (Case(T=100, H=64, W=64), jnp.bfloat16, 0),
     ],
 )
-def test_a_kernel_takes_as_much_of_a_row_as_fits_the_least_of_all_tpus(case, dtype, block):
+def test_the_block_length_fits_the_smallest_vmem(case, dtype, block):
     q, _, v, _ = (jax.ShapeDtypeStruct(x.shape, dtype) for x in case.arrays())
     assert attention._fused_block_tokens(q, v) == block
 
@@ -285,7 +285,7 @@ def test_a_kernel_takes_as_much_of_a_row_as_fits_the_least_of_all_tpus(case, dty
         *(pytest.param(form, (2, 1, 4), marks=pytest.mark.soak) for form in (FUSED, SPLASH)),
     ],
 )
-def test_attention_is_the_same_in_any_split_also_where_key_heads_do_not_divide(form, sizes, interpreted, monkeypatch):
+def test_attention_is_the_same_under_any_sharding(form, sizes, interpreted, monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, "cpu", (form,))
     case = Case(T=125, N=24, K=6, B=8, segments=True, window=20, softcap=3.0)
     arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
@@ -304,7 +304,7 @@ def test_attention_is_the_same_in_any_split_also_where_key_heads_do_not_divide(f
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_kernel_turns_in_any_split_as_a_cpu_does_before(rows, interpreted, monkeypatch):
+def test_rotation_in_a_kernel_is_the_same_under_sharding(rows, interpreted, monkeypatch):
     case = Case(T=125, N=8, K=4, B=8, H=16, W=16, segments=True)
     arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
     positions_BxT = jnp.arange(case.T) + 7 * jnp.arange(rows)[:, None]
@@ -345,7 +345,7 @@ def test_future_tokens_do_not_change_past_outputs(form):
         (Case(T=100, H=64, W=64, segments=True), False),  # more than an eighth would be padding
     ],
 )
-def test_every_platform_has_a_form_and_a_tpu_its_kernel_where_a_row_nearly_fills_its_blocks(case, has_kernel, platform):
+def test_every_platform_has_an_implementation(case, has_kernel, platform):
     q, k, v, _ = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.arrays())
     attend = jax.jit(functools.partial(causal_attention, **case.options))
     lowered = attend.trace(q, k, v, *case.segments_of_rows()).lower(lowering_platforms=(platform,))
@@ -357,7 +357,7 @@ def test_every_platform_has_a_form_and_a_tpu_its_kernel_where_a_row_nearly_fills
     [Case(T=40), Case(T=40, N=4, K=1, window=7, softcap=3.0, scale=0.5, W=4)],
     ids=["plain", "all options"],
 )
-def test_tokens_that_come_one_by_one_or_in_pieces_attend_as_in_one_row(case):
+def test_cached_attention_equals_attention_to_the_whole_sequence(case):
     q, k, v, _ = map(jnp.asarray, case.arrays())
     want = jax.jit(functools.partial(blocked_attention, **case.options))(q, k, v)
     attend = jax.jit(functools.partial(cached_attention, **case.options))
@@ -387,7 +387,7 @@ def test_softmax_of_bfloat16_inputs_runs_in_float32():
         (Case(softcap=0.0), "softcap=0.0 does not bound"),
     ],
 )
-def test_what_no_form_can_do_is_one_line(case, message):
+def test_unsupported_sizes_and_options_are_refused_in_one_line(case, message):
     with pytest.raises(InvalidError, match=message) as error:
         causal_attention(*case.arrays()[:3], **case.options)
     assert "\n" not in str(error.value)

@@ -58,13 +58,13 @@ CASES = {
 
 
 def mesh_of(**sizes):
-    """Over as many devices as the product of the sizes."""
+    """Return a mesh over as many devices as the product of the sizes."""
     return make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
 
 
 @functools.cache
 def expected(case):
-    """Output and gradients on one device."""
+    """Return output and gradients on one device."""
     arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
     return jax.device_get(jax.jit(functools.partial(value_and_gradients, blocked_attention, **case.options))(*arrays))
 
@@ -93,12 +93,12 @@ ATTENTION = [
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """Several blocks in a half, and some that pad it."""
+    """Make several blocks of a half, the last of them padded."""
     monkeypatch.setattr(context_layout, "MAX_BLOCK_TOKENS", 5)
 
 
 @pytest.mark.parametrize(("name", "way", "sizes"), ATTENTION, ids=str)
-def test_attention_over_cut_rows_is_that_of_one_device(name, way, sizes, short_blocks):
+def test_sharded_attention_equals_attention_on_one_device(name, way, sizes, short_blocks):
     half, options = CASES[name]
     check(Case(T=2 * sizes["sequence"] * half, B=2, **options), way, mesh_of(**sizes))
 
@@ -113,13 +113,13 @@ KERNEL_CASES = [
 
 @pytest.fixture
 def interpreted(monkeypatch, interpreted):
-    """The program is one for TPUs, whose kernels run here."""
+    """Choose the program for TPUs, with interpreted kernels."""
     monkeypatch.setattr(context_layout, "platform", lambda: "tpu")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("devices", "case"), KERNEL_CASES)
-def test_the_tpu_kernel_over_gathered_rows_is_attention_of_one_device(devices, case, interpreted):
+def test_the_splash_kernel_on_gathered_keys_equals_one_device(devices, case, interpreted):
     check(case, "gather", mesh_of(sequence=devices, fsdp=8 // devices) if case.B > 1 else mesh_of(sequence=devices))
     with use_sharding_rules(mesh_of(sequence=devices)):
         q, k, v, _ = map(jnp.asarray, case.arrays())
@@ -127,7 +127,7 @@ def test_the_tpu_kernel_over_gathered_rows_is_attention_of_one_device(devices, c
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(range(8, 12), slice(0, 4)), (range(8, 12), slice(8, 12))])
-def test_the_kernel_is_told_of_each_block_what_its_elements_say(queries, keys):
+def test_the_mask_of_a_block_agrees_with_its_elements(queries, keys):
     for window in (None, *range(1, 14)):
         mask = SequenceMask(np.array([*queries]), 12, window)
         element = mask.mask_function(np.array([*queries])[:, None], np.arange(keys.start, keys.stop))
@@ -145,7 +145,7 @@ def cut_rows(devices, half, way, block=1, window=None):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 @pytest.mark.parametrize("window", [None, 3, 40])
-def test_every_query_meets_every_key_that_it_may_see_once_and_devices_do_the_same_in_each_round(devices, way, window):
+def test_every_query_visits_every_visible_key_once_with_balanced_work(devices, way, window):
     half = 6
     rows = cut_rows(devices, half, way, window=window)
     met = np.zeros((rows.length, rows.length), int)
@@ -168,7 +168,7 @@ def test_every_query_meets_every_key_that_it_may_see_once_and_devices_do_the_sam
 
 
 @pytest.mark.parametrize(("window", "preceding"), [(1, 0), (2, 1), (13, 1), (14, 2), (40, 4), (49, 7), (96, 7)])
-def test_a_window_needs_the_devices_that_it_reaches(window, preceding):
+def test_a_window_needs_only_the_devices_that_it_reaches(window, preceding):
     assert cut_rows(8, 6, "ring", window=window).num_preceding == preceding
 
 
@@ -189,12 +189,12 @@ LONG = AttentionShape(
         ("cpu", {"has_kernel": False}, "ring"),
     ],
 )
-def test_the_faster_way_is_taken(kind, changes, way):
+def test_auto_takes_the_faster_method(kind, changes, way):
     shape = replace(LONG, **changes)
     assert choose_context_method(shape, *find_peak_rates(kind, shape.shards)) == way
 
 
-def test_the_seconds_of_both_ways_are_those_of_the_formula():
+def test_predicted_seconds_follow_the_formula():
     shape = AttentionShape(shards=2, batch=3, length=64, heads=4, key_heads=2, key_width=16, value_width=8, itemsize=4)
     speeds = CHIPS["v5e"].speeds
     scores, chunk = 3 * 4 * 64 * 32 / 2, 3 * 32 * 2 * 24 * 4
@@ -213,11 +213,11 @@ def test_the_seconds_of_both_ways_are_those_of_the_formula():
 
 
 @pytest.mark.parametrize("length", [1, 7, 12])
-def test_rows_that_cannot_be_cut_into_halves_are_attended_to_whole(length):
+def test_sequences_that_do_not_divide_are_attended_to_whole(length):
     check(Case(T=length, B=1, N=2, K=2), "ring", mesh_of(sequence=4))
 
 
-def test_a_cache_is_read_by_rows_that_are_cut_and_by_single_tokens():
+def test_cached_attention_under_context_parallelism():
     q, k, v, _ = map(jnp.asarray, Case(T=24, K=2).arrays())
     want = blocked_attention(q, k, v)
     with use_sharding_rules(mesh_of(sequence=4)):
@@ -253,7 +253,7 @@ def make_model(name, **memory):
 
 
 def make_batch(name, S):
-    """(S, B, T): packed documents, or rows of which the model is told no documents and no positions."""
+    """Return (S, B, T): packed documents, or sequences without segments and positions."""
     fields = pack(documents(sorted(LENGTHS)))
     if name == "one document a row":
         fields = {name: fields[name] for name in ("x", "y", "padding_mask")}
@@ -261,13 +261,13 @@ def make_batch(name, S):
 
 
 def make_config(model):
-    """What a step reads of a job's config, with everything else as it is by default."""
+    """Return the parts of a config that a step reads, with defaults for the rest."""
     data, train = {"source": "none", "sequence_length": T}, {"total_steps": 1, "global_batch_examples": len(LENGTHS)}
     return TrainerConfig[type(model.config)](model=model.config, data=data, train=train, schedule={"name": "constant"})
 
 
 def compile_step(name, model, mesh, S):
-    """A train step over (S, B, T), and what it is run with."""
+    """Return a compiled train step over (S, B, T), and its arguments."""
     job = type("Job", (MODELS[name][2],), {"config": make_config(model)})
     boxed = jax.eval_shape(functools.partial(model.init, deterministic=True), jax.random.key(0), jnp.zeros((1, T), int))
     init = jax.jit(lambda key: nn.unbox(model.init(key, jnp.zeros((1, T), int), deterministic=True))["params"])
@@ -299,7 +299,7 @@ STEPS = [
 
 
 def check_program(text, model, mesh):
-    """Nothing of T x T or of all logits exists on a device, and attention speaks along its own axis alone."""
+    """Check that no device holds T x T scores or all logits, and that attention communicates over its own axis only."""
     shapes = {tuple(map(int, found[2].split(","))) for found in ARRAY_PATTERN.finditer(text) if found[2]}
     assert not [shape for shape in shapes if shape.count(T) > 1 or np.prod(shape) >= T * T * model.config.heads]
     assert not [shape for shape in shapes if VOCABULARY in shape and np.prod(shape) >= len(LENGTHS) * T * VOCABULARY]
@@ -310,7 +310,7 @@ def check_program(text, model, mesh):
 
 
 @pytest.mark.parametrize(("name", "sizes", "way", "S"), STEPS, ids=str)
-def test_a_step_over_cut_rows_has_the_loss_and_gradients_of_one_device(name, sizes, way, S):
+def test_a_sharded_step_has_the_loss_and_gradients_of_one_device(name, sizes, way, S):
     model = make_model(name, row_attention=way, loss_chunk_positions=4)
     compiled, arguments = compile_step(name, model, mesh_of(**sizes), S)
     check_program(compiled.as_text(), model, mesh_of(**sizes))
@@ -323,7 +323,7 @@ def test_a_step_over_cut_rows_has_the_loss_and_gradients_of_one_device(name, siz
 
 @pytest.mark.soak
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_is_judged_over_cut_rows_as_on_one_device(way, tmp_path):
+def test_evaluation_under_context_parallelism_equals_one_device(way, tmp_path):
     questions = write_questions(tmp_path / "questions.jsonl")
     changes = TINY | {
         "config.model": {"layers": 1, "heads": 2, "width": 16},
@@ -367,7 +367,7 @@ def compiled_for_tpu(*overrides, examples):
     ],
     ids=["whole rows", "two rows", "a window"],
 )
-def test_a_tpu_runs_its_kernel_on_rows_that_are_gathered_along_their_axis(overrides, examples, gathered):
+def test_a_tpu_program_gathers_keys_and_runs_its_kernel(overrides, examples, gathered):
     found = compiled_for_tpu(*overrides, examples=examples)
     assert found["kernels"] == 3
     assert {tuple(axes) for _, axes, _ in found["collectives"]} == {("sequence",)}
@@ -382,5 +382,5 @@ def test_a_tpu_runs_its_kernel_on_rows_that_are_gathered_along_their_axis(overri
 
 
 @pytest.mark.soak
-def test_a_tpu_scatters_the_gradients_of_gathered_keys_of_several_long_rows():
+def test_a_tpu_reduce_scatters_gradients_of_gathered_keys():
     assert printed_by("tests.experiments.model.context_gradient") == ["reduce-scatter"]

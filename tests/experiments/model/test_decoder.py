@@ -1,4 +1,4 @@
-"""The decoder: its sizes, its loops, its cache, its loss, its rows of several documents, and many devices.
+"""The decoder: sizes, layer loops, cache, loss, packed documents, and many devices.
 
 Shape legend: B batch, T sequence, V vocabulary.
 """
@@ -81,7 +81,7 @@ def boxed_params(model):
 
 @functools.cache
 def params_of(name):
-    """Random parameters, none of them a one or a zero."""
+    """Return random parameters, none of them a one or a zero."""
     generator = np.random.default_rng(1)
     shapes = nn.unbox(boxed_params(make_decoder(MODELS[name])))
     return jax.tree.map(lambda leaf: generator.normal(0.1, 0.2, leaf.shape).astype(leaf.dtype), shapes)
@@ -126,7 +126,7 @@ def test_a_preset_has_exactly_its_published_number_of_parameters(name, parameter
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_a_config_whose_values_other_keys_replace(name):
+def test_keys_beside_a_preset_replace_its_values(name):
     config = DecoderConfig.model_validate_json(json.dumps({"preset": name, "layers": 4, "rope": {"theta": 7.0}}))
     preset = DecoderConfig(**PRESETS[name])
     rope = preset.rope.model_copy(update={"theta": 7.0})
@@ -135,7 +135,7 @@ def test_a_preset_is_a_config_whose_values_other_keys_replace(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_axis_has_a_name_and_matrices_are_told_from_vectors_by_them(name):
+def test_axis_names_distinguish_matrices_from_vectors(name):
     is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
     boxed = boxed_params(make_decoder(MODELS[name]))["params"]
     for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
@@ -168,12 +168,12 @@ def test_every_axis_has_a_name_and_matrices_are_told_from_vectors_by_them(name):
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused_with_the_numbers(changes, message):
+def test_inconsistent_keys_are_refused_with_their_values(changes, message):
     with pytest.raises(ValidationError, match=message):
         DecoderConfig(**LLAMA | changes)
 
 
-def test_a_window_larger_than_a_row_is_refused():
+def test_a_window_larger_than_the_sequence_is_refused():
     config = {
         "model": LLAMA | {"layer_pattern": ["window"], "window": 65},
         "data": {"source": "python-stdlib", "sequence_length": 64},
@@ -217,7 +217,7 @@ STEPS = [6] * 4, [13] + [1] * 11  # tokens of each call; those of one length sha
         *(pytest.param(name, lengths, marks=SOAK) for name in MODELS for lengths in STEPS),
     ],
 )
-def test_a_cached_decode_says_what_the_whole_row_says(name, lengths):
+def test_a_cached_decode_equals_the_whole_sequence(name, lengths):
     model = make_decoder(MODELS[name])
     apply = jax.jit(functools.partial(model.apply, deterministic=True))
     (B, T), start, found = TOKENS_BxT.shape, 0, []
@@ -233,7 +233,7 @@ def test_a_cached_decode_says_what_the_whole_row_says(name, lengths):
 @pytest.mark.parametrize(
     ("name", "remat"), [pytest.param("llama", "none", marks=SOAK), pytest.param("everything", "layers", marks=SOAK)]
 )
-def test_a_loss_in_chunks_is_that_of_all_logits_which_it_never_has(name, remat):
+def test_a_chunked_loss_equals_that_of_all_logits(name, remat):
     weights_BxT = np.random.default_rng(2).random(TOKENS_BxT.shape).astype(np.float32)
     model = make_decoder(MODELS[name] | {"z_loss": 0.1}, {"remat": remat, "loss_chunk_positions": 8})
 
@@ -253,7 +253,7 @@ def test_a_loss_in_chunks_is_that_of_all_logits_which_it_never_has(name, remat):
 
 
 def loss_and_gradients(model, params, batch, mesh=None):
-    """The summed training loss of a batch, and its gradients, on one device or over a mesh."""
+    """Return the summed training loss of a batch and its gradients, on one device or over a mesh."""
     batch = batch | {"example": np.arange(len(batch["x"]))}
     trainer = type("Trainer", (PretrainDecoder,), {"config": SimpleNamespace(model=model.config)})
     grad = jax.value_and_grad(lambda params, batch: trainer.forward(model.apply, params, batch, key)[0])
@@ -269,7 +269,7 @@ def loss_and_gradients(model, params, batch, mesh=None):
 
 @functools.cache
 def expected_alone(name):
-    """Loss and gradients of documents that have a row each, on one device, told of no segments."""
+    """Return loss and gradients on one device of documents that have a sequence each, without segments."""
     model = make_decoder(MODELS[name])
     return loss_and_gradients(model, params_of(name)["params"], alone(documents(LENGTHS)))
 
@@ -286,7 +286,7 @@ SPLITS = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "sizes"), SPLITS)
-def test_documents_in_one_row_on_many_devices_have_the_loss_and_gradients_that_they_have_alone_on_one(name, sizes):
+def test_packed_documents_on_many_devices_equal_single_documents_on_one(name, sizes):
     rows = documents(LENGTHS) + [[]] * (8 - len(LENGTHS))  # so that they divide over every mesh
     model = make_decoder(MODELS[name], {"loss_chunk_positions": 32})
     actual = loss_and_gradients(model, params_of(name)["params"], pack(rows), mesh_of(*sizes))

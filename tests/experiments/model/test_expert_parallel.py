@@ -1,4 +1,4 @@
-"""Experts that are cut over devices, and rows that are: a layer does what it does on one device.
+"""A layer with sharded experts or sharded sequences computes what it computes on one device.
 
 Shape legend: as in `experiments.model.moe`.
 """
@@ -40,19 +40,19 @@ MESHES = [
     *(mesh for mesh in AXIS_MESHES if {"expert", "sequence"} & {*mesh}),
 ]
 DATA_AND_EXPERT, ALL_CUTS, ROWS_CUT = MESHES[1], MESHES[3], MESHES[4]
-# What the router's biases make of the load: as it comes; one expert is in every choice; two of one device are all.
+# Experts that the router's biases favour: none; one that every token chooses; two of one device that get all tokens.
 TRAFFIC = {"any": (), "one": (5,), "two": (4, 5)}
 
 
 def inputs():
-    """Tokens, and rows of several lengths: whole, padded, and of padding alone."""
+    """Return tokens, and a mask of sequences that are whole, padded, or only padding."""
     lengths = np.asarray([T, T, 1, 0, 7, T, 13, 2])
     return jax.random.normal(jax.random.key(1), (B, T, D)), jnp.asarray(np.arange(T) < lengths[:, None])
 
 
 @functools.cache
 def layer(room, traffic, family=()):
-    """A layer and its variables, with scores far enough apart that rounding chooses no other experts."""
+    """Return a layer and its variables, with scores far enough apart that rounding chooses no other experts."""
     config = MoeConfig(**LAYER | ROOM[room] | dict(family))
     model = MixtureOfExperts(config, F, "swiglu", 0.3)
     variables = jax.jit(lambda key: nn.unbox(model.init(key, *inputs())))(KEY)
@@ -78,7 +78,7 @@ def expected(*names):
 
 
 def lying(mesh, model, variables):
-    """Variables, tokens and what is real, as they lie in a job."""
+    """Return variables, tokens and the mask of real tokens, sharded as in a job."""
     boxed = jax.eval_shape(model.init, KEY, *inputs())
     variables = jax.device_put(variables, compute_variable_shardings(boxed, mesh))
     stream = NamedSharding(mesh, PartitionSpec(BATCH_AXES, ("sequence", "tensor")))
@@ -108,7 +108,7 @@ def assert_same(actual, expected):
 
 
 def cases(daily, *tables):
-    """All combinations, of which only one is for every day."""
+    """Return all combinations, all but one of them for the soak."""
     return [
         pytest.param(*case, id="-".join([mesh_id(case[0]), *case[1:]]), marks=() if case == daily else SOAK)
         for case in itertools.product(MESHES, *tables)
@@ -116,14 +116,14 @@ def cases(daily, *tables):
 
 
 @pytest.mark.parametrize(("mesh", "room", "traffic"), cases((ALL_CUTS, "dropless", "two"), ROOM, TRAFFIC))
-def test_a_layer_on_many_devices_is_that_on_one(mesh, room, traffic):
+def test_a_sharded_layer_equals_one_device(mesh, room, traffic):
     assert_same(sharded(mesh, room, traffic), expected(room, traffic))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("room", ROOM)
 @pytest.mark.parametrize("mesh", [DATA_AND_EXPERT, ROWS_CUT], ids=mesh_id)
-def test_shared_experts_and_groups_of_experts_are_what_they_are_on_one_device(mesh, room):
+def test_shared_experts_and_groups_when_sharded(mesh, room):
     family = tuple(DEEPSEEK.items())
     assert_same(sharded(mesh, room, "any", family), expected(room, "any", family))
 
@@ -131,8 +131,8 @@ def test_shared_experts_and_groups_of_experts_are_what_they_are_on_one_device(me
 @pytest.mark.soak
 @pytest.mark.parametrize("sizes", [{"expert": 8}, ROWS_CUT], ids=mesh_id)
 @pytest.mark.parametrize("room", ROOM)
-def test_rows_that_cannot_be_cut_are_computed_by_each_device_with_its_own_experts(room, sizes):
-    """As a sampler's few tokens are."""
+def test_batches_that_do_not_divide_stay_in_place(room, sizes):
+    """Sampling has such batches."""
     model, variables = layer(room, "any")
     x_BxTxD, real_BxT = inputs()[0][:3, :5], jnp.ones((3, 5), jnp.bool_)
     expected = jax.jit(gradients_of(model))(variables, x_BxTxD, real_BxT)
@@ -144,9 +144,9 @@ def test_rows_that_cannot_be_cut_are_computed_by_each_device_with_its_own_expert
 
 
 def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What the documentation of `jax.lax.ragged_all_to_all` says; NaN if devices disagree about a size.
+    """Emulate `jax.lax.ragged_all_to_all` from its documentation.
 
-    And in all that nobody sends: on a TPU anything may stand there.
+    The result is NaN if devices disagree about a size, and where nothing is sent: on a TPU that is undefined.
     """
     output = jnp.full_like(output, jnp.nan)
     sent, starts, sizes, ends = (
@@ -163,8 +163,8 @@ def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, outpu
 
 @pytest.mark.soak
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_what_a_tpu_sends_is_what_others_send(traffic, monkeypatch, interpreted_products):
-    """Which the CPU cannot: the operation is replaced by its documentation, and all else is as on a TPU."""
+def test_ragged_exchange_equals_dense_exchange(traffic, monkeypatch, interpreted_products):
+    """The CPU lacks the operation, so it is emulated; everything else is as on a TPU."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     monkeypatch.setattr(moe, "platform", lambda: "tpu")
     assert_same(sharded(DATA_AND_EXPERT, "dropless", traffic), expected("dropless", traffic))
@@ -172,7 +172,7 @@ def test_what_a_tpu_sends_is_what_others_send(traffic, monkeypatch, interpreted_
 
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("num_experts", [8, 6])
-def test_matrices_are_whole_and_their_gradients_cut_whether_or_not_experts_can_be_dealt_out(num_experts, axis):
+def test_gathered_weights_are_whole_and_gradients_scattered(num_experts, axis):
     mesh = mesh_over({"fsdp": 4, "data": 2})
     spec = PartitionSpec(*[None] * axis, "fsdp")
     whole_ExDxF, weight_ExDxF = jax.random.normal(KEY, (2, num_experts, 8, 12))
@@ -194,11 +194,11 @@ def test_matrices_are_whole_and_their_gradients_cut_whether_or_not_experts_can_b
     np.testing.assert_allclose(summed, 4 * weight_ExDxF, rtol=1e-6)  # each of four devices has the same tokens
 
 
-# What is sent.
+# Communication.
 
 
 def sent(sizes, room):
-    """Collectives of the compiled gradients of a layer, of those with more than one device."""
+    """Return the collectives of the compiled gradients of a layer that involve more than one device."""
     model, variables = layer(room, "any")
     mesh = mesh_over(sizes)
     arrays = lying(mesh, model, variables)
@@ -217,11 +217,11 @@ ROUTER_BYTES = 4 * D * E
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("mesh", "room"), cases(None, ROOM))
-def test_over_the_axis_of_experts_tokens_go_by_all_to_all_alone_and_matrices_not_at_all(mesh, room):
+def test_only_tokens_cross_the_expert_axis(mesh, room):
     check_what_is_sent(mesh, sent(mesh, room))
 
 
-def test_tokens_in_fixed_slots_go_by_all_to_all_alone_and_matrices_not_at_all(sent_in_fixed_slots):
+def test_only_tokens_cross_the_expert_axis_in_fixed_slots(sent_in_fixed_slots):
     check_what_is_sent(DATA_AND_EXPERT, sent_in_fixed_slots)
 
 
@@ -244,8 +244,8 @@ def check_what_is_sent(cut, found):
     assert set(summed) <= {("data",)}
 
 
-def test_the_bytes_of_fixed_slots_are_those_counted_by_hand(sent_in_fixed_slots):
-    """One row of 24 tokens on each of 2 x 4 devices: 6 tokens of it for each of 8 experts, of 16 floats and a gate."""
+def test_bytes_of_fixed_slots_match_a_count_by_hand(sent_in_fixed_slots):
+    """Each of 2 x 4 devices has 24 tokens, 6 for each of 8 experts, with 16 floats and a gate."""
     slots = 6 * 8
     by_hand = 4 * (slots * 16 * 4) + 2 * (slots * 4)  # tokens there and back, and again backward; gates there, and back
     found = [each for each in sent_in_fixed_slots if each.kind == "all-to-all"]
@@ -257,9 +257,7 @@ def test_the_bytes_of_fixed_slots_are_those_counted_by_hand(sent_in_fixed_slots)
     ("tokens", "per_token", "here", "devices", "window", "rounds"),
     [(4096, 8, 16, 8, 5120, 7), (4096, 8, 4, 32, 1280, 13), (24, 2, 2, 4, 16, 3), (4096, 2, 1, 8, 1280, 4)],
 )
-def test_a_window_is_a_quarter_more_than_the_mean_and_any_imbalance_takes_so_many_rounds(
-    tokens, per_token, here, devices, window, rounds
-):
+def test_window_size_and_worst_number_of_rounds(tokens, per_token, here, devices, window, rounds):
     assert expert_parallel.choose_window(tokens, per_token, here, devices) == window
     assert math.ceil(tokens * min(per_token, here) / window) == rounds
 
@@ -272,7 +270,7 @@ def job_of(directory, **changes):
     return gpt(directory, PretrainDecoder, **{"config.model": model} | changes)
 
 
-def test_experts_and_their_moments_lie_over_their_axis(tmp_path):
+def test_experts_and_their_moments_are_sharded_over_their_axis(tmp_path):
     mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
     job = job_of(tmp_path / "run", **{"topology.mesh": mesh})
     state = job.setup_builder.build(jax.devices()).abstract_state
@@ -288,7 +286,7 @@ def test_experts_and_their_moments_lie_over_their_axis(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
-def test_what_a_round_held_is_computed_again_and_counted(tmp_path, capacity_factor):
+def test_recomputed_flops_of_rounds_are_counted(tmp_path, capacity_factor):
     def recomputed(number, remat):
         mesh = {"data": "auto", "expert": number}
         changes = {"config.model.moe.capacity_factor": capacity_factor, "config.memory.remat": remat}
@@ -305,7 +303,7 @@ def test_what_a_round_held_is_computed_again_and_counted(tmp_path, capacity_fact
     ("experts", "axis", "advice"),
     [(6, 4, "use 4 or 8 experts, or an expert axis of 2"), (4, 8, "use 8 experts, or an expert axis of 4")],
 )
-def test_experts_that_devices_would_share_are_refused_with_the_nearest_that_divide(tmp_path, experts, axis, advice):
+def test_experts_that_do_not_divide_are_refused_with_alternatives(tmp_path, experts, axis, advice):
     mesh = {"data": "auto", "expert": axis}
     job = job_of(tmp_path / "run", **{"config.model.moe.experts": experts, "topology.mesh": mesh})
     with pytest.raises(InvalidError) as refused:
@@ -316,7 +314,7 @@ def test_experts_that_devices_would_share_are_refused_with_the_nearest_that_divi
 
 
 @pytest.mark.soak
-def test_a_plan_refuses_experts_that_devices_would_share():
+def test_plan_refuses_experts_that_do_not_divide():
     sizes = ["--set", "config.model.moe.experts=12", "--set", "topology.mesh.expert=8"]
     code, output = command(environment(1), "plan", "specs/moe_nano.yaml", "--topology", "cpu-8", *sizes)
     assert code == 2, output

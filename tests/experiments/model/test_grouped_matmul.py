@@ -1,4 +1,4 @@
-"""The matmul of tokens that are grouped by expert, as a TPU has it: its kernel is interpreted here."""
+"""The ragged matmul of TPUs, with its gradient kernels interpreted."""
 
 import functools
 
@@ -22,7 +22,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_ragged_matmul_and_its_gradients_are_those_of_each_expert_alone(case, dtype, interpreted_products):
+def test_ragged_matmul_and_gradients_equal_each_expert_alone(case, dtype, interpreted_products):
     num_slots, counts = CASES[case]
     generator = np.random.default_rng(0)
     x, w, dy = (

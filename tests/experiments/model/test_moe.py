@@ -38,7 +38,7 @@ FAMILIES = {
 
 
 def chosen_by_loops(variables, config, x_BxTxD, real_BxT):
-    """(chosen, kept), bool (B, T, E), by loops over rows, tokens and choices."""
+    """Return (chosen, kept), bool (B, T, E), by loops over sequences, tokens and choices."""
     gates = np.asarray(gates_of(variables, config, x_BxTxD)) + np.asarray(bias_of(variables))
     best, size = {"max": 1, "top_2": 2}[config.group_score], E // config.groups
     chosen, kept = np.zeros(gates.shape, bool), np.zeros(gates.shape, bool)
@@ -62,7 +62,7 @@ def gates_of(variables, config, x_BxTxD):
 
 
 def reference(variables, config, activation, x_BxTxD, real_BxT, chosen, kept):
-    """(y, loss_B): each expert of every token, times its weight, most of which are 0."""
+    """Return (y, loss_B) from the outputs of all experts for every token, most of them with weight 0."""
     params, gates = variables["params"], gates_of(variables, config, x_BxTxD)
     weights = jnp.where(chosen, gates, 0)
     if config.normalise_gates:
@@ -83,7 +83,7 @@ def reference(variables, config, activation, x_BxTxD, real_BxT, chosen, kept):
 
 
 def inputs():
-    """Rows of several lengths: whole, padded, and of padding alone."""
+    """Return tokens and a mask of sequences that are whole, padded, or only padding."""
     x_BxTxD = jax.device_get(jax.random.normal(jax.random.key(1), (B, T, D)))
     lengths = np.asarray([T, T, 1, 0, 7, T, 13, 2])
     return x_BxTxD, np.arange(T) < lengths[:, None]
@@ -104,21 +104,21 @@ def assert_near(actual, expected, tolerance):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))
 
 
-# Both ways to gate, to balance and to make room; all of them together in the soak.
+# Daily: each way to gate, to balance and to limit at least once. All combinations run in the soak.
 DAILY = ("softmax as it is, loss, capacity", "groups of two best, bias, dropless")
 
 
 @pytest.mark.parametrize(
     "family", [name if name in DAILY else pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES]
 )
-def test_a_layer_is_the_sum_of_its_tokens_experts(family):
+def test_a_layer_is_the_weighted_sum_of_its_experts(family):
     config = MoeConfig(**FAMILIES[family])
     check_against_reference(config, "swiglu")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("activation", ["squared_relu", pytest.param("geglu", marks=pytest.mark.soak)])
-def test_shared_experts_compute_every_token(activation):
+def test_shared_experts_process_every_token(activation):
     check_against_reference(MoeConfig(**SIZES, **SHARED), activation)
 
 

@@ -1,4 +1,4 @@
-"""A decoder with experts: what padding, a split, a cache and many devices may not change, and its biases in a run.
+"""A decoder with experts: padding, micro-batches, a cache and many devices change nothing; biases in a run.
 
 Shape legend: S accumulation steps, B examples, T sequence length.
 """
@@ -44,7 +44,7 @@ def make_config(name, **changes):
 
 @functools.cache
 def trainer(name):
-    """The class of a job with this model."""
+    """Return the class of a job with this model."""
     config = DecoderTrainerConfig(
         model=SIZES | MODELS[name] | PATTERN,
         data={"source": "none", "sequence_length": T},
@@ -64,13 +64,13 @@ def make(model, key):
 
 @functools.cache
 def state_of(name):
-    """With scores far enough apart, so that rounding chooses no other experts."""
+    """Return a state with scores far enough apart that rounding chooses no other experts."""
     state = jax.jit(functools.partial(make, model_of(name)))(KEY)
     return state.replace(params=jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 2 else leaf, state.params))
 
 
 def batch_of(S, tokens_of_padding=0):
-    """Packed documents, rows with padding at both ends, and a row of padding alone."""
+    """Return packed documents, sequences with padding at both ends, and a sequence of padding."""
     rows = pack([*documents(LENGTHS), *documents(LENGTHS[:3]), []])
     padding = rows["segment"] == 0
     rows = rows | {"x": np.where(padding, tokens_of_padding, rows["x"])}
@@ -78,7 +78,7 @@ def batch_of(S, tokens_of_padding=0):
 
 
 def step(name, S, mesh=None, tokens_of_padding=0, **memory):
-    """(parameters' step, biases, loss, figures of the row) of one train step."""
+    """Return (parameters, biases, loss, metrics) after one train step."""
     state, batch = state_of(name), batch_of(S, tokens_of_padding)
     model = model_of(name, memory)
     state = state.replace(apply_fn=model.apply)
@@ -119,7 +119,7 @@ def assert_same_step(name, actual):
 @pytest.mark.parametrize(
     ("name", "S"), [("biases", 4), *(pytest.param(name, S, marks=SOAK) for name in MODELS for S in (2, 8))]
 )
-def test_neither_padding_nor_a_split_into_micro_batches_changes_anything_and_no_bit_of_a_bias(name, S):
+def test_padding_and_micro_batches_change_nothing(name, S):
     assert_same_step(name, step(name, S, tokens_of_padding=7))
     figures = expected(name)[3]
     for layer in (1, 2):
@@ -130,7 +130,7 @@ def test_neither_padding_nor_a_split_into_micro_batches_changes_anything_and_no_
 
 
 @pytest.mark.soak
-def test_the_biases_go_towards_the_mean_load():
+def test_biases_move_towards_an_even_load():
     _, variables, _, _ = expected("biases")
     biases = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(variables)])
     assert biases.shape == (2 * 8,)
@@ -158,7 +158,7 @@ MESHES = [
 @pytest.mark.soak
 @pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_on_many_devices_is_that_on_one(name, sizes):
+def test_a_step_on_many_devices_equals_one(name, sizes):
     assert_same_step(name, step(name, 1, make_mesh(sizes)))
 
 
@@ -166,14 +166,14 @@ def test_a_step_on_many_devices_is_that_on_one(name, sizes):
 @pytest.mark.parametrize("sizes", [None, {"fsdp": 2, "expert": 4}], ids=["one device", "many"])
 @pytest.mark.parametrize("remat", ["dots", "layers"])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_computed_again_changes_nothing(name, remat, sizes):
+def test_activation_checkpointing_changes_nothing(name, remat, sizes):
     mesh = None if sizes is None else make_mesh(sizes)
     assert_same_step(name, step(name, 1, mesh, remat=remat, loss_chunk_positions=32))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
-def test_a_cached_decode_says_what_the_whole_row_says(layer_loop):
+def test_a_cached_decode_equals_the_whole_sequence(layer_loop):
     model, state = model_of("biases", layer_loop=layer_loop), state_of("biases")
     variables = {"params": state.params, "balance": jax.tree.map(lambda leaf: leaf + 0.1, state.variables["balance"])}
     apply = jax.jit(functools.partial(model.apply, deterministic=True))
@@ -199,7 +199,7 @@ ATTENTION = {
         *(pytest.param(name, remat, marks=SOAK) for name in ATTENTION for remat in ("none", "dots", "layers")),
     ],
 )
-def test_the_formula_counts_heads_of_any_form_and_the_experts_that_compute(attention, remat, tmp_path):
+def test_the_formula_counts_every_form_of_attention_and_active_experts(attention, remat, tmp_path):
     """With a capacity that is met exactly the slots are as many as the assignments.
 
     The formula leaves out what a causal mask hides, which no form does in so short a row.
@@ -238,9 +238,7 @@ def test_the_formula_counts_heads_of_any_form_and_the_experts_that_compute(atten
         pytest.param("qwen3_30b_a3b", 30_532_122_624, 3.3e9, marks=SOAK),
     ],
 )
-def test_a_preset_has_its_published_number_of_parameters_and_of_those_that_compute_a_token(
-    name, parameters, of_a_token
-):
+def test_a_preset_has_its_published_total_and_active_parameters(name, parameters, of_a_token):
     config = DecoderConfig(preset=name)
     model = Decoder(config, config.vocabulary_size)
     shapes = jax.eval_shape(functools.partial(model.init, deterministic=True), KEY, jnp.zeros((1, 8), jnp.int32))
@@ -269,7 +267,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     "mesh", [{}, pytest.param(set_mesh(1, 4, 2), marks=SOAK)], ids=["the same devices", "another mesh"]
 )
-def test_a_run_that_was_stopped_ends_with_the_bits_and_rows_of_the_whole_one(tmp_path, whole, mesh):
+def test_a_stopped_run_resumes_to_the_same_bits_and_rows(tmp_path, whole, mesh):
     first = gpt(tmp_path / "run", PretrainDecoder, **JOB)
     stop_after(first, 2)
     again = run(tmp_path / "run", **mesh)

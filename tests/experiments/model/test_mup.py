@@ -47,7 +47,7 @@ def trained(found, num_steps=STEPS):
 
 
 def seen(found, states):
-    """Of each state the residual stream behind the last layer, and the logits."""
+    """Return for each state the residual stream after the last layer, and the logits."""
 
     @jax.jit
     def run(params):
@@ -66,7 +66,7 @@ def seen(found, states):
 
 
 def changes_by_width(directory, **changes):
-    """By width, by how much a coordinate of the stream and of the logits has moved, on average."""
+    """Return by width how far a coordinate of the stream and of the logits has moved, on average."""
     moved = []
     for width in WIDTHS:
         found = job(directory, width, **changes)
@@ -76,7 +76,7 @@ def changes_by_width(directory, **changes):
 
 
 @pytest.mark.soak
-def test_what_a_few_steps_move_stays_as_large_over_widths_and_grows_without_it(tmp_path):
+def test_updates_keep_their_size_over_widths_only_with_mup(tmp_path):
     with_mup = changes_by_width(tmp_path / "mup", **{"config.model.base_width": BASE})
     without = changes_by_width(tmp_path / "plain")
     np.testing.assert_allclose(with_mup[0], without[0], rtol=1e-6)
@@ -86,13 +86,13 @@ def test_what_a_few_steps_move_stays_as_large_over_widths_and_grows_without_it(t
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A job of four times the base width, its blueprint, and its weights at the start."""
+    """Return a job of four times the base width, its setup, and its initial weights."""
     found = job(tmp_path_factory.mktemp("wide"), 128, **{"config.model.base_width": BASE})
     train_setup = found.setup_builder.build(jax.devices()[:1])
     return found, train_setup, train_setup.init_state().params
 
 
-def test_the_table_of_what_begins_and_learns(wide, tmp_path):
+def test_initial_weights_and_learning_rates_follow_the_table(wide, tmp_path):
     found, train_setup, first = wide
     other = job(tmp_path / "plain", 128).setup_builder.build(jax.devices()[:1]).init_state().params
     layer, of_plain = (params["blocks"]["layer_0"] for params in (first, other))
@@ -110,7 +110,7 @@ def test_the_table_of_what_begins_and_learns(wide, tmp_path):
 
 @functools.partial(jax.jit, static_argnums=0)
 def update(optimizer, gradients, started_with, params):
-    """What the first step adds to `params`."""
+    """Return what the first step adds to `params`."""
     return optimizer.update(gradients, optimizer.init(started_with), params)[0]
 
 
@@ -120,7 +120,7 @@ def _named(tree):
     }
 
 
-def test_what_a_step_of_decay_takes_off_does_not_depend_on_the_width(wide):
+def test_weight_decay_does_not_depend_on_the_width(wide):
     found, train_setup, params = wide
     moved = update(train_setup.optimizer, jax.tree.map(np.zeros_like, jax.device_get(params)), params, params)
     share = found.config.optimizer.learning_rate * found.config.optimizer.weight_decay
@@ -136,7 +136,7 @@ def test_at_the_base_width_nothing_changes(tmp_path):
 
 
 class OwnOptimizer(PretrainDecoder):
-    """Brings an optax object."""
+    """Job with an optax object."""
 
     @classmethod
     def optimizer(cls):
@@ -158,12 +158,12 @@ class OwnOptimizer(PretrainDecoder):
     ],
     ids=["lion", "own", "moe"],
 )
-def test_what_mup_is_not_known_for_is_refused(tmp_path, changes, message):
+def test_unsupported_combinations_are_refused(tmp_path, changes, message):
     with pytest.raises(InvalidError, match=message):
         job(tmp_path, 64, **{"config.model.base_width": BASE} | changes).setup_builder.build(jax.devices()[:1])
 
 
-def test_no_family_has_such_logits_and_none_is_written():
+def test_scaled_logits_are_exported_to_no_family():
     with pytest.raises(InvalidError, match="no family of transformers has this model"):
         DecoderFiles(DecoderConfig(**sizes(64, base_width=32)), VOCABULARY, 16).config()
     assert DecoderFiles(DecoderConfig(**sizes(64, base_width=64)), VOCABULARY, 16).config()

@@ -23,7 +23,7 @@ TOKENS_BxT = np.random.default_rng(3).integers(0, V, (B, T), dtype=np.int32)
 
 
 def noise_of(alpha: float, examples: jax.Array, deterministic: bool = False, x: np.ndarray = X) -> np.ndarray:
-    """What is added to the embeddings of these examples."""
+    """Return what is added to the embeddings of these examples."""
     module = EmbeddingNoise(alpha, deterministic)
     return np.asarray(module.apply({}, x, examples, rngs={"dropout": KEY}) - x)
 
@@ -36,7 +36,7 @@ def test_noise_is_uniform_within_the_published_bound():
     np.testing.assert_allclose(noise.std(), bound / np.sqrt(3), rtol=0.01)
 
 
-def test_noise_is_an_examples_own_wherever_it_stands():
+def test_noise_belongs_to_an_example_wherever_it_is():
     noise = noise_of(5.0, jnp.arange(B))
     np.testing.assert_array_equal(noise_of(5.0, jnp.arange(B)), noise)
     np.testing.assert_allclose(noise_of(5.0, jnp.arange(B)[::-1], x=X[::-1])[::-1], noise, atol=1e-6)
@@ -61,14 +61,14 @@ MODELS = {"gpt": gpt, "decoder": decoder}
 
 @functools.cache
 def params_of(name: str):
-    """Those of either model, whatever its alpha."""
+    """Return the parameters of a model, which do not depend on alpha."""
     model, _ = MODELS[name](0.0)
     init = jax.jit(functools.partial(model.init, deterministic=True))
     return nn.unbox(init(jax.random.key(2), TOKENS_BxT))["params"]
 
 
 def loss_of(name: str, alpha: float):
-    """The summed loss of a model of these embeddings, compiled: of a micro-batch of tokens, its examples, and a key."""
+    """Return the compiled summed loss of a model, a function of tokens, examples and a key."""
     (model, job), params = MODELS[name](alpha), params_of(name)
 
     def loss(tokens_BxT, examples_B, key):
@@ -79,7 +79,7 @@ def loss_of(name: str, alpha: float):
 
 
 @pytest.mark.parametrize("name", ["decoder", pytest.param("gpt", marks=pytest.mark.soak)])
-def test_training_has_noise_that_no_split_changes_and_validation_has_none(name):
+def test_noise_is_in_training_only_and_no_split_changes_it(name):
     noisy, plain, examples = loss_of(name, 20.0), loss_of(name, 0.0), jnp.arange(B)
     whole = noisy(TOKENS_BxT, examples, KEY)
     halves = [noisy(TOKENS_BxT[part], examples[part], KEY) for part in (slice(0, 4), slice(4, 8))]
@@ -91,7 +91,7 @@ def test_training_has_noise_that_no_split_changes_and_validation_has_none(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_an_alpha_nothing_is_drawn(name):
+def test_nothing_is_drawn_without_an_alpha(name):
     for alpha in (0.0, 5.0):
         lowered = loss_of(name, alpha).trace(TOKENS_BxT, jnp.arange(B), KEY)
         assert ("random_bits" in str(lowered.jaxpr)) == (alpha > 0)

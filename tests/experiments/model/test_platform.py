@@ -1,6 +1,6 @@
-"""The form of a model on a TPU computes what that on a CPU does: the same parameters, loss and gradients.
+"""The form of a model for TPUs computes what the form for CPUs does: the same parameters, loss and gradients.
 
-Here both run on a CPU, so that of the TPU's form the attention is plain; its kernel has tests of its own.
+Both run on a CPU here, so attention is the plain one in both; the TPU kernels have tests of their own.
 
 Shape legend: B batch, T sequence.
 """
@@ -53,17 +53,17 @@ CASES = [
 
 @pytest.fixture
 def as_on_a_tpu(monkeypatch):
-    """What choosing a form then finds; attention still asks what is really there."""
+    """Return a function that switches to the form for TPUs; attention still uses the real platform."""
     return lambda: monkeypatch.setattr(platform, "platform", lambda: "tpu")
 
 
 def value_and_gradients(apply, variables):
-    """Compiled anew: the form is none of what a compiled function is kept by."""
+    """Compile anew: the form is not part of the key by which JAX caches compiled functions."""
     return jax.jit(jax.value_and_grad(lambda params: apply(params, TOKENS_BxT, targets=TARGETS)))(variables)
 
 
 @pytest.mark.parametrize(("name", "remat"), CASES)
-def test_both_forms_are_one_function_of_the_same_parameters(name, remat, as_on_a_tpu):
+def test_both_forms_compute_the_same_function(name, remat, as_on_a_tpu):
     apply, model = MODELS[name](remat)
     variables = jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
     noise = np.random.default_rng(1)
@@ -90,7 +90,7 @@ def test_both_forms_are_one_function_of_the_same_parameters(name, remat, as_on_a
 )
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=SOAK)], ids=["tied", "apart"])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, pytest.param(CUT_VOCABULARY, marks=SOAK)])
-def test_both_forms_are_one_function_on_a_mesh(vocabulary, sizes, tied, chunk, as_on_a_tpu):
+def test_both_forms_compute_the_same_function_on_a_mesh(vocabulary, sizes, tied, chunk, as_on_a_tpu):
     keys = LLAMA | {"key_value_heads": 4, "tied_embedding": tied}
     apply, model = make_decoder(keys, "dots", chunk, vocabulary)
     variables = jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
@@ -103,9 +103,9 @@ def test_both_forms_are_one_function_on_a_mesh(vocabulary, sizes, tied, chunk, a
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), gradients, expected)
 
 
-def test_dots_keep_what_is_named_on_a_tpu_alone(as_on_a_tpu):
+def test_dots_save_named_residuals_on_a_tpu_only(as_on_a_tpu):
     def num_sines():
-        """Of a function of its own, since JAX keeps what it has traced."""
+        """Count in a new function each time, because JAX caches traces."""
         layer = jax.checkpoint(lambda x: jnp.sin(platform.mark_saved(jnp.sin(x))), policy=platform.dots_policy())
         return str(jax.make_jaxpr(jax.grad(layer))(1.0)).count(" sin ")
 

@@ -1,4 +1,4 @@
-"""Heads turned as a TPU turns them, by a product, are those that every other platform turns.
+"""Rotation by a matmul, as on TPUs, equals the rotation of every other platform.
 
 Shape legend: B batch, T sequence, N heads, H width of a head.
 """
@@ -16,7 +16,7 @@ from experiments.model.rotary import Rope, rotate, rotation_at
 B, T, N, H = 2, 24, 3, 16
 
 
-def turned_and_gradient(pairs, x_BxTxNxH, dy_BxTxNxH):
+def rotate_with_gradient(pairs, x_BxTxNxH, dy_BxTxNxH):
     rotation = rotation_at(jnp.arange(T)[None] * 97, Rope(), H)
     y_BxTxNxH, pull_back = jax.vjp(lambda x: rotate(x, rotation, pairs), x_BxTxNxH)
     return y_BxTxNxH, *pull_back(dy_BxTxNxH)
@@ -24,12 +24,12 @@ def turned_and_gradient(pairs, x_BxTxNxH, dy_BxTxNxH):
 
 @pytest.mark.parametrize("pairs", ["halves", "neighbours"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_a_turn_by_a_product_is_the_turn_and_its_gradient(dtype, pairs, monkeypatch):
+def test_rotation_by_matmul_equals_rotation_with_its_gradient(dtype, pairs, monkeypatch):
     generator = np.random.default_rng(0)
     arrays = [jnp.asarray(generator.standard_normal((B, T, N, H)), dtype) for _ in range(2)]
-    expected = jax.jit(functools.partial(turned_and_gradient, pairs))(*arrays)
+    expected = jax.jit(functools.partial(rotate_with_gradient, pairs))(*arrays)
     monkeypatch.setattr(platform, "platform", lambda: "tpu")
-    actual = jax.jit(functools.partial(turned_and_gradient, pairs))(*arrays)
+    actual = jax.jit(functools.partial(rotate_with_gradient, pairs))(*arrays)
     for one, other in zip(actual, expected, strict=True):
         assert one.dtype == dtype
         rounding = float(jnp.finfo(dtype).eps)
@@ -37,8 +37,8 @@ def test_a_turn_by_a_product_is_the_turn_and_its_gradient(dtype, pairs, monkeypa
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_is_turned_is_multiplied_by_nothing_but_ones(dtype, monkeypatch):
-    """A quarter turn only moves numbers, of any size: the product must not round them."""
+def test_rotation_by_matmul_rounds_nothing(dtype, monkeypatch):
+    """A rotation by a right angle only moves numbers, of any size: the product must not round them."""
     monkeypatch.setattr(platform, "platform", lambda: "tpu")
     x_BxTxNxH = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, N, H)) * 1000, dtype)
     quarter = rotation_at(jnp.zeros((1, T), jnp.int32), Rope(), H)

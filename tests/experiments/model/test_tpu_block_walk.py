@@ -1,4 +1,4 @@
-"""Every query meets every key that it sees, once, and a mask is made where it meets others."""
+"""Every query visits every key that it sees once, with a mask where it visits others."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("causal", "length"), CASES)
-def test_every_query_meets_every_key_that_it_sees_once(causal: CausalBlocks, length: int) -> None:
+def test_every_query_visits_every_visible_key_once(causal: CausalBlocks, length: int) -> None:
     walk = causal.walk(length)
     met = np.zeros((length, length), int)
     for query, key in zip(walk.queries.tolist(), walk.keys.tolist(), strict=True):
@@ -34,7 +34,7 @@ def test_every_query_meets_every_key_that_it_sees_once(causal: CausalBlocks, len
 
 
 @pytest.mark.parametrize(("causal", "length"), CASES)
-def test_notes_say_when_queries_begin_and_end_and_when_keys_are_done(causal: CausalBlocks, length: int) -> None:
+def test_flags_mark_first_and_last_visits(causal: CausalBlocks, length: int) -> None:
     walk, number = causal.walk(length), length // causal.block
     assert (np.diff(walk.queries) >= 0).all()
     for block in range(number):
@@ -48,7 +48,7 @@ def test_notes_say_when_queries_begin_and_end_and_when_keys_are_done(causal: Cau
     assert all(walk.written[place] == walk.keys[done[done >= place][0]] for place in range(len(walk.flags)))
 
 
-def test_of_scores_that_are_computed_few_are_not_seen() -> None:
-    """Of a row of 1,024 positions, half of whose square is seen."""
+def test_few_masked_scores_are_computed() -> None:
+    """Half of the square of 1,024 positions is visible."""
     assert CausalBlocks(1024).num_scores(1024) == 36 * 128 * 128
     assert CausalBlocks(512).num_scores(1024) == (2 * 10 + 16) * 128 * 128

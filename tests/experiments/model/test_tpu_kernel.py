@@ -1,4 +1,4 @@
-"""libtpu compiles attention for every kind of TPU: heads of every width, rows of every length, and all options."""
+"""libtpu compiles attention for every kind of TPU, of every head width and sequence length."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.soak
 
 
 @pytest.mark.parametrize("chip", [name for name, chip in CHIPS.items() if chip.is_tpu])
-def test_every_tpu_has_attention_of_every_kind_and_a_kernel_of_ours_for_common_rows(chip: str) -> None:
+def test_every_tpu_compiles_attention_and_uses_the_fused_kernel(chip: str) -> None:
     found = printed_by("tests.experiments.model.tpu_kernel", f"{chip}-8")
     assert {case: said for case, (_, said) in found.items() if said} == {}
     assert {form for form, _ in found.values()} <= {"fused_attention", "splash_attention"}

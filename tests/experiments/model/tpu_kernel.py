@@ -1,8 +1,9 @@
-"""Attention with its gradients, compiled by libtpu for one kind of TPU, as JSON: a process of its own.
+"""Program that compiles attention with its gradients for one kind of TPU and prints the outcome as JSON.
 
     python -m tests.experiments.model.tpu_kernel v5e-4
 
-Case -> the form that was taken, and what the compiler said if it refused.
+It maps each case to the selected implementation, and to the message of the compiler if it refused. It runs in a
+separate process, because libtpu stays with the process that loads it.
 """
 
 import functools
@@ -28,7 +29,7 @@ PLAIN, ALL = "plain", "segments, window, soft-cap"
 
 
 def tightest(H: int, W: int, dtype: DTypeLike) -> int:
-    """The length of a row that leaves the least fast memory to our kernels."""
+    """Return the sequence length that leaves our kernels the least VMEM."""
     left = {}
     for T in range(128, 20_000, 128):
         q, v = (jax.ShapeDtypeStruct((1, T, 4, width), dtype) for width in (H, W))
