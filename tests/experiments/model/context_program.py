@@ -4,7 +4,7 @@ It runs in a separate process, because libtpu stays with the process that loads 
 
     python -m tests.experiments.model.context_program SPEC TOPOLOGY [KEY=VALUE ...]
 
-`kernels` counts calls of kernels; `collectives` lists those of attention with kind, axes and bytes; `most` is the number
+`kernels` counts calls of kernels; `collectives` lists those of attention (kind, axes, bytes); `most` is the number
 of elements of the largest result; `shapes` lists the shapes of all results.
 """
 
