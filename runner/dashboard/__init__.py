@@ -1,13 +1,14 @@
-"""Runs in pictures: one file that holds everything, or a server that only answers reading. Claims and changes nothing.
+"""Dashboard and report: charts of runs as one self-contained page or as a read-only server.
 
-Python decides what is drawn and bounds it; `static/page.js` draws it with plotly.js, the same in both. Knows no jax.
+Python decides what is drawn and bounds its size; `static/page.js` draws it with plotly.js, the same in both. The
+package claims no attempt, writes nothing to a run's directory, and knows no jax.
 
-- `charts`: A series of any length in bounded memory, thinned so that every peak survives: the lowest and highes
-- `discovery`: All runs below a directory or a bucket's prefix. A run is a directory with a `job.json`, and holds n
-- `html`: HTML that holds everything and fetches nothing, and that a run's name, spec or log cannot break out
-- `app`: What the dashboard answers, as a WSGI application: pages, their data, three static files. It can onl
-- `reader`: One run as it is read for a page, again and again where it lives: its history, its rows, its log. Wr
-- `view`: What `page.js` draws of runs, as JSON of bounded size: texts, and numbers with as many digits as an
-- `report`: One self-contained page about one run or several, as they stand now
-- `server`: The data of the dashboard's pages, read anew only where something has changed: the table of all runs
+- `charts`: bounded, thinned series of a run's metrics, and their charts
+- `discovery`: runs below a directory or prefix, and differences of their specs
+- `html`: HTML pages that no text of a run can break out of
+- `app`: WSGI application, access policy and responses
+- `reader`: incremental reader of one run
+- `view`: JSON that `page.js` draws
+- `report`: one self-contained page about one or several runs
+- `server`: shared reader of all runs, and the server
 """

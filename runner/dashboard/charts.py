@@ -1,10 +1,8 @@
-"""A series of any length in bounded memory, thinned so that every peak survives: the lowest and highest of each bin.
+"""Bounded, thinned series of a run's metrics, and the charts that show them.
 
-A bin is so many neighbouring points. When there are too many bins, neighbours are merged and bins are twice as wide
-from then on, so a series can be fed for ever, and a merged bin holds exactly the extremes of what went into it.
-Values that are no numbers are peaks too: they are counted, and the first of them are kept.
-
-Which numbers of a row are drawn, in which chart, with which unit; and the series of one run, fed row by row.
+A series of any length is kept as bins of neighbouring points. When there are too many bins, neighbours are merged and
+bins are twice as wide from then on. A merged bin holds exactly the extremes of its points, so every peak survives.
+Values that are not finite are counted, and the first of them are kept.
 """
 
 import math
@@ -16,12 +14,15 @@ from typing import NamedTuple
 from runner.metrics.rows import Row
 from runner.storage import JsonObject
 
-BINS_MAX = 1000  # held while a series is fed; each is at most two points
-BROKEN_MAX = 100
+BINS_MAX = 1000  # of a series, each with at most two points
+BROKEN_MAX = 100  # values of a series that are not finite
+SERIES_MAX = 40  # of a run; a job of its own may log any number of them
+TIME = "perf/time"
+_AXES = ("step", "train/tokens", TIME, "perf/attempt")
 
 
 class Point(NamedTuple):
-    """One value and where it stands on each axis; `seconds` is None for a row that does not say when it was."""
+    """Value with its position on each axis; `seconds` is None for a row without a timestamp."""
 
     step: int
     tokens: int | None
@@ -30,7 +31,7 @@ class Point(NamedTuple):
 
 
 class Bin(NamedTuple):
-    """The extremes of neighbouring points."""
+    """Extremes of neighbouring points."""
 
     low: Point
     high: Point
@@ -38,13 +39,13 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class ThinnedSeries:
-    """What is drawn of a series.
+    """Part of a series that is drawn.
 
     Attributes:
-        points: in order of step; all of them if they were few, else the extremes of each bin, the first and the last.
+        points: in order of step; all points if they were few, else the extremes of each bin, the first and the last.
         broken: the first points whose values are not finite.
-        num_points: that were fed, broken ones too.
-        num_broken: how many were not finite.
+        num_points: number of points of the series, broken ones included.
+        num_broken: number of points whose values are not finite.
     """
 
     points: Sequence[Point]
@@ -54,20 +55,20 @@ class ThinnedSeries:
 
 
 class SeriesReducer:
-    """One series, fed in order of step."""
+    """One series, added in order of step, in bounded memory."""
 
     def __init__(self, bins_max: int = BINS_MAX):
         assert bins_max % 2 == 0, "bins are merged in pairs"
         self._bins_max = bins_max
         self._bins: list[Bin] = []
-        self._width = self._num_in_last = 1  # points that a bin holds, and that the last one does
+        self._width = self._num_in_last = 1  # points of a full bin, and of the last one
         self._first: Point | None = None
         self._last: Point | None = None
         self._broken: list[Point] = []
         self._num_points = self._num_broken = 0
 
     def add(self, point: Point) -> None:
-        """Feed the next point."""
+        """Add the next point."""
         self._num_points += 1
         if not math.isfinite(point.value):
             self._num_broken += 1
@@ -77,56 +78,48 @@ class SeriesReducer:
         self._first = self._first or point
         self._last = point
         if self._bins and self._num_in_last < self._width:
-            self._bins[-1] = _merged(self._bins[-1], Bin(point, point))
+            self._bins[-1] = _merge(self._bins[-1], Bin(point, point))
             self._num_in_last += 1
             return
+        # All bins are full here, so merging pairs leaves no partial bin.
         if len(self._bins) == self._bins_max:
-            self._bins = _halved(self._bins)
+            self._bins = _halve(self._bins)
             self._width *= 2
         self._bins.append(Bin(point, point))
         self._num_in_last = 1
 
-    def thinned(self, bins_max: int, more: Iterable[Point] = ()) -> ThinnedSeries:
-        """At most `bins_max` bins of it, with `more` points at its end that are not fed for good."""
-        whole = self._copy()
+    def thin(self, bins_max: int, more: Iterable[Point] = ()) -> ThinnedSeries:
+        """Return at most `bins_max` bins of the series, with `more` points at its end that are not added for good."""
+        whole = SeriesReducer(self._bins_max)
+        whole._bins, whole._width, whole._num_in_last = list(self._bins), self._width, self._num_in_last
+        whole._first, whole._last = self._first, self._last
+        whole._broken, whole._num_points, whole._num_broken = list(self._broken), self._num_points, self._num_broken
         for point in more:
             whole.add(point)
         bins = whole._bins
         while len(bins) > max(bins_max, 1):
-            bins = _halved(bins)
+            bins = _halve(bins)
         kept = {point.step: point for each in bins for point in each}
         kept |= {point.step: point for point in (whole._first, whole._last) if point is not None}
         points = [kept[step] for step in sorted(kept)]
         return ThinnedSeries(points, whole._broken, whole._num_points, whole._num_broken)
 
-    def _copy(self) -> "SeriesReducer":
-        copy = SeriesReducer(self._bins_max)
-        copy._bins, copy._width, copy._num_in_last = list(self._bins), self._width, self._num_in_last
-        copy._first, copy._last = self._first, self._last
-        copy._broken, copy._num_points, copy._num_broken = list(self._broken), self._num_points, self._num_broken
-        return copy
 
-
-def _merged(left: Bin, right: Bin) -> Bin:
+def _merge(left: Bin, right: Bin) -> Bin:
     low = right.low if right.low.value < left.low.value else left.low
     high = right.high if right.high.value > left.high.value else left.high
     return Bin(low, high)
 
 
-def _halved(bins: Sequence[Bin]) -> list[Bin]:
-    """Each two neighbours as one; the last alone if they are odd in number."""
-    pairs = [_merged(*bins[index : index + 2]) for index in range(0, len(bins) - 1, 2)]
+def _halve(bins: Sequence[Bin]) -> list[Bin]:
+    """Return each two neighbours as one bin; the last stays alone if their number is odd."""
+    pairs = [_merge(*bins[index : index + 2]) for index in range(0, len(bins) - 1, 2)]
     return pairs + list(bins[len(pairs) * 2 :])
-
-
-TIME = "perf/time"
-_AXES = ("step", "train/tokens", TIME, "perf/attempt")
-SERIES_MAX = 40  # of a run; a job of its own may log any number of them
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture: its title, what its vertical axis measures, and the keys that belong into it."""
+    """Chart with a title, the label of its vertical axis, and the keys that it shows."""
 
     title: str
     unit: str
@@ -134,7 +127,7 @@ class Chart:
     has_log_axis: bool = False
 
     def to_json(self) -> JsonObject:
-        """For the page."""
+        """Return the chart as `page.js` reads it."""
         return {"title": self.title, "unit": self.unit, "log": self.has_log_axis}
 
 
@@ -148,7 +141,7 @@ CHARTS = (
 
 
 def find_chart(key: str) -> Chart:
-    """The chart that a key is drawn in: one of `CHARTS`, or one of its own."""
+    """Return the chart of a key: one of `CHARTS`, or one of its own."""
     for chart in CHARTS:
         if chart.keys.fullmatch(key):
             return chart
@@ -156,23 +149,28 @@ def find_chart(key: str) -> Chart:
 
 
 class RunCurves:
-    """All series of one run."""
+    """All series of one run.
+
+    Attributes:
+        left_out: keys that are not drawn since there are too many; at most `SERIES_MAX` of them.
+        num_rows: number of rows added.
+    """
 
     def __init__(self, bins_max: int = BINS_MAX):
         self._bins_max = bins_max
         self._by_key: dict[str, SeriesReducer] = {}
-        self.left_out: set[str] = set()  # SERIES_MAX at most
+        self.left_out: set[str] = set()
         self.num_rows = 0
 
     @property
     def keys(self) -> list[str]:
-        """Of the series that are drawn."""
+        """Keys of the series that are drawn."""
         return list(self._by_key)
 
     def add(self, row: Row) -> None:
-        """Feed the next row."""
+        """Add the next row."""
         self.num_rows += 1
-        for key, point in _points(row):
+        for key, point in _list_points(row):
             if key in self._by_key:
                 self._by_key[key].add(point)
             elif len(self._by_key) < SERIES_MAX:
@@ -181,35 +179,28 @@ class RunCurves:
             elif len(self.left_out) < SERIES_MAX:
                 self.left_out.add(key)
 
-    def thinned(self, bins_max: int, newest: Iterable[Row] = ()) -> dict[str, ThinnedSeries]:
-        """Each series by its key, with `newest` rows at the end that are not fed for good."""
+    def thin(self, bins_max: int, newest: Iterable[Row] = ()) -> dict[str, ThinnedSeries]:
+        """Return each thinned series by its key, with `newest` rows at the end that are not added for good."""
         more: dict[str, list[Point]] = {}
         for row in newest:
-            for key, point in _points(row):
+            for key, point in _list_points(row):
                 more.setdefault(key, []).append(point)
         known = self._by_key | {key: SeriesReducer(self._bins_max) for key in more if key not in self._by_key}
-        return {key: series.thinned(bins_max, more.get(key, ())) for key, series in list(known.items())[:SERIES_MAX]}
+        return {key: series.thin(bins_max, more.get(key, ())) for key, series in list(known.items())[:SERIES_MAX]}
 
 
-def _points(row: Row) -> Iterable[tuple[str, Point]]:
-    """The numbers of a row that can be drawn; null is what `float` would not take, a value that was not finite."""
+def _list_points(row: Row) -> list[tuple[str, Point]]:
+    """Return the numbers of a row that can be drawn, by key. A value that was not finite is null in the row."""
     tokens, seconds = row.get("train/tokens"), row.get(TIME)
+    points = []
     for key, value in row.items():
         if key in _AXES or isinstance(value, bool) or not isinstance(value, int | float | None):
             continue
-        yield (
-            key,
-            Point(
-                row["step"],
-                tokens if type(tokens) is int else None,
-                float(seconds) if isinstance(seconds, int | float) else None,
-                _float(value),
-            ),
-        )
-
-
-def _float(value: float | None) -> float:
-    try:
-        return float("nan") if value is None else float(value)
-    except OverflowError:  # of an integer with hundreds of digits
-        return float("inf")
+        try:
+            number = float("nan") if value is None else float(value)
+        except OverflowError:  # an integer with hundreds of digits
+            number = float("inf")
+        known_tokens = tokens if type(tokens) is int else None
+        known_seconds = float(seconds) if isinstance(seconds, int | float) else None
+        points.append((key, Point(row["step"], known_tokens, known_seconds, number)))
+    return points

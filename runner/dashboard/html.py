@@ -1,8 +1,8 @@
-"""HTML that holds everything and fetches nothing, and that a run's name, spec or log cannot break out of.
+"""HTML pages that no name, spec or log of a run can break out of.
 
-What comes from a run's directory goes into one block of JSON, in which `<`, `>`, `&` and all that is not ASCII are
-escapes; `page.js` puts it on the page as text, never as markup. The Content-Security-Policy lets only the scripts run
-whose digests it names, and forbids every request.
+Everything that comes from a run's directory goes into one block of JSON, in which `<`, `>`, `&` and all characters that
+are not ASCII are escaped. `page.js` puts it on the page as text, never as markup. The Content-Security-Policy of a
+self-contained page allows only the scripts whose digests it names, and forbids every request.
 """
 
 import base64
@@ -19,28 +19,36 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def read_static(name: str) -> str:
-    """The text of a file that lies beside this module."""
+    """Return the text of a file in `static/`."""
     return (resources.files("runner.dashboard") / "static" / name).read_text(encoding="utf-8")
 
 
 @functools.cache
 def read_plotly() -> str:
-    """The JavaScript that draws: plotly.js, whole."""
+    """Return plotly.js, the JavaScript library that draws, as a whole."""
     return str(get_plotlyjs())
 
 
 def encode_json(value: Any) -> str:
-    """JSON that may stand inside a script element: ASCII, without a character that ends it. No NaN, no infinity."""
+    """Return JSON that may stand inside a script element.
+
+    It is ASCII without characters that could end the element, and has no NaN or infinity.
+    """
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
 
 def render_report_page(title: str, data: Any) -> str:
-    """One page with these data, to be kept as a file."""
-    scripts = [_inline(read_plotly()), _inline(read_static("page.js"))]
-    sources = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    """Return one self-contained page with these data, to be kept as a file."""
+    # A script may not contain the end of its own element.
+    scripts = [
+        script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+        for script in (read_plotly(), read_static("page.js"))
+    ]
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    sources = " ".join(f"'sha256-{digest}'" for digest in digests)
     policy = f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:"
     inline = "\n".join(f"<script>{script}</script>" for script in scripts)
-    return _page(
+    return _render_page(
         title,
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{read_static("page.css")}</style>',
         f'<script type="application/json" id="data">{encode_json(data)}</script>\n{inline}',
@@ -48,8 +56,14 @@ def render_report_page(title: str, data: Any) -> str:
 
 
 def render_live_page(title: str, top: str, source: str) -> str:
-    """A page of the server that asks for its data again and again, at `source`; `top` leads to the first page."""
-    return _page(
+    """Return a page of the server that polls its data.
+
+    Args:
+        title: title of the page.
+        top: relative address of the first page.
+        source: relative address of the data.
+    """
+    return _render_page(
         title,
         f'<link rel="stylesheet" href="{top}static/page.css">',
         f'<script type="application/json" id="data">{encode_json({"source": source, "top": top})}</script>\n'
@@ -57,7 +71,7 @@ def render_live_page(title: str, top: str, source: str) -> str:
     )
 
 
-def _page(title: str, head: str, body: str) -> str:
+def _render_page(title: str, head: str, body: str) -> str:
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -70,17 +84,8 @@ def _page(title: str, head: str, body: str) -> str:
 <title>{html.escape(title)}</title>
 </head>
 <body>
-<main id="page"><noscript>This page is drawn by the script that it holds; allow scripts to see it.</noscript></main>
+<main id="page"><noscript>This page is drawn by its own script. Allow scripts to see it.</noscript></main>
 {body}
 </body>
 </html>
 """
-
-
-def _inline(script: str) -> str:
-    """A script as it may stand inside its element."""
-    return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

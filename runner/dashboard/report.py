@@ -1,4 +1,4 @@
-"""One self-contained page about one run or several, as they stand now."""
+"""One self-contained page about one or several runs, as they are now."""
 
 import os
 import time
@@ -10,11 +10,11 @@ from runner.dashboard.reader import RunReader
 from runner.dashboard.view import build_view
 from runner.storage import Store
 
-POINTS_MAX = 60_000  # of all curves, some 40 bytes each
+POINTS_MAX = 60_000  # of all curves together; a point takes about 40 bytes
 
 
 def make_run_names(urls: Sequence[str]) -> list[str]:
-    """A name for each run, as short as can be: the last parts of its path that no other has."""
+    """Return a short unique name for each run: as many last parts of its path as all runs need to differ."""
     parts = [url.rstrip("/").split("/") for url in urls]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-length:]) for each in parts]
@@ -24,24 +24,30 @@ def make_run_names(urls: Sequence[str]) -> list[str]:
 
 
 def render_report(stores: Sequence[Store]) -> str:
-    """The page. Reads one run after the other, and holds no more of each than is drawn.
+    """Return the page about the runs in these directories. Runs are read one after the other.
 
-    Raises `OSError` if a store does not answer, `InvalidError` where no run is.
+    Raises:
+        OSError: a store does not respond.
+        InvalidError: there is no run in a directory.
     """
     names = make_run_names([store.url for store in stores])
-    seen = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
+    snapshots = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
-    data = build_view(title, seen, POINTS_MAX) | {"made": time.time()}
+    data = build_view(title, snapshots, POINTS_MAX) | {"made": time.time()}
     return render_report_page(title, data)
 
 
 def write_report(stores: Sequence[Store], path: Path) -> int:
-    """Put the page into a file, whole or not at all; its size in bytes. Raises `OSError`."""
+    """Write the page to a file, whole or not at all, and return its size in bytes.
+
+    Raises:
+        OSError: a store does not respond, or the file cannot be written.
+    """
     content = render_report(stores).encode()
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        aside.write_bytes(content)
-        os.replace(aside, path)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return len(content)

@@ -17,7 +17,7 @@ HOSTILE = "</script><script>alert(1)</script> \u2028 \u2029 &amp; <!-- \udcff \"
 
 
 def data(name: str) -> ResponseBody | None:
-    return ResponseBody.of("application/json", encode_json({"title": HOSTILE})) if name in ("", RUN) else None
+    return ResponseBody.from_text("application/json", encode_json({"title": HOSTILE})) if name in ("", RUN) else None
 
 
 def ask(host="127.0.0.1", token=None, path="/", method="GET", **headers):

@@ -79,7 +79,7 @@ def test_the_dashboard_draws_all_runs_and_each(tmp_path):
     source = PageData(LocalStore(tmp_path / "runs"))
     watcher = SharedReader(source.read)
     server = waitress.create_server(
-        DashboardApp(make_access_policy("127.0.0.1", None), watcher.data), host="127.0.0.1", port=0
+        DashboardApp(make_access_policy("127.0.0.1", None), watcher.get_data), host="127.0.0.1", port=0
     )
     for act in (server.run, watcher.serve):
         threading.Thread(target=act, daemon=True).start()

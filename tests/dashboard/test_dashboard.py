@@ -31,7 +31,7 @@ class Place:
     def __init__(self, kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch):
         self.driver = MemoryDriver()
         self.directory = directory if kind == "disk" else None
-        monkeypatch.setattr(discovery, "store_at", lambda url: self.at(url.removeprefix("mem://b/r/")))
+        monkeypatch.setattr(discovery, "make_store", lambda url: self.at(url.removeprefix("mem://b/r/")))
 
     def at(self, path: str) -> Store:
         if self.directory is not None:
@@ -178,40 +178,42 @@ def test_however_many_look_a_thing_is_read_once_a_round():
 
     def count(name: str) -> ResponseBody | None:
         times.append(name)
-        return ResponseBody.of("text/plain", name) if name != "none" else None
+        return ResponseBody.from_text("text/plain", name) if name != "none" else None
 
     crowd = SharedReader(count)
     with concurrent.futures.ThreadPoolExecutor(51) as pool:
-        asked = [pool.submit(lambda name: start.wait() and crowd.data(name), name) for name in ["a", "b", "none"] * 17]
+        asked = [
+            pool.submit(lambda name: start.wait() and crowd.get_data(name), name) for name in ["a", "b", "none"] * 17
+        ]
         start.set()
         while not all(each.done() for each in asked):
-            crowd.round()
+            crowd.read_wanted()
         found = [each.result() for each in asked]
     assert [body and body.plain for body in found] == [b"a", b"b", None] * 17
-    crowd.round()
-    later = [crowd.data("a") for _ in range(50)]
+    crowd.read_wanted()
+    later = [crowd.get_data("a") for _ in range(50)]
     assert {body.plain for body in later if body} == {b"a"}
     before = len(times)
-    crowd.round()
-    crowd.round()
+    crowd.read_wanted()
+    crowd.read_wanted()
     assert times[before:] == ["a"], "and not at all if nobody looks"
 
 
 def test_what_nobody_reads_in_time_is_said_to_be_late():
     with pytest.raises(TimeoutError):
-        SharedReader(lambda name: None, wait_seconds=0.0).data("a")
+        SharedReader(lambda name: None, wait_seconds=0.0).get_data("a")
 
 
 def test_what_nobody_has_asked_for_is_forgotten(monkeypatch):
-    crowd = SharedReader(lambda name: ResponseBody.of("text/plain", name), wait_seconds=0.0)
+    crowd = SharedReader(lambda name: ResponseBody.from_text("text/plain", name), wait_seconds=0.0)
     for name in ("a", "b"):
         with pytest.raises(TimeoutError):
-            crowd.data(name)
-    crowd.round()
-    assert crowd.data("a") is not None
+            crowd.get_data(name)
+    crowd.read_wanted()
+    assert crowd.get_data("a") is not None
     monkeypatch.setattr(server, "KEEP_SECONDS", -1.0)
-    crowd.round()
-    assert set(crowd._kept) == {"a"}
+    crowd.read_wanted()
+    assert set(crowd._cache) == {"a"}
 
 
 @pytest.mark.parametrize(

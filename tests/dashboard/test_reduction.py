@@ -23,9 +23,9 @@ def test_the_extremes_of_every_bin_the_ends_and_every_broken_value_survive(value
     cut = min(cut, len(values))
     points = [Point(step, None, None, value) for step, value in enumerate(values)]
     series = fed(values[:cut], bins_max)
-    thinned = series.thinned(drawn_max, points[cut:])
+    thinned = series.thin(drawn_max, points[cut:])
     whole = [point for point in points if math.isfinite(point.value)]
-    assert thinned == fed(values, bins_max).thinned(drawn_max)
+    assert thinned == fed(values, bins_max).thin(drawn_max)
     assert thinned.num_points == len(values)
     assert thinned.num_broken == len(values) - len(whole)
     assert [point.step for point in thinned.points] == sorted({point.step for point in thinned.points})
@@ -46,13 +46,13 @@ def test_the_extremes_of_every_bin_the_ends_and_every_broken_value_survive(value
 def test_one_spike_among_a_hundred_thousand_values_is_drawn():
     values = [1.0] * 100_000
     values[54_321] = 9.0
-    points = fed(values, 1000).thinned(100).points
+    points = fed(values, 1000).thin(100).points
     assert len(points) <= 202
     assert [point.step for point in points if point.value == 9.0] == [54_321]
 
 
 @pytest.mark.parametrize("num", [1, 2, 999, 1000])
 def test_a_series_with_no_more_points_than_bins_is_drawn_whole(num):
-    assert [point.step for point in fed([math.sin(step) for step in range(num)], 1000).thinned(1000).points] == list(
+    assert [point.step for point in fed([math.sin(step) for step in range(num)], 1000).thin(1000).points] == list(
         range(num)
     )

@@ -48,7 +48,7 @@ PLACES = {
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
     """plotly.js is 4.8 MB to parse: one test does."""
-    monkeypatch.setattr(html, "library", lambda: "globalThis.Plotly = {};")
+    monkeypatch.setattr(html, "read_plotly", lambda: "globalThis.Plotly = {};")
 
 
 class Walk(HTMLParser):
@@ -122,7 +122,7 @@ def test_a_life_is_told_whole(tmp_path):
     assert loss["seconds"] == sorted(loss["seconds"])
     assert max(loss["value"]) == 99.0
     assert validation["step"] == [20, 40, 60]
-    assert run["thinning"] == "every one of 243 values is drawn"
+    assert run["thinning"] == "all 243 values are drawn"
     assert [(each["resumed"], each["reached"], each["lost"]) for each in run["attempts"]] == [
         (0, 20 + LOST_STEPS, LOST_STEPS),
         (20, 40 + LOST_STEPS, LOST_STEPS),
@@ -172,9 +172,9 @@ def test_what_grows_is_thinned_and_the_peak_stays(tmp_path, monkeypatch):
     assert max(run["charts"]["Loss"][0]["value"]) == 99.0
     assert sum(len(series["step"]) for chart in run["charts"].values() for series in chart) < 2000
     assert re.fullmatch(
-        r"\d+ of \d+ values are drawn: the lowest and the highest of each bin, so peaks stay", run["thinning"]
+        r"\d+ of \d+ values are drawn: the lowest and the highest of each bin, so peaks are kept", run["thinning"]
     )
-    assert any("Not drawn, since there are so many: train/x" in text for text in run["warnings"])
+    assert any("not drawn: train/x" in text for text in run["warnings"])
     assert len(run["attempts"]) == 10
 
 

@@ -27,7 +27,7 @@ class Unhurried(BackgroundWriter):
 
 def heard(known: list, fed: RowBatch) -> tuple[list, list]:
     """The rows that stand, and all rows, for who knows `known` and hears `fed`."""
-    standing = ([] if fed.is_anew else known) + list(fed.rows)
+    standing = ([] if fed.is_restarted else known) + list(fed.rows)
     return standing, standing + fed.newest
 
 
@@ -92,5 +92,5 @@ def test_a_line_is_read_once_however_often_one_looks(tmp_path):
             file.write(encode_line({"step": step, "train/loss": 1.0}))
         fed = feed.read()
         lines += len(list(fed.rows))
-        assert fed.is_anew == (step == 1)
+        assert fed.is_restarted == (step == 1)
     assert lines == 19

@@ -1,11 +1,11 @@
-// Draws one page from the JSON in #data: runs side by side, or the table of all runs. Nothing that comes from a run is
-// ever markup: text goes through textContent, and what Plotly would read as its own little HTML through `plain`.
+// Draws one page from the JSON in #data: runs side by side, or the table of all runs. Nothing that comes from a run
+// becomes markup: text goes through textContent, and text that Plotly would parse as its subset of HTML through `plain`.
 "use strict";
 
 (() => {
   const first = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
-  // Okabe and Ito's colours, which the colour-blind can tell apart: on white without the pale ones, on black without blue.
+  // Colours of Okabe and Ito, which colour-blind people can tell apart: without the pale ones on white, without blue on black.
   const ON_WHITE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
   const ON_BLACK = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00"];
   const isDark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -15,9 +15,9 @@
   const GREY = "#8a8a8a";
   const POLL_MILLISECONDS = 2000;
   const state = { axis: "step", log: true, hidden: new Set(), open: new Set(["charts"]), data: null };
-  const plots = new Map(); // id -> its element, which outlives each drawing so that its zoom stays
+  const plots = new Map(); // id -> element, which is kept when the page is redrawn, so that its zoom is kept
 
-  // Text, elements.
+  // Text and elements.
 
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
@@ -95,7 +95,7 @@
     queue.push(() => Plotly.react(made, traces, drawn, config));
     return made;
   }
-  let queue = []; // what to draw once its place is on the page, so that it knows its width
+  let queue = []; // plots to draw once their elements are on the page, since Plotly reads their width
 
   function axisOf(runs) {
     if (state.axis === "step") return { title: "optimizer steps", of: (run, series) => series.step };
@@ -147,14 +147,14 @@
     return traces;
   }
 
-  // How many powers of ten the curves span.
+  // Returns the number of powers of ten that the curves span.
   function decades(traces) {
     let [low, high] = [Infinity, 0];
     for (const trace of traces) for (const value of trace.y) if (value > 0) [low, high] = [Math.min(low, value), Math.max(high, value)];
     return high ? Math.log10(high / low) : 0;
   }
 
-  // Where attempts resumed, and which steps were computed once more, on the axis that is shown.
+  // Returns shapes that mark where attempts resumed and which steps were recomputed, on the current axis.
   function marks(runs, axis) {
     if (runs.length !== 1) return [];
     const [run] = runs;
@@ -199,10 +199,10 @@
     const drawnPoints = runs.map((run) => `${run.label}: ${count(run.rows)} rows, ${run.thinning}`);
     const notes = [element("p", { class: "note" }, drawnPoints.join("; "))];
     if (shapes.length) {
-      notes.push(element("p", { class: "note" }, "Dotted lines, or thin ones if they are many: an attempt resumed here. Grey bands: steps that were lost and computed " +
-        "again; their rows are dropped from metrics.jsonl, so no curve is drawn for what was lost."));
+      notes.push(element("p", { class: "note" }, "Dotted lines, or thin ones if there are many: an attempt resumed here. Grey bands: steps that were lost and " +
+        "recomputed; their rows are removed from metrics.jsonl, so there is no curve of them."));
     }
-    if (!made.length) notes.push(element("p", {}, state.axis === "time" ? "These rows do not say when they were." : "No rows yet."));
+    if (!made.length) notes.push(element("p", {}, state.axis === "time" ? "These rows have no timestamps." : "No rows yet."));
     return section("charts", "Curves", controls(), element("div", { class: "grid" }, ...made), ...notes);
   }
 
@@ -274,11 +274,11 @@
   function progress(run) {
     const [unit, size] = timeUnit(run.seconds);
     const since = (seconds) => (seconds - run.began) / size;
-    const kept = { type: "scatter", mode: "lines", name: "steps that stand", x: [], y: [], line: { color: "#009E73", width: 2 }, hovertemplate: "%{x:.4g} · step %{y:,}<extra></extra>" };
-    const ghosts = { ...kept, name: "steps that were lost", x: [], y: [], line: { color: "#D55E00", width: 2, dash: "dot" } };
-    // Rows of the surviving trajectory say when their step was; where there are none, a line leads from begin to end.
-    const told = (run.charts.Loss || []).find((series) => series.seconds) || { step: [], seconds: [] };
-    const rows = told.seconds.map((seconds, index) => [seconds, told.step[index]]).filter(([seconds]) => seconds !== null);
+    const kept = { type: "scatter", mode: "lines", name: "surviving steps", x: [], y: [], line: { color: "#009E73", width: 2 }, hovertemplate: "%{x:.4g} · step %{y:,}<extra></extra>" };
+    const lostSteps = { ...kept, name: "lost steps", x: [], y: [], line: { color: "#D55E00", width: 2, dash: "dot" } };
+    // Rows of the surviving trajectory have timestamps. An attempt without rows is a line from its start to its end.
+    const timed = (run.charts.Loss || []).find((series) => series.seconds) || { step: [], seconds: [] };
+    const rows = timed.seconds.map((seconds, index) => [seconds, timed.step[index]]).filter(([seconds]) => seconds !== null);
     for (const attempt of run.attempts) {
       if (attempt.resumed === null || attempt.reached === null) continue;
       const [from, to] = [attempt.began - run.began, attempt.ended - run.began];
@@ -288,8 +288,8 @@
       for (const [seconds, step] of points) { kept.x.push(seconds / size); kept.y.push(step); }
       kept.x.push(null); kept.y.push(null);
       if (attempt.lost) {
-        ghosts.x.push(points[points.length - 1][0] / size, to / size, null);
-        ghosts.y.push(points[points.length - 1][1], attempt.reached, null);
+        lostSteps.x.push(points[points.length - 1][0] / size, to / size, null);
+        lostSteps.y.push(points[points.length - 1][1], attempt.reached, null);
       }
     }
     const saves = {
@@ -298,7 +298,7 @@
       hovertemplate: "step %{y:,} committed: %{text}<extra></extra>",
     };
     const drawn = layout(`wall time since the first start (${unit})`, "optimizer steps", { showlegend: true });
-    return plot(`progress ${run.id}`, [kept, ghosts, saves], drawn);
+    return plot(`progress ${run.id}`, [kept, lostSteps, saves], drawn);
   }
 
   function goodput(runs) {
@@ -347,8 +347,8 @@
     for (const run of known) {
       const title = (text) => (runs.length > 1 ? `${run.label}: ${text}` : text);
       const own = [
-        figure(title("Attempts, one lane each: time by bucket, not by order within a lane"), ...timeline(data, run)),
-        figure(title("Progress, with lost steps as ghosts"), progress(run)),
+        figure(title("Attempts, one lane each: time by bucket; the order within a lane has no meaning"), ...timeline(data, run)),
+        figure(title("Progress, with lost steps dotted"), progress(run)),
       ];
       made.push(...(isMany ? [section(`time ${run.id}`, run.label, ...own)] : own));
     }
@@ -356,7 +356,7 @@
     return section("time", "Where the time went", ...made);
   }
 
-  // What stands in words.
+  // Facts and tables.
 
   function summary(runs) {
     const facts = [...new Set(runs.flatMap((run) => run.facts.map(([name]) => name)))];
@@ -384,7 +384,7 @@
     const made = [];
     if (data.differences.length) {
       if (!state.open.has("differences seen")) state.open.add("differences").add("differences seen");
-      made.push(section("differences", "Where the specs differ", table(["key", ...data.runs.map((run) => run.label)], data.differences.map(([key, values]) => [key, ...values]), "code")));
+      made.push(section("differences", "Differences of the specs", table(["key", ...data.runs.map((run) => run.label)], data.differences.map(([key, values]) => [key, ...values]), "code")));
     }
     for (const run of runs) {
       const title = (text) => (runs.length > 1 ? `${text}: ${run.label}` : text);
@@ -425,14 +425,14 @@
       element("a", { href: `run/${run.id}` }, run.name), element("span", { class: `state ${run.kind}` }, run.state), run.steps,
       sparkline(run.trend), run.loss, run.validation, run.speed, run.left, run.goodput, clock(run.alive),
     ].map((cell) => (cell === undefined ? "" : cell)));
-    const heads = ["run", "state", "steps", "loss, its trend", "loss", "best validation", "speed", "time left", "goodput", "last sign of life"];
+    const heads = ["run", "state", "steps", "loss trend", "loss", "best validation", "speed", "time left", "goodput", "last sign of life"];
     const notes = data.notes.map((text) => element("p", { class: "note" }, text));
     return [rows.length ? table(heads, rows, "runs") : element("p", {}, "No runs here yet."), ...notes];
   }
 
   // The page.
 
-  // No line leads over the time between two attempts.
+  // Breaks a curve over time where an attempt ended and the next one began.
   function breakBetween(run, series) {
     if (!series.seconds || series.time) return;
     const starts = run.attempts.map((attempt) => attempt.began - run.began).filter((start) => start > 0);
@@ -470,7 +470,7 @@
       const shown = data.runs.filter((run) => !state.hidden.has(run.id));
       made.push(summary(data.runs), legend(data.runs), charts(data, shown), time(data, shown), ...tables(data, shown));
     }
-    made.push(element("footer", {}, first.source ? "This page updates itself." : `As it stood at ${clock(data.made)}.`));
+    made.push(element("footer", {}, first.source ? "This page updates itself." : `Created at ${clock(data.made)}.`));
     const { scrollX, scrollY } = window;
     page.replaceChildren(...made.filter(Boolean));
     for (const act of queue) act();
@@ -491,7 +491,7 @@
       document.body.classList.remove("offline");
     } catch (error) {
       document.body.classList.add("offline");
-      if (!state.data) page.replaceChildren(element("p", {}, `Nothing could be read: ${error.message}. It is tried again.`));
+      if (!state.data) page.replaceChildren(element("p", {}, `The server does not respond: ${error.message}. Retrying.`));
     }
     setTimeout(poll, POLL_MILLISECONDS);
   }
