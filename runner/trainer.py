@@ -196,7 +196,7 @@ class BaseTrainer(HookedJob):
             self.setup_builder.config_in_steps,
             [*evaluators, *make_ema_evaluators(self.config, self.validation)],
             compute_mfu_per_token_rate(self.flops_per_token, self.train_setup),
-            lambda step: self.dataset.figures(step * self.config.train.global_batch_examples),
+            lambda step: self.dataset.compute_metrics(step * self.config.train.global_batch_examples),
             lambda: self.builtin_evaluators.start_compiling(evaluators),
         )
 

@@ -53,7 +53,7 @@ class FinishedPiece(CorpusShards):
 
     def to_json(self) -> JsonObject:
         """Return the content of the record file."""
-        record = asdict(self) | {"shards": [shard.record() for shard in self.shards]}
+        record = asdict(self) | {"shards": [shard.to_json() for shard in self.shards]}
         optional = {key.name for key in _DIALOGUE_KEYS}
         return {key: value for key, value in record.items() if value or key not in optional}
 
@@ -168,7 +168,7 @@ def _write_shard(
     store.write(f"{name}.ends", all_ends.tobytes())
     if marks is not None:
         store.write(f"{name}.answers", marks.tobytes())
-    return CorpusShard.of(name, all_ids, all_ends, marks)
+    return CorpusShard.from_arrays(name, all_ids, all_ends, marks)
 
 
 def read_finished(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> list[FinishedPiece]:

@@ -40,7 +40,7 @@ class Vocabulary:
             if separator >= self.tokenizer.vocabulary_size:
                 raise InvalidError(f"is {separator}; the largest id is {self.tokenizer.vocabulary_size - 1:,}")
             return separator
-        tokens = self.tokenizer.tokens()
+        tokens = self.tokenizer.list_tokens()
         if separator in tokens:
             return tokens[separator]
         if not tokens:

@@ -1,12 +1,16 @@
-"""The index of a corpus: what must be known of its tokens, so that nobody has to read them before the first step.
+"""Index of a corpus: everything about its tokens that is needed before the first step, so that nobody scans them.
 
 A corpus is a directory, on a disk or in a bucket, of shards and of `index.json`, which is written last and names them.
-A shard is two files: `<name>.bin`, little-endian token ids, and `<name>.ends`, a little-endian int64 for each document:
-how many tokens of the shard lie before its end. A document lies in one shard, and its separator, where the corpus has
-one, is its last token. The fingerprint of a corpus is the digest of its index, which holds the digest of every file.
+A shard is two files:
 
-A corpus of dialogues has a third file for each shard, `<name>.answers`: a byte for each token, 1 where it is of an
-answer, 0 where it is of what was asked. All shards have one, or none has.
+- `<name>.bin`: little-endian token ids.
+- `<name>.ends`: for each document a little-endian int64, the number of tokens of the shard before its end.
+
+A document lies within one shard, and its separator, if the corpus has one, is its last token. The fingerprint of a
+corpus is the digest of its index, which holds the digest of every file.
+
+A corpus of dialogues has a completion mask: a third file for each shard, `<name>.answers`, with a byte for each token,
+1 for a token of a completion (an answer), 0 for a token of a prompt. Either all shards have this file or none has.
 """
 
 import hashlib
@@ -22,42 +26,38 @@ from runner.records import Key, validate_record
 from runner.storage import JsonObject, Store, compute_crc32c, encode_json, parse_json
 
 INDEX = "index.json"
-FORMAT = 2  # of a corpus that says which tokens are of answers; others have 1, as ever
+FORMAT = 2  # of a corpus with a completion mask; every other corpus still has format 1
 DTYPES = ("uint16", "uint32")
 ENDS_DTYPE = np.dtype("<i8")
 COMPLETION_DTYPE = np.dtype("u1")
 HEAD_BYTES = 1 << 12
 VOCABULARY_MAX = 1 << 32
 
-_OF_SHARD = (
+_SHARD_KEYS = (
     Key("name", str, "its files are `<name>.bin` and `<name>.ends`"),
-    Key("num_tokens", int, "ids in it"),
-    Key("num_documents", int, "documents in it"),
-    Key("largest_id", int, "its largest id; -1 if it is empty"),
-    Key(
-        "head_crc32c",
-        str,
-        "CRC-32C of the first 4,096 bytes of `<name>.bin`, looked at when a run starts",
-    ),
+    Key("num_tokens", int, "number of ids"),
+    Key("num_documents", int, "number of documents"),
+    Key("largest_id", int, "largest id; -1 if the shard is empty"),
+    Key("head_crc32c", str, "CRC-32C of the first 4,096 bytes of `<name>.bin`, checked when a run starts"),
     Key("tokens_crc32c", str, "CRC-32C of `<name>.bin`"),
     Key("ends_crc32c", str, "CRC-32C of `<name>.ends`"),
 )
-_ANSWERS = Key("answers_crc32c", str, "CRC-32C of `<name>.answers`; of a corpus of dialogues alone")
-_OF_INDEX = (
-    Key("format", int, "version of this file's form"),
+_COMPLETION_KEY = Key("answers_crc32c", str, "CRC-32C of `<name>.answers`; only in a corpus of dialogues")
+_TOP_KEYS = (
+    Key("format", int, "version of the format of this file"),
     Key("dtype", str, "type of the ids: uint16 or uint32, little-endian"),
     Key("vocabulary_size", int, "every id is below it"),
-    Key("tokenizer", dict, "what made the ids: its `kind`, and what tells it from another of that kind"),
-    Key("separator", int | None, "the id that ends every document; null: none"),
-    Key("shards", list, "the shards in reading order"),
+    Key("tokenizer", dict, "tokenizer of the ids: its `kind`, and what identifies it among others of that kind"),
+    Key("separator", int | None, "id that ends every document; null: none"),
+    Key("shards", list, "shards in reading order"),
     Key("digest", str, "SHA-256 of all the other keys"),
 )
-INDEX_KEYS = (*_OF_INDEX, *(replace(key, name=f"shards.{key.name}") for key in (*_OF_SHARD, _ANSWERS)))
+INDEX_KEYS = (*_TOP_KEYS, *(replace(key, name=f"shards.{key.name}") for key in (*_SHARD_KEYS, _COMPLETION_KEY)))
 
 
 @dataclass(frozen=True)
 class CorpusShard:
-    """What the index says of a shard; see `INDEX_KEYS`."""
+    """Entry of a shard in the index; `INDEX_KEYS` describes the fields."""
 
     name: str
     num_tokens: int
@@ -69,21 +69,26 @@ class CorpusShard:
     answers_crc32c: str | None = None
 
     @classmethod
-    def of(cls, name: str, ids: np.ndarray, ends: np.ndarray, answers: np.ndarray | None = None) -> Self:
-        """What the index says of a shard of these ids, ends and answers, which are of the types of its files."""
-        tokens, places = ids.tobytes(), ends.tobytes()
-        largest = int(ids.max()) if len(ids) else -1
-        digests = compute_crc32c(tokens[:HEAD_BYTES]), compute_crc32c(tokens), compute_crc32c(places)
+    def from_arrays(cls, name: str, ids: np.ndarray, ends: np.ndarray, completion: np.ndarray | None = None) -> Self:
+        """Return the entry of a shard with this content; the arrays have the dtypes of the shard's files."""
+        id_bytes, end_bytes = ids.tobytes(), ends.tobytes()
         return cls(
-            name, len(ids), len(ends), largest, *digests, None if answers is None else compute_crc32c(answers.tobytes())
+            name,
+            num_tokens=len(ids),
+            num_documents=len(ends),
+            largest_id=int(ids.max()) if len(ids) else -1,
+            head_crc32c=compute_crc32c(id_bytes[:HEAD_BYTES]),
+            tokens_crc32c=compute_crc32c(id_bytes),
+            ends_crc32c=compute_crc32c(end_bytes),
+            answers_crc32c=None if completion is None else compute_crc32c(completion.tobytes()),
         )
 
-    def record(self) -> JsonObject:
-        """As the index has it: without what the shard does not have."""
+    def to_json(self) -> JsonObject:
+        """Return the entry as the index holds it, without the fields that are None."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     def file_sizes(self, itemsize: int) -> dict[str, int]:
-        """Its files by name with their bytes, of ids of `itemsize` bytes."""
+        """Return the sizes in bytes of the shard's files by name; ids have `itemsize` bytes."""
         sizes = {f"{self.name}.bin": self.num_tokens * itemsize}
         sizes[f"{self.name}.ends"] = self.num_documents * ENDS_DTYPE.itemsize
         if self.answers_crc32c is not None:
@@ -92,22 +97,24 @@ class CorpusShard:
 
 
 class CorpusShards:
-    """What holds shards: a corpus, or a piece of one."""
+    """Base of everything that holds shards: a whole corpus, or a piece of one."""
 
     shards: tuple[CorpusShard, ...]
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens in all shards."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
     def num_documents(self) -> int:
+        """Number of documents in all shards."""
         return sum(shard.num_documents for shard in self.shards)
 
 
 @dataclass(frozen=True)
 class CorpusIndex(CorpusShards):
-    """The content of `index.json`; see `INDEX_KEYS`."""
+    """Content of `index.json`; `INDEX_KEYS` describes the fields."""
 
     dtype: str
     vocabulary_size: int
@@ -117,16 +124,16 @@ class CorpusIndex(CorpusShards):
 
     @property
     def has_completion_mask(self) -> bool:
-        """Whether it says which tokens are of answers."""
+        """True if the corpus says which tokens are of completions."""
         return any(shard.answers_crc32c is not None for shard in self.shards)
 
     @property
     def digest(self) -> str:
-        """64 hexadecimal digits; the same for the same tokens, documents and tokenizer."""
+        """Digest of 64 hexadecimal digits, equal for equal tokens, documents and tokenizers."""
         return _digest(self._content())
 
     def encode(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         return encode_json(self._content() | {"digest": self.digest})
 
     @classmethod
@@ -136,7 +143,7 @@ class CorpusIndex(CorpusShards):
             record = parse_json(content)
             if isinstance(record.get("format"), int) and record["format"] > FORMAT:
                 raise DataError(f"{where} has format {record['format']}, needs {FORMAT}: written by a newer runner")
-            validate_record(record, _OF_INDEX, [key.name for key in _OF_INDEX])
+            validate_record(record, _TOP_KEYS, [key.name for key in _TOP_KEYS])
             if record.pop("digest") != _digest(record):
                 raise ValueError("it does not match its own digest")
             if record["format"] not in range(1, FORMAT + 1):
@@ -145,7 +152,7 @@ class CorpusIndex(CorpusShards):
                 raise ValueError(f"dtype is {record['dtype'][:20]!r}, needs one of {', '.join(DTYPES)}")
             shards = tuple(map(parse_shard, record["shards"]))
             if len({shard.name for shard in shards}) < len(shards):
-                raise ValueError("two of its shards have one name")
+                raise ValueError("two of its shards have the same name")
             if {shard.answers_crc32c is not None for shard in shards} not in (set(), {record["format"] == FORMAT}):
                 raise ValueError(f"format {record['format']}, and some of its shards say which tokens are of answers")
             largest, size = max((shard.largest_id for shard in shards), default=-1), record["vocabulary_size"]
@@ -158,17 +165,21 @@ class CorpusIndex(CorpusShards):
         return cls(record["dtype"], record["vocabulary_size"], record["tokenizer"], record["separator"], shards)
 
     def _content(self) -> JsonObject:
-        form = FORMAT if self.has_completion_mask else 1
-        return {"format": form, **asdict(self), "shards": [shard.record() for shard in self.shards]}
+        version = FORMAT if self.has_completion_mask else 1
+        return {"format": version, **asdict(self), "shards": [shard.to_json() for shard in self.shards]}
 
 
 def read_tokenizer(tokenizer: JsonObject, store: Store) -> bytes:
-    """The file of the tokenizer that a corpus in `store` was made with. Raises `DataError` if it is gone or another."""
+    """Return the file of the tokenizer that the corpus in `store` was made with.
+
+    Raises:
+        DataError: the file is missing, or is another one.
+    """
     name = tokenizer["file"]
     try:
         content = store.read(name)
     except FileNotFoundError as error:
-        raise DataError(f"{store.url}/{name} is missing: the corpus was tokenised with it") from error
+        raise DataError(f"{store.url}/{name} is missing: the corpus was tokenised with it; put it back") from error
     if hashlib.sha256(content).hexdigest() != tokenizer.get("sha256"):
         raise DataError(
             f"{store.url}/{name} is not the file that the corpus was tokenised with; put that back, or tokenise again"
@@ -177,10 +188,10 @@ def read_tokenizer(tokenizer: JsonObject, store: Store) -> bytes:
 
 
 def parse_shard(record: JsonObject) -> CorpusShard:
-    """What the index says of a shard. Raises `ValueError` if it is damaged."""
+    """Parse the entry of a shard. Raises `ValueError` if it is damaged."""
     if not isinstance(record, dict):
         raise ValueError(f"{str(record)[:20]!r} is no shard")
-    validate_record(record, (*_OF_SHARD, _ANSWERS), [key.name for key in _OF_SHARD])
+    validate_record(record, (*_SHARD_KEYS, _COMPLETION_KEY), [key.name for key in _SHARD_KEYS])
     shard = CorpusShard(**record)
     if not re.fullmatch(r"\w[\w.-]*", shard.name):
         raise ValueError(f"{shard.name[:60]!r} is no name of a shard")

@@ -1,19 +1,21 @@
-"""The bytes of a source's files, asked for by ranges: what every format reads through, wherever the files lie.
+"""Readers of byte ranges, and the cache of derived files on this host's disk.
 
-`Reader` is what is asked of a place: of a disk it is `DiskReader`, of a bucket `remote.reader.BucketReader`. Files are
-read with `pread` and never through a mapping: one that is cut under a running job would end the process with SIGBUS.
+Every format reads its files through a `Reader`, wherever they are stored: `DiskReader` for a disk,
+`runner.data.remote.BucketReader` for a bucket. Files are read with `pread` and never memory-mapped, because a mapped
+file that is truncated under a running job would end the process with SIGBUS.
 
-Derived data on disk: small records and the arrays they point to. Knows neither tokens nor text.
+Derived files are small records and the arrays they point to. The protocol of the cache:
 
-1. What is derived from files is kept under a key made of their paths, sizes and modification times (in a bucket: URLs
-   and versions), and of FORMAT.
-2. A file is written under a temporary name in the same directory, fsynced, then renamed: a reader sees it whole or not
-   at all, whoever is killed. Of small ones processes that race write the same content, and the last rename wins; a file
-   that is known by its time, or is much work, is made by one process while the others wait.
+1. The key of a record is made of the paths, sizes and modification times of the files it is derived from (in a bucket:
+   of URLs and versions), and of FORMAT.
+2. A file is written under a temporary name in the same directory, fsynced, then renamed. A reader sees it whole or not
+   at all, whichever process is killed. Processes that race to write a small file write the same content, and the last
+   rename wins. A file that is identified by its time, or that is much work, is made by one process while the others
+   wait (`publish_once`).
 3. An array is named by the digest of its content and written before the record that points to it.
-4. A record carries its own digest and the size of its array: what does not match is a miss, and is rebuilt.
+4. A record carries its own digest and the size of its array. A mismatch is a miss, and the file is rebuilt.
 
-A cache that cannot be written never stops a run: it costs a warning and the work of deriving again.
+A cache that cannot be written never stops a run: it costs a warning, and the work is repeated at the next start.
 """
 
 import contextlib
@@ -24,12 +26,12 @@ import json
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -37,79 +39,90 @@ from runner.data.source_files import BucketFile, File, SourceFile, describe_file
 from runner.errors import DataError, StorageError
 from runner.storage import JsonObject
 
-FORMAT = 2  # raise it when the meaning of a record or of a tokenizer changes
+FORMAT = 2  # to be raised when the meaning of a record or of a tokenizer changes
+OPEN_FILES_MAX = 128  # a process may hold only so many files open, and a corpus may have thousands
+NUM_REQUESTS = 16  # simultaneous requests; the clients of the cloud services have as many connections
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
 
 def cache_key(kind: str, files: Sequence[SourceFile | BucketFile]) -> str:
-    """Return the name under which what `kind` derives from `files` is kept."""
+    """Return the name of the record that `kind` derives from `files`."""
     identity = [file.identity for file in files]
-    return f"{kind}-{_digest(json.dumps([FORMAT, kind, identity]).encode())[:32]}"
+    return f"{kind}-{_sha256(json.dumps([FORMAT, kind, identity]).encode())[:32]}"
 
 
 def read_record(directory: Path, key: str) -> JsonObject | None:
-    """Return the record, or None if there is none that is whole."""
+    """Return the record, or None if it is missing or damaged."""
     try:
         record = json.loads((directory / f"{key}.json").read_bytes())
     except (OSError, ValueError):
         return None
-    if not isinstance(record, dict) or record.get("sha256") != _digest(_canonical_json(record.get("content"))):
+    if not isinstance(record, dict) or record.get("sha256") != _sha256(_canonical_json(record.get("content"))):
         return None
     return record["content"]
 
 
 def write_record(directory: Path, key: str, content: JsonObject) -> None:
     """Publish a record. Raises OSError."""
-    record = {"sha256": _digest(_canonical_json(content)), "content": content}
+    record = {"sha256": _sha256(_canonical_json(content)), "content": content}
     publish(directory / f"{key}.json", [json.dumps(record, indent=1).encode()])
 
 
+def _canonical_json(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def publish(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write `path` so that it is seen whole or not at all. Raises OSError or what `chunks` does, leaving nothing."""
+    """Write `path` atomically. Raises OSError or what `chunks` raises, and then leaves no file behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
-        with open(aside, "xb") as file:
-            _write_through(file, chunks)
-        os.replace(aside, path)
+        with open(temporary, "xb") as file:
+            _write_durably(file, chunks)
+        os.replace(temporary, path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def publish_once(path: Path, make: Callable[[], Iterable[bytes]], is_whole: Callable[[], bool]) -> None:
-    """Unless `is_whole`, write `path` as `publish` does, in one process of all that come here at a time.
+    """Write `path` as `publish` does unless `is_whole`, in only one of the processes that call this at the same time.
 
-    Blocks while another process makes the file, and takes over from one that is killed. So a file that was found whole
-    is not replaced by another of the same content, which would have another time.
+    Blocks while another process makes the file, and takes over from a process that is killed. A file that was found
+    whole is therefore never replaced by one of the same content, which would have another modification time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.parent / f".{path.name}.tmp"
+    temporary = path.parent / f".{path.name}.tmp"
     while not is_whole():
-        with open(aside, "ab") as file:
+        with open(temporary, "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if not _is_at(file, aside):
-                continue  # who held it has published it, or given up
+            if not _is_open_file_at(file, temporary):
+                continue  # the process that held the lock has published the file, or has given up
             try:
-                if not is_whole():  # else published before `aside` was opened
+                if not is_whole():  # it may have been published before `temporary` was opened
                     file.truncate(0)
-                    _write_through(file, make())
-                    os.replace(aside, path)
+                    _write_durably(file, make())
+                    os.replace(temporary, path)
                     return
             finally:
-                if _is_at(file, aside):
-                    aside.unlink()
+                if _is_open_file_at(file, temporary):
+                    temporary.unlink()
 
 
-def _write_through(file: BinaryIO, chunks: Iterable[bytes | memoryview]) -> None:
+def _write_durably(file: BinaryIO, chunks: Iterable[bytes | memoryview]) -> None:
     for chunk in chunks:
         file.write(chunk)
     file.flush()
     os.fsync(file.fileno())
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether the open file is the one at `path`."""
+def _is_open_file_at(file: BinaryIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -117,6 +130,7 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 
 
 def warn_unwritable(directory: Path, error: OSError) -> None:
+    """Warn that the cache in `directory` cannot be written."""
     logger.warning(
         "cannot write the data cache in %s (%s): the work is repeated at every start; set RUNNER_CACHE to a "
         "directory that can be written",
@@ -125,15 +139,18 @@ def warn_unwritable(directory: Path, error: OSError) -> None:
     )
 
 
-def _canonical_json(content: Any) -> bytes:
-    return json.dumps(content, sort_keys=True).encode()
-
-
-def _digest(raw: bytes) -> str:
-    return hashlib.sha256(raw).hexdigest()
-
-
-OPEN_FILES_MAX = 128  # a process may hold only so many, and a corpus may have thousands of files
+@contextlib.contextmanager
+def wrap_disk_errors(subject: str, directory: Path) -> Iterator[None]:
+    """Turn errors of the disk of `directory` into a DataError about `subject`; pass on errors of a bucket."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise DataError(
+            f"{subject}: cannot be kept in {directory} ({error.strerror or error}); set RUNNER_CACHE to a directory "
+            "that has room"
+        ) from error
 
 
 class ByteRange(NamedTuple):
@@ -146,12 +163,12 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True)
 class DerivedFile:
-    """A whole file to keep on this host's disk: a copy of `origin`, or what is unpacked from it.
+    """Whole file to keep on this host's disk: a copy of `origin`, or its decompressed content.
 
     Attributes:
-        name: of the file; another one for another content.
-        make: yields the content, in chunks. Raises as a `Reader` does.
-        crc32c: of the content, where it is known beforehand.
+        name: name of the file, which differs for another content.
+        make: yields the content in chunks. Raises as a `Reader` does.
+        crc32c: CRC-32C of the content, where it is known in advance.
     """
 
     origin: File
@@ -162,86 +179,87 @@ class DerivedFile:
 
 
 class Reader(Protocol):
-    """The files of one source, each read only as it was when the source was resolved. Safe to use from several threads.
+    """Reader of the files of one source, each in the state it had when the source was opened. Thread-safe.
 
-    Every method raises `DataError` where a file cannot be read so, `OSError` if a bucket does not answer.
+    Every method raises `DataError` if a file has changed or cannot be read, `OSError` if a bucket does not answer.
     """
 
     @property
     def is_remote(self) -> bool:
-        """Whether each read is a request."""
+        """True if each read is a request to a bucket."""
 
     def for_id_width(self, itemsize: int) -> "Reader":
-        """The same files, kept in a cache that suits rows of ids of so many bytes."""
+        """Return a reader of the same files whose cache suits sequences of ids of `itemsize` bytes."""
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """The bytes of each range; where each waits, many are asked for at a time."""
+        """Return the bytes of each range; where reads wait, many are requested at the same time."""
 
     def find(self, places: Sequence[str]) -> list[File | None]:
-        """The files of these paths or URLs, which lie where the source does; None for one that is not there."""
+        """Return the files at these paths or URLs, which are stored where the source is; None for a missing one."""
 
     def check(self, files: Sequence[File]) -> None:
-        """Raise `DataError` if one is no longer what it was. Reads no content."""
+        """Raise `DataError` if a file has changed. Reads no content."""
 
     def copies(self, files: Sequence[File]) -> list[SourceFile]:
-        """The files themselves, or whole copies on this host's disk, for a library that opens nothing else."""
+        """Return the files, or whole copies on this host's disk, for a library that opens nothing but paths."""
 
     def keep(self, wanted: Sequence[DerivedFile]) -> list[SourceFile]:
-        """Files on this host's disk, made where they are not there yet."""
+        """Return derived files on this host's disk, and make those that are missing."""
 
 
 @dataclass(frozen=True)
 class DiskReader:
-    """Files of a disk. What is derived from them is kept in `directory`."""
+    """Reader of files on a disk. Derived files are kept in `directory`."""
 
     directory: Path
     is_remote = False
 
     def for_id_width(self, itemsize: int) -> "DiskReader":
-        """See `Reader`."""
+        """Return this reader, which has no cache."""
         return self
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """See `Reader`."""
+        """Read the ranges one after the other."""
         return [read_file(*range_) for range_ in ranges]
 
     def find(self, places: Sequence[str]) -> list[File | None]:
-        """See `Reader`."""
+        """Return the files at these paths."""
         return [describe_file(Path(place)) if os.path.exists(place) else None for place in places]
 
     def check(self, files: Sequence[File]) -> None:
-        """See `Reader`."""
-        for file in files:
-            if describe_file(on_disk(file).path) != file:
+        """Compare sizes and modification times with those of the start."""
+        for file in self.copies(files):
+            if describe_file(file.path) != file:
                 raise make_changed_error(file)
 
     def copies(self, files: Sequence[File]) -> list[SourceFile]:
-        """See `Reader`."""
-        return [on_disk(file) for file in files]
+        """Return the files themselves."""
+        local = [file for file in files if isinstance(file, SourceFile)]
+        assert len(local) == len(files), "a disk has no objects of a bucket"
+        return local
 
     def keep(self, wanted: Sequence[DerivedFile]) -> list[SourceFile]:
-        """See `Reader`."""
+        """Make the files in `directory`; a file of the right size is taken for whole."""
+
+        def is_whole(path: Path, size_bytes: int) -> bool:
+            return path.exists() and path.stat().st_size == size_bytes
+
         for derived in wanted:
             path = self.directory / derived.name
-            write_derived(derived, path, partial(_has_size, path, derived.size_bytes))
+            write_derived(derived, path, functools.partial(is_whole, path, derived.size_bytes))
         return [describe_file(self.directory / derived.name) for derived in wanted]
 
 
-def on_disk(file: File) -> SourceFile:
-    """The file, which a disk has given."""
-    assert isinstance(file, SourceFile)
-    return file
-
-
 def make_changed_error(file: File) -> DataError:
-    """The error of a file that is another one than when the job began, or gone."""
+    """Return the error for a file that has changed since the job started, or is gone."""
     return DataError(f"{file}: changed since the job started, or gone; a running job needs its token files unchanged")
 
 
 def read_file(file: File, start: int, stop: int) -> bytes:
-    """Bytes `start .. stop` of a file of a disk. Raises DataError if it is not the one that was found, or has fewer."""
+    """Return bytes `start .. stop` of a file on a disk. Raises DataError if the file was replaced or is too short."""
+    assert isinstance(file, SourceFile)
     size = stop - start
-    opened = _open_file(on_disk(file))  # held here: the cache may drop it meanwhile
+    opened = _open_file(file)  # the local reference keeps the descriptor open if the cache of open files drops it
     try:
         content = os.pread(opened.fileno(), size, start)
         while len(content) < size and (more := os.pread(opened.fileno(), size - len(content), start + len(content))):
@@ -254,50 +272,68 @@ def read_file(file: File, start: int, stop: int) -> bytes:
 
 
 def fill_from_file(file: SourceFile, targets: Sequence[tuple[int, np.ndarray]]) -> None:
-    """Fill contiguous arrays with the bytes of a file of a disk, from the place beside each on. Raises DataError."""
+    """Fill contiguous arrays with bytes of a file on a disk, each from the offset given with it. Raises DataError."""
     opened = _open_file(file)
     for start, out in targets:
         try:
             size = os.preadv(opened.fileno(), [out.data], start)
         except OSError as error:
             raise DataError(f"data.source: cannot read {file}: {error.strerror or error}") from error
-        if size < out.nbytes:
+        if size < out.nbytes:  # a short read is repeated, and reported if the file really is too short
             out[:] = np.frombuffer(read_file(file, start, start + out.nbytes), out.dtype)
-
-
-def write_derived(derived: DerivedFile, path: Path, is_whole: Callable[[], bool]) -> None:
-    """Make the file at `path`, in one process of this host, unless it `is_whole` there; it is never seen half.
-
-    Raises DataError if the disk does not take it.
-    """
-    with wrap_disk_errors(str(derived.origin), path.parent):
-        publish_once(path, derived.make, is_whole)
-
-
-def _has_size(path: Path, size_bytes: int) -> bool:
-    return path.exists() and path.stat().st_size == size_bytes
-
-
-@contextlib.contextmanager
-def wrap_disk_errors(what: str, directory: Path) -> Iterator[None]:
-    """Inside, what the disk of `directory` refuses is a DataError; what a bucket does is not touched."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise DataError(
-            f"{what}: cannot be kept in {directory} ({error.strerror or error}); set RUNNER_CACHE to a directory "
-            "that has room"
-        ) from error
 
 
 @functools.lru_cache(maxsize=OPEN_FILES_MAX)
 def _open_file(file: SourceFile) -> FileIO:
-    """Open the file; keyed by its size and time too, so that a replaced file is never read as the one before."""
+    # The key includes size and modification time, so a replaced file is never read through the old descriptor.
     if describe_file(file.path) != file:
         raise make_changed_error(file)
     try:
         return file.path.open("rb", buffering=0)
     except OSError as error:
         raise DataError(f"data.source: cannot read {file}: {error.strerror or error}") from error
+
+
+def write_derived(derived: DerivedFile, path: Path, is_whole: Callable[[], bool]) -> None:
+    """Make the file at `path` unless it `is_whole`, atomically and in only one process of this host.
+
+    Raises:
+        DataError: the disk has no room or cannot be written.
+    """
+    with wrap_disk_errors(str(derived.origin), path.parent):
+        publish_once(path, derived.make, is_whole)
+
+
+def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Return the results of all calls, up to `NUM_REQUESTS` of them running at a time.
+
+    Raises the error of the first call, in the order of `calls`, that failed. The threads are daemons, so that a read
+    that hangs cannot keep a dying process alive.
+    """
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+    waiting = iter(range(len(calls)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                index = next(waiting, None)
+            if index is None:
+                return
+            try:
+                results[index] = calls[index]()
+            except BaseException as error:  # noqa: BLE001 - nothing is swallowed: the caller raises it
+                errors[index] = error
+
+    threads = [threading.Thread(target=work, name="range", daemon=True) for _ in range(min(NUM_REQUESTS, len(calls)))]
+    if len(threads) == 1:
+        work()
+    else:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[index] for index in range(len(calls))]

@@ -1,4 +1,4 @@
-"""`Source`: tokens by position, from wherever they come. A class of one's own is named in the spec, `module:Class`."""
+"""`Source`: token ids by position. The spec names a class of the user's own as `module:Class`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,16 @@ from runner.errors import DataError
 
 
 class Source(ABC):
-    """One long sequence of token ids, which never changes: a position has the same id on every host, in every attempt.
+    """One long, immutable sequence of token ids: a position has the same id on every host and in every attempt.
 
-    Made on every host, with the keys of `data.options` as arguments by name. Read from several threads at once.
+    Made on every host, with the keys of `data.options` as keyword arguments. Read from several threads at once.
 
     Attributes:
-        has_documents: whether `document_ends` tells them; without, a job can read the tokens as one long text alone.
-        fields: what it says of each token beside its id, by name with its dtype, such as `{"loss_weight": np.float32}`.
-            A batch holds them, where the token is the target.
-        bytes_fetched_per_token: what reading a token takes over the network, where it does.
-        bytes_copied: what each host keeps on its disk of what cannot be read by ranges.
+        has_documents: True if `document_ends` is implemented; otherwise only `packing: concatenate` can be used.
+        fields: dtypes of further values of each token by name, such as `{"loss_weight": np.float32}`. A batch holds
+            them at the position where the token is the target.
+        bytes_fetched_per_token: bytes that reading a token transfers over the network; 0 on a local disk.
+        bytes_copied: bytes that each host keeps on its disk because they cannot be read by ranges.
     """
 
     has_documents: bool = False
@@ -29,58 +29,59 @@ class Source(ABC):
     @property
     @abstractmethod
     def vocabulary_size(self) -> int:
-        """Every id is below it, and none is negative."""
+        """Number that every id is below; no id is negative."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Another one for other ids or documents: a run that has begun with one is never continued with another.
+        """Text that differs for other ids or documents; a run is never continued with another fingerprint.
 
-        Asked at the start and before each save, so it should cost little.
+        Requested at the start and before each save, so it should cost little.
         """
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many tokens there are."""
+        """Return the number of tokens."""
 
     @abstractmethod
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The ids of positions `start .. stop`: one dimension, integers. Raises `DataError` or `OSError`."""
+        """Return the ids of positions `start .. stop`: 1-D, integers. Raises `DataError` or `OSError`."""
 
     def read_many(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The ids of `length` positions from each start on: (number of starts, length)."""
+        """Return the ids of `length` positions from each start on, of shape (len(starts), length)."""
         if not len(starts):
             return np.zeros((0, length), np.int32)
         return np.stack(self.read_ranges([(start, start + length) for start in np.asarray(starts).tolist()]))
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """The ids of several stretches of positions, each from a start to a stop. Replace it where each read waits."""
+        """Return the ids of several ranges of positions. Override it where each read waits for the network."""
         return [self.read(start, stop) for start, stop in ranges]
 
     def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
-        """What one of `fields` says of positions `start .. stop`: one dimension, of its dtype."""
+        """Return the values of one of `fields` at positions `start .. stop`: 1-D, of its dtype."""
         raise NotImplementedError
 
     def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """What one of `fields` says of several stretches of positions. Replace it where each read waits."""
+        """Return the values of one of `fields` for several ranges. Override it where each read waits."""
         return [self.read_field(name, start, stop) for start, stop in ranges]
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """The positions p with start < p <= stop before which a document ends, ascending; asked if `has_documents`.
+        """Return the positions p with start < p <= stop before which a document ends, in ascending order.
 
-        The documents fill the sequence: each begins where the one before it ends, and the last ends at its end.
+        Called only if `has_documents`. The documents fill the sequence: each begins where the one before it ends, and
+        the last ends at the end of the sequence.
         """
         raise NotImplementedError
 
     def check(self) -> None:  # noqa: B027 - most sources cannot change
-        """Raise `DataError` if the ids are no longer those that the job began with. Called before each save."""
+        """Raise `DataError` if the ids have changed since the job started. Called before each save."""
 
     def describe_position(self, position: int) -> str:
-        """Where a position is, for a message."""
+        """Return a description of a position for error messages."""
         return f"position {position}"
 
     def validate_vocabulary(self, size: int) -> None:
-        """Raise `DataError` if an id is known to be beyond a vocabulary of `size` ids."""
+        """Raise `DataError` if an id is known to be outside a vocabulary of `size` ids."""
         if self.vocabulary_size > size:
             raise DataError(
                 f"its ids go up to {self.vocabulary_size - 1:,}, the model's vocabulary is {size:,}; use a vocabulary "
@@ -89,91 +90,95 @@ class Source(ABC):
 
 
 def find_invalid_id(ids: np.ndarray, vocabulary_size: int) -> int | None:
-    """Where the first id stands that is negative or beyond a vocabulary; None if there is none."""
-    is_bad = (ids < 0) | (ids >= vocabulary_size)
-    return int(is_bad.argmax()) if is_bad.any() else None
+    """Return the index of the first id that is negative or outside a vocabulary; None if there is none."""
+    is_invalid = (ids < 0) | (ids >= vocabulary_size)
+    return int(is_invalid.argmax()) if is_invalid.any() else None
 
 
 class CheckedSource(Source):
-    """A source of somebody else's, with what it gives held against what it promises."""
+    """A user's own source whose results are checked against its promises.
+
+    Every violation is a `DataError` that names the source; an id outside the vocabulary is named with its position.
+    """
 
     def __init__(self, source: Source, name: str) -> None:
         self._source, self._name = source, name
         self._vocabulary_size = int(source.vocabulary_size)
         self._fingerprint = source.fingerprint
         if not isinstance(self._fingerprint, str) or not self._fingerprint:
-            raise self._broken(f"fingerprint is {self._fingerprint!r}, needs a text")
+            raise self._make_error(f"fingerprint is {self._fingerprint!r}; return a text that is not empty")
         self.has_documents, self.fields = source.has_documents, source.fields
         self.bytes_fetched_per_token, self.bytes_copied = source.bytes_fetched_per_token, source.bytes_copied
 
     @property
     def vocabulary_size(self) -> int:
+        """Vocabulary size that the source stated when it was made."""
         return self._vocabulary_size
 
     @property
     def fingerprint(self) -> str:
+        """Fingerprint that the source stated when it was made."""
         return self._fingerprint
 
     def __len__(self) -> int:
         return len(self._source)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """See `Source`. Raises `DataError` naming the position too where an id is beyond the vocabulary."""
-        return self._looked_at(self._source.read(start, stop), start, stop)
+        """Read ids, and check their number, type and range."""
+        return self._check_ids(self._source.read(start, stop), start, stop)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """See `Source`, and `read`."""
+        """Read several ranges, and check each."""
         found = self._source.read_ranges(ranges)
         if len(found) != len(ranges):
-            raise self._broken(f"read_ranges gave {len(found)} arrays, needs {len(ranges)}")
-        return [self._looked_at(ids, *range_) for ids, range_ in zip(found, ranges, strict=True)]
+            raise self._make_error(f"read_ranges gave {len(found)} arrays, needs {len(ranges)}")
+        return [self._check_ids(ids, *range_) for ids, range_ in zip(found, ranges, strict=True)]
 
-    def _looked_at(self, found: np.ndarray, start: int, stop: int) -> np.ndarray:
-        if not isinstance(found, np.ndarray) or found.shape != (stop - start,) or found.dtype.kind not in "iu":
-            what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else type(found).__name__
-            raise self._broken(f"read({start}, {stop}) gave {what}, needs an array of {stop - start} integers")
-        place = find_invalid_id(found, self._vocabulary_size)
-        if place is not None:
-            where = self._source.describe_position(start + place)
-            raise self._broken(f"id {found[place]} at {where} is none of its {self._vocabulary_size:,} ids")
-        return found
+    def _check_ids(self, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
+        if not isinstance(ids, np.ndarray) or ids.shape != (stop - start,) or ids.dtype.kind not in "iu":
+            given = f"{ids.dtype} of shape {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
+            raise self._make_error(f"read({start}, {stop}) gave {given}, needs an array of {stop - start} integers")
+        index = find_invalid_id(ids, self._vocabulary_size)
+        if index is not None:
+            place = self._source.describe_position(start + index)
+            raise self._make_error(f"id {ids[index]} at {place} is none of its {self._vocabulary_size:,} ids")
+        return ids
 
     def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
-        """See `Source`."""
-        found = self._source.read_field(name, start, stop)
-        if not isinstance(found, np.ndarray) or found.shape != (stop - start,):
-            raise self._broken(f"read_field({name!r}, {start}, {stop}) gave no array of {stop - start} values")
-        return found
+        """Read the values of a field, and check their number."""
+        values = self._source.read_field(name, start, stop)
+        if not isinstance(values, np.ndarray) or values.shape != (stop - start,):
+            raise self._make_error(f"read_field({name!r}, {start}, {stop}) gave no array of {stop - start} values")
+        return values
 
     def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """See `Source`."""
+        """Read the values of a field for several ranges, and check their numbers."""
         found = self._source.read_field_ranges(name, ranges)
-        needs = [(stop - start,) for start, stop in ranges]
-        if [getattr(values, "shape", None) for values in found] != needs:
-            raise self._broken(
-                f"read_field_ranges({name!r}, ...) gave not an array of the values of each of {len(ranges)}"
+        if [getattr(values, "shape", None) for values in found] != [(stop - start,) for start, stop in ranges]:
+            raise self._make_error(
+                f"read_field_ranges({name!r}, ...) must give {len(ranges)} arrays with one value for each position"
             )
         return found
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """See `Source`."""
+        """Return the ends of documents as int64, checked to ascend within the range."""
         ends = np.asarray(self._source.document_ends(start, stop))
         if ends.ndim != 1 or not (np.diff(ends) > 0).all() or not ((start < ends) & (ends <= stop)).all():
-            raise self._broken(
+            raise self._make_error(
                 f"document_ends({start}, {stop}) gave {ends[:4].tolist()}..., needs ascending positions above "
                 f"{start} and up to {stop}"
             )
         return ends.astype(np.int64, copy=False)
 
     def check(self) -> None:
-        """See `Source`: its own check, and its fingerprint."""
+        """Run the source's own check, and compare its fingerprint with that of the start."""
         self._source.check()
         if self._source.fingerprint != self._fingerprint:
-            raise self._broken("its fingerprint changed since the job started")
+            raise self._make_error("its fingerprint changed since the job started; its ids must never change")
 
     def describe_position(self, position: int) -> str:
-        """See `Source`."""
+        """Return the description that the source gives."""
         return self._source.describe_position(position)
 
-    def _broken(self, reason: str) -> DataError:
+    def _make_error(self, reason: str) -> DataError:
         return DataError(f"{self._name}: {reason}")

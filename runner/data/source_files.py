@@ -1,4 +1,7 @@
-"""Which files a `data.source` names, in which order, on the disk or in a bucket. Knows names and sizes, no content."""
+"""Resolution of `data.source`: which files it names, in which order, on a disk or in a bucket.
+
+Works on names, sizes and suffixes. The only content it reads is an `index.json`, to tell a corpus from MDS.
+"""
 
 import contextlib
 import difflib
@@ -14,11 +17,12 @@ from pathlib import Path, PurePath
 
 from runner.data.corpus_index import INDEX
 from runner.errors import DataError, InvalidError
-from runner.storage import DeniedError, FileInfo, Store, Version, open_store, parse_json, validate_url
+from runner.storage import DeniedError, FileInfo, Store, Version, validate_url, open_store, parse_json
 
 PYTHON_STDLIB = "python-stdlib"
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
-# What is read as text. Of any other suffix nobody knows whether its bytes are what a model should learn.
+# A file with one of these suffixes is read as text. With any other suffix, its bytes may be nothing a model should
+# learn, so it is refused.
 # fmt: off
 TEXT_SUFFIXES = frozenset({
     "", ".txt", ".text", ".md", ".rst", ".tex", ".adoc", ".org", ".html", ".htm", ".xml", ".css",
@@ -29,17 +33,17 @@ TEXT_SUFFIXES = frozenset({
 })
 # fmt: on
 
-# Formats of other tools, by the names of the files that are named in `data.source`; of MDS that is a directory.
+# Formats of other tools that are recognised by file names. MDS, a directory, is recognised by its index.
 FORMATS = {"megatron": re.compile(r".\.idx$"), "array_record": re.compile(r".\.array_?record(-\d+-of-\d+)?$")}
 
-# Installed packages are not the standard library, and what a build generates differs between machines of one version.
+# Installed packages are not the standard library, and generated files differ between machines of one version.
 _STDLIB_FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _STDLIB_GENERATED = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file as it was when the source was resolved: the identity under which what it yields is cached."""
+    """File on a disk in the state it had when the source was resolved."""
 
     path: Path
     size_bytes: int
@@ -50,31 +54,31 @@ class SourceFile:
 
     @property
     def identity(self) -> list[str | int]:
-        """What tells this content from others."""
+        """Values that differ for another content; part of the cache key of derived files."""
         return [str(self.path), self.size_bytes, self.mtime_ns]
 
 
 @dataclass(frozen=True)
 class BucketFile:
-    """An object as it was when the source was resolved; `name` is relative to the `url` of the store that it is in."""
+    """Object of a bucket in the state it had when the source was resolved; `name` is relative to the store's `url`."""
 
     url: str
     name: str
     size_bytes: int
     version: Version
-    crc32c: str | None = field(default=None, compare=False)  # where the store reports it
+    crc32c: str | None = field(default=None, compare=False)  # only where the store reports it
 
     def __str__(self) -> str:
         return f"{self.url}/{self.name}"
 
     @property
     def identity(self) -> list[str | int]:
-        """What tells this content from others."""
+        """Values that differ for another content; part of the cache key of derived files."""
         return [str(self), self.size_bytes, self.version]
 
     @property
     def versioned_url(self) -> str:
-        """Another text for another content."""
+        """Text that differs for another content; the key of cached ranges."""
         return f"{self}\0{self.version}"
 
 
@@ -83,9 +87,13 @@ File = SourceFile | BucketFile
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """`name` as in the spec, for messages; `files` in reading order; `holds_tokens` for `.bin` and `.npy`.
+    """Files on a disk that a source names.
 
-    `format` is that of another tool: megatron, mds or array_record. Of mds the files are the indexes.
+    Attributes:
+        name: name as in the spec, for messages.
+        files: files in reading order; of MDS these are the indexes.
+        holds_tokens: True for token ids, False for text.
+        format: `megatron`, `mds` or `array_record`; None for text, `.bin` and `.npy`.
     """
 
     name: str
@@ -96,7 +104,7 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class BucketFiles:
-    """Objects of a bucket, in reading order. `holds_tokens` and `format` as of `SourceFiles`."""
+    """Objects of a bucket that a source names; attributes as in `SourceFiles`."""
 
     name: str
     files: tuple[BucketFile, ...]
@@ -108,25 +116,64 @@ class BucketFiles:
 def find_source(name: str) -> SourceFiles | BucketFiles:
     """Resolve `python-stdlib`, a path, a URL or a glob (`~` and `**` work).
 
-    Raises DataError if it names no readable file, `OSError` if the bucket does not answer.
+    Raises:
+        DataError: the name matches no readable file.
+        OSError: the bucket does not answer.
     """
     validate_source_name(name)
     if "://" in name:
         return _find_in_bucket(name)
-    paths = _stdlib_paths() if name == PYTHON_STDLIB else _matching_paths(name)
+    if name == PYTHON_STDLIB:
+        paths = _list_stdlib_paths()
+    else:
+        pattern = os.path.abspath(os.path.expanduser(name))
+        if os.path.isdir(pattern) and not _is_mds_index(Path(pattern) / INDEX):
+            files = os.path.join(name, "**", "*.txt")
+            raise DataError(f"data.source={name}: is a directory, and no corpus ({INDEX}); name its files, as {files}")
+        paths = [Path(pattern) / INDEX] if os.path.isdir(pattern) else match_files(pattern)
     if not paths and os.path.exists(os.path.expanduser(name)):
         raise DataError(f"data.source={name}: is a device, a pipe or a socket; needs a file")
     if not paths:
         raise DataError(f"data.source={name}: no file matches{suggest_path(name)}")
-    format_name = _format_of(paths) or ("mds" if all(map(_is_mds_index, paths)) else None)
+    format_name = _get_format(paths) or ("mds" if all(map(_is_mds_index, paths)) else None)
     holds_tokens = format_name is not None or _hold_tokens(name, paths)
     return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens, format_name)
 
 
-def find_corpus(name: str) -> str | None:
-    """The directory or URL of the corpus that `name` is, or whose index it is; None if it is something else.
+def _find_in_bucket(name: str) -> BucketFiles:
+    """Resolve a URL or a glob of one, by one listing of the objects below its literal prefix."""
+    url, patterns = split_url_glob(name)
+    if not patterns:
+        raise DataError(f"data.source={name}: names no object; needs {url}/NAME")
+    with wrap_source_errors(name):
+        store = open_store(url)
+        listing = store.list_files(get_glob_prefix(patterns))
+        exact = "/".join(patterns)
+        names = match_objects(patterns, listing, (exact, f"{exact}/{INDEX}"))
+        if not names:
+            if any(found.startswith(f"{exact}/") for found in listing):
+                hint = f"; {store.url}/{exact}/ holds no {INDEX}: name its objects, as {store.url}/{exact}/*.bin"
+            elif glob.has_magic(exact):
+                hint = ""
+            else:
+                near = difflib.get_close_matches(exact, sorted(store.list_names("")), n=1)
+                hint = f"; did you mean {store.url}/{near[0]}?" if near else ""
+            raise DataError(f"data.source={name}: no object matches{hint}")
+        paths = [PurePath(found) for found in names]
+        format_name = _get_format(paths)
+        if {path.name for path in paths} == {INDEX} and _is_mds_content(store.read(names[0])):
+            format_name = "mds"
+    holds_tokens = format_name is not None or _hold_tokens(name, paths)
+    files = tuple(make_bucket_file(url, found, listing[found]) for found in names)
+    return BucketFiles(name, files, store, holds_tokens, format_name)
 
-    Raises DataError if it cannot be looked for, `OSError` if the bucket does not answer.
+
+def find_corpus(name: str) -> str | None:
+    """Return the directory or URL of the corpus that `name` or its index names; None if it is something else.
+
+    Raises:
+        DataError: the name is not valid, or access is denied.
+        OSError: the bucket does not answer.
     """
     validate_source_name(name)
     directory, _, last = name.rstrip("/").rpartition("/")
@@ -139,11 +186,11 @@ def find_corpus(name: str) -> str | None:
         return None
     with wrap_source_errors(name):
         store = open_store(directory)
-        return directory if store.exists(INDEX) and not _is_of_mds(store.read(INDEX)) else None
+        return directory if store.exists(INDEX) and not _is_mds_content(store.read(INDEX)) else None
 
 
 def validate_source_name(name: str) -> None:
-    """Raise `DataError` if no path or URL can be called so."""
+    """Raise `DataError` if the text is no possible path or URL."""
     try:
         validate_url(name)
     except InvalidError as error:
@@ -152,7 +199,7 @@ def validate_source_name(name: str) -> None:
 
 @contextlib.contextmanager
 def wrap_source_errors(name: str) -> Iterator[None]:
-    """Inside, whatever a person must mend is a `DataError` that names the source."""
+    """Turn every error that a person must resolve into a `DataError` that names the source."""
     try:
         yield
     except DataError:
@@ -164,12 +211,12 @@ def wrap_source_errors(name: str) -> Iterator[None]:
 
 
 def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
-    """Whether the files hold ids, by their suffixes. Raises DataError if these are of several kinds, or of no known."""
-    unread = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | TOKEN_SUFFIXES]
-    if unread:
+    """Return True if the suffixes are of token ids, False if of text. Raises DataError if mixed or unknown."""
+    unknown = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | TOKEN_SUFFIXES]
+    if unknown:
         raise DataError(
-            f"data.source={name}: {len(unread)} of {len(paths)} files are of a kind that is not read, the first is "
-            f"{unread[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy), or nothing but .idx or "
+            f"data.source={name}: {len(unknown)} of {len(paths)} files are of a kind that is not read, the first is "
+            f"{unknown[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy), or nothing but .idx or "
             ".array_record"
         )
     num_token_files = sum(path.suffix in TOKEN_SUFFIXES for path in paths)
@@ -181,36 +228,18 @@ def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
     return num_token_files > 0
 
 
-def _find_in_bucket(name: str) -> BucketFiles:
-    """One listing of what begins like the name's fixed part."""
-    url, patterns = split_url_glob(name)
-    if not patterns:
-        raise DataError(f"data.source={name}: names no object; needs {url}/NAME")
-    with wrap_source_errors(name):
-        store = open_store(url)
-        listing = store.list_files(get_glob_prefix(patterns))
-        exact = "/".join(patterns)
-        names = match_objects(patterns, listing, (exact, f"{exact}/{INDEX}"))
-        if not names:
-            raise DataError(f"data.source={name}: no object matches{_nearest_object(store, exact, listing)}")
-        paths = [PurePath(found) for found in names]
-        format_name = _format_of(paths)
-        if {path.name for path in paths} == {INDEX} and _is_of_mds(store.read(names[0])):
-            format_name = "mds"
-    holds_tokens = format_name is not None or _hold_tokens(name, paths)
-    files = tuple(make_bucket_file(url, found, listing[found]) for found in names)
-    return BucketFiles(name, files, store, holds_tokens, format_name)
-
-
 def make_bucket_file(url: str, name: str, listed: FileInfo) -> BucketFile:
-    """The object that a listing has named."""
+    """Return the object that a listing describes."""
     return BucketFile(url, name, listed.size_bytes, listed.version, listed.crc32c)
 
 
 def split_url_glob(name: str) -> tuple[str, list[str]]:
-    """The URL below which the objects of a URL or a glob lie, and the parts of their names there; none of a bucket.
+    """Split a URL or a glob of one into the URL of a store and the parts of the object names below it.
 
-    Raises DataError if the bucket's own name is a glob.
+    The parts are empty for a URL that names a bucket only.
+
+    Raises:
+        DataError: the name of the bucket itself is a glob.
     """
     scheme, _, rest = name.partition("://")
     parts = rest.rstrip("/").split("/")
@@ -221,18 +250,21 @@ def split_url_glob(name: str) -> tuple[str, list[str]]:
 
 
 def get_glob_prefix(patterns: Sequence[str]) -> str:
-    """What the names of all objects begin with that the parts of a glob may match."""
+    """Return the literal prefix of all object names that the parts of a glob may match."""
     return re.split(r"[*?[]", "/".join(patterns))[0]
 
 
 def match_objects(patterns: Sequence[str], listing: Mapping[str, FileInfo], exact: Sequence[str]) -> list[str]:
-    """The first of the names `exact` that is listed, for a name may look like a glob; else what the glob matches."""
+    """Return the listed names that the glob matches.
+
+    An object whose name is one of `exact` is returned alone, because a name may look like a glob.
+    """
     found = next((name for name in exact if name in listing), None)
     return [found] if found else [name for name in listing if matches_glob(name.split("/"), patterns)]
 
 
 def matches_glob(parts: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether a name matches a glob, part by part: `**` stands for any number of parts; `*` for no hidden one."""
+    """Return True if a name matches a glob part by part: `**` is any number of parts, `*` matches no hidden one."""
     if not patterns:
         return not parts
     if patterns[0] == "**" and matches_glob(parts, patterns[1:] or ["*"]):
@@ -244,23 +276,13 @@ def matches_glob(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(parts[0], patterns[0]) and matches_glob(parts[1:], patterns[1:])
 
 
-def _nearest_object(store: Store, name: str, listing: dict[str, FileInfo]) -> str:
-    """What to try instead of a name that no object has."""
-    if any(found.startswith(f"{name}/") for found in listing):
-        return f"; {store.url}/{name}/ holds no {INDEX}: name its objects, as {store.url}/{name}/*.bin"
-    if glob.has_magic(name):
-        return ""
-    near = difflib.get_close_matches(name, sorted(store.list_names("")), n=1)
-    return f"; did you mean {store.url}/{near[0]}?" if near else ""
-
-
 def is_class_path(name: str) -> bool:
-    """Whether `name` is `module:Class`, a source of the job's own, and no file."""
+    """Return True if `name` is `module:Class`, a source class of the user's own, and no file of that name exists."""
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None and not os.path.exists(name)
 
 
 def is_available(name: str) -> bool:
-    """Whether `name` names a class, readable files on this machine, or a bucket, which is the same from everywhere."""
+    """Return True if `name` names a class, readable files on this machine, or a bucket (reachable from everywhere)."""
     if is_class_path(name):
         return True
     try:
@@ -273,7 +295,7 @@ def is_available(name: str) -> bool:
 
 
 def read_source_file(file: SourceFile) -> bytes:
-    """Read the whole file. Raises DataError if it cannot be read or is no longer the file that was resolved."""
+    """Read the whole file. Raises DataError if it cannot be read, or has another size than when it was resolved."""
     try:
         raw = file.path.read_bytes()
     except OSError as error:
@@ -287,7 +309,7 @@ def read_source_file(file: SourceFile) -> bytes:
 
 
 def describe_file(path: Path) -> SourceFile:
-    """Return the file's identity as of now. Raises DataError if it cannot be read."""
+    """Return the present size and modification time of a file. Raises DataError if they cannot be read."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -295,65 +317,15 @@ def describe_file(path: Path) -> SourceFile:
     return SourceFile(path, stat.st_size, stat.st_mtime_ns)
 
 
-def _stdlib_paths() -> list[Path]:
-    """The standard library's own `.py` files, scattered: the tail that becomes validation is a fair sample of it."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    relative_paths: list[str] = []
-    for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = [
-            name
-            for name in subdirectories
-            if name not in _STDLIB_FOREIGN_DIRECTORIES and not name.startswith(_STDLIB_GENERATED)
-        ]
-        relative_paths += [
-            (Path(directory) / name).relative_to(root).as_posix()
-            for name in names
-            if name.endswith(".py") and not name.startswith(_STDLIB_GENERATED)
-        ]
-    relative_paths.sort(key=lambda path: hashlib.sha256(path.encode()).digest())
-    return [root / path for path in relative_paths if (root / path).is_file()]
-
-
-def _matching_paths(name: str) -> list[Path]:
-    pattern = os.path.abspath(os.path.expanduser(name))
-    if os.path.isdir(pattern):
-        if _is_mds_index(Path(pattern) / INDEX):
-            return [Path(pattern) / INDEX]
-        files = os.path.join(name, "**", "*.txt")
-        raise DataError(f"data.source={name}: is a directory, and no corpus ({INDEX}); name its files, as {files}")
-    return match_files(pattern)
-
-
 def match_files(pattern: str) -> list[Path]:
-    """The file that is called so, else those on the disk that match it as a glob, in order."""
-    if os.path.isfile(pattern):  # before globbing: a file's own name may hold brackets
+    """Return the file of this name, else the files that match it as a glob, sorted."""
+    if os.path.isfile(pattern):  # before globbing, because the name of a file may hold brackets
         return [Path(pattern)]
     return [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
 
 
-def _format_of(paths: Sequence[PurePath]) -> str | None:
-    """The format of another tool that all these files are of, by their names; None if there is none."""
-    return next((name for name, pattern in FORMATS.items() if all(pattern.search(path.name) for path in paths)), None)
-
-
-def _is_mds_index(path: Path) -> bool:
-    """Whether a file of the disk is the index of a directory of MDS."""
-    try:
-        return path.name == INDEX and path.is_file() and _is_of_mds(path.read_bytes())
-    except OSError:
-        return False
-
-
-def _is_of_mds(content: bytes) -> bool:
-    """Whether an `index.json` is one of MDS, and not of a corpus."""
-    try:
-        return {"version", "shards"} <= parse_json(content).keys()
-    except ValueError:
-        return False
-
-
 def suggest_path(name: str) -> str:
-    """What to try instead of a path that matched nothing: '; did you mean ...?', or '' if nothing is near."""
+    """Return a hint for a path that matched nothing: '; did you mean ...?', or '' if there is none."""
     if any(character in name for character in "*?["):
         return ""
     if difflib.get_close_matches(name, [PYTHON_STDLIB]):
@@ -367,3 +339,42 @@ def suggest_path(name: str) -> str:
         return ""
     near = difflib.get_close_matches(missing.name, siblings, n=1)
     return f"; did you mean {missing.parent / near[0]}?" if near else f"; {missing.parent} holds no {missing.name}"
+
+
+def _list_stdlib_paths() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    relative_paths: list[str] = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [
+            name
+            for name in subdirectories
+            if name not in _STDLIB_FOREIGN_DIRECTORIES and not name.startswith(_STDLIB_GENERATED)
+        ]
+        relative_paths += [
+            (Path(directory) / name).relative_to(root).as_posix()
+            for name in names
+            if name.endswith(".py") and not name.startswith(_STDLIB_GENERATED)
+        ]
+    # Ordered by digest: the end of the order, which becomes the validation set, is then a fair sample of the library.
+    relative_paths.sort(key=lambda path: hashlib.sha256(path.encode()).digest())
+    return [root / path for path in relative_paths if (root / path).is_file()]
+
+
+def _get_format(paths: Sequence[PurePath]) -> str | None:
+    """Return the format of another tool that all file names are of; None if there is none."""
+    return next((name for name, pattern in FORMATS.items() if all(pattern.search(path.name) for path in paths)), None)
+
+
+def _is_mds_index(path: Path) -> bool:
+    try:
+        return path.name == INDEX and path.is_file() and _is_mds_content(path.read_bytes())
+    except OSError:
+        return False
+
+
+def _is_mds_content(content: bytes) -> bool:
+    """Return True if the content of an `index.json` is of MDS; False if it may be of a corpus."""
+    try:
+        return {"version", "shards"} <= parse_json(content).keys()
+    except ValueError:
+        return False

@@ -1,9 +1,9 @@
-"""Text files to tokens, once: later starts map the cached array. Knows no windows and no splits.
+"""Text files as a source: tokenised once on each host; later starts memory-map the cached array.
 
-Text in a bucket is copied whole to this host's disk, and then read there.
+Text in a bucket is first copied whole to this host's disk.
 
-The record of a text points to `<digest>.npy` and holds what rebuilding needs no more: the digest, which also is the
-content's part of the data set's fingerprint, and the characters of a character tokenizer.
+The cached record of a text points to `<digest>.npy` and holds everything else that is needed to open it: the digest,
+which is also the content's part of the data set's fingerprint, and the characters of a character tokenizer.
 """
 
 import hashlib
@@ -24,13 +24,19 @@ from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer,
 from runner.errors import DataError
 from runner.storage import JsonObject
 
-# An array up to this size is hashed whole each time it is opened (0.1 s); of a larger one the size alone is checked.
+# An array up to this size is hashed whole each time it is opened (0.1 s); of a larger one only the size is checked.
 VERIFIED_BYTES_MAX = 1 << 27
 
 
 @dataclass(frozen=True)
 class TokenisedText:
-    """`ids`: 1-D, of the tokenizer's dtype. `sha256`: of their bytes, little-endian. `ends`: of the files, in ids."""
+    """Token ids of all files of a text.
+
+    Attributes:
+        ids: 1-D, of the tokenizer's dtype.
+        sha256: digest of the little-endian bytes of `ids`.
+        ends: int64 positions in `ids` at which the files end, without repetitions.
+    """
 
     ids: np.ndarray
     tokenizer: Tokenizer
@@ -39,10 +45,10 @@ class TokenisedText:
 
 
 class TextTokens(TokenSequence, Source):
-    """The tokens of text files, which this host has made or has found in its cache. They are read no more.
+    """Tokens of text files, made by this host or found in its cache. The files are not read again.
 
-    A file is a document. What separates it from the next is its own end. The fingerprint is that of the ids alone:
-    where documents matter, `ends` (int64, of the files, in ids) is looked at too.
+    A file is a document, and the separator that follows it belongs to it. The fingerprint is that of the ids alone;
+    where documents matter, `ends` (int64 positions of the ends of files) must be compared, too.
     """
 
     has_documents = True
@@ -55,19 +61,20 @@ class TextTokens(TokenSequence, Source):
 
     @property
     def fingerprint(self) -> str:
+        """Digest of the ids."""
         return self._sha256
 
     @property
     def vocabulary_size(self) -> int:
-        """The tokenizer's."""
+        """Vocabulary size of the tokenizer."""
         return self.tokenizer.vocabulary_size
 
     def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
-        """See `TokenSequence`."""
+        """Return the ends of all files."""
         return self.ends
 
     def validate_vocabulary(self, size: int) -> None:
-        """See `Source`."""
+        """Raise `DataError` if the tokenizer has more than `size` ids."""
         need = self.vocabulary_size
         if need > size:
             raise DataError(
@@ -83,10 +90,18 @@ def load_text(
     separator: bytes = b"",
     copies: CacheSettings | None = None,
 ) -> TokenisedText:
-    """Return the tokens of all files in order, `separator` between them, from the cache if they are there already.
+    """Return the tokens of all files in order, from the cache if possible.
 
-    `copies` says where objects of a bucket are kept whole, and how many bytes of them. Raises DataError, or OSError if
-    the bucket does not answer.
+    Args:
+        source: text files on a disk or in a bucket.
+        tokenizer_name: tokenizer of the text.
+        cache_directory: directory of the cached tokens.
+        separator: bytes between two files.
+        copies: cache for whole copies of objects in a bucket.
+
+    Raises:
+        DataError: a file cannot be read, or the copies do not fit.
+        OSError: the bucket does not answer.
     """
     key = cache_key(f"{tokenizer_name}{separator.hex()}", source.files)
     record = read_record(cache_directory, key)
@@ -96,7 +111,22 @@ def load_text(
     files = open_reader(source, copies or CacheSettings(cache_directory, 0, 1)).copies(source.files)
     text = tokenise(files, tokenizer_name, separator)
     try:
-        _write_cached(cache_directory, key, text)
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(text.ids))
+        # The array is published before the record that points to it.
+        publish(cache_directory / f"{text.sha256}.npy", [header.getvalue(), text.ids.data])
+        write_record(
+            cache_directory,
+            key,
+            {
+                "sha256": text.sha256,
+                "num_tokens": len(text.ids),
+                "data_offset_bytes": len(header.getvalue()),
+                "tokenizer": text.tokenizer.name,
+                "characters": text.tokenizer.characters,
+                "ends": text.ends.tolist(),
+            },
+        )
     except OSError as error:
         warn_unwritable(cache_directory, error)
     return text
@@ -105,19 +135,25 @@ def load_text(
 def tokenise(
     files: Sequence[SourceFile], tokenizer_name: Literal["bytes", "characters"], separator: bytes
 ) -> TokenisedText:
-    """Tokenise file by file into one array: memory holds the tokens and one file."""
+    """Tokenise file by file into one array, so that memory holds the tokens and one file."""
+
+    def read_files() -> Iterator[bytes]:
+        for index, file in enumerate(files):
+            yield read_source_file(file) + (separator if index + 1 < len(files) else b"")
+
     tokenizer: Tokenizer
     if tokenizer_name == "bytes":
         num_separators = max(len(files) - 1, 0)
         num_tokens = sum(file.size_bytes for file in files) + num_separators * len(separator)
         tokenizer = ByteTokenizer()
     else:
-        characters, num_tokens = collect_characters(_read_files(files, separator))
+        # A first pass collects the vocabulary; the second one encodes.
+        characters, num_tokens = collect_characters(read_files())
         tokenizer = CharacterTokenizer(characters)
     ids = np.empty(num_tokens, tokenizer.dtype)
     ends = []
     start = 0
-    for raw in _read_files(files, separator):
+    for raw in read_files():
         piece = tokenizer.encode_file(raw)
         ids[start : start + len(piece)] = piece
         start += len(piece)
@@ -126,32 +162,8 @@ def tokenise(
     return TokenisedText(ids, tokenizer, hashlib.sha256(ids.data).hexdigest(), np.unique(np.array(ends, np.int64)))
 
 
-def _read_files(files: Sequence[SourceFile], separator: bytes) -> Iterator[bytes]:
-    """The files, each but the last with what separates it from the next."""
-    for index, file in enumerate(files):
-        yield read_source_file(file) + (separator if index + 1 < len(files) else b"")
-
-
-def _write_cached(directory: Path, key: str, text: TokenisedText) -> None:
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(text.ids))
-    publish(directory / f"{text.sha256}.npy", [header.getvalue(), text.ids.data])
-    write_record(
-        directory,
-        key,
-        {
-            "sha256": text.sha256,
-            "num_tokens": len(text.ids),
-            "data_offset_bytes": len(header.getvalue()),
-            "tokenizer": text.tokenizer.name,
-            "characters": text.tokenizer.characters,
-            "ends": text.ends.tolist(),
-        },
-    )
-
-
 def _open_cached(directory: Path, record: JsonObject) -> TokenisedText | None:
-    """Map the array that the record points to, or return None if it is gone, cut or altered."""
+    """Memory-map the array that a record points to; return None if it is missing, cut or altered."""
     characters = record["characters"]
     tokenizer: Tokenizer = ByteTokenizer() if characters is None else CharacterTokenizer(characters)
     path = directory / f"{record['sha256']}.npy"
@@ -159,7 +171,7 @@ def _open_cached(directory: Path, record: JsonObject) -> TokenisedText | None:
     try:
         if num_tokens == 0 or path.stat().st_size != offset_bytes + num_tokens * tokenizer.dtype.itemsize:
             return None
-        # By the record, never by the file's own header: a damaged header is not worth parsing.
+        # The record describes the array. The file's own header may be damaged and is never parsed.
         ids = np.memmap(path, tokenizer.dtype, mode="r", offset=offset_bytes, shape=(num_tokens,))
     except OSError:
         return None

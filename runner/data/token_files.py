@@ -1,6 +1,12 @@
-"""Token ids at rest: arrays, files and objects, read as one long sequence. Knows no text and no windows.
+"""Token files: arrays, files and objects of token ids, read as one long sequence.
 
-What is asked of a file of token ids, on a disk or in a bucket: `.bin` of whole ids, `.npy` of one dimension.
+- `TokenFile`: one file or object of ids. `DocumentFile` also knows where its documents end; in a `RecordFile` other
+  bytes stand between the documents.
+- `TokenSequence`: several files or arrays, read as if they were concatenated.
+- `TokenFiles`, `DocumentFiles`: a sequence of files as a `Source`.
+
+`open_token_files` opens `.bin` files (nothing but ids) and `.npy` files (one dimension). The modules `megatron`, `mds`
+and `array_record` open files of other tools and return `DocumentFiles`.
 """
 
 import bisect
@@ -16,27 +22,48 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from runner.data.readers import ByteRange, Reader, cache_key, fill_from_file, read_record, warn_unwritable, write_record
-from runner.data.remote import CacheSettings, open_reader, run_in_parallel
+from runner.data.readers import (
+    ByteRange,
+    Reader,
+    cache_key,
+    fill_from_file,
+    read_record,
+    run_in_parallel,
+    warn_unwritable,
+    write_record,
+)
+from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import Source, find_invalid_id
 from runner.data.source_files import BucketFile, BucketFiles, File, SourceFile, SourceFiles
 from runner.errors import DataError
 
+ID_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 NPY_HEADER_BYTES = 1 << 12
-ZIP_MAGIC = b"PK\x03\x04"  # of `np.savez`, under whatever name
+ZIP_MAGIC = b"PK\x03\x04"  # the first bytes of what `np.savez` writes, whatever its name
+SCAN_CHUNK_TOKENS = 1 << 22
+SCANNED_TOKENS_MAX = 1 << 28  # takes a second or two to scan; more are scanned only if the spec names no vocabulary
+PROBE_BLOCKS = 1024
+PROBE_BLOCK_BYTES = 4096
+# If ids below a million are read as ids of half the width, every other one is an upper half and below 16.
+HALVES_BELOW = 16
+HALVES_BLOCKS = 16
+HALVES_BLOCK_TOKENS = 2048
+HALVES_PAIRS_MIN = 64
+HALVES_OBJECTS = 16  # number of objects that are sampled if a bucket holds more
 
 
 def count_ids(file: File, dtype: np.dtype) -> int:
-    """How many ids a `.bin` holds. Raises DataError if its size is no whole number of them."""
+    """Return the number of ids in a `.bin` file. Raises DataError if its size is not a multiple of the id's size."""
     if file.size_bytes % dtype.itemsize:
         raise DataError(
-            f"{file}: {file.size_bytes} bytes are no whole number of {dtype.itemsize}-byte ({dtype.name}) token ids"
+            f"{file}: {file.size_bytes} bytes are no whole number of {dtype.itemsize}-byte ({dtype.name}) token ids; "
+            "the file is cut, or data.dtype is wrong"
         )
     return file.size_bytes // dtype.itemsize
 
 
 def parse_npy(file: File, head: bytes) -> tuple[np.dtype, int, int]:
-    """Type, number and offset in bytes of the ids, as the first bytes of the file say. Raises DataError."""
+    """Return dtype, number and byte offset of the ids from the first bytes of a `.npy` file. Raises DataError."""
     stream = io.BytesIO(head)
     if head.startswith(ZIP_MAGIC):
         raise DataError(f"{file}: needs a 1-D array of integers, holds an archive of arrays")
@@ -55,21 +82,21 @@ def parse_npy(file: File, head: bytes) -> tuple[np.dtype, int, int]:
     return dtype, num_tokens, offset
 
 
-SCAN_CHUNK_TOKENS = 1 << 22
-SCANNED_TOKENS_MAX = 1 << 28  # a second or two; more of them only where the spec does not name the vocabulary
-PROBE_BLOCKS = 1024
-PROBE_BLOCK_BYTES = 4096
-# Of ids below a million, read as half as wide ones, every other one is below 16.
-HALVES_BELOW = 16
-HALVES_BLOCKS = 16
-HALVES_BLOCK_TOKENS = 2048
-HALVES_PAIRS_MIN = 64
-HALVES_OBJECTS = 16  # of more objects in a bucket so many are looked at
+def parse_dtype(name: str) -> np.dtype:
+    """Return the little-endian integer type that `data.options.dtype` names. Raises DataError if it names none."""
+    if name not in ID_DTYPES:
+        raise DataError(f"data.options.dtype={name}: needs one of {', '.join(ID_DTYPES)}")
+    return np.dtype(name).newbyteorder("<")
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One file or object whose ids begin at `offset_bytes`, one after the other; `reader` reads it."""
+    """File or object of ids, which follow each other from the byte `offset_bytes` on. Read through `reader`.
+
+    Attributes:
+        is_contiguous: True if no other bytes stand between the first and the last id.
+        has_byte_ranges: True if a range of ids can be read as a range of bytes.
+    """
 
     file: File
     dtype: np.dtype
@@ -77,8 +104,8 @@ class TokenFile:
     offset_bytes: int
     reader: Reader
 
-    is_plain: ClassVar[bool] = True  # nothing but ids stands between the first and the last
-    is_ranged: ClassVar[bool] = True  # a range of ids is a range of bytes
+    is_contiguous: ClassVar[bool] = True
+    has_byte_ranges: ClassVar[bool] = True
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -92,35 +119,64 @@ class TokenFile:
         return self.decode(content, start, stop)
 
     def locate(self, start: int, stop: int) -> ByteRange:
-        """The bytes that hold the ids `start .. stop`, of which there is one at least."""
+        """Return the byte range of the ids `start .. stop`, which must not be empty."""
         size, offset = self.dtype.itemsize, self.offset_bytes
         return ByteRange(self.file, offset + start * size, offset + stop * size)
 
     def decode(self, content: bytes, start: int, stop: int) -> np.ndarray:
-        """The ids `start .. stop`, of the bytes that `locate` has told. Raises DataError if they are damaged."""
+        """Return the ids `start .. stop` from the bytes at `locate(start, stop)`. Raises DataError on damage."""
         return np.frombuffer(content, self.dtype)
 
     @property
-    def meaning(self) -> str:
-        """How the bytes of the file are read: two readings of one file are kept apart in the cache."""
+    def encoding(self) -> str:
+        """Name of the encoding, which keeps scans of one file under different encodings apart in the cache."""
         return self.dtype.name
 
     @property
     def bytes_fetched_per_token(self) -> int:
-        """What reading an id takes over the network."""
+        """Bytes that reading an id transfers over the network."""
         return self.dtype.itemsize if isinstance(self.file, BucketFile) else 0
 
     @property
     def bytes_copied(self) -> int:
-        """Of a file that a host keeps whole, though its source lies in a bucket."""
+        """Size of the copy on this host's disk, if the source is in a bucket."""
         return self.file.size_bytes if self.reader.is_remote and isinstance(self.file, SourceFile) else 0
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentFile(TokenFile):
+    """File of ids with document boundaries.
+
+    Attributes:
+        bounds: ascending integers from 0 to `num_tokens`; document i holds the tokens `bounds[i] .. bounds[i + 1]`.
+            Two neighbours are equal where a document is empty.
+    """
+
+    bounds: np.ndarray
+
+    def find_documents(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the first document that has one of the tokens `start .. stop`, and the one after the last."""
+        assert start < stop
+        first, last = np.searchsorted(self.bounds, [start, stop - 1], side="right") - 1
+        return int(first), int(last) + 1
+
+
+class RecordFile(DocumentFile):
+    """File of documents with other bytes between them."""
+
+    is_contiguous = False
+
+    @property
+    def bytes_fetched_per_token(self) -> int:
+        """Bytes that reading an id transfers over the network, including the bytes between documents."""
+        return -(-self.file.size_bytes // self.num_tokens) if isinstance(self.file, BucketFile) else 0
 
 
 TokenPart = TokenFile | np.ndarray
 
 
 class IdSlice(NamedTuple):
-    """The ids of a part from `offset` on, and the array that they belong into."""
+    """Ids of a part from `offset` on, and the array to read them into."""
 
     part: int
     offset: int
@@ -129,7 +185,7 @@ class IdSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class IdRange:
-    """The smallest and the largest token id of a sequence, and the position where each first stands."""
+    """Smallest and largest token id of a sequence, and the position where each occurs first."""
 
     smallest: int
     smallest_position: int
@@ -138,13 +194,13 @@ class IdRange:
 
 
 class TokenSequence:
-    """Parts read as if they were concatenated: a range may span parts, nothing is copied until it is read.
+    """Parts read as if they were concatenated. A range may cross parts, and nothing is copied before it is read.
 
-    All files among them have one reader.
+    All files among the parts have the same reader.
 
     Attributes:
-        id_limit: every id must be below it and none negative, which is looked at where ids are read: by `read`,
-            `read_many` and `read_ranges` alike. None: it is known already.
+        id_limit: number that every id must be below, checked by `read`, `read_many` and `read_ranges` together with
+            the sign; None if the ids are known to be valid.
     """
 
     id_limit: int | None = None
@@ -162,150 +218,154 @@ class TokenSequence:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def read_many(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """The ids of `length` positions from each of `starts` on: (number of starts, length).
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the ids of positions `start .. stop`. Raises DataError naming the place of an invalid id."""
+        return self.read_ranges([(start, stop)])[0]
 
-        Of a file each row is one `pread` into its place; of objects all rows are asked for at a time. Raises DataError
-        naming the place of an id beyond `id_limit`.
+    def read_many(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Return the ids of `length` positions from each start on, of shape (len(starts), length).
+
+        From a disk each range is one `pread` into its place; from a bucket all ranges are requested at the same time.
+        Raises DataError naming the place of an invalid id.
         """
         starts = np.asarray(starts, np.int64)
         found = self._gather(starts, length)
-        if self.id_limit is not None and (place := find_invalid_id(found.ravel(), self.id_limit)) is not None:
-            row, column = divmod(place, length)
-            raise self._bad_id(int(found[row, column]), int(starts[row]) + column, self.id_limit)
+        if self.id_limit is not None and (index := find_invalid_id(found.ravel(), self.id_limit)) is not None:
+            row, column = divmod(index, length)
+            raise self._make_id_error(int(found[row, column]), int(starts[row]) + column, self.id_limit)
         return found
 
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the ids of several ranges; from a bucket all of them are requested at the same time.
+
+        Raises DataError naming the place of an invalid id.
+        """
+        assert all(start >= 0 and stop <= len(self) for start, stop in ranges)
+        if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
+            found = [self.parts[0][start:stop] for start, stop in ranges]
+        else:
+            found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
+            pieces: list[IdSlice] = []
+            for (start, _), out in zip(ranges, found, strict=True):
+                part = bisect.bisect_right(self._ends, start)
+                pieces += self._split(part, start - int(self._bounds[part]), out)
+            self._fill(pieces)
+        # The usual case is one check over everything; only a failure looks for the range.
+        if self.id_limit is None or not found or find_invalid_id(np.concatenate(found), self.id_limit) is None:
+            return found
+        for (start, _), ids in zip(ranges, found, strict=True):
+            if (index := find_invalid_id(ids, self.id_limit)) is not None:
+                raise self._make_id_error(int(ids[index]), start + index, self.id_limit)
+        raise AssertionError("an invalid id is in one of the ranges")
+
     def _gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """What `read_many` gives, not looked at."""
+        """Return the ids as `read_many` does, without the check."""
         assert not starts.size or (starts.min() >= 0 and starts.max() + length <= len(self))
         if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
             return np.lib.stride_tricks.sliding_window_view(self.parts[0], length)[starts]
         out = np.empty((len(starts), length), self._dtype)
         parts = np.searchsorted(self._bounds, starts, side="right") - 1
-        fit = starts + length <= self._bounds[parts + 1]
+        is_within_part = starts + length <= self._bounds[parts + 1]
         pieces: list[IdSlice] = []
-        rows = zip(parts.tolist(), (starts - self._bounds[parts]).tolist(), fit.tolist(), out, strict=True)
+        rows = zip(parts.tolist(), (starts - self._bounds[parts]).tolist(), is_within_part.tolist(), out, strict=True)
         for part, offset, is_whole, row in rows:
             pieces += [IdSlice(part, offset, row)] if is_whole else self._split(part, offset, row)
         self._fill(pieces)
         return out
 
-    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """The ids of several stretches, each from a start to a stop; of objects all are asked for at a time.
-
-        Raises DataError as `read_many` does.
-        """
-        found = self._stretches(ranges)
-        if self.id_limit is None or not found or find_invalid_id(np.concatenate(found), self.id_limit) is None:
-            return found
-        for (start, _), ids in zip(ranges, found, strict=True):
-            if (place := find_invalid_id(ids, self.id_limit)) is not None:
-                raise self._bad_id(int(ids[place]), start + place, self.id_limit)
-        raise AssertionError("a bad id is in one of the stretches")
-
-    def _stretches(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """What `read_ranges` gives, not looked at."""
-        assert all(start >= 0 and stop <= len(self) for start, stop in ranges)
-        if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
-            return [self.parts[0][start:stop] for start, stop in ranges]
-        found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
-        pieces: list[IdSlice] = []
-        for (start, _), row in zip(ranges, found, strict=True):
-            part = bisect.bisect_right(self._ends, start)
-            pieces += self._split(part, start - int(self._bounds[part]), row)
-        self._fill(pieces)
-        return found
-
-    def _split(self, part: int, offset: int, row: np.ndarray) -> Iterator[IdSlice]:
-        """The pieces of a row that may go over the ends of parts."""
-        while len(row):
-            size = min(len(row), len(self.parts[part]) - offset)
-            yield IdSlice(part, offset, row[:size])
-            row, part, offset = row[size:], part + 1, 0
+    def _split(self, part: int, offset: int, out: np.ndarray) -> Iterator[IdSlice]:
+        """Split a range that may cross the ends of parts."""
+        while len(out):
+            size = min(len(out), len(self.parts[part]) - offset)
+            yield IdSlice(part, offset, out[:size])
+            out, part, offset = out[size:], part + 1, 0
 
     def _fill(self, pieces: Sequence[IdSlice]) -> None:
-        """Of plain ids on a disk each piece is read into its place; of all others the bytes are asked for at a time."""
-        asked: list[tuple[TokenFile, int, np.ndarray]] = []
+        """Read every piece into its array.
+
+        Contiguous ids on a disk go straight to their place. The bytes of all other pieces are requested in one call, so
+        that a bucket answers them at the same time.
+        """
+        requested: list[tuple[TokenFile, int, np.ndarray]] = []
         for index, group in itertools.groupby(sorted(pieces, key=lambda piece: piece.part), lambda piece: piece.part):
-            part, places = self.parts[index], [(offset, out) for _, offset, out in group if len(out)]
-            if isinstance(part, np.ndarray) or not part.is_ranged:
-                for offset, out in places:
+            part, targets = self.parts[index], [(offset, out) for _, offset, out in group if len(out)]
+            if isinstance(part, np.ndarray) or not part.has_byte_ranges:
+                for offset, out in targets:
                     out[:] = part[offset : offset + len(out)]
-            elif part.is_plain and part.dtype == self._dtype and isinstance(part.file, SourceFile):
+            elif part.is_contiguous and part.dtype == self._dtype and isinstance(part.file, SourceFile):
                 itemsize = part.dtype.itemsize
-                fill_from_file(part.file, [(part.offset_bytes + offset * itemsize, out) for offset, out in places])
+                fill_from_file(part.file, [(part.offset_bytes + offset * itemsize, out) for offset, out in targets])
             else:
-                asked += [(part, offset, out) for offset, out in places]
-        if asked:
-            contents = asked[0][0].reader.read([part.locate(at, at + len(out)) for part, at, out in asked])
-            for (part, at, out), content in zip(asked, contents, strict=True):
-                out[:] = part.decode(content, at, at + len(out))
+                requested += [(part, offset, out) for offset, out in targets]
+        if requested:
+            reader = requested[0][0].reader
+            contents = reader.read([part.locate(offset, offset + len(out)) for part, offset, out in requested])
+            for (part, offset, out), content in zip(requested, contents, strict=True):
+                out[:] = part.decode(content, offset, offset + len(out))
 
     def parts_between(self, start: int, stop: int) -> range:
-        """The parts that hold the positions `start .. stop`; none if these are the same."""
+        """Return the parts that hold the positions `start .. stop`; none for an empty range."""
         assert 0 <= start <= stop <= len(self)
         first = bisect.bisect_right(self._ends, start)
         return range(first, bisect.bisect_left(self._ends, stop) + 1 if start < stop else first)
 
     def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
-        """Positions in a part at which its documents end, integers that never fall; of a source that has documents.
+        """Return the positions within a part at which its documents end, as integers that never fall.
 
-        All p with `start < p <= stop` are among them; the last of all is the part's end. An empty document repeats the
-        end of the one before it, or is 0.
+        Implemented by sources that have documents. The result must include all p with `start < p <= stop`, and may
+        include others. The last document ends at the end of the part. An empty document repeats the end of the one
+        before it, or is 0.
         """
         raise NotImplementedError
 
-    def read_many_part_ends(self, asked: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-        """What `read_part_ends` gives for each (part, start, stop). Replace it where each waits."""
-        return [self.read_part_ends(*each) for each in asked]
+    def read_many_part_ends(self, wanted: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """Return `read_part_ends` for each (part, start, stop). Override it where each read waits."""
+        return [self.read_part_ends(*each) for each in wanted]
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """The positions p, `start < p <= stop`, at which a document ends: int64, ascending."""
-        asked = [
+        """Return the positions p, `start < p <= stop`, at which a document ends: int64, ascending."""
+        wanted = [
             (part, max(start - before, 0), min(stop - before, len(self.parts[part])))
             for part in self.parts_between(start, stop)
             for before in [int(self._bounds[part])]
         ]
         found = [np.empty(0, np.int64)]
-        for (part, *here), ends in zip(asked, self.read_many_part_ends(asked), strict=True):
-            low, high = np.searchsorted(ends, here, side="right")
+        for (part, *range_), ends in zip(wanted, self.read_many_part_ends(wanted), strict=True):
+            low, high = np.searchsorted(ends, range_, side="right")
             found.append(ends[low:high].astype(np.int64) + self._bounds[part])
-        ascending = np.concatenate(found)
-        return ascending[np.diff(ascending, prepend=start) > 0]
+        ends = np.concatenate(found)
+        return ends[np.diff(ends, prepend=start) > 0]  # without the repeated ends of empty documents
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """The ids of positions `start .. stop`. Raises as `read_many` does."""
-        return self.read_ranges([(start, stop)])[0]
-
-    def _bad_id(self, token: int, position: int, limit: int) -> DataError:
-        """The error of an id that is negative, or not below `limit`."""
-        where = self.describe_position(position)
+    def _make_id_error(self, token: int, position: int, limit: int) -> DataError:
+        """Return the error for an id that is negative, or not below `limit`."""
+        place = self.describe_position(position)
         if token < 0:
-            return DataError(f"token id {token} at {where} is negative")
+            return DataError(f"token id {token} at {place} is negative")
         return DataError(
-            f"token id {token:,} at {where} is beyond the model's vocabulary of {limit:,} ids; use a vocabulary of at "
+            f"token id {token:,} at {place} is beyond the model's vocabulary of {limit:,} ids; use a vocabulary of at "
             f"least {token + 1:,}"
         )
 
     def check(self) -> None:
-        """Raise DataError if a file has another size or time than when the job began, or is gone. Reads no content.
+        """Raise DataError if size or time of a file has changed since the job started. Reads no content.
 
-        In a bucket it is one listing, of sizes and versions.
+        In a bucket this is one listing, of sizes and versions.
         """
         if self._files:
             self._files[0].reader.check([part.file for part in self._files])
 
     def describe_position(self, position: int) -> str:
-        """Return where a position is, for a message: 'position 7 of corpus.bin'."""
-        part = bisect.bisect_right(self._ends, position)
-        holder = self.parts[part]
-        offset = position - (self._ends[part - 1] if part else 0)
-        return f"position {offset} of {'the text' if isinstance(holder, np.ndarray) else holder.file}"
+        """Return a description of a position for error messages, such as 'position 7 of corpus.bin'."""
+        index = bisect.bisect_right(self._ends, position)
+        part = self.parts[index]
+        offset = position - (self._ends[index - 1] if index else 0)
+        return f"position {offset} of {'the text' if isinstance(part, np.ndarray) else part.file}"
 
     def probe(self) -> str:
-        """Return a digest of the parts' sizes and dtypes and of 1,024 evenly spaced 4 KiB blocks of ids.
+        """Return a digest of the parts' sizes and dtypes, and of 1,024 evenly spaced 4 KiB blocks of ids.
 
-        Of a small data set that is every id. Of a large one it notices an exchange of content, not each flipped byte.
+        In a small data set these blocks cover every id. In a large one the digest notices replaced content, but not
+        each flipped byte.
         """
         digest = hashlib.sha256()
         for part in self.parts:
@@ -317,55 +377,57 @@ class TokenSequence:
         return digest.hexdigest()
 
     def scan(self) -> IdRange:
-        """Read every id once, in chunks, some of them at a time."""
-        chunks = [
-            (part, int(begin), offset)
-            for part, begin in zip(self.parts, self._bounds, strict=False)
-            for offset in range(0, len(part), SCAN_CHUNK_TOKENS)
-        ]
-        found = run_in_parallel([functools.partial(_range_of, *chunk) for chunk in chunks])
-        low = min(found, key=lambda each: each.smallest)
-        high = max(found, key=lambda each: each.largest)
+        """Read every id once, several chunks at a time, and return the smallest and the largest."""
+
+        def scan_chunk(part: TokenPart, begin: int, offset: int) -> IdRange:
+            chunk = part[offset : offset + SCAN_CHUNK_TOKENS]
+            low, high = int(chunk.argmin()), int(chunk.argmax())
+            return IdRange(int(chunk[low]), begin + offset + low, int(chunk[high]), begin + offset + high)
+
+        found = run_in_parallel(
+            [
+                functools.partial(scan_chunk, part, int(begin), offset)
+                for part, begin in zip(self.parts, self._bounds, strict=False)
+                for offset in range(0, len(part), SCAN_CHUNK_TOKENS)
+            ]
+        )
+        low = min(found, key=lambda chunk: chunk.smallest)
+        high = max(found, key=lambda chunk: chunk.largest)
         return IdRange(low.smallest, low.smallest_position, high.largest, high.largest_position)
 
 
-def _range_of(part: TokenPart, begin: int, offset: int) -> IdRange:
-    """The ids of one chunk of a part, which begins at the position `begin`."""
-    chunk = part[offset : offset + SCAN_CHUNK_TOKENS]
-    low, high = int(chunk.argmin()), int(chunk.argmax())
-    return IdRange(int(chunk[low]), begin + offset + low, int(chunk[high]), begin + offset + high)
-
-
 class TokenFiles(TokenSequence, Source):
-    """Files that hold ids. Which ids there are is found by reading all of them, once.
+    """Files of ids as a source. The range of the ids is found by reading all of them once.
 
-    Of many ids that would take long, and of those in a bucket too: there the vocabulary that the spec names,
-    `believed`, is taken at its word, and each id is looked at when it is read.
+    That would take long for many ids, and for ids in a bucket. There the vocabulary that the spec names is trusted, and
+    each id is checked when it is read.
     """
 
-    def __init__(self, parts: Sequence[TokenFile], cache_directory: Path, believed: int | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[TokenFile], cache_directory: Path, trusted_vocabulary_size: int | None = None
+    ) -> None:
         super().__init__(parts)
         self._cache_directory = cache_directory
         self._is_in_bucket = any(part.reader.is_remote for part in self._files)
-        self._taken: IdRange | None = None
+        self._given_range: IdRange | None = None
         if self._is_in_bucket or len(self) > SCANNED_TOKENS_MAX:
-            self.id_limit = believed
+            self.id_limit = trusted_vocabulary_size
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of sizes, types and a sample of the ids: see `probe`."""
+        """Digest of sizes, dtypes and a sample of the ids."""
         return self.probe()
 
     @property
     def vocabulary_size(self) -> int:
-        """The one believed, else the largest id + 1. Raises DataError if an id is negative."""
+        """Trusted vocabulary, else the largest id + 1. Raises DataError if an id is negative."""
         return self.id_range.largest + 1 if self.id_limit is None else self.id_limit
 
     @functools.cached_property
     def id_range(self) -> IdRange:
-        """Which ids there are. Reads all of them the first time, and keeps the answer. Raises DataError."""
-        if self._taken is not None:
-            return self._taken
+        """Smallest and largest id. The first access reads all ids, and caches the result on disk. Raises DataError."""
+        if self._given_range is not None:
+            return self._given_range
         if self._is_in_bucket and len(self) > SCANNED_TOKENS_MAX:
             raise DataError(
                 f"{len(self):,} ids in a bucket are not read to find the largest; name the vocabulary's size in the "
@@ -373,53 +435,94 @@ class TokenFiles(TokenSequence, Source):
             )
         found = scan_cached(self, self._cache_directory)
         if found.smallest < 0:
-            raise self._bad_id(found.smallest, found.smallest_position, 0)
+            raise self._make_id_error(found.smallest, found.smallest_position, 0)
         return found
 
     def trust_vocabulary(self, vocabulary_size: int) -> None:
-        """Of many ids: do not read them to find the largest, but look at each when it is read."""
+        """Check many ids against this vocabulary when they are read, instead of reading all of them now."""
         if self.id_limit is None and len(self) > SCANNED_TOKENS_MAX:
             self.id_limit = vocabulary_size
 
-    def take(self, found: IdRange) -> None:
-        """Believe what another host has found, and look at each id when it is read."""
-        self._taken, self.id_limit = found, found.largest + 1
+    def set_id_range(self, found: IdRange) -> None:
+        """Accept the range that another host has found, and check each id against it when it is read."""
+        self._given_range, self.id_limit = found, found.largest + 1
 
     def validate_vocabulary(self, size: int) -> None:
-        """See `Source`. Reads all ids the first time, and the answer is cached."""
+        """Raise `DataError` if an id is outside the vocabulary; reads all ids unless a vocabulary is trusted."""
         if self.vocabulary_size > size:
-            raise self._bad_id(self.id_range.largest, self.id_range.largest_position, size)
+            raise self._make_id_error(self.id_range.largest, self.id_range.largest_position, size)
+
+
+class DocumentFiles(TokenFiles):
+    """Files of documents as a source. An empty document holds no token and counts as none."""
+
+    has_documents = True
+
+    def __init__(
+        self, parts: Sequence[DocumentFile], cache_directory: Path, trusted_vocabulary_size: int | None = None
+    ) -> None:
+        super().__init__(parts, cache_directory, trusted_vocabulary_size)
+        self._document_files = [part for part in parts if len(part)]
+
+    def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
+        """Return the ends of all documents of the file."""
+        return self._document_files[part].bounds[1:]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Digest of sizes, dtypes, a sample of the ids, and the end of each document."""
+        digest = hashlib.sha256(self.probe().encode())
+        for file in self._document_files:
+            ends = file.bounds[1:][np.diff(file.bounds) > 0].astype("<i8")
+            digest.update(f"{len(ends)}\n".encode())
+            digest.update(ends.data)
+        return digest.hexdigest()
 
 
 def open_token_files(
     source: SourceFiles | BucketFiles,
     cache_directory: Path,
     dtype: Literal["uint16", "uint32"] | None = None,
-    vocabulary_size: int | None = None,
-    ranges: CacheSettings | None = None,
+    trusted_vocabulary_size: int | None = None,
+    cache: CacheSettings | None = None,
 ) -> TokenFiles:
-    """Open `.bin` (little-endian ids of `dtype`) and `.npy` (1-D integers) files. Raises DataError on other content.
+    """Open `.bin` files (little-endian ids of `dtype`) and `.npy` files (1-D integers). Raises DataError otherwise.
 
-    Without `dtype` a `.bin` file is uint16, and refused if its ids look like halves of wider ones. `vocabulary_size` is
-    what the spec names, if it does; `ranges` says where ranges of objects are kept.
+    Args:
+        source: files to open, in order.
+        cache_directory: directory of derived records.
+        dtype: type of the ids in `.bin` files. Without it they are uint16, and refused if they look like halves of
+            wider ids.
+        trusted_vocabulary_size: vocabulary that the spec names, if it does.
+        cache: cache of ranges of objects.
     """
-    reader = open_reader(source, ranges or CacheSettings(cache_directory, 0, 1))
-    files = _open_token_files(source.files, np.dtype(dtype or "uint16").newbyteorder("<"), reader)
+    reader = open_reader(source, cache or CacheSettings(cache_directory, 0, 1))
+    bin_dtype = np.dtype(dtype or "uint16").newbyteorder("<")
+    sources: Sequence[File] = source.files
+    arrays = [file for file in sources if str(file).endswith(".npy")]
+    heads = reader.read([ByteRange(file, 0, min(file.size_bytes, NPY_HEADER_BYTES)) for file in arrays])
+    layouts = {file: parse_npy(file, head) for file, head in zip(arrays, heads, strict=True)}
+    for file in sources:
+        if file not in layouts:
+            layouts[file] = bin_dtype, count_ids(file, bin_dtype), 0
+    reader = reader.for_id_width(max(dtype.itemsize for dtype, _, _ in layouts.values()))
+    files = [TokenFile(file, *layouts[file], reader) for file in sources]
+
     bins = [file for file in files if str(file.file).endswith(".bin")]
     if dtype is None:
-        for file in bins[:: max(1, -(-len(bins) // HALVES_OBJECTS))] if reader.is_remote else bins:
-            if _is_of_halves(file):
+        for sampled in bins[:: max(1, -(-len(bins) // HALVES_OBJECTS))] if reader.is_remote else bins:
+            if _looks_like_halves(sampled):
                 raise DataError(
-                    f"{file.file}: looks like uint32 ids read as uint16 (every other one is tiny); say which: "
+                    f"{sampled.file}: looks like uint32 ids read as uint16 (every other one is tiny); say which: "
                     "data.dtype: uint32, or uint16"
                 )
     elif not bins:
-        raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own")
-    return TokenFiles(files, cache_directory, vocabulary_size)
+        raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own; leave it out")
+    return TokenFiles(files, cache_directory, trusted_vocabulary_size)
 
 
-def _is_of_halves(file: TokenFile) -> bool:
-    """Whether every other id is so small, in blocks all over the file, that they must be upper halves of wider ids."""
+def _looks_like_halves(file: TokenFile) -> bool:
+    """Return True if every other id, in blocks all over the file, is so small that it must be an upper half."""
     if len(file) < 2 * HALVES_PAIRS_MIN:
         return False
     block = min(len(file), HALVES_BLOCK_TOKENS) // 2 * 2
@@ -430,9 +533,9 @@ def _is_of_halves(file: TokenFile) -> bool:
 
 
 def scan_cached(tokens: TokenSequence, cache_directory: Path) -> IdRange:
-    """Return `tokens.scan()` of token files, from the cache if these files were scanned before."""
+    """Return `tokens.scan()` of token files, from the cache if these files have been scanned before."""
     files = [part for part in tokens.parts if not isinstance(part, np.ndarray)]
-    key = cache_key("-".join(["ids", *sorted({part.meaning for part in files})]), [part.file for part in files])
+    key = cache_key("-".join(["ids", *sorted({part.encoding for part in files})]), [part.file for part in files])
     record = read_record(cache_directory, key)
     if record is not None:
         return IdRange(**record)
@@ -442,13 +545,3 @@ def scan_cached(tokens: TokenSequence, cache_directory: Path) -> IdRange:
     except OSError as error:
         warn_unwritable(cache_directory, error)
     return id_range
-
-
-def _open_token_files(files: Sequence[File], dtype: np.dtype, reader: Reader) -> list[TokenFile]:
-    """What each file holds: `.bin` ids of `dtype`; of `.npy` the header is read."""
-    arrays = [file for file in files if str(file).endswith(".npy")]
-    heads = reader.read([ByteRange(file, 0, min(file.size_bytes, NPY_HEADER_BYTES)) for file in arrays])
-    shapes = {file: parse_npy(file, head) for file, head in zip(arrays, heads, strict=True)}
-    found = [shapes.get(file) or (dtype, count_ids(file, dtype), 0) for file in files]
-    reader = reader.for_id_width(max(dtype.itemsize for dtype, _, _ in found))
-    return [TokenFile(file, *shape, reader) for file, shape in zip(files, found, strict=True)]

@@ -1,9 +1,11 @@
-"""Tokenizers that take many documents at once, most of them from a file: bytes, Hugging Face, sentencepiece, tiktoken.
+"""Tokenizers: text to token ids and back.
 
-A record, as the index of a corpus holds it, says which one: `kind`, `vocabulary_size`, and for one from a file its
-name (`file`, beside the index) and its `sha256`; of tiktoken also what its file lacks, `pattern` and `special_tokens`.
+- `Tokenizer` is the protocol. `ByteTokenizer` and `CharacterTokenizer` need no file and tokenise text sources.
+- `BatchTokenizer` takes many documents at once and makes corpora: bytes, Hugging Face, sentencepiece, tiktoken.
 
-Text to token ids and back. Knows no files and no cache.
+A record in the index of a corpus describes its tokenizer: `kind`, `vocabulary_size`, and for one with a file the file's
+name beside the index (`file`) and its `sha256`. A record of tiktoken also holds `pattern` and `special_tokens`, which
+its file lacks.
 """
 
 import base64
@@ -23,7 +25,12 @@ from runner.storage import JsonObject, Store
 
 
 class Tokenizer(Protocol):
-    """`characters` is the sorted vocabulary of a character tokenizer, None where the ids mean themselves."""
+    """Mapping between text and token ids.
+
+    Attributes:
+        characters: sorted vocabulary of a character tokenizer; None for any other.
+        dtype: type of the ids.
+    """
 
     name: str
     vocabulary_size: int
@@ -41,7 +48,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """An id is a byte of UTF-8: needs no training, represents every file exactly."""
+    """Tokenizer whose ids are the bytes of UTF-8: needs no training and represents every file exactly."""
 
     name = "bytes"
     vocabulary_size = 256
@@ -49,27 +56,32 @@ class ByteTokenizer:
     dtype = np.dtype("u1")
 
     def encode(self, text: str) -> np.ndarray:
+        """Return the bytes of the text."""
         return self.encode_file(text.encode())
 
     def encode_file(self, raw: bytes) -> np.ndarray:
+        """Return the bytes of the file."""
         return np.frombuffer(raw, self.dtype)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text; bytes that are not UTF-8 become replacement characters."""
         return bytes(int(i) for i in ids).decode(errors="replace")
 
 
 class CharacterTokenizer:
-    """An id is the position of a character in the sorted characters of the whole text."""
+    """Tokenizer whose ids are positions in the sorted characters of the whole text."""
 
     name = "characters"
 
     def __init__(self, characters: str) -> None:
+        size = len(characters)
         self.characters: str | None = characters
-        self.vocabulary_size = len(characters)
-        self.dtype = _smallest_dtype(len(characters))
+        self.vocabulary_size = size
+        self.dtype = np.dtype("u1" if size <= 1 << 8 else "<u2" if size <= 1 << 16 else "<i4")
         self._code_points = _code_points(characters)
 
     def encode(self, text: str) -> np.ndarray:
+        """Return the ids of the text. Raises `DataError` for a character outside the vocabulary."""
         code_points = _code_points(text)
         ids = np.minimum(np.searchsorted(self._code_points, code_points), self.vocabulary_size - 1)
         unknown = code_points[self._code_points[ids] != code_points]
@@ -81,14 +93,16 @@ class CharacterTokenizer:
         return ids.astype(self.dtype)
 
     def encode_file(self, raw: bytes) -> np.ndarray:
+        """Return the ids of a file's text."""
         return self.encode(decode_file(raw))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of the ids."""
         return "".join(chr(self._code_points[i]) for i in ids)
 
 
 def collect_characters(files: Iterable[bytes]) -> tuple[str, int]:
-    """Return the sorted distinct characters of all files, and how many characters the files have together."""
+    """Return the sorted distinct characters of all files, and the number of characters in all files."""
     characters: set[str] = set()
     num_characters = 0
     for raw in files:
@@ -99,6 +113,7 @@ def collect_characters(files: Iterable[bytes]) -> tuple[str, int]:
 
 
 def decode_file(raw: bytes) -> str:
+    """Return the text of a file; bytes that are not UTF-8 become replacement characters."""
     return raw.decode(errors="replace")
 
 
@@ -106,16 +121,15 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
 
 
-def _smallest_dtype(vocabulary_size: int) -> np.dtype:
-    return np.dtype("u1" if vocabulary_size <= 1 << 8 else "<u2" if vocabulary_size <= 1 << 16 else "<i4")
-
-
-# Under which name the file of a kind stands beside the index of a corpus.
+# Name of the tokenizer's file beside the index of a corpus, by kind.
 TOKENIZER_FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.tiktoken"}
 
 
 class BatchTokenizer(ABC):
-    """A `Tokenizer` that takes many documents at once, on all cores. Any thread; documents are UTF-8 or nearly so."""
+    """`Tokenizer` that takes many documents at once, on all cores.
+
+    Thread-safe. Documents are UTF-8; other bytes become replacement characters.
+    """
 
     name: str
     vocabulary_size: int
@@ -123,17 +137,20 @@ class BatchTokenizer(ABC):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the ids of a corpus: uint16 where they fit, else uint32."""
+        """Type of the ids in a corpus: uint16 where they fit, else uint32."""
         return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<u4")
 
     @abstractmethod
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The ids of each document, of `dtype`, with no token put before or after them."""
+        """Return the ids of each document, of `dtype`, without added tokens at either end."""
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The ids of each text as `encode_batch` gives them, and which characters each is of: (number of ids, 2).
+        """Return the ids of each text and the span of characters of each id, of shape (number of ids, 2).
 
-        A character of several ids is the whole span of each. Raises `DataError` for a kind that does not tell.
+        If a character has several ids, each of them has the span of the whole character.
+
+        Raises:
+            DataError: this kind of tokenizer does not provide spans.
         """
         raise DataError(
             f"a tokenizer of kind {self.name} does not tell which characters a token is of; use hf or bytes"
@@ -141,73 +158,73 @@ class BatchTokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids; a cut UTF-8 sequence becomes a replacement character."""
+        """Return the text of ids; a cut UTF-8 sequence becomes a replacement character."""
 
     @abstractmethod
-    def tokens(self) -> dict[str, int]:
-        """The ids of the tokens that have a text of their own. Slow for a large vocabulary."""
+    def list_tokens(self) -> dict[str, int]:
+        """Return the ids of the tokens that have a text of their own. Slow for a large vocabulary."""
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text."""
+        """Return the ids of a text."""
         return self.encode_batch([text.encode()])[0]
 
     def encode_file(self, raw: bytes) -> np.ndarray:
-        """The ids of a file's content."""
+        """Return the ids of a file's content."""
         return self.encode_batch([raw])[0]
 
 
 class ByteBatchTokenizer(BatchTokenizer):
-    """An id is a byte: every document comes back exactly."""
+    """Tokenizer whose ids are bytes, so that every document is represented exactly."""
 
     name = "bytes"
     vocabulary_size = 256
 
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """See `BatchTokenizer`."""
+        """Return the bytes of each document."""
         return [np.frombuffer(document, np.uint8).astype(self.dtype) for document in documents]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See `BatchTokenizer`."""
+        """Return the bytes of each text, each with the span of its character."""
         found = []
         for ids in self.encode_batch([text.encode() for text in texts]):
-            character = np.cumsum((ids & 0xC0) != 0x80) - 1  # all bytes of a character but its first begin with 10
+            character = np.cumsum((ids & 0xC0) != 0x80) - 1  # only the first byte of a character does not begin with 10
             found.append((ids, np.stack([character, character + 1], axis=1)))
         return found
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """See `BatchTokenizer`."""
+        """Return the text of the bytes."""
         return ByteTokenizer().decode(ids)
 
-    def tokens(self) -> dict[str, int]:
-        """None has a text."""
+    def list_tokens(self) -> dict[str, int]:
+        """Return nothing: a byte has no text of its own."""
         return {}
 
 
 class _TextTokenizer(BatchTokenizer):
-    """One whose library takes texts and gives lists of ids."""
+    """Base of tokenizers whose library takes texts and returns lists of ids."""
 
     @abstractmethod
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
-        """The ids of each text."""
+        """Return the ids of each text."""
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
 
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """See `BatchTokenizer`. Raises `DataError` for a text that has no ids, where none stands for the unknown."""
+        """Return the ids of each document. Raises `DataError` if a text has no ids and there is no unknown token."""
         texts = [document.decode(errors="replace") for document in documents]
         return [np.array(ids, self.dtype) for ids in self._encode(texts)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """See `BatchTokenizer`."""
+        """Return the text of ids."""
         return self._decode([int(i) for i in ids])
 
 
 class HuggingFaceTokenizer(_TextTokenizer):
-    """A `tokenizer.json` of the `tokenizers` library: its ids, without padding, truncation or added special tokens.
+    """Tokenizer of a `tokenizer.json`: the library's ids without padding, truncation or added special tokens.
 
-    A special token that stands in the text of a document becomes that token, as it does there.
+    The text of a special token in a document becomes that token, as in the library.
     """
 
     name = "hf"
@@ -217,26 +234,27 @@ class HuggingFaceTokenizer(_TextTokenizer):
             self._library = tokenizers.Tokenizer.from_str(content.decode())
         except UnicodeDecodeError as error:
             raise DataError(f"is no tokenizer.json: {error}") from error
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises nothing more specific
             raise DataError(f"is no tokenizer.json: {format_reason(error)}") from error
         self._library.no_padding()
         self._library.no_truncation()
-        self.vocabulary_size = max(self.tokens().values(), default=-1) + 1
+        self.vocabulary_size = max(self.list_tokens().values(), default=-1) + 1
         if not self.vocabulary_size:
             raise DataError("is no tokenizer.json of use: it has no tokens")
 
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
         try:
             found = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises nothing more specific
             raise DataError(f"the tokenizer cannot encode a document: {format_reason(error)}") from error
         return (encoding.ids for encoding in found)
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See `BatchTokenizer`."""
+        """Return the ids of each text with the offsets of the library."""
         try:
+            # `encode_batch_fast` would give no offsets.
             found = self._library.encode_batch(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises nothing more specific
             raise DataError(f"the tokenizer cannot encode a document: {format_reason(error)}") from error
         return [
             (np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
@@ -246,13 +264,13 @@ class HuggingFaceTokenizer(_TextTokenizer):
     def _decode(self, ids: list[int]) -> str:
         return str(self._library.decode(ids, skip_special_tokens=False))
 
-    def tokens(self) -> dict[str, int]:
-        """See `BatchTokenizer`."""
+    def list_tokens(self) -> dict[str, int]:
+        """Return the vocabulary, including added tokens."""
         return dict(self._library.get_vocab(with_added_tokens=True))
 
 
 class SentencePieceTokenizer(_TextTokenizer):
-    """A model of the `sentencepiece` library, which is an extra."""
+    """Tokenizer of a model of the `sentencepiece` library, which is an extra."""
 
     name = "sentencepiece"
 
@@ -273,13 +291,16 @@ class SentencePieceTokenizer(_TextTokenizer):
     def _decode(self, ids: list[int]) -> str:
         return str(self._library.decode(ids))
 
-    def tokens(self) -> dict[str, int]:
-        """See `BatchTokenizer`."""
+    def list_tokens(self) -> dict[str, int]:
+        """Return the pieces of the model."""
         return {self._library.id_to_piece(i): i for i in range(self.vocabulary_size)}
 
 
 class TiktokenTokenizer(_TextTokenizer):
-    """A file of ranks of the `tiktoken` library, which is an extra. Special tokens in a document are but text."""
+    """Tokenizer of a file of ranks of the `tiktoken` library, which is an extra.
+
+    The text of a special token in a document is encoded like any other text.
+    """
 
     name = "tiktoken"
 
@@ -307,17 +328,21 @@ class TiktokenTokenizer(_TextTokenizer):
     def _decode(self, ids: list[int]) -> str:
         return str(self._library.decode(ids))
 
-    def tokens(self) -> dict[str, int]:
-        """Those that the spec names: the others are bytes."""
+    def list_tokens(self) -> dict[str, int]:
+        """Return the special tokens; all others are bytes."""
         return self._special_tokens
 
 
 _KINDS = (ByteBatchTokenizer.name, *TOKENIZER_FILES)
-KINDS_WITH_SPANS = (ByteBatchTokenizer.name, HuggingFaceTokenizer.name)  # which tell what characters a token is of
+KINDS_WITH_SPANS = (ByteBatchTokenizer.name, HuggingFaceTokenizer.name)  # kinds that implement `encode_spans`
 
 
 def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:
-    """The tokenizer of a record; `content` is that of its file. Raises `DataError` if that is damaged."""
+    """Make the tokenizer of a record from the content of its file, which is None for bytes.
+
+    Raises:
+        DataError: the kind is unknown, or the file is damaged.
+    """
     kind = record["kind"]
     if kind not in _KINDS:
         raise DataError(f"a tokenizer of kind {kind!r} is not known; choose from {', '.join(_KINDS)}")
@@ -329,14 +354,14 @@ def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:
 
 
 def load_tokenizer(record: JsonObject, store: Store) -> BatchTokenizer:
-    """The tokenizer that a corpus in `store` was made with. Raises `DataError` if its file is gone or another."""
+    """Load the tokenizer of a corpus in `store`. Raises `DataError` if its file is missing or another one."""
     if record.get("file") is None:
         return make_tokenizer(record, None)
     return parse_tokenizer(record, read_tokenizer(record, store), store)
 
 
 def parse_tokenizer(record: JsonObject, content: bytes, store: Store) -> BatchTokenizer:
-    """The tokenizer of a corpus in `store`, of the content of its file. Raises `DataError` if that is damaged."""
+    """Make the tokenizer of a corpus in `store` from its file. Raises `DataError` that names the file if damaged."""
     try:
         return make_tokenizer(record, content)
     except DataError as error:
@@ -353,7 +378,7 @@ def _parse_ranks(content: bytes) -> dict[bytes, int]:
             except (ValueError, binascii.Error) as error:
                 raise DataError(f"line {number} is no rank of tiktoken: {line[:40]!r}") from error
     lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if lacking:  # the library would panic where it meets one
+    if lacking:  # the library would panic at the first such byte
         raise DataError(f"holds no ranks of tiktoken: {len(lacking)} of the 256 bytes have none, as 0x{lacking[0]:02x}")
     if len(set(ranks.values())) < len(ranks):
         raise DataError("holds no ranks of tiktoken: two tokens have the same")

@@ -121,7 +121,9 @@ def _of_corpus(where: str, most_tokens: int) -> TokenizerFiles:
         )
     content = read_tokenizer(index.tokenizer, store)
     if kind == "hf":
-        words = {number: word for word, number in parse_tokenizer(index.tokenizer, content, store).tokens().items()}
+        words = {
+            number: word for word, number in parse_tokenizer(index.tokenizer, content, store).list_tokens().items()
+        }
         end = index.separator
         return _files(content, size, most_tokens, end, None if end is None else words.get(end))
     told = f"the tokenizer is of {kind}: its file is copied, and {TOKENIZER} must be made of it with {kind}'s own tools"

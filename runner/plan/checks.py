@@ -169,8 +169,8 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
     seconds = time.perf_counter() - began
 
     section.add("fingerprint", dataset.fingerprint, "text", "counted")
-    shares = dataset.shares(setup_builder.config_in_steps.total_steps * batch)
-    for part, share in zip(dataset.parts, shares, strict=True):
+    shares = dataset.compute_shares(setup_builder.config_in_steps.total_steps * batch)
+    for part, share in zip(dataset.train_sources, shares, strict=True):
         of = f" of {part.name}" if len(shares) > 1 else ""
         section.add(f"source{of}", part.label.partition("=")[2], "text", "counted", "reached")
         note = "of sequence_length tokens"
@@ -183,7 +183,7 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
     if fetched := sum(share.bytes_fetched for share in shares):
         note = "by all hosts together, with empty caches"
         section.add("fetched from buckets", fetched, "bytes", "counted", note)
-    if copied := sum(part.source.bytes_copied for part in dataset.parts):
+    if copied := sum(part.source.bytes_copied for part in dataset.train_sources):
         note = "by each host, whole, at its first start"
         section.add("copied from buckets", copied, "bytes", "counted", note)
     if is_read:

@@ -81,7 +81,7 @@ def write_corpus(
         answers = None if marks_of is None else marks_of(ids).astype(COMPLETION_DTYPE)
         if answers is not None:
             store.write(f"{number:05}.answers", answers.tobytes())
-        entries.append(CorpusShard.of(f"{number:05}", ids, ends, answers))
+        entries.append(CorpusShard.from_arrays(f"{number:05}", ids, ends, answers))
     index = change(CorpusIndex(dtype, vocabulary_size, {"kind": "bytes"}, None, tuple(entries)))
     store.write(INDEX, index.encode())
     return directory

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from runner.data.documents import HEADER, MAGIC, VERSION, DocumentFiles
+from runner.data.megatron import HEADER, MAGIC, VERSION
 from runner.data.open_source import open_format
 from runner.data.remote import CacheSettings
 from runner.data.source_files import find_source
+from runner.data.token_files import DocumentFiles
 from tests.data.formats.make import BLOCK, documents
 
 GOLDEN = Path(__file__).parent / "formats"
@@ -32,7 +33,7 @@ class Case:
         """The source below a directory, or below a URL; then `cache` must be given."""
         kept = cache or Path(root) / "cache"
         settings = CacheSettings(kept, cache_bytes, 9)
-        return open_format(find_source(f"{root}/{self.source}"), self.options, kept, ranges=settings)
+        return open_format(find_source(f"{root}/{self.source}"), self.options, kept, cache=settings)
 
     @property
     def ids(self) -> list[int]:

@@ -142,7 +142,7 @@ def test_an_index_without_marks_has_the_bytes_that_it_ever_had(tmp_path, corpus)
 def test_an_index_of_which_some_shards_have_no_marks_is_told(tmp_path):
     def halve(index: CorpusIndex) -> CorpusIndex:
         first, *others = index.shards
-        bare = type(first)(**first.record() | {"answers_crc32c": None})
+        bare = type(first)(**first.to_json() | {"answers_crc32c": None})
         return CorpusIndex(index.dtype, index.vocabulary_size, index.tokenizer, None, (bare, *others))
 
     corpus = write_corpus(tmp_path / "half", SHARDS, vocabulary_size=32, change=halve, marks_of=is_third)

@@ -33,11 +33,11 @@ def open_at(
 ) -> Source:
     """The corpus in `directory`, read there or from a bucket, which calls `before`."""
     if where == "disk":
-        return load(directory, cache=directory.parent / "cache").parts[0].source
+        return load(directory, cache=directory.parent / "cache").train_sources[0].source
     driver = CountingDriver()
     driver.reports_digests, driver.before = where == "bucket with digests", before
     put_in_bucket(monkeypatch, directory, driver)
-    return load(URL, cache=directory.parent / "cache", cache_bytes=0).parts[0].source
+    return load(URL, cache=directory.parent / "cache", cache_bytes=0).train_sources[0].source
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_the_ends_of_a_shard_are_read_only_when_they_are_asked_for(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = put_in_bucket(monkeypatch, corpus, CountingDriver())
-    tokens = load(URL, cache=corpus.parent / "cache", cache_bytes=0).parts[0].source
+    tokens = load(URL, cache=corpus.parent / "cache", cache_bytes=0).train_sources[0].source
     driver.ranges.clear()
     tokens.read_many([0, 2000], 9)
     assert {key.rpartition(".")[2] for key, _, _ in driver.ranges} == {"bin"}
@@ -105,7 +105,7 @@ def test_of_many_documents_the_ends_near_a_stretch_are_read(
     directory = write_corpus(tmp_path / "corpus", [[np.zeros(size, np.uint16) for size in sizes]])
     ends = np.unique(np.cumsum(sizes))
     driver = put_in_bucket(monkeypatch, directory, CountingDriver())
-    tokens = load(URL, cache=tmp_path, cache_bytes=0).parts[0].source
+    tokens = load(URL, cache=tmp_path, cache_bytes=0).train_sources[0].source
     starts, fetched = np.linspace(0, len(tokens) - 100, 50).astype(int).tolist(), []
     for start in starts:
         driver.ranges.clear()
@@ -123,7 +123,7 @@ def test_the_ends_of_several_shards_or_blocks_are_asked_for_at_a_time(
     monkeypatch.setattr("runner.data.packing.BLOCK_POSITIONS", 5000)
     directory = write_corpus(tmp_path / "corpus", random_shards([[100] * 100] * 4), vocabulary_size=1000)
     driver = put_in_bucket(monkeypatch, directory, CountingDriver())
-    source = load(URL, cache=tmp_path, cache_bytes=0).parts[0].source
+    source = load(URL, cache=tmp_path, cache_bytes=0).train_sources[0].source
     examples = PackedDocuments(source, TokenSplit(0, len(source), 8))  # which has looked at the first block
     together, number = threading.Barrier(4), itertools.count()
 
@@ -291,7 +291,7 @@ def test_a_document_of_more_tokens_than_31_bits_count_is_read_to_its_end(tmp_pat
     (tmp_path / "corpus" / "00000.bin").write_bytes(b"")
     os.truncate(tmp_path / "corpus" / "00000.bin", 2 * size)  # takes no space
     settings = {"sequence_length": 4096, "packing": packing, "validation_fraction": 0}
-    examples = load(tmp_path / "corpus", cache=tmp_path / "cache", **settings).parts[0].examples
+    examples = load(tmp_path / "corpus", cache=tmp_path / "cache", **settings).train_sources[0].examples
     assert examples.num_examples >= size // 4096
     rows = examples.read(np.array([0, examples.num_examples - 1]))
     assert rows["padding_mask"][0].all()
@@ -339,7 +339,7 @@ def test_ends_that_fall_are_refused_though_their_index_knows_them(tmp_path: Path
     for ends in ([200, 100, 300], [100, 200, 299], [-1, 200, 300]):
         content = np.array(ends, "<i8").tobytes()
         rewrite_ends(directory, content)
-        tokens = load(directory, cache=tmp_path).parts[0].source
+        tokens = load(directory, cache=tmp_path).train_sources[0].source
         with pytest.raises(DataError, match=r"00000\.ends: are no ends of documents"):
             tokens.document_ends(0, 300)
 

@@ -210,10 +210,10 @@ def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_
         dataset.validate_vocabulary(dataset.vocabulary_size)
     assert dataset.vocabulary_size == 95
     for read in READS.values():
-        read(dataset.parts[0].source, 0, 110)
+        read(dataset.train_sources[0].source, 0, 110)
         beyond = r"token id 95 at position 20 of .*b\.npy is beyond .* of 95 ids; .* least 96"
         with pytest.raises(DataError, match=beyond):
-            read(dataset.parts[0].source, 100, 120)
+            read(dataset.train_sources[0].source, 100, 120)
     with pytest.raises(DataError, match=r"token id -1 at position 41 of .*b\.npy is negative"):
         dataset.read("validation", 0, 3)
     few = load(tmp_path / "a.bin", cache=tmp_path / "few", vocabulary_size=80)

@@ -90,10 +90,10 @@ def test_the_ids_documents_and_fingerprint_are_those_of_a_disk_cold_warm_and_in_
 def test_rows_are_those_of_a_disk(golden: Golden, name: str, packing: str) -> None:
     local, there = (golden.load(name, root, packing=packing) for root in (golden.root, URL))
     assert there.fingerprint == local.fingerprint
-    source = there.parts[0].source
+    source = there.train_sources[0].source
     is_copied = name in KEPT_WHOLE
     assert (source.bytes_copied > 0, source.bytes_fetched_per_token > 0) == (is_copied, not is_copied)
-    assert not local.parts[0].source.bytes_copied
+    assert not local.train_sources[0].source.bytes_copied
     for split in ("train", "validation"):
         for field, values in local.read(split, 0, 6).items():
             np.testing.assert_array_equal(there.read(split, 0, 6)[field], values)

@@ -25,13 +25,13 @@ def mixture(request: pytest.FixtureRequest) -> Mixture:
 
 @pytest.mark.parametrize("first", [0, 1, 12_345, 10**12])
 def test_any_stretch_has_the_shares_of_the_weights(mixture: Mixture, first: int) -> None:
-    before, after = mixture.counts(first), mixture.counts(first + 10_000)
+    before, after = mixture.count_examples(first), mixture.count_examples(first + 10_000)
     for old, new, share in zip(before, after, mixture.shares, strict=True):
         assert abs((new - old) / 10_000 - share) < 1e-3
 
 
 def test_counts_never_fall_and_one_rises_with_each_example(mixture: Mixture) -> None:
-    counts = [mixture.counts(number) for number in range(2_000)]
+    counts = [mixture.count_examples(number) for number in range(2_000)]
     for number, (old, new) in enumerate(itertools.pairwise(counts)):
         assert sum(old) == number
         assert sorted(later - earlier for earlier, later in zip(old, new, strict=True))[-2:] in ([1], [0, 1])
@@ -39,11 +39,11 @@ def test_counts_never_fall_and_one_rises_with_each_example(mixture: Mixture) -> 
 
 @pytest.mark.parametrize("first", [0, 7, 999, 10**12])
 def test_an_example_is_found_at_once_wherever_it_stands(mixture: Mixture, first: int) -> None:
-    sources, numbers = mixture.place(first, 50)
+    sources, numbers = mixture.locate(first, 50)
     for index in range(50):
-        source, number = mixture.place(first + index, 1)
+        source, number = mixture.locate(first + index, 1)
         assert (source[0], number[0]) == (sources[index], numbers[index])
-    counts = np.array(mixture.counts(first))
+    counts = np.array(mixture.count_examples(first))
     for source, number in zip(sources, numbers, strict=True):
         assert number == counts[source]
         counts[source] += 1

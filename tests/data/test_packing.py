@@ -10,21 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data import packing
+from runner.data import packing, sampling
 from runner.data.packing import (
     PACKINGS,
     Examples,
-    LocalShuffle,
     PackedDocuments,
     PackingPlan,
     PackingPlanCache,
     PaddedDocuments,
     Sequences,
     find_spans,
-    floor_sum,
     pack_spans,
 )
-from runner.data.sampling import Mixture, TokenSplit
+from runner.data.sampling import LocalShuffle, Mixture, TokenSplit, floor_sum
 from runner.data.source import Source
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, write_corpus
 from tests.data.corpus import load
@@ -82,7 +80,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks and groups, the last of each not whole."""
     monkeypatch.setattr(packing, "BLOCK_POSITIONS", 8 * T)
     monkeypatch.setattr(packing, "BLOCK_EXAMPLES_MIN", 2)
-    monkeypatch.setattr(packing, "GROUP_BLOCKS", 3)
+    monkeypatch.setattr(sampling, "GROUP_BLOCKS", 3)
 
 
 def cut(source: Documents, part: str) -> TokenSplit:
@@ -154,13 +152,13 @@ def test_a_document_may_be_longer_than_32_bits_can_count(kind: str) -> None:
 def test_padding_is_known_beforehand_and_documents_that_fit_stay_whole(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.undo()
     dataset = load("python-stdlib", cache=tmp_path, sequence_length=2048, packing="documents", validation_fraction=0)
-    examples = dataset.parts[0].examples
+    examples = dataset.train_sources[0].examples
     assert isinstance(examples, PackedDocuments)
     num_whole = examples._num_whole_blocks * examples._block_examples
-    held = np.concatenate([examples.pieces(number) for number in range(num_whole)])
+    held = np.concatenate([examples.get_spans(number) for number in range(num_whole)])
     filled = held[:, 1].sum()
     assert 1 - filled / (num_whole * 2048) < 0.01
-    source = dataset.parts[0].source
+    source = dataset.train_sources[0].source
     ends = source.document_ends(0, len(source))
     fitting = [(int(start), int(length)) for start, length in find_spans(0, len(source), ends) if length <= 2048]
     pieces = {*map(tuple, held.tolist())}
@@ -216,7 +214,7 @@ def test_an_epoch_of_rows_holds_each_example_once_and_any_place_is_found_alone(n
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 50])
 def test_a_row_has_blocks_of_its_own_and_a_group_mixes_many(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
-    monkeypatch.setattr(packing, "GROUP_BLOCKS", 12)
+    monkeypatch.setattr(sampling, "GROUP_BLOCKS", 12)
     each = -(-12 // num_rows)
     order = LocalShuffle(2 * num_rows * each * 8 + 5, 8, Fraction(num_rows), seed=0)
     for group in range(2):
@@ -233,7 +231,7 @@ def test_a_row_of_a_mixture_keeps_to_few_blocks(weights: list[float]) -> None:
     for row in (0, 40):
         held = set()
         for step in range(10**6, 10**6 + num_steps):
-            (source,), (number,) = mixture.place(step * rows + row, 1)
+            (source,), (number,) = mixture.locate(step * rows + row, 1)
             held.add((source, orders[source][int(number)] // block))
         assert len(held) / num_steps < 1 / 16  # the ends of each take what about one and a half rows do
 

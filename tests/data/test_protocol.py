@@ -122,7 +122,7 @@ def test_all_ways_to_read_lead_to_the_one_that_it_replaces(monkeypatch: pytest.M
         return [source.read(*range_) for range_ in ranges]
 
     monkeypatch.setattr(Squares, "read_ranges", read_ranges)
-    source = load("Squares").parts[0].source
+    source = load("Squares").train_sources[0].source
     assert (source.read_many(np.array([7, 20]), 9)[1] == source.read_ranges([(20, 29)])[0]).all()
     assert asked == [[(7, 16), (20, 29)], [(20, 29)]]
     monkeypatch.setattr(Squares, "read_ranges", lambda source, ranges: [])
@@ -144,7 +144,7 @@ def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str)
     dataset = load(name, validation_fraction=0.0)
     for read in READS.values():
         with pytest.raises(DataError, match=message):
-            read(dataset.parts[0].source, 0, 9)
+            read(dataset.train_sources[0].source, 0, 9)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str)
     [
         ("Squares", {}, r"Squares: data\.options: missing a required argument: 'first'"),
         ("Squares", {"first": 1, "last": 2}, r"data\.options: got an unexpected keyword argument 'last'"),
-        ("Nameless", {"first": 1}, r"Nameless: fingerprint is '', needs a text"),
+        ("Nameless", {"first": 1}, r"Nameless: fingerprint is ''; return a text"),
         ("Unfinished", {}, r"Unfinished: lacks __len__, fingerprint, read, vocabulary_size"),
         ("Taking", {"first": 1}, r"Taking: declares the field y, which is the batch's own"),
         ("Sqares", {"first": 1}, r"has no Sqares; did you mean Squares\?"),

@@ -12,7 +12,8 @@ import pytest
 
 from runner.data import Dataset
 from runner.data.corpus_index import HEAD_BYTES
-from runner.data.remote import RANGES_FILE, run_in_parallel
+from runner.data.readers import run_in_parallel
+from runner.data.remote import RANGES_FILE
 from runner.errors import DataError, StorageError
 from runner.storage import ABSENT, DeniedError, LocalStore, read_json
 from runner.storage.store import TransientError
@@ -88,9 +89,9 @@ class Pair:
         for split in splits:
             for field, values in self.local.read(split, 0, 10).items():
                 np.testing.assert_array_equal(dataset.read(split, 0, 10)[field], values)
-        expected = self.local.parts[0].source.read_many(self.starts, 9)
+        expected = self.local.train_sources[0].source.read_many(self.starts, 9)
         for first in range(0, len(self.starts), 40):
-            found = dataset.parts[0].source.read_many(self.starts[first : first + 40], 9)
+            found = dataset.train_sources[0].source.read_many(self.starts[first : first + 40], 9)
             np.testing.assert_array_equal(found, expected[first : first + 40])
 
 
@@ -123,11 +124,11 @@ def test_many_ranges_read_at_once_are_those_read_one_by_one(pair: Pair) -> None:
     starts = np.random.default_rng(1).integers(0, NUM_TOKENS - 1600, 30)
     for dataset in (pair.local, pair.open(vocabulary_size=100_000)):
         for length in (1, 9, 1600):
-            found = dataset.parts[0].source.read_many(starts, length)
+            found = dataset.train_sources[0].source.read_many(starts, length)
             assert found.shape == (30, length)
-            expected = [pair.local.parts[0].source.read(int(start), int(start) + length) for start in starts]
+            expected = [pair.local.train_sources[0].source.read(int(start), int(start) + length) for start in starts]
             np.testing.assert_array_equal(found, expected)
-        assert dataset.parts[0].source.read_many([], 9).shape == (0, 9)
+        assert dataset.train_sources[0].source.read_many([], 9).shape == (0, 9)
 
 
 def test_a_bucket_of_few_ids_is_read_to_find_the_largest_where_the_spec_names_none(bins: Pair) -> None:
@@ -147,7 +148,7 @@ def test_many_ids_in_a_bucket_are_not_read_to_find_the_largest(bins: Pair, monke
 
 
 def test_a_bad_id_in_a_bucket_is_named_when_it_is_met(bins: Pair) -> None:
-    tokens = bins.open(vocabulary_size=500).parts[0].source
+    tokens = bins.open(vocabulary_size=500).train_sources[0].source
     with pytest.raises(
         DataError, match=r"token id \d+ at position \d+ of s3://bkt/corpus/0\.bin is beyond .* of 500 ids"
     ):
@@ -205,10 +206,10 @@ DAMAGES = [flip_bytes, flip_one_bit_a_slot, cut, empty, fill_with_garbage, shift
 def test_a_warm_cache_leaves_the_bucket_alone(pair: Pair) -> None:
     settings = {"vocabulary_size": 100_000, "cache_bytes": 1 << 28, "sequence_length": 400}
     cold = pair.open(**settings)
-    expected = cold.parts[0].source.read_many(pair.starts[:50], 9), cold.fingerprint
+    expected = cold.train_sources[0].source.read_many(pair.starts[:50], 9), cold.fingerprint
     pair.driver.ranges.clear()
     warm = pair.open(**settings)
-    np.testing.assert_array_equal(warm.parts[0].source.read_many(pair.starts[:50], 9), expected[0])
+    np.testing.assert_array_equal(warm.train_sources[0].source.read_many(pair.starts[:50], 9), expected[0])
     assert warm.fingerprint == expected[1]
     assert pair.driver.bytes_fetched <= (HEAD_BYTES + 1) * len(SIZES)  # of a corpus
 
@@ -263,7 +264,7 @@ def test_an_object_that_is_replaced_is_not_read_from_the_cache_of_the_one_before
     content = bins.driver.objects["corpus/3.bin"][0]
     bins.driver.put("corpus/3.bin", content[::-1], None)
     starts = bins.starts[bins.starts >= 1705]
-    found = bins.open(vocabulary_size=1 << 16).parts[0].source.read_many(starts, 9)
+    found = bins.open(vocabulary_size=1 << 16).train_sources[0].source.read_many(starts, 9)
     replaced = np.frombuffer(content[::-1], "<u2")
     np.testing.assert_array_equal(found, [replaced[start - 1705 : start - 1696] for start in starts])
 
@@ -275,17 +276,17 @@ def test_no_more_is_fetched_than_the_rows_need(pair: Pair) -> None:
     dataset = pair.open(vocabulary_size=100_000, cache_bytes=0)
     pair.driver.ranges.clear()
     count = pair.local.num_train_examples
-    dataset.parts[0].source.read_many(np.arange(count) * 8, 9)
+    dataset.train_sources[0].source.read_many(np.arange(count) * 8, 9)
     assert pair.driver.bytes_fetched <= 1.2 * count * pair.row_bytes
     pair.driver.ranges.clear()
-    dataset.parts[0].source.read_many(pair.starts, 9)
+    dataset.train_sources[0].source.read_many(pair.starts, 9)
     assert pair.driver.bytes_fetched <= 1.2 * len(pair.starts) * pair.row_bytes
 
 
 def test_rows_that_follow_each_other_are_one_request(bins: Pair) -> None:
     dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
     bins.driver.ranges.clear()
-    dataset.parts[0].source.read_many(np.arange(1000, 1600, 8), 9)
+    dataset.train_sources[0].source.read_many(np.arange(1000, 1600, 8), 9)
     assert len(bins.driver.ranges) == 1
 
 
@@ -293,7 +294,7 @@ def test_several_requests_are_under_way_at_a_time(bins: Pair) -> None:
     dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
     together = threading.Barrier(8)
     bins.driver.before = lambda verb, key: together.wait(600) and None
-    assert dataset.parts[0].source.read_many(np.arange(8) * 100 + 1800, 9).shape == (8, 9)
+    assert dataset.train_sources[0].source.read_many(np.arange(8) * 100 + 1800, 9).shape == (8, 9)
 
 
 def test_a_check_before_a_save_is_one_listing(pair: Pair) -> None:
@@ -392,7 +393,7 @@ def test_a_glob_of_a_url_means_what_one_of_a_path_means(
         write_bin(path, np.full(64, number))
     put_in_bucket(monkeypatch, tmp_path / "corpus")
     source = name if where == "bucket" else name.replace("s3://bkt", str(tmp_path))
-    tokens = load(source, cache=tmp_path / "cache", vocabulary_size=99).parts[0].source
+    tokens = load(source, cache=tmp_path / "cache", vocabulary_size=99).train_sources[0].source
     found = tokens.read(0, len(tokens))[::64].tolist()
     assert sorted(OBJECTS[number] for number in found) == NAMES[name]
 
@@ -488,7 +489,7 @@ def test_every_service_gives_the_same_rows_through_errors_and_tells_of_a_change(
         assert there.fingerprint == local.fingerprint
         starts = np.random.default_rng(0).integers(0, NUM_TOKENS - 9, 60)
         np.testing.assert_array_equal(
-            there.parts[0].source.read_many(starts, 9), local.parts[0].source.read_many(starts, 9)
+            there.train_sources[0].source.read_many(starts, 9), local.train_sources[0].source.read_many(starts, 9)
         )
         there.check()
     for case in (CASES[name] for name in ("megatron_int32", "mds_zstd", "array_record")):
@@ -497,7 +498,7 @@ def test_every_service_gives_the_same_rows_through_errors_and_tells_of_a_change(
         source.check()
     backend.proxy.faults = Faults()
     backend.write(f"{place}/shards/00003.bin", (tmp_path / "shards" / "00003.bin").read_bytes()[::-1])
-    for act in (there.check, lambda: there.parts[0].source.read_many([1300], 100)):
+    for act in (there.check, lambda: there.train_sources[0].source.read_many([1300], 100)):
         with pytest.raises(DataError, match=r"00003\.bin: changed since the job started, or gone"):
             act()
     is_third = f"/bkt/{place}/shards/00002.bin"

@@ -49,7 +49,7 @@ def test_examples_come_from_the_sources_in_the_shares_of_their_weights(tmp_path:
 def test_each_source_is_read_in_its_own_order_epoch_by_epoch(tmp_path: Path) -> None:
     dataset = load_three(tmp_path)
     rows = dataset.read("train", 0, 1000)
-    for index, part in enumerate(dataset.parts):
+    for index, part in enumerate(dataset.train_sources):
         own = rows["y"][sources_of(rows) == index]
         epoch = part.examples.num_examples
         assert len(own) > epoch
@@ -59,22 +59,24 @@ def test_each_source_is_read_in_its_own_order_epoch_by_epoch(tmp_path: Path) -> 
 
 def test_a_mixture_of_one_source_trains_as_the_source_in_shares(tmp_path: Path) -> None:
     whole = load_three(tmp_path, mixture=three(tmp_path)[:1])
-    assert [share.tokens for share in whole.shares(100)] == [100 * T]
+    assert [share.tokens for share in whole.compute_shares(100)] == [100 * T]
 
 
 def test_rows_say_what_each_source_gave(tmp_path: Path) -> None:
     dataset = load_three(tmp_path)
-    figures = dataset.figures(1000)
+    figures = dataset.compute_metrics(1000)
     counts = np.bincount(sources_of(dataset.read("train", 0, 1000)), minlength=3)
-    for name, count, part in zip("abc", counts, dataset.parts, strict=True):
+    for name, count, part in zip("abc", counts, dataset.train_sources, strict=True):
         assert figures[f"data/{name}/tokens"] == count * T
         assert figures[f"data/{name}/epochs"] == count / part.examples.num_examples
-    assert load(tmp_path / "a.bin", cache=tmp_path / "cache").figures(1000) == {}, "of one source a row says nothing"
+    assert load(tmp_path / "a.bin", cache=tmp_path / "cache").compute_metrics(1000) == {}, (
+        "of one source a row says nothing"
+    )
 
 
 def test_a_run_that_reads_a_source_too_often_is_refused_with_numbers(tmp_path: Path) -> None:
     dataset = load_three(tmp_path, mixture=three(tmp_path, c={"max_epochs": 2.5}))
-    examples = dataset.parts[2].examples.num_examples
+    examples = dataset.train_sources[2].examples.num_examples
     enough = int(examples * 2.5 / 0.2)
     dataset.validate_epochs(enough)
     with pytest.raises(

@@ -79,7 +79,7 @@ def refuse_difference(there: Dataset, local: Dataset) -> None:
     assert there.fingerprint == local.fingerprint
     assert there.tokenizer is not None
     assert there.tokenizer.characters == local.tokenizer.characters
-    tokens, others = there.parts[0].source, local.parts[0].source
+    tokens, others = there.train_sources[0].source, local.train_sources[0].source
     np.testing.assert_array_equal(tokens.read(0, len(tokens)), others.read(0, len(others)))
     np.testing.assert_array_equal(tokens.document_ends(0, len(tokens)), others.document_ends(0, len(others)))
     for split in ("train", "validation"):
@@ -103,7 +103,7 @@ def test_text_is_what_it_is_on_a_disk_in_trouble_and_warm(
     refuse_difference(found, local)
     found.check()
     assert here.driver.ranges == []
-    assert (found.parts[0].source.bytes_copied, local.parts[0].source.bytes_copied) == (size, 0)
+    assert (found.train_sources[0].source.bytes_copied, local.train_sources[0].source.bytes_copied) == (size, 0)
 
 
 def test_text_that_was_replaced_is_read_as_it_is_now_and_a_run_that_has_read_it_goes_on(here: Here) -> None:

@@ -73,7 +73,7 @@ def test_an_id_that_a_hosts_own_copy_alone_holds_is_named_when_it_is_read(tmp_pa
     second = load(write_bin(path, ids), cache=tmp_path / "second")
     second.set_id_ranges(None, found)
     with pytest.raises(DataError, match=rf"token id 5,000 at position 1234 of {path} is beyond .* 700 ids"):
-        second.parts[0].source.read(1200, 1300)
+        second.train_sources[0].source.read(1200, 1300)
 
 
 @pytest.mark.parametrize("has_other_data", [False, True])
