@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 
 from runner.data.corpus_index import INDEX
 from runner.errors import DataError, InvalidError
-from runner.storage import DeniedError, FileInfo, Store, Version, validate_url, open_store, parse_json
+from runner.storage import DeniedError, FileInfo, Store, Version, open_store, parse_json, validate_url
 
 PYTHON_STDLIB = "python-stdlib"
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})

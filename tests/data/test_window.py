@@ -28,7 +28,7 @@ def test_a_split_of_exactly_one_window_is_enough() -> None:
 def test_a_training_split_shorter_than_a_window_is_refused_with_the_numbers() -> None:
     message = (
         r"the training split has 8 tokens \(data\.validation_fraction=0\.2 of 10 tokens are set aside\), "
-        r"fewer than one window of data\.sequence_length=8 \+ 1; need more"
+        r"fewer than one window of data\.sequence_length=8 \+ 1; use more tokens"
     )
     with pytest.raises(DataError, match=message):
         split_tokens(10, validation_fraction=0.2, sequence_length=8)
