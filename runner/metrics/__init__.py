@@ -1,10 +1,10 @@
-"""The rows of the surviving trajectory, and where people see them. Main host only.
+"""Metrics: rows of `metrics.jsonl` and metric writers that mirror them. Process 0 writes.
 
-- `meta`: What `forward` may return beside the loss, its meta, and how a row of metrics holds it. Knows no mod
-- `rows`: A row of `metrics.jsonl`: what one logged step says of itself
-- `file`: `metrics.jsonl` in a bucket, where no object can be appended to: sealed parts, and one object that g
-- `tensorboard`: TensorBoard's event files: `tensorboard/events.out.tfevents.<attempt>` in the run's directory, one a
-- `window`: The steps since the last row, kept on the device until they are asked for: nothing here waits in a s
+- `meta`: step metadata that `forward` returns, and its form in a row
+- `rows`: keys of a row, selection of surviving rows, CSV
+- `file`: `metrics.jsonl` on a disk and in a bucket
+- `tensorboard`: metric writer for TensorBoard
+- `window`: metrics of the steps since the last row
 - `wandb`: metric writer for Weights & Biases
-- `writers`: Where people see the rows while the job runs: a live line on a terminal, plain lines in a log, and p
+- `writers`: progress on the terminal, and asynchronous metric writers
 """

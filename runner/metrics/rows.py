@@ -1,125 +1,129 @@
-"""A row of `metrics.jsonl`: what one logged step says of itself.
+"""Rows of `metrics.jsonl`: their keys, the selection of the surviving ones, and CSV. Does no I/O.
 
-Rows as the lines of a file: which survive a restart, and what the fast tier keeps of them. Does no I/O.
+A row is one JSON object per logged step. A restart removes the rows beyond the checkpoint that it restores, so the
+readers of lines (`select_surviving`) keep each step once, in order.
 
-A tail is the newest rows, those that may not be durable yet, as the fast tier keeps them beside a state: a line
-`{"after": step of the row before them, "rows": how many}`, then the rows. Without that line, as an earlier version
-wrote it, it holds all rows.
+The fast tier keeps the newest rows, those that may not be durable yet, beside a state. This tail is a line `{"after":
+step of the row before them, "rows": how many}`, followed by the rows. An earlier version wrote it without that line;
+such a tail holds all rows of the run.
 
-`metrics.jsonl` as CSV: a column a key, in the order in which they first come; an empty field where a row has none.
-
-Numbers are written at full precision. What bounds the memory: the rows as encoded lines.
+Memory holds rows as encoded lines.
 """
 
 import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from runner.console import escape_unprintable
 from runner.records import Key
-from runner.storage import encode_line
+from runner.storage import JsonObject, encode_line
 
-Row = dict[str, Any]
+Row = JsonObject
 
 ROW_KEYS = (
     Key("step", int, "Optimizer steps completed."),
     Key(
         "train/loss",
         float,
-        "Mean cross entropy over the real target tokens of the global batch of this step alone: not a mean over the "
-        "steps since the row before.",
+        "Mean cross-entropy over the real target tokens of the global batch of this step alone, not averaged over the "
+        "steps since the previous row.",
         "nats",
     ),
     Key(
         "train/loss_mean",
         float,
-        "Mean of it over the steps since the row before, each by its real target tokens; absent in the first row after "
-        "a resume from a checkpoint that an earlier runner saved between two rows.",
+        "Mean of `train/loss` over the steps since the previous row, weighted by their real target tokens. Absent in "
+        "the first row after a resume from a checkpoint that an earlier version of the runner saved between two rows.",
         "nats",
     ),
     Key(
         "train/grad_norm",
         float,
-        "Global norm of the gradient of this step, before clipping; absent if a job's own `train_step` returns none.",
+        "Global norm of the gradient of this step, before clipping. Absent if a job's own `train_step` returns none.",
     ),
     Key(
         "train/learning_rate",
         float,
-        "Learning rate of this step; absent where an optimizer of the job's own keeps it to itself.",
+        "Learning rate of this step. Absent if the job's own optimizer does not keep it in its state.",
     ),
     Key(
         "train/grad_norm/<group>",
         float,
-        "Likewise of one top-level module of the model, or of one parameter; by `config.metrics.norms`.",
+        "Norm of the gradient of one top-level module of the model, or of one parameter; see `config.metrics.norms`.",
     ),
-    Key("train/param_norm", float, "Global norm of the parameters before this step; by `config.metrics.norms`."),
-    Key("train/param_norm/<group>", float, "Likewise of one module, or of one parameter."),
+    Key("train/param_norm", float, "Global norm of the parameters before this step; see `config.metrics.norms`."),
+    Key("train/param_norm/<group>", float, "Norm of the parameters of one module, or of one parameter."),
     Key("train/tokens", int, "Tokens consumed since step 0: step x global batch x sequence length.", "tokens"),
-    Key("perf/tokens_per_second", float, "Over the steps since the row before, evaluation left out.", "tokens / s"),
+    Key(
+        "perf/tokens_per_second",
+        float,
+        "Throughput since the previous row, without the time of evaluation.",
+        "tokens / s",
+    ),
     Key(
         "perf/mfu",
         float,
-        "The model's FLOPs over the devices' peak; only on chips whose peak is known (`runner/accelerator.py`).",
+        "Model FLOPs utilisation: the model's FLOPs per second over the peak of the devices. Only on chips with a "
+        "known peak (`runner/accelerator.py`).",
         "share",
     ),
     Key(
         "perf/step_seconds_median",
         float,
-        "Of the steps since the row before, by when the devices of the main host have finished each; evaluation left "
-        "out.",
+        "Median duration of the steps since the previous row, measured when the devices of process 0 finish each step, "
+        "without the time of evaluation.",
         "s",
     ),
-    Key("perf/step_seconds_p95", float, "The time that 95% of those steps did not exceed.", "s"),
+    Key("perf/step_seconds_p95", float, "95th percentile of the duration of these steps.", "s"),
     Key(
         "perf/peak_bytes",
         int,
-        "The most memory that a device of the main host has held since the process began; absent where it is not "
-        "counted, as on CPUs.",
+        "Peak memory of any device of process 0 since the process began. Absent if the backend does not count it, as "
+        "on CPUs.",
         "bytes",
     ),
-    Key("perf/time", float, "When the row was written, by the clock of the main host.", "Unix seconds"),
+    Key("perf/time", float, "Time at which the row was written, by the clock of process 0.", "Unix seconds"),
     Key("perf/attempt", int, "Number of the attempt that computed this step."),
-    Key("data/<name>/tokens", int, "Tokens that a source of a mixture gave since step 0.", "tokens"),
-    Key("data/<name>/epochs", float, "How often the run has read a source of a mixture."),
-    Key("val/loss", float, "Mean cross entropy over the validation batches; only at evaluated steps.", "nats"),
-    Key("val/<name>/loss", float, "Likewise of one validation set, where there are several.", "nats"),
+    Key("data/<name>/tokens", int, "Tokens drawn from a source of a mixture since step 0.", "tokens"),
+    Key("data/<name>/epochs", float, "Passes of the run over a source of a mixture."),
+    Key("val/loss", float, "Mean cross-entropy over the validation batches. Only at evaluated steps.", "nats"),
+    Key("val/<name>/loss", float, "Validation loss of one validation set, if there are several.", "nats"),
     Key(
         "val/ema_<decay>/<name>",
         float | None,
-        "What an evaluation says of an average of the weights as `val/<name>`; only with `config.ema.evaluate`.",
+        "`val/<name>`, evaluated with an exponential moving average of the weights. Only with `config.ema.evaluate`.",
     ),
     Key(
         "train/noise_scale",
         float | None,
-        "Gradient-noise scale, averaged over steps; null where it is not positive; only with `config.noise_scale`.",
+        "Gradient noise scale, averaged over steps; null if it is not positive. Only with `config.noise_scale`.",
         "tokens",
     ),
     Key(
         "val/bits_per_byte",
         float | None,
-        "The loss over the bytes of the text of the validation batches, null where they are not known; by "
-        "`config.eval.bits_per_byte`.",
+        "Validation loss per byte of text, null if the number of bytes is unknown; see `config.eval.bits_per_byte`.",
         "bits",
     ),
-    Key("val/<name>/bits_per_byte", float | None, "Likewise of one validation set, where there are several.", "bits"),
-    Key("val/<name>/acc", float, "Share of the questions of `config.eval.multiple_choice` that are answered right."),
-    Key("val/<name>/acc_norm", float, "Likewise by the log likelihood over the characters of each choice."),
-    Key("val/<name>/acc_bytes", float, "Likewise over its bytes."),
-    Key("val/sample/<number>", str, "A prompt of `config.eval.samples`, and what the model writes after it."),
+    Key("val/<name>/bits_per_byte", float | None, "Bits per byte of one validation set, if there are several.", "bits"),
+    Key("val/<name>/acc", float, "Share of the questions of `config.eval.multiple_choice` with the right answer."),
+    Key("val/<name>/acc_norm", float, "Share with the right answer by log likelihood per character of each choice."),
+    Key("val/<name>/acc_bytes", float, "Share with the right answer by log likelihood per byte of each choice."),
+    Key("val/sample/<number>", str, "A prompt of `config.eval.samples` with the completion of the model."),
     Key(
         "train/<name>",
         float | list | dict | None,
-        "What `forward` returned as meta under this name: a number, a list, or a histogram, `counts` of bins and their "
-        "`edges`; of the last micro-batch of this step, and where `data` cuts that of its last part, but for the means "
-        "of `sums`, which are of all. What was not finite is null.",
+        "Meta that `forward` returned under this name: a number, a list, or a histogram (`counts` of bins and their "
+        "`edges`). It is that of the last micro-batch of this step, and of the last shard along `data`, except for the "
+        "means of `sums`, which are those of the whole step. null if it was not finite.",
     ),
     Key(
         "val/<name>",
         float | list | dict | str | None,
-        "Likewise of the last validation batch, and the means of `sums` of all; or a figure of another evaluator. Only "
-        "at evaluated steps.",
+        "Meta of the last validation batch and means of `sums` over all of them, or a metric of another evaluator. "
+        "Only at evaluated steps.",
     ),
 )
 
@@ -128,46 +132,56 @@ _AFTER, _NUM_ROWS = "after", "rows"
 
 
 class EncodedRow(NamedTuple):
-    """One row, encoded, with its newline."""
+    """One row as an encoded line with its newline."""
 
     step: int
     text: bytes
 
     @classmethod
-    def of(cls, row: Row) -> Self:
+    def from_row(cls, row: Row) -> Self:
         """Encode a row."""
         return cls(row["step"], encode_line(row))
 
     @property
     def row(self) -> Row:
-        """Decode it."""
+        """The decoded row."""
         row: Row = json.loads(self.text)
         return row
 
 
 class RowTail(NamedTuple):
-    """The newest rows, and the step of the row that they follow, None if they are the first."""
+    """The newest rows of a file.
+
+    Attributes:
+        after: Step of the row before them; None if they are the first.
+        lines: The rows.
+    """
 
     after: int | None
     lines: Sequence[EncodedRow]
 
     def encode(self) -> bytes:
-        """The content of the fast tier's file."""
+        """Return the content of the fast tier's file."""
         head = encode_line({_AFTER: self.after, _NUM_ROWS: len(self.lines)})
         return head + b"".join(line.text for line in self.lines)
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """The inverse of `encode`. Raises `ValueError` if it is torn."""
+        """Decode the content of the fast tier's file.
+
+        Raises:
+            ValueError: The content is torn.
+        """
         head = decode_object(content.partition(b"\n")[0]) or {}
         lines = list(select_surviving(content.splitlines()))
+        # A tail of an earlier version has no number of rows; it is accepted if it has any row.
         if content and head.get(_NUM_ROWS, len(lines) or None) != len(lines):
             raise ValueError("the rows that were kept beside it are not whole")
         return cls(head.get(_AFTER), lines)
 
 
 def decode_object(text: bytes) -> Row | None:
-    """The JSON object in one line, None if it is torn or something else."""
+    """Return the JSON object in one line; None if the line is torn or holds something else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -175,48 +189,48 @@ def decode_object(text: bytes) -> Row | None:
     return value if isinstance(value, dict) else None
 
 
-def _step_of(row: Row) -> int | None:
-    """The step of a row, None for a JSON object that is none: damage may have left another.
-
-    A row of step 0 is of an evaluation before the first step, and has no loss of a step.
-    """
-    step = row.get("step")
-    is_row = isinstance(row.get("train/loss"), int | float) or (step == 0 and "train/tokens" in row)
-    return step if type(step) is int and is_row else None
-
-
 def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: int = -1) -> Iterator[EncodedRow]:
-    """The rows among lines of text that are up to `step` (None: all) and beyond `beyond`, each step once, in order."""
+    """Yield the rows among lines of text, each step once and in ascending order.
+
+    Args:
+        texts: Lines. Those that are no rows are skipped, since damage may leave any line.
+        step: Last step to yield; None for no limit.
+        beyond: Only later steps are yielded.
+    """
     for text in texts:
-        found = _step_of(decode_object(text) or {})
-        if found is not None and found > beyond and (step is None or found <= step):
+        row = decode_object(text) or {}
+        found = row.get("step")
+        # The row of an evaluation before the first step has no loss of a step.
+        is_row = isinstance(row.get("train/loss"), int | float) or (found == 0 and "train/tokens" in row)
+        # `type` and not `isinstance`, since True is an int.
+        if type(found) is int and is_row and found > beyond and (step is None or found <= step):
             beyond = found
             yield EncodedRow(found, text.strip() + b"\n")
 
 
 def find_last_own_step(step: int, tail: RowTail | None) -> int:
-    """Up to which step the file's own rows are taken, where those of `tail` follow them; -1 for none."""
+    """Return the last step whose row a restart at `step` takes from the file, and not from `tail`; -1 for none."""
     if tail is None:
         return step
     return -1 if tail.after is None else min(step, tail.after)
 
 
 def format_csv(lines: Sequence[EncodedRow]) -> Iterator[str]:
-    """The header and a line a row, each with its newline; nothing if there are no rows."""
+    """Yield CSV, a header and one line per row, each with its newline; nothing without rows.
+
+    Columns are the keys in the order of their first occurrence. A field is empty if the row lacks the key. Numbers have
+    full precision; a list or a histogram is JSON.
+    """
+
+    def format_line(values: Iterable[object]) -> str:
+        text = io.StringIO()
+        cells = (json.dumps(value) if isinstance(value, list | dict) else value for value in values)
+        csv.writer(text, lineterminator="\n").writerow(cells)
+        return text.getvalue()
+
     columns = list(dict.fromkeys(key for line in lines for key in line.row))
     if columns:
-        yield _csv_line(map(escape_unprintable, columns))
+        yield format_line(map(escape_unprintable, columns))
     for line in lines:
         row = line.row
-        yield _csv_line(row.get(column) for column in columns)
-
-
-def _cell(value: Any) -> Any:
-    """A list or a histogram as JSON."""
-    return json.dumps(value) if isinstance(value, list | dict) else value
-
-
-def _csv_line(values: Iterable[Any]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(map(_cell, values))
-    return text.getvalue()
+        yield format_line(row.get(column) for column in columns)

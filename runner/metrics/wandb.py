@@ -1,15 +1,18 @@
-"""Metric writer for Weights & Biases. Imports wandb, which takes about a second, so it is loaded on demand.
+"""Metric writer for Weights & Biases. It imports wandb, which takes about a second, and is therefore loaded on demand.
 
-The run id is the job's in all attempts, and each attempt gives wandb the whole trajectory. Offline that is one file for
-each attempt, of which the newest holds everything, and the earlier are removed: `wandb sync` of a file puts its history
-in the place of what the server has under that id, so of several that hold a part each only the last would be seen
-(https://github.com/wandb/wandb/issues/5865 and 3841). Online it is a start without `resume`, which writes over the
-run's history line by line from the first row on (issue 3424): rows of lost steps are gone as soon as the attempt has
-computed those steps anew. With `resume="allow"` the server keeps them for good, and drops the recomputed ones;
-`resume_from`, which would cut them off, is not on every server.
+All attempts of a job use one run id, and each attempt gives wandb the whole trajectory.
 
-Its own files are in `wandb/` of the run's directory. wandb can write to a disk alone, so for a run in a bucket they are
-in this machine's cache while the job runs, and are uploaded when it ends, those of attempts that were killed here too.
+- **Offline**, that is one file per attempt. The newest file holds all rows, and the earlier files are removed:
+  `wandb sync` puts the history of a file in place of what the server has under its id, so of several files that each
+  hold a part only the last one would be visible (https://github.com/wandb/wandb/issues/5865 and 3841).
+- **Online**, that is a start without `resume`, which overwrites the run's history line by line from the first row on
+  (issue 3424). Rows of lost steps disappear as soon as the attempt has computed those steps again. With
+  `resume="allow"` the server would keep them for good and drop the recomputed ones. `resume_from`, which would cut them
+  off, is not available on every server.
+
+The files of wandb are in `wandb/` of the run directory. wandb writes to local disks only, so for a run in a bucket they
+are in this machine's cache while the job runs. They are uploaded when it ends, together with those of attempts that
+were killed on this machine.
 """
 
 import netrc
@@ -17,13 +20,12 @@ import os
 import shutil
 import urllib.parse
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import wandb
 
 from runner.console import warn
-from runner.metrics.meta import find_bins
+from runner.metrics.meta import RowValue, find_bins
 from runner.metrics.rows import Row
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
@@ -34,9 +36,9 @@ UPLOAD_SECONDS = 10.0
 
 
 def remove_superseded(current: Path) -> None:
-    """Remove what earlier attempts at the run of directory `current` have left beside it: its own rows hold theirs.
+    """Remove the directories of earlier attempts at the same run beside `current`, which holds their rows.
 
-    wandb names a directory `offline-run-<time>-<id>`, or `run-<time>-<id>` where it was online.
+    wandb calls a directory `offline-run-<time>-<id>`, or `run-<time>-<id>` if it was online.
     """
     time, run_id = current.name.split("-")[-2:]
     for path in current.parent.glob(f"*run-*-{run_id}"):
@@ -45,75 +47,77 @@ def remove_superseded(current: Path) -> None:
 
 
 def upload_offline_runs(directory: Path, store: Store, deadline_seconds: float) -> None:
-    """Copy what wandb has written offline below `directory` to the same names in a bucket, unless it is there.
+    """Upload the offline runs of wandb, and then remove older ones of the same runs from the bucket.
 
-    Then remove there what of the same runs is older. Each within `deadline_seconds`. Raises `OSError`.
+    Args:
+        directory: Local directory that stands for the run directory.
+        store: Bucket of the run. Files that it already has are not uploaded again.
+        deadline_seconds: Limit for each file.
+
+    Raises:
+        OSError: The bucket cannot be reached.
     """
     present = store.list_sizes(FOLDER)
-    kept = sorted(path.name for path in (directory / FOLDER).glob("wandb/offline-run-*"))
+    local = sorted(path.name for path in (directory / FOLDER).glob("wandb/offline-run-*"))
     for path in sorted((directory / FOLDER).glob("wandb/offline-run-*/**/*")):
         name = path.relative_to(directory / FOLDER).as_posix()
         if path.is_file() and present.get(name) != path.stat().st_size:
             store.upload(path, f"{FOLDER}/{name}", deadline_seconds)
-    for name in {name.split("/")[1] for name in present if name.startswith("wandb/offline-run-")} - {*kept}:
+    for name in {name.split("/")[1] for name in present if name.startswith("wandb/offline-run-")} - {*local}:
         run_id = name.split("-")[-1]
-        if any(own.endswith(f"-{run_id}") and name < own for own in kept):
+        if any(own.endswith(f"-{run_id}") and name < own for own in local):
             store.remove_tree(f"{FOLDER}/wandb/{name}")
 
 
 class WandbWriter:
-    """A place: a W&B run, shown the resolved spec, versions, commit and hosts as its config."""
+    """W&B run, a `MetricWriter`. Its config is the resolved spec with versions, commit and hosts."""
 
     def __init__(self, spec: ExecutionSpec, attempt: Attempt):
         self._store = store = attempt.store
         self._directory = default_cache_directory() / "wandb" / attempt.run_id if store.root is None else store.root
-        self._run = _start(spec, attempt, self._directory)
+        mode = spec.logging.wandb
+        if mode == "online" and not _has_key():
+            warn("wandb: there is no API key here; logging offline, upload the run later with `wandb sync`")
+            mode = "offline"
+        folder = self._directory / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))  # by default its logs are in the home directory
+        self._run = wandb.init(
+            entity=spec.logging.wandb_entity,
+            project=spec.project,
+            group=spec.group,
+            name=spec.name,
+            tags=spec.logging.wandb_tags,
+            id=attempt.run_id,
+            mode=mode,
+            dir=str(folder),
+            config=spec.model_dump(mode="json") | {"environment": attempt.environment},
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
+        )
 
     def add(self, row: Row) -> None:
-        """See `MetricWriter`. A row of the same step completes the one before, which wandb holds until the next."""
-        self._run.log({key: _shown(value) for key, value in row.items() if key != "step"}, step=row["step"])
+        """Log a row. wandb keeps the last step open, so a second row of a step completes the first one."""
+        self._run.log({key: convert_value(value) for key, value in row.items() if key != "step"}, step=row["step"])
 
     def supersede(self) -> None:
-        """See `MetricWriter`."""
+        """Remove the local runs of earlier attempts."""
         remove_superseded(Path(self._run.settings.sync_dir))
 
     def finish(self) -> None:
-        """See `MetricWriter`."""
+        """End the run, and upload it if the run directory is in a bucket."""
         self._run.finish()
         if self._store.root is None:
             upload_offline_runs(self._directory, self._store, UPLOAD_SECONDS)
 
 
-def _shown(value: Any) -> Any:
-    """A list or a histogram as W&B draws it; all else as it is."""
-    found = find_bins(value)
-    return value if found is None else wandb.Histogram(np_histogram=(np.asarray(found[0]), np.asarray(found[1])))
-
-
-def _start(spec: ExecutionSpec, attempt: Attempt, directory: Path) -> Any:
-    mode = spec.logging.wandb
-    if mode == "online" and not _has_key():
-        warn("wandb: no API key here, logging offline; `wandb sync` uploads it later")
-        mode = "offline"
-    folder = directory / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))  # else its logs lie in the home directory
-    return wandb.init(
-        entity=spec.logging.wandb_entity,
-        project=spec.project,
-        group=spec.group,
-        name=spec.name,
-        tags=spec.logging.wandb_tags,
-        id=attempt.run_id,
-        mode=mode,
-        dir=str(folder),
-        config=spec.model_dump(mode="json") | {"environment": attempt.environment},
-        settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
-    )
+def convert_value(value: RowValue) -> RowValue | wandb.Histogram:
+    """Return a list or a histogram as a W&B histogram, and any other value as it is."""
+    bins = find_bins(value)
+    return value if bins is None else wandb.Histogram(np_histogram=(np.asarray(bins[0]), np.asarray(bins[1])))
 
 
 def _has_key() -> bool:
-    """Whether wandb could log in without asking for a key, which would block."""
+    """Return True if wandb can log in without asking for a key, for which it would wait."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname

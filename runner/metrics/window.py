@@ -1,11 +1,12 @@
-"""The steps since the last row, kept on the device until they are asked for: nothing here waits in a step.
+"""Metrics of the steps since the last row: the window on the device, and the durations of steps.
 
-What a row says of them is a function of the trajectory alone. A save may fall between two rows; what the steps up to it
-add to the next row then rides on the save (`carry`), and a resumed attempt begins with it. Speeds are not carried.
+Results of steps stay on the device until a row needs them, so nothing here makes a step wait.
 
-How long single steps take, by when the device has finished each: on a thread of its own, so no step waits for it.
+The row's metrics are a function of the trajectory alone. A save may come between two rows; the contribution of the
+steps so far to the next row is then saved with it (`carry`), and a resumed attempt continues from that. Speeds are not
+saved.
 
-What bounds it: the steps of one window, `STEPS_MAX` of them at most.
+Memory holds the steps of one window, `STEPS_MAX` durations at most.
 """
 
 import collections
@@ -14,6 +15,7 @@ import queue
 import statistics
 import threading
 import time
+from typing import NamedTuple
 
 import jax
 
@@ -27,20 +29,24 @@ STEPS_MAX = 10_000
 
 
 class StepTimer:
-    """The seconds between the ends of steps since the last row. Made and called by the training thread."""
+    """Durations of steps since the last row, from the end of one step on the device to the end of the next.
+
+    A thread of its own waits for the device. The training thread makes the timer and calls its methods.
+    """
 
     def __init__(self) -> None:
+        # In order: a step by its result, a time from which to measure, a request to catch up, and the end.
         self._ends: queue.SimpleQueue[jax.Array | float | threading.Event | None] = queue.SimpleQueue()
         self._seconds: collections.deque[float] = collections.deque(maxlen=STEPS_MAX)
         self._thread = threading.Thread(target=self._watch, name="pace", daemon=True)
         self._thread.start()
 
     def add(self, loss: jax.Array) -> None:
-        """Take a step by what it returns, which is never donated. Waits for nothing."""
+        """Add a step by its loss, which is never donated. Does not wait."""
         self._ends.put(loss)
 
     def restart(self) -> None:
-        """What has passed so far is no part of the next step."""
+        """Exclude the time since the last step from the duration of the next one."""
         self._ends.put(time.monotonic())
 
     def _watch(self) -> None:
@@ -54,17 +60,17 @@ class StepTimer:
                 continue
             try:
                 jax.block_until_ready(end)
-            except jax.errors.JaxRuntimeError:  # the training thread meets it, too, and says so
+            except jax.errors.JaxRuntimeError:  # the training thread gets the same error, and reports it
                 continue
             now = time.monotonic()
             self._seconds.append(now - since)
             since = now
 
     def pop_percentiles(self) -> Row:
-        """Median and 95th percentile of the steps added so far, all of which have ended; the next window begins."""
-        seen = threading.Event()
-        self._ends.put(seen)
-        seen.wait()
+        """Return median and 95th percentile of the steps since the last call, and wait until all have ended."""
+        caught_up = threading.Event()
+        self._ends.put(caught_up)
+        caught_up.wait()
         seconds = sorted(self._seconds)
         self._seconds.clear()
         if not seconds:
@@ -75,62 +81,77 @@ class StepTimer:
         }
 
     def close(self) -> None:
-        """End the thread, once the device has finished what was added."""
+        """End the thread as soon as the device has finished the steps that were added."""
         self._ends.put(None)
 
 
 _LOSS_SUM, _WEIGHT = "loss_sum", "weight"
 
 
-class MetricsWindow:
-    """The steps since the last row, which is that of `step`.
+class _StepResult(NamedTuple):
+    """Fetched result of one step."""
 
-    `carry` is what an earlier attempt has made of the steps between that row and `step`. Not `is_whole`: there were
-    such steps and nothing is known of them, so the next row has no mean.
+    step: int
+    loss: float
+    meta: dict[str, RowValue]
+
+
+class MetricsWindow:
+    """Steps since the last row.
+
+    Args:
+        step: Step of that row.
+        carry: Contribution of the steps since that row that an earlier attempt has saved (`MetricsWindow.carry`).
+        is_whole: False if there were such steps and nothing is known of them; the next row then has no mean.
     """
 
     def __init__(self, step: int = 0, carry: JsonObject | None = None, is_whole: bool = True):
         self._pending: list[tuple[int, jax.Array, Meta]] = []
-        self._last: tuple[int, float, dict[str, RowValue]] | None = None
+        self._last: _StepResult | None = None
         self._loss_sum, self._weight = (float(carry[key]) if carry else 0.0 for key in (_LOSS_SUM, _WEIGHT))
         self._is_whole = is_whole
         self._since_step = step
         self._since_seconds = time.monotonic()
 
     def add(self, step: int, loss: jax.Array, meta: Meta) -> None:
-        """Take what step `step` returned, without waiting for it.
+        """Add the result of a step, without waiting for it.
 
-        In the mean over the steps its loss counts for its `token_count`; for 1, where steps do not differ in that.
+        The weight of its loss in the mean over steps is `token_count` of `meta`, or 1 without it: then all steps have
+        the same number of tokens.
         """
         self._pending.append((step, loss, meta))
 
     def fetch(self) -> None:
-        """Wait for the device. Raises `DivergedError` naming the first step that is not finite."""
+        """Wait for the device and fetch the results of all steps.
+
+        Raises:
+            DivergedError: A loss or gradient norm is not finite. The error names the first such step.
+        """
         for step, loss, meta in jax.device_get(self._pending):
-            figures = {key: to_row_value(value) for key, value in meta.items()}
+            values = {key: to_row_value(value) for key, value in meta.items()}
             grad_norm = float(meta.get(GRAD_NORM, 0.0))
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise DivergedError(
                     f"step {step}: training diverged: loss {float(loss)}, gradient norm {grad_norm}; "
                     "the last good checkpoint is kept"
                 )
-            counted = float(meta.get(TOKEN_COUNT, 1.0))
-            self._loss_sum, self._weight = self._loss_sum + counted * float(loss), self._weight + counted
-            self._last = (step, float(loss), figures)
+            weight = float(meta.get(TOKEN_COUNT, 1.0))
+            self._loss_sum, self._weight = self._loss_sum + weight * float(loss), self._weight + weight
+            self._last = _StepResult(step, float(loss), values)
         self._pending = []
 
     @property
     def carry(self) -> JsonObject | None:
-        """What the steps since the last row add to the next one; None if there are none. After `fetch`."""
+        """Contribution of the steps since the last row to the next one, after `fetch`; None if there are none."""
         if self._last is None and not self._weight:
             return None
         return {_LOSS_SUM: self._loss_sum, _WEIGHT: self._weight} if self._is_whole else None
 
     def close(self, tokens_per_step: int) -> Row:
-        """The row of the newest step; the next window begins."""
+        """Return the row of the newest step, and begin the next window."""
         self.fetch()
         assert self._last is not None, "a row needs a step"
-        step, loss, figures = self._last
+        step, loss, values = self._last
         seconds = time.monotonic() - self._since_seconds
         tokens = count_tokens(step - self._since_step, tokens_per_step)
         mean = {"train/loss_mean": self._loss_sum / self._weight} if self._is_whole and self._weight else {}
@@ -138,8 +159,9 @@ class MetricsWindow:
         self._loss_sum = self._weight = 0.0
         self._is_whole = True
         self.restart_clock()
-        order = [name for name in (GRAD_NORM, "learning_rate") if name in figures]
-        first = {f"train/{name}": figures.pop(name) for name in order}
+        # The runner's own values come before those of the job, since the order of keys is that of a CSV's columns.
+        order = [name for name in (GRAD_NORM, "learning_rate") if name in values]
+        first = {f"train/{name}": values.pop(name) for name in order}
         return {
             "step": step,
             "train/loss": loss,
@@ -147,9 +169,9 @@ class MetricsWindow:
             **first,
             "train/tokens": count_tokens(step, tokens_per_step),
             "perf/tokens_per_second": tokens / max(seconds, 1e-9),
-            **{f"train/{name}": value for name, value in figures.items()},
+            **{f"train/{name}": value for name, value in values.items()},
         }
 
     def restart_clock(self) -> None:
-        """Leave out of the speed what has passed so far."""
+        """Exclude the time since the last row from the speed."""
         self._since_seconds = time.monotonic()

@@ -1,15 +1,15 @@
-"""Where people see the rows while the job runs: a live line on a terminal, plain lines in a log, and places.
+"""Displays of rows while a job runs: progress on the terminal or in a log, and asynchronous metric writers.
 
-Main host only.
+Process 0 uses them. A **metric writer** (`MetricWriter`) keeps rows for another tool, such as TensorBoard or W&B. It
+may be slow, hang or fail, and no step may notice that. `AsyncMetricWriter` therefore runs it on a thread of its own
+behind a bounded queue.
 
-A place that holds the rows for another tool, fed aside: it may be slow, hang or fail, and no step notices.
+A metric writer only mirrors `metrics.jsonl`: each attempt first gives it the rows up to the step that it resumed from,
+and then its own rows. So it shows one trajectory, whatever was lost, recomputed with other bits, or missed while the
+writer was off, and it needs no memory of its own. The price at a start is to write those rows once more, beside the
+first steps.
 
-All of a place happens on a thread of its own behind a bounded queue. It is a picture of `metrics.jsonl` and nothing
-else: each attempt first gives it the rows up to the step that it resumed from, then its own. So there is one
-trajectory, whatever was lost, recomputed with other bits or missed by a place that was off, and a place needs no memory
-of its own. What it costs at a start is to write those rows once more, beside the first steps.
-
-A place that raises, or does not come after, is left off for the rest of the attempt: `on_off` hears of it once.
+A writer that raises, or does not keep up, is switched off for the rest of the attempt, and `on_failure` is called once.
 """
 
 import contextlib
@@ -39,96 +39,102 @@ CLOSE_SECONDS = 10.0
 
 
 class MetricWriter(Protocol):
-    """Where rows are kept. Called on one thread, which may wait there; whatever is raised ends it."""
+    """Writer that keeps rows for another tool. It is called on one thread, which may wait; an exception ends it."""
 
     def add(self, row: Row) -> None:
-        """Take a row. Steps ascend; one of the same step as the row before it has only keys that are new."""
+        """Write a row. Steps ascend; a row with the step of the row before has only the keys that are new."""
 
     def supersede(self) -> None:
-        """All rows of earlier attempts are in: remove what those attempts have left. Called once."""
+        """Remove what earlier attempts have left, since all their rows are written. Called once."""
 
     def finish(self) -> None:
-        """No more rows come."""
+        """Finish after the last row."""
+
+
+class RowDisplay(Protocol):
+    """Display of rows, called by the training thread."""
+
+    def show(self, row: Row) -> None:
+        """Show a row. Must not block for long, and never raise."""
+
+    def close(self) -> None:
+        """Finish within seconds."""
 
 
 class AsyncMetricWriter:
-    """A sink (see `sinks`) that feeds a place. `earlier` gives the surviving rows of the attempts before."""
+    """Asynchronous metric writer, a `RowDisplay`.
+
+    Args:
+        name: Name of the writer, for `on_failure`.
+        open_writer: Function that opens the writer, called on the thread of the writer.
+        earlier: Function that returns the surviving rows of earlier attempts.
+        on_failure: Function of the name and the reason, called once when the writer is switched off.
+    """
 
     def __init__(
         self,
         name: str,
-        open_place: Callable[[], MetricWriter],
+        open_writer: Callable[[], MetricWriter],
         earlier: Callable[[], Iterable[Row]],
-        on_off: Callable[[str, str], None],
+        on_failure: Callable[[str, str], None],
     ):
-        self._name, self._on_off = name, on_off
+        self._name, self._on_failure = name, on_failure
         self._rows: queue.Queue[Row | None] = queue.Queue(QUEUE_ROWS)
-        self._off = threading.Lock()  # taken once, by whoever leaves the place off
-        self._thread = threading.Thread(target=self._work, args=(open_place, earlier), name=name, daemon=True)
+        self._off = threading.Lock()  # acquired once, by the thread that switches the writer off
+        self._thread = threading.Thread(target=self._work, args=(open_writer, earlier), name=name, daemon=True)
         self._thread.start()
 
     def show(self, row: Row) -> None:
-        """Queue one row. Waits for nothing."""
+        """Queue a row, without waiting."""
         self._put(row)
 
     def close(self) -> None:
-        """Let the thread finish for some seconds, then leave it."""
+        """Let the writer finish for up to `CLOSE_SECONDS`, then leave its thread behind."""
         if self._put(None):
             self._thread.join(CLOSE_SECONDS)
             if self._thread.is_alive():
-                self._leave_off(f"it has not finished {CLOSE_SECONDS:g} s after the last row")
+                self._switch_off(f"it has not finished {CLOSE_SECONDS:g} s after the last row")
 
     def _put(self, row: Row | None) -> bool:
-        """Whether it is taken: nothing is, once the place is off."""
+        """Return True if the row is queued, which it is unless the writer is off."""
         if self._off.locked():
             return False
         try:
             self._rows.put_nowait(row)
         except queue.Full:
-            self._leave_off(f"{QUEUE_ROWS} rows wait for it")
+            self._switch_off(f"{QUEUE_ROWS} rows wait for it")
             return False
         return True
 
-    def _work(self, open_place: Callable[[], MetricWriter], earlier: Callable[[], Iterable[Row]]) -> None:
+    def _work(self, open_writer: Callable[[], MetricWriter], earlier: Callable[[], Iterable[Row]]) -> None:
         with contextlib.ExitStack() as stack:
             stack.push(self._on_exit)
-            place = open_place()
+            writer = open_writer()
             last: Row = {}
             for last in earlier():
-                place.add(last)
-            place.supersede()
+                writer.add(last)
+            writer.supersede()
             while (row := self._rows.get()) is not None and not self._off.locked():
-                place.add(row if row["step"] != last.get("step") else _what_is_new(row, last))
+                if row["step"] == last.get("step"):
+                    # The row completes the one before, as after an evaluation; only new keys are written.
+                    writer.add({key: value for key, value in row.items() if key == "step" or key not in last})
+                else:
+                    writer.add(row)
                 last = row
-            place.finish()
+            writer.finish()
 
     def _on_exit(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        """Whatever a place raises ends here: a library for looking at rows is no reason to end a run."""
+        # Any exception of a writer ends here: a library for viewing rows must not end a run.
         if error is not None:
-            self._leave_off(format_error(error))
+            self._switch_off(format_error(error))
         return isinstance(error, Exception)
 
-    def _leave_off(self, reason: str) -> None:
+    def _switch_off(self, reason: str) -> None:
         if self._off.acquire(blocking=False):
-            self._on_off(self._name, reason)
+            self._on_failure(self._name, reason)
 
 
-def _what_is_new(row: Row, before: Row) -> Row:
-    """Of a row that completes the one before: the step, and the keys that are not there yet."""
-    return {key: value for key, value in row.items() if key == "step" or key not in before}
-
-
-class RowDisplay(Protocol):
-    """Anything that shows rows."""
-
-    def show(self, row: Row) -> None:
-        """Take one row; must not block for long and never raise."""
-
-    def close(self) -> None:
-        """Finish, within seconds."""
-
-
-def _describe(row: Row) -> str:
+def _format_row(row: Row) -> str:
     parts = [f"loss {row['train/loss']:.4f}"] if "train/loss" in row else []
     if row.get("val/loss") is not None:
         parts.append(f"val {row['val/loss']:.4f}")
@@ -138,7 +144,7 @@ def _describe(row: Row) -> str:
 
 
 class LiveProgress:
-    """One line on a terminal that keeps itself up to date."""
+    """Progress bar on a terminal, a `RowDisplay`."""
 
     def __init__(self, name: str, total_steps: int, step: int, console: Console):
         columns = (
@@ -153,60 +159,59 @@ class LiveProgress:
         self._progress.start()
 
     def show(self, row: Row) -> None:
-        """Move the bar; a validation loss also gets a line that stays."""
-        self._progress.update(self._task, completed=row["step"], figures=_describe(row))
+        """Move the bar; a row with a validation loss is also printed on a line that stays."""
+        self._progress.update(self._task, completed=row["step"], figures=_format_row(row))
         if "val/loss" in row:
-            self._progress.console.print(f"step {row['step']}  {_describe(row)}", highlight=False)
+            self._progress.console.print(f"step {row['step']}  {_format_row(row)}", highlight=False)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Stop the bar and leave it on the terminal."""
         self._progress.stop()
 
 
 class PlainProgress:
-    """A line a row, for logs."""
+    """One line per row, for logs; a `RowDisplay`."""
 
     def __init__(self, tokens_per_step: int, total_steps: int):
         self._tokens_per_step = tokens_per_step
         self._total_steps = total_steps
 
     def show(self, row: Row) -> None:
-        """Print step, loss, speed and time left."""
+        """Print step, loss, speed and remaining time."""
         speed = row.get("perf/tokens_per_second")
         left = "" if not speed else f"  {(self._total_steps - row['step']) * self._tokens_per_step / speed:.0f} s left"
-        say(f"step {row['step']}/{self._total_steps}  {_describe(row)}{left}")
+        say(f"step {row['step']}/{self._total_steps}  {_format_row(row)}{left}")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: every line is printed."""
 
 
 def make_progress(spec: ExecutionSpec, total_steps: int, step: int, tokens_per_step: int) -> RowDisplay:
-    """Live progress where standard output is a person's terminal, plain lines elsewhere."""
+    """Return a progress bar if standard output is a terminal and logs are text, plain lines otherwise."""
     if sys.stdout.isatty() and spec.logging.format == "text":
         return LiveProgress(spec.name, total_steps, step, Console())
     return PlainProgress(tokens_per_step, total_steps)
 
 
 def open_displays(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, step: int) -> list[RowDisplay]:
-    """All places that the spec names, for an attempt that goes on from `step`."""
+    """Return the displays that the spec names, for an attempt that continues from `step`."""
 
-    def earlier() -> Iterator[Row]:
+    def read_earlier() -> Iterator[Row]:
         return (line.row for line in read_encoded_rows(attempt.store, step))
 
-    def on_off(name: str, reason: str) -> None:
+    def report_failure(name: str, reason: str) -> None:
         warn(f"{name} is off: {reason}")
         attempt.record("sink_off", None, sink=name, reason=reason)
 
-    sinks: list[RowDisplay] = [make_progress(spec, config.total_steps, step, config.tokens_per_step)]
+    def open_wandb() -> MetricWriter:
+        # The import of wandb takes a second, which this thread may wait and the training thread may not.
+        writer: MetricWriter = importlib.import_module("runner.metrics.wandb").WandbWriter(spec, attempt)
+        return writer
+
+    displays: list[RowDisplay] = [make_progress(spec, config.total_steps, step, config.tokens_per_step)]
     if spec.logging.tensorboard:
-        open_place = functools.partial(TensorBoardWriter, attempt.store, attempt.run_id, attempt.number)
-        sinks.append(AsyncMetricWriter("tensorboard", open_place, earlier, on_off))
+        open_tensorboard = functools.partial(TensorBoardWriter, attempt.store, attempt.run_id, attempt.number)
+        displays.append(AsyncMetricWriter("tensorboard", open_tensorboard, read_earlier, report_failure))
     if spec.logging.wandb != "disabled":
-        sinks.append(AsyncMetricWriter("wandb", functools.partial(_track, spec, attempt), earlier, on_off))
-    return sinks
-
-
-def _track(spec: ExecutionSpec, attempt: Attempt) -> MetricWriter:
-    """Import wandb, which takes a second, on the thread that waits for it."""
-    place: MetricWriter = importlib.import_module("runner.metrics.wandb").WandbWriter(spec, attempt)
-    return place
+        displays.append(AsyncMetricWriter("wandb", open_wandb, read_earlier, report_failure))
+    return displays

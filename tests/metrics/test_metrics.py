@@ -637,7 +637,7 @@ def test_rows_do_not_follow_those_of_a_file_that_a_later_attempt_has_gone_back_b
 
 
 def test_rows_that_were_kept_torn_are_refused():
-    whole = RowTail(4, [EncodedRow.of(row(5)), EncodedRow.of(row(6))]).encode()
+    whole = RowTail(4, [EncodedRow.from_row(row(5)), EncodedRow.from_row(row(6))]).encode()
     assert RowTail.decode(whole).lines[-1].row == row(6)
     for size in range(1, len(whole) - 1):
         with pytest.raises(ValueError, match="not whole"):

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from runner.dashboard.charts import RunCurves
 from runner.metrics.rows import EncodedRow, format_csv, select_surviving
 from runner.metrics.tensorboard import TensorBoardWriter
-from runner.metrics.wandb import _shown
+from runner.metrics.wandb import convert_value
 from runner.metrics.window import StepTimer
 from runner.metrics.writers import PlainProgress
 from runner.parallel import mesh
@@ -52,15 +52,15 @@ def test_tensorboard_shows_histograms_and_texts(tmp_path: Path) -> None:
 
 
 def test_wandb_is_given_histograms() -> None:
-    shown = _shown(HISTOGRAM)
+    shown = convert_value(HISTOGRAM)
     assert isinstance(shown, wandb.Histogram)
     assert (list(shown.histogram), list(shown.bins)) == (HISTOGRAM["counts"], HISTOGRAM["edges"])
-    assert isinstance(_shown([1.0, 2.0]), wandb.Histogram)
-    assert [_shown(value) for value in (1.5, None, "text", [])] == [1.5, None, "text", []]
+    assert isinstance(convert_value([1.0, 2.0]), wandb.Histogram)
+    assert [convert_value(value) for value in (1.5, None, "text", [])] == [1.5, None, "text", []]
 
 
 def test_a_table_has_lists_and_histograms_as_json_and_a_page_leaves_them_out() -> None:
-    header, line = csv.reader(io.StringIO("".join(format_csv([EncodedRow.of(ROW)]))))
+    header, line = csv.reader(io.StringIO("".join(format_csv([EncodedRow.from_row(ROW)]))))
     cells = dict(zip(header, line, strict=True))
     assert json.loads(cells["train/some"]) == HISTOGRAM
     assert json.loads(cells["val/list"]) == ROW["val/list"]
