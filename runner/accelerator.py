@@ -1,12 +1,12 @@
-"""The chip catalogue: what each accelerator can do, how many stand in a host, what devices and engines call them.
+"""Catalogue of accelerator chips: peak rates, hosts, and the names that devices and job engines give them.
 
-A spec names chips: `v5e-16` is one slice of 16 chips, `2xv5e-256` two slices of 256, `h200-8` 8 GPUs. Nothing else in
-the project knows a chip.
+A spec names chips: `v5e-16` is one slice of 16 chips, `2xv5e-256` two slices of 256, `h200-8` 8 GPUs. This module is
+the only one that knows chips. It imports no jax.
 
-Figures are those of the makers, per chip: the Google Cloud documentation's page of each TPU version
+Rates are those of the makers, per chip: the pages of the Google Cloud documentation on each TPU version
 (docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e, /tpu7x) and NVIDIA's data sheets of the DGX A100 80GB, H100, H200
-and B200. They publish interconnects in both directions together; here is one direction, half of that. Names are those
-of "Plan TPUs in GKE", "TPU software versions" (same documentation) and libtpu.
+and B200. The makers publish the bandwidth of interconnects for both directions together; the catalogue has one
+direction, half of that. Names are those of "Plan TPUs in GKE", "TPU software versions" (same documentation) and libtpu.
 """
 
 import re
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from runner.errors import InvalidError
 
-# Chips in a slice -> its shape, as GKE labels nodes and libtpu names topologies.
+# Chips of a slice -> its shape, as GKE labels nodes and libtpu names topologies.
 _TORUS_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _TORUS_3D = {
     4: "2x2x1",
@@ -35,11 +35,15 @@ _TORUS_3D = {
 
 @dataclass(frozen=True)
 class PeakRates:
-    """What one chip can do at best, dense and in bfloat16, in FLOP/s, bytes and bytes/s.
+    """Peak rates of one chip for dense bfloat16.
 
     Attributes:
-        interconnect_bytes_per_second: out of one chip over all its links inside a slice, or a GPU node, one direction.
-        network_bytes_per_second: a chip's share of its host's network, between slices or nodes, one direction.
+        flops_per_second: Floating-point operations per second.
+        hbm_bytes: Size of its memory.
+        hbm_bytes_per_second: Bandwidth of its memory.
+        interconnect_bytes_per_second: Bandwidth out of one chip over all its links inside a slice, or inside a GPU
+            node, in one direction.
+        network_bytes_per_second: The chip's share of its host's network between slices or nodes, in one direction.
     """
 
     flops_per_second: float
@@ -54,19 +58,20 @@ class Chip:
     """One kind of accelerator.
 
     Attributes:
-        device_kinds: what `device_kind` of its jax devices begins with, in lower case.
-        speeds: None where they depend on the machine.
-        chips_per_host: chips of one host of a slice that has several, or of one GPU node; None if it varies.
-        devices_per_chip: jax devices that one chip shows.
-        shapes: chips in a slice -> shape of the slice, as GKE and libtpu write it; None for what is no TPU.
-        libtpu_name: what libtpu's topologies begin with, None for what is no TPU.
-        gke_accelerator: value of GKE's node label, None for what GKE does not have.
-        gcloud_prefix: what accelerator types of queued resources begin with, None where there are none.
-        gcloud_units_per_chip: by what the number in that type exceeds the chips (it counts cores on some).
-        gcloud_runtime: software version of its TPU VMs for JAX.
-        matrix_units: how many a chip has, and the width of each: one of width 128 does 128 x 128 multiplications and
-            additions in a cycle. None where that is not known. The makers publish no clock: it is what gives the peak.
-        compiler_flags: XLA's, with which programs for it are compiled (see `make_compiler_options`).
+        device_kinds: Prefixes of `device_kind` of its jax devices, in lower case.
+        speeds: Peak rates; None if they depend on the machine.
+        chips_per_host: Chips of one host of a slice with several hosts, or of one GPU node; None if it varies.
+        devices_per_chip: Number of jax devices of one chip.
+        shapes: Chips of a slice -> shape of the slice, as GKE and libtpu write it; None unless it is a TPU.
+        libtpu_name: Prefix of libtpu's topology names; None unless it is a TPU.
+        gke_accelerator: Value of GKE's node label; None if GKE does not offer it.
+        gcloud_prefix: Prefix of the accelerator types of queued resources; None if there are none.
+        gcloud_units_per_chip: Units per chip in the number of such a type, which counts cores for some chips.
+        gcloud_runtime: Software version of its TPU VMs for JAX.
+        matrix_units: Number of matrix units of a chip, and the width of each; None if unknown. A unit of width 128 does
+            128 x 128 multiplications and additions per cycle. The makers publish no clock: `clock_hertz` follows from
+            these and the peak.
+        compiler_flags: XLA flags for programs on this chip (see `make_compiler_options`).
     """
 
     device_kinds: tuple[str, ...]
@@ -84,7 +89,7 @@ class Chip:
 
     @property
     def clock_hertz(self) -> float | None:
-        """Cycles a second, by the peak of the matrix units."""
+        """Cycles per second, derived from the peak of the matrix units."""
         if self.matrix_units is None or self.speeds is None:
             return None
         number, width = self.matrix_units
@@ -92,21 +97,23 @@ class Chip:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether it comes in slices."""
+        """True if it comes in slices."""
         return self.shapes is not None
 
     @property
     def slice_sizes(self) -> list[int]:
-        """Numbers of chips that can be asked for, ascending: its slices, or parts of a GPU node and whole ones."""
+        """Numbers of chips that can be requested, ascending: slices, or parts of a GPU node and whole nodes."""
         return sorted(self.shapes) if self.shapes is not None else [2**power for power in range(11)]
 
 
-# By default libtpu lets every gather of parameters wait for the matmul before it. With these it runs beside one: of the
-# gathers of `specs/gpt_7b.yaml` on v5p-512, 43 ms a step, all but 9.5 ms are hidden by its own schedule. Names and use
-# are those of MaxText, benchmarks/xla_flags_library.py. Not here, since it is no gain or was not seen to be one:
-# `xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter` with `xla_enable_async_reduce_scatter_fusion` (libtpu
-# runs out of fast memory on that spec), and all of them where gradients alone cross chips, as on v5e by `data`. Of a
-# ragged all-to-all in the same program libtpu 0.0.42.1 dies, with an internal error, if all five are set.
+# By default libtpu makes every all-gather of parameters wait for the matmul before it. With these flags it overlaps the
+# two: of the all-gathers of `specs/gpt_7b.yaml` on v5p-512, 43 ms a step, libtpu's own schedule hides all but 9.5 ms.
+# Names and use are those of MaxText, benchmarks/xla_flags_library.py.
+#
+# Left out, because there is no gain or none was seen: `xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter` with
+# `xla_enable_async_reduce_scatter_fusion` (libtpu runs out of fast memory on that spec), and all of these flags where
+# only gradients cross chips, as with `data` on v5e. With a ragged all-to-all in the same program libtpu 0.0.42.1 dies
+# of an internal error if all five flags are set.
 _GATHERS_BESIDE_MATMULS = (
     "--xla_tpu_enable_async_collective_fusion=true",
     "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
@@ -115,8 +122,9 @@ _GATHERS_BESIDE_MATMULS = (
     "--xla_enable_async_all_gather=true",
 )
 
-# Fast memory for one op at a time; what it leaves is for what later ops need. With it ops of `specs/gpt_7b.yaml` on
-# v5p-512 take larger tiles: by libtpu's own estimates 1,079 ms a step become 917, with 96 MiB 907. No gain on v5e.
+# Fast memory that one op may use; the rest prefetches what later ops need. With this limit ops of `specs/gpt_7b.yaml`
+# on v5p-512 use larger tiles: by libtpu's own estimates a step takes 917 ms instead of 1,079, and 907 with 96 MiB.
+# There is no gain on v5e.
 _LARGE_TILES = "--xla_tpu_scoped_vmem_limit_kib=32768"
 
 _RAGGED = "ragged_all_to_all"
@@ -127,7 +135,9 @@ CHIPS = {
     "cpu": Chip(("cpu",)),
     "v4": Chip(
         ("tpu v4",),
-        PeakRates(275 * _T, 32 * _GIB, 1200 * _G, 300 * _G, 6.25 * _G),  # its network is not published: as v5p's
+        PeakRates(
+            275 * _T, 32 * _GIB, 1200 * _G, 300 * _G, 6.25 * _G
+        ),  # its network is not published; assumed to be that of v5p
         chips_per_host=4,
         shapes=_TORUS_3D,
         libtpu_name="v4",
@@ -135,7 +145,7 @@ CHIPS = {
         gcloud_prefix="v4",
         gcloud_units_per_chip=2,
         gcloud_runtime="tpu-ubuntu2204-base",
-        matrix_units=(8, 128),  # two cores of four
+        matrix_units=(8, 128),  # four in each of two cores
     ),
     "v5e": Chip(
         ("tpu v5 lite", "tpu v5e"),
@@ -158,7 +168,7 @@ CHIPS = {
         gcloud_prefix="v5p",
         gcloud_units_per_chip=2,
         gcloud_runtime="v2-alpha-tpuv5",
-        matrix_units=(8, 128),  # two cores of four
+        matrix_units=(8, 128),  # four in each of two cores
         compiler_flags=(*_GATHERS_BESIDE_MATMULS, _LARGE_TILES),
     ),
     "v6e": Chip(
@@ -170,7 +180,7 @@ CHIPS = {
         gke_accelerator="tpu-v6e-slice",
         gcloud_prefix="v6e",
         gcloud_runtime="v2-alpha-tpuv6e",
-        matrix_units=(4, 256),  # what libtpu's cycles of a large matmul come to
+        matrix_units=(4, 256),  # from libtpu's cycle counts of a large matmul
     ),
     "tpu7x": Chip(
         ("tpu7x", "tpu v7"),
@@ -180,7 +190,7 @@ CHIPS = {
         shapes=_TORUS_3D,
         libtpu_name="tpu7x",
         gke_accelerator="tpu7x",
-        matrix_units=(8, 256),  # as v6e's, of its two devices
+        matrix_units=(8, 256),  # assumed to be those of v6e in each of its two devices
     ),
     "a100": Chip(
         ("nvidia a100",),
@@ -209,16 +219,20 @@ CHIPS = {
 }
 
 
-# XLA's flags with which a program gives the same bits at every start, by platform of JAX. On a GPU XLA chooses kernels
-# by timing them, anew at each compilation, and adds up in scatters and in the gradient of fused attention in the order
-# in which threads come; `xla_gpu_deterministic_ops` excludes both ("Guarantees run-to-run determinism", openxla/xla,
-# xla.proto and docs/determinism.md). CPUs and TPUs have no such choice.
+# XLA flags with which a program gives the same bits at every start, by JAX platform. On a GPU, XLA chooses kernels by
+# timing them at each compilation, and scatters and the gradient of fused attention add in the order in which threads
+# arrive. `xla_gpu_deterministic_ops` excludes both ("Guarantees run-to-run determinism", openxla/xla, xla.proto and
+# docs/determinism.md). CPUs and TPUs have no such choice.
 DETERMINISTIC_FLAGS: dict[str, tuple[str, ...]] = {"cpu": (), "tpu": (), "gpu": ("--xla_gpu_deterministic_ops=true",)}
-_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of the drivers of NVIDIA, of AMD, and of either under WSL
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # drivers of NVIDIA, of AMD, and of either under WSL
 
 
 def has_gpu(variables: Mapping[str, str]) -> bool:
-    """Whether JAX could run on a GPU here, as far as can be known without starting it."""
+    """Return True if JAX might run on a GPU here, as far as that is known without starting it.
+
+    Args:
+        variables: Environment variables.
+    """
     platforms = variables.get("JAX_PLATFORMS", "")
     if platforms and not {"gpu", "cuda", "rocm"} & set(platforms.split(",")):
         return False
@@ -226,7 +240,11 @@ def has_gpu(variables: Mapping[str, str]) -> bool:
 
 
 def add_deterministic_flags(variables: MutableMapping[str, str]) -> None:
-    """Put `DETERMINISTIC_FLAGS` into `XLA_FLAGS`; one that stands there already is left. Before JAX is started."""
+    """Add `DETERMINISTIC_FLAGS` to `XLA_FLAGS`, except flags that are already there. Call it before JAX starts.
+
+    Args:
+        variables: Environment variables, which are changed.
+    """
     present = variables.get("XLA_FLAGS", "").split()
     names = {flag.partition("=")[0] for flag in present}
     wanted = DETERMINISTIC_FLAGS["gpu" if has_gpu(variables) else "cpu"]
@@ -236,45 +254,61 @@ def add_deterministic_flags(variables: MutableMapping[str, str]) -> None:
 
 
 def make_compiler_options(device_kind: str, variables: Mapping[str, str], program: str) -> dict[str, str | bool]:
-    """The catalogue's XLA flags for a program of such devices, as StableHLO, as options of its compilation.
+    """Return the catalogue's XLA flags for a program, as options of its compilation.
 
-    A flag that `LIBTPU_INIT_ARGS` or `XLA_FLAGS` name is left out: what a user says there holds. There are none for a
-    program of which the compiler would die with them.
+    A flag that `LIBTPU_INIT_ARGS` or `XLA_FLAGS` names is left out, so that the user's value holds. A program with
+    which the compiler would die under these flags gets none.
+
+    Args:
+        device_kind: `device_kind` of the jax devices.
+        variables: Environment variables.
+        program: StableHLO of the program.
     """
     chip = None if _RAGGED in program else find_chip(device_kind)
-    said = f"{variables.get('LIBTPU_INIT_ARGS', '')} {variables.get('XLA_FLAGS', '')}".split()
-    names = {flag.partition("=")[0] for flag in said}
+    given = f"{variables.get('LIBTPU_INIT_ARGS', '')} {variables.get('XLA_FLAGS', '')}".split()
+    names = {flag.partition("=")[0] for flag in given}
     flags = [flag.removeprefix("--").partition("=") for flag in (chip.compiler_flags if chip else ())]
-    of_word: dict[str, str | bool] = {"true": True, "false": False}
-    return {name: of_word.get(value, value) for name, _, value in flags if f"--{name}" not in names}
+    # XLA takes booleans as such among the options of a compilation, and not as text.
+    booleans: dict[str, str | bool] = {"true": True, "false": False}
+    return {name: booleans.get(value, value) for name, _, value in flags if f"--{name}" not in names}
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What a job is sized for. `num_chips` is per slice; None = as many as there are."""
+    """Accelerator for which a job is sized.
+
+    Attributes:
+        name: Name of the chip in the catalogue.
+        num_chips: Chips per slice; None for as many as there are.
+        num_slices: Number of slices.
+    """
 
     name: str
     num_chips: int | None = None
     num_slices: int = 1
 
     def __str__(self) -> str:
-        """As a spec names it."""
+        """Return the accelerator as a spec names it."""
         slices = f"{self.num_slices}x" if self.num_slices > 1 else ""
         return f"{slices}{self.name}" + ("" if self.num_chips is None else f"-{self.num_chips}")
 
     @property
     def chip(self) -> Chip:
-        """Its entry in the catalogue."""
+        """Entry in the catalogue."""
         return CHIPS[self.name]
 
     @property
     def num_devices(self) -> int | None:
-        """Jax devices of the whole job."""
+        """Number of jax devices of the whole job; None for as many as there are."""
         return None if self.num_chips is None else self.num_slices * self.num_chips * self.chip.devices_per_chip
 
     @property
     def shape(self) -> str:
-        """Shape of one slice, such as 4x4. Raises `InvalidError` if there is no slice of so many chips."""
+        """Shape of one slice, such as 4x4.
+
+        Raises:
+            InvalidError: There is no slice with this number of chips.
+        """
         shapes = self.chip.shapes or {}
         if self.num_chips not in shapes:
             near = ", ".join(f"{self.name}-{number}" for number in shapes) or "none"
@@ -283,30 +317,35 @@ class Accelerator:
 
     @property
     def hosts_per_slice(self) -> int:
-        """Hosts of one slice, or GPU nodes. A TPU slice of up to 4 chips, and of 1, is one host."""
+        """Number of hosts of one slice, or of GPU nodes. A TPU slice of up to 4 chips is one host."""
         if self.num_chips is None or self.chip.chips_per_host is None:
             return 1
         return -(-self.num_chips // self.chip.chips_per_host)
 
     @property
     def num_chips_per_host(self) -> int | None:
-        """Chips of each host; None = as many as there are."""
+        """Number of chips of each host of the job; None for as many as there are."""
         return None if self.num_chips is None else self.num_chips // self.hosts_per_slice
 
     def matches(self, device_kind: str, num_devices: int) -> bool:
-        """Whether the devices at hand are these."""
+        """Return True if the devices at hand are those of this accelerator."""
         return find_chip(device_kind) == self.chip and self.num_devices in (None, num_devices)
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """The chip whose jax devices are of this kind, None for one that is not in the catalogue."""
+    """Return the chip whose jax devices have this `device_kind`; None if the catalogue does not know it."""
     kind = device_kind.lower()
     found = [(len(prefix), chip) for chip in CHIPS.values() for prefix in chip.device_kinds if kind.startswith(prefix)]
+    # Prefixes overlap, as "tpu v5" and "tpu v5 lite" do; the longest one decides.
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def parse_accelerator(text: str) -> Accelerator | None:
-    """The accelerator that a spec names, None for `any`. Raises `InvalidError` for one that is not known."""
+    """Return the accelerator that a spec names; None for `any`.
+
+    Raises:
+        InvalidError: The text does not name an accelerator of the catalogue.
+    """
     if text == "any":
         return None
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][a-z0-9]*)(?:-([1-9]\d*))?", text)
