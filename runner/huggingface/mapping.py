@@ -1,15 +1,16 @@
-"""What the weights of a job are called in Hugging Face's files: a table of pieces, which serves both ways.
+"""Mapping between the leaves of a job's weights and the tensors of Hugging Face's files.
 
-Which tensor of what was found goes into which leaf, and what is missing, left over or of another shape.
+A `Family` describes the mapping as a table of `TensorPiece`, which serves export and import. `match_tensors` finds the
+tensors of published weights for each leaf, and reports what is missing, left over or of another shape.
 """
 
 import fnmatch
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from runner.errors import InvalidError
 from runner.huggingface.safetensors import CONFIG_FILE, DTYPES, PublishedWeights, TensorLocation
@@ -21,15 +22,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A tensor of the files, or a part of one, and the leaf, or the slice of a stacked leaf, that holds its elements.
+    """A tensor of the files or a part of one, and the leaf, or slice of a stacked leaf, that holds its elements.
 
     Attributes:
-        tensor: its name in the files, `model.layers.3.mlp.up_proj.weight`.
-        leaf: the dotted name of the leaf below `params`, `blocks.mlp_up.kernel`; one that begins with `variables.` is
-            a leaf of the state's other variables.
-        index: the place in the leaf's leading axes: the layer, or the layer and the expert.
-        transpose: the file has the last two axes the other way round: (out, in) where the leaf has (in, out).
-        part: (axis, start, stop) of the file's tensor, where several leaves share one.
+        tensor: Name in the files, such as `model.layers.3.mlp.up_proj.weight`.
+        leaf: Dotted name of the leaf below `params`, such as `blocks.mlp_up.kernel`. A name that begins with
+            `variables.` is a leaf of the state's other variables.
+        index: Index into the leading axes of the leaf: the layer, or the layer and the expert.
+        transpose: True if the file has the last two axes in the other order: (out, in) for a leaf (in, out).
+        part: (axis, start, stop) of the file's tensor, if several leaves share it.
     """
 
     tensor: str
@@ -40,41 +41,42 @@ class TensorPiece:
 
     @property
     def leaf_name(self) -> str:
-        """The dotted name of the leaf in the state."""
+        """Dotted name of the leaf in the train state."""
         return self.leaf if self.leaf.startswith("variables.") else f"params.{self.leaf}"
 
 
 class Family(Protocol):
-    """The form in which a family of models is published. To be subclassed: what `BaseTrainer.family` returns."""
+    """Family of models in Hugging Face's layout. Subclass it, and return an instance from `BaseTrainer.family`."""
 
     def pieces(self) -> Sequence[TensorPiece]:
-        """Every leaf exactly once, every tensor whole."""
+        """Return a table with every leaf exactly once, and every tensor completely."""
 
     def config(self) -> JsonObject:
-        """The content of `config.json`, with `model_type` and `architectures`."""
+        """Return the content of `config.json`, with `model_type` and `architectures`."""
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
-        """What of a `config.json` that was found is not this model, a line each: `key: got ..., the model needs ...`.
+        """Return the differences between this model and a `config.json`, one line each.
 
-        Of what no tensor's shape shows: the first is `model_type`, and neither the vocabulary nor the context is one.
+        A line is `key: got ..., the model needs ...`. Only settings that no shape of a tensor shows are compared: the
+        first is `model_type`; vocabulary and context length are none.
         """
 
     def known_as(self, tensor: str) -> str | None:
-        """The name in `pieces` of a tensor that published files call `tensor`; None: no model reads it, as a mask.
+        """Return the name in `pieces` of a tensor of published files; None if no model reads it, such as a mask.
 
-        By default the same name.
+        By default it is the same name.
         """
         return tensor
 
 
 def compute_piece_shape(piece: TensorPiece, leaf: Shape) -> Shape:
-    """The shape of a piece as it lies in the files, where its leaf has this shape."""
+    """Return the shape of a piece in the files, for a leaf of this shape."""
     own = leaf[len(piece.index) :]
     return (*own[:-2], own[-1], own[-2]) if piece.transpose else own
 
 
 def compute_tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The shape of every tensor, from the shapes of the leaves by their names in the state."""
+    """Return the shape of every tensor, from the shapes of the leaves by their names in the state."""
     shapes: dict[str, Shape] = {}
     for piece in pieces:
         shape = list(compute_piece_shape(piece, leaves[piece.leaf_name]))
@@ -86,32 +88,35 @@ def compute_tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Sh
 
 
 def find_table_problems(pieces: Sequence[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
-    """What is wrong with a table, a line each; none: every leaf stands in it exactly once, and every tensor is whole.
+    """Return the problems of a table, one line each. A table without problems has every leaf once and tensors whole.
 
-    `leaves` has the shape of every leaf of the weights by its name in the state.
+    Args:
+        pieces: The table.
+        leaves: Shape of every leaf of the weights by its name in the state.
     """
-    found = []
+    problems = []
     by_leaf: dict[str, list[TensorPiece]] = defaultdict(list)
     by_tensor: dict[str, list[TensorPiece]] = defaultdict(list)
     for piece in pieces:
         by_leaf[piece.leaf_name].append(piece)
         by_tensor[piece.tensor].append(piece)
-    found += [f"{name}: no piece has this leaf" for name in leaves.keys() - by_leaf.keys()]
-    found += [f"{name}: the weights have no such leaf" for name in by_leaf.keys() - leaves.keys()]
-    wrong = {name: _leaf_problems(by_leaf[name], leaves[name]) for name in by_leaf.keys() & leaves.keys()}
-    found += [f"{name}: {problem}" for name, problems in wrong.items() for problem in problems]
+    problems += [f"{name}: no piece has this leaf" for name in leaves.keys() - by_leaf.keys()]
+    problems += [f"{name}: the weights have no such leaf" for name in by_leaf.keys() - leaves.keys()]
+    of_leaves = {name: _find_leaf_problems(by_leaf[name], leaves[name]) for name in by_leaf.keys() & leaves.keys()}
+    problems += [f"{name}: {problem}" for name, found in of_leaves.items() for problem in found]
     for name, parts in by_tensor.items():
-        if all(wrong.get(part.leaf_name) == [] for part in parts):
-            found += [f"{name}: {problem}" for problem in _tensor_problems(parts, leaves)]
-    return sorted(found)
+        # The shapes of parts are known only for leaves without problems.
+        if all(of_leaves.get(part.leaf_name) == [] for part in parts):
+            problems += [f"{name}: {problem}" for problem in _find_tensor_problems(parts, leaves)]
+    return sorted(problems)
 
 
-def _leaf_problems(pieces: list[TensorPiece], shape: Shape) -> list[str]:
+def _find_leaf_problems(pieces: list[TensorPiece], shape: Shape) -> list[str]:
     depths = {len(piece.index) for piece in pieces}
     if len(depths) > 1 or max(depths) > len(shape):
-        return [f"its pieces have indexes of {sorted(depths)} axes, it has the shape {list(shape)}"]
+        return [f"its pieces have indexes of {sorted(depths)} axes, and its shape is {list(shape)}"]
     if any(piece.transpose for piece in pieces) and len(shape) - max(depths) < 2:
-        return [f"it is to be transposed, and has the shape {list(shape)}"]
+        return [f"it cannot be transposed, since its shape is {list(shape)}"]
     needed = set(product(*map(range, shape[: max(depths)])))
     given = Counter(piece.index for piece in pieces)
     problems = [f"no piece has its index {list(index)}" for index in sorted(needed - given.keys())[:1]]
@@ -119,33 +124,36 @@ def _leaf_problems(pieces: list[TensorPiece], shape: Shape) -> list[str]:
     return problems + [f"{count} pieces have its index {list(index)}" for index, count in given.items() if count > 1]
 
 
-def _tensor_problems(pieces: list[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
+def _find_tensor_problems(pieces: list[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
     shapes = [compute_piece_shape(piece, leaves[piece.leaf_name]) for piece in pieces]
     parts = [piece.part for piece in pieces]
     if parts == [None]:
         return []
     if None in parts:
-        return ["several pieces are the whole of it"]
+        return ["several pieces are the whole tensor"]
     known = [part for part in parts if part is not None]
     if len({axis for axis, _, _ in known}) > 1:
-        return ["its parts lie on several axes"]
-    axis, place = known[0][0], 0
+        return ["its parts are of several axes"]
+    axis, position = known[0][0], 0
     for shape, (_, start, stop) in sorted(zip(shapes, known, strict=True), key=lambda pair: pair[1]):
-        if start != place or axis >= len(shape) or stop - start != shape[axis]:
-            return [f"its part {start}..{stop} of axis {axis} is the piece {list(shape)}, and begins after {place}"]
-        place = stop
+        if start != position or axis >= len(shape) or stop - start != shape[axis]:
+            return [
+                f"its part {start}..{stop} of axis {axis} must begin at {position} and have the size of its piece, "
+                f"{list(shape)}"
+            ]
+        position = stop
     others = {math.prod(shape[:axis]) * math.prod(shape[axis + 1 :]) for shape in shapes}
-    return ["its parts have other sizes on their other axes"] if len(others) > 1 else []
+    return ["its parts differ in size on their other axes"] if len(others) > 1 else []
 
 
 @dataclass(frozen=True)
 class TensorMatch:
-    """What a leaf is read from.
+    """Tensors from which each leaf is read.
 
     Attributes:
-        pieces: by leaf, with the tensor that each is read from. A tensor may be shorter in its first axis than the
-            piece: then it is its beginning. None: the piece stays as it is.
-        notes: what was allowed, a line each.
+        pieces: For each leaf its pieces with their tensors. A tensor may be shorter in its first axis than the piece,
+            whose beginning it then is. A piece without a tensor keeps its initial values.
+        notes: Deviations that the spec allows, one line each.
     """
 
     pieces: Mapping[str, list[tuple[TensorPiece, TensorLocation | None]]]
@@ -155,90 +163,99 @@ class TensorMatch:
 def match_tensors(
     published: PublishedWeights, family: Family, shapes: Mapping[str, Shape], rule: InitFromConfig
 ) -> TensorMatch:
-    """Find the tensors of each leaf; `shapes` are the leaves' by their names in the state.
+    """Find the tensors of each leaf.
 
-    Raises `InvalidError` with a line for all that does not fit and is not allowed.
+    Args:
+        published: Weights to read.
+        family: Mapping of the job.
+        shapes: Shapes of the leaves by their names in the state.
+        rule: `checkpoint.init_from` of the spec, which allows deviations and renames tensors.
+
+    Raises:
+        InvalidError: Something does not match and is not allowed; one line for each problem.
     """
     pieces = family.pieces()
-    wrong = find_table_problems(pieces, shapes)
-    if wrong:
-        raise InvalidError("\n".join(f"the job's table of tensors: {line}" for line in wrong))
-    found, problems = _by_our_names(published, family, rule)
+    table_problems = find_table_problems(pieces, shapes)
+    if table_problems:
+        raise InvalidError("\n".join(f"the job's table of tensors: {line}" for line in table_problems))
+
+    def is_allowed(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.allow_missing)
+
+    found, problems = _rename_tensors(published, family, rule)
     needed = compute_tensor_shapes(pieces, shapes)
     shared = {piece.tensor for piece in pieces if piece.part is not None}
-    told: list[str] = []
+    notes: list[str] = []
     for line in family.differences(published.config):
         key = f"config.{line.partition(':')[0]}"
-        (told if _is_allowed(key, rule) else problems).append(f"{CONFIG_FILE}: {line}")
+        (notes if is_allowed(key) else problems).append(f"{CONFIG_FILE}: {line}")
     sources: dict[str, TensorLocation | None] = {}
     for name, shape in needed.items():
-        sources[name], problem, begins = _source(found.get(name), shape, name not in shared)
-        if problem is not None and _is_allowed(name, rule):
-            told.append(f"{name}: {problem}; {begins}")
-        elif problem is not None:
-            problems.append(f"{name}: {problem}")
+        choice = _choose_tensor(found.get(name), shape, name not in shared)
+        sources[name] = choice.tensor
+        if choice.problem is not None and is_allowed(name):
+            notes.append(f"{name}: {choice.problem}; {choice.consequence}")
+        elif choice.problem is not None:
+            problems.append(f"{name}: {choice.problem}")
     problems += [f"{name}: is left over, the model has no such tensor" for name in found.keys() - needed.keys()]
-    another = [line for line in problems if line.startswith(f"{CONFIG_FILE}: model_type:")]
-    problems = another or problems  # of another family nothing else fits either
+    # If the family is another one nothing else matches either, so only that is reported.
+    problems = [line for line in problems if line.startswith(f"{CONFIG_FILE}: model_type:")] or problems
     if problems:
         raise InvalidError("\n".join(f"{published.store.url}: {line}" for line in sorted(problems)))
     by_leaf: dict[str, list[tuple[TensorPiece, TensorLocation | None]]] = defaultdict(list)
     for piece in pieces:
         by_leaf[piece.leaf_name].append((piece, sources[piece.tensor]))
-    return TensorMatch(by_leaf, tuple(sorted(told)))
+    return TensorMatch(by_leaf, tuple(sorted(notes)))
 
 
-def _source(
-    tensor: TensorLocation | None, needed: Shape, may_be_shorter: bool
-) -> tuple[TensorLocation | None, str | None, str]:
-    """What is read of a tensor that should have this shape; how it is not as it should be, and what becomes of it."""
-    fresh = "it begins as at the job's init"
+class _Choice(NamedTuple):
+    """Tensor to read, its deviation from the needed one, and the consequence if the spec allows that."""
+
+    tensor: TensorLocation | None
+    problem: str | None = None
+    consequence: str = ""
+
+
+def _choose_tensor(tensor: TensorLocation | None, needed: Shape, may_be_shorter: bool) -> _Choice:
+    fresh = "it keeps its initial values"
     if tensor is None:
-        return None, f"is missing, the model needs {list(needed)}", fresh
+        return _Choice(None, f"is missing, the model needs {list(needed)}", fresh)
     if tensor.dtype not in DTYPES:
-        return None, f"is of type {tensor.dtype}, needs one of {', '.join(DTYPES)}", fresh
+        return _Choice(None, f"is of type {tensor.dtype}, needs one of {', '.join(DTYPES)}", fresh)
     if tensor.shape == needed:
-        return tensor, None, ""
-    other = f"has the shape {list(tensor.shape)}, the model needs {list(needed)}"
+        return _Choice(tensor)
+    problem = f"has the shape {list(tensor.shape)}, the model needs {list(needed)}"
     if may_be_shorter and needed and tensor.shape[1:] == needed[1:] and tensor.shape[:1] < needed[:1]:
-        return tensor, other, f"what is behind its first {tensor.shape[0]} begins as at the job's init"
-    return None, other, fresh
+        return _Choice(tensor, problem, f"all but its first {tensor.shape[0]} keep their initial values")
+    return _Choice(None, problem, fresh)
 
 
-def _is_allowed(name: str, rule: InitFromConfig) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.allow_missing)
-
-
-def _by_our_names(
+def _rename_tensors(
     published: PublishedWeights, family: Family, rule: InitFromConfig
 ) -> tuple[dict[str, TensorLocation], list[str]]:
-    """The tensors by the names of the table, and those of which two would have one name."""
-    found: dict[str, TensorLocation] = {}
-    called: dict[str, str] = {}
-    names = published.tensors
+    """Return the tensors by their names in the table, and the problems of `rename`, one line each."""
+
+    def has_beginning(name: str, beginning: str) -> bool:
+        return f"{name}.".startswith(f"{beginning}.")  # whole parts of dotted names
+
     problems = [
-        f"rename: no tensor begins with {begin}" for begin in rule.rename if not any(map(_begins(begin), names))
+        f"rename: no tensor begins with {beginning}"
+        for beginning in rule.rename
+        if not any(has_beginning(name, beginning) for name in published.tensors)
     ]
-    for name, tensor in names.items():
-        renamed = _renamed(name, rule.rename)
+    found: dict[str, TensorLocation] = {}
+    originals: dict[str, str] = {}
+    for name, tensor in published.tensors.items():
+        renamed: str | None = name
+        fitting = [beginning for beginning in rule.rename if has_beginning(name, beginning)]
+        if fitting:
+            longest = max(fitting, key=len)
+            target = rule.rename[longest]
+            renamed = None if target is None else (target + name[len(longest) :]).lstrip(".")
         known = None if renamed is None else family.known_as(renamed)
         if known is None:
             continue
         if known in found:
-            problems.append(f"{known}: both {called[known]} and {name} would be it")
-        found[known], called[known] = tensor, name
+            problems.append(f"{known}: both {originals[known]} and {name} have this name after renaming")
+        found[known], originals[known] = tensor, name
     return found, problems
-
-
-def _renamed(name: str, rename: Mapping[str, str | None]) -> str | None:
-    """A name by the longest of the given beginnings of it, whole parts of dotted names."""
-    fitting = [begin for begin in rename if _begins(begin)(name)]
-    if not fitting:
-        return name
-    longest = max(fitting, key=len)
-    target = rename[longest]
-    return None if target is None else (target + name[len(longest) :]).lstrip(".")
-
-
-def _begins(begin: str) -> Callable[[str], bool]:
-    return lambda name: f"{name}.".startswith(f"{begin}.")

@@ -1,17 +1,17 @@
-"""A directory or URL in Hugging Face's layout: `config.json`, and safetensors in one file or in shards with an index.
+"""Weights in Hugging Face's layout: `config.json`, and safetensors in one file or in shards with an index.
 
-Opening it reads the index and the headers, no tensor; nothing of it is executed. `describe` finds what is wrong.
+`open_published_weights` reads the index and the headers, and no tensor. Nothing that it reads is executed, and nothing
+is trusted: it reports every inconsistency.
 
-The header of a safetensors file: which tensors it holds, and where. Parsed, never believed.
-
-Eight bytes, little-endian, say how long the header is; it is a JSON object of `dtype`, `shape` and `data_offsets` by
-tensor, and behind it lie the tensors, one after the other, little-endian and in C order, to the end of the file.
+A safetensors file begins with eight bytes, little-endian, with the length of its header. The header is a JSON object of
+`dtype`, `shape` and `data_offsets` by tensor. The tensors follow, without gaps, little-endian and in C order, up to the
+end of the file.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -23,11 +23,16 @@ import numpy as np
 from runner.errors import InvalidError
 from runner.storage import FileInfo, JsonObject, Store, Version, WrongKindError, open_store, parse_json
 
-PREFIX_BYTES = 8
-_HEADER_BYTES_MAX = 100_000_000  # of a header, as the safetensors library has it
-METADATA = "__metadata__"
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
 
-# The types that are read, and how wide the others are of which the format knows.
+PREFIX_BYTES = 8
+METADATA = "__metadata__"
+_HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors library
+
+# The types that can be read, and the width in bits of the other types of the format.
 DTYPES = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -44,9 +49,23 @@ _OTHER_BITS = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_NUM_READERS = 8
+
+
+# Headers.
+
 
 class TensorLocation(NamedTuple):
-    """Where a tensor lies: its file, its type by the format's name, its shape, and its bytes `start .. stop`."""
+    """Location of a tensor.
+
+    Attributes:
+        file: Name of its file.
+        dtype: Name of its type in the format.
+        shape: Its shape.
+        start: First byte in the file.
+        stop: One past the last byte.
+    """
 
     file: str
     dtype: str
@@ -56,7 +75,11 @@ class TensorLocation(NamedTuple):
 
 
 def parse_header_length(prefix: bytes, file_bytes: int) -> int:
-    """The length of the header of a file of `file_bytes` that begins with `prefix`. Raises `ValueError`."""
+    """Return the length of the header of a file of `file_bytes` that begins with `prefix`.
+
+    Raises:
+        ValueError: The file is torn, or no safetensors file.
+    """
     if len(prefix) < PREFIX_BYTES:
         raise ValueError(f"is torn: it has {file_bytes} bytes, and its header is not whole")
     length = int.from_bytes(prefix, "little")
@@ -68,92 +91,102 @@ def parse_header_length(prefix: bytes, file_bytes: int) -> int:
 
 
 def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, TensorLocation]:
-    """The tensors of a file of `file_bytes`, by name; `content` is its header. Raises `ValueError` if it is bad."""
+    """Return the tensors of a file by name.
+
+    Args:
+        content: Header of the file.
+        file: Name of the file.
+        file_bytes: Its size.
+
+    Raises:
+        ValueError: The header is damaged, or does not match the size of the file.
+    """
+
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> JsonObject:
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        if twice:
+            raise ValueError(f"its header names {twice[0]} twice")
+        return dict(pairs)
+
     try:
-        record = json.loads(content, object_pairs_hook=_once)
+        record = json.loads(content, object_pairs_hook=reject_duplicates)
     except RecursionError as error:
         raise ValueError("its header is nested too deeply") from error
     except UnicodeDecodeError as error:
-        raise ValueError("its header is no text") from error
+        raise ValueError("its header is not text") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"its header is no JSON: {error.msg}") from error
     if not isinstance(record, dict):
         raise ValueError("its header is no JSON object")
     begin = PREFIX_BYTES + len(content)
-    tensors = {name: _tensor(name, entry, file, begin) for name, entry in record.items() if name != METADATA}
-    place, before = begin, "the header"
+    tensors = {name: _parse_tensor(name, entry, file, begin) for name, entry in record.items() if name != METADATA}
+    # The tensors have to cover the rest of the file without gaps or overlaps.
+    position, before = begin, "the header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if tensor.start != place:
-            how = "overlaps" if tensor.start < place else "leaves a hole after"
-            raise ValueError(f"tensor {name} {how} {before}")
-        place, before = tensor.stop, f"tensor {name}"
-    if place != file_bytes:
-        how = "is torn" if place > file_bytes else "holds more than its header says"
-        raise ValueError(f"{how}: by its header it has {place:,} bytes, it has {file_bytes:,}")
+        if tensor.start != position:
+            relation = "overlaps" if tensor.start < position else "leaves a hole after"
+            raise ValueError(f"tensor {name} {relation} {before}")
+        position, before = tensor.stop, f"tensor {name}"
+    if position != file_bytes:
+        state = "is torn" if position > file_bytes else "holds more than its header says"
+        raise ValueError(f"{state}: by its header it has {position:,} bytes, it has {file_bytes:,}")
     return tensors
 
 
-def _once(pairs: list[tuple[str, Any]]) -> JsonObject:
-    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-    if twice:
-        raise ValueError(f"its header names {twice[0]} twice")
-    return dict(pairs)
+def _parse_tensor(name: str, entry: Any, file: str, begin: int) -> TensorLocation:
+    """Return the tensor of an entry of the header; `begin` is the byte from which offsets count."""
 
+    def parse_sizes(value: Any) -> tuple[int, ...] | None:
+        are_sizes = isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+        return tuple(value) if are_sizes else None
 
-def _tensor(name: str, entry: Any, file: str, begin: int) -> TensorLocation:
     if not isinstance(entry, dict):
         raise ValueError(f"tensor {name} has no dtype, shape and data_offsets")
-    dtype, shape, offsets = str(entry.get("dtype")), _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
+    dtype = str(entry.get("dtype"))
+    shape, offsets = parse_sizes(entry.get("shape")), parse_sizes(entry.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
-        raise ValueError(f"tensor {name} has no shape or data_offsets that are whole numbers")
+        raise ValueError(f"tensor {name} has no shape or data_offsets of whole numbers")
     bits = _OTHER_BITS.get(dtype) if dtype not in DTYPES else DTYPES[dtype].itemsize * 8
     if bits is None:
-        raise ValueError(f"tensor {name} is of type {dtype[:20]}, which is not known")
+        raise ValueError(f"tensor {name} is of type {dtype[:20]}, which is not a type of the format")
     start, stop = offsets
     if (stop - start) * 8 != math.prod(shape) * bits:
         raise ValueError(f"tensor {name} is {dtype}{list(shape)} and has {stop - start} bytes")
     return TensorLocation(file, dtype, shape, begin + start, begin + stop)
 
 
-def _sizes(value: Any) -> tuple[int, ...] | None:
-    are_sizes = isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-    return tuple(value) if are_sizes else None
-
-
 def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorLocation]]:
-    """The head of a file that holds tensors of these types and shapes in this order, and where each will lie in it.
+    """Return the beginning of a file, with prefix and header, and the location of each tensor in the file.
 
-    The metadata say `format: pt`, which readers ask for: the tensors are named as torch names them.
+    Args:
+        tensors: Type and shape of each tensor, in the order of the file.
     """
+    # Readers require the metadata `format: pt`: tensors are named as torch names them.
     record: JsonObject = {METADATA: {"format": "pt"}}
-    place = 0
+    position = 0
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * DTYPES[dtype].itemsize
-        record[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [place, place + size]}
-        place += size
+        record[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
     text = json.dumps(record, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that what follows is aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensors
     begin = PREFIX_BYTES + len(text)
-    laid = {name: _tensor(name, entry, "", begin) for name, entry in record.items() if name != METADATA}
-    return len(text).to_bytes(PREFIX_BYTES, "little") + text, laid
+    locations = {name: _parse_tensor(name, entry, "", begin) for name, entry in record.items() if name != METADATA}
+    return len(text).to_bytes(PREFIX_BYTES, "little") + text, locations
 
 
-CONFIG_FILE = "config.json"
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-SUFFIX = ".safetensors"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_NUM_READERS = 8
+# Directories.
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """Weights as they were found.
+    """Weights of a directory or URL in Hugging Face's layout.
 
     Attributes:
-        config: the content of `config.json`.
-        tensors: by the names that they have in the files.
-        versions: of the files that hold them: another one is refused when they are read.
+        store: Store of the directory.
+        config: Content of `config.json`.
+        tensors: Tensors by their names in the files.
+        versions: Versions of the files. Later reads refuse another version.
     """
 
     store: Store
@@ -163,13 +196,17 @@ class PublishedWeights:
 
 
 def has_published_weights(store: Store) -> bool:
-    """Whether a directory is in Hugging Face's layout, or is meant to be; else it is a run's."""
+    """Return True if a directory is, or is meant to be, in Hugging Face's layout; otherwise it is that of a run."""
     names = store.list_names("")
     return CONFIG_FILE in names or any(name.endswith((SUFFIX, INDEX_FILE)) for name in names)
 
 
 def open_published_weights(where: str | Store) -> PublishedWeights:
-    """The weights at a path or URL. Raises `InvalidError` with a line for each thing that is wrong."""
+    """Return the weights at a path or URL.
+
+    Raises:
+        InvalidError: The directory or a file is damaged; one line for each problem.
+    """
     store = open_store(where) if isinstance(where, str) else where
     listing = {name: listed for name, listed in store.list_files("").items() if "/" not in name}
     names = list(listing)
@@ -177,65 +214,70 @@ def open_published_weights(where: str | Store) -> PublishedWeights:
         raise InvalidError(f"{store.url}: no {CONFIG_FILE} is here; needs a directory in Hugging Face's layout")
     config = _read_object(store, CONFIG_FILE)
     index = _read_index(store) if SINGLE_FILE not in names and INDEX_FILE in names else None
-    files = _files(store, names, index)
+    files = _list_weight_files(store, names, index)
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="header") as pool:
-        found = list(pool.map(lambda file: _read_header(store, file, listing[file]), files))
-    problems = [problem for _, _, problem in found if problem is not None]
+        headers = list(pool.map(lambda file: _read_header(store, file, listing[file]), files))
+    problems = [header.problem for header in headers if header.problem is not None]
     tensors: dict[str, TensorLocation] = {}
-    for file, (held, _, _) in zip(files, found, strict=True):
-        for name, tensor in held.items():
+    for file, header in zip(files, headers, strict=True):
+        for name, tensor in header.tensors.items():
             if name in tensors:
                 problems.append(f"{store.url}: tensor {name} is in {tensors[name].file} and in {file}")
             tensors[name] = tensor
     if index is not None and not problems:
-        problems += [f"{store.url}/{INDEX_FILE}: {problem}" for problem in _disagreements(index, tensors)]
+        for name in sorted(index.keys() | tensors.keys()):
+            if name not in tensors:
+                problems.append(f"{store.url}/{INDEX_FILE}: tensor {name} is not in {index[name]}")
+            elif name not in index:
+                problems.append(f"{store.url}/{INDEX_FILE}: tensor {name} of {tensors[name].file} is not in it")
+            elif tensors[name].file != index[name]:
+                problems.append(
+                    f"{store.url}/{INDEX_FILE}: tensor {name} is in {tensors[name].file}, not in {index[name]}"
+                )
     if problems:
         raise InvalidError("\n".join(sorted(problems)))
-    return PublishedWeights(
-        store, config, tensors, {file: version for file, (_, version, _) in zip(files, found, strict=True)}
-    )
+    versions = {file: header.version for file, header in zip(files, headers, strict=True)}
+    return PublishedWeights(store, config, tensors, versions)
 
 
 def _read_object(store: Store, name: str) -> JsonObject:
     try:
         return parse_json(store.read(name))
     except (FileNotFoundError, WrongKindError):
-        raise InvalidError(f"{store.url}/{name} is missing, or is no file") from None
+        raise InvalidError(f"{store.url}/{name} is missing, or is not a file") from None
     except ValueError as error:
         raise InvalidError(f"{store.url}/{name} cannot be read: {error}") from error
 
 
 def _read_index(store: Store) -> dict[str, str]:
-    """The file of each tensor, by the index. No name in it leads out of the directory."""
+    """Return the file of each tensor by the index. Only names of files in the directory itself are accepted."""
+
+    def is_plain(name: object) -> bool:
+        return (
+            isinstance(name, str)
+            and "\\" not in name
+            and "\0" not in name
+            and name.endswith(SUFFIX)
+            and (PurePosixPath(name).name == name)
+        )
+
     files = _read_object(store, INDEX_FILE).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise InvalidError(f"{store.url}/{INDEX_FILE}: has no weight_map")
-    strange = {str(file) for file in files.values() if not _is_plain(file)}
+    strange = sorted({str(file) for file in files.values() if not is_plain(file)})
     if strange:
-        lines = [
-            f"{store.url}/{INDEX_FILE}: names {file[:200]!r}, needs a {SUFFIX} beside it" for file in sorted(strange)
-        ]
+        lines = [f"{store.url}/{INDEX_FILE}: names {file[:200]!r}, needs a {SUFFIX} beside it" for file in strange]
         raise InvalidError("\n".join(lines))
     return files
 
 
-def _is_plain(name: object) -> bool:
-    """Whether a name is of a file in the very directory."""
-    return (
-        isinstance(name, str)
-        and "\\" not in name
-        and "\0" not in name
-        and name.endswith(SUFFIX)
-        and (PurePosixPath(name).name == name)
-    )
-
-
-def _files(store: Store, names: list[str], index: dict[str, str] | None) -> list[str]:
+def _list_weight_files(store: Store, names: list[str], index: dict[str, str] | None) -> list[str]:
+    """Return the files that hold the weights: those of the index, the single file, or all safetensors files."""
     if index is not None:
         files = sorted(set(index.values()))
-        lacking = [file for file in files if file not in names]
-        if lacking:
-            raise InvalidError("\n".join(f"{store.url}/{file} is missing, {INDEX_FILE} names it" for file in lacking))
+        missing = [file for file in files if file not in names]
+        if missing:
+            raise InvalidError("\n".join(f"{store.url}/{file} is missing, {INDEX_FILE} names it" for file in missing))
         return files
     found = [SINGLE_FILE] if SINGLE_FILE in names else [name for name in names if name.endswith(SUFFIX)]
     if found:
@@ -244,29 +286,26 @@ def _files(store: Store, names: list[str], index: dict[str, str] | None) -> list
     if pickles:
         raise InvalidError(
             f"{store.url}/{pickles[0]} may be a pickle, which could run any program; needs *{SUFFIX}: load it with "
-            "transformers where you trust it, and save_pretrained it"
+            "transformers where you trust it, and convert it with save_pretrained"
         )
     raise InvalidError(f"{store.url}: no *{SUFFIX} is here")
 
 
-def _read_header(store: Store, file: str, listed: FileInfo) -> tuple[dict[str, TensorLocation], Version, str | None]:
-    """The tensors of a file, its version, and what is wrong with it."""
+class _Header(NamedTuple):
+    """Tensors of one file, its version, and its problem if it has one."""
+
+    tensors: dict[str, TensorLocation]
+    version: Version
+    problem: str | None = None
+
+
+def _read_header(store: Store, file: str, listed: FileInfo) -> _Header:
     size, version = listed.size_bytes, listed.version
     try:
         length = parse_header_length(store.read_range(file, 0, min(PREFIX_BYTES, size), version), size)
         content = store.read_range(file, PREFIX_BYTES, PREFIX_BYTES + length, version)
-        return parse_header(content, file, size), version, None
+        return _Header(parse_header(content, file, size), version)
     except WrongKindError as error:
-        return {}, version, str(error)
+        return _Header({}, version, str(error))
     except ValueError as error:
-        return {}, version, f"{store.url}/{file}: {error}"
-
-
-def _disagreements(index: dict[str, str], tensors: dict[str, TensorLocation]) -> Iterator[str]:
-    for name in sorted(index.keys() | tensors.keys()):
-        if name not in tensors:
-            yield f"tensor {name} is not in {index[name]}"
-        elif name not in index:
-            yield f"tensor {name} of {tensors[name].file} is not in it"
-        elif tensors[name].file != index[name]:
-            yield f"tensor {name} is in {tensors[name].file}, not in {index[name]}"
+        return _Header({}, version, f"{store.url}/{file}: {error}")

@@ -55,12 +55,12 @@ def replaced(of: str, /, **changes: object) -> Change:
         (replaced("blocks.bias", index=()), "params.blocks.bias: its pieces have indexes of [0, 1] axes"),
         (
             replaced("blocks.bias", transpose=True),
-            "params.blocks.bias: it is to be transposed, and has the shape",
+            "params.blocks.bias: it cannot be transposed",
         ),
         (replaced("blocks.query", part=(0, 0, D - 1)), "model.layers.0.qk.weight: its part 0..15 of axis 0"),
         (replaced("blocks.key", part=(0, D + 1, D + 9)), "model.layers.0.qk.weight: its part 17..25 of axis 0"),
-        (replaced("blocks.key", part=(1, 0, D)), "model.layers.0.qk.weight: its parts lie on several axes"),
-        (replaced("blocks.key", part=None), "model.layers.0.qk.weight: several pieces are the whole of it"),
+        (replaced("blocks.key", part=(1, 0, D)), "model.layers.0.qk.weight: its parts are of several axes"),
+        (replaced("blocks.key", part=None), "model.layers.0.qk.weight: several pieces are the whole tensor"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

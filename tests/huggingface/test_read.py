@@ -193,11 +193,10 @@ def test_what_the_spec_allows_begins_as_at_init(tmp_path: Path):
     notes = match_tensors(open_published_weights(str(where)), SmallFiles(), shapes, rule).notes
     assert notes == (
         "config.json: theta: got 2.0, the model needs 1.0",
-        f"model.embedding.weight: has the shape [{V - 3}, {D}], the model needs [{V}, {D}]; what is behind its first "
-        f"{V - 3} begins as at the job's init",
-        "model.layers.0.experts.1.weight: has the shape [3, 3], the model needs [24, 16]; it begins as at the job's "
-        "init",
-        f"model.layers.1.bias: is missing, the model needs [{D}]; it begins as at the job's init",
+        f"model.embedding.weight: has the shape [{V - 3}, {D}], the model needs [{V}, {D}]; all but its first {V - 3} "
+        "keep their initial values",
+        "model.layers.0.experts.1.weight: has the shape [3, 3], the model needs [24, 16]; it keeps its initial values",
+        f"model.layers.1.bias: is missing, the model needs [{D}]; it keeps its initial values",
     )
 
 
@@ -216,6 +215,6 @@ def test_a_name_that_nothing_has_or_two_would_have_is_refused(tmp_path: Path):
     rename = {"modle": "model", "model.layers.0.bias": "model.layers.1.bias"}
     assert refused(where, InitFromConfig(path=str(where), rename=rename)) == [
         f"model.layers.0.bias: is missing, the model needs [{D}]",
-        "model.layers.1.bias: both model.layers.0.bias and model.layers.1.bias would be it",
+        "model.layers.1.bias: both model.layers.0.bias and model.layers.1.bias have this name after renaming",
         "rename: no tensor begins with modle",
     ]
