@@ -4,6 +4,7 @@ The map, in layers; each imports only from those above it, and the same holds in
 
 errors        exceptions and the exit code of each
 records       keys of the JSON files of a run
+command_line  command lines declared as dataclasses, parsed by Typer; no jax
 console       lines on the terminal and in logs
 process       processes of one job on this machine, with faked CPU devices on request
 huge_pages    transparent huge pages, requested at the start of the command

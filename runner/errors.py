@@ -4,6 +4,9 @@ A scheduler branches on the exit code alone, so the five codes are the public me
 0 done, 1 failed, 2 invalid, 75 preempted, 76 retryable.
 """
 
+import difflib
+from collections.abc import Sequence
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_INVALID = 2
@@ -104,3 +107,14 @@ def format_error(error: BaseException) -> str:
 def format_reason(error: BaseException) -> str:
     """What a library's error says, in one line; its kind if it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def suggest_nearest(word: str, choices: Sequence[str], prefix: str = "") -> str:
+    """Return `; did you mean ...?` with the choice nearest to a mistyped word, or nothing if none is near."""
+    nearest = difflib.get_close_matches(word, choices, n=1)
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
+
+
+def suggest_choices(word: str, choices: Sequence[str], prefix: str = "") -> str:
+    """Return `; did you mean ...?`, or the list of all choices if none is near."""
+    return suggest_nearest(word, choices, prefix) or (f"; choose from {', '.join(choices)}" if choices else "")

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.counter import Counter
 from runner import open_checkpoint
-from runner.cli import checkpoints
+from runner.cli.app import run_command
 from runner.data.source_files import find_source
 from runner.errors import EXIT_INVALID, InvalidError
 from runner.spec import CheckpointConfig, parse_document, validate_spec
@@ -60,10 +60,10 @@ TAKERS: dict[str, Callable[[Path, str], Any]] = {
         here, checkpoint={"init_from": f"{path}/checkpoints/4"}
     ),
     "config.data.source": lambda here, path: find_source(path),
-    "checkpoints": lambda here, path: checkpoints.main([path]),
-    "checkpoints --verify": lambda here, path: checkpoints.main([path, "--verify"]),
-    "checkpoints copy from": lambda here, path: checkpoints.main(["copy", path, str(here / "copy")]),
-    "checkpoints copy to": lambda here, path: checkpoints.main(["copy", str(RUN), path]),
+    "checkpoints": lambda here, path: run_command(["checkpoints", path]),
+    "checkpoints --verify": lambda here, path: run_command(["checkpoints", path, "--verify"]),
+    "checkpoints copy from": lambda here, path: run_command(["checkpoints", "copy", path, str(here / "copy")]),
+    "checkpoints copy to": lambda here, path: run_command(["checkpoints", "copy", str(RUN), path]),
     "open_checkpoint": lambda here, path: open_checkpoint(path),
 }
 

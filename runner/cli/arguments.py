@@ -1,114 +1,345 @@
-"""How command lines are read: a mistake is an `InvalidError` with the usage of all commands.
+"""Arguments and options of each command of `python -m runner`.
 
-What commands share that only look at a run: which run, and what ends them.
+Only declarations, so that `--help` and a mistyped option cost no import of jax. Each class is parsed by
+`runner.command_line`, and taken by the function that `runner.cli.app` names for it.
 """
 
-import argparse
-import contextlib
-import os
-import sys
-from collections.abc import Iterator
-from typing import NoReturn
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
-from runner.errors import InvalidError, RetryableError, RunnerError
+import typer
+
+from runner.errors import InvalidError
 from runner.records import PARAMS
-from runner.run.layout import read_owner
-from runner.spec import load_document, validate_spec
-from runner.storage import Store, open_store
+
+SpecPath = Annotated[str, typer.Argument(metavar="SPEC", help="Path of the job's spec, a YAML file.")]
+RunLocation = Annotated[str, typer.Argument(metavar="SPEC_OR_DIRECTORY", help="Spec, directory or URL of a run.")]
+Overrides = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key of the spec with a YAML value; repeatable."),
+]
+WeightsName = Annotated[
+    str, typer.Option("--weights", metavar="W", help="Trained weights (params), or an average of them (ema_0.999).")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Address of process 0. Default: detected from TPU, SLURM or JobSet."),
+]
+NumProcesses = Annotated[int | None, typer.Option(metavar="N", help="Number of processes of the job.")]
+ProcessId = Annotated[int | None, typer.Option(metavar="K", help="Number of this process, from 0.")]
 
 
-def store_of(where: str) -> Store:
-    """Where the run is that a spec or a directory names. Raises `InvalidError` if there is none."""
-    store = open_store(directory_of(where))
-    if read_owner(store) is None:
-        raise InvalidError(f"{store.url} holds no run: there is no job.json; give a run's directory, or its spec")
-    return store
+def validate_placement(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Raise `InvalidError` unless the options name one process of a job, or are all left out."""
+    if num_processes is None or process_id is None or coordinator is None:
+        if (num_processes, process_id, coordinator) != (None, None, None):
+            raise InvalidError("--coordinator, --num-processes and --process-id: give all three or none")
+    elif not 0 <= process_id < num_processes:
+        raise InvalidError(f"--process-id {process_id} is not in 0 .. {num_processes - 1}")
 
 
-@contextlib.contextmanager
-def looking(*ends: type[BaseException]) -> Iterator[None]:
-    """Around what a command does that only looks: what a store cannot do now is `RetryableError`.
+@dataclass(frozen=True, kw_only=True)
+class JobArguments:
+    """Arguments of `python -m runner SPEC`."""
 
-    One of `ends` is the end of the command in order, such as nobody reading what it prints.
-    """
-    try:
-        yield
-    except ends:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what Python flushes at its end
-    except RunnerError:
-        raise
-    except OSError as error:
-        raise RetryableError(str(error)) from error
+    spec: SpecPath
+    overrides: Overrides = field(default_factory=list)
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="START:STOP", help="Profile these steps: short for --set logging.profile=START:STOP."),
+    ] = None
+    coordinator: Coordinator = None
+    num_processes: NumProcesses = None
+    process_id: ProcessId = None
 
+    def __post_init__(self) -> None:
+        validate_placement(self.coordinator, self.num_processes, self.process_id)
 
-USAGE = """python -m runner SPEC [--set KEY=VALUE ...] [--profile START:STOP]
-                          [--coordinator HOST:PORT --num-processes N --process-id K]
-       python -m runner plan SPEC [--topology ACCELERATOR] [--search] [--chips auto --hours H] [--json]
-                                  [--set KEY=VALUE ...]
-       python -m runner status SPEC_OR_DIRECTORY [--json] [--watch]
-       python -m runner sample SPEC_OR_DIRECTORY [--prompt TEXT] [--step N|newest|best] [--weights W]
-                               [--tokens N] [--temperature T] [--top-p P] [--seed S]
-       python -m runner evaluate SPEC_OR_DIRECTORY [--data SOURCE] [--step N|newest|best | --all] [--weights W]
-                                 [--json] [--coordinator HOST:PORT --num-processes N --process-id K]
-       python -m runner metrics SPEC_OR_DIRECTORY [--csv] [-o FILE]
-       python -m runner profile SPEC_OR_DIRECTORY [--steps N]
-       python -m runner report SPEC_OR_DIRECTORY... -o OUT
-       python -m runner dashboard ROOT [--port P] [--host H] [--token T]
-       python -m runner checkpoints SPEC_OR_DIRECTORY [--verify] [--deep]
-       python -m runner checkpoints copy SOURCE TARGET
-       python -m runner export SPEC_OR_DIRECTORY [--step N|best|newest] [--weights W] [--adapter] [--dtype DTYPE]
-                               [-o OUT] [--push OWNER/NAME [--public] [--license ID] [--base-model OWNER/NAME]]
-       python -m runner verify-resume SPEC [--steps N] [--kills K] [--processes P] [--devices-per-process M[,M...]]
-                                           [--seed S] [--set KEY=VALUE ...]
-       python -m runner schema [SPEC]"""
+    @property
+    def all_overrides(self) -> list[str]:
+        """Overrides of the spec, that of `--profile` included."""
+        return self.overrides + ([] if self.profile is None else [f"logging.profile={self.profile}"])
 
 
-class Helped(SystemExit):
-    """The user has asked for help, and got it."""
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """Arguments of `plan`."""
+
+    spec: SpecPath
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="ACCELERATOR", help="Plan for this hardware instead of the spec's topology.accelerator."),
+    ] = None
+    as_json: AsJson = False
+    overrides: Overrides = field(default_factory=list)
+    is_search: Annotated[
+        bool, typer.Option("--search", help="Rank meshes, micro-batch sizes and the choices that the job declares.")
+    ] = False
+    chips: Annotated[
+        Literal["auto"] | None,
+        typer.Option(metavar="auto", help="Find the smallest slice that finishes the run within --hours."),
+    ] = None
+    hours: Annotated[float | None, typer.Option(metavar="H", help="Time limit of the run, for --chips auto.")] = None
+    is_profile: Annotated[
+        bool, typer.Option("--profile", help="List the operations of the step with their time and memory.")
+    ] = False
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --profile: write the schedule for Perfetto.")
+    ] = None
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="With --profile: compare with the step times of a run's directory."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if (self.chips is None) != (self.hours is None) or (self.hours is not None and not self.hours > 0):
+            raise InvalidError("--chips auto needs --hours H, a positive number, and --hours needs --chips auto")
+        if (self.trace is not None or self.against is not None) and not self.is_profile:
+            raise InvalidError("--trace FILE and --against RUN need --profile")
+        if self.is_profile and (self.is_search or self.hours is not None):
+            raise InvalidError("--profile describes one plan; leave out --search and --chips")
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
+@dataclass(frozen=True, kw_only=True)
+class StatusArguments:
+    """Arguments of `status`."""
 
-    def __init__(self, prog: str, description: str | None = None):
-        super().__init__(prog=f"python -m {prog}", usage=USAGE, description=description)
-
-    def error(self, message: str) -> NoReturn:
-        """See `argparse`."""
-        raise InvalidError(f"{message}\nusage: {USAGE}")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """See `argparse`: called after `--help` alone."""
-        raise Helped(status)
-
-    def add_set(self) -> None:
-        """The option `--set`."""
-        self.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable"
-        )
-
-    def add_weights(self) -> None:
-        """The option `--weights`."""
-        self.add_argument("--weights", default=PARAMS, metavar="W", help="params (default), or an average: ema_0.999")
-
-    def add_placement(self) -> None:
-        """The options that say which process of several this is; see `check_placement`."""
-        self.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-        self.add_argument("--num-processes", type=int, metavar="N")
-        self.add_argument("--process-id", type=int, metavar="K")
+    where: RunLocation
+    as_json: Annotated[bool, typer.Option("--json", help="Print the history as one line of JSON.")] = False
+    is_watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until the run is done.")] = False
 
 
-def check_placement(parsed: argparse.Namespace) -> None:
-    """Raise `InvalidError` if the options of `add_placement` name no process."""
-    given = [parsed.coordinator, parsed.num_processes, parsed.process_id]
-    if any(value is None for value in given) and any(value is not None for value in given):
-        raise InvalidError("--coordinator, --num-processes and --process-id: give all three or none")
-    if parsed.num_processes is not None and not 0 <= parsed.process_id < parsed.num_processes:
-        raise InvalidError(f"--process-id {parsed.process_id} is not in 0 .. {parsed.num_processes - 1}")
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments:
+    """Arguments of `report`."""
+
+    where: Annotated[
+        list[str], typer.Argument(metavar="SPEC_OR_DIRECTORY...", help="Specs, directories or URLs of runs.")
+    ]
+    output: Annotated[str, typer.Option("-o", "--output", metavar="OUT", help="Page to write, such as report.html.")]
 
 
-def directory_of(where: str) -> str:
-    """The directory that a spec names, or `where` itself."""
-    if not where.endswith((".yaml", ".yml")):
-        return where
-    return str(validate_spec(load_document(where, [])).directory)
+@dataclass(frozen=True, kw_only=True)
+class DashboardArguments:
+    """Arguments of `dashboard`."""
+
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Directory or URL that has the runs below it.")]
+    port: Annotated[int, typer.Option(metavar="P", help="Port to listen on; 0 takes a free one.")] = 8642
+    host: Annotated[str, typer.Option(metavar="H", help="Address to listen on; the default serves this machine.")] = (
+        "127.0.0.1"
+    )
+    token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T", help="Token that a browser must present. Default: a new one if others can reach the server."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise InvalidError(f"--port {self.port}: needs a number from 0 to 65535")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleArguments:
+    """Arguments of `sample`; the defaults are those of `runner.inference.sample.SampleRequest`."""
+
+    where: RunLocation
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text that the model continues.")] = ""
+    step: Annotated[str, typer.Option(metavar="N", help="Checkpoint: newest, best, or the number of a step.")] = (
+        "newest"
+    )
+    weights: WeightsName = PARAMS
+    num_tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Number of tokens to generate.")] = 200
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="Divisor of the logits; 0 always takes the most probable token.")
+    ] = 0.8
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Sample from the most probable tokens that together have probability P.")
+    ] = 1.0
+    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the random numbers.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArguments:
+    """Arguments of `evaluate`."""
+
+    where: RunLocation
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE", help="Data, in the form of config.data.validation. Default: the run's validation sets."
+        ),
+    ] = None
+    step: Annotated[
+        str | None,
+        typer.Option(metavar="N", show_default="newest", help="Checkpoint: newest, best, or the number of a step."),
+    ] = None
+    is_every_step: Annotated[bool, typer.Option("--all", help="Evaluate every checkpoint.")] = False
+    weights: WeightsName = PARAMS
+    is_follow: Annotated[
+        bool, typer.Option("--follow", help="Evaluate every checkpoint as the run commits it, until the run is done.")
+    ] = False
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="With --follow: append a JSON object per checkpoint, and skip the steps that the file already has.",
+        ),
+    ] = None
+    harness: Annotated[
+        str | None,
+        typer.Option(metavar="TASKS", help="Run these tasks of lm-evaluation-harness, separated by commas, instead."),
+    ] = None
+    include_path: Annotated[
+        str | None, typer.Option(metavar="DIR", help="With --harness: directory of your own tasks.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per checkpoint, at full precision.")] = (
+        False
+    )
+    coordinator: Coordinator = None
+    num_processes: NumProcesses = None
+    process_id: ProcessId = None
+
+    def __post_init__(self) -> None:
+        validate_placement(self.coordinator, self.num_processes, self.process_id)
+        if (self.step is not None) + self.is_every_step + self.is_follow > 1:
+            raise InvalidError("--step, --all and --follow exclude each other; give one of them")
+        if self.output is not None and not self.is_follow:
+            raise InvalidError("--output FILE needs --follow")
+        if self.include_path is not None and self.harness is None:
+            raise InvalidError("--include-path DIR needs --harness TASKS")
+        if self.harness is not None and (self.is_follow or self.is_every_step or self.data):
+            raise InvalidError("--harness excludes --follow, --all and --data; give --step alone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments:
+    """Arguments of `export`."""
+
+    where: RunLocation
+    step: Annotated[str, typer.Option(metavar="N", help="Checkpoint: newest, best, or the number of a step.")] = (
+        "newest"
+    )
+    weights: WeightsName = PARAMS
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the dtype of the parameters."),
+    ] = None
+    is_adapter: Annotated[
+        bool, typer.Option("--adapter", help="Export the adapter alone, in PEFT's layout, instead of merging it.")
+    ] = False
+    output: Annotated[
+        str | None, typer.Option("-o", metavar="OUT", help="Directory or URL to create; nothing may exist there.")
+    ] = None
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload to this repository on the Hugging Face Hub.")
+    ] = None
+    is_public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False
+    license: Annotated[
+        str | None, typer.Option(metavar="ID", help="With --push: license on the model card, such as apache-2.0.")
+    ] = None
+    base_model: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="With --push: base model on the model card.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.output is None and self.push is None:
+            raise InvalidError("export has no target; give -o OUT, --push OWNER/NAME, or both")
+        if self.is_adapter and (self.push is not None or self.output is None):
+            raise InvalidError("--adapter needs -o OUT, and excludes --push")
+        given = {"--public": self.is_public, "--license": self.license, "--base-model": self.base_model}
+        for option, value in given.items():
+            if value and self.push is None:
+                raise InvalidError(f"{option} has no effect without --push OWNER/NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointsArguments:
+    """Arguments of `checkpoints`."""
+
+    where: RunLocation
+    is_verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the size and checksum of every file with the manifest.")
+    ] = False
+    is_deep: Annotated[
+        bool, typer.Option("--deep", help="Read every byte back and compute every fingerprint again.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyArguments:
+    """Arguments of `checkpoints copy`."""
+
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Directory or URL of a run, or DIRECTORY/checkpoints/NAME.")
+    ]
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Directory or URL of a run.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResumeArguments:
+    """Arguments of `verify-resume`."""
+
+    spec: SpecPath
+    steps: Annotated[int, typer.Option(metavar="N", help="Last step of both runs.")] = 30
+    kills: Annotated[int, typer.Option(metavar="K", help="Number of kills.")] = 3
+    processes: Annotated[int, typer.Option(metavar="P", help="Processes of the job, on this machine.")] = 1
+    devices_per_process: Annotated[
+        str | None,
+        typer.Option(
+            metavar="M[,M...]",
+            help="CPU devices to fake in each process; several numbers take turns at the starts of the killed run.",
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the moments of the kills.")] = 0
+    overrides: Overrides = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.kills < 0 or self.processes < 1 or self.steps < self.kills + 3:
+            given = f"--steps {self.steps} --kills {self.kills} --processes {self.processes}"
+            raise InvalidError(f"{given}: needs at least 1 process, 0 kills, and 3 steps more than kills")
+        words = [] if self.devices_per_process is None else self.devices_per_process.split(",")
+        if not all(word.isdecimal() and int(word) for word in words):
+            raise InvalidError(
+                f"--devices-per-process {self.devices_per_process!r}: needs numbers of devices, such as 4 or 8,2,1"
+            )
+
+    @property
+    def device_counts(self) -> list[int] | None:
+        """Numbers of CPU devices to fake in each process, by start; None to use the devices of this machine."""
+        return None if self.devices_per_process is None else [*map(int, self.devices_per_process.split(","))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaArguments:
+    """Arguments of `schema`."""
+
+    spec: Annotated[
+        str | None, typer.Argument(metavar="[SPEC]", help="Spec whose job class determines the keys of `config`.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsArguments:
+    """Arguments of `metrics`."""
+
+    where: RunLocation
+    is_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header. Default: a JSON object per line.")] = (
+        False
+    )
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="File to write. Default: standard output.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileArguments:
+    """Arguments of `profile`."""
+
+    where: RunLocation
+    steps: Annotated[int, typer.Option(metavar="N", help="Number of steps to record.")] = 5

@@ -1,41 +1,48 @@
-"""`python -m runner checkpoints`: list, verify or copy checkpoints, on a disk or in a bucket. Claims nothing."""
-
-from collections.abc import Sequence
+"""Commands on the directory of a run that need jax: checkpoints, checkpoints copy, profile."""
 
 from runner.checkpoint.inspect import VerifyDepth, copy_checkpoint, format_report
 from runner.checkpoint.weights import find_best_name
-from runner.cli.arguments import Parser, directory_of, looking
-from runner.errors import EXIT_DONE
+from runner.cli.arguments import CheckpointsArguments, CopyArguments, ProfileArguments
+from runner.cli.runs import convert_read_errors, find_directory, open_run_store
+from runner.console import say
+from runner.errors import EXIT_DONE, InvalidError
+from runner.spec import MAX_PROFILE_STEPS
 from runner.storage import open_store, split_checkpoint
+from runner.train.profiler import FOLDER, POLL_BUCKET_SECONDS, request_profile
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit code is 1 if a committed checkpoint is bad, 2 if a newer runner has written one."""
-    with looking():
-        if arguments and arguments[0] == "copy":
-            return _copy(arguments[1:])
-        return _list(arguments)
+def list_checkpoints(arguments: CheckpointsArguments) -> int:
+    """List the checkpoints of a run, verify them if asked to, and return the exit code.
 
-
-def _list(arguments: Sequence[str]) -> int:
-    parser = Parser("runner checkpoints")
-    parser.add_argument("where", metavar="SPEC_OR_DIRECTORY")
-    parser.add_argument("--verify", action="store_true", help="compare every file with its manifest")
-    parser.add_argument("--deep", action="store_true", help="read every byte back, compute each fingerprint anew")
-    parsed = parser.parse_args(arguments)
-    depth = VerifyDepth.BITS if parsed.deep else VerifyDepth.FILES if parsed.verify else VerifyDepth.MANIFEST
-    store = open_store(directory_of(parsed.where))
-    lines, code = format_report(store, depth, find_best_name(store))
-    print("\n".join(lines))
+    It is 1 if a committed checkpoint is damaged, and 2 if a newer version of the runner has written one.
+    """
+    with convert_read_errors():
+        store = open_store(find_directory(arguments.where))
+        depth = VerifyDepth.FILES if arguments.is_verify else VerifyDepth.MANIFEST
+        depth = VerifyDepth.BITS if arguments.is_deep else depth
+        lines, code = format_report(store, depth, find_best_name(store))
+        print("\n".join(lines))
     return code
 
 
-def _copy(arguments: Sequence[str]) -> int:
-    parser = Parser("runner checkpoints copy")
-    parser.add_argument("source", help="a run's directory or URL, or DIRECTORY/checkpoints/NAME")
-    parser.add_argument("target", help="the directory or URL of a run")
-    parsed = parser.parse_args(arguments)
-    directory, name = split_checkpoint(parsed.source)
-    copied = copy_checkpoint(open_store(directory), name, open_store(parsed.target))
-    print(f"copied and verified: {parsed.target.rstrip('/')}/checkpoints/{copied}")
+def copy(arguments: CopyArguments) -> int:
+    """Copy a checkpoint into another directory or bucket, and verify the copy."""
+    with convert_read_errors():
+        directory, name = split_checkpoint(arguments.source)
+        copied = copy_checkpoint(open_store(directory), name, open_store(arguments.target))
+        print(f"copied and verified: {arguments.target.rstrip('/')}/checkpoints/{copied}")
+    return EXIT_DONE
+
+
+def request_steps(arguments: ProfileArguments) -> int:
+    """Ask a running job to profile its next steps: leave the request in its directory, and return at once."""
+    if not 0 < arguments.steps <= MAX_PROFILE_STEPS:
+        raise InvalidError(f"--steps {arguments.steps}: needs a number from 1 to {MAX_PROFILE_STEPS}")
+    with convert_read_errors():
+        store = open_run_store(arguments.where)
+        request_profile(store, arguments.steps)
+    say(
+        f"requested a profile of {arguments.steps} steps: a running job starts it within {POLL_BUCKET_SECONDS:g} s, "
+        f"a stopped one when it runs again; the result will be below {store.url}/{FOLDER}"
+    )
     return EXIT_DONE

@@ -1,9 +1,8 @@
-"""`python -m runner SPEC`: join the other hosts, run the job, end with its exit code.
+"""The command `python -m runner SPEC`: join the other processes of the job, run it, end with its exit code.
 
-Imported once the spec's top level is known to be good, since it brings jax.
+This module brings jax. It is imported when the top level of the spec is known to be valid.
 """
 
-import argparse
 import logging
 import os
 import sys
@@ -11,6 +10,7 @@ import traceback
 from types import TracebackType
 
 from runner.accelerator import add_deterministic_flags
+from runner.cli.arguments import JobArguments
 from runner.console import configure_console, warn
 from runner.distributed import preemption
 from runner.distributed.clock import Clock, TimeBucket
@@ -21,25 +21,32 @@ from runner.job import RestoreableJob
 from runner.run.logs import drain_log_file, install_log_file
 from runner.spec import Document, ExecutionSpec, load_job_class
 
-_CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")  # what they would print is told in one line
+# Libraries whose own log lines would repeat what the runner reports in one line.
+_CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")
 
 
-def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> None:
-    """Run the job to its end, and end this process with its exit code.
+def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> None:
+    """Run the job to its end, and end this process with its exit code. Called on every host.
 
-    Returns only by raising `RunnerError`, where nothing has begun yet. Called on every host.
+    Raises:
+        RunnerError: the job could not begin. This is the only way in which the function returns.
     """
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
     if job_class.needs_topology and spec.topology is None:
         raise document.error("", f"missing key topology: {job_class.__name__} needs one")
     job = job_class(spec, document)
-    placement = placement_of(parsed, spec.deadlines.start_seconds)
+    placement = find_placement(
+        arguments.coordinator, arguments.num_processes, arguments.process_id, spec.deadlines.start_seconds
+    )
     if placement is not None:
         stop.expect_peers()
     if spec.topology is None or spec.topology.deterministic:
         add_deterministic_flags(os.environ)
     job.compile_cache.open()
-    _log(spec)
+    for library in _CHATTY_LIBRARIES:
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    configure_console(spec.job, spec.logging.format, spec.logging.level)
+    install_log_file()
     is_elastic = spec.topology is not None and spec.topology.elastic
     clock.enter(TimeBucket.DISTRIBUTED_INIT)
     hosts = join_job(placement, spec.deadlines, is_elastic)
@@ -47,7 +54,7 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     if hosts.num_processes > 1:
         level = spec.logging.level if hosts.is_main else spec.logging.level_other_hosts
         configure_console(spec.job, spec.logging.format, level, hosts.process_id)
-    sys.excepthook, sys.unraisablehook = _end_on_bug, _leave_out_late_writes
+    sys.excepthook, sys.unraisablehook = _end_on_bug, _drop_late_write_errors
     stop.join_peers(hosts if hosts.num_processes > 1 else None)
     preemption.watch_gcp_preemption(stop.request_stop)
     code = EXIT_DONE
@@ -57,6 +64,7 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
         warn(str(error))
         code = error.exit_code
         if isinstance(error, PeerLostError):
+            # `hosts.leave` would wait for the lost peer.
             drain_log_file()
             end_process(code)
     except SystemExit as error:
@@ -67,34 +75,33 @@ def run(parsed: argparse.Namespace, document: Document, spec: ExecutionSpec, sto
     end_process(code)
 
 
-def _log(spec: ExecutionSpec) -> None:
-    """Show and keep what is said from now on."""
-    for library in _CHATTY_LIBRARIES:
-        logging.getLogger(library).setLevel(logging.CRITICAL)
-    configure_console(spec.job, spec.logging.format, spec.logging.level)
-    install_log_file()
+def find_placement(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, deadline_seconds: float
+) -> Placement | None:
+    """Return the place of this process in the job, from the command line or else from the engine; None if it is alone.
 
-
-def placement_of(parsed: argparse.Namespace, deadline_seconds: float) -> Placement | None:
-    """Where this process stands, as the command line or else the engine says; None if it is alone."""
-    if parsed.coordinator is None:
+    Args:
+        coordinator: address of process 0, or None to ask the engine.
+        num_processes: number of processes; None together with `coordinator`.
+        process_id: number of this process; None together with `coordinator`.
+        deadline_seconds: time that the engine has to answer.
+    """
+    if coordinator is None or num_processes is None or process_id is None:
         return detect_placement(deadline_seconds)
-    if parsed.num_processes == 1:
-        return None
-    return Placement(parsed.coordinator, parsed.num_processes, parsed.process_id)
+    return None if num_processes == 1 else Placement(coordinator, num_processes, process_id)
 
 
-def _leave_out_late_writes(found: "sys.UnraisableHookArgs") -> None:
-    """Leave out what tensorstore says of each other write of a save that has failed; the save's own line is there.
+def _drop_late_write_errors(found: "sys.UnraisableHookArgs") -> None:
+    """Drop what tensorstore reports about the other writes of a save that has failed; the save reports its own line.
 
-    Orbax leaves at the first write that fails, and closes the event loop that the others report to.
+    Orbax leaves at the first write that fails, and closes the event loop to which the others report.
     """
     if not (isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"):
         sys.__unraisablehook__(found)
 
 
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End with 1 after the traceback."""
+    """Print the traceback and end the process with 1, without waiting for other threads or processes."""
     warn("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
     drain_log_file()
     end_process(EXIT_FAILED)

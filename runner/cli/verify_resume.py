@@ -1,15 +1,13 @@
-"""Prove resume on this machine, with the user's own job: one undisturbed run and one killed again and again, compared.
+"""The command `verify-resume`: prove on this machine that the user's own job resumes bit by bit.
 
-Both run as real processes in a scratch directory, with the same spec, to the same step; only cadences differ from the
-spec's, which move no bit. Compared are the digest of every leaf at every checkpoint, and every row of the metrics.
+The job runs twice, as real processes in a scratch directory, to the same step: once undisturbed, and once with kills.
+Both runs have the spec's configuration but for settings that do not change the bits, such as the save interval. Then
+the digest of every leaf at every checkpoint is compared, and every row of metrics.
 
-A run that ends by itself with 75 or 76, or is killed by others, says nothing about resume: it is started again, the
-undisturbed one from nothing.
-
-`python -m runner verify-resume`: prove resume on this machine, with the user's own job.
+A run that ends by itself with 75 or 76, or is killed by somebody else, proves nothing about resume. It is started
+again, the undisturbed run from scratch.
 """
 
-import argparse
 import random
 import shutil
 import signal
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_steps, read_committed
-from runner.cli.arguments import Parser
+from runner.cli.arguments import VerifyResumeArguments
 from runner.console import say
 from runner.errors import (
     EXIT_DONE,
@@ -33,7 +31,6 @@ from runner.errors import (
     FailedError,
     InvalidError,
     RetryableError,
-    RunnerError,
 )
 from runner.job import RestoreableJob
 from runner.metrics.file import read_rows
@@ -41,27 +38,27 @@ from runner.process import make_environment, start_processes
 from runner.spec import load_document, load_job_class, validate_config, validate_spec
 from runner.storage import JsonObject, LocalStore
 
-PLACES = ("between two saves", "in a save", "while starting")
+KILL_MOMENTS = ("between two saves", "in a save", "while starting")
 _POLL_SECONDS = 0.005
-_LONGEST_SURVIVAL_SECONDS = 2.0  # of the others after the first death
-_MOST_RETRIES = 3  # of each run
+_MAX_SURVIVAL_SECONDS = 2.0  # of the other processes after the first one was killed
+_MAX_RETRIES = 3  # of each run
 _RETRYABLE = (EXIT_DONE, EXIT_PREEMPTED, EXIT_RETRYABLE, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGTERM)
 _TAIL_LINES = 15
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What to verify.
+    """Settings of a verification.
 
     Attributes:
         arguments: SPEC and its `--set` options.
-        steps: how far both runs go.
-        kills: how often the second is killed.
-        processes: of the job, on this machine.
-        devices_per_process: faked CPU devices in each; of several numbers the undisturbed run has the first, and each
-            start of the killed run the next one. None for those that are here.
+        steps: last step of both runs.
+        kills: number of kills of the second run.
+        processes: number of processes of the job, on this machine.
+        devices_per_process: CPU devices to fake in each process. The undisturbed run has the first number; the starts
+            of the killed run take turns, beginning with the second. None for the devices of this machine.
         seed: of the moments of the kills.
-        output_keys: dotted keys that would lead what the job writes out of its directory.
+        output_keys: dotted keys of the spec that would lead output of the job out of its directory.
     """
 
     arguments: Sequence[str]
@@ -74,12 +71,12 @@ class Trial:
 
     @property
     def every_steps(self) -> int:
-        """Save interval: more commits than kills."""
+        """Save interval, short enough for more commits than kills."""
         return max(1, self.steps // (self.kills + 3))
 
 
 class TrialRun:
-    """One run of the job in a directory of its own; an undisturbed one never goes on from a checkpoint."""
+    """One run of the job in a directory of its own. An undisturbed run never continues from a checkpoint."""
 
     def __init__(self, trial: Trial, directory: Path, is_undisturbed: bool = False):
         self._trial = trial
@@ -90,7 +87,7 @@ class TrialRun:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """All processes of one attempt."""
+        """Start all processes of an attempt."""
         trial = self._trial
         overrides = {
             "directory": self.directory,
@@ -110,33 +107,30 @@ class TrialRun:
         }
         options = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "runner", *trial.arguments, *options]
-        environment = make_environment(self._devices())
+        counts = trial.devices_per_process
+        num_devices = counts[0 if self._is_undisturbed else self._num_starts % len(counts)] if counts else None
         self._num_starts += 1
         with self._log.open("ab") as log:
-            self._processes = start_processes(command, trial.processes, environment, log)
-
-    def _devices(self) -> int | None:
-        numbers = self._trial.devices_per_process
-        return numbers[0 if self._is_undisturbed else self._num_starts % len(numbers)] if numbers else None
+            self._processes = start_processes(command, trial.processes, make_environment(num_devices), log)
 
     def kill(self, chance: random.Random) -> int:
-        """kill -9 to one process, whose number it returns, and a moment later to the others."""
+        """Kill one process with SIGKILL and the others a moment later; return the number of the first."""
         victim = chance.randrange(len(self._processes))
         self._processes[victim].kill()
-        time.sleep(chance.uniform(0, _LONGEST_SURVIVAL_SECONDS) if len(self._processes) > 1 else 0)
+        time.sleep(chance.uniform(0, _MAX_SURVIVAL_SECONDS) if len(self._processes) > 1 else 0)
         self.end()
         return victim
 
     def end(self) -> None:
-        """No process is left."""
+        """Kill the processes that are left, and wait for all."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
 
-    def run_on(self) -> None:
-        """To the commit of the last step, and then to a clean stop. Raises as `until` does."""
-        while self.until(lambda: self.newest() >= self._trial.steps):
+    def finish(self) -> None:
+        """Wait for the commit of the last step, and stop the job cleanly. Raises like `wait_until`."""
+        while self.wait_until(lambda: self.find_newest_step() >= self._trial.steps):
             for process in self._processes:
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
@@ -145,138 +139,165 @@ class TrialRun:
                 return
             self._retry(codes)
 
-    def until(self, happens: Callable[[], bool]) -> bool:
-        """Wait for it; False if the job was done before.
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait until a condition holds, and return False if the job was done before.
 
-        Raises if it ended in any other way: `InvalidError`, `FailedError`, or `RetryableError` if no further try helps.
+        Raises:
+            InvalidError: the job refused to start.
+            FailedError: the job failed.
+            RetryableError: the job ended with a code that asks for another try, more often than it is tried.
         """
-        while not happens():
+        while not condition():
             codes = [process.poll() for process in self._processes]
             if None not in codes:
                 if not any(codes):
-                    return happens()
+                    return condition()
                 self._retry([code for code in codes if code is not None])
             time.sleep(_POLL_SECONDS)
         return True
 
     def _retry(self, codes: Sequence[int]) -> None:
-        """Start again a job that has ended with these codes by itself. Raises if that is no use."""
-        ended = f"the job ended with {', '.join(map(str, codes))} by itself"
-        if self._num_retries == _MOST_RETRIES or any(code not in _RETRYABLE for code in codes):
-            raise self._failure(codes, ended)
+        """Start a job again that has ended by itself with these codes, or raise its error if that is no use."""
+        problem = f"the job ended with {', '.join(map(str, codes))} by itself"
+        is_retryable = all(code in _RETRYABLE for code in codes)
+        if self._num_retries == _MAX_RETRIES or not is_retryable:
+            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+            if all(code == EXIT_INVALID for code in codes):
+                raise InvalidError(tail)
+            if is_retryable:
+                raise RetryableError(
+                    f"{problem}, after {_MAX_RETRIES} retries; nothing is proved, run the command again:\n{tail}"
+                )
+            raise FailedError(f"{problem}:\n{tail}")
         self._num_retries += 1
-        say(f"verify-resume: {ended}, which is no difference; try {self._num_retries} of {_MOST_RETRIES} again")
+        say(f"verify-resume: {problem}, which proves nothing; retry {self._num_retries} of {_MAX_RETRIES}")
         if self._is_undisturbed:
             shutil.rmtree(self.directory, ignore_errors=True)
         self.start()
 
-    def _failure(self, codes: Sequence[int], ended: str) -> RunnerError:
-        """What to raise when the job has ended with these codes, which it should not have."""
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-        if all(code == EXIT_INVALID for code in codes):
-            return InvalidError(tail)
-        if all(code in _RETRYABLE for code in codes):
-            return RetryableError(f"{ended}, after {_MOST_RETRIES} retries; nothing is proved, run it again:\n{tail}")
-        return FailedError(f"{ended}:\n{tail}")
-
-    # What stands in the directory.
-
-    def leaves(self) -> dict[int, dict[str, str]]:
-        """Digest of every leaf, by committed step."""
+    def read_leaf_digests(self) -> dict[int, dict[str, str]]:
+        """Return the digest of every leaf, by committed step."""
         return {
             step: {leaf: record["digest"] for leaf, record in manifest.leaves.items()}
             for step, manifest in read_committed(LocalStore(self.directory)).items()
         }
 
-    def newest(self) -> int:
-        """The newest committed step, 0 if there is none."""
+    def find_newest_step(self) -> int:
+        """Return the newest committed step, 0 if there is none."""
         manifests = self.directory.glob(f"{CHECKPOINTS}/*/{MANIFEST}")
         return max((int(path.parent.name) for path in manifests), default=0)
 
     def is_saving(self) -> bool:
-        """Whether arrays of a step beyond the newest are being written."""
-        newest = self.newest()
+        """Return True if a step beyond the newest committed one is being written."""
+        newest = self.find_newest_step()
         return any(step > newest for step in list_steps(LocalStore(self.directory)))
 
-    def rows(self) -> dict[int, JsonObject]:
-        """Metrics by step, without those of speed."""
+    def read_metrics(self) -> dict[int, JsonObject]:
+        """Return the metrics by step, without speeds."""
         rows = read_rows(LocalStore(self.directory))
         return {row["step"]: {key: row[key] for key in row if not key.startswith("perf/")} for row in rows}
 
 
-def verify(trial: Trial, scratch: Path) -> int:
-    """Run both, say what was found, and return the exit code: 0 for the same bits, 1 for a difference."""
+def verify_resume(arguments: VerifyResumeArguments) -> int:
+    """Run the job undisturbed and with kills, and return the exit code: 0 for the same bits, 1 for a difference."""
+    document = load_document(arguments.spec, arguments.overrides)
+    validate_spec(document)
+    job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
+    output_keys = sorted(validate_config(document, job_class.Config).output_keys)
+    options = [word for override in arguments.overrides for word in ("--set", override)]
+    trial = Trial(
+        (arguments.spec, *options),
+        arguments.steps,
+        arguments.kills,
+        arguments.processes,
+        arguments.device_counts,
+        arguments.seed,
+        [f"config.{key}" for key in output_keys],
+    )
+    with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
+        undisturbed = TrialRun(trial, Path(scratch) / "undisturbed", is_undisturbed=True)
+        killed = TrialRun(trial, Path(scratch) / "killed")
+        try:
+            began = time.monotonic()
+            undisturbed.start()
+            undisturbed.wait_until(lambda: undisturbed.find_newest_step() > 0)
+            first_commit_seconds = time.monotonic() - began
+            undisturbed.finish()
+            last_step = undisturbed.find_newest_step()
+            if last_step < trial.steps:
+                raise InvalidError(f"the job ends at step {last_step}; --steps {trial.steps} needs to be at most that")
+            interval_seconds = (time.monotonic() - began - first_commit_seconds) / (trial.kills + 3)
+            say(
+                f"verify-resume: undisturbed: {len(undisturbed.read_leaf_digests())} checkpoints, "
+                f"{len(undisturbed.read_metrics())} rows of metrics"
+            )
+            first_kill = _run_with_kills(killed, trial, first_commit_seconds, interval_seconds)
+        finally:
+            undisturbed.end()
+            killed.end()
+        problem = find_difference(undisturbed, killed, trial.steps, first_kill)
+        if problem is not None:
+            say(f"verify-resume: DIFFERENT: {problem}")
+            return EXIT_FAILED
+        compared = [step for step in killed.read_leaf_digests() if step <= trial.steps]
+    say(
+        f"verify-resume: SAME BITS after {trial.kills} kills: every leaf at steps "
+        f"{', '.join(map(str, compared))}, and every row of metrics"
+    )
+    return EXIT_DONE
+
+
+def _run_with_kills(run: TrialRun, trial: Trial, first_commit_seconds: float, interval_seconds: float) -> int:
+    """Run the job with its kills, to its end.
+
+    Args:
+        run: a run that has not been started.
+        trial: settings.
+        first_commit_seconds: time from a start to the first commit.
+        interval_seconds: time between two commits.
+
+    Returns:
+        The newest committed step at the first kill after a commit.
+    """
     chance = random.Random(trial.seed)
-    whole, killed = TrialRun(trial, scratch / "undisturbed", is_undisturbed=True), TrialRun(trial, scratch / "killed")
-    try:
-        began = time.monotonic()
-        whole.start()
-        whole.until(lambda: whole.newest() > 0)
-        first_commit_seconds = time.monotonic() - began
-        whole.run_on()
-        if whole.newest() < trial.steps:
-            raise InvalidError(f"the job ends at step {whole.newest()}; --steps {trial.steps} needs to be at most that")
-        interval_seconds = (time.monotonic() - began - first_commit_seconds) / (trial.kills + 3)
-        say(f"verify-resume: undisturbed: {len(whole.leaves())} checkpoints, {len(whole.rows())} rows of metrics")
-        first_kill = _kill_again_and_again(killed, trial, chance, first_commit_seconds, interval_seconds)
-    finally:
-        whole.end()
-        killed.end()
-    problem = compare(whole, killed, trial.steps, first_kill)
-    if problem is None:
-        compared = [step for step in killed.leaves() if step <= trial.steps]
-        say(
-            f"verify-resume: SAME BITS after {trial.kills} kills: every leaf at steps "
-            f"{', '.join(map(str, compared))}, and every row of metrics"
-        )
-        return EXIT_DONE
-    say(f"verify-resume: DIFFERENT: {problem}")
-    return EXIT_FAILED
-
-
-def _kill_again_and_again(
-    run: TrialRun, trial: Trial, chance: random.Random, first_commit_seconds: float, interval_seconds: float
-) -> int:
-    """The run with its kills, to its end; the step that was the newest at the first kill after a commit."""
     first_kill = 0 if trial.kills else trial.steps
     for number in range(trial.kills):
-        place = PLACES[number % len(PLACES)]
-        before = run.newest()
+        moment = KILL_MOMENTS[number % len(KILL_MOMENTS)]
+        before = run.find_newest_step()
         run.start()
-        if place == "while starting":
+        if moment == "while starting":
             time.sleep(chance.uniform(0, first_commit_seconds))
         else:
-            run.until(lambda before=before: run.newest() > before)  # type: ignore[misc]
-            if place == "in a save":
-                run.until(run.is_saving)
+            run.wait_until(lambda before=before: run.find_newest_step() > before)  # type: ignore[misc]
+            if moment == "in a save":
+                run.wait_until(run.is_saving)
             else:
                 time.sleep(chance.uniform(0, interval_seconds))
         victim = run.kill(chance)
-        first_kill = first_kill or run.newest()
+        first_kill = first_kill or run.find_newest_step()
         say(
-            f"verify-resume: kill {number + 1} of {trial.kills}: -9 to process {victim} {place}, "
-            f"step {run.newest()} the newest committed"
+            f"verify-resume: kill {number + 1} of {trial.kills}: -9 to process {victim} {moment}, "
+            f"newest committed step {run.find_newest_step()}"
         )
-    if run.newest() < trial.steps:
+    if run.find_newest_step() < trial.steps:
         run.start()
-        run.run_on()
+        run.finish()
     return first_kill
 
 
-def compare(whole: TrialRun, killed: TrialRun, last_step: int, first_kill: int) -> str | None:
-    """The first difference in words, None if there is none up to `last_step`."""
-    expected_rows, rows = whole.rows(), killed.rows()
+def find_difference(undisturbed: TrialRun, killed: TrialRun, last_step: int, first_kill: int) -> str | None:
+    """Return the first difference in words, or None if both runs are equal up to `last_step`."""
+    expected_rows, rows = undisturbed.read_metrics(), killed.read_metrics()
     different_rows = [
         step for step in sorted(expected_rows | rows) if step <= last_step and expected_rows.get(step) != rows.get(step)
     ]
-    expected, found = whole.leaves(), killed.leaves()
+    expected, found = undisturbed.read_leaf_digests(), killed.read_leaf_digests()
     common = [step for step in expected if step in found and step <= last_step]
     if not common:
         return "no checkpoint of the same step in both runs"
     different = [step for step in common if expected[step] != found[step]]
     if not different and not different_rows:
         return None
-    first = min(different[:1] + different_rows[:1])
     lines = []
     if different:
         step = different[0]
@@ -291,63 +312,14 @@ def compare(whole: TrialRun, killed: TrialRun, last_step: int, first_kill: int) 
         lines.append(
             f"step {step} is the first row of metrics that differs: {expected_rows.get(step)}, {rows.get(step)}"
         )
-    if first <= first_kill:
+    if min(different[:1] + different_rows[:1]) <= first_kill:
         lines.append(
-            f"this is before the first kill (after step {first_kill}): two undisturbed runs would differ too. What the "
-            "job does depends on more than its spec: a clock, an unseeded generator, the order of threads or of a set"
+            f"this is before the first kill (after step {first_kill}): two undisturbed runs would differ too. The job "
+            "depends on more than its spec: a clock, an unseeded generator, the order of threads or of a set"
         )
     else:
         lines.append(
             "the runs were equal up to the first kill: the job keeps state outside its pytree (a random key that is "
-            "split and not folded from the step, an iterator, an attribute), or its init is taken for its state"
+            "split instead of folded from the step, an iterator, an attribute), or goes on from a fresh init"
         )
     return "\n  ".join(lines)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit code is 1 if the bits differ."""
-    parser = Parser("runner verify-resume")
-    parser.add_argument("spec", metavar="SPEC")
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="how far both runs go; default 30")
-    parser.add_argument("--kills", type=int, default=3, metavar="K", help="default 3")
-    parser.add_argument("--processes", type=int, default=1, metavar="P", help="of the job, on this machine; default 1")
-    parser.add_argument(
-        "--devices-per-process",
-        type=_numbers,
-        metavar="M[,M...]",
-        help="fake M CPU devices in each process; of several numbers each start of the killed run has the next one",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments of the kills; default 0")
-    parser.add_set()
-    parsed = parser.parse_args(arguments)
-    if parsed.kills < 0 or parsed.processes < 1 or parsed.steps < parsed.kills + 3:
-        given = f"--steps {parsed.steps} --kills {parsed.kills} --processes {parsed.processes}"
-        raise InvalidError(f"{given}: needs a process, no negative number of kills, and 3 steps more than kills")
-    options = [word for override in parsed.set for word in ("--set", override)]
-    trial = Trial(
-        (parsed.spec, *options),
-        parsed.steps,
-        parsed.kills,
-        parsed.processes,
-        parsed.devices_per_process,
-        parsed.seed,
-        _output_keys(parsed.spec, parsed.set),
-    )
-    with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
-        return verify(trial, Path(scratch))
-
-
-def _numbers(text: str) -> list[int]:
-    """Positive numbers with commas between them; argparse says which option has others."""
-    words = text.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r}: needs numbers of devices, such as 4 or 8,2,1")
-    return [*map(int, words)]
-
-
-def _output_keys(spec: str, overrides: Sequence[str]) -> list[str]:
-    """Dotted keys of the spec that say where the job writes beside its directory. Raises `InvalidError`."""
-    document = load_document(spec, overrides)
-    validate_spec(document)
-    job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
-    return [f"config.{key}" for key in sorted(validate_config(document, job_class.Config).output_keys)]

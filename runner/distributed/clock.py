@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from runner.process import read_age_seconds
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a command line starts its clock before it knows whether it needs specs, which take 0.3 s to import
     from runner.spec import Deadlines
 
 

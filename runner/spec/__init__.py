@@ -21,6 +21,7 @@ Later stages blame a key in the same words through `Document.error`.
 - `validation`: A document against a model. Owns the words in which pydantic's findings reach the user: one line per
 """
 
+from runner.errors import suggest_choices
 from runner.spec.document import (
     Document,
     KeyPath,
@@ -28,7 +29,6 @@ from runner.spec.document import (
     load_document,
     make_document,
     parse_document,
-    suggest_choices,
 )
 from runner.spec.imports import load_class, load_job_class
 from runner.spec.model import (

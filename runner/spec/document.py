@@ -9,6 +9,7 @@ Documents: a spec as the user wrote it, overrides applied, every key with its pl
 
 import contextlib
 import difflib
+import itertools
 import json
 import math
 import re
@@ -23,6 +24,7 @@ from runner.errors import InvalidError, SpecError
 from runner.spec.model import ExecutionSpec
 
 KeyPath = tuple[str, ...]
+_MAX_SUGGESTED = 1000  # files that are looked at for a suggestion
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,6 @@ def describe_value(value: Any) -> str:
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
     return json.dumps(value)[:60]
-
-
-def suggest_nearest(word: str, choices: Sequence[str], prefix: str = "") -> str:
-    """`; did you mean ...?`, or nothing where no choice is near."""
-    near = difflib.get_close_matches(word, choices, n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
-
-
-def suggest_choices(word: str, choices: Sequence[str], prefix: str = "") -> str:
-    """`; did you mean ...?`, or all the choices where none is near."""
-    return suggest_nearest(word, choices, prefix) or (f"; choose from {', '.join(choices)}" if choices else "")
 
 
 def parse_yaml(text: str, at: Callable[[int], SpecLocation]) -> tuple[Any, dict[KeyPath, SpecLocation]]:
@@ -194,11 +185,25 @@ def load_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
         raw = Path(path).read_bytes()
         text = raw.decode("utf-8-sig")
     except OSError as error:
-        raise SpecError(f"{path}: cannot read the spec: {error.strerror}") from None
+        raise SpecError(f"{path}: cannot read the spec: {error.strerror}{_suggest_spec(Path(path))}") from None
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise SpecError(f"{path}:{line}: not UTF-8 text: byte 0x{raw[error.start]:02x}") from None
     return parse_document(text, str(path), overrides)
+
+
+def _suggest_spec(path: Path) -> str:
+    """Return `; did you mean ...?` with the nearest YAML file of the directory, or of its siblings if there is none."""
+    directory, pattern = path.parent, "*.y*ml"
+    if not directory.is_dir():
+        directory, pattern = directory.parent, "*/*.y*ml"
+    # Common directories and the ending would make any two names alike.
+    found = {
+        str(each.relative_to(directory).with_suffix("")): str(each)
+        for each in itertools.islice(directory.glob(pattern), _MAX_SUGGESTED)
+    }
+    nearest = difflib.get_close_matches(str(path.relative_to(directory).with_suffix("")), found, n=1)
+    return f"; did you mean {found[nearest[0]]}?" if nearest else ""
 
 
 def parse_document(text: str, path: str, overrides: Sequence[str] = ()) -> Document:

@@ -10,8 +10,8 @@ import sys
 import traceback
 from types import ModuleType
 
-from runner.errors import InvalidError
-from runner.spec.document import Document, suggest_choices, suggest_nearest
+from runner.errors import InvalidError, suggest_choices, suggest_nearest
+from runner.spec.document import Document
 
 
 def import_extra(module: str, extra: str) -> ModuleType:

@@ -14,15 +14,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 
-from runner.errors import SpecError
+from runner.errors import SpecError, suggest_choices, suggest_nearest
 from runner.spec.document import (
     Document,
     Dumper,
     KeyPath,
     describe_value,
     load_document,
-    suggest_choices,
-    suggest_nearest,
 )
 from runner.spec.model import HOOK_PATTERN, JOB_PATTERN, NAME_PATTERN, ExecutionSpec
 

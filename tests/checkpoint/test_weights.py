@@ -13,7 +13,7 @@ from runner import open_checkpoint
 from runner.checkpoint import weights
 from runner.checkpoint.inspect import VerifyDepth, format_report
 from runner.checkpoint.manifest import seal
-from runner.cli import checkpoints
+from runner.cli.app import run_command
 from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
 from runner.run.fence import Fence
 from runner.spec import dump_spec
@@ -260,5 +260,5 @@ def test_the_command_looks_as_deep_as_it_is_told(tmp_path: Path, capsys: pytest.
         assert run.saver.wait()
     forge(run)
     for options, code in (([], EXIT_DONE), (["--verify"], EXIT_DONE), (["--deep"], EXIT_FAILED)):
-        assert checkpoints.main([str(tmp_path / "run"), *options]) == code
+        assert run_command(["checkpoints", str(tmp_path / "run"), *options]) == code
     assert "DAMAGED" in capsys.readouterr().out

@@ -1,58 +1,255 @@
-"""The command line, the schema, and the exit code of every kind of error."""
+"""The command line: every command's help and mistakes, the exit code of every kind of error, and a fast start."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from pydantic import BaseModel
 
 from runner import errors
-from runner.__main__ import _parse
+from runner.cli import app, arguments
+from runner.cli.app import COMMANDS, main
 from runner.errors import InvalidError
+from runner.inference.sample import SampleRequest
 from runner.spec import ExecutionSpec
+from tests.support import life
 
 ROOT = Path(__file__).parents[2]
 
+# By command: words that it needs, and whether it can do without.
+NEEDS = {
+    (): ["x.yaml"],
+    ("plan",): ["x.yaml"],
+    ("status",): ["run"],
+    ("report",): ["run", "-o", "x.html"],
+    ("dashboard",): ["runs"],
+    ("sample",): ["run"],
+    ("evaluate",): ["run"],
+    ("export",): ["run", "-o", "out"],
+    ("checkpoints",): ["run"],
+    ("checkpoints", "copy"): ["run", "other"],
+    ("verify-resume",): ["x.yaml"],
+    ("schema",): [],
+    ("metrics",): ["run"],
+    ("profile",): ["run"],
+}
+OPTIONS = {
+    (): "--set --profile --coordinator --num-processes --process-id",
+    ("plan",): "--set --topology --search --chips --hours --json --profile --trace --against",
+    ("status",): "--json --watch",
+    ("report",): "-o --output",
+    ("dashboard",): "--port --host --token",
+    ("sample",): "--prompt --step --weights --tokens --temperature --top-p --seed",
+    ("evaluate",): "--data --step --all --weights --follow -o --output --harness --include-path --json --coordinator "
+    "--num-processes --process-id",
+    ("export",): "--step --weights --dtype --adapter -o --push --public --license --base-model",
+    ("checkpoints",): "--verify --deep",
+    ("checkpoints", "copy"): "",
+    ("verify-resume",): "--set --steps --kills --processes --devices-per-process --seed",
+    ("schema",): "",
+    ("metrics",): "--csv -o --output",
+    ("profile",): "--steps",
+}
+ALL = pytest.mark.parametrize("command", list(NEEDS), ids=" ".join)
 
-def run(*arguments):
-    command = [sys.executable, "-m", "runner", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+def run(*words, **options):
+    command = [sys.executable, "-m", "runner", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, **options)
 
 
-def test_a_command_line_is_parsed():
-    parsed = _parse(["x.yaml", "--set", "a=1", "--set", "b.c=2"])
-    assert (parsed.spec, parsed.set, parsed.coordinator) == ("x.yaml", ["a=1", "b.c=2"], None)
-    place = ["--coordinator", "h:1", "--num-processes", "4", "--process-id", "3"]
-    parsed = _parse(["x.yaml", *place])
-    assert (parsed.coordinator, parsed.num_processes, parsed.process_id) == ("h:1", 4, 3)
+@pytest.fixture
+def ask(monkeypatch, capsys):
+    """Call the command line in this process; its exit code, output and errors."""
+    monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["__main__.py"])
+
+    def ask(*words):
+        code = main(words)
+        return code, *capsys.readouterr()
+
+    return ask
+
+
+@ALL
+def test_a_command_has_help_of_its_own(command, ask):
+    words = command or ("x.yaml",)
+    for option in ("--help", "-h"):
+        code, output, problems = ask(*words, option)
+        assert (code, problems) == (0, "")
+        assert output.startswith(" ".join(["Usage: python -m runner", *command, "[OPTIONS]"]))
+        assert "Exit codes: 0 " in output
+        assert output.isprintable() or "\x1b" not in output
+    listed = re.findall(r"^  (-.*?)(?:  |$)", output, re.MULTILINE)
+    shown = {option for line in listed for option in re.findall(r"(?<![\w-])--?[\w-]+", line)}
+    assert shown - {"-h", "--help"} == set(OPTIONS[command].split())
+
+
+@ALL
+def test_an_unknown_option_is_one_line_and_the_nearest_is_suggested(command, ask):
+    words = command or ("x.yaml",)
+    code, output, problems = ask(*words, *NEEDS[command], "--nonsense")
+    assert (code, output, problems.count("\n")) == (2, "", 1)
+    assert "--nonsense is not an option" in problems
+    assert "--help" in problems
+    for option in [each for each in OPTIONS[command].split() if each.startswith("--")]:
+        code, output, problems = ask(*words, *NEEDS[command], f"{option}x")
+        assert (code, output, problems.count("\n")) == (2, "", 1)
+        assert f"did you mean {option}?" in problems
+
+
+@ALL
+def test_a_missing_argument_is_one_line(command, ask):
+    if NEEDS[command]:
+        code, output, problems = ask(*command)
+        assert (code, output, problems.count("\n")) == (2, "", 1)
+        assert "missing" in problems
+
+
+@ALL
+def test_one_argument_too_many_is_one_line(command, ask):
+    if command == ("report",):
+        return  # takes any number
+    words = NEEDS[command] or ["x.yaml"]
+    code, output, problems = ask(*command, *words, "superfluous")
+    assert (code, output, problems.count("\n")) == (2, "", 1)
+    assert "superfluous" in problems
+
+
+def test_the_help_of_the_program_has_a_line_for_each_command(ask):
+    code, output, _ = ask("--help")
+    assert code == 0
+    commands = output.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert [re.split(r"  +", line.strip())[0] for line in commands] == [
+        "SPEC",
+        *(" ".join(each) for each in NEEDS if each),
+    ]
+    assert not any(line.endswith("...") for line in commands)
+
+
+def test_the_version_is_that_of_the_package(ask):
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert ask("--version") == (0, f"runner {version}\n", "")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "suggestion"),
     [
-        ([], "required: SPEC"),
-        (["x.yaml", "--sett", "a=1"], "unrecognized arguments"),
-        (["x.yaml", "y.yaml"], "unrecognized arguments: y.yaml"),
+        (("stauts", "runs/x"), "did you mean status?"),
+        (("verify_resume", "x.yaml"), "did you mean verify-resume?"),
+        (("checkpoint", "runs/x"), "did you mean checkpoints?"),
+        (("qqq",), "choose from plan, status, report"),
+        (("specs/gpt_nan.yaml",), "did you mean specs/gpt_nano.yaml?"),
+        (("plan", "specs/gpt_nan.yaml"), "did you mean specs/gpt_nano.yaml?"),
+        (("--set", "a=1", "spec/gpt_nano.yaml"), "did you mean specs/gpt_nano.yaml?"),
+        (("status", "specs/gpt_nan.yml"), "did you mean specs/gpt_nano.yaml?"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistyped_command_or_spec_is_one_line_with_the_nearest(words, suggestion, ask, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code, output, problems = ask(*words)
+    assert suggestion in problems
+    if words[0] != "plan":  # which lists all problems of a spec
+        assert (code, output, problems.count("\n")) == (2, "", 1)
+
+
+def test_the_arguments_of_a_job_are_parsed():
+    parsed = COMMANDS.parse(["x.yaml", "--set", "a=1", "--set", "b.c=2", "--profile", "3:5"])
+    assert isinstance(parsed, arguments.JobArguments)
+    assert (parsed.spec, parsed.all_overrides) == ("x.yaml", ["a=1", "b.c=2", "logging.profile=3:5"])
+    assert parsed.coordinator is None
+    placed = COMMANDS.parse(["--coordinator", "h:1", "--num-processes", "4", "--process-id", "3", "x.yaml"])
+    assert (placed.coordinator, placed.num_processes, placed.process_id) == ("h:1", 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "missing command"),
+        (["x.yaml", "y.yaml"], "y.yaml"),
         (["x.yaml", "--coordinator", "h:1"], "give all three or none"),
         (["x.yaml", "--process-id", "0"], "give all three or none"),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2"], "give all three or none"),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "2 is not in 0 .. 1"),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "-1"], "-1 is not in 0 .. 1"),
-        (["x.yaml", "--coordinator", "h:1", "--num-processes", "two", "--process-id", "0"], "invalid int value"),
+        (["x.yaml", "--coordinator", "h:1", "--num-processes", "two", "--process-id", "0"], "valid integer"),
+        (["x.yaml", "--set"], "requires an argument"),
+        (["plan", "x.yaml", "--chips", "some", "--hours", "1"], "'some' is not one of 'auto'"),
+        (["export", "x", "-o", "out", "--dtype", "int8"], "'int8' is not one of"),
     ],
 )
-def test_a_bad_command_line_is_invalid(arguments, message):
-    with pytest.raises(InvalidError, match=message):
-        _parse(arguments)
+def test_a_bad_command_line_is_invalid(words, message):
+    with pytest.raises(InvalidError, match=message) as caught:
+        COMMANDS.parse(words)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_bad_command_line_ends_with_2_and_the_usage():
-    result = run("x.yaml", "--nonsense")
-    assert result.returncode == 2
-    assert "usage: python -m runner SPEC" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_the_defaults_are_those_of_the_implementation():
+    sample = COMMANDS.parse(["sample", "run"])
+    request = SampleRequest()
+    assert (sample.prompt, sample.step, sample.num_tokens) == (request.prompt, request.step, request.num_tokens)
+    assert (sample.temperature, sample.top_p, sample.seed) == tuple(vars(request.sampling).values())
+    assert sample.weights == request.weights
+
+
+def test_every_command_has_an_implementation_that_takes_its_arguments():
+    declared = {
+        each for each in vars(arguments).values() if isinstance(each, type) and each.__name__.endswith("Arguments")
+    }
+    assert set(app._IMPLEMENTATIONS) == declared - {arguments.JobArguments}
+    for kind, (module, function) in app._IMPLEMENTATIONS.items():
+        assert get_type_hints(getattr(app._import(module), function)) == {"arguments": kind, "return": int}
+
+
+@pytest.mark.parametrize("words", [["plan", "--help"], ["specs/none.yaml"], ["specs/gpt_nano.yaml", "--set", "seed=x"]])
+def test_help_and_a_wrong_spec_do_not_wait_for_jax(words):
+    program = "import sys; from runner.cli.app import main; code = main(sys.argv[1:]); "
+    program += "print(code, sorted({'jax', 'flax', 'optax', 'orbax', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True)
+    code = 0 if "--help" in words else 2
+    assert result.stderr.splitlines()[-1] == f"{code} []"
+
+
+def test_a_shell_completes_commands_options_and_the_options_of_a_job():
+    def complete(line):
+        variables = {"_RUNNER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        result = run(env=os.environ | variables)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.split()
+
+    assert complete("runner s") == ["status", "sample", "schema"]
+    assert complete("runner plan --t") == ["--topology", "--trace"]
+    assert complete("runner specs/x.yaml --co") == ["--coordinator"]
+    script = run("--show-completion", "bash")
+    if shutil.which("bash"):
+        subprocess.run(["bash", "-n"], input=script.stdout, text=True, check=True)
+
+
+def test_console_scripts_call_the_same():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"runner": "runner.__main__:main", "runner-launch": "launch.__main__:main"}
+    program = "import sys; sys.argv[0] = '/bin/runner'; from runner.__main__ import main; sys.exit(main())"
+    variables = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}  # no second start, which would run -c again
+    command = [sys.executable, "-c", program, "status", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables)
+    assert result.stdout.startswith("Usage: runner status [OPTIONS]")
+    assert result.returncode == 0
+
+
+def test_a_read_only_command_works_on_a_run(tmp_path, ask):
+    life.make(tmp_path / "run")()
+    code, output, problems = ask("checkpoints", str(tmp_path / "run"))
+    assert (code, problems) == (0, "")
+    assert "40" in output
 
 
 def test_a_missing_spec_ends_with_2_and_one_line():

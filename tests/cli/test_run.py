@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from runner import __main__, job
-from runner.cli import run
+from runner import job
+from runner.cli import app, run
 from tests.support.faulty import Exits
 from tests.support.harness import Job
 
@@ -24,15 +24,15 @@ def command(monkeypatch, tmp_path):
         raise EndedError(code, message)
 
     monkeypatch.setattr(run, "end_process", end)
-    monkeypatch.setattr(run.preemption, "watch", lambda ask: None)
-    monkeypatch.setattr(__main__.StopNotice, "listen", lambda notice: None)
+    monkeypatch.setattr(run.preemption, "watch_gcp_preemption", lambda ask: None)
+    monkeypatch.setattr(app.StopNotice, "install_signal_handlers", lambda notice: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def call(*words):
         try:
-            return __main__.main([*words, *Job("specs/counter.yaml", tmp_path / "run", COUNTER).arguments]), None
+            return app.main([*words, *Job("specs/counter.yaml", tmp_path / "run", COUNTER).arguments]), None
         except EndedError as ended:
             return ended.args
 
@@ -72,7 +72,7 @@ class Raises:
 
 
 def test_only_what_a_failed_save_has_told_already_is_left_out(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", run._leave_out_late_writes)
+    monkeypatch.setattr(sys, "unraisablehook", run._drop_late_write_errors)
     for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), ValueError("Event loop is closed")):
         Raises(error)
     assert [line for line in capsys.readouterr().err.splitlines() if "Error" in line] == [
@@ -82,5 +82,5 @@ def test_only_what_a_failed_save_has_told_already_is_left_out(capsys, monkeypatc
 
 
 def test_help_is_no_failure(capsys):
-    assert __main__.main(["--help"]) == 0
-    assert "usage" in capsys.readouterr().out
+    assert app.main(["--help"]) == 0
+    assert "Usage" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from runner.cli.schema import main
+from runner.cli.app import run_command
 from runner.errors import InvalidError
 from runner.spec import ExecutionSpec, load_document
 from tests.support.harness import ROOT, command, environment
@@ -18,7 +18,7 @@ COUNTER = str(ROOT / "specs" / "counter.yaml")
 
 
 def schema_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(arguments) == 0
+    assert run_command(["schema", *arguments]) == 0
     schema = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator.check_schema(schema)
     return schema
@@ -82,7 +82,7 @@ def test_a_spec_that_cannot_be_loaded_is_one_line(text: str | None, message: str
     if text is not None:
         path.write_text(text)
     with pytest.raises(InvalidError) as caught:
-        main([str(path)])
+        run_command(["schema", str(path)])
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -92,4 +92,4 @@ def test_the_command_ends_with_2_and_the_line() -> None:
     assert (code, output) == (2, "specs/none.yaml: cannot read the spec: No such file or directory\n")
     code, output = command(environment(1), "schema", "specs/gpt_nano.yaml", "more")
     assert code == 2
-    assert "python -m runner schema [SPEC]" in output
+    assert "unexpected extra argument(s) (more)" in output

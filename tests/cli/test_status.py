@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runner import __main__ as command
 from runner.cli import status
-from runner.cli.status import amount, draw, lasting
+from runner.cli.app import main, run_command
+from runner.cli.status import draw, format_amount, format_duration
 from runner.distributed.clock import TimeBucket
 from runner.history.reader import HistoryReader, read_history
 from runner.history.records import RunState, to_json
@@ -57,8 +57,8 @@ def test_the_screen_says_all_that_is_known(run: Path) -> None:
         "count  done",
         "step 40 of 40",
         "100.0%",
-        "4 k tokens  loss 0.1250  validation 0.2500  best 0.2500 at step 40",
-        "12.3 k tokens/s  1.54 k tokens/s a device  MFU 40.0%",
+        "4 k tokens  loss 0.1250  validation loss 0.2500  best 0.2500 at step 40",
+        "12.3 k tokens/s  1.54 k tokens/s per device  MFU 40.0%",
         "goodput",
         "2 attempts",
         "0 to 20",
@@ -86,7 +86,7 @@ def test_colours_are_for_terminals_that_want_them(run: Path, monkeypatch: pytest
 
 def test_the_json_holds_the_same_records_and_only_what_json_has(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.jsonl").write_text('{"step": 41, "train/loss": 1.0, "train/x": NaN}\n')
-    assert status.main([str(run), "--json"]) == 0
+    assert run_command(["status", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     expected = to_json(read_history(LocalStore(run)))
     assert found.keys() == expected.keys()
@@ -117,13 +117,13 @@ def test_nothing_that_others_have_written_is_obeyed(run: Path, capsys: pytest.Ca
     assert max(map(len, text.splitlines())) <= 80
     assert len(text.splitlines()) < 150
     assert "[bold]" in text
-    assert status.main([str(run)]) == status.main([str(run), "--json"]) == 0
+    assert run_command(["status", str(run)]) == run_command(["status", str(run), "--json"]) == 0
     assert "\x1b" not in capsys.readouterr().out
 
 
 def test_asking_changes_nothing_and_claims_nothing(run: Path) -> None:
     before = files_of(run)
-    status.main([str(run)])
+    run_command(["status", str(run)])
     assert files_of(run) == before
 
 
@@ -132,7 +132,7 @@ def test_where_there_is_no_run_the_command_ends_with_2_and_one_line(
 ) -> None:
     monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert command.main(["status", str(tmp_path / "none")]) == 2
+    assert main(["status", str(tmp_path / "none")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"{tmp_path}/none: no run is here\n"
@@ -142,7 +142,7 @@ def test_where_there_is_no_run_the_command_ends_with_2_and_one_line(
 def test_a_spec_names_its_directory(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "count.yaml"
     spec.write_text((run / "spec.yaml").read_text())
-    assert status.main([str(spec)]) == 0
+    assert run_command(["status", str(spec)]) == 0
     assert "step 40 of 40" in capsys.readouterr().out
 
 
@@ -161,7 +161,7 @@ def test_watching_goes_on_until_the_run_is_done(
     monkeypatch.setattr(status, "WATCH_SECONDS", 0.0)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("signal.set_wakeup_fd", lambda *_: None)
-    assert status.main([str(run), "--watch", "--json"]) == 0
+    assert run_command(["status", str(run), "--watch", "--json"]) == 0
     printed = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
     assert printed == ["running", "stalled", "done"]
 
@@ -189,9 +189,9 @@ def test_a_run_in_a_bucket_is_told_as_one_on_a_disk(run: Path) -> None:
     ],
 )
 def test_a_time_is_told_in_two_units(seconds: float, words: str) -> None:
-    assert lasting(seconds) == words
+    assert format_duration(seconds) == words
 
 
 @pytest.mark.parametrize(("value", "words"), [(0, "0"), (950, "950"), (12345, "12.3 k"), (7e13, "70 T")])
 def test_an_amount_has_three_digits(value: float, words: str) -> None:
-    assert amount(value) == words
+    assert format_amount(value) == words

@@ -109,8 +109,8 @@ def test_an_end_that_asks_for_another_try_gets_one_and_is_no_difference(
 ) -> None:
     run = ends_by_itself(ends, is_undisturbed)
     run.start()
-    run.run_on()
-    assert run.newest() == 6
+    run.finish()
+    assert run.find_newest_step() == 6
     again = "fresh" if is_undisturbed else "resumed"
     assert (tmp_path / "starts").read_text().split() == ["fresh", *[again] * len(ends)]
 
@@ -122,7 +122,7 @@ def test_a_job_that_cannot_be_run_to_its_end_has_its_own_word(ends, kind, code, 
     run = ends_by_itself(ends, False)
     run.start()
     with pytest.raises(kind, match=f"^the job ended with {ends[-1]} by itself") as caught:
-        run.run_on()
+        run.finish()
     assert caught.value.exit_code == code
     assert len((tmp_path / "starts").read_text().split()) == len(ends)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.__main__ import main
+from runner.cli.app import main
 from runner.dashboard import html
 from runner.dashboard import report as report_module
 from runner.dashboard.report import make_run_names, render_report
@@ -234,8 +234,8 @@ def test_a_directory_that_was_half_written_or_damaged_is_shown_as_far_as_it_goes
         (["{}/none", "-o", "{}/x.html"], "no run is here"),
         (["{}", "-o", "{}"], "needs the name of a file"),
         (["{}", "-o", "{}/none/x.html"], "needs the name of a file"),
-        (["{}"], "required: -o"),
-        (["-o", "{}/x.html"], "required: SPEC_OR_DIRECTORY"),
+        (["{}"], "missing option '-o'"),
+        (["-o", "{}/x.html"], "missing argument 'SPEC_OR_DIRECTORY...'"),
         (["ftp://x", "-o", "{}/x.html"], "ftp:// is not known"),
     ],
 )

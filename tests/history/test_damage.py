@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.status import main
+from runner.cli.app import run_command
 from runner.errors import InvalidError, StorageError
 from runner.history.reader import read_history
 from runner.storage import LocalStore, TransientError
@@ -38,7 +38,7 @@ def strike(kind: str, place: Path, damage: str, base: Path) -> None:
         if damage in ERRORS:
             give_errors(patch, path, ERRORS[damage])
         history = read_history(LocalStore(run))
-        assert main([str(run)]) == main([str(run), "--json"]) == 0
+        assert run_command(["status", str(run)]) == run_command(["status", str(run), "--json"]) == 0
     assert files_of(base) == before
     assert abs(sum(history.seconds.values()) - history.wall_seconds) < 1e-3
     if place.parts[1] not in ("attempts", "events.jsonl"):

@@ -10,7 +10,7 @@ import pytest
 
 from runner import open_checkpoint
 from runner.checkpoint.fingerprint import list_leaf_names
-from runner.cli import checkpoints
+from runner.cli.app import run_command
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.history.reader import read_history
@@ -190,7 +190,7 @@ def test_the_best_step_is_saved_kept_and_named_for_whoever_asks(tmp_path, capsys
     assert (found["best_step"], found["best_value"]) == (best, float(np.float32(rows[best])))
     assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [best, 8]
     capsys.readouterr()
-    assert checkpoints.main([str(tmp_path / "run")]) == 0
+    assert run_command(["checkpoints", str(tmp_path / "run")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.endswith(f"best: {rows[best]:g}") for line in lines] == [True, False]
     weights, _ = open_checkpoint(f"{tmp_path / 'run'}/checkpoints/best")

@@ -15,7 +15,7 @@ from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, open_checkpoint
 from runner.checkpoint.leaves import flatten_with_names
 from runner.checkpoint.save import SaveContents
-from runner.cli import export
+from runner.cli.app import run_command
 from runner.errors import InvalidError, PreemptedError
 from runner.huggingface.load import read_leaf
 from runner.huggingface.mapping import match_tensors
@@ -37,7 +37,7 @@ class Exporting(PretrainGPT):
         out = self.store.root.parent / "meanwhile"
         if self.step == STEPS and not out.exists():
             self.checkpointer.settle()  # the step before is committed, this one is not yet saved
-            assert export.main([str(self.store.root), "-o", str(out)]) == 0
+            assert run_command(["export", str(self.store.root), "-o", str(out)]) == 0
         return super().make_save_contents()
 
 
@@ -72,7 +72,7 @@ def run(directory: Path) -> BaseTrainer:
 @pytest.fixture(scope="module")
 def exported(directory: Path, run: BaseTrainer) -> Path:
     """What it has come to."""
-    assert export.main([str(run.store.root), "-o", str(directory / "exported")]) == 0
+    assert run_command(["export", str(run.store.root), "-o", str(directory / "exported")]) == 0
     return directory / "exported"
 
 
@@ -233,7 +233,7 @@ def test_a_job_whose_weights_have_no_form_elsewhere_says_so(directory: Path, exp
     assert "the job does not say how its weights are called there: see `family`" in problem
     counter(directory / "count")()
     with pytest.raises(InvalidError, match="does not say how its weights are called elsewhere: see `family`"):
-        export.main([str(directory / "count"), "-o", str(directory / "none")])
+        run_command(["export", str(directory / "count"), "-o", str(directory / "none")])
 
 
 def test_the_best_checkpoint_is_the_one_that_the_run_keeps_as_such(directory: Path, run: BaseTrainer):

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, open_checkpoint
-from runner.cli import export
+from runner.cli.app import run_command
 from runner.errors import InvalidError
 from tests.support.tiny import gpt, name_of
 
@@ -38,7 +38,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     place = tmp_path_factory.mktemp("peft")
     first = gpt(place / "first", job_class, **COMMON | {"job": name_of(job_class), "config.model": model})
     first()
-    assert export.main([str(place / "first"), "-o", str(place / "base")]) == 0
+    assert run_command(["export", str(place / "first"), "-o", str(place / "base")]) == 0
     rule = {"rank": 4, "alpha": 6.0, "targets": targets}
     beside = {"checkpoint.init_from": str(place / "base"), "config.adapter": rule}
     job = gpt(place / "run", job_class, **COMMON | {"job": name_of(job_class), "config.model": model} | beside)
@@ -50,8 +50,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def place(run: BaseTrainer) -> Path:
     found = run.store.root
     assert found is not None
-    assert export.main([str(found), "-o", str(found.parent / "merged")]) == 0
-    assert export.main([str(found), "--adapter", "-o", str(found.parent / "adapter")]) == 0
+    assert run_command(["export", str(found), "-o", str(found.parent / "merged")]) == 0
+    assert run_command(["export", str(found), "--adapter", "-o", str(found.parent / "adapter")]) == 0
     return found.parent
 
 
@@ -76,7 +76,7 @@ def test_by_numpy_the_files_beside_the_base_make_what_is_merged(place: Path) -> 
 
 def test_a_run_without_an_adapter_has_none_to_export(place: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match=r"checkpoint 2 has no adapter: .* leave --adapter"):
-        export.main([str(place / "first"), "--adapter", "-o", str(tmp_path / "out")])
+        run_command(["export", str(place / "first"), "--adapter", "-o", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
@@ -89,7 +89,7 @@ def test_an_embedding_has_no_form_there(place: Path, tmp_path: Path) -> None:
     job = gpt(tmp_path / "run", job_class, **COMMON | {"job": name_of(job_class), "config.model": model} | beside)
     job()
     with pytest.raises(InvalidError, match=r"embedding .* no plain form .* export without --adapter"):
-        export.main([str(tmp_path / "run"), "--adapter", "-o", str(tmp_path / "out")])
+        run_command(["export", str(tmp_path / "run"), "--adapter", "-o", str(tmp_path / "out")])
 
 
 @pytest.mark.soak

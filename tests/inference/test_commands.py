@@ -16,7 +16,7 @@ import yaml
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer
-from runner.__main__ import main
+from runner.cli.app import main
 from runner.data.tokenizers import TOKENIZER_FILES
 from runner.process import make_placements
 from tests.data.buckets import write_corpus
@@ -171,7 +171,7 @@ def test_looking_while_a_run_trains_changes_neither_its_files_nor_its_bits(run: 
                 self.attempt.background_writer.flush()
                 before = without_ledger(directory)
                 program = f"sys.exit(main(['sample', {str(directory)!r}]) or main(['evaluate', {str(directory)!r}]))"
-                program = f"import sys\nfrom runner.__main__ import main\n{program}"
+                program = f"import sys\nfrom runner.cli.app import main\n{program}"
                 seen.append(finish(start_python("-c", program, devices=8)))
                 assert without_ledger(directory) == before
 

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.gpt import PretrainGPT
-from runner.cli import metrics as metrics_command
+from runner.cli.app import run_command
 from runner.metrics import tensorboard, writers
 from runner.metrics.rows import Row
 from runner.metrics.tensorboard import TensorBoardWriter
@@ -95,7 +95,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
 
 def shown_by_csv(life: Life) -> list[Row]:
     output = life.directory.with_suffix(".csv")
-    assert metrics_command.main([str(life.directory), "--csv", "-o", str(output)]) == 0
+    assert run_command(["metrics", str(life.directory), "--csv", "-o", str(output)]) == 0
     rows = csv.DictReader(io.StringIO(output.read_text()))
     return [
         {key: int(value) if value.isdecimal() else float(value) for key, value in row.items() if value} for row in rows
@@ -104,7 +104,7 @@ def shown_by_csv(life: Life) -> list[Row]:
 
 def shown_by_json(life: Life) -> list[Row]:
     output = life.directory.with_suffix(".jsonl")
-    assert metrics_command.main([str(life.directory), "-o", str(output)]) == 0
+    assert run_command(["metrics", str(life.directory), "-o", str(output)]) == 0
     return parse_lines(output.read_bytes())
 
 
@@ -281,5 +281,5 @@ def test_a_name_in_a_row_does_nothing_to_a_terminal(tmp_path: Path, capfdbinary:
     store.write("job.json", b'{"id": "x", "name": "x", "identity": {}}')
     row = {"step": 1, "train/loss": 0.1 + 0.2, "train/\x1b[2J\n\ud800": 1}
     store.write("metrics.jsonl", encode_line(row))
-    assert metrics_command.main([str(tmp_path), "--csv"]) == 0
+    assert run_command(["metrics", str(tmp_path), "--csv"]) == 0
     assert capfdbinary.readouterr().out == b"step,train/loss,train/\\x1b[2J\\n\\ud800\n1,0.30000000000000004,1\n"

@@ -12,7 +12,7 @@ import pytest
 
 from runner import BaseTrainer
 from runner.accelerator import CHIPS, Accelerator, parse_accelerator
-from runner.cli.plan import main
+from runner.cli.app import run_command
 from runner.errors import InvalidError
 from runner.plan import figures, machine
 from runner.plan.checks import Findings, check_directory
@@ -34,7 +34,7 @@ def plan(*arguments: str, expected: int = 0) -> str:
 
 def plan_here(capsys: pytest.CaptureFixture[str], *arguments: str, expected: int = 0) -> str:
     """The same in this process: what each wrong spec is told, where one process tells that it is told."""
-    assert main(arguments) == expected
+    assert run_command(["plan", *arguments]) == expected
     return capsys.readouterr().out
 
 
@@ -263,7 +263,7 @@ chip = accelerator.CHIPS["v5e"]
 speeds = dataclasses.replace(chip.speeds, hbm_bytes=int(sys.argv.pop(1)))
 accelerator.CHIPS["v5e"] = dataclasses.replace(chip, speeds=speeds)
 machine.is_libtpu_installed = lambda: False
-from runner.__main__ import main
+from runner.cli.app import main
 sys.exit(main(["plan", *sys.argv[1:]]))
 """
 

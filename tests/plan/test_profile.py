@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner.accelerator import CHIPS, parse_accelerator
-from runner.cli.plan import main
+from runner.cli.app import run_command
 from runner.errors import InvalidError
 from runner.plan.figures import Section, format_sections, sections_to_json
 from runner.plan.machine import TargetMachine
@@ -145,13 +145,13 @@ def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         (["--against", "runs/a"], "--trace FILE and --against RUN need --profile"),
         (["--profile", "--trace", "/no/such/f.json"], "--trace /no/such/f.json: /no/such is not a directory"),
         (["--profile", "--against", "/no/such"], "--against /no/such: .*perf/step_seconds_median"),
-        (["--profile", "--search"], "--profile is of one plan"),
-        (["--profile", "--chips", "auto", "--hours", "1"], "--profile is of one plan"),
+        (["--profile", "--search"], "--profile describes one plan"),
+        (["--profile", "--chips", "auto", "--hours", "1"], "--profile describes one plan"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(InvalidError, match=message):
-        main([NANO[0], *options])
+        run_command(["plan", NANO[0], *options])
 
 
 @pytest.mark.soak

@@ -25,7 +25,8 @@ def test_each_import_by_string_has_its_reason(structure: Structure) -> None:
     reasons = {
         "experiments/model/platform.py": "the kernel of a platform that is not here",
         "runner/__init__.py": "public classes, without jax until they are asked for",
-        "runner/__main__.py": "the commands, each of which brings what it needs",
+        "runner/__main__.py": "the command line, after the process has started again with huge pages",
+        "runner/cli/app.py": "the implementation of a command, most of which bring jax",
         "runner/spec/imports.py": "the user's own job, and packages that are extras, such as pyarrow",
         "runner/storage/url.py": "the client of a cloud, which is an extra",
         "runner/metrics/writers.py": "wandb, which takes a second",

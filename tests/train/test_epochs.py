@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.cli.status import main as status
+from runner.cli.app import run_command
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, PreemptedError
 from runner.plan.preflight import PlanRequest, plan
@@ -51,7 +51,7 @@ def test_epochs_are_the_run_of_so_many_steps_and_resume_to_its_bits(
     assert job(tmp_path, "run").done
     assert not job(tmp_path, "run", **{"config.train.total_epochs": 1}).done
     capfd.readouterr()
-    status([str(tmp_path / "run")])
+    run_command(["status", str(tmp_path / "run")])
     assert f"step {STEPS} of {STEPS}" in capfd.readouterr().out
     (tmp_path / "data.bin").unlink()
     assert say(capfd, tmp_path / "run", "--tokens", 4)[0] == 0, "whoever only looks needs no data"

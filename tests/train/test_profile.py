@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from experiments.gpt import PretrainGPT
-from runner.cli import profile as command
+from runner.cli.app import run_command
 from runner.errors import InvalidError, SpecError
 from runner.spec import MAX_PROFILE_STEPS, parse_document, validate_spec
 from runner.storage import JsonObject, LocalStore, Store, encode_json, read_json, read_log
@@ -88,7 +88,7 @@ class Asking(PretrainGPT):
     def save_or_stop(self) -> None:
         super().save_or_stop()
         if self.step == 2:
-            assert command.main([str(self.store.url), "--steps", "3"]) == 0
+            assert run_command(["profile", str(self.store.url), "--steps", "3"]) == 0
             while self.report._profiler._asked_steps is None:
                 assert not self.report._profiler._closed.wait(0.001)
 
@@ -163,5 +163,5 @@ def test_steps_that_cannot_be_recorded_are_refused(value: str, tmp_path: Path) -
 @pytest.mark.parametrize("words", [["--steps", "0"], ["--steps", str(MAX_PROFILE_STEPS + 1)], []])
 def test_a_request_for_too_much_or_where_no_run_is_is_refused(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(InvalidError):
-        command.main([str(tmp_path), *words])
+        run_command(["profile", str(tmp_path), *words])
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,175 @@
+"""The command line of `python -m runner`: its commands, their help and exit codes, and `main`."""
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from runner.cli import arguments as declared
+from runner.command_line import CommandLine
+from runner.console import warn
+from runner.distributed.clock import Clock
+from runner.distributed.preemption import StopNotice
+from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, error_from_exit
+
+_RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
+_READ_EXIT_CODES = "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached."
+
+COMMANDS = CommandLine(
+    "runner",
+    "runner",
+    "Run the job that a spec describes, or inspect a run.",
+    "`python -m runner COMMAND --help` describes a command and its exit codes. The exit codes of a job are 0 done, 1 "
+    "failed, 2 invalid spec or command line, 75 preempted with its state saved, 76 retryable.",
+    default=_RUN,
+)
+COMMANDS.add(
+    _RUN,
+    declared.JobArguments,
+    "Run the job of a spec, or resume it",
+    "0 the job is done, now or earlier; 1 failed: a bug or diverged training, do not retry; 2 invalid command line, "
+    "spec or resume, do not retry; 75 preempted, state saved: run the same command again; 76 retryable failure of "
+    "infrastructure: run the same command again, a limited number of times.",
+    "Run the same command on every host of the job. Run again, it resumes the newest good checkpoint; once the job is "
+    "done, it exits with 0 at once.",
+)
+COMMANDS.add(
+    "plan",
+    declared.PlanArguments,
+    "Check, size and compile a job before it has hardware",
+    "0 the job would run; 2 it would not, or the command line is invalid.",
+)
+COMMANDS.add(
+    "status",
+    declared.StatusArguments,
+    "Show where a run stands and where its time went",
+    _READ_EXIT_CODES,
+)
+COMMANDS.add("report", declared.ReportArguments, "Write an HTML page about one or several runs", _READ_EXIT_CODES)
+COMMANDS.add("dashboard", declared.DashboardArguments, "Serve a live page about all runs below ROOT", _READ_EXIT_CODES)
+COMMANDS.add("sample", declared.SampleArguments, "Generate text with a run's weights", _READ_EXIT_CODES)
+COMMANDS.add(
+    "evaluate",
+    declared.EvaluateArguments,
+    "Compute the loss of a run's weights on data",
+    _READ_EXIT_CODES,
+    "Give --coordinator, --num-processes and --process-id to evaluate with several processes.",
+)
+COMMANDS.add(
+    "export",
+    declared.ExportArguments,
+    "Export weights in Hugging Face's layout",
+    "0 exported; 2 invalid command line, no such run, or OUT exists; 76 the storage or the Hub cannot be reached.",
+)
+COMMANDS.add(
+    "checkpoints",
+    declared.CheckpointsArguments,
+    "List or verify the checkpoints of a run",
+    "0 all committed checkpoints are good; 1 one is damaged; 2 a newer version of the runner has written one, or the "
+    "command line is invalid; 76 the storage cannot be reached.",
+    "`checkpoints copy SOURCE TARGET` copies one.",
+)
+COMMANDS.add(
+    "checkpoints copy",
+    declared.CopyArguments,
+    "Copy a checkpoint into another run's directory",
+    "0 copied and verified; 1 the source is damaged; 2 invalid command line; 76 the storage cannot be reached.",
+)
+COMMANDS.add(
+    "verify-resume",
+    declared.VerifyResumeArguments,
+    "Prove on this machine that a job resumes bit by bit",
+    "0 the bits are the same; 1 they differ, or the job failed; 2 invalid command line or spec; 76 nothing is proved, "
+    "run it again.",
+    "Runs the job twice in a scratch directory, once undisturbed and once with kills, and compares every checkpoint "
+    "and every row of metrics.",
+)
+COMMANDS.add(
+    "schema",
+    declared.SchemaArguments,
+    "Print the JSON Schema of a spec, for editors",
+    "0 printed; 2 invalid command line or spec.",
+)
+COMMANDS.add("metrics", declared.MetricsArguments, "Print the metrics of a run as JSON or CSV", _READ_EXIT_CODES)
+COMMANDS.add(
+    "profile",
+    declared.ProfileArguments,
+    "Ask a running job to profile its next steps",
+    _READ_EXIT_CODES,
+    "Writes a request into the run's directory and returns; the job reads it at its next steps.",
+)
+
+# Module and function that carry out a command. Most modules bring jax, so each is imported by its name when its command
+# runs. A job is run by `_run_job`.
+_IMPLEMENTATIONS = {
+    declared.PlanArguments: ("runner.cli.plan", "print_plan"),
+    declared.StatusArguments: ("runner.cli.status", "print_status"),
+    declared.ReportArguments: ("runner.cli.inspect", "write_report_page"),
+    declared.DashboardArguments: ("runner.cli.inspect", "serve_dashboard"),
+    declared.SampleArguments: ("runner.cli.weights", "print_sample"),
+    declared.EvaluateArguments: ("runner.cli.weights", "print_evaluation"),
+    declared.ExportArguments: ("runner.cli.weights", "export"),
+    declared.CheckpointsArguments: ("runner.cli.checkpoints", "list_checkpoints"),
+    declared.CopyArguments: ("runner.cli.checkpoints", "copy"),
+    declared.VerifyResumeArguments: ("runner.cli.verify_resume", "verify_resume"),
+    declared.SchemaArguments: ("runner.cli.plan", "print_schema"),
+    declared.MetricsArguments: ("runner.cli.inspect", "print_metrics"),
+    declared.ProfileArguments: ("runner.cli.checkpoints", "request_steps"),
+}
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Parse and carry out any command but that of a job, and return its exit code.
+
+    Raises:
+        RunnerError: the command line is wrong, or the command has failed.
+        SystemExit: nothing is left to do, after `--help`.
+    """
+    return _carry_out(COMMANDS.parse(words))
+
+
+def main(words: Sequence[str]) -> int:
+    """Parse and carry out a command line, and return its exit code. A job ends the process by itself."""
+    clock = Clock.since_process_start()
+    stop = StopNotice(clock)
+    stop.install_signal_handlers()
+    with contextlib.suppress(ValueError):
+        sys.path.remove("")
+    sys.path.insert(0, os.getcwd())
+    try:
+        arguments = COMMANDS.parse(words)
+    except RunnerError as error:
+        warn(str(error))
+        return error.exit_code
+    except SystemExit as end:  # after --help
+        return int(end.code or EXIT_DONE)
+    try:
+        if isinstance(arguments, declared.JobArguments):
+            _run_job(arguments, stop, clock)
+            return EXIT_DONE
+        return _carry_out(arguments)
+    except RunnerError as error:
+        warn(str(error))
+        return error.exit_code
+    except SystemExit as error:  # raised by the job's own code
+        warn(str(error_from_exit(error)))
+        return EXIT_FAILED
+
+
+def _carry_out(arguments: object) -> int:
+    module, function = _IMPLEMENTATIONS[type(arguments)]
+    return int(getattr(_import(module), function)(arguments))
+
+
+def _run_job(arguments: declared.JobArguments, stop: StopNotice, clock: Clock) -> None:
+    # A wrong spec is reported before jax is imported, which takes seconds.
+    spec_package = _import("runner.spec")
+    document = spec_package.load_document(arguments.spec, arguments.all_overrides)
+    spec = spec_package.validate_spec(document)
+    _import("runner.cli.run").run(arguments, document, spec, stop, clock)
+
+
+def _import(module: str) -> Any:
+    return importlib.import_module(module)

@@ -1,0 +1,47 @@
+"""Commands that read what runs have recorded, without jax: metrics, report, dashboard."""
+
+from pathlib import Path
+
+from runner.cli.arguments import DashboardArguments, MetricsArguments, ReportArguments
+from runner.cli.runs import convert_read_errors, find_directory, open_run_store
+from runner.console import say, write_text
+from runner.dashboard.report import write_report
+from runner.dashboard.server import serve
+from runner.errors import EXIT_DONE, InvalidError
+from runner.metrics.file import read_encoded_rows
+from runner.metrics.rows import format_csv
+from runner.storage import LocalStore, local_directory, open_store
+
+
+def print_metrics(arguments: MetricsArguments) -> int:
+    """Print the metrics of the surviving trajectory, or write them into a file."""
+    with convert_read_errors(BrokenPipeError):
+        rows = list(read_encoded_rows(open_run_store(arguments.where)))
+        lines = format_csv(rows) if arguments.is_csv else (row.text.decode() for row in rows)
+        if arguments.output is None:
+            for line in lines:
+                write_text(line)
+        else:
+            path = local_directory(arguments.output)
+            LocalStore(path.parent).write_chunks(path.name, (line.encode() for line in lines))
+    return EXIT_DONE
+
+
+def write_report_page(arguments: ReportArguments) -> int:
+    """Write one self-contained page about one or several runs."""
+    path = Path(arguments.output)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InvalidError(f"-o {arguments.output}: needs the name of a file in a directory that exists")
+    with convert_read_errors():
+        num_bytes = write_report([open_store(find_directory(where)) for where in arguments.where], path)
+    say(f"{path}: {num_bytes / 1e6:.1f} MB")
+    return EXIT_DONE
+
+
+def serve_dashboard(arguments: DashboardArguments) -> int:
+    """Serve the dashboard of all runs below a directory or URL until the process is asked to stop."""
+    root = open_store(arguments.root)
+    if root.root is not None and not root.root.is_dir():
+        raise InvalidError(f"{root.url}: no such directory")
+    serve(root, arguments.host, arguments.port, arguments.token)
+    return EXIT_DONE

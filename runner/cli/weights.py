@@ -1,0 +1,191 @@
+"""Commands that compute with a run's weights or export them: sample, evaluate, export."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from runner.checkpoint.weights import read_document
+from runner.cli.arguments import EvaluateArguments, ExportArguments, SampleArguments
+from runner.cli.run import find_placement
+from runner.cli.runs import convert_read_errors, find_directory
+from runner.config import TrainerConfig
+from runner.console import say, warn, write_text
+from runner.distributed.agreement import Hosts
+from runner.distributed.preemption import end_process
+from runner.distributed.rendezvous import join_job
+from runner.errors import EXIT_DONE, EXIT_RETRYABLE, InvalidError, RunnerError
+from runner.evaluation.generation import Sampler
+from runner.history.reader import read_history
+from runner.huggingface.export import export_into, publish_directory
+from runner.huggingface.hub import CARD_FILE, ExportedCheckpoint, HubRepository, ModelCardText, format_model_card
+from runner.huggingface.peft import export_adapter
+from runner.huggingface.safetensors import CONFIG_FILE
+from runner.inference.evaluate import EvaluationRequest, evaluate, follow, format_record, parse_source
+from runner.inference.open_run import NEWEST, ReadOnlyRun, open_run
+from runner.inference.sample import SampleRequest, sample
+from runner.job import RestoreableJob
+from runner.metrics.file import read_encoded_rows
+from runner.spec import load_job_class, validate_spec
+from runner.spec.imports import import_extra
+from runner.storage import JsonObject, Store, encode_line, open_store, parse_json, parse_lines, split_checkpoint
+
+
+def print_sample(arguments: SampleArguments) -> int:
+    """Print text from the model of a run on standard output; everything else goes to standard error."""
+    sampler = Sampler(arguments.temperature, arguments.top_p, arguments.seed)
+    request = SampleRequest(arguments.prompt, arguments.step, arguments.num_tokens, sampler, arguments.weights)
+    with convert_read_errors(BrokenPipeError):
+        run = open_run(find_directory(arguments.where))
+        run.prepare_process()
+        for piece in sample(run, request):
+            write_text(piece)
+    return EXIT_DONE
+
+
+def print_evaluation(arguments: EvaluateArguments) -> int:
+    """Evaluate weights of a run. Called with the same arguments on every host; process 0 prints."""
+    with convert_read_errors():
+        run = open_run(find_directory(arguments.where))
+        if arguments.output is not None:
+            validate_outside_run(arguments.output, run.store)
+        request = EvaluationRequest(
+            None if arguments.data is None else parse_source(arguments.data),
+            None if arguments.is_every_step else arguments.step or NEWEST,
+            arguments.weights,
+        )
+        deadlines = run.job.spec.deadlines
+        placement = find_placement(
+            arguments.coordinator, arguments.num_processes, arguments.process_id, deadlines.start_seconds
+        )
+        run.prepare_process()
+        hosts = join_job(placement, deadlines)
+        if hosts.num_processes == 1:
+            _print_records(run, request, hosts, arguments)
+            return EXIT_DONE
+        code = EXIT_DONE
+        try:
+            _print_records(run, request, hosts, arguments)
+            hosts.barrier()
+        except (RunnerError, OSError) as error:
+            warn(str(error))
+            code = error.exit_code if isinstance(error, RunnerError) else EXIT_RETRYABLE
+        # A process that ended before the others know about it would look like one that has crashed.
+        hosts.leave(code)
+        end_process(code)
+    return EXIT_DONE
+
+
+def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, arguments: EvaluateArguments) -> None:
+    if arguments.harness is not None:
+        # lm-evaluation-harness is an extra, so the module that needs it is imported on demand.
+        harness = import_extra("runner.inference.harness", "lm-eval")
+        checkpoint = hosts.run_on_main(lambda: run.find_checkpoint(arguments.step or NEWEST))
+        record = harness.evaluate_tasks(run, checkpoint, arguments.harness.split(","), arguments.include_path)
+        if hosts.is_main:
+            for line in [json.dumps(record)] if arguments.as_json else harness.format_record(record):
+                say(line)
+        return
+    path = arguments.output
+    known: list[int] = hosts.run_on_main(lambda: [] if path is None else read_recorded_steps(path))
+    if arguments.is_follow:
+        records = follow(run, request.data, hosts, known.__contains__, weights=request.weights)
+    else:
+        records = evaluate(run, request, hosts)
+    for record in records:
+        for line in [json.dumps(record)] if arguments.as_json else format_record(record):
+            say(line)
+        if path is not None:
+            append_record(path, record)
+
+
+def validate_outside_run(path: str, store: Store) -> None:
+    """Raise `InvalidError` if a file would lie in the directory of a run, where only the run may write."""
+    if store.root is not None and Path(path).resolve().is_relative_to(store.root.resolve()):
+        raise InvalidError(f"--output {path}: lies in the run's directory, where only the run writes; name another")
+
+
+def read_recorded_steps(path: str) -> list[int]:
+    """Return the steps that have a line in the file of `--output`, and cut off a line that a kill left incomplete.
+
+    Raises:
+        InvalidError: the file cannot be read.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InvalidError(f"--output {path}: {error}") from error
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        os.truncate(path, len(whole))
+    return [record["step"] for record in parse_lines(whole) if type(record.get("step")) is int]
+
+
+def append_record(path: str, record: JsonObject) -> None:
+    """Append a line, which is durable when this returns."""
+    with open(path, "ab") as file:
+        file.write(encode_line(record))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def export(arguments: ExportArguments) -> int:
+    """Export weights of a run in Hugging Face's layout, into a directory, to the Hub, or both."""
+    repository = None if arguments.push is None else HubRepository(arguments.push, is_public=arguments.is_public)
+    where = find_directory(arguments.where)
+    directory, _ = split_checkpoint(where)
+    store = open_store(directory)
+    document = read_document(store)
+    spec = validate_spec(document)
+    job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
+    job = job_class(spec, document)
+    family = job.family()
+    if family is None:
+        raise InvalidError(
+            f"{spec.job} does not map its parameters to Hugging Face's names; implement `family` of BaseTrainer"
+        )
+    data = job.config.data if isinstance(job.config, TrainerConfig) else None
+    if arguments.is_adapter:
+        assert arguments.output is not None, "ExportArguments requires it"
+        base = "" if spec.checkpoint.initial_weights is None else spec.checkpoint.initial_weights.path
+        step = export_adapter(where, arguments.step, family, arguments.output, base, arguments.dtype, arguments.weights)
+        say(f"exported the adapter of step {step} of {directory} to {arguments.output}")
+        return EXIT_DONE
+    if repository is not None:
+        repository.check()
+    # The output gets its name only after the push. If the push fails, nothing is left, and the command can run again.
+    with _open_output(arguments.output) as output:
+        manifest = export_into(output, where, arguments.step, family, data, arguments.dtype, weights=arguments.weights)
+        if repository is not None and arguments.push is not None:
+            exported = ExportedCheckpoint(
+                spec,
+                data,
+                manifest,
+                [row.row for row in read_encoded_rows(store, manifest.step)],
+                read_history(store),
+                parse_json((output / CONFIG_FILE).read_bytes()),
+                [path.name for path in output.iterdir()],
+            )
+            text = ModelCardText(arguments.push, arguments.license, arguments.base_model)
+            (output / CARD_FILE).write_text(format_model_card(exported, text))
+            pushed = repository.push(output, f"Step {manifest.step} of {spec.name}")
+            outcome = "pushed" if pushed.has_changed else "nothing to push, the repository already has"
+            say(f"{outcome} step {manifest.step} of {directory} at {pushed.url}")
+    if arguments.output is not None:
+        say(f"exported step {manifest.step} of {directory} to {arguments.output}")
+    return EXIT_DONE
+
+
+@contextlib.contextmanager
+def _open_output(output: str | None) -> Iterator[Path]:
+    """Yield a directory to write into; it becomes `output` at the end, or is deleted if there is no output."""
+    if output is None:
+        with tempfile.TemporaryDirectory(prefix="export-") as directory:
+            yield Path(directory)
+        return
+    with publish_directory(output) as made:
+        yield made
