@@ -27,10 +27,9 @@ from experiments.model.moe import MoeConfig
 from experiments.model.presets import PRESETS
 from experiments.model.rotary import Rope
 from runner.config import ModelConfig, TrainerConfig
-from runner.errors import InvalidError
+from runner.errors import InvalidError, suggest_choices
 from runner.optim.groups import Parameter
 from runner.spec import Auto, FrozenModel
-from runner.spec.document import suggest_choices
 from runner.storage import JsonObject
 
 _MUP_OPTIMIZER = "adamw"  # the optimizer that the table's column is for

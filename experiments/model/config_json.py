@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from experiments.model.config import DecoderConfig, LayerKind
 from experiments.model.rotary import LinearScaling, Llama3Scaling, Rope
-from runner.errors import InvalidError
-from runner.spec.document import suggest_choices
+from runner.errors import InvalidError, suggest_choices
 from runner.storage import JsonObject
 
 Json = JsonObject

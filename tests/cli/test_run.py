@@ -39,7 +39,7 @@ def command(monkeypatch, tmp_path):
     return call
 
 
-@pytest.mark.parametrize("place", ["setup", "prepare", "init", "run", "save_or_stop", "payload", "result"])
+@pytest.mark.parametrize("place", ["setup", "prepare", "init", "run", "save_or_stop", "make_save_contents", "result"])
 def test_sys_exit_in_a_job_is_1_and_one_line(place, command, monkeypatch):
     monkeypatch.setattr(Exits, "place", place)
     code, line = command()

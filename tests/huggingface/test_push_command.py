@@ -64,7 +64,7 @@ def test_what_is_pushed_is_what_is_exported_and_a_card(
     assert content(tmp_path / "kept") == pushed(hub.repos[NAME])
     assert len(hub.repos[NAME].commits) == 2
     assert content(run.store.root / "attempts") == before
-    assert "nothing has changed: it is there already, step 8" in capsys.readouterr().out
+    assert "nothing to push, the repository already has step 8" in capsys.readouterr().out
 
 
 def test_killed_in_the_middle_of_the_upload_it_goes_on_with_what_is_missing(
