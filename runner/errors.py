@@ -1,4 +1,4 @@
-"""What callers catch, and the exit code that each becomes.
+"""Exceptions of the runner and their exit codes.
 
 A scheduler branches on the exit code alone, so the five codes are the public meaning of every failure:
 0 done, 1 failed, 2 invalid, 75 preempted, 76 retryable.
@@ -15,7 +15,7 @@ EXIT_RETRYABLE = 76
 
 
 class RunnerError(Exception):
-    """Base of every error that the runner raises on purpose. Its message is one line for a person."""
+    """Base of every error that the runner raises on purpose. The message is one line for the user."""
 
     exit_code = EXIT_FAILED
 
@@ -29,23 +29,23 @@ class DivergedError(FailedError, ArithmeticError):
 
 
 class HookError(FailedError):
-    """A hook has raised, or has returned what it may not."""
+    """A hook raised an error, or returned a value that it may not return."""
 
 
 class StateError(FailedError):
-    """The state has come into a form that could not be restored."""
+    """The state has a form that could not be restored."""
 
 
 class MiscountError(FailedError):
-    """The job has counted its steps wrong, or ended before the last of them."""
+    """The job counted its steps wrong, or ended before the last one."""
 
 
 class FencedError(FailedError):
-    """A newer attempt owns the directory: this one may not write any more."""
+    """A newer attempt owns the directory, so this one may not write any more."""
 
 
 class RemovedError(FencedError):
-    """The directory is not the one that this attempt has claimed: removed or unmounted under the running job."""
+    """The directory is not the one that this attempt claimed: it was removed or unmounted under the running job."""
 
     exit_code = EXIT_INVALID
 
@@ -57,19 +57,19 @@ class InvalidError(RunnerError, ValueError):
 
 
 class SpecError(InvalidError):
-    """The spec is wrong. The message is one `file:line: key: what is wrong` line per problem."""
+    """The spec is wrong. The message has one line `file:line: key: problem` per problem."""
 
 
 class DataError(InvalidError):
-    """The data cannot serve this spec: empty, too short, or with ids beyond the vocabulary."""
+    """The data cannot be used with this spec: empty, too short, or with token ids beyond the vocabulary."""
 
 
 class ResumeError(InvalidError):
-    """The directory holds something that this spec must not continue."""
+    """The directory contains something that this spec must not continue."""
 
 
 class NewerFormatError(ResumeError):
-    """A newer runner has written this, in a format that is not known here: nothing of it may be touched."""
+    """A newer runner wrote this file, in a format that is unknown here; it must not be changed."""
 
 
 class PreemptedError(RunnerError):
@@ -79,7 +79,7 @@ class PreemptedError(RunnerError):
 
 
 class RetryableError(RunnerError):
-    """Infrastructure failed: run the same command again."""
+    """The infrastructure failed: run the same command again."""
 
     exit_code = EXIT_RETRYABLE
 
@@ -93,19 +93,23 @@ class StorageError(RetryableError, OSError):
 
 
 def error_from_exit(error: SystemExit) -> FailedError:
-    """What a `sys.exit` in a job's own code is, whatever code it names: a scheduler must not take it for the end."""
+    """Return the error for a `sys.exit` in a job's own code.
+
+    Its code is ignored, because a scheduler must not take it for the end of the job.
+    """
     return FailedError(
-        f"the job called sys.exit({error.code!r}), which is no end: run returns at the last step, or raises an error"
+        f"the job called sys.exit({error.code!r}), which does not end a job; return from run at the last step, or "
+        "raise an error"
     )
 
 
 def format_error(error: BaseException) -> str:
-    """The kind of an error and its first line."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:300]}"
 
 
 def format_reason(error: BaseException) -> str:
-    """What a library's error says, in one line; its kind if it says nothing."""
+    """Return the first line of the message of a library's error, or its type if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 

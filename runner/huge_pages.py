@@ -1,8 +1,8 @@
-"""Large memory in pages of 2 MiB, where Linux gives them to those who ask. Imports nothing that is slow.
+"""Transparent huge pages (2 MiB), requested from the C library at the start of the command. Imports nothing slow.
 
-XLA takes the memory of a step on a CPU anew for each step, and the kernel faults it in: in pages of 4 KiB that is a
-tenth of the step. The C library asks for larger ones only if its environment says so when the process starts. Bits do
-not depend on it, and a process needs hardly more memory.
+XLA allocates the memory of a CPU step anew in each step, and the kernel faults it in. With 4 KiB pages this is a tenth
+of the step. The C library requests larger pages only if its environment says so when the process starts, so the process
+is executed again. The bits of a run do not depend on it, and the process needs hardly more memory.
 """
 
 import os
@@ -14,14 +14,14 @@ from pathlib import Path
 
 _MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as `always [madvise] never`
 _TUNABLES, _TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
-_SINCE = (2, 35)  # of the C library
+_MIN_GLIBC = (2, 35)
 
 
 def restart_with_huge_pages() -> None:
-    """Become the same command, with the same process id, in an environment that asks for them. Returns where it does.
+    """Execute the same command again, with the same process id, with transparent huge pages enabled.
 
-    And where there is nobody to ask: on other systems, where the kernel gives them to all or to nobody, and where the
-    user has said something of them. To be called before anything else is begun.
+    Returns without effect if they are enabled already or cannot be: on other systems, where the kernel gives them to
+    every process or to none, and where the user has set the tunable. Call it before anything else is started.
     """
     if not _MODES.exists():
         return
@@ -31,14 +31,18 @@ def restart_with_huge_pages() -> None:
 
 
 def add_huge_page_tunable(variables: Mapping[str, str], c_library: str, modes: str) -> dict[str, str] | None:
-    """The variables with the request for huge pages; None if they have it, or if it would change nothing.
+    """Return the environment with the request for huge pages, or None if that would change nothing.
 
-    `c_library` is such as `glibc 2.36`, and `modes` what the kernel says, the present one in brackets.
+    Args:
+        variables: environment of the process.
+        c_library: name and version, such as `glibc 2.36`.
+        modes: content of the kernel's file, with the active mode in brackets.
     """
     given = variables.get(_TUNABLES, "")
     version = re.fullmatch(r"glibc (\d+)\.(\d+).*", c_library)
+    # Only in the mode `madvise` does the request of a process decide.
     if _TUNABLE in given or "[madvise]" not in modes or version is None:
         return None
-    if (int(version[1]), int(version[2])) < _SINCE:
+    if (int(version[1]), int(version[2])) < _MIN_GLIBC:
         return None
     return {**variables, _TUNABLES: ":".join(filter(None, (given, f"{_TUNABLE}=1")))}

@@ -1,11 +1,12 @@
-"""Is it time? Pure questions about steps; a clock, where one is needed, is passed in.
+"""Predicates for work that is due every N steps or minutes.
 
-`step` counts completed optimizer steps, here and everywhere.
+They are pure: a clock, where one is needed, is an argument. `step` is the number of completed optimizer steps, here and
+everywhere.
 """
 
 
 def is_due(step: int, every_steps: int | None, last_step: int | None = None) -> bool:
-    """Whether something that happens every `every_steps` steps happens at `step`; always at `last_step`, never at 0."""
+    """Return True if work that is due every `every_steps` steps is due at `step`: always at `last_step`, never at 0."""
     if step <= 0:
         return False
     if step == last_step:
@@ -14,10 +15,10 @@ def is_due(step: int, every_steps: int | None, last_step: int | None = None) -> 
 
 
 def is_overdue(now_seconds: float, since_seconds: float, every_minutes: float | None) -> bool:
-    """Whether `every_minutes` have passed since the last time."""
+    """Return True if `every_minutes` have passed since `since_seconds`."""
     return every_minutes is not None and now_seconds - since_seconds >= every_minutes * 60
 
 
 def count_tokens(step: int, tokens_per_step: int) -> int:
-    """Tokens that training has consumed after `step` steps."""
+    """Return the number of tokens that training has consumed after `step` steps."""
     return step * tokens_per_step

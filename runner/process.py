@@ -1,8 +1,8 @@
-"""The processes of one job on this machine: the same command in each, a coordinator, faked devices where asked for.
+"""Processes of one job on this machine: the same command in each, a coordinator, faked CPU devices on request.
 
-A pod in miniature. What the processes print and how they end is the business of whoever started them. None is left
-alone: on Linux each is asked to stop when whoever started it dies, of kill -9 too. Run as a program, this file is what
-sees to that (`bind_to_parent`); it imports nothing of the project.
+Whoever starts the processes handles their output and exit codes. No process is orphaned: on Linux each is asked to stop
+when the process that started it dies, even by kill -9. Run as a program, this file arranges that (`bind_to_parent`); it
+therefore imports nothing of the project.
 """
 
 import contextlib
@@ -17,22 +17,23 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
-# What asks a job to stop. SIGHUP is a terminal that closes, SIGUSR1 and SIGUSR2 are what batch systems can be told to
-# send. The first two insist: who sends one twice wants the end now.
+# Signals that ask a job to stop. A closing terminal sends SIGHUP; batch systems can be told to send SIGUSR1 or SIGUSR2.
+# The first two insist: a second one of them ends the process at once.
 INSISTENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOP_SIGNALS = (*INSISTENT_SIGNALS, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# It comes again for each thread of the parent that dies, and so must not insist; nor does `nohup` have it ignored.
+# Sent once for each thread of the parent that dies, so it must not be insistent; and `nohup` does not ignore it.
 _DEATH_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _NUM_FAKED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 _THREADS_PER_FAKED_DEVICE = 4
-_PORTS = range(20_000, 30_000)  # below those that systems give to connections
+_PORTS = range(20_000, 30_000)  # below the ephemeral ports that systems assign to connections
 
 
 def list_stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals by which this process can be asked to stop: what `nohup` has set to be ignored stays ignored.
+    """Return the signals by which this process can be asked to stop.
 
-    SIGTERM and SIGINT never are: a shell that starts a command in the background has it ignore SIGINT.
+    A signal that was set to be ignored, as `nohup` does, stays ignored. SIGTERM and SIGINT never are: a shell that
+    starts a command in the background makes it ignore SIGINT.
     """
     return tuple(
         number
@@ -42,7 +43,7 @@ def list_stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def make_environment(num_devices: int | None, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables `given`, with `num_devices` faked CPU devices for the process to start; None = fake none."""
+    """Return the variables `given`, changed so that a process has `num_devices` faked CPU devices; None fakes none."""
     variables = dict(given)
     if num_devices is None:
         return variables
@@ -51,19 +52,19 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
     variables["JAX_PLATFORMS"] = "cpu"
     if num_devices > count_cpus():
         # XLA makes as many threads as there are CPUs or devices. In a collective each device waits on a thread of its
-        # own, and if that takes all of them, none is left for the work that they wait for: the step hangs. Not set
-        # otherwise, because XLA splits its sums by the number of threads, so that other threads are other bits.
+        # own, and if they take all threads, none is left for the work that they wait for: the step hangs. Not set
+        # otherwise, because XLA splits its sums by the number of threads, so another number gives other bits.
         variables.setdefault("NPROC", str(_THREADS_PER_FAKED_DEVICE * num_devices))
     return variables
 
 
 def count_cpus() -> int:
-    """The CPUs that this process may run on, as XLA counts them."""
+    """Return the number of CPUs that this process may use, as XLA counts them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_age_seconds() -> float:
-    """Since this process was created, to a hundredth; 0 where the system does not tell (it does on Linux)."""
+    """Return the age of this process, to a hundredth of a second; 0 where the system does not tell (Linux does)."""
     created = read_creation_ticks(os.getpid())
     if created is None:
         return 0.0
@@ -71,9 +72,10 @@ def read_age_seconds() -> float:
 
 
 def read_creation_ticks(process_id: int) -> int | None:
-    """When a process of this machine was created, in ticks since its boot; None if none of this number lives."""
+    """Return when a process of this machine was created, in ticks since boot; None if no such process is alive."""
     try:
         with open(f"/proc/{process_id}/stat", "rb") as file:
+            # The name of the process is in parentheses and may contain anything, so the fields are read after it.
             state, *fields = file.read().rpartition(b")")[2].split()
             return None if state in b"ZX" else int(fields[18])
     except (OSError, ValueError, IndexError):
@@ -81,7 +83,7 @@ def read_creation_ticks(process_id: int) -> int | None:
 
 
 def read_machine_id() -> str:
-    """Tells this boot of this machine, and its processes' numbering, from any other; empty where nothing does."""
+    """Return an id of this boot of this machine and of its process numbering; empty where there is none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -90,7 +92,7 @@ def read_machine_id() -> str:
 
 
 def find_free_port() -> int:
-    """A TCP port that is free now, and that the system gives nobody who asks for any port before it is taken."""
+    """Return a TCP port that is free now, and that the system does not assign to other programs by itself."""
     while True:
         port = _PORTS[int.from_bytes(os.urandom(4), "little") % len(_PORTS)]
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -99,7 +101,10 @@ def find_free_port() -> int:
 
 
 def make_placements(num_processes: int) -> list[list[str]]:
-    """By process, the words that tell the runner its place in a job of this machine; a single one needs none."""
+    """Return for each process the options that give the runner its place in a job on this machine.
+
+    A single process needs none.
+    """
     if num_processes == 1:
         return [[]]
     job = ["--coordinator", f"127.0.0.1:{find_free_port()}", "--num-processes", str(num_processes)]
@@ -109,10 +114,16 @@ def make_placements(num_processes: int) -> list[list[str]]:
 def start_processes(
     command: Sequence[str], num_processes: int, variables: Mapping[str, str], output: int | IO[bytes]
 ) -> list[subprocess.Popen[bytes]]:
-    """Start the command in every process of a job; what each prints goes to `output` (`subprocess.PIPE`, or a file).
+    """Start the command in every process of a job.
 
-    Each has a session of its own: a Ctrl-C on the terminal reaches only the caller, who passes on what they are to
-    hear. To be called from a thread that lives as long as they may: they end with it (see `bind_to_parent`).
+    Each process has its own session: a Ctrl-C on the terminal reaches only the caller, who forwards signals. Call this
+    from a thread that lives as long as the processes should, because they end with it (see `bind_to_parent`).
+
+    Args:
+        command: the command, without placement options.
+        num_processes: number of processes.
+        variables: their environment.
+        output: destination of their output, `subprocess.PIPE` or a file.
     """
     return [
         subprocess.Popen(
@@ -128,26 +139,26 @@ def start_processes(
 
 
 def bind_to_parent(command: Sequence[str]) -> list[str]:
-    """The command as this process is to start it, so that it is asked to stop when this process dies.
+    """Return the command in a form that is asked to stop when this process dies.
 
-    On Linux the kernel sends it SIGUSR1 as soon as the thread that started it has ended. That is asked for by a program
-    which then becomes the command, with the same process id: no code runs between fork and exec. Elsewhere the command
-    as it is: what it runs outlives a parent that is killed.
+    On Linux the kernel sends the command SIGUSR1 as soon as the thread that started it has ended. A small program
+    requests that and then becomes the command, with the same process id, so no code has to run between fork and exec.
+    Elsewhere the command is returned as it is, and outlives a parent that is killed.
     """
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def _become(command: list[str], parent: int) -> NoReturn:
-    """Ask for a signal at the death of the parent, and become the command."""
+def _run_bound(command: list[str], parent: int) -> NoReturn:
+    """Request a signal at the death of the parent, and become the command."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_DEATH_SIGNAL)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before its death was asked for
+    if os.getppid() != parent:  # It died before the request.
         sys.exit(128 + _DEATH_SIGNAL)
     os.execvp(command[0], command)
 
 
 if __name__ == "__main__":
-    _become(sys.argv[2:], int(sys.argv[1]))
+    _run_bound(sys.argv[2:], int(sys.argv[1]))

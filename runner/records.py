@@ -1,13 +1,13 @@
-"""The keys of the JSON files that a run leaves. Each file's table stands beside the code that writes it.
+"""Tables of the keys in the JSON files of a run, and their validation. Each table is next to the code that writes it.
 
-The tables are what `specs/README.md` is generated from; tests compare them with files of real runs.
+`specs/README.md` is generated from the tables; tests compare them with files of real runs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PARAMS = "params"  # by `--weights`: those that are trained, and not an average of them
+PARAMS = "params"  # value of `--weights`: the trained parameters, and not an average of them
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class Key:
     """One key of a JSON object.
 
     Attributes:
-        name: as it is written; `a.b` is a key of an object inside, `a.*` any key of it.
-        type: of the value as Python reads it; anything that `isinstance` takes.
-        meaning: what the value says; which jobs have the key, where not all do.
-        unit: of a number, where the name does not tell.
+        name: its name; `a.b` is the key `b` of the object `a`, `a.*` any key of it.
+        type: type of the value as Python reads it; anything that `isinstance` accepts.
+        meaning: one sentence for the documentation, with the jobs that have the key if not all do.
+        unit: unit of a number, if the name does not tell.
     """
 
     name: str
@@ -28,39 +28,42 @@ class Key:
 
 
 def validate_record(record: Mapping[str, Any], keys: Iterable[Key], needs: Iterable[str] = ()) -> None:
-    """Raise `ValueError` if a key of `needs` is missing from a JSON object, or one of `keys` has another type.
+    """Check the keys and types of a JSON object.
 
-    What stands below a `*` in the name of a key is needed in each object there.
+    Args:
+        record: the object.
+        keys: keys whose type is checked if they are present. A key below a `*` is required in each object there.
+        needs: names of the required keys.
+
+    Raises:
+        ValueError: a required key is missing, or a value has the wrong type.
     """
     for name in needs:
         if name not in record:
             raise ValueError(f"the key {name} is missing")
     for key in keys:
-        for value in _values_at(record, key.name.split("."), key.name, is_needed=False):
-            if not _is_of(value, key.type):
+        for value in _iterate_values(record, key.name.split("."), key.name, is_required=False):
+            if isinstance(value, bool):  # In Python true is a number, in JSON it is not.
+                is_valid = key.type is bool
+            else:  # JSON writes some floats without a decimal point.
+                is_valid = isinstance(value, key.type) or (isinstance(value, int) and isinstance(0.0, key.type))
+            if not is_valid:
                 raise ValueError(f"{key.name} is of another type: {str(value)[:60]!r}")
 
 
-def _values_at(value: Any, path: Sequence[str], name: str, is_needed: bool) -> Iterator[Any]:
-    """The values of a key; those of a list of objects one after the other."""
+def _iterate_values(value: Any, path: Sequence[str], name: str, is_required: bool) -> Iterator[Any]:
+    """Iterate over the values of a key, through the objects of a list and the values of a `*`."""
     if not path:
         yield value
-    elif isinstance(value, list) and is_needed:
+    elif isinstance(value, list) and is_required:
         for item in value:
-            yield from _values_at(item, path, name, is_needed)
+            yield from _iterate_values(item, path, name, is_required)
     elif not isinstance(value, Mapping):
         raise ValueError(f"{name} is missing: {str(value)[:60]!r} is no object")
     elif path[0] == "*":
         for item in value.values():
-            yield from _values_at(item, path[1:], name, is_needed=True)
+            yield from _iterate_values(item, path[1:], name, is_required=True)
     elif path[0] in value:
-        yield from _values_at(value[path[0]], path[1:], name, is_needed)
-    elif is_needed:
+        yield from _iterate_values(value[path[0]], path[1:], name, is_required)
+    elif is_required:
         raise ValueError(f"{name} is missing in one of its objects")
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    """As `isinstance`; but JSON writes some floats without a point, and true is no number."""
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, kind) or (isinstance(value, int) and isinstance(0.0, kind))

@@ -1,20 +1,19 @@
-"""Every second of a run in exactly one bucket, and the steps that were lost. Pure.
+"""Goodput accounting: every second of a run in exactly one bucket, lost steps, and the outcome of each attempt. Pure.
 
-1. An attempt's window is from its begin to its last sign of life. Where the next attempt began before that, as a new
-   machine may while the old one still saves, the seconds belong to the older until the newer has claimed the directory,
-   and to the newer from then on: windows never overlap, and what lies between two of them is the gap. So is what lies
-   before the first, where it is known when the job was submitted.
-2. Within its window an attempt's clock says where the time went. What it does not is unattributed.
-3. Of an attempt's steps those beyond what any later attempt has resumed from were lost; their time is what the clock
-   had counted for steps at its end, less what it had when the save of that step was made.
-4. Of an attempt without a clock, by a runner that kept none, the ledger's own times are taken: from the state that was
-   ready to the last event, but for saves, all is steps, and what lies before the state is compile, restore, or
+1. The window of an attempt lasts from its beginning to its last sign of life. If the next attempt began before that,
+   for instance on a new machine while the old one still saves, the seconds belong to the older attempt until the newer
+   one has claimed the directory, and to the newer one from then on, so windows never overlap. The time between two
+   windows is the gap; so is the time before the first one, if it is known when the job was submitted.
+2. Within its window the clock of an attempt says where the time went. The rest is unattributed.
+3. The steps of an attempt beyond the lowest step that a later attempt resumed from are lost. Their time is the time
+   that the clock had counted for steps at the end, minus what it had counted when that step was saved.
+4. For an attempt without a clock, written by an older runner, the times of its events are used: from the availability
+   of the state to the last event everything except saves counts as steps; the time before is compile, restore, or
    unattributed.
 
-How an attempt has ended, or that it lives: by its own word, else by the signs that it has left. Asks for processes.
-
-Its own word is the exit code that its clock has kept, or the event that says so. Without one it was killed, fenced, or
-lives: its process is asked for where it ran on this machine, and elsewhere `SILENT_SECONDS` without a sign are no life.
+The outcome of an attempt is the exit code that its clock or an event has recorded. An attempt without one was killed,
+was fenced, or is alive: on the machine where it ran its process is looked up, and elsewhere `SILENT_SECONDS` without a
+sign of life mean that it is not alive.
 """
 
 import math
@@ -22,60 +21,80 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from runner.distributed.clock import COUNTED_BUCKETS, TimeBucket
+from runner.distributed.clock import COUNTED_BUCKETS, MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR, TimeBucket
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE
 from runner.history.ledger import AttemptEvents, get_float
 from runner.history.records import RunState
 from runner.run.clock_file import ClockRecord
 
 Seconds = dict[TimeBucket, float]
-_EARLY = (TimeBucket.UNATTRIBUTED, *COUNTED_BUCKETS)  # what goes first where the begin of a window is cut off
-_LATE = (TimeBucket.UNATTRIBUTED, TimeBucket.STEPS, *reversed(COUNTED_BUCKETS))  # and its end
+# Buckets in the order in which time is removed from them if the beginning, or the end, of a window is cut off.
+_REMOVAL_FROM_START = (TimeBucket.UNATTRIBUTED, *COUNTED_BUCKETS, TimeBucket.LOST_STEPS)
+_REMOVAL_FROM_END = (TimeBucket.LOST_STEPS, TimeBucket.UNATTRIBUTED, TimeBucket.STEPS, *reversed(COUNTED_BUCKETS))
 
 
 @dataclass(frozen=True)
 class AttemptTimeline:
-    """What is known of one attempt, from whichever source."""
+    """Everything that is known about when one attempt ran.
 
-    told: AttemptEvents
-    kept: ClockRecord | None
-    claimed: float | None  # Unix seconds
+    Attributes:
+        events: summary of its events.
+        clock: its clock file, if there is one.
+        claimed: when it claimed the directory, in Unix seconds.
+    """
+
+    events: AttemptEvents
+    clock: ClockRecord | None
+    claimed: float | None
 
     @property
     def began(self) -> float:
-        """The first that is known of it, in Unix seconds."""
-        if self.kept is not None:
-            return self.kept.began
-        began = self.told.start.get("began")
-        known = [began if isinstance(began, float) and began <= self.told.first else math.inf, self.told.first]
-        found = min(*known, math.inf if self.claimed is None else self.claimed)
+        """First known time of the attempt, in Unix seconds."""
+        if self.clock is not None:
+            return self.clock.began
+        known = [self.events.first]
+        began = self.events.start.get("began")
+        if isinstance(began, float) and began <= self.events.first:
+            known.append(began)
+        if self.claimed is not None:
+            known.append(self.claimed)
+        found = min(known)
         return found if math.isfinite(found) else 0.0
 
     @property
     def submitted(self) -> float:
-        """When the engine was asked for it; infinity if nobody has said."""
-        found = get_float(self.told.start, "submitted")
+        """When the job was submitted, in Unix seconds; infinity if it is not known."""
+        found = get_float(self.events.start, "submitted")
         return math.inf if found is None else found
 
     @property
     def ended(self) -> float:
-        """Its last sign of life."""
-        signs = [self.began, self.told.last]
-        if self.kept is not None:
-            signs.append(self.kept.reading.time)
+        """Last sign of life, in Unix seconds."""
+        signs = [self.began, self.events.last]
+        if self.clock is not None:
+            signs.append(self.clock.reading.time)
         return max(signs)
 
     @property
     def reached_step(self) -> int | None:
-        """The last step that it is known to have completed; None if it never had a state."""
-        kept = self.kept.reading.step if self.kept is not None and self.told.resumed_step is not None else None
-        steps = [step for step in (self.told.step, kept) if step is not None]
-        return max(steps) if steps and self.told.resumed_step is not None else None
+        """Last completed step; None if the attempt never had a state."""
+        if self.events.resumed_step is None:
+            return None
+        steps = [self.events.step, None if self.clock is None else self.clock.reading.step]
+        return max((step for step in steps if step is not None), default=None)
 
 
 @dataclass(frozen=True)
 class AttemptGoodput:
-    """What one attempt has of the run's time: its window, which is at `began`, and the buckets that sum to it."""
+    """Share of one attempt in the time of the run.
+
+    Attributes:
+        began: beginning of its window.
+        ended: end of its window.
+        gap_seconds: time between the end of the previous window and this one.
+        seconds: seconds by bucket; they sum to the window.
+        lost_steps: steps that a later attempt repeated.
+    """
 
     began: float
     ended: float
@@ -84,93 +103,87 @@ class AttemptGoodput:
     lost_steps: int
 
 
-def compute_goodput(lives: Sequence[AttemptTimeline], now: float | None) -> list[AttemptGoodput]:
-    """The share of each attempt, in order; `now` ends the newest if that lives, else None."""
-    floors = _floors(lives)
+def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> list[AttemptGoodput]:
+    """Return the share of each attempt.
+
+    Args:
+        timelines: the attempts in order.
+        now: end of the newest attempt's window if it is alive, else None.
+    """
+    # For each attempt, the lowest step that a later one has resumed from.
+    floors: list[int | None] = []
+    floor: int | None = None
+    for timeline in reversed(timelines):
+        floors.insert(0, floor)
+        resumed = timeline.events.resumed_step
+        if resumed is not None:
+            floor = resumed if floor is None else min(floor, resumed)
+
     shares: list[AttemptGoodput] = []
-    submitted = min((life.submitted for life in lives), default=math.inf)  # one that was queued again says a later time
-    for index, life in enumerate(lives):
-        newer = lives[index + 1] if index + 1 < len(lives) else None
-        share = _alone(life, floors[index], now if newer is None else None)
+    # A job that was requeued reports a later submission, so the first one counts.
+    submitted = min((timeline.submitted for timeline in timelines), default=math.inf)
+    for timeline, newer, floor in zip(timelines, [*timelines[1:], None], floors, strict=True):
+        share = _compute_share(timeline, floor, now if newer is None else None)
         if newer is not None:
             share = _cut_end(share, newer.began if newer.claimed is None else newer.claimed)
-        shares.append(_after(share, shares[-1].ended if shares else min(life.began, submitted)))
+        previous_end = shares[-1].ended if shares else min(timeline.began, submitted)
+        shares.append(_cut_start(share, previous_end))
     return shares
 
 
-def _floors(lives: Sequence[AttemptTimeline]) -> list[int | None]:
-    """For each attempt the lowest step that a later one has resumed from; None if none has."""
-    floors: list[int | None] = []
-    floor: int | None = None
-    for life in reversed(lives):
-        floors.append(floor)
-        resumed = life.told.resumed_step
-        if resumed is not None:
-            floor = resumed if floor is None else min(floor, resumed)
-    return floors[::-1]
+def _compute_share(timeline: AttemptTimeline, floor: int | None, now: float | None) -> AttemptGoodput:
+    """Return the share of an attempt as if there were no others; `floor` is the lowest step resumed from later."""
+    events, clock = timeline.events, timeline.clock
+    ended = timeline.ended if now is None else max(now, timeline.ended)
+    seconds = dict.fromkeys(TimeBucket, 0.0)
+    if clock is not None:
+        seconds |= dict(zip(COUNTED_BUCKETS, clock.reading.seconds, strict=True))
+        if now is not None and clock.reading.code is None:
+            seconds[clock.reading.bucket] += max(ended - clock.reading.time, 0.0)
+    else:
+        seconds[TimeBucket.COMPILE], seconds[TimeBucket.RESTORE] = events.compile_seconds, events.restore_seconds
+        if events.ready is not None:
+            seconds[TimeBucket.SAVE_STALL] = events.stall_seconds
+            seconds[TimeBucket.STEPS] = max(events.last - events.ready - events.stall_seconds, 0.0)
 
-
-def _alone(life: AttemptTimeline, floor: int | None, now: float | None) -> AttemptGoodput:
-    """The share of an attempt as if there were no other."""
-    ended = life.ended if now is None else max(now, life.ended)
-    seconds = _counted(life) if life.kept is not None else _told(life.told)
-    if life.kept is not None and now is not None and life.kept.reading.code is None:
-        seconds[life.kept.reading.bucket] += max(ended - life.kept.reading.time, 0.0)
-    reached, resumed, lost_steps = life.reached_step, life.told.resumed_step, 0
+    reached, resumed, lost_steps = timeline.reached_step, events.resumed_step, 0
     if reached is not None and resumed is not None and floor is not None and floor < reached:
         kept_step = max(floor, resumed)
         steps_seconds = seconds[TimeBucket.STEPS]
-        lost_seconds = steps_seconds - life.told.steps_seconds_at(kept_step, reached, steps_seconds)
+        lost_seconds = steps_seconds - events.interpolate_steps_seconds(kept_step, reached, steps_seconds)
         lost_seconds = min(max(lost_seconds, 0.0), steps_seconds)
         seconds[TimeBucket.STEPS] -= lost_seconds
         seconds[TimeBucket.LOST_STEPS] += lost_seconds
         lost_steps = reached - kept_step
-    return _fitted(AttemptGoodput(life.began, ended, 0.0, seconds, lost_steps))
 
-
-def _counted(life: AttemptTimeline) -> Seconds:
-    assert life.kept is not None
-    return dict.fromkeys(TimeBucket, 0.0) | dict(zip(COUNTED_BUCKETS, life.kept.reading.seconds, strict=True))
-
-
-def _told(told: AttemptEvents) -> Seconds:
-    """Of an attempt without a clock."""
-    seconds = dict.fromkeys(TimeBucket, 0.0)
-    seconds[TimeBucket.COMPILE], seconds[TimeBucket.RESTORE] = told.compile_seconds, told.restore_seconds
-    if told.ready is not None:
-        seconds[TimeBucket.SAVE_STALL] = told.stall_seconds
-        seconds[TimeBucket.STEPS] = max(told.last - told.ready - told.stall_seconds, 0.0)
-    return seconds
-
-
-def _fitted(share: AttemptGoodput) -> AttemptGoodput:
-    """Its seconds as they sum to the window: what is missing is unattributed, what is too much is cut off its end."""
-    missing, seconds = share.ended - share.began - sum(share.seconds.values()), dict(share.seconds)
+    # The buckets must sum to the window: missing time is unattributed, and excess is removed from the end.
+    missing = ended - timeline.began - sum(seconds.values())
     seconds[TimeBucket.UNATTRIBUTED] += max(missing, 0.0)
-    return replace(share, seconds=_without(seconds, max(-missing, 0.0), _LATE))
+    seconds = _remove(seconds, max(-missing, 0.0), _REMOVAL_FROM_END)
+    return AttemptGoodput(timeline.began, ended, 0.0, seconds, lost_steps)
 
 
 def _cut_end(share: AttemptGoodput, moment: float) -> AttemptGoodput:
-    """Without what lies after `moment`."""
+    """Return the share without the time after `moment`."""
     if share.ended <= moment:
         return share
     ended = max(moment, share.began)
-    return replace(share, ended=ended, seconds=_without(share.seconds, share.ended - ended, _LATE))
+    return replace(share, ended=ended, seconds=_remove(share.seconds, share.ended - ended, _REMOVAL_FROM_END))
 
 
-def _after(share: AttemptGoodput, moment: float) -> AttemptGoodput:
-    """Without what lies before `moment`, where the attempt before has ended; with the gap since then."""
+def _cut_start(share: AttemptGoodput, moment: float) -> AttemptGoodput:
+    """Return the share without the time before `moment`, the end of the previous window, and with the gap after it."""
     if share.began >= moment:
         return replace(share, gap_seconds=share.began - moment)
     ended = max(share.ended, moment)
-    lacking = moment - share.began - (ended - share.ended)
-    return replace(share, began=moment, ended=ended, seconds=_without(share.seconds, lacking, _EARLY))
+    excess = moment - share.began - (ended - share.ended)
+    return replace(share, began=moment, ended=ended, seconds=_remove(share.seconds, excess, _REMOVAL_FROM_START))
 
 
-def _without(seconds: Seconds, amount: float, order: Sequence[TimeBucket]) -> Seconds:
-    """The same with `amount` taken away, from the first of `order` that have any."""
+def _remove(seconds: Seconds, amount: float, order: Sequence[TimeBucket]) -> Seconds:
+    """Return `seconds` without `amount`, which is taken from the buckets in `order`."""
     left = dict(seconds)
-    for bucket in (TimeBucket.LOST_STEPS, *order) if order is _LATE else (*order, TimeBucket.LOST_STEPS):
+    for bucket in order:
         taken = min(left[bucket], amount)
         left[bucket] -= taken
         amount -= taken
@@ -178,23 +191,31 @@ def _without(seconds: Seconds, amount: float, order: Sequence[TimeBucket]) -> Se
 
 
 SILENT_SECONDS = 30.0
-SILENT_WITHOUT_CLOCK_SECONDS = 120.0  # of a runner that kept none, whose events are a minute apart
-_STEPS_FACTOR, _LEAST_STEP_SECONDS = 20.0, 60.0  # as the watchdog has them
-_STATES = {
+SILENT_WITHOUT_CLOCK_SECONDS = 120.0  # for attempts of an older runner, whose events are a minute apart
+_STATES_BY_CODE = {
     EXIT_DONE: RunState.DONE,
     EXIT_FAILED: RunState.FAILED,
     EXIT_INVALID: RunState.INVALID,
     EXIT_PREEMPTED: RunState.PREEMPTED,
     EXIT_RETRYABLE: RunState.RETRYABLE,
 }
-_EVENTS = {"done": RunState.DONE, "preempt": RunState.PREEMPTED, "failed": RunState.FAILED, "stuck": RunState.RETRYABLE}
+_STATES_BY_EVENT = {
+    "done": RunState.DONE,
+    "preempt": RunState.PREEMPTED,
+    "failed": RunState.FAILED,
+    "stuck": RunState.RETRYABLE,
+}
 
 
 class AttemptOutcome(NamedTuple):
-    """A state, and since when.
+    """State of an attempt.
 
     Attributes:
-        is_alive: signs of life are recent: its time goes on.
+        state: the state.
+        since: beginning of the state, in Unix seconds.
+        is_alive: True if there are recent signs of life, so that its time continues.
+        code: exit code, if one was recorded.
+        reason: reason of a failure.
     """
 
     state: RunState
@@ -204,24 +225,33 @@ class AttemptOutcome(NamedTuple):
     reason: str | None = None
 
 
-def infer_outcome(life: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> AttemptOutcome:
-    """How `life` has ended at `now`, where `newer` is the attempt after it."""
-    told, kept = life.told, life.kept
-    code = told.code if kept is None or kept.reading.code is None else kept.reading.code
-    if code is not None or told.end is not None:
-        state = _STATES.get(code, RunState.FAILED) if code is not None else _EVENTS[str(told.end)]
-        return AttemptOutcome(state, life.ended, False, code, told.reason)
+def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> AttemptOutcome:
+    """Return the outcome of an attempt.
+
+    Args:
+        timeline: the attempt.
+        newer: the attempt after it, if there is one.
+        now: Unix seconds at which the directory was read.
+    """
+    events, clock, ended = timeline.events, timeline.clock, timeline.ended
+    code = events.code if clock is None or clock.reading.code is None else clock.reading.code
+    if code is not None or events.end is not None:
+        state = _STATES_BY_CODE.get(code, RunState.FAILED) if code is not None else _STATES_BY_EVENT[str(events.end)]
+        return AttemptOutcome(state, ended, False, code, events.reason)
     if newer is not None:
-        is_fenced = newer.claimed is not None and life.ended > newer.claimed
-        return AttemptOutcome(RunState.FENCED if is_fenced else RunState.KILLED, life.ended)
-    if kept is not None and kept.is_process_alive is False:
-        return AttemptOutcome(RunState.KILLED, life.ended)
-    if now - life.ended > (SILENT_WITHOUT_CLOCK_SECONDS if kept is None else SILENT_SECONDS):
-        return AttemptOutcome(RunState.STALLED, life.ended)
-    if kept is not None and kept.reading.bucket is TimeBucket.STEPS:
-        steps = max(kept.reading.step - (told.resumed_step or 0), 0)
-        seconds = kept.reading.seconds[TimeBucket.STEPS.index] - (now - kept.reading.since)
-        usual_seconds = max(seconds, 0.0) / steps if steps else 0.0
-        if steps and now - kept.reading.since > max(_LEAST_STEP_SECONDS, _STEPS_FACTOR * usual_seconds):
-            return AttemptOutcome(RunState.STALLED, kept.reading.since, is_alive=True)
-    return AttemptOutcome(RunState.RUNNING, life.began, is_alive=True)
+        is_fenced = newer.claimed is not None and ended > newer.claimed
+        return AttemptOutcome(RunState.FENCED if is_fenced else RunState.KILLED, ended)
+    if clock is not None and clock.is_process_alive is False:
+        return AttemptOutcome(RunState.KILLED, ended)
+    if now - ended > (SILENT_WITHOUT_CLOCK_SECONDS if clock is None else SILENT_SECONDS):
+        return AttemptOutcome(RunState.STALLED, ended)
+    if clock is not None and clock.reading.bucket is TimeBucket.STEPS:
+        # It sends heartbeats, but may repeat the same step: the same deadline as that of the watchdog.
+        num_steps = max(clock.reading.step - (events.resumed_step or 0), 0)
+        current_seconds = now - clock.reading.since
+        finished_seconds = max(clock.reading.seconds[TimeBucket.STEPS.index] - current_seconds, 0.0)
+        if num_steps:
+            limit_seconds = max(MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR * (finished_seconds / num_steps))
+            if current_seconds > limit_seconds:
+                return AttemptOutcome(RunState.STALLED, clock.reading.since, is_alive=True)
+    return AttemptOutcome(RunState.RUNNING, timeline.began, is_alive=True)

@@ -1,15 +1,15 @@
-"""What the events tell of each attempt, read once from the first to the last, in bounded memory.
+"""Summary of the event ledger per attempt, read once from the first event to the last, in bounded memory.
 
-What bounds it: an attempt keeps its newest `_MARKS_MAX` saves, the whole run `NOTICES_MAX` notices and `_POINTS_MAX`
-validation losses, commits only of the checkpoints that are there and the newest of others, which a listing may lack
-that was made before. Whatever in a line is not as it should be is taken for not there.
+An attempt keeps its newest `_MARKS_MAX` saves. The whole run keeps `NOTICES_MAX` notices, `_POINTS_MAX` validation
+losses, and the commits of the checkpoints that exist and of the newest others, because a listing may be older than the
+ledger. A value in an event that has the wrong type is treated as missing.
 """
 
 import collections
 import math
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner.distributed.clock import TimeBucket
 from runner.history.records import Notice, SaveRecord
@@ -20,13 +20,32 @@ EVENTS_MAX = 100
 _MARKS_MAX = 256
 _POINTS_MAX = 2048
 _UNSEEN_MAX = 64
-_OF_A_STEP = {"init", "restore", "save", "commit", "evaluate", "progress", "preempt", "done", "failed", "stuck"}
+_STEP_EVENTS = {"init", "restore", "save", "commit", "evaluate", "progress", "preempt", "done", "failed", "stuck"}
 _TEXT_MAX = 300
 
 
 @dataclass
 class AttemptEvents:
-    """What the ledger tells of one attempt; what it does not is None, or 0 seconds."""
+    """Summary of the events of one attempt. A value without an event is None, or 0 seconds.
+
+    Attributes:
+        number: number of the attempt.
+        first: time of its first event.
+        last: time of its last event.
+        start: its event `start`.
+        compile_seconds: time until everything was compiled.
+        restore_seconds: time of the restore or initialization.
+        ready: when the state was available.
+        resumed_step: step of that state.
+        step: last completed step in any event.
+        num_saves: saves that were begun.
+        stall_seconds: time for which saves blocked training.
+        marks: (step, seconds spent on steps until then) of the newest saves.
+        end: name of the event that ended it.
+        code: exit code in that event.
+        reason: reason in that event.
+        straggler: its last event `straggler`.
+    """
 
     number: int
     first: float = math.inf
@@ -34,7 +53,7 @@ class AttemptEvents:
     start: JsonObject = field(default_factory=dict)
     compile_seconds: float = 0.0
     restore_seconds: float = 0.0
-    ready: float | None = None  # when the state was there
+    ready: float | None = None
     resumed_step: int | None = None
     step: int | None = None
     num_saves: int = 0
@@ -45,8 +64,16 @@ class AttemptEvents:
     reason: str | None = None
     straggler: JsonObject = field(default_factory=dict)
 
-    def steps_seconds_at(self, step: int, reached_step: int, reached_seconds: float) -> float:
-        """What its steps had taken when `step` was completed: as the save of that step says, or in proportion."""
+    def interpolate_steps_seconds(self, step: int, reached_step: int, reached_seconds: float) -> float:
+        """Return the time spent on steps when `step` was completed.
+
+        It is the time recorded by the save of that step, or an interpolation between saves.
+
+        Args:
+            step: the step.
+            reached_step: last completed step of the attempt.
+            reached_seconds: time spent on steps when that was completed.
+        """
         before, after = (self.resumed_step or 0, 0.0), (reached_step, reached_seconds)
         for mark in self.marks:
             if mark[0] <= step:
@@ -58,23 +85,34 @@ class AttemptEvents:
         return before[1] + (after[1] - before[1]) * (step - before[0]) / (after[0] - before[0])
 
 
+class Commit(NamedTuple):
+    """Commit of a checkpoint according to the ledger."""
+
+    time: float
+    num_bytes: int
+    attempt: int
+
+
 @dataclass
 class LedgerSummary:
-    """All that the events tell.
+    """Summary of all events.
 
     Attributes:
-        checkpoints: the steps that are asked for.
-        commits: of them, and of a few that are not: time, bytes, attempt.
-        verified: steps whose bits were read back, of `commits`, or restored, since their last commit.
-        forgotten: the newest step that was not asked for and whose commit is no more in `commits`.
+        checkpoints: the requested steps.
+        attempts: events by attempt.
+        commits: commits of the requested steps and of a few others, by step.
+        verified: steps of `commits` whose bits were read back, or restored, since their last commit.
+        forgotten: the newest step that was not requested and whose commit was dropped.
         validation: (step, val/loss) of the surviving trajectory.
-        saves: all commits, of very many a part.
-        events: the newest.
+        best_validation: the lowest of them.
+        notices: the newest notices.
+        saves: all commits, or a part of very many.
+        events: the newest events.
     """
 
     checkpoints: Set[int] = frozenset()
     attempts: dict[int, AttemptEvents] = field(default_factory=dict)
-    commits: dict[int, tuple[float, int, int]] = field(default_factory=dict)
+    commits: dict[int, Commit] = field(default_factory=dict)
     verified: set[int] = field(default_factory=set)
     forgotten: int = -1
     validation: list[tuple[int, float]] = field(default_factory=list)
@@ -85,13 +123,13 @@ class LedgerSummary:
 
 
 def get_int(row: JsonObject, key: str) -> int | None:
-    """The value of a key if it is one."""
+    """Return the value of a key if it is a whole number, else None."""
     value = row.get(key)
     return value if type(value) is int and abs(value) < 1 << 62 else None
 
 
 def get_float(row: JsonObject, key: str) -> float | None:
-    """The value of a key if it is a finite number."""
+    """Return the value of a key if it is a finite number, else None."""
     value = row.get(key)
     if type(value) is int:
         return float(value) if abs(value) < 1 << 62 else None
@@ -99,167 +137,143 @@ def get_float(row: JsonObject, key: str) -> float | None:
 
 
 def to_single_line(value: Any) -> str:
-    """A value in one line of bounded length; what a terminal would obey is left out."""
+    """Return a value as one line of bounded length, without characters that control a terminal."""
     shown = value if isinstance(value, str) else repr(value)
     return "".join(each if each.isprintable() else " " for each in shown[: 4 * _TEXT_MAX]).strip()[:_TEXT_MAX]
 
 
 class LedgerReader:
-    """Reads the events of one run, each once, however often one looks."""
+    """Reader of the ledger of one run, which reads each event once, however often `read` is called."""
 
     def __init__(self, store: Store):
-        self._feed, self._ledger = JsonlTail(store, "events"), LedgerSummary()
-        self._is_whole = True  # whether the ledger holds all that the feed has given
+        self._tail, self._summary = JsonlTail(store, "events"), LedgerSummary()
+        self._is_consistent = True  # False while events that the tail has returned may be missing in the summary
 
     def read(self, checkpoints: Set[int]) -> LedgerSummary:
-        """All that the events tell by now, of commits those of the steps in `checkpoints`.
+        """Return the summary of all events so far; it is valid until the next call.
 
-        It is good until the next reading. Raises `OSError` if the store does not answer.
+        Args:
+            checkpoints: steps whose commits are requested.
+
+        Raises:
+            OSError: the store does not answer.
         """
-        if not self._is_whole:
-            self._feed.restart()
-        self._is_whole = False
-        appeared = self._take_in(checkpoints)
-        if any(step <= self._ledger.forgotten and step not in self._ledger.commits for step in appeared):
-            self._feed.restart()  # as when the listing failed at first
-            self._take_in(checkpoints)
-        self._is_whole = True
-        return self._ledger
+        if not self._is_consistent:
+            self._tail.restart()
+        self._is_consistent = False
+        added = self._read_new_events(checkpoints)
+        if any(step <= self._summary.forgotten and step not in self._summary.commits for step in added):
+            # A step that was not requested before may have been dropped, for instance after a listing failed.
+            self._tail.restart()
+            self._read_new_events(checkpoints)
+        self._is_consistent = True
+        return self._summary
 
-    def _take_in(self, checkpoints: Set[int]) -> Set[int]:
-        """Take in what is new; the steps that are asked for the first time, of a ledger that is not begun here."""
-        is_anew, rows = self._feed.read()
-        if is_anew:
-            self._ledger = LedgerSummary(checkpoints)
-        appeared = checkpoints - self._ledger.checkpoints
-        self._ledger.checkpoints = checkpoints
-        apply_events(self._ledger, rows)
-        return appeared
+    def _read_new_events(self, checkpoints: Set[int]) -> Set[int]:
+        """Apply the new events, and return the steps that were not requested in the previous call."""
+        has_restarted, rows = self._tail.read()
+        if has_restarted:
+            self._summary = LedgerSummary(checkpoints)
+        added = checkpoints - self._summary.checkpoints
+        self._summary.checkpoints = checkpoints
+        apply_events(self._summary, rows)
+        return added
 
 
-def apply_events(ledger: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSummary:
-    """Take in events that follow those that it has."""
+def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSummary:
+    """Add events that follow those in the summary, and return the summary."""
     for row in rows:
-        attempt, moment, event = get_int(row, "attempt"), get_float(row, "time"), row.get("event")
-        if attempt is None or attempt < 1 or moment is None or not isinstance(event, str):
+        number, moment, event = get_int(row, "attempt"), get_float(row, "time"), row.get("event")
+        if number is None or number < 1 or moment is None or not isinstance(event, str):
             continue
-        ledger.events.append(row)
-        told = ledger.attempts.setdefault(attempt, AttemptEvents(attempt))
-        told.first, told.last = min(told.first, moment), max(told.last, moment)
+        summary.events.append(row)
+        attempt = summary.attempts.setdefault(number, AttemptEvents(number))
+        attempt.first, attempt.last = min(attempt.first, moment), max(attempt.last, moment)
         step = get_int(row, "step")
-        if step is not None and event in _OF_A_STEP:
-            told.step = step if told.step is None else max(told.step, step)
-        if event in _TAKE:
-            _TAKE[event](ledger, told, row, step, moment)
+        if step is not None and event in _STEP_EVENTS:
+            attempt.step = step if attempt.step is None else max(attempt.step, step)
+        _apply_event(summary, attempt, event, row, step, moment)
         if event in NOTICES:
-            ledger.notices.append(Notice(moment, attempt, event, step, to_single_line(NOTICES[event](row))))
-    return ledger
+            summary.notices.append(Notice(moment, number, event, step, to_single_line(NOTICES[event](row))))
+    return summary
 
 
-def _start(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    told.start = row
+def _apply_event(
+    summary: LedgerSummary, attempt: AttemptEvents, event: str, row: JsonObject, step: int | None, moment: float
+) -> None:
+    match event:
+        case "start":
+            attempt.start = row
+        case "prepare":
+            attempt.compile_seconds = get_float(row, "seconds") or 0.0
+        case "init" | "restore":
+            attempt.restore_seconds, attempt.ready = get_float(row, "seconds") or 0.0, moment
+            attempt.resumed_step = step
+            if step is None:
+                return
+            # Everything beyond this step is repeated, so what was known of it no longer counts.
+            summary.commits = {known: commit for known, commit in summary.commits.items() if known <= step}
+            summary.verified = {known for known in summary.verified if known <= step}
+            if event == "restore" and row.get("tier") != "fast":
+                summary.verified.add(step)
+            if summary.validation and summary.validation[-1][0] > step:
+                summary.validation = [point for point in summary.validation if point[0] <= step]
+                summary.best_validation = min(summary.validation, key=lambda point: point[1], default=None)
+        case "save":
+            blocked_seconds, clock = get_float(row, "blocked_seconds") or 0.0, row.get("clock")
+            steps_seconds = get_float(clock, TimeBucket.STEPS.value) or 0.0 if isinstance(clock, dict) else None
+            if steps_seconds is None and attempt.ready is not None:  # An older runner recorded no clock.
+                steps_seconds = max(moment - blocked_seconds - attempt.ready - attempt.stall_seconds, 0.0)
+            if step is not None and steps_seconds is not None:
+                attempt.marks.append((step, steps_seconds))
+            attempt.num_saves += 1
+            attempt.stall_seconds += blocked_seconds
+        case "commit":
+            if step is not None and row.get("tier") != "fast":
+                _apply_commit(summary, attempt, row, step, moment)
+        case "evaluate":
+            figures = row.get("figures")
+            loss = get_float(figures, "val/loss") if isinstance(figures, dict) else None
+            if step is None or loss is None or (summary.validation and step <= summary.validation[-1][0]):
+                return
+            summary.validation.append((step, loss))
+            if summary.best_validation is None or loss < summary.best_validation[1]:
+                summary.best_validation = (step, loss)
+            if len(summary.validation) > _POINTS_MAX:
+                summary.validation = summary.validation[::2]
+        case "failed":
+            # The first failure counts, and that of process 0 before others: later ones are often its consequence.
+            if attempt.end is None or (row.get("process") == 0 and attempt.end == "failed"):
+                attempt.end, attempt.code = "failed", get_int(row, "code")
+                attempt.reason = to_single_line(row.get("reason"))
+        case "stuck":
+            attempt.end, attempt.reason = "stuck", to_single_line(row.get("reason"))
+        case "preempt" | "done":
+            attempt.end = event
+        case "straggler":
+            attempt.straggler = row
 
 
-def _prepare(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    told.compile_seconds = get_float(row, "seconds") or 0.0
-
-
-def _begin(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    """`init` and `restore`: what lies beyond this step is done again."""
-    told.restore_seconds, told.ready = get_float(row, "seconds") or 0.0, moment
-    told.resumed_step = step
-    if step is None:
-        return
-    ledger.commits = {known: commit for known, commit in ledger.commits.items() if known <= step}
-    ledger.verified = {known for known in ledger.verified if known <= step}
-    if row.get("event") == "restore" and row.get("tier") != "fast":
-        ledger.verified.add(step)
-    if ledger.validation and ledger.validation[-1][0] > step:
-        ledger.validation = [point for point in ledger.validation if point[0] <= step]
-        ledger.best_validation = min(ledger.validation, key=lambda point: point[1], default=None)
-
-
-def _save(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    blocked_seconds, clock = get_float(row, "blocked_seconds") or 0.0, row.get("clock")
-    counted = get_float(clock, TimeBucket.STEPS.value) or 0.0 if isinstance(clock, dict) else None
-    if counted is None and told.ready is not None:  # of a runner that kept no clock
-        counted = max(moment - blocked_seconds - told.ready - told.stall_seconds, 0.0)
-    if step is not None and counted is not None:
-        told.marks.append((step, counted))
-    told.num_saves += 1
-    told.stall_seconds += blocked_seconds
-
-
-def _commit(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
+def _apply_commit(summary: LedgerSummary, attempt: AttemptEvents, row: JsonObject, step: int, moment: float) -> None:
     size = get_int(row, "bytes")
-    if step is not None and row.get("tier") != "fast":
-        ledger.saves.append(SaveRecord(moment, told.number, step, size, get_float(row, "seconds_to_durable")))
-        if len(ledger.saves) > _POINTS_MAX:
-            ledger.saves = ledger.saves[1::2]
-    if step is not None and row.get("tier") != "fast" and size is not None:
-        ledger.commits.pop(step, None)  # so that the newest is the last
-        ledger.commits[step] = (moment, size, told.number)
-        if row.get("read_back") is True:
-            ledger.verified.add(step)
-        if len(ledger.commits) > len(ledger.checkpoints) + 2 * _UNSEEN_MAX:
-            _forget(ledger)
-
-
-def _forget(ledger: LedgerSummary) -> None:
-    """Of the commits that nobody has asked for keep the newest."""
-    unseen = [step for step in ledger.commits if step not in ledger.checkpoints]
-    for step in unseen[:-_UNSEEN_MAX]:
-        del ledger.commits[step]
-        ledger.verified.discard(step)
-        ledger.forgotten = max(ledger.forgotten, step)
-
-
-def _evaluate(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    figures = row.get("figures")
-    loss = get_float(figures, "val/loss") if isinstance(figures, dict) else None
-    if step is None or loss is None or (ledger.validation and step <= ledger.validation[-1][0]):
+    summary.saves.append(SaveRecord(moment, attempt.number, step, size, get_float(row, "seconds_to_durable")))
+    if len(summary.saves) > _POINTS_MAX:
+        summary.saves = summary.saves[1::2]
+    if size is None:
         return
-    ledger.validation.append((step, loss))
-    if ledger.best_validation is None or loss < ledger.best_validation[1]:
-        ledger.best_validation = (step, loss)
-    if len(ledger.validation) > _POINTS_MAX:
-        ledger.validation = ledger.validation[::2]
+    summary.commits.pop(step, None)  # The newest commit must be the last one in the dictionary.
+    summary.commits[step] = Commit(moment, size, attempt.number)
+    if row.get("read_back") is True:
+        summary.verified.add(step)
+    if len(summary.commits) > len(summary.checkpoints) + 2 * _UNSEEN_MAX:
+        unseen = [known for known in summary.commits if known not in summary.checkpoints]
+        for known in unseen[:-_UNSEEN_MAX]:
+            del summary.commits[known]
+            summary.verified.discard(known)
+            summary.forgotten = max(summary.forgotten, known)
 
 
-def _failed(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    """The first that is told, the main host's before others': what comes after it is often its consequence."""
-    if told.end is None or (row.get("process") == 0 and told.end == "failed"):
-        told.end, told.code, told.reason = "failed", get_int(row, "code"), to_single_line(row.get("reason"))
-
-
-def _stuck(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    told.end, told.reason = "stuck", to_single_line(row.get("reason"))
-
-
-def _end(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    """`preempt` and `done`."""
-    told.end = str(row["event"])
-
-
-def _straggler(ledger: LedgerSummary, told: AttemptEvents, row: JsonObject, step: int | None, moment: float) -> None:
-    told.straggler = row
-
-
-_TAKE: dict[str, Callable[[LedgerSummary, AttemptEvents, JsonObject, int | None, float], None]] = {
-    "start": _start,
-    "prepare": _prepare,
-    "init": _begin,
-    "restore": _begin,
-    "save": _save,
-    "commit": _commit,
-    "evaluate": _evaluate,
-    "failed": _failed,
-    "stuck": _stuck,
-    "preempt": _end,
-    "done": _end,
-    "straggler": _straggler,
-}
-
+# Events that are shown as notices, and the text of each.
 NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     "failed": lambda row: row.get("reason"),
     "stuck": lambda row: row.get("reason"),
@@ -270,6 +284,6 @@ NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     "grace": lambda row: row.get("reason"),
     "changed": lambda row: row.get("changes"),
     "evaluation_problem": lambda row: f"evaluator {row.get('evaluator')}: {row.get('reason')}",
-    "sink_off": lambda row: f"{row.get('sink')} gets no rows any more: {row.get('reason')}",
-    "profile": lambda row: f"the steps after {row.get('start')} up to {row.get('step')}: {row.get('path')}",
+    "sink_off": lambda row: f"{row.get('sink')} gets no more rows: {row.get('reason')}",
+    "profile": lambda row: f"steps after {row.get('start')} up to {row.get('step')}: {row.get('path')}",
 }

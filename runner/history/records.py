@@ -1,4 +1,7 @@
-"""The records of a run's history: frozen, of plain values, in Unix seconds and seconds."""
+"""Records of a run's history: frozen, with plain values, times in Unix seconds and durations in seconds.
+
+`status --json` prints them, so the names of their fields are keys of its output.
+"""
 
 import enum
 import math
@@ -11,27 +14,27 @@ from runner.storage import JsonObject
 
 
 class RunState(enum.Enum):
-    """How an attempt has ended, or that it lives; of a run, that of its newest attempt."""
+    """State of an attempt; the state of a run is that of its newest attempt."""
 
     RUNNING = "running"
-    STALLED = "stalled"  # no sign of life, or the same step for far too long
+    STALLED = "stalled"  # no sign of life, or the same step for much too long
     DONE = "done"
     PREEMPTED = "preempted"
     FAILED = "failed"  # exit code 1
     INVALID = "invalid"  # exit code 2
     RETRYABLE = "retryable"  # exit code 76
-    KILLED = "killed"  # its process is gone, and has said nothing
-    FENCED = "fenced"  # a newer attempt took the directory while it lived
+    KILLED = "killed"  # its process is gone and has recorded no exit code
+    FENCED = "fenced"  # a newer attempt claimed the directory while it was alive
 
 
 class Verification(enum.Enum):
-    """What is known of a checkpoint without reading its arrays."""
+    """Knowledge about a checkpoint without reading its arrays."""
 
-    VERIFIED = "verified"  # its bits were read back and compared: after the save, or by a restore
-    COMMITTED = "committed"  # its manifest is whole
-    DAMAGED = "damaged"  # its manifest is not, or files are missing or of another size
-    UNCOMMITTED = "not committed"  # it is being written, or never was to its end
-    UNSEEN = "not looked at"  # the ledger says that it was committed
+    VERIFIED = "verified"  # its bits were read back and compared, after the save or by a restore
+    COMMITTED = "committed"  # its manifest is complete
+    DAMAGED = "damaged"  # its manifest is damaged, or files are missing or have another size
+    UNCOMMITTED = "not committed"  # it is being written, or was never finished
+    UNSEEN = "not looked at"  # committed according to the ledger
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,24 @@ class AttemptRecord:
     """One start of the job.
 
     Attributes:
-        began: when its process 0 was created, or else the first that is known of it.
+        number: number of the attempt, from 1.
+        began: creation of its process 0, or else the first time that is known of it.
         ended: its last sign of life.
-        since: of a stalled one: when it moved last; else as `ended`.
-        code: the exit code, None where it left none.
-        resumed_step: 0 for a new state; None if it came to none.
-        reached_step: the last one completed; None likewise.
-        lost_steps: those that a later attempt has done again.
-        gap_seconds: from the end of the attempt before, or from when the first was submitted.
-        seconds: by bucket, from `began` (or the end of the attempt before, if that is later) to `ended`.
-        hosts: names of the machines, by process.
+        state: its state.
+        since: last progress of a stalled attempt; otherwise `ended`.
+        code: exit code, None if it recorded none.
+        reason: reason of a failure.
+        resumed_step: step at which it started, 0 for a new state; None if it never had a state.
+        reached_step: last completed step; None if it never had a state.
+        lost_steps: steps that a later attempt repeated.
+        gap_seconds: time since the end of the previous attempt, or since the job was first submitted.
+        seconds: seconds by bucket, from `began` (or the end of the previous attempt, if later) to `ended`.
+        hosts: host names by process.
+        num_processes: processes of the job.
+        num_devices: devices of the job.
+        device_kind: JAX's name for the devices.
         num_saves: saves that were begun.
-        environment: what its event `start` says of versions, CPUs and the commit, unchecked.
+        environment: versions, CPUs and commit from its event `start`, unchecked.
     """
 
     number: int
@@ -75,7 +84,17 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """One directory below `checkpoints/`; what is not known is None."""
+    """One directory below `checkpoints/`. A value that is not known is None.
+
+    Attributes:
+        name: name of the directory.
+        step: step of the checkpoint.
+        trust: what is known about it.
+        time: when it was committed.
+        num_bytes: size of its files.
+        attempt: attempt that wrote it.
+        problem: what is wrong with it.
+    """
 
     name: str
     step: int | None
@@ -88,7 +107,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """A commit, whether its checkpoint is still there or not."""
+    """A committed save, whether or not its checkpoint still exists."""
 
     time: float
     attempt: int
@@ -99,7 +118,7 @@ class SaveRecord:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something in the ledger that a person should know."""
+    """An event of the ledger that the user should know of."""
 
     time: float
     attempt: int
@@ -110,7 +129,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class StragglerRecord:
-    """Which processes of the newest attempt come late to `step`, and how many seconds after the first."""
+    """Straggling processes of the newest attempt, each with its arrival at `step` in seconds after the first."""
 
     step: int
     late: Mapping[str, float]
@@ -118,12 +137,14 @@ class StragglerRecord:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Over the newest rows, everything included: evaluation, saves, waits. None where it is not known.
+    """Throughput over the newest rows, including evaluation, saves and waits. A value that is not known is None.
 
     Attributes:
-        step_seconds: of a job without rows, over its newest attempt.
-        tokens_per_second, mfu: where rows have no time, as the newest has them.
-        left_seconds: to the last step, at that pace; only of a run that lives.
+        step_seconds: duration of a step; of a job without rows, over its newest attempt.
+        tokens_per_second: of the newest row, if rows have no time.
+        tokens_per_second_per_device: likewise.
+        mfu: model FLOPs utilization, likewise.
+        left_seconds: estimated time to the last step, if the run is alive.
     """
 
     step_seconds: float | None = None
@@ -135,27 +156,36 @@ class Throughput:
 
 @dataclass(frozen=True)
 class History:
-    """All that can be told of one run.
+    """History of one run.
 
     Attributes:
         url: its directory.
-        id, name: None where `job.json` is missing or damaged.
-        now: when it was looked at.
-        since: of `state`.
-        step: the last one completed that the newest attempt is known to have; else the newest known.
-        attempts: in order.
-        seconds: by bucket, over all attempts and the gaps between them; they sum to `wall_seconds`.
-        wall_seconds: from when the first attempt was submitted, or else its begin, to the end of the newest one, or to
-            now if that lives.
-        goodput: the share of the wall time that went into steps of the final trajectory.
-        checkpoints: steps ascending, then other names.
-        row: the newest of `metrics.jsonl`; empty for a job without metrics.
-        trend: rows, at most some hundred, spread over the run, the newest among them.
-        validation: (step, val/loss) likewise; `best_validation` is the lowest of all that are known.
+        id: its id; None if `job.json` is missing or damaged.
+        name: its name; None if `job.json` is missing or damaged.
+        now: when the directory was read.
+        state: its state.
+        since: beginning of that state.
+        reason: reason of a failure, or of a stop by a hook.
+        step: last completed step of the newest attempt that had a state, or of a finished run.
+        total_steps: step at which the run is done.
+        attempts: its attempts in order.
+        seconds: seconds by bucket, over all attempts and the gaps between them; they sum to `wall_seconds`.
+        wall_seconds: from the first submission, or else the beginning of the first attempt, to the end of the newest
+            attempt, or to `now` if that is alive.
+        goodput: fraction of the wall time that was spent on steps of the final trajectory.
+        lost_steps: steps that were repeated.
+        speed: throughput.
+        checkpoints: its checkpoints: steps in ascending order, then other names.
+        row: newest row of `metrics.jsonl`; empty for a job without metrics.
+        trend: some hundred rows at most, spread over the run, including the newest.
+        validation: (step, val/loss) of the surviving trajectory, at most some thousand.
+        best_validation: the lowest of all that are known.
+        straggling: straggling processes, if there are any.
+        warnings: newest notices.
         saves: all commits, or every second, fourth, ... of very many.
-        events: the newest of the ledger, in its order, unchecked.
-        spec: `spec.yaml` as it stands there; empty where it is missing or damaged.
-        unread: what could not be read, a line each.
+        events: newest events of the ledger in its order, unchecked.
+        spec: content of `spec.yaml`; empty if it is missing or damaged.
+        unread: one line for everything that could not be read.
     """
 
     url: str
@@ -187,7 +217,7 @@ class History:
 
 
 def to_json(value: Any) -> Any:
-    """A record, or a part of one, as plain JSON: enums by their value, what is no finite number as null."""
+    """Return a record, or a part of one, as JSON values: enums by their value, non-finite numbers as None."""
     if is_dataclass(value) and not isinstance(value, type):
         return {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, enum.Enum):

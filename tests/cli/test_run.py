@@ -44,7 +44,7 @@ def test_sys_exit_in_a_job_is_1_and_one_line(place, command, monkeypatch):
     monkeypatch.setattr(Exits, "place", place)
     code, line = command()
     assert code == 1
-    assert line.startswith("the job called sys.exit(0), which is no end")
+    assert line.startswith("the job called sys.exit(0), which does not end a job")
 
 
 @pytest.mark.parametrize("code", [None, 75, 76, "good bye"])
@@ -58,7 +58,7 @@ def test_no_code_of_its_own_makes_it_another_end(code, command, monkeypatch):
 def test_sys_exit_before_the_job_has_begun_is_1_and_one_line(words, command, monkeypatch, capsys):
     monkeypatch.setattr(job.RestoreableJob, "__init__", lambda *_: sys.exit(0))
     assert command(*words)[0] == 1
-    assert capsys.readouterr().err.startswith("the job called sys.exit(0), which is no end")
+    assert capsys.readouterr().err.startswith("the job called sys.exit(0), which does not end a job")
 
 
 class Raises:

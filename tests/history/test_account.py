@@ -74,7 +74,7 @@ def test_what_two_attempts_share_belongs_to_the_older_until_the_newer_has_claime
 
 def test_the_time_before_the_first_attempt_is_a_gap_from_the_first_submit_on() -> None:
     first, second = life(1, began=100.0, steps=10.0), life(2, began=150.0, steps=10.0)
-    first.told.start, second.told.start = {"submitted": 40.0}, {"submitted": 120.0}
+    first.events.start, second.events.start = {"submitted": 40.0}, {"submitted": 120.0}
     shares = compute_goodput([first, second], None)
     check([first, second], shares, None)
     assert [(share.began, share.gap_seconds) for share in shares] == [(100.0, 60.0), (150.0, 40.0)]
@@ -95,6 +95,6 @@ def test_lost_steps_take_what_the_clock_says_or_their_share(marks, lost_seconds:
 def test_of_an_attempt_that_lives_time_goes_on_in_its_bucket() -> None:
     running = life(1, began=0.0, resumed=0, step=3, steps=5.0)
     running = AttemptTimeline(
-        running.told, ClockRecord(0.0, "", "", 1, None, running.kept.reading._replace(code=None)), None
+        running.events, ClockRecord(0.0, "", "", 1, None, running.clock.reading._replace(code=None)), None
     )
     assert compute_goodput([running], 9.0)[0].seconds[TimeBucket.STEPS] == 9.0

@@ -114,8 +114,8 @@ def test_a_copy_of_a_directory_is_told_as_the_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("event", "details", "told"),
     [
-        ("profile", {"start": 10, "path": "profiles/1.10-20"}, "the steps after 10 up to 20: profiles/1.10-20"),
-        ("sink_off", {"sink": "wandb", "reason": "no disk"}, "wandb gets no rows any more: no disk"),
+        ("profile", {"start": 10, "path": "profiles/1.10-20"}, "steps after 10 up to 20: profiles/1.10-20"),
+        ("sink_off", {"sink": "wandb", "reason": "no disk"}, "wandb gets no more rows: no disk"),
         ("fallback", {"rejected": "20", "reason": "torn"}, "checkpoint 20 was not restored: torn"),
     ],
 )
