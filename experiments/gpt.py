@@ -105,6 +105,7 @@ class Dropout(nn.Module):
         """Return `x` with dropped elements; `examples_B` is the place of each example in the step."""
         if self.deterministic or self.rate == 0:
             return x_BxTxD
+        # One key per example: a mask must not depend on which examples share a micro-batch or a device.
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(self.make_rng("dropout"), examples_B)
         draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, x_BxTxD.shape[1:]))
         return jnp.where(draw(keys_B), x_BxTxD / (1 - self.rate), 0)
@@ -131,6 +132,7 @@ class Block(nn.Module):
         """Return the stream after the layer, and the cache with the keys and values of these tokens, if any."""
         B, T, D = x_BxTxD.shape
         N = self.config.heads
+        # GPT-2 starts with smaller weights where a matmul adds to the stream, which happens twice in each layer.
         residual_stddev = INIT_STDDEV / math.sqrt(2 * self.config.layers)
         # One module for both calls. Its name is automatic and folds into the random key, so a second module or another
         # class name would change the masks.
@@ -230,6 +232,7 @@ class GPT(nn.Module):
         x_BxTxD = constrain_stream(noise(constrain_stream(x_BxTxD), examples_B))
         x_BxTxD = Dropout(config.dropout, deterministic)(x_BxTxD, examples_B)
 
+        # Both loops stack parameters over layers. Unrolling is a scan whose body is repeated for every layer.
         is_unrolled = config.layer_loop == "unroll"
         blocks = nn.scan(
             rematerialised(Block, self.memory.remat, is_in_line=is_unrolled),
@@ -301,6 +304,7 @@ class GPT2Files(Family):
             for tensor, leaf in _NORMS.items():
                 pieces.append(TensorPiece(f"{prefix}.{tensor}.weight", f"blocks.{leaf}.scale", index))
                 pieces.append(TensorPiece(f"{prefix}.{tensor}.bias", f"blocks.{leaf}.bias", index))
+            # Query, key and value are ranges of columns of one tensor.
             for number, leaf in enumerate(("query", "key", "value")):
                 start, stop = number * self.width, (number + 1) * self.width
                 for name, kind, axis in (("weight", "kernel", 1), ("bias", "bias", 0)):
@@ -314,6 +318,7 @@ class GPT2Files(Family):
     def config(self) -> JsonObject:
         """Return config.json. The model knows no tokens that begin or end a text."""
         sizes = {"n_layer": self.layers, "n_head": self.heads, "n_embd": self.width, "n_positions": self.positions}
+        # This model drops no attention weights, whatever its dropout rate is.
         dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout) | {"attn_pdrop": 0.0}
         ends = {"bos_token_id": None, "eos_token_id": None}
         names = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
