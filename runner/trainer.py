@@ -1,16 +1,16 @@
-"""BaseTrainer: a RestoreableJob that trains a flax model on tokens. Composes state, step, data and metrics.
+"""BaseTrainer: a RestoreableJob that trains a Flax model on tokens. It composes state, step, data, hooks and metrics.
 
-An experiment says which model (`model`), and may replace the loss (`forward`), the optimizer, the schedule or the
-evaluation. Everything is called on every host. `run` is the training loop.
+An experiment defines the model (`model`), and may replace the loss (`forward`), the optimizer, the schedule or the
+evaluation. All methods are called on every host. `BaseTrainer.run` is the training loop.
 
-What a step is made of is called on the class, and so cannot read what changes; of a job it sees `cls.config` alone,
-since each job has a class of its own that holds it.
+The functions that make up a step are classmethods, so that a step cannot read state of the job that changes. The only
+part of the job that they see is `cls.config`, because each job has a class of its own (`BaseTrainer.__new__`).
 """
 
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
@@ -21,69 +21,103 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.data import Dataset, Prefetcher, get_batch_fields
 from runner.distributed.agreement import Hosts
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
-from runner.hook.dispatch import HookedJob
+from runner.hook.dispatch import HookDispatcher
+from runner.hook.listing import load_hooks
 from runner.huggingface.load import identify_adapter_base
+from runner.job import RestoreableJob
+from runner.metrics.rows import Row
 from runner.optim.groups import get_unit_rate
-from runner.parallel.mesh import LogicalAxisRule, read_device_memory_bytes
+from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
+from runner.run.layout import read_result
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.train import state as other_variables
+from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train import step as pure
-from runner.train.auxiliary import groups_of, make_auxiliary_states, make_step_options
+from runner.train.auxiliary import AuxiliaryState, make_ema, make_noise_scale
 from runner.train.checks import (
     find_known_micro_batch,
-    record_of,
     share_ids,
     validate_data_unchanged,
     validate_hardware,
-    validate_same_data,
-    validate_same_questions,
+    validate_same_on_all_hosts,
 )
 from runner.train.compile import MEMORY_SHARE, CompiledStep
-from runner.train.evaluators import Evaluator, Validation, make_ema_evaluators
+from runner.train.evaluators import Evaluator, Validation, add_averages, make_ema_evaluators
 from runner.train.flops import Flops, Sizing, compute_mfu_per_token_rate, count_forward_flops
 from runner.train.lora import get_model_weights, replace_base
 from runner.train.loss import cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
 from runner.train.report import Report
-from runner.train.setup import TrainSetup, make_setup_builder
+from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.state import TrainState
 
 
-class BaseTrainer(HookedJob):
-    """Base of every training job."""
+class BaseTrainer(RestoreableJob):
+    """Base of every training job.
+
+    Attributes:
+        config: validated config; also an attribute of the job's class, for classmethods.
+        train_setup: abstract job on the devices at hand. Available after `setup`.
+        compiled: compiled train step. Available after `prepare`.
+        logical_axis_rules: mesh axes of the model's own logical axis names; they precede the runner's
+            (`runner.parallel.mesh`).
+    """
 
     Config: ClassVar[type[TrainerConfig[Any]]] = TrainerConfig[ModelConfig]
     needs_topology: ClassVar[bool] = True
+    calls_hooks: ClassVar[bool] = True
 
-    train_setup: TrainSetup  # from `setup` on: the job on the devices at hand
-    compiled: CompiledStep  # from `prepare` on
+    config: TrainerConfig[Any]
+    train_setup: TrainSetup
+    compiled: CompiledStep
 
-    # Logical axis names of the job's own model, and what of a mesh they mean, before the runner's: see `train.mesh`.
     logical_axis_rules: ClassVar[Sequence[LogicalAxisRule]] = ()
     sharded_init = staticmethod(train_state.sharded_init)
-    update_variables = staticmethod(other_variables.keep_variables)
+    update_variables = staticmethod(train_state.keep_variables)
     weights = staticmethod(get_model_weights)
     learning_rate_multiplier = staticmethod(get_unit_rate)
-    auxiliary_states = classmethod(make_auxiliary_states)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create the instance, with a class made for this one job: a subclass that only adds `config`.
+
+        `train_step`, `optimizer` and the like are classmethods by contract and read `cls.config`. Two jobs of one class
+        with different configs may exist in a process (tests, `plan --search`), so the config cannot be an attribute of
+        the class that both share. The subclass has the name and the module of its base; `__init__` sets its `config`.
+        """
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        job_class: type[Self] = type(cls.__name__, (cls,), names)
+        return super().__new__(job_class)
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
+        type(self).config = self.config
         self.topology = spec.topology
-        self.__class__ = _bound_to(type(self), self.config)
-        base = functools.partial(identify_adapter_base, self.document, spec, self.config, self.store)
-        self.setup_builder = make_setup_builder(
-            self, lambda: (*self.auxiliary_states(), *self.hooks.auxiliary_states()), base
+        self.hooks = load_hooks(self.document, spec.hook_entries, self)
+        self.setup_builder = TrainSetupBuilder(
+            document=self.document,
+            config=self.config,
+            topology=self.topology,
+            seed=spec.seed,
+            model=self.model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            sharded_init=self.sharded_init,
+            train_step=self.train_step,
+            val_step=self.val_step,
+            auxiliary_states=lambda: (*self.auxiliary_states(), *self.hooks.auxiliary_states()),
+            rules=build_logical_axis_rules(self.logical_axis_rules, type(self).__name__),
+            identify_base=functools.partial(identify_adapter_base, self.document, spec, self.config, self.store),
+            learning_rate_multiplier=self.learning_rate_multiplier,
         )
 
-    # What an experiment says.
+    # What an experiment may define.
 
     def model(self) -> nn.Module:
-        """The flax module; called as `module(x_BxT, deterministic=...)`, it returns logits (B, T, V).
+        """Return the Flax module; called as `module(x_BxT, deterministic=...)`, it returns logits (B, T, V).
 
-        Where rows hold several documents it is called with `segments=` and `positions=` (B, T) too, and refused if it
-        does not take them: a position attends to those of its own segment alone.
+        If sequences hold several documents it is called with `segments=` and `positions=` (B, T) too: a position
+        attends to those of its own segment only. A module without these arguments is then refused.
         """
         raise NotImplementedError
 
@@ -91,12 +125,18 @@ class BaseTrainer(HookedJob):
     def forward(
         cls, apply_fn: Any, params: Any, batch: pure.Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Loss summed over the real target tokens of a micro-batch, and meta. No key: deterministic. Pure.
+        """Return (loss summed over the real target tokens of a micro-batch, meta). Pure.
 
-        `batch` holds `x`, `y` and `padding_mask` (B, T), what else the data declares (see `runner.train.loss`; what
-        is not read is refused), and `example` (B): the place of each example in the step. What is random should depend
-        on that and the step's `key`; this default draws by micro-batch. A forward that masks targets itself returns as
-        meta `token_count` how many it has counted; meta `statistics` is summed for `update_variables`.
+        Args:
+            apply_fn: `apply` of the model.
+            params: parameters of the model.
+            batch: `x`, `y` and `padding_mask` (B, T), further fields that the data declare (see `runner.train.loss`; an
+                unread field is refused), and `example` (B), the index of each example in the step.
+            key: key of the step; None: deterministic. Randomness should depend on it and on `example`, so that it does
+                not depend on the split into micro-batches. This default draws one key per micro-batch.
+
+        A forward that masks targets itself returns their count as meta `token_count`. Meta `statistics` are summed for
+        `update_variables`.
         """
         rngs = None if key is None else {"dropout": jax.random.fold_in(key, batch["example"][0])}
         documents = document_arguments(apply_fn, batch)
@@ -106,23 +146,36 @@ class BaseTrainer(HookedJob):
 
     @classmethod
     def optimizer(cls) -> str | optax.GradientTransformation:
-        """A library name (`SPEC`, the default: the one in the spec), or an optax object, to which nothing is added.
+        """Return a library name, or an optax object, to which nothing is added. `SPEC` means the name in the spec.
 
-        Keys that the spec leaves out have the defaults of the name that stands in the spec.
+        Keys that the spec leaves out have the defaults of the name in the spec.
         """
         return SPEC
 
     @classmethod
     def schedule(cls) -> str | optax.Schedule | None:
-        """A library name (`SPEC`, the default: the one in the spec), an optax schedule, or None for a constant."""
+        """Return a library name (`SPEC`: the one in the spec), an optax schedule, or None for a constant."""
         return SPEC
 
+    @classmethod
+    def auxiliary_states(cls) -> tuple[AuxiliaryState, ...]:
+        """Return the auxiliary states that the config asks for: averages of weights, and the gradient-noise scale.
+
+        An experiment with its own adds them: `return *super().auxiliary_states(), AuxiliaryState(...)`.
+        """
+        config = cls._get_config()
+        if config is None:
+            return ()
+        ema = [] if config.ema is None else [make_ema(config.ema.decays)]
+        noise_scale = [] if config.noise_scale is None else [make_noise_scale(config.noise_scale.decay)]
+        return (*ema, *noise_scale)
+
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
-        """What evaluates the weights: by default `builtin_evaluators`. Called once, on every host."""
+        """Return the evaluators of the weights, by default `builtin_evaluators`. Called once."""
         return [*self.builtin_evaluators]
 
     def flops_per_token(self, train_setup: TrainSetup) -> Flops:
-        """FLOPs of a train step for one token, counted in the traced `forward`; replace it where there is a formula.
+        """Return the FLOPs of a train step for one token, counted in the traced `forward`. Replace it by a formula.
 
         Raises `ValueError` if `forward` calls kernels that cannot be counted.
         """
@@ -131,88 +184,141 @@ class BaseTrainer(HookedJob):
         )
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:
-        """What a token keeps and sends on a mesh of these sizes, devices by axis; by default nothing is known."""
+        """Return the memory and traffic of a token on a mesh of these sizes (devices by axis); by default unknown."""
         return Sizing()
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
-        """What `plan --search` may vary besides mesh and micro-batch: values by dotted key. Nothing by default."""
+        """Return the values by dotted key that `plan --search` varies besides mesh and micro-batch; none by default."""
         return {}
 
-    # The step, the batch and the loop.
+    # Step, batch and loop.
 
     @classmethod
     def train_step(
         cls, state: TrainState, batch: pure.Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
-        """One optimizer step over (S, B, T): (state, loss, meta). Pure."""
-        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, make_step_options(cls))
+        """Make one optimizer step over a batch (S, B, T); returns (state, loss, meta). Pure."""
+        config = cls._get_config()
+        options = pure.StepOptions(
+            update_variables=cls.update_variables,
+            auxiliary_states=cls.auxiliary_states(),
+            rounding="nearest" if config is None else config.precision.rounding,
+            norms="none" if config is None else config.metrics.norms,
+            num_groups=None if config is None else config.train.same_bits_devices,
+        )
+        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, options)
 
     @classmethod
     def val_step(cls, state: TrainState, batch: pure.Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(loss_sum, token_count, last_meta) over (S, B, T). Pure; of `state` it reads no `opt_state`."""
-        return pure.val_step(cls.forward, state, batch, groups_of(cls))
+        """Return (loss_sum, token_count, last_meta) over a batch (S, B, T). Pure; reads no `opt_state`."""
+        config = cls._get_config()
+        num_groups = None if config is None else config.train.same_bits_devices
+        return pure.val_step(cls.forward, state, batch, num_groups=num_groups)
+
+    @classmethod
+    def _get_config(cls) -> TrainerConfig[Any] | None:
+        """Return the job's config; None on a class that no job was made of."""
+        return getattr(cls, "config", None)
 
     def batch(self, slice: str = "train", step: int | None = None) -> pure.Batch:
-        """The global (S, B, T) batch after `step` completed steps, by default this job's: see `get_batch_fields`.
+        """Return the global (S, B, T) batch after `step` completed steps, by default those of this job.
 
-        `slice` is `train` or the name of a validation set. Raises ValueError for any other.
+        `slice` is `train` or the name of a validation set. Raises `ValueError` for any other.
         """
         return self.compiled.layout.batch(self.dataset, slice, self.step if step is None else step)
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
         train_step, key, report = self.compiled.executable, self.train_setup.key, self.report
-        with report.showing(self.step):
-            self.begin_steering()
+        with report.display(self.step):
+            self.start_hooks()
             with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
                 while self.step < self.total_steps:
+                    # The state is donated to the step. Nothing here waits for the device: the host runs ahead of it.
                     self.state, loss, meta = train_step(self.state, self.attempt.progress.take_batch(batches), key)
                     self.step += 1
                     report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
                         report.add_row(self.get_evaluated_weights(self.state), self.step)
-                        self.steer()
+                        self.call_hooks()
                     self.save_or_stop()
 
-    # Parts, each made whole when it is first asked for.
+    def start_hooks(self) -> None:
+        """Call `on_start` of hooks, and make up for evaluation and hook calls that a stop has cut off at this step."""
+        self.state = self.hook_dispatcher.start(self.state, self.step)
+
+        def on_row(row: Row) -> None:
+            self.state = self.hook_dispatcher.on_given_row(self.state, self.step, row)
+
+        if not self.report.complete_row(self.get_evaluated_weights(self.state), self.step, on_row):
+            self.save_or_stop()
+        self.call_hooks()
+
+    def call_hooks(self) -> None:
+        """Call hooks with the row of this step, if it has one; they may request a save, or make the step the last."""
+        self.state = self.hook_dispatcher.on_row(self.state, self.step)
+        if self.hook_dispatcher.save_step == self.step:
+            self.checkpointer.ask_for(self.step)
+
+    @property
+    def total_steps(self) -> int:
+        """Last step: that of the config, or the one at which a hook has ended the run.
+
+        Reads the data on this host if the total is in epochs.
+        """
+        # The dispatcher needs the attempt, so asking for it here must not be what makes it.
+        stop = self.hook_dispatcher.stop if "hook_dispatcher" in vars(self) else None
+        return self.setup_builder.config_in_steps.total_steps if stop is None else stop.step
+
+    @property
+    def done(self) -> bool:
+        """True if the job has reached its end, or a hook that the spec still has with this config has ended it."""
+        return super().done or self.hooks.has_stopped(read_result(self.store))
+
+    # Parts of the job, made when first asked for.
 
     @property
     def dataset(self) -> Dataset:
-        """The tokens that the spec names. Reads the data on this host when first asked for."""
+        """Data set of the spec. Reads the data on this host when first asked for."""
         return self.setup_builder.dataset
 
     @property
     def vocabulary_size(self) -> int:
-        """The spec's, or the data's if that says `auto`."""
+        """Vocabulary size of the spec, or that of the data if the spec says `auto`."""
         return self.setup_builder.vocabulary_size
 
     @functools.cached_property
+    def hook_dispatcher(self) -> HookDispatcher:
+        """Dispatcher of the hooks in this attempt."""
+        return HookDispatcher(self.hooks, self.attempt, self.report, self.get_evaluated_weights)
+
+    @functools.cached_property
     def report(self) -> Report:
-        """The rows of this attempt."""
-        evaluators = self.builtin_evaluators.check(self.evaluator(), self.document)
+        """Rows of metrics of this attempt."""
+        evaluators = self.builtin_evaluators.validate_chosen(self.evaluator(), self.document)
         return Report(
             self.attempt,
             self.resolved_spec(),
             self.setup_builder.config_in_steps,
             [*evaluators, *make_ema_evaluators(self.config, self.validation)],
-            compute_mfu_per_token_rate(self.flops_per_token, self.train_setup),
-            lambda step: self.dataset.compute_metrics(step * self.config.train.global_batch_examples),
-            lambda: self.builtin_evaluators.start_compiling(evaluators),
+            mfu_per_token_rate=compute_mfu_per_token_rate(self.flops_per_token, self.train_setup),
+            get_data_metrics=lambda step: self.dataset.compute_metrics(step * self.config.train.global_batch_examples),
+            after_row=lambda: self.builtin_evaluators.start_compiling(evaluators),
         )
 
     @property
     def validation(self) -> Validation:
-        """The loss on each validation set: on `eval.batches` batches, or fewer if they hold all of it."""
+        """Evaluator of the loss on each validation set, on `eval.batches` batches, or fewer if the set has fewer."""
         return self.builtin_evaluators.validation
 
     @functools.cached_property
     def evaluation_tasks(self) -> EvaluationTasks:
-        """What `config.eval` asks for besides the loss. Reads the files that it names on this host."""
+        """Tasks of `config.eval` besides the loss. Reads the files that it names on this host."""
         return read_evaluation_tasks(self.document, self.config, self.vocabulary_size)
 
     @functools.cached_property
     def builtin_evaluators(self) -> BuiltinEvaluators:
-        """Its `evaluators` are the loss on the validation sets, and what `config.eval` asks for besides."""
+        """Evaluators of the loss on the validation sets and of the tasks of `config.eval`. Iterate to get them."""
         return BuiltinEvaluators(
             self.setup_builder,
             self.train_setup,
@@ -222,75 +328,80 @@ class BaseTrainer(HookedJob):
             self.attempt.stop,
         )
 
-    # Set-up: the design on the devices at hand, then the compiler.
+    def get_evaluated_weights(self, state: Any) -> Any:
+        """Return what evaluators and hooks see of a state: its weights, and below `ema` their averages."""
+        return add_averages(self.weights, state)
+
+    # Life of the job, called by RestoreableJob.
 
     def setup(self, hosts: Hosts) -> None:
-        """Check the devices, the mesh, the batch and the data against the spec."""
+        """Check devices, mesh, batch and data against the spec, and build the abstract job."""
         with self.document.errors_at("topology.accelerator"):
             validate_hardware(self.spec, self.topology, self.config)
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.validate_vocabulary(self.vocabulary_size)
-        validate_same_data(self.dataset, hosts)
-        validate_same_questions(self.evaluation_tasks.digest, hosts)
-        hosts.run_on_main(lambda: self.setup_builder.base)  # what is wrong with it the main host finds first
-        self.setup_builder.check(self.train_setup, find_known_micro_batch(self.train_setup, self.store, hosts))
+        validate_same_on_all_hosts(self.dataset.fingerprint, "data", hosts, f"{self.dataset.source}: ")
+        if self.evaluation_tasks.digest:
+            validate_same_on_all_hosts(self.evaluation_tasks.digest, "questions", hosts)
+        hosts.run_on_main(lambda: self.setup_builder.base_identity)  # so that process 0 reports what is wrong with it
+        known = find_known_micro_batch(self.train_setup, self.store, hosts)
+        self.setup_builder.validate_steps(self.train_setup, known)
 
     def prepare(self) -> None:
-        """Choose the micro-batch by the compiled train step's own memory figures."""
+        """Compile the train step with the largest micro-batch that fits, by the compiler's own memory figures."""
         hosts = self.attempt.hosts
         limit_bytes = hosts.agree(int(read_device_memory_bytes() * MEMORY_SHARE))
-        known = find_known_micro_batch(
-            self.train_setup, self.store, hosts
-        )  # again: until the claim another might commit
+        # Looked up again: until this attempt claimed the directory, another one could still commit its choice.
+        known = find_known_micro_batch(self.train_setup, self.store, hosts)
         self.compiled = self.setup_builder.compile(self.train_setup, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
         given = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples, **given)
 
-    # What the base asks for.
-
     def abstract_state(self) -> TrainState:
-        """Shape, dtype and sharding of every leaf."""
+        """Return shape, dtype and sharding of every leaf."""
         return self.train_setup.abstract_state
 
     def init_state(self) -> TrainState:
-        """The state at step 0, born sharded."""
+        """Return the state at step 0, born sharded."""
         return self.train_setup.init_state()
 
     def replace_weights(self, state: TrainState, weights: Any) -> TrainState:
-        """The state at step 0, begun with other weights, and with it averages and what rides along."""
+        """Return the state at step 0 with other weights, and with averages and auxiliary states begun at them."""
         return self.train_setup.restart_averages(replace_base(state, weights))
 
     @property
     def unread_keys(self) -> frozenset[str]:
-        """Those of other optimizers and schedules than the chosen ones."""
+        """Keys of other optimizers and schedules than the chosen ones."""
         return frozenset(f"config.{key}" for key in self.setup_builder.optimizer_choice.find_unread_keys())
 
     def identity(self) -> Trajectory:
-        """The trajectory's keys, with the size of the vocabulary, and the data set's fingerprint."""
-        known = super().identity() | {"config.data": self.dataset.fingerprint} | self.setup_builder.base
-        return known | {key: self.vocabulary_size for key in known if key == "config.model.vocabulary_size"}
+        """Return the keys that define the trajectory: those of the base, of data and vocabulary, and of hooks."""
+        keys = super().identity() | self.hooks.identity()
+        keys |= {"config.data": self.dataset.fingerprint} | self.setup_builder.base_identity
+        return keys | {key: self.vocabulary_size for key in keys if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:
-        """The spec with mesh, vocabulary and micro-batch filled in."""
-        return self.setup_builder.resolve_spec(super().resolved_spec(), self.train_setup, self.compiled.layout)
+        """Return the spec with mesh, vocabulary size, micro-batch and the config of each hook filled in."""
+        spec = super().resolved_spec().model_copy(update={"hooks": self.hooks.entries()})
+        return self.setup_builder.resolve_spec(spec, self.train_setup, self.compiled.layout)
 
     def make_save_contents(self) -> SaveContents:
-        """The rows, and the hardware with the micro-batch chosen for it. Raises `DivergedError`, `DataError`."""
+        """Return what is saved with the state. Raises `DivergedError`, or `DataError` if the data have changed."""
         self.report.window.fetch()
         best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
         validate_data_unchanged(self.dataset, self.attempt)
+        hardware = self.train_setup.hardware(hosts.num_processes)
         return SaveContents(
-            None if best is None else self.report.metric(best.metric, self.step),
-            record_of(self.train_setup, self.compiled.layout, hosts),
-            self.report.window.carry,
-            self.report.attachments,
-            self.report.sync,
-            lambda: self.hook_dispatcher.checkpoint(self.state, self.step),
+            metric=None if best is None else self.report.metric(best.metric, self.step),
+            topology=hardware | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
+            carry=self.report.window.carry,
+            attachments=self.report.attachments,
+            flush=self.report.sync,
+            announce=lambda: self.hook_dispatcher.on_checkpoint(self.state, self.step),
         )
 
-
-def _bound_to(job_class: type[BaseTrainer], config: TrainerConfig[Any]) -> type[BaseTrainer]:
-    """A subclass that is the same, but for `config`: the class of one job."""
-    names = {"__module__": job_class.__module__, "__qualname__": job_class.__qualname__, "__doc__": job_class.__doc__}
-    return type(job_class.__name__, (job_class,), {"config": config, **names})
+    def result(self) -> JsonObject:
+        """Return the content of `result.json`. Calls `on_end` of hooks, now that the last step is saved."""
+        self.hook_dispatcher.on_end(self.state, self.step)
+        return super().result() | self.hook_dispatcher.result()

@@ -279,7 +279,7 @@ class BuiltinEvaluators:
         for evaluators in self._of_keys.values():
             yield from evaluators
 
-    def check(self, returned: Any, document: Document) -> list[Evaluator]:
+    def validate_chosen(self, returned: Any, document: Document) -> list[Evaluator]:
         """What a job's `evaluator` has returned, as a list.
 
         Raises `SpecError` if that leaves out what a key asks for, which nothing reads then.

@@ -44,7 +44,7 @@ from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
 from runner.parallel.mesh import count_batch_shards, use_sharding_rules
 from runner.storage import JsonObject, default_cache_directory, open_store
-from runner.train.evaluators import TEXT_CHARACTERS_MAX, EvaluationMetrics
+from runner.train.evaluators import TEXT_MAX_CHARACTERS, EvaluationMetrics
 
 _CONTEXT_TOKENS = 5  # that are decoded again with what is new: a tokenizer may write a token by the one before it
 _REPLACEMENT = "\ufffd"
@@ -373,7 +373,7 @@ class SampleEvaluator:
         texts = self.write(weights)
         if texts is None:
             return None
-        return {f"{SAMPLE}/{number}": text[:TEXT_CHARACTERS_MAX] for number, text in enumerate(texts)}
+        return {f"{SAMPLE}/{number}": text[:TEXT_MAX_CHARACTERS] for number, text in enumerate(texts)}
 
     def write(self, weights: Any) -> list[str] | None:
         """A text for each prompt, which it begins with; None if the job was asked to stop. Called on every host."""

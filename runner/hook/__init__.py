@@ -1,10 +1,10 @@
-"""Hooks: what looks at a run's rows and weights, and may save, evaluate or stop it. See README.md in this folder.
+"""Hooks: read-only or steering views of a run's rows and weights. See README.md in this folder.
 
-- `counters`: The part of the train state that belongs to hooks: their counters, and which of their calls are behi
-- `protocol`: What a hook is: five calls, a verdict, and counters that live in the train state. Knows no jax
-- `builtin`: Hooks for every run. Each is an example, too: what is to survive is in `init`, and nowhere else
-- `listing`: The hooks that a spec lists, made and checked before any device is touched
-- `dispatch`: When hooks are called, and what becomes of what they say: the part of the training loop that is thei
+- `counters`: counters of hooks in the train state
+- `protocol`: base classes, verdicts and arguments of hooks
+- `builtin`: early stopping, stop at a loss or a time, best checkpoint
+- `listing`: hooks of a spec
+- `dispatch`: calls of hooks, and the effect of their verdicts
 """
 
 from runner.hook.builtin import BestAtEnd, EarlyStopping, StopAtLoss, StopAtTime

@@ -1,4 +1,4 @@
-"""The hooks that a spec lists, made and checked before any device is touched."""
+"""Hooks of a spec, made and checked before any device is used."""
 
 import functools
 import zlib
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.errors import InvalidError
-from runner.hook.counters import FIRED, HookState, first_counters
+from runner.hook.counters import FIRED, FiredCalls, HookState, make_first_counters
 from runner.hook.protocol import Hook, Observer, SeenJob
 from runner.run.layout import RunResult
 from runner.spec import Document, HookEntry, Trajectory, hash_record, load_class, validate_config
-from runner.train.state import AuxiliaryState
+from runner.train.auxiliary import AuxiliaryState
 
-STATE_NAME = "hooks"
+STATE_NAME = "hooks"  # of the auxiliary state; also the key in the spec and in the trajectory
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class ListedHook:
     """One hook of the spec.
 
     Attributes:
-        entry: as the spec has it, with every default of its config.
-        counters: what it begins with; None of an observer.
+        hook: the hook.
+        entry: entry of the spec with every default of the hook's config.
+        counters: counters before the first step; None for an observer.
     """
 
     hook: Hook
@@ -31,58 +32,57 @@ class ListedHook:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of the hook in messages and in the train state."""
         return self.entry.effective_name
 
     @property
-    def rule(self) -> int:
-        """32 bits that tell this hook, its class and its config from others: by whom a run was stopped."""
+    def digest(self) -> int:
+        """32 bits that distinguish hook, class and config; the train state holds those of the hook that stopped it."""
         return zlib.crc32(hash_record(self.entry.model_dump(mode="json")).encode())
 
-    def listens_to(self, method: str) -> bool:
-        """Whether its class has replaced a method."""
+    def implements(self, method: str) -> bool:
+        """Return True if the hook's class overrides a method."""
         return getattr(type(self.hook), method) is not getattr(Hook, method)
 
 
 @dataclass(frozen=True)
 class HookList:
-    """The hooks of a job, in the order of its spec."""
+    """Hooks of a job, in the order of its spec."""
 
     listed: Sequence[ListedHook] = ()
 
     @functools.cached_property
     def stateful(self) -> list[ListedHook]:
-        """Those that may steer the run, and so have a part in its state."""
+        """Hooks that may influence the run, and so have a part in the train state."""
         return [each for each in self.listed if each.counters is not None]
 
     def list_implementing(self, method: str) -> list[ListedHook]:
-        """Those that want to be called so."""
-        return [each for each in self.listed if each.listens_to(method)]
-
-    def branch(self) -> HookState:
-        """What the state holds of them before the first step."""
-        return HookState.first({each.name: each.counters for each in self.stateful})
+        """Return the hooks that override a method."""
+        return [each for each in self.listed if each.implements(method)]
 
     def auxiliary_states(self) -> tuple[AuxiliaryState, ...]:
-        """What rides along for them in the train state: nothing, where all of them only look."""
-        return (AuxiliaryState(STATE_NAME, lambda params: self.branch().arrays()),) if self.stateful else ()
+        """Return the auxiliary state of the hooks; none if all of them are observers."""
+        if not self.stateful:
+            return ()
+        first = HookState(FiredCalls(), {each.name: each.counters for each in self.stateful})
+        return (AuxiliaryState(STATE_NAME, lambda params: first.to_arrays()),)
 
     def identity(self) -> Trajectory:
-        """The part of the trajectory on which the counters depend, by dotted key."""
-        known: Trajectory = {}
+        """Return the part of the trajectory on which the counters depend, by dotted key."""
+        keys: Trajectory = {}
         for each in self.stateful:
             prefix = f"{STATE_NAME}.{each.name}"
             config = each.hook.config.model_dump(mode="json", exclude=set(each.hook.config.free_keys))
-            known[f"{prefix}.hook"] = each.entry.hook
-            known |= {f"{prefix}.config.{key}": value for key, value in config.items()}
-        return known
+            keys[f"{prefix}.hook"] = each.entry.hook
+            keys |= {f"{prefix}.config.{key}": value for key, value in config.items()}
+        return keys
 
-    def find_by_digest(self, rule: int) -> ListedHook | None:
-        """The hook with this `rule`, as it stands in the spec now."""
-        return next((each for each in self.stateful if each.rule == rule), None)
+    def find_by_digest(self, digest: int) -> ListedHook | None:
+        """Return the hook with this digest; None if the spec has it no longer, or with another config."""
+        return next((each for each in self.stateful if each.digest == digest), None)
 
     def has_stopped(self, result: RunResult | None) -> bool:
-        """Whether one of them, as it is told now, has ended the run that left this result."""
+        """Return True if a hook, with the config it has now, ended the run with this result."""
         return (
             result is not None
             and result.stopped_rule is not None
@@ -90,7 +90,7 @@ class HookList:
         )
 
     def entries(self) -> list[HookEntry]:
-        """What the resolved spec has."""
+        """Return the entries of the resolved spec."""
         return [each.entry for each in self.listed]
 
 
@@ -101,12 +101,9 @@ def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -
         with document.errors_at(f"{STATE_NAME}.{place}"):
             if entry.effective_name in (FIRED, *(each.name for each in listed)):
                 raise InvalidError(f"a hook is called {entry.effective_name} already; give this one a name of its own")
-            found: type[Hook] = load_class(entry.hook, Hook)
-            config = validate_config(document, found.Config, place)
-            listed.append(_listed(found(config, job), entry))
+            hook_class: type[Hook] = load_class(entry.hook, Hook)
+            hook = hook_class(validate_config(document, hook_class.Config, place), job)
+            entry = entry.model_copy(update={"config": hook.config.model_dump(mode="json")})
+            counters = None if isinstance(hook, Observer) else make_first_counters(hook.init())
+            listed.append(ListedHook(hook, entry, counters))
     return HookList(tuple(listed))
-
-
-def _listed(hook: Hook, entry: HookEntry) -> ListedHook:
-    entry = entry.model_copy(update={"config": hook.config.model_dump(mode="json")})
-    return ListedHook(hook, entry, None if isinstance(hook, Observer) else first_counters(hook.init()))

@@ -1,115 +1,190 @@
-"""The gradient-noise scale: the batch, in tokens, at which more data in a step begins to gain little.
+"""Auxiliary train state: averages of weights, the gradient-noise scale, counters of hooks.
 
-McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A: of a gradient over n tokens the expected square is
-|G|^2 + tr / n, with G the gradient over all data and tr the trace of its covariance for one token; from two sizes of
-batch both follow, and their ratio is the scale tr / |G|^2.
+An auxiliary state is a pytree below `riders` of the train state, by name; it is saved, restored, compared and
+fingerprinted like every leaf. A leaf with the name and the shape of a parameter is sharded like that parameter, all
+other leaves are replicated. A job without auxiliary states has no such leaf, and its program is the one without them.
 
-The sizes here are the global batch and its two halves, by the order of its examples: figures that follow from the
-trajectory, whatever devices and micro-batches a step is split over. The formulas of the paper then come to
+An auxiliary state with an `update` changes in every step, inside the compiled program, after the optimizer. One without
+is passed through by the step, and replaced on the host between two steps.
+
+**Exponential moving averages** (`make_ema`) are float32 and begin as the parameters. A step takes the difference
+before it scales it, so that the average of constant parameters stays equal to them, to the bit.
+
+**Gradient-noise scale** (`make_noise_scale`): the batch size, in tokens, above which more data per step gains little
+(McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A). The expected squared norm of a gradient over n
+tokens is |G|^2 + tr / n, with G the gradient over all data and tr the trace of its covariance for one token; two batch
+sizes determine both, and their ratio tr / |G|^2 is the scale. The two sizes here are the global batch and its two
+halves, by the order of its examples: the result follows from the trajectory, whatever devices and micro-batches share
+a step. The formulas of the paper then come to
 
     |G|^2 = g1 . g2,    tr = mean of n_i (|g_i|^2 - g1 . g2),    g_i the mean gradient over the n_i tokens of half i.
 
-Both are averaged over steps, as each alone is noise, and then divided.
-
-Exponential moving averages of the weights: float32, they lie as the parameters do, one for each decay.
-
-Each begins as the parameters do, and moves with every step by its share of the way to the new ones. A step takes the
-difference before the share, so that an average of parameters that stand still is these, to the bit.
-
-What the config of a trainer asks of its step besides gradients: riders, and how it rounds.
+Each estimate alone is noise, so both are averaged over steps before they are divided.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from runner.train.state import AuxiliaryState, HalfBatchGradients, Meta, StepObservation
-from runner.train.step import NEAREST, StepOptions, norms_of_job
+from runner.errors import InvalidError
 
-EMA = "ema"
+EMA, NOISE_SCALE = "ema", "noise_scale"
+Scalars = dict[str, jax.Array]  # metrics of one step by name
+
+
+@dataclass(frozen=True)
+class HalfBatchGradients:
+    """Statistics of the gradients over the two halves of a global batch, by the order of its examples.
+
+    Attributes:
+        squares: squared norm of the mean gradient of each half; float32[2].
+        product: scalar product of the two mean gradients.
+        counts: total target weight (number of real target tokens) of each half; float32[2].
+    """
+
+    squares: jax.Array
+    product: jax.Array
+    counts: jax.Array
+
+
+@dataclass(frozen=True)
+class StepObservation:
+    """Traced values of a step that auxiliary states are updated from.
+
+    Attributes:
+        step: completed steps, this one included; int32.
+        params: parameters after the step, in the type in which they are stored.
+        grads: gradients of the mean loss over the whole batch, float32, before clipping.
+        halves: statistics of the halves of the batch, only if an auxiliary state has `needs_halves`.
+    """
+
+    step: jax.Array
+    params: Any
+    grads: Any
+    halves: HalfBatchGradients | None = None
+
+
+@dataclass(frozen=True)
+class AuxiliaryState:
+    """One auxiliary pytree of the train state and its update. The functions are pure.
+
+    Attributes:
+        name: branch of the pytree below `riders` of the train state.
+        init: function from the parameters to the pytree before the first step, called again when a run begins with the
+            weights of another one. It returns arrays of its own, because the step donates them.
+        update: function from (pytree, observation of the step) to (next pytree, scalars for the step's metrics), of the
+            same shapes and types; None: steps leave it alone.
+        needs_halves: True if `update` reads the gradients of both halves of the batch, which costs the memory of one
+            more gradient and needs an even number of micro-batches.
+    """
+
+    name: str
+    init: Callable[[Any], Any]
+    update: Callable[[Any, StepObservation], tuple[Any, Scalars]] | None = None
+    needs_halves: bool = False
+
+
+def init_auxiliary(auxiliary_states: Sequence[AuxiliaryState], params: Any) -> Any:
+    """Return the initial pytrees by name. Raises `InvalidError` if two auxiliary states have the same name."""
+    for name, count in Counter(each.name for each in auxiliary_states).items():
+        if count > 1:
+            raise InvalidError(f"{count} auxiliary states of the job are called {name!r}; give each its own name")
+    return {each.name: each.init(params) for each in auxiliary_states}
+
+
+def update_auxiliary(
+    auxiliary_states: Sequence[AuxiliaryState], before: Any, observation: StepObservation
+) -> tuple[Any, Scalars]:
+    """Return (pytrees by name after a step, scalars for its metrics). To be traced."""
+    after = dict(before)
+    scalars: Scalars = {}
+    for each in auxiliary_states:
+        if each.update is not None:
+            after[each.name], own_scalars = each.update(before[each.name], observation)
+            scalars |= own_scalars
+    return after, scalars
+
+
+def validate_auxiliary(auxiliary_states: Sequence[AuxiliaryState], before: Any, after: Any) -> None:
+    """Raise `InvalidError` if a traced step returns an auxiliary state unchanged although it has an update.
+
+    A custom `train_step` of an experiment may forget to call `update_auxiliary`.
+    """
+    for each in auxiliary_states:
+        pairs = list(zip(jax.tree.leaves(before[each.name]), jax.tree.leaves(after.get(each.name)), strict=False))
+        if each.update is not None and pairs and all(old is new for old, new in pairs):
+            raise InvalidError(
+                f"train_step of the job leaves riders.{each.name} as it is; call train_step of BaseTrainer, or "
+                "update_auxiliary of runner.train.auxiliary after the optimizer"
+            )
 
 
 def make_ema(decays: Sequence[float]) -> AuxiliaryState:
-    """The averages with these decays, each in (0, 1): `average + (1 - decay) * (parameter - average)` in each step."""
+    """Return averages with these decays in (0, 1): `average + (1 - decay) * (parameter - average)` in each step."""
+
+    def copy(param: jax.Array) -> jax.Array:
+        return jnp.array(param, jnp.float32, copy=True)  # parameters and averages are both donated to the step
 
     def init(params: Any) -> Any:
-        return {str(decay): jax.tree.map(_own_copy, params) for decay in decays}
+        return {str(decay): jax.tree.map(copy, params) for decay in decays}
 
-    def update(averages: Any, seen: StepObservation) -> tuple[Any, Meta]:
-        return {str(decay): _moved(averages[str(decay)], seen.params, 1 - decay) for decay in decays}, {}
+    def update(averages: Any, observation: StepObservation) -> tuple[Any, Scalars]:
+        def move(average: jax.Array, param: jax.Array, share: float) -> jax.Array:
+            return average + jnp.float32(share) * (param.astype(jnp.float32) - average)
+
+        return {
+            str(decay): jax.tree.map(
+                lambda average, param, share=1 - decay: move(average, param, share),
+                averages[str(decay)],
+                observation.params,
+            )
+            for decay in decays
+        }, {}
 
     return AuxiliaryState(EMA, init, update)
 
 
-def _own_copy(param: jax.Array) -> jax.Array:
-    return jnp.array(param, jnp.float32, copy=True)  # both are donated to the step
-
-
-def _moved(averages: Any, params: Any, share: float) -> Any:
-    return jax.tree.map(
-        lambda average, param: average + jnp.float32(share) * (param.astype(jnp.float32) - average), averages, params
-    )
-
-
-NOISE_SCALE = "noise_scale"
-
-
 def make_noise_scale(decay: float) -> AuxiliaryState:
-    """The averages with this decay; their ratio, in tokens, is `noise_scale` of the step's row, if it is positive."""
+    """Return running averages with this decay; their ratio, if positive, is the metric `noise_scale` in tokens."""
 
     def init(params: Any) -> Any:
         return {"square": jnp.zeros((), jnp.float32), "trace": jnp.zeros((), jnp.float32)}
 
-    def update(averages: Any, seen: StepObservation) -> tuple[Any, Meta]:
-        assert seen.halves is not None, "the rider says that it sees them"
-        found = estimates(seen.halves)
-        are_known = jnp.all(seen.halves.counts > 0)  # a half of nothing but padding says nothing
+    def update(averages: Any, observation: StepObservation) -> tuple[Any, Scalars]:
+        halves = observation.halves
+        assert halves is not None, "an auxiliary state with needs_halves gets them"
+        trace = jnp.mean(halves.counts * (halves.squares - halves.product))
+        estimates = {"square": halves.product, "trace": trace}
+        is_known = jnp.all(halves.counts > 0)  # a half of nothing but padding has no gradient
 
-        def moved(average: jax.Array, value: jax.Array) -> jax.Array:
-            return jnp.where(are_known, average + jnp.float32(1 - decay) * (value - average), average)
+        def move(average: jax.Array, value: jax.Array) -> jax.Array:
+            return jnp.where(is_known, average + jnp.float32(1 - decay) * (value - average), average)
 
-        after = jax.tree.map(moved, averages, found)
+        after = jax.tree.map(move, averages, estimates)
         scale = after["trace"] / after["square"]
         return after, {NOISE_SCALE: jnp.where((after["square"] > 0) & (scale > 0), scale, jnp.nan)}
 
     return AuxiliaryState(NOISE_SCALE, init, update, needs_halves=True)
 
 
-def estimates(halves: HalfBatchGradients) -> Any:
-    """Of one step: the square of the gradient over all data, and the trace of the covariance for one token."""
-    trace = jnp.mean(halves.counts * (halves.squares - halves.product))
-    return {"square": halves.product, "trace": trace}
+def compare_halves(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None) -> HalfBatchGradients:
+    """Return the statistics of two halves of a batch.
 
-
-def make_auxiliary_states(job_class: Any) -> tuple[AuxiliaryState, ...]:
-    """What rides along in the state of a trainer, whose class it is given: by default what `config` asks for.
-
-    An experiment with auxiliary states of its own adds them to these:
-    `return *super().auxiliary_states(), AuxiliaryState(...)`.
+    Args:
+        first: gradients summed over the first half.
+        both: gradients summed over both halves.
+        counts: total target weight of each half; float32[2].
+        divisor: number by which the summed losses were divided, if they were.
     """
-    config = getattr(job_class, "config", None)  # a class alone, of which no job is made, has none
-    if config is None:
-        return ()
-    found = [] if config.ema is None else [make_ema(config.ema.decays)]
-    found += [] if config.noise_scale is None else [make_noise_scale(config.noise_scale.decay)]
-    return tuple(found)
-
-
-def make_step_options(job_class: Any) -> StepOptions:
-    """Return the step options of a trainer, given its class."""
-    config = getattr(job_class, "config", None)
-    return StepOptions(
-        update_variables=job_class.update_variables,
-        auxiliary_states=tuple(job_class.auxiliary_states()),
-        rounding=NEAREST if config is None else config.precision.rounding,
-        norms=norms_of_job(job_class),
-        num_groups=groups_of(job_class),
-    )
-
-
-def groups_of(job_class: Any) -> int | None:
-    """`train.same_bits_devices` of a trainer, whose class it is given."""
-    config = getattr(job_class, "config", None)
-    return None if config is None else config.train.same_bits_devices
+    second = jax.tree.map(jnp.subtract, both, first)
+    shares = jnp.maximum(counts, jnp.finfo(jnp.float32).tiny) / (1.0 if divisor is None else divisor)
+    products = [
+        jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, *pair))
+        for pair in [(first, first), (second, second), (first, second)]
+    ]
+    squares = jnp.stack(products[:2]) / shares**2
+    return HalfBatchGradients(squares, products[2] / (shares[0] * shares[1]), counts)

@@ -1,8 +1,8 @@
-"""Every host trains on the same data, from the first step to the last. Called on every host.
+"""Checks of a training job against the hardware, the other hosts and earlier attempts. Called on every host.
 
-A job sized for other hardware is refused, with the options that make it run here, if slowly.
-
-The micro-batch that was chosen for some hardware, as manifests remember it: another one would move the bits.
+A job that is sized for other hardware is refused, with the options that make it run here, if slowly. All hosts must
+train on the same data from the first step to the last. The micro-batch of an earlier attempt on the same hardware is
+used again, because another one would change bits.
 """
 
 import shlex
@@ -20,12 +20,11 @@ from runner.parallel.mesh import AXES, is_mesh_possible
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec, Topology
 from runner.storage import JsonObject, Store
-from runner.train.batch_layout import BatchLayout
 from runner.train.setup import TrainSetup
 
 
 def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
-    """The `--set` options that make a trainer's spec run on the devices at hand."""
+    """Return the `--set` options that make a trainer's spec run on `num_devices` local devices."""
     length = min(config.data.sequence_length, 128)
     total = f"total_tokens={100 * num_devices * length}" if config.train.total_tokens else "total_steps=100"
     data = config.data
@@ -53,7 +52,7 @@ def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerC
 
 
 def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerConfig) -> None:
-    """Raise `InvalidError` if the devices at hand are not what the job is sized for."""
+    """Raise `InvalidError` if the local devices are not those that the job is sized for."""
     wanted = parse_accelerator(topology.accelerator)
     device, number = jax.devices()[0], jax.device_count()
     if wanted is not None and not wanted.matches(device.device_kind, number):
@@ -65,9 +64,9 @@ def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerCo
 
 
 def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:
-    """Have every host know which ids its token files hold, of which process 0 alone reads all.
+    """Share the ids in the token files with every host; only process 0 reads all files to find them.
 
-    What an earlier attempt on the same data has found is in its manifests: of many ids none is then read again.
+    An earlier attempt on the same data has recorded them in its manifests: then files with many ids are not read again.
     """
 
     def find() -> JsonObject:
@@ -82,32 +81,24 @@ def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:
         dataset.set_id_ranges(ids["believed"], ids["found"])
 
 
-def validate_same_data(dataset: Dataset, hosts: Hosts) -> None:
-    """Raise `DataError` on every host if one reads other data than process 0."""
-    fingerprints = hosts.gather(dataset.fingerprint)
-    different = [process for process, other in enumerate(fingerprints) if other != fingerprints[0]]
-    if different:
-        raise DataError(f"{dataset.source}: processes {different} read other data than process 0")
+def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str = "") -> None:
+    """Raise `DataError` on every host if the digest of what one has read differs from that of process 0.
 
-
-def validate_same_questions(digest: str, hosts: Hosts) -> None:
-    """Raise `DataError` on every host if one has read other questions than process 0: it would ask more, or fewer.
-
-    An empty digest says that the spec asks none.
+    Hosts with other data would make another batch, hosts with other questions another number of evaluation steps.
     """
-    if not digest:
-        return
     digests = hosts.gather(digest)
     different = [process for process, other in enumerate(digests) if other != digests[0]]
     if different:
-        raise DataError(f"processes {different} read other questions than process 0")
+        raise DataError(
+            f"{prefix}processes {different} read other {name} than process 0; give every host the same files"
+        )
 
 
 def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
-    """Before a state is saved: raise `DataError` if a token file is not what it was at the start.
+    """Raise `DataError` if a token file has changed since the start. Called before a state is saved.
 
-    Every host looks, and hears what host 0 has seen: where they share the files all of them end with 2. A host that
-    alone sees a change, in a copy of its own, ends so alone; the others then lose a peer.
+    Every host checks and learns what process 0 has found: where hosts share the files, all of them end with exit code
+    2. A host that alone sees a change, in a copy of its own, ends alone; the others then lose a peer.
     """
     problem = None
     with attempt.progress.report_phase(SAVE):
@@ -120,18 +111,13 @@ def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
         raise DataError(problem)
 
 
-def record_of(train_setup: TrainSetup, layout: BatchLayout, hosts: Hosts) -> JsonObject:
-    """For the manifest: the hardware, and the micro-batch chosen for it."""
-    return train_setup.hardware(hosts.num_processes) | {"micro_batch_examples": layout.micro_batch_examples}
-
-
 def find_known_micro_batch(train_setup: TrainSetup, store: Store, hosts: Hosts) -> int | None:
-    """The size that an earlier attempt chose on the same hardware, else None. Called on every host.
+    """Return the micro-batch that an earlier attempt chose on the same hardware; None if there is none.
 
-    Until this attempt has claimed the directory an earlier one may still commit: the answer then is the one to go by.
+    Until this attempt has claimed the directory, an earlier one may still commit; only a call after that is final.
     """
     hardware = train_setup.hardware(hosts.num_processes)
-    ones = dict.fromkeys(AXES, 1)  # a manifest may be older than an axis
+    ones = dict.fromkeys(AXES, 1)  # a manifest may be older than a mesh axis
     manifest = read_newest_manifest(store) if hosts.is_main else None
     record = hosts.agree(manifest and manifest.topology)
     if not record or hardware != {key: record.get(key) for key in hardware} | {"mesh": ones | record.get("mesh", {})}:

@@ -1,13 +1,13 @@
-"""Whoever judges the weights, each at its own cadence; and what becomes of their figures. Called on every host.
+"""Evaluators and their schedule: metrics of the weights besides the training loss. Called on every host.
 
-An evaluator that fails costs its own figures and one line, never the run: what it raises, figures that no row can hold,
-figures that are not finite (null in the row), and other figures on another host than on host 0, whose stand in the row.
-An evaluator that raises on one host alone, before it has met the others in a program over all devices, leaves them
-waiting there: every host names it at once (see the watchdog), and the deadline of a phase ends the wait (76).
+A failing evaluator costs its own metrics and one line, never the run. Failures are: an exception, metrics that a row
+cannot hold, metrics that are not finite (null in the row), and metrics that differ from those of process 0 (which go
+into the row). An evaluator that raises on one host only, before it has met the others in a program over all devices,
+leaves them waiting there: every host names it at once (see the watchdog), and the deadline of a phase ends the wait
+with exit code 76.
 
-Validation: the mean loss over the real target tokens of fixed sets of batches.
-
-The loss of averaged weights on the validation sets, beside that of the weights themselves.
+`Validation` is the evaluator of the mean loss over the real target tokens of fixed sets of batches, `EmaValidation`
+that of averaged weights on the same sets.
 """
 
 import functools
@@ -38,136 +38,132 @@ from runner.train.lora import make_lazy_weights
 from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge
 from runner.train.step import Batch
 
-TEXT_CHARACTERS_MAX = 1 << 14
+TEXT_MAX_CHARACTERS = 1 << 14
 EvaluationMetrics = Row
 _KEY = re.compile(r"[\w.-]+(/[\w.-]+)+")
-_OF_OTHERS = ("train/", "perf/", "data/")
+_RESERVED_PREFIXES = ("train/", "perf/", "data/")
 
 
 class Evaluator(Protocol):
-    """Judges weights. Called on every host.
+    """Evaluator of weights. Called on every host.
 
-    One that has an attribute `every_steps` is asked each so many steps, and by `eval.every_steps` where that is None;
-    one that has `name` is called so in messages, else by its class.
+    An optional attribute `every_steps` is its own schedule (None: `eval.every_steps`), and an optional `name` is used
+    in messages instead of the name of the class.
     """
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
-        """Figures by their key in a row (`val/...`); None if it ended early because the job was asked to stop.
+        """Return metrics by their key in a row (`val/...`); None if the job was asked to stop meanwhile.
 
-        A figure is a number, a text, a list of at most 64 numbers, a histogram as rows have it, or None; the same on
+        A metric is a number, a text, a list of at most 64 numbers, a histogram as rows have it, or None; the same on
         every host.
         """
 
 
 class EvaluatorSchedule:
-    """All evaluators of a job. Made and called on every host."""
+    """Evaluators of a job and their schedule. Made and called on every host."""
 
     def __init__(self, attempt: Attempt, config: TrainerConfig[Any], evaluators: Sequence[Evaluator]):
-        self._attempt, self._rule, self._last_step = attempt, config.eval, config.total_steps
+        self._attempt, self._config, self._last_step = attempt, config.eval, config.total_steps
         self._evaluators = list(evaluators)
-
-    def due(self, step: int) -> list[Evaluator]:
-        """Who is asked at `step`: all at step 0 with `at_start`, all at the last one with `at_end`."""
-        if step == 0:
-            return self._evaluators if self._rule.at_start else []
-        last_step = self._last_step if self._rule.at_end else None
-        return [each for each in self._evaluators if is_due(step, self._every_steps(each), last_step)]
-
-    def _every_steps(self, evaluator: Evaluator) -> int | None:
-        own = getattr(evaluator, "every_steps", None)
-        return self._rule.every_steps if own is None else own
 
     @property
     def has_any(self) -> bool:
-        """Whether anybody judges."""
+        """True if there is an evaluator."""
         return bool(self._evaluators)
 
-    def evaluate(self, weights: Any, step: int, is_asked_for: bool = False) -> Row | None:
-        """The figures of all who are due; None if the job was asked to stop meanwhile.
+    def list_due(self, step: int) -> list[Evaluator]:
+        """Return the evaluators that are due: all at step 0 with `at_start`, all at the last step with `at_end`."""
+        if step == 0:
+            return self._evaluators if self._config.at_start else []
+        last_step = self._last_step if self._config.at_end else None
 
-        Where it is asked for and nobody is due, those of all.
+        def get_interval(evaluator: Evaluator) -> int | None:
+            own = getattr(evaluator, "every_steps", None)
+            return self._config.every_steps if own is None else own
+
+        return [each for each in self._evaluators if is_due(step, get_interval(each), last_step)]
+
+    def evaluate(self, weights: Any, step: int, is_requested: bool = False) -> Row | None:
+        """Return the metrics of all evaluators that are due; None if the job was asked to stop meanwhile.
+
+        If an evaluation is requested and none is due, all evaluators are called.
         """
-        found: Row = {}
-        asked = self.due(step) or (self._evaluators if is_asked_for else [])
+        metrics: Row = {}
         with self._attempt.progress.report_phase(EVALUATION):
-            for evaluator in asked:
-                figures = self._ask(evaluator, weights, step, found)
-                if figures is None:
+            for evaluator in self.list_due(step) or (self._evaluators if is_requested else []):
+                own_metrics = self._call(evaluator, weights, step, metrics)
+                if own_metrics is None:
                     return None
-                found |= figures
-        told = {key: value for key, value in found.items() if not isinstance(value, str | list | dict)}
-        self._attempt.record("evaluate", step, figures=told)
-        return found
+                metrics |= own_metrics
+        numbers = {key: value for key, value in metrics.items() if not isinstance(value, str | list | dict)}
+        self._attempt.record("evaluate", step, figures=numbers)
+        return metrics
 
-    def _ask(self, evaluator: Evaluator, weights: Any, step: int, before: Row) -> EvaluationMetrics | None:
-        """Host 0's figures, if every host has some; None if the job was asked to stop."""
-        hosts, name = self._attempt.hosts, name_of(evaluator)
-        figures, problem = _outcome(lambda: evaluator.evaluate(weights, step, hosts))
-        is_stopping = figures is None and problem is None
-        problem = problem or (None if is_stopping else _problem_with(figures, before))
-        digest = None if problem or is_stopping else hash_record(_plain(figures or {}))
-        words = f"evaluator {name} at step {step}: {problem} on process {hosts.process_id}"
-        failure = None if problem is None else LocalFailure(words, is_end=False)
+    def _call(self, evaluator: Evaluator, weights: Any, step: int, before: Row) -> EvaluationMetrics | None:
+        """Return process 0's metrics; none if a host has failed; None if the job was asked to stop."""
+        hosts = self._attempt.hosts
+        name = str(getattr(evaluator, "name", None) or type(evaluator).__name__)
+        problem = None
+        metrics: EvaluationMetrics | None = {}
+        try:
+            metrics = evaluator.evaluate(weights, step, hosts)
+        except RunnerError:
+            raise  # not the fault of the evaluator
+        except Exception as error:  # noqa: BLE001 - code of a user, whose result training does not need
+            problem = format_error(error)
+        is_stopping = metrics is None and problem is None
+        problem = problem or (None if is_stopping else _find_problem(metrics, before))
+        digest = None if problem or is_stopping else hash_record(_to_json_values(metrics or {}))
+
+        # Every host gets here, whatever its evaluator did, so this gather cannot deadlock on a failure.
+        message = f"evaluator {name} at step {step}: {problem} on process {hosts.process_id}"
+        failure = None if problem is None else LocalFailure(message, is_end=False)
         wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.bucket)
         with self._attempt.progress.report_wait(wait, failure):
-            told = hosts.gather([problem, digest, is_stopping])
-        if any(is_stopping for _, _, is_stopping in told):
+            outcomes = hosts.gather([problem, digest, is_stopping])
+        if any(is_stopping for _, _, is_stopping in outcomes):
             return None
-        raised = {process: each for process, (each, _, _) in enumerate(told) if each is not None}
+        raised = {process: each for process, (each, _, _) in enumerate(outcomes) if each is not None}
         if raised:
             process, reason = min(raised.items())
             where = f" on process {process}" if hosts.num_processes > 1 else ""
-            self._tell(name, step, f"{reason}{where}; the row of this step has none of its figures")
+            self._report_problem(name, step, f"{reason}{where}; the row of this step has none of its figures")
             return {}
-        others = [process for process, (_, digest, _) in enumerate(told) if digest != told[0][1]]
+        others = [process for process, (_, digest, _) in enumerate(outcomes) if digest != outcomes[0][1]]
         if others:
-            self._tell(name, step, f"process {others[0]} has other figures than process 0, whose stand in the row")
-        found = _plain(figures or {})
-        if broken := [key for key, value in (figures or {}).items() if _is_broken(value)]:
-            self._tell(name, step, f"{', '.join(broken)}: not finite; null in the row")
-        return found
+            reason = f"process {others[0]} has other figures than process 0, whose stand in the row"
+            self._report_problem(name, step, reason)
+        if not_finite := [key for key, value in (metrics or {}).items() if _has_non_finite(value)]:
+            self._report_problem(name, step, f"{', '.join(not_finite)}: not finite; null in the row")
+        return _to_json_values(metrics or {})
 
-    def _tell(self, name: str, step: int, reason: str) -> None:
+    def _report_problem(self, name: str, step: int, reason: str) -> None:
         if self._attempt.hosts.is_main:
             warn(f"evaluator {name} at step {step}: {reason}")
         self._attempt.record("evaluation_problem", step, evaluator=name, reason=reason)
 
 
-def name_of(evaluator: Evaluator) -> str:
-    """What messages call it."""
-    return str(getattr(evaluator, "name", None) or type(evaluator).__name__)
-
-
-def _outcome(evaluate: Callable[[], EvaluationMetrics | None]) -> tuple[EvaluationMetrics | None, str | None]:
-    """Its figures, or what it has raised; whatever the runner itself raises is no fault of the evaluator."""
-    try:
-        return evaluate(), None
-    except RunnerError:
-        raise
-    except Exception as error:  # noqa: BLE001 - somebody else's code, of which training needs nothing
-        return {}, format_error(error)
-
-
-def _problem_with(figures: Any, before: Row) -> str | None:
-    """Why a row cannot hold these figures."""
-    if not isinstance(figures, Mapping):
-        return f"it returns a {type(figures).__name__}, needs a dictionary of figures by their key in a row"
-    for key, value in figures.items():
-        if not (isinstance(key, str) and _KEY.fullmatch(key)) or key.startswith(_OF_OTHERS):
+def _find_problem(metrics: Any, before: Row) -> str | None:
+    """Return why a row cannot hold these metrics beside those of other evaluators; None if it can."""
+    if not isinstance(metrics, Mapping):
+        return f"it returns a {type(metrics).__name__}, needs a dictionary of figures by their key in a row"
+    for key, value in metrics.items():
+        if not (isinstance(key, str) and _KEY.fullmatch(key)) or key.startswith(_RESERVED_PREFIXES):
             return f"it returns a figure named {key!r}, needs a key such as val/accuracy"
         if key in before:
             return f"it returns {key}, which another evaluator has returned"
-        if not _is_figure(value):
+        if not _is_metric(value):
+            kind = f"a text of {len(value):,} characters" if isinstance(value, str) else f"a {type(value).__name__}"
             return (
-                f"it returns as {key} {_kind(value)}; a row needs a number, null, a text of at most "
-                f"{TEXT_CHARACTERS_MAX:,} characters, or a list of at most {LIST_MAX} numbers"
+                f"it returns as {key} {kind}; a row needs a number, null, a text of at most "
+                f"{TEXT_MAX_CHARACTERS:,} characters, or a list of at most {LIST_MAX} numbers"
             )
     return None
 
 
-def _is_figure(value: Any) -> bool:
+def _is_metric(value: Any) -> bool:
     if isinstance(value, str):
-        return len(value) <= TEXT_CHARACTERS_MAX
+        return len(value) <= TEXT_MAX_CHARACTERS
     if isinstance(value, list | tuple):
         return len(value) <= LIST_MAX and all(map(_is_number, value))
     if isinstance(value, dict):
@@ -176,42 +172,42 @@ def _is_figure(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    """Return True for a number of Python, or a scalar array of NumPy or JAX."""
     if value is None or isinstance(value, bool | int | float):
         return True
     return getattr(value, "shape", None) == () and hasattr(value, "__float__") and value.dtype.kind in "biuf"
 
 
-def _kind(value: Any) -> str:
-    return f"a text of {len(value):,} characters" if isinstance(value, str) else f"a {type(value).__name__}"
-
-
-def _is_broken(value: Any) -> bool:
-    """Whether a number, or one of a list, is not finite."""
+def _has_non_finite(value: Any) -> bool:
+    """Return True if a number, or one of a list, is not finite."""
     if value is None or isinstance(value, str | dict):
         return False
     if isinstance(value, list | tuple):
-        return any(map(_is_broken, value))
+        return any(map(_has_non_finite, value))
     return not math.isfinite(value)
 
 
-def _plain(figures: EvaluationMetrics) -> EvaluationMetrics:
-    """As JSON has them; what is not finite is null."""
+def _to_json_values(metrics: EvaluationMetrics) -> EvaluationMetrics:
+    """Return the metrics as JSON values, with null for numbers that are not finite."""
 
-    def plain(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if value is None or isinstance(value, str | dict):
             return value
         if isinstance(value, list | tuple):
-            return [plain(each) for each in value]
+            return [convert(each) for each in value]
         if isinstance(value, int):
             return value
         return to_finite(value)
 
-    return {key: plain(value) for key, value in figures.items()}
+    return {key: convert(value) for key, value in metrics.items()}
+
+
+# Validation.
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Batches 0 .. `num_batches` of a set; `batch` makes one by its number."""
+    """Validation set: batches 0 to `num_batches` - 1, which `batch` makes by index."""
 
     name: str
     num_batches: int
@@ -220,7 +216,13 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class ValidationSize:
-    """How many real targets a set has, and how many bytes their text; None, and why, where that is not known."""
+    """Size of a validation set.
+
+    Attributes:
+        num_targets: number of real target tokens.
+        num_bytes: bytes of their text; None if unknown.
+        reason: reason why the bytes are unknown.
+    """
 
     num_targets: int
     num_bytes: int | None
@@ -229,7 +231,7 @@ class ValidationSize:
 
 @dataclass(frozen=True)
 class ValidationSums:
-    """Loss and real tokens of a set, added up; and its meta, as rows hold it, by name."""
+    """Loss and number of real tokens summed over a set, and its other meta by name, as rows hold it."""
 
     loss: float
     num_tokens: float
@@ -239,20 +241,21 @@ class ValidationSums:
 def make_validation_sets(
     dataset: Dataset, config: TrainerConfig[Any], batch: Callable[[str, int], Batch]
 ) -> list[ValidationSet]:
-    """Of each set `eval.batches` batches, or fewer if they hold all of it; `batch` makes one by set and number."""
-    size, most = config.train.global_batch_examples, config.eval.batches
+    """Return each validation set with `eval.batches` batches, or fewer if it has fewer.
+
+    `batch` makes a batch by set and index.
+    """
+    size, limit = config.train.global_batch_examples, config.eval.batches
     return [
-        ValidationSet(name, min(most, -(-examples.num_examples // size)), functools.partial(batch, name))
+        ValidationSet(name, min(limit, -(-examples.num_examples // size)), functools.partial(batch, name))
         for name, examples in dataset.validation.items()
     ]
 
 
 class Validation:
-    """The loss on validation sets, by a `val_step` that is compiled when it is first needed, or in the background.
+    """Evaluator of the loss on validation sets. Made and called on every host.
 
-    `abstract` is the train state's; `compile_val` compiles for one with no optimizer state, and of which nothing rides
-    along; `is_stopping` says whether the job was asked to stop, which a whole evaluation must not delay; `size_of`, if
-    given, how many bytes a set's text has, by its name. Made and called on every host.
+    The `val_step` is compiled when it is first needed, or in the background.
     """
 
     def __init__(
@@ -261,16 +264,25 @@ class Validation:
         compile_val: Callable[[TrainState], jax.stages.Compiled],
         sets: Sequence[ValidationSet],
         is_stopping: Callable[[], bool],
-        size_of: Callable[[str], ValidationSize] | None = None,
+        measure: Callable[[str], ValidationSize] | None = None,
     ):
-        self._size_of = None if size_of is None else functools.cache(size_of)
-        self._told: set[str] = set()  # the sets of whose bytes it is told that they are not known
+        """Prepare the evaluator; compiles nothing.
+
+        Args:
+            abstract: abstract train state.
+            compile_val: function that compiles `val_step` for a state without optimizer and auxiliary states.
+            sets: validation sets.
+            is_stopping: function that returns True if the job was asked to stop, which an evaluation must not delay.
+            measure: function that returns the size of a set by name, for bits per byte; None: not reported.
+        """
+        self._measure = None if measure is None else functools.cache(measure)
+        self._warned: set[str] = set()  # sets whose bytes are unknown
         self._abstract = abstract.replace(opt_state=(), riders={})
         self._compile_val, self._sets, self._is_stopping = compile_val, sets, is_stopping
         self._step: Future[jax.stages.Compiled] | None = None
 
     def start_compiling(self) -> None:
-        """In the background, and not before a first row is out: tracing would slow down what the first steps need."""
+        """Compile in the background. Not before the first row: tracing would slow down what the first steps need."""
         if self._step is None:
             compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
             self._step = compiler.submit(self._compile_val, self._abstract)
@@ -278,112 +290,112 @@ class Validation:
 
     @property
     def compiled(self) -> jax.stages.Compiled:
-        """`(state, batch) -> (loss_sum, token_count, last_meta)`. May wait for the compiler."""
+        """Compiled `(state, batch) -> (loss_sum, token_count, last_meta)`. May wait for the compiler."""
         self.start_compiling()
         assert self._step is not None
         return self._step.result()
 
     def make_val_state(self, weights: Any, step: int) -> TrainState:
-        """What `val_step` is shown: the weights of `step`, and no optimizer state."""
+        """Return the state that `val_step` sees: the weights of `step` without optimizer state."""
         variables = weights.get(VARIABLES, {})
         return self._abstract.replace(params=weights[PARAMS], variables=variables, step=np.int32(step))
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
-        """The mean loss over all tokens of all batches, by its key in a row; None if the job was asked to stop.
+        """Return the mean loss over all tokens of all sets, by its key in a row; None if the job was asked to stop.
 
-        Of several sets that of each by its name, too. Beside it what `val_step` returns as meta, of the last batch of
-        each, and the means of its `sums` over all of them; and bits per byte where sizes are asked for.
+        With several sets, that of each set too, by its name. For each set also the meta of `val_step` for its last
+        batch, the means of its `sums` over all batches, and the bits per byte, if sizes are measured.
         """
         state = self.make_val_state(weights, step)
-        figures: EvaluationMetrics = {}
+        metrics: EvaluationMetrics = {}
         total = ValidationSums(0.0, 0.0, {})
-        num_bytes: int | None = 0
-        for held in self._sets:
-            prefix = f"val/{held.name}" if len(self._sets) > 1 else "val"
-            sums = self.sum(state, held)
+        total_bytes: int | None = 0
+        for validation_set in self._sets:
+            prefix = f"val/{validation_set.name}" if len(self._sets) > 1 else "val"
+            sums = self.sum(state, validation_set)
             if sums is None:
                 return None
-            own_bytes = self._num_bytes(held.name, sums, hosts)
-            figures |= {f"{prefix}/{name}": value for name, value in sums.meta.items()}
-            figures |= self._figures(prefix, sums, own_bytes)
+            num_bytes = self._find_num_bytes(validation_set.name, sums, hosts)
+            metrics |= {f"{prefix}/{name}": value for name, value in sums.meta.items()}
+            metrics |= self._compute_losses(prefix, sums, num_bytes)
             total = ValidationSums(total.loss + sums.loss, total.num_tokens + sums.num_tokens, {})
-            num_bytes = None if num_bytes is None or own_bytes is None else num_bytes + own_bytes
-        return figures | self._figures("val", total, num_bytes)
+            total_bytes = None if total_bytes is None or num_bytes is None else total_bytes + num_bytes
+        return metrics | self._compute_losses("val", total, total_bytes)
 
-    def _figures(self, prefix: str, sums: ValidationSums, num_bytes: int | None) -> EvaluationMetrics:
-        found: EvaluationMetrics = {f"{prefix}/loss": sums.loss / (sums.num_tokens or 1.0)}
-        if self._size_of is not None:
-            found[f"{prefix}/bits_per_byte"] = sums.loss / math.log(2) / num_bytes if num_bytes else None
-        return found
+    def _compute_losses(self, prefix: str, sums: ValidationSums, num_bytes: int | None) -> EvaluationMetrics:
+        metrics: EvaluationMetrics = {f"{prefix}/loss": sums.loss / (sums.num_tokens or 1.0)}
+        if self._measure is not None:
+            metrics[f"{prefix}/bits_per_byte"] = sums.loss / math.log(2) / num_bytes if num_bytes else None
+        return metrics
 
-    def _num_bytes(self, name: str, sums: ValidationSums, hosts: Hosts) -> int | None:
-        """Bytes of the text of a set, if the loss is of just its targets; counted by host 0. One line where it is not.
+    def _find_num_bytes(self, name: str, sums: ValidationSums, hosts: Hosts) -> int | None:
+        """Return the bytes of the text of a set, if the loss is over just its targets; warns once if unknown.
 
-        The first time it may take as long as to decode the set.
+        Process 0 counts. The first time this may take as long as decoding the set.
         """
-        if self._size_of is None:
+        if self._measure is None:
             return None
-        size = self._size_of(name) if hosts.is_main else ValidationSize(0, None)
+        size = self._measure(name) if hosts.is_main else ValidationSize(0, None)
         reason = size.reason
         if size.num_bytes is not None and size.num_targets != sums.num_tokens:
             reason = f"it has {size.num_targets} targets, and the loss is of {sums.num_tokens:g}"
-        if hosts.is_main and reason and name not in self._told:
-            self._told.add(name)
+        if hosts.is_main and reason and name not in self._warned:
+            self._warned.add(name)
             warn(f"{name}: bits per byte are not known: {reason}")
         known: int | None = hosts.agree(None if reason else size.num_bytes)
         return known
 
-    def sum(self, state: TrainState, held: ValidationSet) -> ValidationSums | None:
-        """What the batches of a set add up to; None if the job was asked to stop."""
+    def sum(self, state: TrainState, validation_set: ValidationSet) -> ValidationSums | None:
+        """Return the sums over the batches of a set; None if the job was asked to stop."""
         loss_sum, token_count, meta = jnp.float32(0), jnp.float32(0), {}
         sums: Any = None
-        for index in range(held.num_batches):
+        for index in range(validation_set.num_batches):
             if self._is_stopping():
                 return None
             # At most one batch ahead of the device: a stop must not wait for a whole evaluation that is queued.
             jax.block_until_ready(loss_sum)
-            loss, count, meta = self.compiled(state, held.batch(index))
+            loss, count, meta = self.compiled(state, validation_set.batch(index))
             loss_sum, token_count = loss_sum + loss, token_count + count
             if SUMS in meta:
                 sums = meta[SUMS] if sums is None else jax.tree.map(jnp.add, sums, meta[SUMS])
         last = {name: value for name, value in meta.items() if name != SUMS}
         means = {} if sums is None else compute_means(sums, token_count)
-        found = {name: to_row_value(value) for name, value in jax.device_get({**last, **means}).items()}
-        return ValidationSums(float(loss_sum), float(token_count), found)
+        row_values = {name: to_row_value(value) for name, value in jax.device_get({**last, **means}).items()}
+        return ValidationSums(float(loss_sum), float(token_count), row_values)
 
 
 class EmaValidation:
-    """`Validation` of the average with one decay. The weights that it is shown hold all averages: `add_averages`."""
+    """`Validation` of the averaged weights with one decay; the weights must hold the averages (`add_averages`)."""
 
     def __init__(self, validation: Validation, decay: float):
         self._validation, self._decay = validation, str(decay)
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
-        """What `Validation` says, by keys of this average: `val/ema_0.999/loss`."""
+        """Return the metrics of `Validation` by keys of this average, such as `val/ema_0.999/loss`."""
         averages = cast_like(weights[EMA][self._decay], weights[PARAMS])
-        figures = self._validation.evaluate({**weights, PARAMS: averages}, step, hosts)
-        if figures is None:
+        metrics = self._validation.evaluate({**weights, PARAMS: averages}, step, hosts)
+        if metrics is None:
             return None
-        return {f"val/{EMA}_{self._decay}/{key.removeprefix('val/')}": value for key, value in figures.items()}
+        return {f"val/{EMA}_{self._decay}/{key.removeprefix('val/')}": value for key, value in metrics.items()}
 
 
-def make_ema_evaluators(config: Any, validation: Validation) -> Sequence[EmaValidation]:
-    """One for each average, if the config wants them evaluated."""
-    rule = config.ema
-    return [] if rule is None or not rule.evaluate else [EmaValidation(validation, decay) for decay in rule.decays]
+def make_ema_evaluators(config: TrainerConfig[Any], validation: Validation) -> Sequence[EmaValidation]:
+    """Return an evaluator of each average, if the config asks for them."""
+    ema = config.ema
+    return [] if ema is None or not ema.evaluate else [EmaValidation(validation, decay) for decay in ema.decays]
 
 
-def add_averages(weights: Callable[[Any], Any], state: Any) -> Any:
-    """`weights(state)`, and by `ema` the averages that ride along in it, by decay, if there are any.
+def add_averages(get_weights: Callable[[Any], Any], state: Any) -> Any:
+    """Return `get_weights(state)` with the averages of the state below `ema`, by decay, if it has some.
 
-    Those of an adapter are merged, when they are first asked for.
+    Weights and averages of an adapter are merged on first access.
     """
     if get_merge(state) is not None:
         return make_lazy_weights(state)
-    riders = getattr(state, RIDERS, {})
-    return weights(state) | ({EMA: riders[EMA]} if EMA in riders else {})
+    auxiliary = getattr(state, RIDERS, {})
+    return get_weights(state) | ({EMA: auxiliary[EMA]} if EMA in auxiliary else {})
 
 
 def cast_like(averages: Any, params: Any) -> Any:
-    """Averages in the types of the parameters, of which shape and dtype are enough, so that they take their place."""
+    """Return averages in the types of the parameters, which may be abstract, so that they can replace them."""
     return jax.tree.map(lambda average, param: average.astype(param.dtype), averages, params)

@@ -1,13 +1,12 @@
-"""How many floating-point operations a train step takes: by formula, and counted in a traced program. Pure.
+"""FLOPs, memory and traffic of a train step, by formula or counted in a traced program. Pure.
 
-Only matmuls and convolutions count; a multiply and an add are two. The FLOPs of the model are those of one forward pass
-and of a backward pass of twice as many. What is computed again because it was not kept is stated beside them.
-
-What a token costs besides FLOPs, for a plan that cannot compile every way to run a job. Pure; imports no jax.
+Only matmuls and convolutions count; a multiply and an add are two FLOPs. The FLOPs of a model are those of one forward
+pass and of a backward pass of twice as many. Recomputation (activation checkpointing) is stated separately. `Sizing`
+has what a token costs besides FLOPs, for a plan that cannot compile every way to run a job.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup
 from runner.train.state import bind_variables, get_variables
 
-CALLS = (
+CALLS = (  # primitives that run the program inside them once
     "jit",
     "pjit",
     "closed_call",
@@ -33,16 +32,22 @@ CALLS = (
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
 )
-OPAQUE = ("pallas_call", "ffi_call", "dot_product_attention_", "ragged_dot")  # how names of kernels begin
+KERNEL_PREFIXES = ("pallas_call", "ffi_call", "dot_product_attention_", "ragged_dot")
 
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs that a train step takes for one token."""
+    """FLOPs of a train step for one token.
 
-    per_token: float  # forward and backward, each operation once
-    recomputed_per_token: float  # done once more, because their results were not kept
-    formula: str  # how `per_token` comes about, with its terms and their values
+    Attributes:
+        per_token: FLOPs of the forward and backward pass, each operation once.
+        recomputed_per_token: FLOPs of operations that are repeated because their results were not kept.
+        formula: derivation of `per_token`, with the terms and their values.
+    """
+
+    per_token: float
+    recomputed_per_token: float
+    formula: str
 
 
 def compute_transformer_flops(
@@ -57,23 +62,23 @@ def compute_transformer_flops(
     last_parameters: float = 0,
     is_attention_recomputed: bool = True,
 ) -> Flops:
-    """Return the FLOPs of a decoder by formula: 6 a matmul parameter, 12 an attended key and unit of attention's width.
+    """Compute the FLOPs of a decoder: 6 per matmul parameter, 12 per attended key and unit of attention width.
 
-    A parameter takes one multiply and one add in each of three passes (Kaplan et al., 2020); a key as many for its
-    score and for its value. Lookups are no matmuls. Of what is computed again, `remat` says what a layer does, and
-    `last_parameters` of its last matmul are spared, whose result no gradient needs.
+    A parameter costs one multiply and one add in each of three passes (Kaplan et al., 2020); a key costs as much for
+    its score and for its value. Lookups are no matmuls. `remat` determines what a layer recomputes; the last matmul of
+    the layer is not repeated, since no gradient needs its result.
 
     Args:
-        layers: transformer layers.
-        layer_parameters: parameters of one layer's dense matmuls, or the mean where layers differ.
+        layers: number of transformer layers.
+        layer_parameters: parameters of one layer's dense matmuls, or the mean if layers differ.
         output_parameters: parameters of the matmul that makes logits, tied or not.
         attention_width: query heads times their width, however many heads of keys and values they share.
         value_width: query heads times the width of values; None: the same.
-        attended_keys: keys that a query sees on average; half of the row where it is causal, which for rows of several
-            documents is an upper bound.
-        remat: what is kept of a layer: everything, the results of its dense matmuls, or its input.
-        last_parameters: parameters of the matmul at the end of a layer.
-        is_attention_recomputed: whether attention itself computes its scores again in the backward pass.
+        attended_keys: keys that a query attends to on average; half of the sequence if it is causal, which for several
+            documents per sequence is an upper bound.
+        remat: activations that are kept of a layer: all, the results of its dense matmuls, or its input.
+        last_parameters: parameters of the last matmul of a layer.
+        is_attention_recomputed: True if attention itself computes its scores again in the backward pass.
     """
     score = 2 * attention_width  # FLOPs of one key's scores over all heads
     value = score if value_width is None else 2 * value_width  # of its weighted values
@@ -91,10 +96,10 @@ def compute_transformer_flops(
 
 
 def count_train_flops(loss: Callable[..., jax.Array], params: Any, *args: Any, num_tokens: int, platform: str) -> Flops:
-    """Return the FLOPs of a train step whose forward pass is `loss(params, *args)`, by counting in its traced program.
+    """Count the FLOPs of a train step with the forward pass `loss(params, *args)`, in its traced program.
 
-    Arguments may be abstract. The model's FLOPs are three times the forward pass's; what the gradient's program does
-    beyond that is computed again.
+    Arguments may be abstract. The model's FLOPs are three times those of the forward pass; the gradient's program does
+    more only by recomputation.
     """
     forward = count_matmul_flops(jax.make_jaxpr(loss)(params, *args), platform=platform)
     executed = count_matmul_flops(jax.make_jaxpr(jax.value_and_grad(loss))(params, *args), platform=platform)
@@ -107,14 +112,14 @@ def count_train_flops(loss: Callable[..., jax.Array], params: Any, *args: Any, n
 def count_matmul_flops(jaxpr: Jaxpr | ClosedJaxpr, *, platform: str) -> int:
     """Count the FLOPs of every matmul and convolution in a (closed) jaxpr, over all devices.
 
-    Loops count as often as they run, of branches the most expensive, and of the forms that a program has for several
-    platforms (`lax.platform_dependent`) that of `platform`. Raises `ValueError` for what cannot be counted: matmuls in
-    a loop without a known number of rounds, and kernels that give no estimate of their own.
+    The body of a loop counts once per iteration, of branches the most expensive one counts, and of the variants for
+    several platforms (`lax.platform_dependent`) that of `platform`. Raises `ValueError` for what cannot be counted:
+    matmuls in a loop of unknown length, and kernels without a cost estimate.
     """
-    return sum(_flops_of(equation, platform) for equation in jaxpr.eqns)
+    return sum(_count_equation_flops(equation, platform) for equation in jaxpr.eqns)
 
 
-def _flops_of(equation: Any, platform: str) -> int:
+def _count_equation_flops(equation: Any, platform: str) -> int:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -124,33 +129,25 @@ def _flops_of(equation: Any, platform: str) -> int:
         kernel = equation.invars[1].aval
         features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
         return 2 * equation.outvars[0].aval.size * (kernel.size // features)
-    if name.startswith(OPAQUE):
+    if name.startswith(KERNEL_PREFIXES):
         estimate = params.get("cost_estimate")
         if estimate is None:
             raise ValueError(f"the kernel {name} does not say how many FLOPs it takes; use a formula")
         return int(estimate.flops)
     if name == "cond":
-        return _flops_of_branches(params, platform)
-    flops = sum(count_matmul_flops(inner, platform=platform) for inner in _programs_in(params))
-    return flops * _rounds(name, params) if flops else 0
+        branches, platforms = params["branches"], params.get("branches_platforms")
+        if platforms is not None:
+            chosen = [index for index, names in enumerate(platforms) if names is None or platform in names]
+            branches = [branches[chosen[0]]]
+        return max(count_matmul_flops(branch, platform=platform) for branch in branches)
+    values = [item for value in params.values() for item in (value if isinstance(value, tuple | list) else [value])]
+    programs = [item for item in values if isinstance(item, Jaxpr | ClosedJaxpr)]
+    flops = sum(count_matmul_flops(program, platform=platform) for program in programs)
+    return flops * _count_runs(name, params) if flops else 0
 
 
-def _flops_of_branches(params: dict[str, Any], platform: str) -> int:
-    branches, platforms = params["branches"], params.get("branches_platforms")
-    if platforms is not None:
-        chosen = [index for index, names in enumerate(platforms) if names is None or platform in names]
-        branches = [branches[chosen[0]]]
-    return max(count_matmul_flops(branch, platform=platform) for branch in branches)
-
-
-def _programs_in(params: dict[str, Any]) -> Iterator[Jaxpr | ClosedJaxpr]:
-    for value in params.values():
-        inner = value if isinstance(value, (tuple, list)) else [value]
-        yield from (item for item in inner if isinstance(item, (Jaxpr, ClosedJaxpr)))
-
-
-def _rounds(name: str, params: dict[str, Any]) -> int:
-    """How often an operation runs the program inside it."""
+def _count_runs(name: str, params: dict[str, Any]) -> int:
+    """Return how often an operation runs the program inside it, over all devices."""
     if name == "scan":
         return int(params["length"])
     if name == "shard_map":
@@ -164,9 +161,9 @@ def _rounds(name: str, params: dict[str, Any]) -> int:
 def count_forward_flops(
     forward: Callable[..., Any], train_setup: TrainSetup, fields: Mapping[str, Any], length: int
 ) -> Flops:
-    """FLOPs of a train step for one token of rows of `length` tokens, counted in the traced `forward`.
+    """Count the FLOPs of a train step for one token of sequences of `length` tokens, in the traced `forward`.
 
-    `fields` are the arrays of a batch with their dtypes. Raises `ValueError` for kernels that cannot be counted.
+    `fields` are the dtypes of the arrays of a batch by name. Raises `ValueError` for kernels that cannot be counted.
     """
     abstract = train_setup.abstract_state
     state = merge_adapter(abstract).params, get_variables(abstract)
@@ -181,7 +178,7 @@ def count_forward_flops(
 
 
 def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], train_setup: TrainSetup) -> float:
-    """What each token a second adds to MFU, the model's FLOPs over the devices' peak; 0 if that is not known."""
+    """Return the MFU (model FLOPs over the devices' peak) of one token per second; 0 if the peak is unknown."""
     mesh = train_setup.mesh
     chip = find_chip(mesh.devices.flat[0].device_kind)
     if chip is None or chip.speeds is None:
@@ -189,23 +186,24 @@ def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], t
     num_chips = mesh.size / chip.devices_per_chip
     try:
         return flops_per_token(train_setup).per_token / (num_chips * chip.speeds.flops_per_second)
-    except ValueError:  # a kernel that does not say what it computes
+    except ValueError:  # a kernel without a cost estimate
         return 0.0
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """What a device keeps and sends for each token of its own part of a row, in every micro-batch.
+    """Memory and traffic of a device per token of its own part of a sequence, in every micro-batch.
 
     Attributes:
-        activation_bytes_per_token: kept for the backward pass.
-        head_bytes: of the matrix that makes logits, whole as a device gathers it, and of its gradient; not of a token.
-        tensor_bytes_per_token: of the arrays that are gathered before the matmuls that `tensor` cuts, and scattered
-            behind them, forward and backward: once where it is both.
-        sequence_bytes_per_token: of keys and values that go to the devices which share the row, and of their gradients.
-        expert_bytes_per_token: of tokens on their way to experts and back, forward and backward.
-        num_experts: of a layer, over which `expert` can cut; 1 where there are none.
-        expert_parameters: of all experts that `expert` cuts.
+        activation_bytes_per_token: activations kept for the backward pass.
+        head_bytes: matrix that makes logits, all-gathered as a device needs it, and its gradient; not per token.
+        tensor_bytes_per_token: arrays that are all-gathered before and reduce-scattered after tensor-parallel matmuls,
+            forward and backward; an array that is both counts once.
+        sequence_bytes_per_token: keys and values that go to the devices which share a sequence (context parallelism),
+            and their gradients.
+        expert_bytes_per_token: tokens on their way to experts and back (all-to-all), forward and backward.
+        num_experts: experts of a layer, over which `expert` can shard; 1 without experts.
+        expert_parameters: parameters of all experts.
     """
 
     activation_bytes_per_token: float = 0.0
@@ -219,11 +217,14 @@ class Sizing:
 
 @dataclass(frozen=True)
 class ExpertSizing:
-    """Experts of a decoder: how many a layer has, how many compute a token, in how many layers, and their size.
+    """Experts of a decoder.
 
     Attributes:
-        parameters: of one.
-        journeys: of a token to one of its experts or back, forward and backward.
+        num_experts: experts of a layer.
+        experts_per_token: experts that compute a token.
+        layers: number of layers with experts.
+        parameters: parameters of one expert.
+        journeys: transfers of a token to one of its experts or back, forward and backward.
     """
 
     num_experts: int
@@ -250,29 +251,33 @@ def compute_transformer_sizing(
     keys_and_values: int,
     experts: ExpertSizing = NO_EXPERTS,
 ) -> Sizing:
-    """Return the sizes of a decoder by formula: what its layers keep, the logits that exist at once, what is sent.
+    """Compute the sizes of a decoder: activations kept by layers, logits that exist at the same time, and traffic.
 
     Args:
-        width: of the residual stream, and of a layer's input.
-        output_width: the vocabulary's size.
+        layers: number of transformer layers.
+        width: width of the residual stream, which is the input of a layer.
+        output_width: vocabulary size.
+        sequence_length: tokens of a sequence.
         itemsize: bytes of an activation.
+        memory: memory section of the config.
         sizes: devices by axis of the mesh.
-        kept: activations of a token that a layer keeps, and needs while it is computed again, where it keeps all.
-        kept_of_dots: those that it keeps with `remat: dots`.
+        kept: activations of a token that a layer keeps if it keeps all, and needs while it is recomputed.
+        kept_of_dots: activations that it keeps with `remat: dots`.
         keys_and_values: width of all heads of keys and of values together.
+        experts: experts of the decoder.
     """
     tensor, own_positions = sizes["tensor"], sequence_length / sizes["sequence"]
     kept_of_layer = {"none": kept, "dots": kept_of_dots, "layers": width / tensor}[memory.remat]
     at_once = min(memory.loss_chunk_positions or own_positions, own_positions)
     logits = output_width * (itemsize + 4) * at_once / own_positions / tensor
-    is_in_chunks = memory.loss_chunk_positions is not None  # then the gradient is added up, in float32
-    is_again = memory.remat != "none"
-    reductions = 6 if memory.remat == "layers" else 4  # of each layer's attention and MLP, in each pass
-    rounds = 3 + is_again  # keys and values forward and backward, and their gradients
-    journeys = experts.journeys + 2 * is_again  # computed again there and back once more
+    is_chunked = memory.loss_chunk_positions is not None  # then the gradient is accumulated in float32
+    is_recomputed = memory.remat != "none"
+    reductions = 6 if memory.remat == "layers" else 4  # one for attention and one for the MLP, in each pass
+    rounds = 3 + is_recomputed  # keys and values forward and backward, and their gradients
+    journeys = experts.journeys + 2 * is_recomputed  # a recomputed layer sends tokens there and back once more
     return Sizing(
         activation_bytes_per_token=itemsize * (layers * kept_of_layer + kept) + logits,
-        head_bytes=output_width * width * (itemsize + (4 if is_in_chunks else itemsize)) / tensor,
+        head_bytes=output_width * width * (itemsize + (4 if is_chunked else itemsize)) / tensor,
         tensor_bytes_per_token=reductions * layers * width * itemsize,
         sequence_bytes_per_token=rounds * layers * keys_and_values * itemsize / tensor,
         expert_bytes_per_token=journeys * experts.layers * experts.experts_per_token * width * itemsize,
@@ -282,7 +287,7 @@ def compute_transformer_sizing(
 
 
 def list_memory_choices(sequence_length: int) -> dict[str, tuple[Any, ...]]:
-    """What a search may vary of a decoder's memory: what is kept, and whether the loss is computed in chunks."""
+    """Return the values by dotted key of a decoder's memory options: activation checkpointing and chunked loss."""
     chunk = max(size for size in range(1, 513) if sequence_length % size == 0)
     return {
         "config.memory.remat": ("none", "dots", "layers"),

@@ -1,9 +1,10 @@
-"""LoRA (arXiv 2106.09685): small matrices A and B are trained, and the model's own parameters stand still beside them.
+"""LoRA adapters (arXiv 2106.09685): small matrices A and B are trained beside the frozen parameters of the model.
 
-The parameters of the state are A and B of each target, float32, named like it: optimizer, clip, decay and averages see
-nothing else. The model's own are its variable `base`, which no gradient moves and of which there are no moments. Each
-micro-batch sees `base + alpha / rank * A @ B`. B is zero at the beginning, so the first step is that of the base. What
-looks at weights is shown the sum, in the form and the types of the model's own parameters.
+The parameters of the train state are A and B of each target, float32, below the target's name: optimizer, clipping,
+weight decay and averages see nothing else. The model's own parameters are its variable `base`, which has no gradients
+and no moments. Each micro-batch is computed with `base + alpha / rank * A @ B`. B is zero at the beginning, so the
+first step is that of the base. Read-only tools see the sum, with the structure and the types of the model's own
+parameters.
 """
 
 import functools
@@ -23,152 +24,162 @@ from runner.optim.groups import Parameter, describe_parameters, list_nearest_nam
 from runner.train.auxiliary import EMA
 from runner.train.state import PARAMS, VARIABLES, TrainState, drop_params, get_merge, get_variables, get_weights
 
-_KEY = 2**32 - 1  # folded into the run's key for A: no step has this number
-_NUM_NAMED = 3
+_INIT_KEY = 2**32 - 1  # folded into the run's key for A; no step has this number
+_MAX_SUGGESTIONS = 3
 
 
-def _is_matrix(parameter: Parameter) -> bool:
-    return len(parameter.shape) - parameter.num_stack_axes == 2
+def make_merge(config: AdapterConfig, compute: str) -> AdapterMerge:
+    """Return the merge of an adapter in a step that computes in the dtype `compute`."""
+    return AdapterMerge(config.alpha / config.rank, compute)
 
 
-def make_merge(rule: AdapterConfig, compute: str) -> AdapterMerge:
-    """How the adapter of a config merges in a step that computes in the type `compute`."""
-    return AdapterMerge(rule.alpha / rule.rank, compute)
+def make_abstract_adapter(boxed: Any, config: AdapterConfig) -> Any:
+    """Return abstract A and B with their logical axis names, from the boxed parameters of the model.
 
-
-def make_abstract_adapter(boxed: Any, rule: AdapterConfig) -> Any:
-    """Abstract A and B with their logical axis names, from those of the model's parameters.
-
-    Raises `InvalidError` for a target that fits nothing, or no matrix.
+    Raises `InvalidError` for a target that matches nothing, or no matrix.
     """
+
+    def box(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
+        return nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names=axes)
+
     tree: Any = {}
     known = {leaf.name: (path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(describe_parameters(boxed))}
-    for name in _targets([leaf for _, leaf in known.values()], rule.targets):
+    for name in _match_targets([leaf for _, leaf in known.values()], config.targets):
         path, leaf = known[name]
         branch = functools.reduce(lambda branch, key: branch.setdefault(key.key, {}), path, tree)
+        # Axes of stacked layers or experts come first; each element of a stack has an adapter of its own.
         stacked, (rows, columns) = leaf.shape[:-2], leaf.shape[-2:]
-        names, (of_rows, of_columns) = leaf.axes[:-2], leaf.axes[-2:]
-        branch[LORA_A] = _boxed((*stacked, rows, rule.rank), (*names, of_rows, None))
-        branch[LORA_B] = _boxed((*stacked, rule.rank, columns), (*names, None, of_columns))
+        stack_axes, (row_axis, column_axis) = leaf.axes[:-2], leaf.axes[-2:]
+        branch[LORA_A] = box((*stacked, rows, config.rank), (*stack_axes, row_axis, None))
+        branch[LORA_B] = box((*stacked, config.rank, columns), (*stack_axes, None, column_axis))
     return tree
 
 
-def _boxed(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
-    return nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names=axes)
+def _match_targets(leaves: Sequence[Parameter], patterns: Sequence[str]) -> list[str]:
+    """Return the names of the matrices that match, by their own names or by that of the module that holds them."""
 
+    def is_matrix(parameter: Parameter) -> bool:
+        return len(parameter.shape) - parameter.num_stack_axes == 2
 
-def _targets(leaves: Sequence[Parameter], patterns: Sequence[str]) -> list[str]:
-    """The matrices that patterns fit, by their own names or by that of the module whose parameters they are."""
     found: set[str] = set()
     for pattern in patterns:
         by_module = [
             leaf for leaf in leaves if (module := leaf.name.rpartition(".")[0]) and fnmatchcase(module, pattern)
         ]
         by_name = [leaf for leaf in leaves if fnmatchcase(leaf.name, pattern) and leaf not in by_module]
-        matrices = [leaf for leaf in leaves if _is_matrix(leaf)]
-        near = ", ".join(list_nearest_names(pattern.replace("*", ""), matrices)[:_NUM_NAMED])
+        matrices = [leaf for leaf in leaves if is_matrix(leaf)]
+        near = ", ".join(list_nearest_names(pattern.replace("*", ""), matrices)[:_MAX_SUGGESTIONS])
         if not by_module and not by_name:
             raise InvalidError(
                 f"config.adapter.targets: {pattern!r} fits no parameter; the nearest matrices are {near}"
             )
-        wrong = [leaf for leaf in by_name if not _is_matrix(leaf)]
-        fitting = [leaf for leaf in (*by_module, *by_name) if _is_matrix(leaf)]
+        # A module may hold vectors beside its matrices (a bias), but a vector that is named itself is a mistake.
+        wrong = [leaf for leaf in by_name if not is_matrix(leaf)]
+        fitting = [leaf for leaf in (*by_module, *by_name) if is_matrix(leaf)]
         if wrong or not fitting:
             leaf = (wrong or by_module)[0]
-            own = list(leaf.shape[leaf.num_stack_axes :])
+            shape = list(leaf.shape[leaf.num_stack_axes :])
             raise InvalidError(
-                f"config.adapter.targets: {pattern!r} fits {leaf.name}, which is no matrix: its shape is {own}; needs "
-                f"matrices, such as {near}"
+                f"config.adapter.targets: {pattern!r} fits {leaf.name}, which is no matrix: its shape is {shape}; "
+                f"needs matrices, such as {near}"
             )
         found |= {leaf.name for leaf in fitting}
     return [leaf.name for leaf in leaves if leaf.name in found]
 
 
 def init_adapter(boxed: Any, key: jax.Array) -> Any:
-    """A and B at step 0: A uniform within 1 / sqrt(in), as PEFT's (Kaiming's with a = sqrt(5)), B zero. Pure."""
-    own = jax.random.fold_in(key, _KEY)
+    """Return A and B at step 0. Pure.
+
+    A is uniform within 1 / sqrt(in), as in PEFT (Kaiming's initialisation with a = sqrt(5)), B is zero.
+    """
+    own_key = jax.random.fold_in(key, _INIT_KEY)
     paths, structure = jax.tree_util.tree_flatten_with_path(nn.unbox(boxed))
     leaves = []
     for number, (path, leaf) in enumerate(paths):
         bound = 1 / math.sqrt(leaf.shape[-2]) if path[-1].key == LORA_A else 0.0
         draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
-        leaves.append(draw(jax.random.fold_in(own, number), leaf.shape) if bound else jnp.zeros(leaf.shape))
+        leaves.append(draw(jax.random.fold_in(own_key, number), leaf.shape) if bound else jnp.zeros(leaf.shape))
     return jax.tree.unflatten(structure, leaves)
 
 
 def combine_with_base(variables: Mapping[str, Any], adapter: Any) -> Any:
-    """A model's variables, or what is known of them, with the adapter as its parameters, and its own as the base.
+    """Return a model's variables, or their shapes or shardings, with the adapter as `params` and its own as the base.
 
-    Raises `InvalidError` if the model has a collection of that name itself.
+    Raises `InvalidError` if the model has a collection called `base` itself.
     """
     if BASE in variables:
         raise InvalidError(f"config.adapter: the model has variables called {BASE!r} itself; give them another name")
     return {**drop_params(variables), BASE: variables[PARAMS], PARAMS: adapter}
 
 
-# What looks at weights.
-
-
-def merge_adapter(state: TrainState) -> TrainState:
-    """A state, which may be abstract, whose parameters are the model's own; averages and moments are left out."""
-    if get_merge(state) is None:
-        return state
-    return state.replace(
-        params=_merged(state, state.params), variables=get_variables(state), merge=None, riders={}, opt_state=()
-    )
-
-
-def get_model_weights(state: TrainState) -> Any:
-    """The model's parameters, merged where an adapter is trained, and its other variables. The state may be abstract.
-
-    The sum is in the types of the base. Called on every host.
-    """
-    return get_weights(merge_adapter(state))
-
-
 def replace_base(state: TrainState, weights: Mapping[str, Any]) -> TrainState:
-    """A state at step 0 begun with a model's weights, as `get_model_weights` gives them: an adapter's base."""
+    """Return the state at step 0 with the weights of a model (`get_model_weights`): they are the base of an adapter."""
     if get_merge(state) is None:
         return state.replace(**weights)
     return state.replace(variables={**weights.get(VARIABLES, {}), BASE: weights[PARAMS]})
 
 
-class LazyMergedWeights(Mapping[str, Any]):
-    """Weights by name, each merged when it is first asked for: most rows are evaluated by nobody."""
+# Views for read-only tools and evaluators.
 
-    def __init__(self, made: Mapping[str, Callable[[], Any]]):
-        self._made = {name: functools.cache(make) for name, make in made.items()}
+
+def merge_adapter(state: TrainState) -> TrainState:
+    """Return the state with the model's own parameters, without averages and moments of an adapter.
+
+    The state may be abstract. Without an adapter it is returned as it is.
+    """
+    if get_merge(state) is None:
+        return state
+    return state.replace(
+        params=_merge(state, state.params), variables=get_variables(state), merge=None, riders={}, opt_state=()
+    )
+
+
+def get_model_weights(state: TrainState) -> Any:
+    """Return the model's parameters, merged if an adapter is trained, and its other variables.
+
+    The merged parameters have the types of the base. The state may be abstract. Called on every host.
+    """
+    return get_weights(merge_adapter(state))
+
+
+class LazyMergedWeights(Mapping[str, Any]):
+    """Weights by name that are merged on first access, since most rows are not evaluated."""
+
+    def __init__(self, make_by_name: Mapping[str, Callable[[], Any]]):
+        self._make_by_name = {name: functools.cache(make) for name, make in make_by_name.items()}
 
     def __getitem__(self, name: str) -> Any:
-        return self._made[name]()
+        return self._make_by_name[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
+        return iter(self._make_by_name)
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._make_by_name)
 
 
 def make_lazy_weights(state: TrainState) -> Mapping[str, Any]:
     """Return the model weights of a state with an adapter, and its averages below `ema`, merged on first access."""
     variables, averages = get_variables(state), state.riders.get(EMA, {})
-    made: dict[str, Callable[[], Any]] = {PARAMS: lambda: _merged(state, state.params)}
-    made |= {VARIABLES: lambda: variables} if variables else {}
-    merged_averages = {decay: functools.partial(_merged, state, params) for decay, params in averages.items()}
-    return LazyMergedWeights(made | ({EMA: lambda: LazyMergedWeights(merged_averages)} if averages else {}))
+    make_by_name: dict[str, Callable[[], Any]] = {PARAMS: lambda: _merge(state, state.params)}
+    make_by_name |= {VARIABLES: lambda: variables} if variables else {}
+    merged_averages = {decay: functools.partial(_merge, state, params) for decay, params in averages.items()}
+    return LazyMergedWeights(make_by_name | ({EMA: lambda: LazyMergedWeights(merged_averages)} if averages else {}))
 
 
-def _merged(state: TrainState, adapter: Any) -> Any:
-    """The model's parameters by the state's base and this adapter, each lying as in the base."""
+def _merge(state: TrainState, adapter: Any) -> Any:
+    """Return the state's base merged with an adapter, each leaf sharded as in the base."""
     assert state.merge is not None
     scale = state.merge.scale
-    return merge_params(state.variables[BASE], adapter, lambda base, a, b: _merge_one(scale, base, a, b))
 
+    def merge_leaf(base: Any, a: Any, b: Any) -> Any:
+        is_abstract = isinstance(base, jax.ShapeDtypeStruct)
+        return base if is_abstract else _compile_merge(scale, base.sharding)(base, a, b)
 
-def _merge_one(scale: float, base: Any, a: Any, b: Any) -> Any:
-    return base if isinstance(base, jax.ShapeDtypeStruct) else _merger(scale, base.sharding)(base, a, b)
+    return merge_params(state.variables[BASE], adapter, merge_leaf)
 
 
 @functools.lru_cache(maxsize=64)
-def _merger(scale: float, sharding: Any) -> Callable[..., jax.Array]:
+def _compile_merge(scale: float, sharding: Any) -> Callable[..., jax.Array]:
+    """Return a jitted merge; cached, since a new jit object would compile again."""
     return jax.jit(AdapterMerge(scale), out_shardings=sharding)

@@ -1,13 +1,13 @@
-"""Profiles: what the devices of process 0 did in some steps, recorded by jax.profiler into the run's directory.
+"""Profiles of some steps on the devices of process 0, recorded by jax.profiler into the run's directory.
 
-Which steps, the spec says (`logging.profile`), or a file: `profiles/request.json`, `{"steps": N}`, as the command
-`profile` writes it. The job looks for it on a thread, deletes it, and records its next steps. It is a file, no signal,
-because every signal that schedulers can be told to send asks a job to stop, and because a file reaches a job in a pod,
-behind a queue and beside a bucket alike.
+The steps are given in the spec (`logging.profile`) or requested by a file: `profiles/request.json`, `{"steps": N}`, as
+the command `profile` writes it. The job polls for the file on a thread, deletes it, and records its next steps. The
+request is a file and not a signal, because every signal that schedulers can be told to send asks a job to stop, and
+because a file reaches a job in a pod, behind a queue and beside a bucket alike.
 
 `profiles/<attempt>.<start>-<stop>/` then holds the trace of the steps after `start` up to `stop`, in the layout that
-TensorBoard's profile plugin and xprof read, and `memory.prof`, what was on the devices at its end, which pprof reads.
-Nothing of it moves a bit; what fails costs a warning. Main host only: elsewhere nothing happens.
+TensorBoard's profile plugin and xprof read, and `memory.prof`, the device memory at its end, which pprof reads.
+Profiling changes no bit; a failure costs a warning. Process 0 only: elsewhere nothing happens.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ FOLDER, MEMORY = "profiles", "memory.prof"
 REQUEST = f"{FOLDER}/request.json"
 POLL_SECONDS, POLL_BUCKET_SECONDS = 2.0, 30.0
 _STEPS = "steps"
-_UPLOAD_SECONDS = 60.0  # for each file
+_UPLOAD_SECONDS = 60.0  # per file
 _ERRORS = (RuntimeError, OSError, ValueError)
 
 
@@ -38,62 +38,62 @@ def request_profile(store: Store, num_steps: int) -> None:
 
 
 def take_profile_request(store: Store) -> int | None:
-    """How many steps are asked for, once; None if none are. Raises `OSError`."""
+    """Return the requested number of steps and delete the request; None without a valid one. Raises `OSError`."""
     if not store.exists(REQUEST):
         return None
     try:
         num_steps = read_json(store, REQUEST).get(_STEPS)
     except (FileNotFoundError, ValueError) as error:
-        warn(f"{store.url}/{REQUEST} is left out: {format_error(error)}")
+        warn(f"{store.url}/{REQUEST} is ignored: {format_error(error)}")
         num_steps = None
     store.remove(REQUEST)
     return num_steps if type(num_steps) is int and 0 < num_steps <= MAX_PROFILE_STEPS else None
 
 
 class Profiler:
-    """The profiles of one attempt."""
+    """Recorder of the profiles of one attempt."""
 
     def __init__(self, attempt: Attempt, profile: str | None):
-        """`profile` is START:STOP, in completed steps."""
+        """Plan the profile of the spec, START:STOP in completed steps."""
         self._attempt = attempt
         self._start, self._stop = map(int, profile.split(":")) if profile and attempt.hosts.is_main else (0, 0)
-        self._asked_steps: int | None = None  # set by the other thread
-        self._folder: Path | None = None  # while a trace is being recorded
+        self._requested_steps: int | None = None  # set by the polling thread
+        self._folder: Path | None = None  # folder of the trace that is being recorded
         self._name = ""
         self._uploads: list[threading.Thread] = []
         self._closed = threading.Event()
 
-    def watch(self) -> None:
-        """From now on look for requests."""
+    def watch_requests(self) -> None:
+        """Start to poll for requests, on a thread."""
         if self._attempt.hosts.is_main:
-            threading.Thread(target=self._look_for_requests, name="profile requests", daemon=True).start()
+            threading.Thread(target=self._poll_requests, name="profile requests", daemon=True).start()
 
-    def at(self, step: int, loss: Any = None) -> None:
-        """`step` steps are completed, or only begun on the devices; `loss` is what the last of them returns.
+    def _poll_requests(self) -> None:
+        store = self._attempt.store
+        while not self._closed.wait(POLL_SECONDS if store.root is not None else POLL_BUCKET_SECONDS):
+            with contextlib.suppress(OSError):
+                self._requested_steps = take_profile_request(store) or self._requested_steps
 
-        Waits for it where a trace begins or ends, and else for nothing.
+    def on_step(self, step: int, loss: Any = None) -> None:
+        """Begin or end a trace if it is time, after `step` steps were dispatched.
+
+        Waits for `loss`, the output of the last step, where a trace begins or ends, and otherwise for nothing.
         """
         if self._folder is None:
-            if self._asked_steps is not None:
-                self._start, self._stop, self._asked_steps = step, step + self._asked_steps, None
+            if self._requested_steps is not None:
+                self._start, self._stop, self._requested_steps = step, step + self._requested_steps, None
             if self._start <= step < self._stop:
                 self._begin(step, loss)
         elif step >= self._stop:
             self._end(step, loss)
 
     def close(self, step: int) -> None:
-        """No more steps come. Keeps what has been recorded of a trace; never raises."""
+        """End the trace that is being recorded, and keep it: no more steps come. Never raises."""
         self._closed.set()
         if self._folder is not None:
             self._end(step, None)
         for upload in self._uploads:
             upload.join(DRAIN_SECONDS)
-
-    def _look_for_requests(self) -> None:
-        store = self._attempt.store
-        while not self._closed.wait(POLL_SECONDS if store.root is not None else POLL_BUCKET_SECONDS):
-            with contextlib.suppress(OSError):
-                self._asked_steps = take_profile_request(store) or self._asked_steps
 
     def _begin(self, step: int, loss: Any) -> None:
         store, attempt = self._attempt.store, self._attempt
@@ -102,7 +102,7 @@ class Profiler:
         folder = root / FOLDER / self._name
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            jax.block_until_ready(loss)
+            jax.block_until_ready(loss)  # the steps before must not be part of the trace
             jax.profiler.start_trace(str(folder))
             self._folder = folder
         except _ERRORS as error:
@@ -121,7 +121,7 @@ class Profiler:
             warn(f"no profile of steps {self._name}: {format_error(error)}")
             return
         if self._attempt.store.root is not None:
-            self._tell(step)
+            self._announce(step)
             return
         upload = threading.Thread(target=self._upload, args=(folder, step), name="profile", daemon=True)
         self._uploads.append(upload)
@@ -135,8 +135,8 @@ class Profiler:
         except OSError as error:
             warn(f"the profile {folder} could not be copied into the bucket: {format_error(error)}")
             return
-        self._tell(step)
+        self._announce(step)
 
-    def _tell(self, step: int) -> None:
+    def _announce(self, step: int) -> None:
         say(f"profile of the steps after {self._start} up to {step}: {self._attempt.store.url}/{FOLDER}/{self._name}")
         self._attempt.record("profile", step, start=self._start, path=f"{FOLDER}/{self._name}")

@@ -1,4 +1,4 @@
-"""The rows of a run: collected without waiting, evaluated, written on the main host, shown wherever a person looks."""
+"""Rows of metrics: collected without waiting for the device, evaluated, written by process 0, displayed."""
 
 import contextlib
 import shlex
@@ -24,11 +24,10 @@ from runner.train.profiler import Profiler
 
 
 class Report(JobReport):
-    """The rows of one attempt. Made and called on every host; rows stand on the main host alone.
+    """Rows of metrics of one attempt. Made and called on every host; only process 0 holds the rows.
 
-    `mfu_of_a_token_per_second` is what each token a second adds to MFU, 0 where that is not known. `data_figures` says
-    what a row tells of the data by its step. `after_row` is called after each row: what may take time, and is not
-    needed for the first steps, can begin there.
+    Attributes:
+        window: metrics of the steps since the last row.
     """
 
     def __init__(
@@ -37,25 +36,41 @@ class Report(JobReport):
         spec: ExecutionSpec,
         config: TrainerConfig,
         evaluators: Sequence[Evaluator],
-        mfu_of_a_token_per_second: float,
-        data_figures: Callable[[int], Row],
+        mfu_per_token_rate: float,
+        get_data_metrics: Callable[[int], Row],
         after_row: Callable[[], None],
     ):
+        """Open the metrics of an attempt.
+
+        Args:
+            attempt: attempt that the rows belong to.
+            spec: resolved spec.
+            config: config of the trainer, with its total in steps.
+            evaluators: evaluators of the weights.
+            mfu_per_token_rate: MFU of one token per second; 0 if unknown.
+            get_data_metrics: function that returns the metrics of the data at a step.
+            after_row: function called after each row; slow work that the first steps do not need can begin there.
+        """
         self._attempt, self._spec, self._config = attempt, spec, config
         self._evaluations = EvaluatorSchedule(attempt, config, evaluators)
-        self._mfu_of_a_token_per_second, self._after_row = mfu_of_a_token_per_second, after_row
-        self._data_figures = data_figures
+        self._mfu_per_token_rate, self._get_data_metrics, self._after_row = (
+            mfu_per_token_rate,
+            get_data_metrics,
+            after_row,
+        )
         self._metrics = open_metrics_file(attempt.store, attempt.background_writer, attempt.fence)
-        self._sinks: list[RowDisplay] = []
+        self._displays: list[RowDisplay] = []
         self._profiler = Profiler(attempt, spec.logging.profile)
-        self._resumed_row: Row | None = None  # of the step that was resumed from
-        self._pace: StepTimer | None = None  # while rows are shown, on the main host
+        self._resumed_row: Row | None = None  # row of the step that was resumed from
+        self._timer: StepTimer | None = None  # on process 0, while rows are displayed
         self.window = MetricsWindow(0)
 
-    def find_problem(self, attachments: dict[str, bytes]) -> str | None:
-        """Why the rows that were kept beside a state cannot follow those of the file; None if they can.
+    # Resuming.
 
-        They cannot where a later attempt, on other machines, went back behind them. Main host only.
+    def find_problem(self, attachments: dict[str, bytes]) -> str | None:
+        """Return why the rows saved beside a state cannot continue the rows of the file; None if they can.
+
+        They cannot if a later attempt, on other machines, resumed from before them. Process 0 only.
         """
         if METRICS_FILE not in attachments:
             return None
@@ -67,9 +82,12 @@ class Report(JobReport):
         return f"a later attempt went back behind step {after}, which its rows follow" if is_gap else None
 
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None = None) -> None:
-        """Drop the rows beyond `step`; those that came with the state may be ahead of the file. Called once.
+        """Drop the rows beyond `step`. Called once.
 
-        `carry` is that of the window which the save fell into.
+        Args:
+            step: step that the attempt resumes from.
+            attachments: rows that were saved beside the state and may be ahead of the file.
+            carry: state of the metrics window in which the save was made.
         """
         if self._attempt.hosts.is_main:
             tail = RowTail.decode(attachments[METRICS_FILE]) if METRICS_FILE in attachments else None
@@ -77,50 +95,74 @@ class Report(JobReport):
         is_whole = carry is not None or step == 0 or self._resumed_row is not None
         self.window = MetricsWindow(step, carry, is_whole)
 
-    @contextlib.contextmanager
-    def showing(self, step: int) -> Iterator[None]:
-        """Inside, rows are shown; however it is left, the sinks are closed."""
-        if self._attempt.hosts.is_main:
-            self._sinks = open_displays(self._attempt, self._spec, self._config, step)
-            self._pace = StepTimer()
+    def complete_row(self, weights: Any, step: int, before_write: Callable[[Row], None] = lambda row: None) -> bool:
+        """Make up for the evaluation of the step that was resumed from, or make the one at the start of the run.
+
+        A stop may have come before the evaluation of the step that was saved for it. Called before the first step.
+
+        Args:
+            weights: weights to evaluate.
+            step: step that the attempt resumes from.
+            before_write: function called with the complete row on every host, before it is written.
+
+        Returns:
+            False if the job was asked to stop meanwhile.
+        """
+        row = self._attempt.hosts.agree(self._resumed_row)
+        if row is not None:
+            return not self.is_evaluation_missing(row, step) or self.evaluate_row(weights, row, before_write)
+        if step > 0 or not self._evaluations.list_due(step):
+            return True
+        metrics = self._evaluations.evaluate(weights, step)
         self.restart_clock()
-        self._profiler.watch()
-        self._profiler.at(step)
+        if metrics is not None:
+            self._append({"step": 0, "train/tokens": 0, **metrics})
+        return metrics is not None
+
+    # Rows during training.
+
+    @contextlib.contextmanager
+    def display(self, step: int) -> Iterator[None]:
+        """Display rows inside the context, from `step` on; the displays are closed however it is left."""
+        if self._attempt.hosts.is_main:
+            self._displays = open_displays(self._attempt, self._spec, self._config, step)
+            self._timer = StepTimer()
+        self.restart_clock()
+        self._profiler.watch_requests()
+        self._profiler.on_step(step)
         try:
             yield
         finally:
-            if self._pace is not None:
-                self._pace.close()
+            if self._timer is not None:
+                self._timer.close()
             self._profiler.close(self._attempt.progress.step)
-            for sink in self._sinks:
-                sink.close()
-
-    # Rows.
+            for display in self._displays:
+                display.close()
 
     def add_step(self, step: int, loss: jax.Array, meta: Meta) -> None:
-        """Take what step `step` returned. Waits for it only where a profile begins or ends."""
+        """Add what step `step` returned. Waits for the device only where a profile begins or ends."""
         self.window.add(step, loss, meta)
-        if self._pace is not None:
-            self._pace.add(loss)
-        self._profiler.at(step, loss)
+        if self._timer is not None:
+            self._timer.add(loss)
+        self._profiler.on_step(step, loss)
 
     def is_row_due(self, step: int) -> bool:
-        """Whether `step` has a row of its own: it is logged, or evaluated."""
+        """Return True if `step` has a row of its own: it is logged, or evaluated."""
         is_logged = is_due(step, self._spec.logging.every_steps, self._config.total_steps)
-        return is_logged or bool(self._evaluations.due(step))
+        return is_logged or bool(self._evaluations.list_due(step))
 
     def add_row(self, weights: Any, step: int) -> None:
-        """Write the row of `step`, evaluated if it is time. Waits for the device.
+        """Write the row of `step`, with an evaluation if it is due. Waits for the device.
 
         Raises `DivergedError` if a step was not finite.
         """
-        row = self.window.close(self._config.tokens_per_step) | self._data_figures(step)
-        if self._mfu_of_a_token_per_second:
-            row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_of_a_token_per_second
-        row |= {} if self._pace is None else self._pace.pop_percentiles()
+        row = self.window.close(self._config.tokens_per_step) | self._get_data_metrics(step)
+        if self._mfu_per_token_rate:
+            row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_per_token_rate
+        row |= {} if self._timer is None else self._timer.pop_percentiles()
         peak_bytes = read_peak_memory_bytes()
         row |= {} if peak_bytes is None else {"perf/peak_bytes": peak_bytes}
-        if self._evaluations.due(step):
+        if self._evaluations.list_due(step):
             row |= self._evaluations.evaluate(weights, step) or {}
         self.restart_clock()
         self._append(row)
@@ -133,86 +175,72 @@ class Report(JobReport):
             self._metrics.append(row)
             self._show(row)
 
-    def complete_row(
-        self, weights: Any, step: int, before_it_is_kept: Callable[[Row], None] = lambda row: None
-    ) -> bool:
-        """Before the first step: evaluate what is to be evaluated at the start, or was not evaluated any more.
+    def _show(self, row: Row) -> None:
+        for display in self._displays:
+            display.show(row)
 
-        A stop may have come before the evaluation of the step that was saved for it: it is done now. False if the job
-        was asked to stop once more. `before_it_is_kept` is called with the whole row that was there, on every host.
-        """
-        row = self._attempt.hosts.agree(self._resumed_row)
-        if row is not None:
-            return not self.is_evaluation_missing(row, step) or self.evaluate_row(weights, row, before_it_is_kept)
-        if step > 0 or not self._evaluations.due(step):
-            return True
-        figures = self._evaluations.evaluate(weights, step)
-        self.restart_clock()
-        if figures is not None:
-            self._append({"step": 0, "train/tokens": 0, **figures})
-        return figures is not None
+    def restart_clock(self) -> None:
+        """Exclude the time that has passed so far from the speed of the next steps."""
+        self.window.restart_clock()
+        if self._timer is not None:
+            self._timer.restart()
 
-    def is_evaluation_missing(self, row: Row, step: int) -> bool:
-        """Whether the row of `step` was to be evaluated, and a stop came before."""
-        return bool(self._evaluations.due(step)) and not self.is_evaluated(row)
-
-    def is_evaluated(self, row: Row) -> bool:
-        """Whether it has figures of an evaluation."""
-        return any(key.startswith("val/") for key in row)
-
-    def evaluate_row(self, weights: Any, row: Row, before_it_is_kept: Callable[[Row], None]) -> bool:
-        """Evaluate the weights of the newest row, and keep it with the figures; False if a stop came meanwhile."""
-        figures = self._evaluations.evaluate(weights, row["step"], is_asked_for=True)
-        self.restart_clock()
-        if figures is None:
-            return False
-        before_it_is_kept(row | figures)
-        if self._attempt.hosts.is_main:
-            self._metrics.replace_last(row | figures)
-            self._show(row | figures)
-        return True
+    # Evaluations, for the trainer and its hooks.
 
     @property
     def has_evaluators(self) -> bool:
-        """Whether anything evaluates the weights."""
+        """True if anything evaluates the weights."""
         return self._evaluations.has_any
 
-    def restart_clock(self) -> None:
-        """Leave what has passed so far out of the speed of the next steps."""
-        self.window.restart_clock()
-        if self._pace is not None:
-            self._pace.restart()
+    def is_evaluation_missing(self, row: Row, step: int) -> bool:
+        """Return True if the row of `step` should have been evaluated, but a stop came before."""
+        return bool(self._evaluations.list_due(step)) and not self.is_evaluated(row)
 
-    def _show(self, row: Row) -> None:
-        for sink in self._sinks:
-            sink.show(row)
+    def is_evaluated(self, row: Row) -> bool:
+        """Return True if the row has metrics of an evaluation."""
+        return any(key.startswith("val/") for key in row)
 
-    # What others ask for.
+    def evaluate_row(self, weights: Any, row: Row, before_write: Callable[[Row], None]) -> bool:
+        """Evaluate the weights of the newest row and replace the row by the complete one.
+
+        Returns False if the job was asked to stop meanwhile.
+        """
+        metrics = self._evaluations.evaluate(weights, row["step"], is_requested=True)
+        self.restart_clock()
+        if metrics is None:
+            return False
+        before_write(row | metrics)
+        if self._attempt.hosts.is_main:
+            self._metrics.replace_last(row | metrics)
+            self._show(row | metrics)
+        return True
+
+    # Results.
 
     def result(self, step: int) -> JsonObject:
-        """Tokens, and the losses of the newest row."""
+        """Return the number of tokens, and the losses of the newest row."""
         row: Row = self._attempt.hosts.agree(self.newest_row())
         tokens = count_tokens(step, self._config.tokens_per_step)
         return {"tokens": tokens, "train_loss": row.get("train/loss"), "val_loss": row.get("val/loss")}
 
     def format_next_steps(self) -> Sequence[str]:
-        """The command that shows what the model has learned."""
+        """Return a line with the command that samples from the trained model."""
         return [f"text from the model: python -m runner sample {shlex.quote(self._attempt.store.url)}"]
 
     def metric(self, name: str, step: int) -> float | None:
-        """The value in the row of `step`, the newest; None if it has none. On other hosts than the main one, None."""
+        """Return a metric of the newest row, if that is the row of `step`; else None, and on other processes than 0."""
         row = self.newest_row()
         value = row.get(name) if row.get("step") == step else None
         return None if value is None else float(value)
 
     def newest_row(self) -> Row:
-        """Empty if there is none, and on other hosts than the main one."""
+        """Return the newest row; empty if there is none, and on other processes than 0."""
         return self._metrics.get_newest() if self._attempt.hosts.is_main else {}
 
     def attachments(self) -> dict[str, bytes]:
-        """The rows that may be behind a state in the fast tier, since they are not durable yet. Main host only."""
+        """Return the rows to save beside a state in the fast tier: they may not be durable yet. Process 0 only."""
         return {METRICS_FILE: self._metrics.get_tail().encode()}
 
     def sync(self) -> None:
-        """Wait until the rows are durable: they are never behind a checkpoint. Any thread; raises `OSError`."""
+        """Wait until the rows are durable: they are never behind a checkpoint. Thread-safe; raises `OSError`."""
         self._metrics.sync()

@@ -1,35 +1,22 @@
-"""The train state, born sharded: abstract shapes, then shardings, then one jit with out_shardings. Does no I/O.
+"""Train state that is born sharded: abstract shapes first, then shardings, then one jit with out_shardings.
 
-A parameter's logical axis names become mesh axes by the job's rules (`mesh.logical_rules`). Two more make it fit any
-mesh: an axis that does not divide is left out, and what is still whole over fsdp is cut along its largest axis that
-divides.
+The logical axis names of a parameter become mesh axes by the job's rules (`mesh.logical_rules`). Two more rules make
+any parameter fit any mesh: a mesh axis that does not divide the array axis is left out, and a parameter that is not
+sharded over fsdp yet is sharded over it along its largest axis that divides.
 
-A model's variables that no gradient moves: part of the train state, seen by `forward`, replaced by each step.
+**Variables without gradient.** Collections that `init` of the model returns besides `params`, such as the biases that
+balance the load of experts, are part of the train state: `forward` reads them and each step replaces them. A model
+without such collections has no leaf for them. A step updates them from sums over its whole global batch: `forward`
+returns a pytree for one micro-batch as meta `statistics`, and `BaseTrainer.update_variables` makes the next variables
+of their total. Counts are summed as integers, so that no split of the batch changes a bit; all else in float32.
 
-They are what `init` of the model makes besides `params`, by collection, such as the biases that balance the load of
-experts. A model that has none has no leaf here, and its state is that of flax. They are saved, restored, compared and
-fingerprinted like every leaf.
-
-A step changes them by sums over its whole global batch: `forward` returns these as meta `statistics`, a pytree for one
-micro-batch, and `BaseTrainer.update_variables` makes the next variables of their total. Counts are added up as
-integers, in which no split of the batch moves a bit; all else in float32.
-
-What rides along with the parameters in the train state, by name: averages of weights, counters of hooks.
-
-A rider is a pytree below `riders` of the state, saved, restored, compared and fingerprinted like every leaf. What has
-the name and the shape of a parameter lies as that does; all else is on every device. Where nothing asks for a rider
-there is no leaf, and the state and the program are those without.
-
-A rider that has an `update` changes with each step, inside the program of the step, after the optimizer. One that has
-none stays as it is there, and is replaced on the host between two steps.
+Nothing here does I/O.
 """
 
 import functools
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -44,49 +31,62 @@ from runner.checkpoint.weight_names import BASE, AdapterMerge, merge_params
 from runner.errors import InvalidError
 from runner.optim.transforms import is_averaged, restart_average
 from runner.parallel.mesh import LogicalAxisRule, get_active_rules, select_dividing_axes, use_sharding_rules
+from runner.train.auxiliary import AuxiliaryState, Scalars, init_auxiliary
 
-BY_GRADIENT = "_overwrite_with_gradient"  # of flax's float8 operations
-PARAMS, VARIABLES, RIDERS = "params", "variables", "riders"
+PARAMS, VARIABLES = "params", "variables"
+RIDERS = "riders"  # auxiliary states; checkpoints name their leaves `riders.<name>...`, so the word stays
 STATISTICS = "statistics"
-Meta = dict[str, jax.Array]
-# (variables, statistics of the step) -> (variables of the next step, scalars for the step's row)
-UpdateVariables = Callable[[Any, Any], tuple[Any, Meta]]
+_OVERWRITTEN_BY_GRADIENT = "_overwrite_with_gradient"  # collection of flax.linen.fp8_ops
+# (variables, statistics summed over the step) -> (variables of the next step, scalars for the step's metrics)
+UpdateVariables = Callable[[Any, Any], tuple[Any, Scalars]]
 
 
 class TrainState(train_state.TrainState):
-    """That of flax, with the model's variables other than `params`, by collection, and what rides along, by name.
+    """Flax's train state with the model's other variables and the auxiliary states.
 
-    With `merge`, `params` are an adapter, and the model's own stand still in `variables.base`: see `adapter`.
+    Attributes:
+        variables: collections of the model besides `params`; below `base` the frozen weights beside an adapter.
+        riders: auxiliary states by name, see `runner.train.auxiliary`. The name is part of leaf names in checkpoints.
+        merge: arithmetic that merges the adapter `params` with `variables.base`; None without an adapter.
     """
 
     variables: Any = struct.field(default_factory=dict)
-    riders: Any = struct.field(default_factory=dict)  # see `runner.train.state`
+    riders: Any = struct.field(default_factory=dict)
     merge: AdapterMerge | None = struct.field(pytree_node=False, default=None)
 
 
+# Variables of the model.
+
+
 def drop_params(variables: Mapping[str, Any]) -> Any:
-    """What `init` of a model returns, without its parameters."""
+    """Return the collections of a model without its parameters."""
     return {name: collection for name, collection in variables.items() if name != PARAMS}
 
 
-def get_variables(state: Any) -> Any:
-    """The model's variables of a train state, which a caller may have made as flax's own: that has none."""
-    found = getattr(state, VARIABLES, {})
-    return found if get_merge(state) is None else {name: own for name, own in found.items() if name != BASE}
-
-
 def get_merge(state: Any) -> AdapterMerge | None:
-    """How the adapter that a train state trains is merged; None: it trains the model's own parameters."""
+    """Return the arithmetic that merges the adapter of a train state; None if it trains the model's own parameters."""
     return getattr(state, "merge", None)
 
 
+def get_variables(state: Any) -> Any:
+    """Return the model's variables besides its parameters; none if the state is Flax's own, made by a caller."""
+    variables = getattr(state, VARIABLES, {})
+    return variables if get_merge(state) is None else {name: own for name, own in variables.items() if name != BASE}
+
+
 def replace_variables(state: TrainState, variables: Any) -> TrainState:
-    """`state` with other variables of its model."""
+    """Return the state with other variables of its model; the base of an adapter stays."""
     return state.replace(variables=variables if state.merge is None else {**variables, BASE: state.variables[BASE]})
 
 
+def get_weights(state: Any) -> Any:
+    """Return parameters and variables of a state without an adapter, as evaluators and checkpoints name them."""
+    variables = get_variables(state)
+    return {PARAMS: state.params} | ({VARIABLES: variables} if variables else {})
+
+
 def make_params_merger(state: Any) -> Callable[[Any], Any]:
-    """From what is trained of a state to the parameters that the model is applied to: the same, or merged. Pure."""
+    """Return a pure function from trained parameters to model parameters: the identity, or the merge of an adapter."""
     merge = get_merge(state)
     if merge is None:
         return lambda params: params
@@ -94,7 +94,7 @@ def make_params_merger(state: Any) -> Callable[[Any], Any]:
 
 
 def bind_variables(apply_fn: Callable[..., Any], variables: Any) -> Callable[..., Any]:
-    """`apply_fn` of a model, which sees `variables` beside what it is given; the same function if there are none."""
+    """Return `apply_fn` of a model with `variables` added to its first argument; itself if there are none."""
     if not variables:
         return apply_fn
 
@@ -106,156 +106,52 @@ def bind_variables(apply_fn: Callable[..., Any], variables: Any) -> Callable[...
 
 
 def get_bound_module(apply_fn: Callable[..., Any]) -> Any:
-    """The object whose method `apply_fn` is, or was before `bind_variables`; None for a plain function."""
+    """Return the object whose method `apply_fn` is, also after `bind_variables`; None for a plain function."""
     method = inspect.unwrap(apply_fn, stop=lambda function: hasattr(function, "__self__"))
     return getattr(method, "__self__", None)
 
 
 def validate_no_gradient(variables: Mapping[str, Any]) -> None:
-    """Raise `InvalidError` for variables whose gradients are their next values: a step would leave them as they are."""
-    if BY_GRADIENT in variables:
+    """Raise `InvalidError` for variables whose gradients are their next values: a step would never update them."""
+    if _OVERWRITTEN_BY_GRADIENT in variables:
         raise InvalidError(
-            f"the model has variables {BY_GRADIENT}, of flax.linen.fp8_ops, whose gradients are their next values, and "
-            "no step here does that: their scales would stand still; use an operation whose scales are variables that "
-            "update_variables makes, or a train_step of your own"
+            f"the model has variables {_OVERWRITTEN_BY_GRADIENT} (flax.linen.fp8_ops), whose gradients are their next "
+            "values, and no step here applies them, so their scales would stay constant; use an operation whose scales "
+            "are variables that update_variables makes, or a train_step of your own"
         )
 
 
-def sum_statistics(meta: Mapping[str, Any], num_steps: int) -> Meta:
-    """The statistics of all micro-batches, if `meta` has any; of several they are the first axis of each leaf."""
-    if STATISTICS not in meta:
-        return {}
+def keep_variables(variables: Any, statistics: Any) -> tuple[Any, Scalars]:
+    """Return (variables of the next step, scalars for the step's metrics) from the step's summed statistics.
 
-    def added(leaf: Any) -> jax.Array:
-        wide = jnp.asarray(leaf, _wide(jnp.result_type(leaf)))
-        return wide if num_steps == 1 else jnp.sum(wide, axis=0)
-
-    return {STATISTICS: jax.tree.map(added, meta[STATISTICS])}
-
-
-def keep_variables(variables: Any, statistics: Any) -> tuple[Any, Meta]:
-    """(variables of the next step, scalars for the step's row) from the sums of the step's statistics; none here.
-
-    Pure. An experiment replaces it where its `forward` returns `statistics`.
+    This default changes nothing. An experiment whose `forward` returns `statistics` replaces it. Pure.
     """
     return variables, {}
 
 
-def get_weights(state: Any) -> Any:
-    """What is trained of a state, which must not be an adapter, and the model's other variables where it has any."""
-    variables = get_variables(state)
-    return {PARAMS: state.params} | ({VARIABLES: variables} if variables else {})
-
-
-def drop_statistics(meta: Mapping[str, Any]) -> Meta:
-    """What a row may hold of a forward's meta."""
+def drop_statistics(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the meta of a forward pass without its statistics, which metrics cannot hold."""
     return {name: value for name, value in meta.items() if name != STATISTICS}
 
 
-def _wide(dtype: Any) -> Any:
-    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+def sum_statistics(meta: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
+    """Return the statistics of all micro-batches, if `meta` has any; with several, axis 0 of each leaf counts them."""
+    if STATISTICS not in meta:
+        return {}
+
+    def add(leaf: Any) -> jax.Array:
+        is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        wide = jnp.asarray(leaf, jnp.float32 if is_float else jnp.int32)
+        return wide if num_steps == 1 else jnp.sum(wide, axis=0)
+
+    return {STATISTICS: jax.tree.map(add, meta[STATISTICS])}
 
 
-@dataclass(frozen=True)
-class HalfBatchGradients:
-    """What the gradients over the two halves of a global batch, by the order of its examples, have in common.
-
-    Attributes:
-        squares: the square of the norm of each half's mean gradient; float32[2].
-        product: their scalar product.
-        counts: what the targets of each half count for; float32[2].
-    """
-
-    squares: jax.Array
-    product: jax.Array
-    counts: jax.Array
+# Shardings.
 
 
-@dataclass(frozen=True)
-class StepObservation:
-    """What a step shows its riders. All of it is traced.
-
-    Attributes:
-        step: completed steps, with this one; int32.
-        params: those of the next step, in the type in which they are stored.
-        grads: of the mean loss over the whole batch, float32, before any clipping.
-        halves: only where a rider `needs_halves`.
-    """
-
-    step: jax.Array
-    params: Any
-    grads: Any
-    halves: HalfBatchGradients | None = None
-
-
-@dataclass(frozen=True)
-class AuxiliaryState:
-    """One pytree that rides along, and how it changes. Its functions are pure: nothing else of it is kept.
-
-    Attributes:
-        name: its branch below `riders` of the state.
-        init: what it is before the first step, from the parameters; arrays of its own, as a step donates them. Also
-            where the parameters of another run are begun with.
-        update: (what it is, what the step shows) -> (what it is then, scalars for the step's row), of the same shapes
-            and types; None: steps leave it alone.
-        sees_halves: whether it needs the gradients of both halves of the batch, which cost the memory of one more, and
-            an even number of micro-batches.
-    """
-
-    name: str
-    init: Callable[[Any], Any]
-    update: Callable[[Any, StepObservation], tuple[Any, Meta]] | None = None
-    needs_halves: bool = False
-
-
-def compare_halves(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None) -> HalfBatchGradients:
-    """What two halves of a batch have in common, from the gradients of the first and of both, added up.
-
-    Gradients are of sums that were divided by `divisor`, if any; `counts` is of each half.
-    """
-    second = jax.tree.map(jnp.subtract, both, first)
-    shares = jnp.maximum(counts, jnp.finfo(jnp.float32).tiny) / (1.0 if divisor is None else divisor)
-    products = [
-        jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, *pair))
-        for pair in [(first, first), (second, second), (first, second)]
-    ]
-    squares = jnp.stack(products[:2]) / shares**2
-    return HalfBatchGradients(squares, products[2] / (shares[0] * shares[1]), counts)
-
-
-def init_auxiliary(riders: Sequence[AuxiliaryState], params: Any) -> Any:
-    """All of `riders` by name, as they are before the first step. Raises `InvalidError` if two have one name."""
-    for name, count in Counter(rider.name for rider in riders).items():
-        if count > 1:
-            raise InvalidError(f"{count} riders of the job are called {name!r}; give each a name of its own")
-    return {rider.name: rider.init(params) for rider in riders}
-
-
-def update_auxiliary(riders: Sequence[AuxiliaryState], own: Any, seen: StepObservation) -> tuple[Any, Meta]:
-    """(all that rides along after a step, scalars for its row), from what it was before. To be traced."""
-    after = dict(own)
-    scalars: Meta = {}
-    for rider in riders:
-        if rider.update is not None:
-            after[rider.name], own_scalars = rider.update(own[rider.name], seen)
-            scalars |= own_scalars
-    return after, scalars
-
-
-def validate_auxiliary(riders: Sequence[AuxiliaryState], before: Any, after: Any) -> None:
-    """Raise `InvalidError` if a traced step hands a rider on as it was, though it has an update."""
-    for rider in riders:
-        pairs = list(zip(jax.tree.leaves(before[rider.name]), jax.tree.leaves(after.get(rider.name)), strict=False))
-        if rider.update is not None and pairs and all(old is new for old, new in pairs):
-            raise InvalidError(
-                f"train_step of the job leaves riders.{rider.name} as it is; call that of BaseTrainer, "
-                f"or `update_auxiliary` of "
-                "runner.train.state after the optimizer"
-            )
-
-
-def _fit(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
-    """The sharding nearest to `spec` that divides `shape`, and that is cut over fsdp if any axis allows it."""
+def _fit_sharding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
+    """Return the sharding nearest to `spec` that divides `shape`, sharded over fsdp too if any axis allows it."""
     entries = (*spec, *[None] * (len(shape) - len(spec)))
     cuts = [select_dividing_axes(size, entry, mesh.shape) for size, entry in zip(shape, entries, strict=True)]
     if all("fsdp" not in axes for axes in cuts):
@@ -269,24 +165,108 @@ def _fit(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedShardi
 
 
 def compute_variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[LogicalAxisRule] | None = None) -> Any:
-    """Shardings of a model's variables, from `boxed` abstract ones with logical axis names (or without).
+    """Return the shardings of a model's variables.
 
-    By `rules`, or else by those that are in force.
+    Args:
+        boxed: abstract variables, with or without logical axis names (`nn.LogicallyPartitioned` boxes).
+        mesh: device mesh.
+        rules: logical axis rules; None: those in force.
     """
     specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules or get_active_rules())
     return jax.tree.map(
-        lambda leaf, spec: _fit(leaf.shape, spec or PartitionSpec(), mesh),
+        lambda leaf, spec: _fit_sharding(leaf.shape, spec or PartitionSpec(), mesh),
         nn.unbox(boxed),
         specs,
         is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct),
     )
 
 
-def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwargs: Any) -> tuple[Any, Any]:
-    """Initialise a model's variables already cut over `mesh`; nothing is ever whole on one device.
+def get_shardings(abstract: Any) -> Any:
+    """Return the sharding of every leaf."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
-    Returns (variables, shardings), without logical axis boxes. Called on every host; it may be traced, as it is for the
-    state at step 0, of which parameters and moments come from one program.
+
+def _place(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def make_abstract_state(
+    make: Any, argument: Any, param_shardings: Any, mesh: Mesh, variable_shardings: Any = None
+) -> TrainState:
+    """Return shape, dtype and sharding of every leaf of `make(argument)`. Computes nothing.
+
+    Moments and auxiliary states are sharded like the parameter of the same name and shape. Other auxiliary leaves are
+    replicated.
+
+    Args:
+        make: function that returns a train state; only traced.
+        argument: its argument, which may be abstract.
+        param_shardings: shardings of the parameters.
+        mesh: device mesh.
+        variable_shardings: shardings of the model's other variables, if it has any.
+    """
+
+    def get_keys(path: Any) -> tuple[str, ...]:
+        return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+    shapes = jax.eval_shape(make, argument)
+    params, _ = jax.tree_util.tree_flatten_with_path(shapes.params)
+    known = {
+        (get_keys(path), leaf.shape): sharding
+        for (path, leaf), sharding in zip(params, jax.tree.leaves(param_shardings), strict=True)
+    }
+
+    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # The moments of `a.b` have paths such as `opt_state.0.mu.a.b`: the longest suffix that is a parameter decides.
+        keys = get_keys(path)
+        suffixes = (keys[start:] for start in range(len(keys)))
+        found = next((known[suffix, leaf.shape] for suffix in suffixes if (suffix, leaf.shape) in known), None)
+        is_auxiliary = keys[0] == RIDERS
+        other = (
+            NamedSharding(mesh, PartitionSpec()) if is_auxiliary else _fit_sharding(leaf.shape, PartitionSpec(), mesh)
+        )
+        return _place(leaf, found or other)
+
+    abstract = jax.tree_util.tree_map_with_path(place, shapes)
+    if not variable_shardings:
+        return abstract
+    return abstract.replace(variables=jax.tree.map(_place, shapes.variables, variable_shardings))
+
+
+def reshard_abstract_state(abstract: Any, mesh: Mesh) -> Any:
+    """Return an abstract state, built on a mesh whose axes are all 1, with the shardings it would have on another mesh.
+
+    On such a mesh every axis divides, so its specs name every axis that may shard a leaf. This takes milliseconds,
+    building a state tenths of a second.
+    """
+
+    def reshard(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        assert isinstance(leaf.sharding, NamedSharding), "every leaf of an abstract state has a sharding"
+        is_replicated = not any(leaf.sharding.spec)
+        replicated = NamedSharding(mesh, PartitionSpec())
+        return _place(leaf, replicated if is_replicated else _fit_sharding(leaf.shape, leaf.sharding.spec, mesh))
+
+    return jax.tree.map(reshard, abstract)
+
+
+# Initialisation.
+
+
+def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwargs: Any) -> tuple[Any, Any]:
+    """Initialise a model's variables sharded over `mesh`; no array is ever whole on one device.
+
+    Called on every host. It may be traced, as it is for the state at step 0, whose parameters and moments come from one
+    program.
+
+    Args:
+        model: Flax module.
+        key: random key.
+        *args: arguments of `model.init` after the key.
+        mesh: device mesh.
+        **kwargs: keyword arguments of `model.init`.
+
+    Returns:
+        (variables, shardings), without logical axis boxes.
     """
     shardings = compute_variable_shardings(jax.eval_shape(lambda key: model.init(key, *args, **kwargs), key), mesh)
     with use_sharding_rules(mesh):
@@ -295,16 +275,20 @@ def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwa
 
 
 def make_state(model: nn.Module, key: jax.Array, tx: Any, *args: Any, **kwargs: Any) -> TrainState:
-    """The state at step 0."""
+    """Return the state at step 0, from a random key and the arguments of `model.init`."""
     return make_state_from_variables(model, nn.unbox(model.init(key, *args, **kwargs)), tx)
 
 
 def make_state_from_variables(
-    model: nn.Module, variables: Any, tx: Any, riders: Sequence[AuxiliaryState] = (), merge: AdapterMerge | None = None
+    model: nn.Module,
+    variables: Any,
+    tx: Any,
+    auxiliary_states: Sequence[AuxiliaryState] = (),
+    merge: AdapterMerge | None = None,
 ) -> TrainState:
-    """The state at step 0 with these variables, as `init` of the model makes them, and what rides along.
+    """Return the state at step 0 with variables as `init` of the model makes them.
 
-    With `merge`, `params` of them are an adapter.
+    With `merge`, their `params` are an adapter.
     """
     params = variables[PARAMS]
     return TrainState(
@@ -314,76 +298,21 @@ def make_state_from_variables(
         tx=tx,
         opt_state=tx.init(params),
         variables=drop_params(variables),
-        riders=init_auxiliary(riders, params),
+        riders=init_auxiliary(auxiliary_states, params),
         merge=merge,
     )
 
 
+def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> TrainState:
+    """Return the state at step 0, every leaf born with the sharding of `abstract`. Called on every host."""
+    with use_sharding_rules(mesh):
+        return jax.jit(lambda key: make_strongly_typed(make(key)), out_shardings=get_shardings(abstract))(key)
+
+
 def restart_averages(state: TrainState) -> TrainState:
-    """The state at step 0, whose parameters may have been replaced: an optimizer that averages begins at them too."""
+    """Return a state at step 0, whose parameters may have been replaced, with its optimizer's average begun at them."""
     if not is_averaged(state.opt_state):
         return state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
     begin = jax.jit(restart_average, out_shardings=shardings)
     return state.replace(opt_state=begin(state.params, state.opt_state))
-
-
-def make_abstract_state(
-    make: Any, argument: Any, param_shardings: Any, mesh: Mesh, shardings_of_others: Any = None
-) -> TrainState:
-    """Shape, dtype and sharding of every leaf of `make(argument)`: moments lie like their parameter, by name and shape.
-
-    So does what rides along, of which all else is on every device. The model's other variables lie as
-    `shardings_of_others` says, if it has any. Nothing is computed: `argument` may be abstract.
-    """
-    shapes = jax.eval_shape(make, argument)
-    params, _ = jax.tree_util.tree_flatten_with_path(shapes.params)
-    known = {
-        (_keys(path), leaf.shape): sharding
-        for (path, leaf), sharding in zip(params, jax.tree.leaves(param_shardings), strict=True)
-    }
-
-    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        keys = _keys(path)
-        suffixes = (keys[start:] for start in range(len(keys)))
-        found = next((known[suffix, leaf.shape] for suffix in suffixes if (suffix, leaf.shape) in known), None)
-        other = NamedSharding(mesh, PartitionSpec()) if keys[0] == RIDERS else _fit(leaf.shape, PartitionSpec(), mesh)
-        return _lying(leaf, found or other)
-
-    abstract = jax.tree_util.tree_map_with_path(place, shapes)
-    if not shardings_of_others:
-        return abstract
-    return abstract.replace(variables=jax.tree.map(_lying, shapes.variables, shardings_of_others))
-
-
-def reshard_abstract_state(abstract: Any, mesh: Mesh) -> Any:
-    """`abstract`, drawn on a mesh whose axes are all 1, as it would lie on another: every axis that may cut is named.
-
-    Takes milliseconds, where a state is drawn in tenths of a second.
-    """
-    return jax.tree.map(lambda leaf: _lying(leaf, _relaid(leaf, mesh)), abstract)
-
-
-def _relaid(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> NamedSharding:
-    assert isinstance(leaf.sharding, NamedSharding), "every leaf of an abstract state says how it lies"
-    is_whole = not any(leaf.sharding.spec)
-    return NamedSharding(mesh, PartitionSpec()) if is_whole else _fit(leaf.shape, leaf.sharding.spec, mesh)
-
-
-def _lying(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _keys(path: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
-def get_shardings(abstract: Any) -> Any:
-    """The sharding of every leaf."""
-    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
-
-
-def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> TrainState:
-    """The state at step 0, every leaf born as `abstract` says. Called on every host."""
-    with use_sharding_rules(mesh):
-        return jax.jit(lambda key: make_strongly_typed(make(key)), out_shardings=get_shardings(abstract))(key)

@@ -88,7 +88,7 @@ def slices(job: Any, steps: int) -> Iterator[float]:
     start(job)
     train_step, key, report = job.compiled.executable, job.train_setup.key, job.report
     timed = getattr(job, "timed", [])
-    with report.showing(0):
+    with report.display(0):
         job.state = job.hook_dispatcher.start(job.state, 0)
         while True:
             began, evaluating = time.perf_counter(), sum(each.seconds for each in timed)
@@ -98,7 +98,7 @@ def slices(job: Any, steps: int) -> Iterator[float]:
                 report.add_step(job.step, loss, meta)
                 if report.is_row_due(job.step):
                     report.add_row(job.get_evaluated_weights(job.state), job.step)
-                    job.state = job.hook_dispatcher.after_row(job.state, job.step)
+                    job.state = job.hook_dispatcher.on_row(job.state, job.step)
                 job.save_or_stop()
             jax.block_until_ready(job.state)
             yield time.perf_counter() - began - (sum(each.seconds for each in timed) - evaluating)

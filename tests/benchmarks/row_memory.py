@@ -46,7 +46,9 @@ def memory_of(tokens: int, parts: int, devices: Sequence[jax.Device], directory:
         "topology.mesh": dict.fromkeys(AXES, 1) | {"fsdp": groups, "sequence": parts},
     }
     job = gpt(directory / "run", PretrainDecoder, **changes)
-    train_setup = job.setup_builder.build_on_mesh(job.setup_builder.make_mesh(devices), jax.random.key(0), row_length=8)
+    train_setup = job.setup_builder.build_on_mesh(
+        job.setup_builder.make_mesh(devices), jax.random.key(0), example_length=8
+    )
     return train_setup.compile_train(job.train_step, list_batch_layouts(job.config, train_setup.mesh)[0]).memory
 
 

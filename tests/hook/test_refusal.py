@@ -10,8 +10,8 @@ from runner import ExecutionSpec
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.errors import HookError, InvalidError
-from runner.hook.builtin import Metric
-from runner.hook.dispatch import _outcome
+from runner.hook.builtin import MetricReader
+from runner.hook.dispatch import call_hook
 from runner.hook.listing import ListedHook
 from runner.hook.protocol import Moment
 from runner.spec import parse_document, read_spec
@@ -118,7 +118,7 @@ def test_a_hook_that_waits_for_evaluations_is_refused_where_nothing_is_evaluated
 def outcome(listed: ListedHook, method: str, step: int = 4) -> str | None:
     """Why the run cannot go on after this call; None if it can."""
     hosts = Hosts.single_process()
-    return _outcome(listed, method, Moment(step, {"step": step}, {}, listed.counters, hosts, 0.0))[1]
+    return call_hook(listed, method, Moment(step, {"step": step}, {}, listed.counters, hosts, 0.0))[1]
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,13 @@ def test_an_observer_has_no_say(tmp_path) -> None:
 
 
 def test_a_row_without_the_metric_is_passed_over_and_the_first_is_told_with_the_nearest(capsys) -> None:
-    metric, row = Metric("val/los"), {"step": 4, "train/loss": 1.0, "val/loss": 2.0}
-    assert [metric.of(row), metric.of(row), metric.of({"val/los": None, **row}), metric.of({"val/los": 0.5})] == [
+    metric, row = MetricReader("val/los"), {"step": 4, "train/loss": 1.0, "val/loss": 2.0}
+    assert [
+        metric.read(row),
+        metric.read(row),
+        metric.read({"val/los": None, **row}),
+        metric.read({"val/los": 0.5}),
+    ] == [
         None,
         None,
         pytest.approx(math.nan, nan_ok=True),

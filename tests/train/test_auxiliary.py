@@ -10,7 +10,7 @@ from runner.checkpoint.fingerprint import compute_fingerprint, list_leaf_names
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.storage import parse_lines
-from runner.train.state import AuxiliaryState, init_auxiliary
+from runner.train.auxiliary import AuxiliaryState, init_auxiliary
 from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
 from tests.test_values import TrainLookup
 
@@ -126,5 +126,5 @@ def test_a_rider_that_the_checkpoints_lack_is_refused_by_its_leaves(directory):
 
 
 def test_two_of_one_name_are_refused():
-    with pytest.raises(InvalidError, match="2 riders of the job are called 'walk'"):
+    with pytest.raises(InvalidError, match="2 auxiliary states of the job are called 'walk'"):
         init_auxiliary([WALK, WALK], {})

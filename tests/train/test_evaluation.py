@@ -110,8 +110,8 @@ def test_each_is_asked_at_its_own_cadence_and_all_at_start_and_end(
 ) -> None:
     first, second = Returns({}), Returns({}, every_steps=3)
     found = evaluations(tmp_path, first, second, **{"config.eval": rule})
-    assert [step for step in range(9) if first in found.due(step)] == default
-    assert [step for step in range(9) if second in found.due(step)] == own
+    assert [step for step in range(9) if first in found.list_due(step)] == default
+    assert [step for step in range(9) if second in found.list_due(step)] == own
 
 
 def test_an_evaluation_is_no_part_of_a_step_for_whoever_watches(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
     last = job(tmp_path / "first")
     last()
     manifest = json.loads((tmp_path / "run" / "checkpoints" / str(STEPS) / "manifest.json").read_text())
-    assert manifest["identity"][ADAPTER_BASE] == begun.setup_builder.base[ADAPTER_BASE]
+    assert manifest["identity"][ADAPTER_BASE] == begun.setup_builder.base_identity[ADAPTER_BASE]
 
 
 def test_bfloat16_holds_the_base_and_the_adapter_stays_float32(tmp_path):

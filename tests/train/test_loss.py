@@ -197,5 +197,5 @@ def test_the_gradient_of_bfloat16_weights_is_added_up_over_chunks_in_float32(hid
 
 
 def test_chunks_that_do_not_divide_the_sequence_are_refused_with_the_numbers(hidden):
-    with pytest.raises(ValueError, match="chunk_positions=7 does not divide the sequence of 24"):
+    with pytest.raises(ValueError, match="chunk_positions=7 does not divide the sequence length 24"):
         chunked_loss(7)(*hidden)

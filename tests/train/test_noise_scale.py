@@ -10,8 +10,8 @@ from runner.errors import InvalidError
 from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.storage import parse_lines
 from runner.train import step as pure
-from runner.train.auxiliary import make_noise_scale
-from runner.train.state import HalfBatchGradients, StepObservation, TrainState
+from runner.train.auxiliary import HalfBatchGradients, StepObservation, make_noise_scale
+from runner.train.state import TrainState
 from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
 from tests.test_values import TrainLookup
 

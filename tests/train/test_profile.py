@@ -74,7 +74,7 @@ def test_which_steps_are_recorded(
     store = LocalStore(tmp_path)
     profiler = Profiler(make_attempt(store), spec)
     for step in range(first, steps + 1):
-        profiler.at(step)
+        profiler.on_step(step)
     profiler.close(steps)
     assert steps_of(events(store)) == recorded
     assert asked[1::2] == ["end"] * len(recorded)
@@ -89,7 +89,7 @@ class Asking(PretrainGPT):
         super().save_or_stop()
         if self.step == 2:
             assert run_command(["profile", str(self.store.url), "--steps", "3"]) == 0
-            while self.report._profiler._asked_steps is None:
+            while self.report._profiler._requested_steps is None:
                 assert not self.report._profiler._closed.wait(0.001)
 
 
@@ -113,7 +113,7 @@ def test_in_a_bucket_a_profile_is_copied_there(
     attempt = make_attempt(store)
     profiler = Profiler(attempt, "1:2")
     for step in range(4):
-        profiler.at(step)
+        profiler.on_step(step)
     profiler.close(3)
     attempt.background_writer.flush()
     (event,) = events(store)
@@ -135,7 +135,7 @@ def test_a_profile_that_fails_costs_a_warning(
     store = LocalStore(tmp_path)
     profiler = Profiler(make_attempt(store), "1:3")
     for step in range(5):
-        profiler.at(step)
+        profiler.on_step(step)
     profiler.close(4)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "no profile of steps 000001.1-3: RuntimeError: Only one profile may be run at a time."
