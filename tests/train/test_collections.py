@@ -143,7 +143,7 @@ class TrainOfFlax(BaseTrainer):
 
 def test_scales_that_their_gradients_overwrite_are_refused_before_the_run_begins(tmp_path):
     with pytest.raises(
-        InvalidError, match=r"^the model has variables _overwrite_with_gradient, of flax\.linen\.fp8_ops"
+        InvalidError, match=r"^the model has variables _overwrite_with_gradient .*fp8_ops"
     ):
         job(tmp_path / "run", TrainOfFlax)()
     assert not (tmp_path / "run").exists()
