@@ -142,8 +142,6 @@ class TrainOfFlax(BaseTrainer):
 
 
 def test_scales_that_their_gradients_overwrite_are_refused_before_the_run_begins(tmp_path):
-    with pytest.raises(
-        InvalidError, match=r"^the model has variables _overwrite_with_gradient .*fp8_ops"
-    ):
+    with pytest.raises(InvalidError, match=r"^the model has variables _overwrite_with_gradient .*fp8_ops"):
         job(tmp_path / "run", TrainOfFlax)()
     assert not (tmp_path / "run").exists()
