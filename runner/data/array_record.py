@@ -77,6 +77,7 @@ class ArrayRecordFile(RecordFile):
         if start >= stop:
             return np.empty(0, self.dtype)
         first, last = self.find_documents(start, stop)
+        # The package reads whole records, so the ends of the range are cut off afterwards.
         ids = np.frombuffer(b"".join(_open_records(self.file, self.copy).read(first, last)), self.dtype)
         begin = int(self.bounds[first])
         if len(ids) != self.bounds[last] - begin:
@@ -115,6 +116,7 @@ class _RecordReader:
     def read(self, first: int, last: int) -> list[bytes]:
         """Return records `first .. last`."""
         try:
+            # An open file of the package serves one thread at a time.
             with self._lock:
                 records: list[bytes] = self._reader.read(first, last)
         except (RuntimeError, ValueError, IndexError, OSError) as error:
@@ -142,6 +144,7 @@ def _load_sizes(file: File, copy: SourceFile, directory: Path) -> np.ndarray:
             content = (directory / f"{record['sha256']}.sizes").read_bytes()
         except OSError:
             content = b""
+        # Sizes that are cut or altered are a miss: the file is scanned again.
         is_whole = len(content) == 8 * record["num_records"]
         if is_whole and hashlib.sha256(content).hexdigest() == record["sha256"]:
             return np.frombuffer(content, "<i8")

@@ -49,6 +49,7 @@ def load_global_batch(
     shape = S, B, _ = accumulate_steps, micro_batch, dataset.sequence_length
     numbers_SxB = np.arange(S * B).reshape(S, B)
     indices = sharding.addressable_devices_indices_map(shape).values()
+    # Examples whose arrays are on devices of this host; replicas and both parts of a sharded sequence count once.
     local = np.unique(np.concatenate([numbers_SxB[index[:2]].ravel() for index in indices if index is not None]))
 
     # Adjacent examples are read together, because a bucket answers a read of many sequences about as soon as one of a
@@ -104,6 +105,7 @@ class Prefetcher(Generic[T]):
             if self._ready and not self._is_closed:
                 self._changed.notify_all()
                 return self._ready.popleft()
+            # Items made before the error are returned first.
             if self._error is not None and not self._is_closed:
                 raise self._error
             raise StopIteration
@@ -114,6 +116,7 @@ class Prefetcher(Generic[T]):
             self._is_closed = True
             self._ready.clear()
             self._changed.notify_all()
+        # The wait is bounded, because the read in progress may hang.
         self._thread.join(CLOSE_SECONDS)
 
     def _work(self) -> None:

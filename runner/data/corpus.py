@@ -59,7 +59,7 @@ class CompletionMask:
             if len(marks) and marks.max() > 1:
                 index = int((marks > 1).argmax())
                 raise DataError(
-                    f"{self._marks.describe_position(start + index)} is {marks[index]}, needs 1 (of an answer) or 0: "
+                    f"{self._marks.describe_position(start + index)} is {marks[index]}, needs 1 (completion) or 0: "
                     "the file is not the one that the corpus was written with"
                 )
         return [marks.astype(np.float32) for marks in found]
@@ -172,6 +172,7 @@ class Corpus(TokenSequence, Source):
     def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
         """Return the document ends of a shard: all of them from a disk, those near the range from a bucket."""
         if self._are_ends_kept:
+            # `functools.cache` alone would let several threads read the same file.
             with self._ends_locks[part]:
                 return self._read_all_ends(part)
         # The search begins where the ends would be if all documents had the same length. It widens in both directions
@@ -202,6 +203,7 @@ class Corpus(TokenSequence, Source):
         if is_whole:
             _validate_digest(f"{self._store.url}/{name}", compute_crc32c(content), shard.ends_crc32c)
         ends = np.frombuffer(content, ENDS_DTYPE).astype(np.int64)
+        # The last end of a shard is known from the index; any other end can only be bounded.
         highest = shard.num_tokens if last == shard.num_documents else min(ends[-1], shard.num_tokens)
         if not len(ends) or ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] != highest:
             raise DataError(
@@ -239,15 +241,17 @@ def open_corpus(
             train_on = default_train_on
             if train_on is None:
                 raise DataError(
-                    "the corpus says which tokens are of answers; say data.train_on: answers, so that these alone "
-                    "count in the loss, or all"
+                    "the corpus has a completion mask; set data.train_on to answers, so that completion tokens alone "
+                    "count in the loss, or to all"
                 )
         if train_on is not None and not index.has_completion_mask:
             raise DataError(
-                f"data.train_on={train_on}: nothing reads it, the corpus does not say which tokens are of answers; "
+                f"data.train_on={train_on}: nothing reads it, the corpus has no completion mask (.answers files); "
                 "leave it out, or tokenise dialogues with config.chat"
             )
+        # One listing gives the size and version of every file, and in some stores its CRC-32C.
         listing = store.list_files("")
+        # The tokenizer is optional: the ids are enough to train on. If it is there, it must be the right one.
         if any(index.tokenizer.get("file") == present for present in listing):
             read_tokenizer(index.tokenizer, store)
 
@@ -312,6 +316,7 @@ def _open_shards_in_bucket(
     sample = [number for number, shard in enumerate(index.shards) if shard.num_tokens]
     sample = sample[:: max(1, -(-len(sample) // SAMPLED_HEADS_MAX))]
     heads = [ByteRange(tokens[number], 0, min(HEAD_BYTES, tokens[number].size_bytes)) for number in sample]
+    # One byte of the ends is enough to learn whether the file may be read.
     found = reader.fetch([*heads, *(ByteRange(ends[number], 0, 1) for number in sample)])
     for number, head, content in zip(sample, heads, found, strict=False):
         _validate_digest(str(head.file), compute_crc32c(content), index.shards[number].head_crc32c)

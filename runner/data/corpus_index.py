@@ -141,6 +141,7 @@ class CorpusIndex(CorpusShards):
         """Parse the content of the file at `where`. Raises `DataError` if it is damaged or newer than this runner."""
         try:
             record = parse_json(content)
+            # A newer format comes first, because its keys may be unknown here and would be reported as damage.
             if isinstance(record.get("format"), int) and record["format"] > FORMAT:
                 raise DataError(f"{where} has format {record['format']}, needs {FORMAT}: written by a newer runner")
             validate_record(record, _TOP_KEYS, [key.name for key in _TOP_KEYS])
@@ -154,7 +155,9 @@ class CorpusIndex(CorpusShards):
             if len({shard.name for shard in shards}) < len(shards):
                 raise ValueError("two of its shards have the same name")
             if {shard.answers_crc32c is not None for shard in shards} not in (set(), {record["format"] == FORMAT}):
-                raise ValueError(f"format {record['format']}, and some of its shards say which tokens are of answers")
+                raise ValueError(
+                    f"format {record['format']}, and only some of its shards have a completion mask (answers_crc32c)"
+                )
             largest, size = max((shard.largest_id for shard in shards), default=-1), record["vocabulary_size"]
             if not largest < size <= VOCABULARY_MAX:
                 raise ValueError(f"vocabulary_size is {size}, needs more than its largest id, {largest}, and 32 bits")
@@ -165,6 +168,7 @@ class CorpusIndex(CorpusShards):
         return cls(record["dtype"], record["vocabulary_size"], record["tokenizer"], record["separator"], shards)
 
     def _content(self) -> JsonObject:
+        # A corpus without a mask keeps format 1, and with it the digest that runs have recorded.
         version = FORMAT if self.has_completion_mask else 1
         return {"format": version, **asdict(self), "shards": [shard.to_json() for shard in self.shards]}
 
@@ -193,6 +197,7 @@ def parse_shard(record: JsonObject) -> CorpusShard:
         raise ValueError(f"{str(record)[:20]!r} is no shard")
     validate_record(record, (*_SHARD_KEYS, _COMPLETION_KEY), [key.name for key in _SHARD_KEYS])
     shard = CorpusShard(**record)
+    # A name with a slash could lead outside the directory of the corpus.
     if not re.fullmatch(r"\w[\w.-]*", shard.name):
         raise ValueError(f"{shard.name[:60]!r} is no name of a shard")
     if min(shard.num_tokens, shard.num_documents, shard.largest_id + 1) < 0:

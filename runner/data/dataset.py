@@ -290,6 +290,7 @@ def load_dataset(
             raise error if key == "data.source" else DataError(f"{key}: {error}") from error
         return sources[label]
 
+    # A single source is a mixture of one.
     mixture = Mixture([named.weight for named in config.sources])
     for named, share in zip(config.sources, mixture.shares, strict=True):
         label = f"data.mixture.{named.name}={named.source}" if config.mixture else f"data.source={named.source}"
@@ -300,6 +301,7 @@ def load_dataset(
             )
         except DataError as error:
             raise DataError(f"{label}: {error}") from error
+        # Validation tokens are cut off before packing, so that no example of training holds one.
         examples = make_examples(source, train_split)
         if not examples.num_examples:
             raise DataError(f"{label}: no document has two tokens; a document needs a token and the one after it")
@@ -311,6 +313,7 @@ def load_dataset(
         )
         if validation_split.num_tokens:
             validation[named.name if config.mixture else VALIDATION] = make_examples(source, validation_split)
+    # Further sets are read whole: they have no split and no order.
     for name, further in config.validation.items():
         source = open_labelled(f"data.validation.{name}={further.source}", further)
         validation[name] = make_examples(source, TokenSplit(0, len(source), config.sequence_length))
@@ -359,8 +362,10 @@ def _describe_content(train: TrainSource) -> JsonObject:
         else [text.tokenizer.name, text.tokenizer.vocabulary_size, text.tokenizer.characters],
         "order": probe_order(train.order, num_windows=train.examples.num_examples),
     }
+    # Windows of tokens depend on no documents. Further keys here would change the fingerprint of existing runs.
     if not train.examples.fingerprint:
         return content
+    # Packed examples also depend on the ends of documents, and their order on the size of the batch.
     content["packing"] = train.examples.fingerprint
     content["ends"] = hashlib.sha256(text.ends.astype("<i8").data).hexdigest() if text is not None else None
     if isinstance(train.order, LocalShuffle):
@@ -382,6 +387,7 @@ def load_validation_set(config: "DataConfig", name: str, named: "TokenSource", *
     Raises:
         DataError: the source cannot serve the config, or a model of this vocabulary.
     """
+    # The keys of the named source replace those of the training data; packing and length stay.
     config = config.model_copy(update={"mixture": [], **{key: getattr(named, key) for key in type(named).model_fields}})
     label = f"data.source={named.source}"
     source = open_source(named, config, default_cache_directory(), vocabulary_size, default_train_on="answers")

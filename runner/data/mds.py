@@ -120,6 +120,7 @@ class IdColumn:
 
     def _read_heads(self, content: np.ndarray, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return offset and size in bytes of this column's value in each sample. Raises ValueError."""
+        # A sample begins with the sizes of its variable columns, in the order of the columns.
         heads = iter(_gather(content, samples, self.head_bytes).view("<u4").T.astype(np.int64))
         columns = [next(heads) if size is None else size for size in self.sizes]
         ones = np.ones(len(samples), np.int64)
@@ -142,6 +143,7 @@ class IdColumn:
             return value_starts, value_bytes // self.dtype.itemsize
         counts = np.zeros_like(value_bytes)
         skips = np.zeros_like(value_bytes)
+        # The number of ids decides how many bytes the dimension takes; only one of the encodings is consistent.
         for _, width, low, high in SHAPES:
             found, rest = np.divmod(value_bytes - 1 - width, self.dtype.itemsize)
             is_such = (rest == 0) & (low <= found) & (found <= high)
@@ -208,6 +210,7 @@ class MdsShard(RecordFile):
                 self.column.check(found, samples, starts, np.diff(self.bounds[first : last + 1]))
             except ValueError as error:
                 raise DataError(f"{self.file}: {error}; it is one of samples {first} to {last - 1}") from error
+        # The bytes between the ids of two samples (heads and other columns) are dropped.
         edges = np.stack([lows, highs], axis=1) - origin
         pieces = [found[low:high] for low, high in edges.tolist()]
         return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(self.dtype)
@@ -281,6 +284,7 @@ def _parse_index(index: File, raw: bytes) -> list[JsonObject]:
     try:
         content = parse_json(raw)
         validate_record(content, (Key("version", int, ""), Key("shards", list, "")), ("version", "shards"))
+        # A shard without a version is reported by the check of its keys below.
         for number in {content["version"], *(shard.get("version", VERSION) for shard in content["shards"])}:
             if number != VERSION:
                 raise ValueError(f"has version {number!r}, needs {VERSION}")
@@ -292,6 +296,7 @@ def _parse_index(index: File, raw: bytes) -> list[JsonObject]:
                 if file is None:
                     continue
                 validate_record(file, _FILE_KEYS, [key.name for key in _FILE_KEYS])
+                # An index from elsewhere must not make the job read files outside its directory.
                 path = PurePosixPath(file["basename"])
                 if path.is_absolute() or ".." in path.parts or not path.name:
                     raise ValueError(f"{file['basename'][:60]!r} is no file below it")
@@ -342,6 +347,7 @@ def _find_files(records: Sequence[tuple[File, JsonObject]], reader: Reader) -> l
             name = f"{cache_key('mds', [packed])}.mds"
             unpacked[raw_place] = DerivedFile(packed, name, size_bytes, partial(_unpack, packed, size_bytes, reader))
     files |= dict(zip(unpacked, reader.keep([*unpacked.values()]), strict=True))
+    # A cut shard would otherwise be noticed only by a read in the middle of training.
     for place, (_, record) in zip(raw_places, records, strict=True):
         if (size := files[place].size_bytes) != record["raw_data"]["bytes"]:
             raise DataError(
@@ -354,6 +360,7 @@ def _unpack(packed: File, size_bytes: int, reader: Reader) -> Iterator[bytes]:
     """Yield the decompressed shard. Raises DataError if it has not `size_bytes`."""
     (content,) = reader.read([ByteRange(packed, 0, packed.size_bytes)])
     try:
+        # The size is compared before the memory is allocated; -1 means that the frame does not state it.
         if zstandard.frame_content_size(content) not in (size_bytes, -1):
             raise zstandard.ZstdError(f"it does not hold the {size_bytes:,} bytes that its index says")
         yield zstandard.ZstdDecompressor().decompress(content, max_output_size=size_bytes)
@@ -366,6 +373,7 @@ def _open_shard(file: File, record: JsonObject, column: IdColumn, reader: Reader
     try:
         samples = _read_samples(file, record, reader)
         offsets = samples.astype(np.int64)
+        # The offsets alone tell where the ids are, and a start reads only the head of each shard.
         if column.is_only_variable:
             starts, counts = column.locate_by_size(np.diff(offsets))
         else:

@@ -48,6 +48,7 @@ def open_megatron(
             raise DataError(f"{place} is missing: its .idx needs it")
     pairs = [(index, tokens) for index, tokens in zip(indexes, found, strict=True) if tokens is not None]
     parsed = run_in_parallel([partial(_read_index, index, tokens, reader) for index, tokens in pairs])
+    # The indexes were read through the first reader; the slots of the cache must now suit the ids.
     reader = reader.for_id_width(max(dtype.itemsize for dtype, _ in parsed))
     parts = [
         DocumentFile(tokens, dtype, int(bounds[-1]), 0, reader, bounds)
@@ -88,6 +89,7 @@ def _parse_index(index: File, reader: Reader) -> tuple[np.dtype, np.ndarray]:
     if code not in DTYPES:
         raise ValueError(f"has the unknown type {code}, needs one of {', '.join(map(str, DTYPES))}")
     need = HEADER.size + 12 * num_sequences + 8 * num_bounds
+    # A multimodal index would otherwise be reported as one of the wrong size.
     if index.size_bytes == need + num_sequences and num_sequences:
         raise ValueError("has a mode for each sequence: multimodal data are not read")
     if index.size_bytes != need:
@@ -104,6 +106,7 @@ def _parse_index(index: File, reader: Reader) -> tuple[np.dtype, np.ndarray]:
     # The three arrays may contradict each other in a damaged file.
     if len(lengths) and lengths.min() < 0:
         raise ValueError(f"sequence {int(lengths.argmin())} has {int(lengths.min())} tokens")
+    # Sequences that follow each other without gaps make a token's place a multiple of its position.
     first_tokens = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     is_misplaced = pointers != first_tokens[:-1] * dtype.itemsize
     if is_misplaced.any():

@@ -80,6 +80,7 @@ def open_source(
             _validate_keys_read(named, "names text files", "dtype", "options", "train_on")
             separator = SEPARATORS[config.document_separator]
             text = load_text(files, config.tokenizer, cache_directory, separator, cache)
+            # `plan` reports the disk space that copies of objects take.
             is_copied = isinstance(files, BucketFiles)
             source = TextTokens(text, sum(file.size_bytes for file in files.files) if is_copied else 0)
     if not len(source):
@@ -115,6 +116,7 @@ def open_format(
     reader = open_reader(source, cache or CacheSettings(cache_directory, 0, 1))
     opener = FORMAT_OPENERS[source.format]
     try:
+        # Options are bound before the call, so that a TypeError inside an opener is not taken for bad options.
         bound = inspect.signature(opener).bind(
             source.files, reader, cache_directory, trusted_vocabulary_size, **options
         )

@@ -87,10 +87,12 @@ class TokenWindows:
         """Read the windows, and the further fields of their targets."""
         T = self._split.sequence_length
         starts = self._split.start + np.asarray(numbers, np.int64) * T
+        # One read gives inputs and targets, which are views of the same array, shifted by one token.
         tokens = self._source.read_many(starts, T + 1).astype(np.int32, copy=False)
         sequences = {"x": tokens[:, :-1], "y": tokens[:, 1:], "padding_mask": np.ones((len(starts), T), np.bool_)}
         for name, dtype in self._source.fields.items():
             sequences[name] = np.zeros((len(starts), T), dtype)
+            # Further fields describe the target of a position.
             targets = [(start + 1, start + 1 + T) for start in starts.tolist()]
             for index, values in enumerate(self._source.read_field_ranges(name, targets)):
                 sequences[name][index] = values
@@ -136,6 +138,7 @@ class _DocumentExamples:
             return sequences
         starts, lengths = np.concatenate(spans_of_examples).T
         stops = starts + lengths
+        # A span reads one token more than it has inputs: the target of its last input.
         tokens = self._source.read_ranges(list(zip(starts.tolist(), (stops + 1).tolist(), strict=True)))
         # A sequence is filled from its start on, so the real positions of all sequences, read in order, take the inputs
         # of all spans, one span after the other.
@@ -217,6 +220,7 @@ class PackedDocuments(_DocumentExamples):
         self._block_examples = max(BLOCK_EXAMPLES_MIN, BLOCK_POSITIONS // T)
         self._block_tokens = _count_packed_tokens(self._block_examples * T)
         self._num_whole_blocks, rest = divmod(split.num_tokens, self._block_tokens)
+        # The last block is smaller: it takes the fewest examples that hold the rest of the tokens.
         self._rest_examples = next(
             count for count in range(self._block_examples + 1) if _count_packed_tokens(count * T) >= rest
         )
@@ -268,6 +272,7 @@ class PaddedDocuments(_DocumentExamples):
     def get_spans(self, number: int) -> np.ndarray:
         """Return the span of one document, or of a part of a long one."""
         T = self._split.sequence_length
+        # The document of an example follows from the cumulated numbers of examples.
         document = int(np.searchsorted(self._example_ends, number, side="right"))
         offset = (number - int(self._example_ends[document - 1] if document else 0)) * T
         start, length = self._spans[document].tolist()
@@ -295,6 +300,7 @@ def find_spans(start: int, stop: int, ends: np.ndarray) -> np.ndarray:
     `ends` are the positions at which documents end. A part that `start` or `stop` cuts off counts as a document.
     """
     edges = np.unique(np.concatenate([[start], ends[(ends > start) & (ends < stop)], [stop]]))
+    # The last token of a document has no target within the document, so a document of n tokens has n - 1 inputs.
     lengths = np.diff(edges) - 1
     return np.stack([edges[:-1], lengths], axis=1)[lengths > 0]
 
@@ -313,8 +319,10 @@ def pack_spans(spans: np.ndarray, num_examples: int, capacity: int) -> PackingPl
     whole = np.stack([np.arange(num_filled), starts, np.full(num_filled, capacity)], axis=1)
     rests = spans + num_whole[:, None] * [capacity, -capacity]
     rests = rests[rests[:, 1] > 0]
+    # Ties are broken by position, which makes the result a function of the documents alone.
     rests = rests[np.lexsort((rests[:, 0], -rests[:, 1]))]
     packed = np.concatenate([whole, _best_fit(rests, range(num_filled, num_examples), capacity)])
+    # Within an example the spans keep the order of the corpus.
     packed = packed[np.lexsort((packed[:, 1], packed[:, 0]))]
     bounds = np.searchsorted(packed[:, 0], np.arange(num_examples + 1)).astype(np.int32)
     return PackingPlan(packed[:, 1:].copy(), bounds)
@@ -324,7 +332,7 @@ def _best_fit(spans: np.ndarray, examples: range, capacity: int) -> np.ndarray:
     """Pack spans, sorted by descending length, into empty examples.
 
     Returns:
-        Rows (example, first input, number of inputs) in any order, of shape (n, 3).
+        Placements (example, first input, number of inputs) in any order, of shape (n, 3).
     """
     by_space: dict[int, list[int]] = {capacity: list(examples)}  # heaps: the lowest example of each space comes first
     # Bit s is set while some example has exactly s free positions; the lowest set bit at or above the length of a span

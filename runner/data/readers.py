@@ -67,6 +67,7 @@ def read_record(directory: Path, key: str) -> JsonObject | None:
 
 def write_record(directory: Path, key: str, content: JsonObject) -> None:
     """Publish a record. Raises OSError."""
+    # The digest lets a reader recognise a record that was torn or edited.
     record = {"sha256": _sha256(_canonical_json(content)), "content": content}
     publish(directory / f"{key}.json", [json.dumps(record, indent=1).encode()])
 
@@ -82,6 +83,7 @@ def _sha256(content: bytes) -> str:
 def publish(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write `path` atomically. Raises OSError or what `chunks` raises, and then leaves no file behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # The name is unique, because several processes may publish the same file at a time.
     temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "xb") as file:
@@ -98,9 +100,11 @@ def publish_once(path: Path, make: Callable[[], Iterable[bytes]], is_whole: Call
     whole is therefore never replaced by one of the same content, which would have another modification time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # The name is the same in all processes, because it also serves as their lock file.
     temporary = path.parent / f".{path.name}.tmp"
     while not is_whole():
         with open(temporary, "ab") as file:
+            # The kernel releases the lock when its holder dies, so that a killed process blocks nobody.
             fcntl.flock(file, fcntl.LOCK_EX)
             if not _is_open_file_at(file, temporary):
                 continue  # the process that held the lock has published the file, or has given up
@@ -144,6 +148,7 @@ def wrap_disk_errors(subject: str, directory: Path) -> Iterator[None]:
     """Turn errors of the disk of `directory` into a DataError about `subject`; pass on errors of a bucket."""
     try:
         yield
+    # A bucket that does not answer is infrastructure (exit code 76), not a disk that a person must look at.
     except StorageError:
         raise
     except OSError as error:
@@ -261,6 +266,7 @@ def read_file(file: File, start: int, stop: int) -> bytes:
     size = stop - start
     opened = _open_file(file)  # the local reference keeps the descriptor open if the cache of open files drops it
     try:
+        # `pread` takes the offset with it, so threads can share one descriptor. It may return less than requested.
         content = os.pread(opened.fileno(), size, start)
         while len(content) < size and (more := os.pread(opened.fileno(), size - len(content), start + len(content))):
             content += more
@@ -316,6 +322,7 @@ def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
     lock = threading.Lock()
 
     def work() -> None:
+        # After the first error the threads take no further calls, so the caller learns of it soon.
         while not errors:
             with lock:
                 index = next(waiting, None)
@@ -327,6 +334,7 @@ def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
                 errors[index] = error
 
     threads = [threading.Thread(target=work, name="range", daemon=True) for _ in range(min(NUM_REQUESTS, len(calls)))]
+    # A single call needs no thread.
     if len(threads) == 1:
         work()
     else:

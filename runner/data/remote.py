@@ -112,6 +112,8 @@ class RangeCache:
             return
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            # All processes of the host write to the same file without a lock: the checksum of a slot detects
+            # collisions.
             descriptor = os.open(directory / RANGES_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._file = os.fdopen(descriptor, "r+b", buffering=0)
             self._num_slots = _resize(self._file, max_bytes) // (HEADER_BYTES + slot_bytes)
@@ -131,6 +133,7 @@ class RangeCache:
             head = _HEAD.pack(last - first, key)
             if len(found) != HEADER_BYTES + last - first or found[_CHECKSUM.size : HEADER_BYTES] != head:
                 return None
+            # The key matched, so only a torn or damaged slot fails here.
             if _CHECKSUM.unpack_from(found)[0] != google_crc32c.value(found[_CHECKSUM.size :]):
                 return None
             pieces.append(found[HEADER_BYTES:])
@@ -143,6 +146,7 @@ class RangeCache:
             return
         for first, last in self._split(start, stop):
             slot, key = self._locate_slot(name, first, last)
+            # Checksum and content go in one write, which readers see whole or recognise as torn.
             body = _HEAD.pack(last - first, key) + content[first - start : last - start]
             try:
                 os.pwrite(self._file.fileno(), _CHECKSUM.pack(google_crc32c.value(body)) + body, slot)
@@ -202,6 +206,7 @@ class FileCopies:
     def make_room(self, wanted: Sequence[DerivedFile]) -> None:
         """Lock the source's directory, and remove copies of unused sources until `wanted` fits."""
         with wrap_disk_errors(self._label, self._root), self._lock:
+            # The lock is taken once and held until the process ends, because a reader may open its files at any time.
             if self._descriptor is None:
                 self._descriptor = self._lock_directory({derived.name for derived in wanted})
             os.utime(self._directory)  # its time says when the source was last opened
@@ -213,8 +218,10 @@ class FileCopies:
                 bound = (disk.f_bavail * disk.f_frsize + _measure(self._root)) // FREE_SHARE
             need = sum(derived.size_bytes for derived in wanted)
             for path in sorted(others, key=_get_last_opened):
+                # Nothing is removed for a source that would not fit even alone.
                 if need + sum(others.values()) > bound >= need and _remove_unused(path):
                     del others[path]
+            # Whatever remains is in use by other processes.
             if need + sum(others.values()) > bound:
                 raise DataError(
                     f"{self._label}: is read from whole copies on this host's disk, which need {need:,} bytes beside "
@@ -260,6 +267,8 @@ class FileCopies:
                 for path in self._directory.iterdir():
                     if path.name.removesuffix(".json") not in names:
                         path.unlink()
+            # A process holds its exclusive lock only while it removes leftovers; the shared one says that it reads the
+            # source.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._directory.stat()):
@@ -355,12 +364,14 @@ class BucketReader:
                     for start in range(first, stop, REQUEST_BYTES_MAX)
                 ]
             )
+        # All requests of all groups run at the same time, because each waits for the network.
         contents = iter(self.fetch([request for pieces in requests for request in pieces]))
         for group, pieces in zip(groups, requests, strict=True):
             content, first = b"".join(next(contents) for _ in pieces), ranges[group[0]].start
             for index in group:
                 file, start, stop = ranges[index]
                 piece = content[start - first : stop - first]
+                # The cache takes the range as it was requested, which is how the next attempt will look for it.
                 self._cache.put(_in_bucket(file).versioned_url, start, stop, piece)
                 found[index] = piece
         return [content for content in found if content is not None]
@@ -369,6 +380,7 @@ class BucketReader:
         """Return the objects at these URLs, by one listing."""
         names = [place.removeprefix(f"{self._store.url}/") for place in places]
         with wrap_source_errors(self._source):
+            # One listing of the common prefix is cheaper than a request for each object.
             prefix = os.path.commonprefix(names)  # noqa: RUF071 - the common characters, not a directory
             listing = self._store.list_files(prefix) if names else {}
         return [make_bucket_file(self._store.url, name, listing[name]) if name in listing else None for name in names]

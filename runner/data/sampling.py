@@ -58,6 +58,7 @@ def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length
     """
     assert 0 <= validation_fraction < 1
     assert sequence_length > 0
+    # The boundary is part of a run's identity: the rounding of this expression must never change.
     num_train_tokens = int(num_tokens * (1 - validation_fraction))
     train = TokenSplit(0, num_train_tokens, sequence_length)
     validation = TokenSplit(num_train_tokens, num_tokens - num_train_tokens, sequence_length)
@@ -90,6 +91,7 @@ class ShuffledOrder(Sequence[int]):
         return sys.maxsize
 
     def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        # grain computes any element on request; the cached epoch below only saves time and gives the same order.
         if self.num_windows > FEW_WINDOWS:
             return self._shuffled[index]
         epoch, place = divmod(index, self.num_windows)
@@ -129,6 +131,7 @@ class LocalShuffle(Sequence[int]):
         self.batch_examples = batch_examples
         self._num_examples, self._block_examples, self._seed = num_examples, block_examples, seed
         self._num_blocks = num_examples // block_examples
+        # A source with a small share of a mixture may have less than one example in a step on average.
         num_slots = max(1, round(batch_examples))
         slot_blocks = -(-GROUP_BLOCKS // num_slots)
         self._slot_examples = slot_blocks * block_examples
@@ -148,6 +151,7 @@ class LocalShuffle(Sequence[int]):
         group, place = divmod(place, self._group_examples)
         first = group * self._group_examples
         size = min(self._group_examples, self._num_examples - first)
+        # The rank by slot turns the order of the stream into runs of examples that belong to one slot.
         slot, place = divmod(self._rank(index - place, size, place), self._slot_examples)
         begin = slot * self._slot_examples
         place = int(self._permutation(epoch, group, slot, min(self._slot_examples, size - begin))[place])
@@ -183,6 +187,7 @@ def floor_sum(count: int, divisor: int, factor: int, offset: int) -> int:
 
 def make_permutation(seed: int, epoch: int, group: int, slot: int, size: int) -> np.ndarray:
     """Return a permutation of the numbers below `size` that is the same in every version of numpy."""
+    # The raw output of Philox is specified, whereas `Generator.permutation` may change between versions of numpy.
     key = hashlib.sha256(f"{seed} {epoch} {group} {slot}".encode()).digest()
     return np.argsort(np.random.Philox(key=np.frombuffer(key[:16], "<u8")).random_raw(size), kind="stable")
 
@@ -205,6 +210,7 @@ class Mixture:
     """Sources in fixed proportions. `weights` are positive, one for each source, and need not add up to one."""
 
     def __init__(self, weights: Sequence[float]):
+        # Fractions of the decimal text make the shares exact, so that no rounding accumulates over a long run.
         exact = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(weight.denominator for weight in exact))
         self._parts = [int(weight * scale) for weight in exact]
@@ -232,6 +238,7 @@ class Mixture:
         before = self.count_examples(first)
         for index in range(count):
             after = self.count_examples(first + index + 1)
+            # Exactly one count rises with each example: that of its source.
             source = next(place for place, (old, new) in enumerate(zip(before, after, strict=True)) if old < new)
             sources[index], numbers[index] = source, before[source]
             before = after

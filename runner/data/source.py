@@ -103,6 +103,7 @@ class CheckedSource(Source):
 
     def __init__(self, source: Source, name: str) -> None:
         self._source, self._name = source, name
+        # Both are read once, so that a source that drifts is compared with what it said at the start.
         self._vocabulary_size = int(source.vocabulary_size)
         self._fingerprint = source.fingerprint
         if not isinstance(self._fingerprint, str) or not self._fingerprint:
@@ -168,6 +169,7 @@ class CheckedSource(Source):
                 f"document_ends({start}, {stop}) gave {ends[:4].tolist()}..., needs ascending positions above "
                 f"{start} and up to {stop}"
             )
+        # Positions exceed 32 bits in large sources, whatever integer type the source returns.
         return ends.astype(np.int64, copy=False)
 
     def check(self) -> None:

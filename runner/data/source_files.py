@@ -135,6 +135,7 @@ def find_source(name: str) -> SourceFiles | BucketFiles:
         raise DataError(f"data.source={name}: is a device, a pipe or a socket; needs a file")
     if not paths:
         raise DataError(f"data.source={name}: no file matches{suggest_path(name)}")
+    # A format of another tool is recognised before suffixes, because `.idx` files are neither text nor ids here.
     format_name = _get_format(paths) or ("mds" if all(map(_is_mds_index, paths)) else None)
     holds_tokens = format_name is not None or _hold_tokens(name, paths)
     return SourceFiles(name, tuple(map(describe_file, paths)), holds_tokens, format_name)
@@ -149,6 +150,7 @@ def _find_in_bucket(name: str) -> BucketFiles:
         store = open_store(url)
         listing = store.list_files(get_glob_prefix(patterns))
         exact = "/".join(patterns)
+        # A directory of MDS is named by its prefix, so its index counts as an exact match, too.
         names = match_objects(patterns, listing, (exact, f"{exact}/{INDEX}"))
         if not names:
             if any(found.startswith(f"{exact}/") for found in listing):
@@ -182,6 +184,7 @@ def find_corpus(name: str) -> str | None:
         index = Path(path) / INDEX if os.path.isdir(path) else Path(path)
         return str(index.parent) if index.name == INDEX and index.is_file() and not _is_mds_index(index) else None
     directory = directory if last == INDEX else name.rstrip("/")
+    # A glob or a token file is no corpus, and asking the bucket would cost a request.
     if glob.has_magic(directory) or PurePath(directory).suffix in TOKEN_SUFFIXES:
         return None
     with wrap_source_errors(name):
@@ -243,6 +246,7 @@ def split_url_glob(name: str) -> tuple[str, list[str]]:
     """
     scheme, _, rest = name.partition("://")
     parts = rest.rstrip("/").split("/")
+    # The store is opened at the longest prefix without a glob, which keeps the listing short.
     num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), max(len(parts) - 1, 1))
     if num_fixed == 0:
         raise DataError(f"{name}: the name of a bucket cannot hold *, ? or [; needs {scheme}://BUCKET/NAME")
@@ -267,6 +271,7 @@ def matches_glob(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     """Return True if a name matches a glob part by part: `**` is any number of parts, `*` matches no hidden one."""
     if not patterns:
         return not parts
+    # `**` may match no part at all; at the end of a pattern it matches any name.
     if patterns[0] == "**" and matches_glob(parts, patterns[1:] or ["*"]):
         return True
     if not parts or (parts[0].startswith(".") and not patterns[0].startswith(".")):

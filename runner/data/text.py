@@ -103,6 +103,7 @@ def load_text(
         DataError: a file cannot be read, or the copies do not fit.
         OSError: the bucket does not answer.
     """
+    # Everything that the ids depend on is part of the key.
     key = cache_key(f"{tokenizer_name}{separator.hex()}", source.files)
     record = read_record(cache_directory, key)
     text = _open_cached(cache_directory, record) if record is not None else None
@@ -144,6 +145,7 @@ def tokenise(
     tokenizer: Tokenizer
     if tokenizer_name == "bytes":
         num_separators = max(len(files) - 1, 0)
+        # A byte is a token, so the sizes of the files give the number of ids without a first pass.
         num_tokens = sum(file.size_bytes for file in files) + num_separators * len(separator)
         tokenizer = ByteTokenizer()
     else:
@@ -175,6 +177,7 @@ def _open_cached(directory: Path, record: JsonObject) -> TokenisedText | None:
         ids = np.memmap(path, tokenizer.dtype, mode="r", offset=offset_bytes, shape=(num_tokens,))
     except OSError:
         return None
+    # A damaged array would be trained on without notice, so it is verified where that is cheap.
     if ids.nbytes <= VERIFIED_BYTES_MAX and hashlib.sha256(ids.data).hexdigest() != record["sha256"]:
         return None
     return TokenisedText(ids, tokenizer, record["sha256"], np.array(record["ends"], np.int64))

@@ -65,6 +65,7 @@ def count_ids(file: File, dtype: np.dtype) -> int:
 def parse_npy(file: File, head: bytes) -> tuple[np.dtype, int, int]:
     """Return dtype, number and byte offset of the ids from the first bytes of a `.npy` file. Raises DataError."""
     stream = io.BytesIO(head)
+    # An `.npz` that was renamed gets a message of its own, because it is a common mistake.
     if head.startswith(ZIP_MAGIC):
         raise DataError(f"{file}: needs a 1-D array of integers, holds an archive of arrays")
     try:
@@ -157,6 +158,7 @@ class DocumentFile(TokenFile):
     def find_documents(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first document that has one of the tokens `start .. stop`, and the one after the last."""
         assert start < stop
+        # `side="right"` skips empty documents, whose bounds are equal.
         first, last = np.searchsorted(self.bounds, [start, stop - 1], side="right") - 1
         return int(first), int(last) + 1
 
@@ -209,6 +211,7 @@ class TokenSequence:
         self.parts = [part for part in parts if len(part)]
         self._ends = list(itertools.accumulate(map(len, self.parts)))
         self._bounds = np.array([0, *self._ends])
+        # Parts of one dtype are read without a conversion; mixed ones are read as int64, which holds all ids.
         dtypes = {part.dtype for part in self.parts}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
         self._files = [part for part in self.parts if isinstance(part, TokenFile)]
@@ -231,8 +234,8 @@ class TokenSequence:
         starts = np.asarray(starts, np.int64)
         found = self._gather(starts, length)
         if self.id_limit is not None and (index := find_invalid_id(found.ravel(), self.id_limit)) is not None:
-            row, column = divmod(index, length)
-            raise self._make_id_error(int(found[row, column]), int(starts[row]) + column, self.id_limit)
+            number, offset = divmod(index, length)
+            raise self._make_id_error(int(found[number, offset]), int(starts[number]) + offset, self.id_limit)
         return found
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
@@ -256,6 +259,7 @@ class TokenSequence:
         for (start, _), ids in zip(ranges, found, strict=True):
             if (index := find_invalid_id(ids, self.id_limit)) is not None:
                 raise self._make_id_error(int(ids[index]), start + index, self.id_limit)
+        # The check over everything failed, so one of the ranges must have failed.
         raise AssertionError("an invalid id is in one of the ranges")
 
     def _gather(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -267,9 +271,9 @@ class TokenSequence:
         parts = np.searchsorted(self._bounds, starts, side="right") - 1
         is_within_part = starts + length <= self._bounds[parts + 1]
         pieces: list[IdSlice] = []
-        rows = zip(parts.tolist(), (starts - self._bounds[parts]).tolist(), is_within_part.tolist(), out, strict=True)
-        for part, offset, is_whole, row in rows:
-            pieces += [IdSlice(part, offset, row)] if is_whole else self._split(part, offset, row)
+        offsets = (starts - self._bounds[parts]).tolist()
+        for part, offset, is_whole, target in zip(parts.tolist(), offsets, is_within_part.tolist(), out, strict=True):
+            pieces += [IdSlice(part, offset, target)] if is_whole else self._split(part, offset, target)
         self._fill(pieces)
         return out
 
@@ -287,6 +291,7 @@ class TokenSequence:
         that a bucket answers them at the same time.
         """
         requested: list[tuple[TokenFile, int, np.ndarray]] = []
+        # Pieces of one part are read together. The sort is stable, so their order within a part stays.
         for index, group in itertools.groupby(sorted(pieces, key=lambda piece: piece.part), lambda piece: piece.part):
             part, targets = self.parts[index], [(offset, out) for _, offset, out in group if len(out)]
             if isinstance(part, np.ndarray) or not part.has_byte_ranges:
@@ -329,6 +334,7 @@ class TokenSequence:
             for part in self.parts_between(start, stop)
             for before in [int(self._bounds[part])]
         ]
+        # The empty array makes the concatenation below valid when no part is touched.
         found = [np.empty(0, np.int64)]
         for (part, *range_), ends in zip(wanted, self.read_many_part_ends(wanted), strict=True):
             low, high = np.searchsorted(ends, range_, side="right")
@@ -373,6 +379,7 @@ class TokenSequence:
         block_tokens = min(PROBE_BLOCK_BYTES // max(part.dtype.itemsize for part in self.parts), len(self))
         num_blocks = min(PROBE_BLOCKS, -(-len(self) // block_tokens))
         starts = [(len(self) - block_tokens) * i // max(num_blocks - 1, 1) for i in range(num_blocks)]
+        # The digest is taken before the ids are checked: it must not depend on a vocabulary.
         digest.update(self._gather(np.array(starts, np.int64), block_tokens).astype("<i8").data)
         return digest.hexdigest()
 
@@ -410,6 +417,7 @@ class TokenFiles(TokenSequence, Source):
         self._cache_directory = cache_directory
         self._is_in_bucket = any(part.reader.is_remote for part in self._files)
         self._given_range: IdRange | None = None
+        # A scan is cheap for few ids on a disk, and finds an invalid id before the first step.
         if self._is_in_bucket or len(self) > SCANNED_TOKENS_MAX:
             self.id_limit = trusted_vocabulary_size
 
@@ -473,6 +481,7 @@ class DocumentFiles(TokenFiles):
         """Digest of sizes, dtypes, a sample of the ids, and the end of each document."""
         digest = hashlib.sha256(self.probe().encode())
         for file in self._document_files:
+            # Empty documents are left out, because they change nothing in what a model sees.
             ends = file.bounds[1:][np.diff(file.bounds) > 0].astype("<i8")
             digest.update(f"{len(ends)}\n".encode())
             digest.update(ends.data)
@@ -526,6 +535,7 @@ def _looks_like_halves(file: TokenFile) -> bool:
     if len(file) < 2 * HALVES_PAIRS_MIN:
         return False
     block = min(len(file), HALVES_BLOCK_TOKENS) // 2 * 2
+    # The blocks begin at even positions, so that low and high halves stay apart.
     starts = {(len(file) - block) * i // (HALVES_BLOCKS - 1) // 2 * 2 for i in range(HALVES_BLOCKS)}
     pairs = TokenSequence([file]).read_many(sorted(starts), block).reshape(-1, 2)
     low, high = pairs.max(axis=0)
@@ -534,6 +544,7 @@ def _looks_like_halves(file: TokenFile) -> bool:
 
 def scan_cached(tokens: TokenSequence, cache_directory: Path) -> IdRange:
     """Return `tokens.scan()` of token files, from the cache if these files have been scanned before."""
+    # The encoding is part of the key: one file read as other ids has another range.
     files = [part for part in tokens.parts if not isinstance(part, np.ndarray)]
     key = cache_key("-".join(["ids", *sorted({part.encoding for part in files})]), [part.file for part in files])
     record = read_record(cache_directory, key)

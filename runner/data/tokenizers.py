@@ -83,6 +83,7 @@ class CharacterTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of the text. Raises `DataError` for a character outside the vocabulary."""
         code_points = _code_points(text)
+        # A character that is unknown finds its neighbour, and the comparison below detects it.
         ids = np.minimum(np.searchsorted(self._code_points, code_points), self.vocabulary_size - 1)
         unknown = code_points[self._code_points[ids] != code_points]
         if unknown.size:
@@ -236,6 +237,7 @@ class HuggingFaceTokenizer(_TextTokenizer):
             raise DataError(f"is no tokenizer.json: {error}") from error
         except Exception as error:  # the library raises nothing more specific
             raise DataError(f"is no tokenizer.json: {format_reason(error)}") from error
+        # A file may switch on padding and truncation, which would put ids into a corpus that its text does not have.
         self._library.no_padding()
         self._library.no_truncation()
         self.vocabulary_size = max(self.list_tokens().values(), default=-1) + 1
@@ -262,6 +264,7 @@ class HuggingFaceTokenizer(_TextTokenizer):
         ]
 
     def _decode(self, ids: list[int]) -> str:
+        # A special token that the model writes is shown.
         return str(self._library.decode(ids, skip_special_tokens=False))
 
     def list_tokens(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""A run's weights at work, for whoever only looks: text from them, and their loss on data. Claims and writes nothing.
+"""Inference on a run's weights, read-only: text from them, and their loss on data. Claims no attempt, writes nothing.
 
-- `open_run`: From the directory of a run to its job, which is never run, and to the weights of one of its steps
-- `evaluate`: The loss of a run's weights on sets of examples: over all tokens, and over all bytes of their text
-- `harness`: A run's weights as a model of lm-evaluation-harness, for its own tasks (`pip install 'runner[lm-eval
-- `sample`: Text from a run's model, as it comes
+- `open_run`: from the directory of a run to its job, which never runs, and the weights of its checkpoints
+- `evaluate`: loss of checkpoints on validation sets or any source, per token and per byte
+- `harness`: a run's weights as a model of lm-evaluation-harness
+- `sample`: text from a run's model
 """

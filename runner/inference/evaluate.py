@@ -1,11 +1,8 @@
-"""The loss of a run's weights on sets of examples: over all tokens, and over all bytes of their text.
+"""Loss of a run's checkpoints on its own validation sets or on any source, per token and per byte of text.
 
-By the run's own `val_step`, so that on its own validation sets, on as many devices, the loss is that of its rows, bit
-for bit. Everything is called on every host of the command, which need not be as many as the run has.
-
-What weights are scored on: a run's own validation sets, or any source.
-
-The score of one step of a run, or of all, on data of the run's or of one's own.
+The loss comes from the run's own `val_step`. On the run's own validation sets and on as many devices it is therefore
+bit-identical to the loss in the rows of `metrics.jsonl`. Everything is called on every host of the command, which need
+not have as many hosts as the run.
 """
 
 import functools
@@ -36,190 +33,21 @@ from runner.spec.document import parse_yaml
 from runner.storage import JsonObject
 from runner.train.batch_layout import BatchLayout
 from runner.train.evaluators import Validation, ValidationSet, ValidationSize
-from runner.trainer import BaseTrainer
 
-DATA_SET = "data"  # the set that the command line names
-
-
-def load_evaluation_data(run: ReadOnlyRun, named: TokenSource | None) -> EvaluationData:
-    """All of a source, or of the run's own validation sets as many examples as the run looks at. On every host.
-
-    Raises `InvalidError` if there is nothing to score, or if the ids of the source mean something else to the run.
-    """
-    job = run.job
-    data = job.config.data
-    if named is not None:
-        language = load_codec_or_reason(named, data)
-        _refuse_another(language, job, named)
-        return EvaluationData(
-            load_validation_set(data, DATA_SET, named, vocabulary_size=job.vocabulary_size), {DATA_SET: language}
-        )
-    dataset = job.dataset
-    dataset.validate_vocabulary(job.vocabulary_size)
-    if not dataset.validation:
-        raise InvalidError(f"{run.store.url}: its spec keeps no validation set; name a source with --data")
-    return select_run_data(dataset, job.config)
-
-
-def _refuse_another(found: TextCodec | str, job: BaseTrainer, named: TokenSource) -> None:
-    """Raise `DataError` if the ids of a source are known to mean something else than those that the run trains on."""
-    try:
-        own = load_data_codec(job.config.data)
-    except DataError:
-        return
-    if isinstance(found, TextCodec) and found.kind != own.kind:
-        raise DataError(
-            f"--data {named.source}: its tokens are of another tokenizer ({found.kind.get('kind')}) than those of the "
-            f"run ({own.kind.get('kind')}); tokenise it with the run's"
-        )
-
-
-_LARGEST_EXPONENT = 700.0  # a double ends soon behind
-_STRETCH_BATCHES = 64  # whose losses are added up in float32, as those of a row; stretches are in float64
-
-
-@dataclass(frozen=True)
-class Score:
-    """The summed loss in nats of one step's weights, and the number of tokens, by set; figures of tasks by name."""
-
-    step: int
-    sums: Mapping[str, tuple[float, float]]
-    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-
-class Scorer:
-    """Scores checkpoints of `run` on all validation sets of `dataset`. Made on every host, and then asked there.
-
-    With `asks` they are asked the questions of the run's `eval.multiple_choice`, too.
-    """
-
-    def __init__(self, run: ReadOnlyRun, dataset: Dataset, weights: str = PARAMS, asks: bool = False):
-        self._run, self._dataset, self._weights, job = run, dataset, weights, run.job
-        mesh = _mesh_here(run)
-        self._layout = _lay_out(run, mesh, dataset.fields)
-        train_setup = job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed))
-        self._abstract = job.weights(train_setup.abstract_state)
-        self._validation = Validation(
-            train_setup.abstract_state,
-            lambda abstract: train_setup.compile_val(job.val_step, abstract, self._layout),
-            (),
-            lambda: False,
-        )
-        self._tasks = job.evaluation_tasks.make_multiple_choices(make_evaluation_context(run)[0]) if asks else []
-
-    def score(self, checkpoint: str) -> Score:
-        """The score of one checkpoint, by the name that `ReadOnlyRun.find` gives.
-
-        Raises as `ReadOnlyRun.weights` does.
-        """
-        step, weights = parse_step(checkpoint), self._run.load_weights(checkpoint, self._abstract, self._weights)
-        state = self._validation.make_val_state(weights, step)
-        found = {}
-        for name in self._dataset.validation:
-            loss_sum = num_tokens = 0.0
-            for stretch in self._stretches(name):
-                sums = self._validation.sum(state, stretch)
-                assert sums is not None, "nobody asks it to stop"
-                loss_sum, num_tokens = loss_sum + sums.loss, num_tokens + sums.num_tokens
-            found[name] = loss_sum, num_tokens
-        return Score(step, found, {task.name: task.score(weights) or {} for task in self._tasks})
-
-    def _stretches(self, name: str) -> Iterator[ValidationSet]:
-        num_batches = -(-self._dataset.validation[name].num_examples // self._layout.global_batch_examples)
-        for first in range(0, num_batches, _STRETCH_BATCHES):
-            number = min(_STRETCH_BATCHES, num_batches - first)
-            yield ValidationSet(name, number, functools.partial(self._batch, name, first))
-
-    def _batch(self, name: str, first: int, index: int) -> dict[str, jax.Array]:
-        return self._layout.batch(self._dataset, name, first + index)
-
-
-def make_evaluation_context(run: ReadOnlyRun) -> tuple[EvaluationContext, Any]:
-    """Where the run's model is asked on the devices at hand, and the abstract weights that it needs there."""
-    job, mesh = run.job, _mesh_here(run)
-    layout = _lay_out(run, mesh, get_batch_fields(job.config.data))
-    abstract = job.weights(job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed)).abstract_state)
-    size = layout.micro_batch_examples
-    return EvaluationContext(job.model(), mesh, size, job.vocabulary_size, lambda: False), abstract
-
-
-def _mesh_here(run: ReadOnlyRun) -> Mesh:
-    """The run's own mesh if it fits on the devices at hand, else weights and batch cut over all of them."""
-    number, mesh = jax.device_count(), run.job.topology.mesh
-    sizes = (
-        resolve_mesh_sizes(mesh, number)
-        if is_mesh_possible(mesh, number)
-        else dict.fromkeys(AXES, 1) | {"fsdp": number}
-    )
-    return make_mesh(sizes)
-
-
-def _lay_out(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLayout:
-    """The run's own global batch, or the next larger one that divides over these devices; micro-batches no larger."""
-    train, shards = run.job.config.train, count_batch_shards(mesh)
-    share = -(-train.global_batch_examples // shards)
-    most = share if train.micro_batch_examples == "auto" else int(train.micro_batch_examples)
-    micro = max(size for size in range(1, share + 1) if share % size == 0 and size <= max(1, most))
-    is_ordered = train.same_bits_devices is not None
-    return BatchLayout(mesh, share * shards, micro, run.job.config.data.sequence_length, fields, is_ordered)
-
-
-def make_record(score: Score, sizes: Mapping[str, ValidationSize]) -> JsonObject:
-    """The figures of a step: those of all its tokens, whose loss is `val/loss` of a row, and those of each set."""
-    sets = {name: _figures(*sums, _bytes_of(sizes[name], sums[1])) for name, sums in score.sums.items()}
-    loss_sum, num_tokens = (sum(sums) for sums in zip(*score.sums.values(), strict=True))
-    known = [figures["bytes"] for figures in sets.values()]
-    all_sets = _figures(loss_sum, num_tokens, None if None in known else sum(known))
-    return {"step": score.step, **all_sets, "sets": sets} | ({"tasks": dict(score.tasks)} if score.tasks else {})
-
-
-def _bytes_of(size: ValidationSize, num_tokens: float) -> int | None:
-    """The bytes of a set's text, if the loss is of just its targets: a job's own may leave some out."""
-    return size.num_bytes if size.num_targets == num_tokens else None
-
-
-def _figures(loss_sum: float, num_tokens: float, num_bytes: int | None) -> JsonObject:
-    """What is not finite, or not known, is null."""
-    loss = loss_sum / (num_tokens or 1.0)
-    perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
-    found = {"loss": loss, "perplexity": perplexity, "loss_per_byte": loss_sum / num_bytes if num_bytes else math.nan}
-    finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    tokens = int(num_tokens) if num_tokens.is_integer() else num_tokens  # weights need not add up to a whole number
-    return finite | {"tokens": tokens, "bytes": num_bytes}
-
-
-def format_record(record: JsonObject) -> list[str]:
-    """For a person: a line for all sets, and before it one for each if there are several; then one for each task."""
-    sets = record["sets"] if len(record["sets"]) > 1 else {}
-    named = [*((name, figures) for name, figures in sets.items()), ("", record)]
-    step = " ".join(["step", str(record["step"]), *([record["weights"]] if "weights" in record else [])])
-    lines = [f"{step}{f' {name}' if name else ''}: {_line(figures)}" for name, figures in named]
-    for name, figures in record.get("tasks", {}).items():
-        numbers = ", ".join(f"{key} {value:.4f}" for key, value in figures.items())
-        lines.append(f"{step} {name}: {numbers}")
-    return lines
-
-
-def _line(figures: JsonObject) -> str:
-    if figures["loss"] is None:
-        return f"loss is not finite ({figures['tokens']:,.0f} tokens)"
-    parts = [f"loss {figures['loss']:.6f} nats a token"]
-    if figures["perplexity"] is not None:
-        parts.append(f"perplexity {figures['perplexity']:.4f}")
-    if figures["loss_per_byte"] is not None:
-        parts.append(f"{figures['loss_per_byte']:.6f} nats a byte")
-    size = f"{figures['tokens']:,.0f} tokens" + (f", {figures['bytes']:,} bytes" if figures["bytes"] else "")
-    return f"{', '.join(parts)} ({size})"
-
-
+DATA_SET = "data"  # name of the set that the command line gives
 FOLLOW_SECONDS = 10.0
+_LARGEST_EXPONENT = 700.0  # exp of slightly more overflows a double
+_STRETCH_BATCHES = 64  # batches whose losses are added in float32, as for a row; stretches are added in float64
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is asked for: the score on `data`, or else on the run's own sets, of `step`, or else (None) of all.
+    """Request for the score of checkpoints.
 
-    `weights` are those that are trained, or an average such as `ema_0.999`.
+    Attributes:
+        data: source to score on; None for the run's own validation sets.
+        step: number of a step, `newest` or `best`; None for all steps.
+        weights: `params`, or an average such as `ema_0.999`.
     """
 
     data: TokenSource | None = None
@@ -228,17 +56,185 @@ class EvaluationRequest:
 
 
 def parse_source(text: str) -> TokenSource:
-    """A source as `config.data.validation` takes it: its name, or a mapping. Raises `SpecError`."""
+    """Parse the value of `--data`, a name or a mapping as in `config.data.validation`. Raises `SpecError`."""
     place = SpecLocation("--data")
     given = parse_yaml(text, lambda line: place)[0] if text.startswith("{") else {"source": text}
     return validate_config(Document({"config": given}, {(): place, ("config",): place}), TokenSource)
 
 
-def evaluate(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts) -> Iterator[JsonObject]:
-    """The record of each step, on the main host; nothing on the others. To be read to its end on every host.
+def load_evaluation_data(run: ReadOnlyRun, named: TokenSource | None) -> EvaluationData:
+    """Load a whole source, or as many examples of the run's own validation sets as the run evaluates.
 
-    Of all steps one that the run deletes meanwhile is left out, and told. Raises `InvalidError`.
+    Called on every host.
+
+    Raises:
+        InvalidError: the run has no validation set.
+        DataError: the ids of the source are known to be of another tokenizer than the run's.
     """
+    job = run.job
+    data = job.config.data
+    if named is None:
+        dataset = job.dataset
+        dataset.validate_vocabulary(job.vocabulary_size)
+        if not dataset.validation:
+            raise InvalidError(f"{run.store.url}: its spec keeps no validation set; name a source with --data")
+        return select_run_data(dataset, job.config)
+    codec = load_codec_or_reason(named, data)
+    try:
+        run_codec: TextCodec | None = load_data_codec(data)
+    except DataError:  # the tokenizer of the run is not known, so nothing can be compared
+        run_codec = None
+    if isinstance(codec, TextCodec) and run_codec is not None and codec.kind != run_codec.kind:
+        raise DataError(
+            f"--data {named.source}: its tokens are of another tokenizer ({codec.kind.get('kind')}) than those of the "
+            f"run ({run_codec.kind.get('kind')}); tokenise it with the run's"
+        )
+    dataset = load_validation_set(data, DATA_SET, named, vocabulary_size=job.vocabulary_size)
+    return EvaluationData(dataset, {DATA_SET: codec})
+
+
+@dataclass(frozen=True)
+class Score:
+    """Score of one step's weights.
+
+    Attributes:
+        sums: summed loss in nats and number of tokens, by validation set.
+        tasks: metrics of tasks, by name.
+    """
+
+    step: int
+    sums: Mapping[str, tuple[float, float]]
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+class Scorer:
+    """Scorer of checkpoints of `run` on all validation sets of `dataset`. Made and called on every host.
+
+    With `has_tasks` the questions of the run's `eval.multiple_choice` are answered, too.
+    """
+
+    def __init__(self, run: ReadOnlyRun, dataset: Dataset, weights: str = PARAMS, has_tasks: bool = False):
+        self._run, self._dataset, self._weights, job = run, dataset, weights, run.job
+        mesh = _make_mesh(run)
+        self._layout = _make_batch_layout(run, mesh, dataset.fields)
+        train_setup = job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed))
+        self._abstract = job.weights(train_setup.abstract_state)
+        self._validation = Validation(
+            train_setup.abstract_state,
+            lambda abstract: train_setup.compile_val(job.val_step, abstract, self._layout),
+            (),
+            lambda: False,
+        )
+        self._tasks = job.evaluation_tasks.make_multiple_choices(make_evaluation_context(run)[0]) if has_tasks else []
+
+    def score(self, checkpoint: str) -> Score:
+        """Return the score of a checkpoint from `ReadOnlyRun`. Raises as `ReadOnlyRun.load_weights` does."""
+        step, weights = parse_step(checkpoint), self._run.load_weights(checkpoint, self._abstract, self._weights)
+        # `val_step` takes a train state; this one holds these weights and no optimizer state.
+        state = self._validation.make_val_state(weights, step)
+        sums_by_set = {}
+        for name, examples in self._dataset.validation.items():
+            num_batches = -(-examples.num_examples // self._layout.global_batch_examples)
+            loss_sum = num_tokens = 0.0
+            for first in range(0, num_batches, _STRETCH_BATCHES):
+                stretch = ValidationSet(
+                    name, min(_STRETCH_BATCHES, num_batches - first), functools.partial(self._load_batch, name, first)
+                )
+                sums = self._validation.sum(state, stretch)
+                assert sums is not None, "a command is never asked to stop"
+                loss_sum, num_tokens = loss_sum + sums.loss, num_tokens + sums.num_tokens
+            sums_by_set[name] = loss_sum, num_tokens
+        return Score(step, sums_by_set, {task.name: task.score(weights) or {} for task in self._tasks})
+
+    def _load_batch(self, name: str, first: int, index: int) -> dict[str, jax.Array]:
+        return self._layout.batch(self._dataset, name, first + index)
+
+
+def make_evaluation_context(run: ReadOnlyRun) -> tuple[EvaluationContext, Any]:
+    """Return the context of the run's model on the available devices, and its abstract weights there."""
+    job, mesh = run.job, _make_mesh(run)
+    layout = _make_batch_layout(run, mesh, get_batch_fields(job.config.data))
+    abstract = job.weights(job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed)).abstract_state)
+    size = layout.micro_batch_examples
+    return EvaluationContext(job.model(), mesh, size, job.vocabulary_size, lambda: False), abstract
+
+
+def _make_mesh(run: ReadOnlyRun) -> Mesh:
+    """Return the run's own mesh if it is possible on the available devices, else FSDP over all of them."""
+    num_devices, mesh = jax.device_count(), run.job.topology.mesh
+    if is_mesh_possible(mesh, num_devices):
+        return make_mesh(resolve_mesh_sizes(mesh, num_devices))
+    return make_mesh(dict.fromkeys(AXES, 1) | {"fsdp": num_devices})
+
+
+def _make_batch_layout(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLayout:
+    """Return the run's global batch, or the next larger one that these devices divide; micro-batches are no larger."""
+    train, num_shards = run.job.config.train, count_batch_shards(mesh)
+    shard_examples = -(-train.global_batch_examples // num_shards)
+    largest = shard_examples if train.micro_batch_examples == "auto" else int(train.micro_batch_examples)
+    micro_batch = max(
+        size for size in range(1, shard_examples + 1) if shard_examples % size == 0 and size <= max(1, largest)
+    )
+    is_ordered = train.same_bits_devices is not None
+    length = run.job.config.data.sequence_length
+    return BatchLayout(mesh, shard_examples * num_shards, micro_batch, length, fields, is_ordered)
+
+
+def make_record(score: Score, sizes: Mapping[str, ValidationSize]) -> JsonObject:
+    """Return the metrics of a step over all tokens, whose loss is `val/loss` of a row, and those of each set."""
+    sets = {}
+    for name, (loss_sum, num_tokens) in score.sums.items():
+        # The bytes are known only if the loss covers exactly the targets of the set; a job's own loss may omit some.
+        size = sizes[name]
+        sets[name] = _compute_metrics(loss_sum, num_tokens, size.num_bytes if size.num_targets == num_tokens else None)
+    loss_sum, num_tokens = (sum(sums) for sums in zip(*score.sums.values(), strict=True))
+    num_bytes = [metrics["bytes"] for metrics in sets.values()]
+    total = _compute_metrics(loss_sum, num_tokens, None if None in num_bytes else sum(num_bytes))
+    return {"step": score.step, **total, "sets": sets} | ({"tasks": dict(score.tasks)} if score.tasks else {})
+
+
+def _compute_metrics(loss_sum: float, num_tokens: float, num_bytes: int | None) -> JsonObject:
+    """Return the metrics of a set; values that are not finite or not known are None."""
+    loss = loss_sum / (num_tokens or 1.0)
+    perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+    found = {"loss": loss, "perplexity": perplexity, "loss_per_byte": loss_sum / num_bytes if num_bytes else math.nan}
+    finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    tokens = int(num_tokens) if num_tokens.is_integer() else num_tokens  # a sum of loss weights may be no integer
+    return finite | {"tokens": tokens, "bytes": num_bytes}
+
+
+def format_record(record: JsonObject) -> list[str]:
+    """Format a record for the terminal: a line for each set if there are several, one for all, one for each task."""
+    sets = record["sets"] if len(record["sets"]) > 1 else {}
+    step = " ".join(["step", str(record["step"]), *([record["weights"]] if "weights" in record else [])])
+    lines = []
+    for name, metrics in [*sets.items(), ("", record)]:
+        prefix = f"{step}{f' {name}' if name else ''}"
+        if metrics["loss"] is None:
+            lines.append(f"{prefix}: loss is not finite ({metrics['tokens']:,.0f} tokens)")
+            continue
+        parts = [f"loss {metrics['loss']:.6f} nats a token"]
+        if metrics["perplexity"] is not None:
+            parts.append(f"perplexity {metrics['perplexity']:.4f}")
+        if metrics["loss_per_byte"] is not None:
+            parts.append(f"{metrics['loss_per_byte']:.6f} nats a byte")
+        size = f"{metrics['tokens']:,.0f} tokens" + (f", {metrics['bytes']:,} bytes" if metrics["bytes"] else "")
+        lines.append(f"{prefix}: {', '.join(parts)} ({size})")
+    for name, metrics in record.get("tasks", {}).items():
+        numbers = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+        lines.append(f"{step} {name}: {numbers}")
+    return lines
+
+
+def evaluate(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts) -> Iterator[JsonObject]:
+    """Yield the record of each requested step on process 0, nothing on others. To be exhausted on every host.
+
+    If all steps are requested, one that the run deletes meanwhile is left out with a warning.
+
+    Raises:
+        InvalidError: there is no such checkpoint, or it cannot be scored.
+    """
+    # Process 0 lists the checkpoints, because another host might see one more or one less.
     checkpoints = hosts.run_on_main(
         lambda: (
             list(map(run.get_checkpoint, run.list_steps()))
@@ -246,9 +242,9 @@ def evaluate(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts) -> Iter
             else [run.find_checkpoint(request.step)]
         )
     )
-    judge = _CheckpointEvaluator(run, request.data, hosts, request.weights)
+    evaluator = _CheckpointEvaluator(run, request.data, hosts, request.weights)
     for checkpoint in checkpoints:
-        yield from judge.record(checkpoint, may_be_gone=request.step is None)
+        yield from evaluator.evaluate(checkpoint, may_be_deleted=request.step is None)
 
 
 def follow(
@@ -259,21 +255,28 @@ def follow(
     wait: Callable[[], None] = lambda: time.sleep(FOLLOW_SECONDS),
     weights: str = PARAMS,
 ) -> Iterator[JsonObject]:
-    """The record of each step that a run commits, as it comes, but for those that are known, until the run is done.
+    """Yield the record of each step that a run commits, until the run is done; otherwise like `evaluate`.
 
-    Like `evaluate`. Between two looks it calls `wait`. What the run deletes before it is read is left out, and told.
+    Args:
+        run: live run.
+        data: source to score on; None for the run's own validation sets.
+        hosts: hosts of the command.
+        is_known: True for a step that needs no record.
+        wait: called while there is no new step.
+        weights: `params`, or an average.
     """
-    judge, seen = _CheckpointEvaluator(run, data, hosts, weights), set[int]()
+    evaluator, seen = _CheckpointEvaluator(run, data, hosts, weights), set[int]()
 
-    def look() -> tuple[bool, list[int]]:
-        is_done = read_result(run.store) is not None  # first: what is committed afterwards would be missed
+    def find_new_steps() -> tuple[bool, list[int]]:
+        # The result is read first. In the other order, a checkpoint that is committed in between would be missed.
+        is_done = read_result(run.store) is not None
         return is_done, [step for step in read_committed(run.store) if step not in seen and not is_known(step)]
 
     while True:
-        is_done, steps = hosts.run_on_main(look)
+        is_done, steps = hosts.run_on_main(find_new_steps)
         for step in steps:
             seen.add(step)
-            yield from judge.record(run.get_checkpoint(step), may_be_gone=True)
+            yield from evaluator.evaluate(run.get_checkpoint(step), may_be_deleted=True)
         if not steps:
             if is_done:
                 return
@@ -281,20 +284,23 @@ def follow(
 
 
 class _CheckpointEvaluator:
-    """Scores one checkpoint after the other. Made and called on every host."""
+    """Evaluator of one checkpoint after the other. Made and called on every host."""
 
     def __init__(self, run: ReadOnlyRun, source: TokenSource | None, hosts: Hosts, weights: str):
         data = load_evaluation_data(run, source)
         self._run, self._hosts, self._weights = run, hosts, weights
-        self._scorer = Scorer(run, data.dataset, weights, asks=source is None)
+        self._scorer = Scorer(run, data.dataset, weights, has_tasks=source is None)
+        # Only process 0 makes records, so the others need not decode the sets.
         self._sizes = {name: data.measure(name) for name in data.codecs} if hosts.is_main else {}
         for name, size in self._sizes.items():
             if size.num_bytes is None:
                 warn(f"{name}: loss per byte is not known: {size.reason}")
 
-    def record(self, checkpoint: str, may_be_gone: bool) -> Iterator[JsonObject]:
-        """Its record on the main host; none on others, or if it may be gone and is."""
-        if may_be_gone and not self._hosts.run_on_main(functools.partial(self._run.has_checkpoint, checkpoint)):
+    def evaluate(self, checkpoint: str, may_be_deleted: bool) -> Iterator[JsonObject]:
+        """Yield the record on process 0; nothing on others, or if the run has deleted the checkpoint."""
+        # All hosts decide together: a host that alone missed the checkpoint would leave the others waiting in the
+        # program.
+        if may_be_deleted and not self._hosts.run_on_main(functools.partial(self._run.has_checkpoint, checkpoint)):
             warn(f"{checkpoint}: left out, the run has deleted it meanwhile")
             return
         score = self._scorer.score(checkpoint)

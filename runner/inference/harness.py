@@ -1,7 +1,7 @@
-"""A run's weights as a model of lm-evaluation-harness, for its own tasks (`pip install 'runner[lm-eval]'`).
+"""A run's weights as a model of lm-evaluation-harness, for the harness's own tasks.
 
-Imported where it is asked for alone: nothing else needs the harness. One process or several, each of which makes the
-same requests in the same order.
+Needs `pip install 'runner[lm-eval]'`, and is imported only on request, because nothing else needs the harness. Runs in
+one process or in several, each of which makes the same requests in the same order.
 """
 
 from collections.abc import Sequence
@@ -30,66 +30,75 @@ from runner.inference.evaluate import make_evaluation_context
 from runner.inference.open_run import ReadOnlyRun, parse_step
 from runner.storage import JsonObject
 
-_MOST_TOKENS = 256  # of a text, where a task does not say
+_DEFAULT_NUM_TOKENS = 256  # of a generated text, if the task sets no limit
 
 
 class HarnessModel(LM):
-    """What the harness asks for: likelihoods, and greedy texts."""
+    """Model for the harness: log-likelihoods and greedy texts."""
 
     def __init__(self, run: ReadOnlyRun, checkpoint: str):
         super().__init__()
-        job, (place, abstract) = run.job, make_evaluation_context(run)
-        self._language = load_data_codec(job.config.data)
-        self._first = find_start_token(self._language, job.config.data)
-        self._encode = partial(encode_prompt, self._language)
+        job, (context, abstract) = run.job, make_evaluation_context(run)
+        self._codec = load_data_codec(job.config.data)
+        self._start_token = find_start_token(self._codec, job.config.data)
+        self._encode = partial(encode_prompt, self._codec)
         self._length = job.config.data.sequence_length
         self._weights = run.load_weights(checkpoint, abstract)
         self._likelihood = LikelihoodScorer(
-            place.model, place.mesh, self._length, place.sequences_per_device, place.is_stopping
+            context.model, context.mesh, self._length, context.sequences_per_device, context.is_stopping
         )
         dtype = job.config.precision.compute
-        self._read = make_decoder(place.model, make_variables(self._weights), self._length, dtype, place.mesh)
-        self._choose = Sampler(temperature=0.0).make_chooser(self._language.tokenizer.vocabulary_size)
+        self._decoder = make_decoder(context.model, make_variables(self._weights), self._length, dtype, context.mesh)
+        self._choose = Sampler(temperature=0.0).make_chooser(self._codec.tokenizer.vocabulary_size)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """See `LM`."""
-        return self._of([encode_pair(self._encode, self._first, *request.args) for request in requests])
+        """Return for each request the log-likelihood of its continuation, and True if greedy decoding gives it."""
+        return self._score([encode_pair(self._encode, self._start_token, *request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """See `LM`."""
+        """Return the log-likelihood of each whole text, summed over disjoint windows."""
         found = []
         for request in requests:
-            windows = get_rolling_token_windows(self._encode(request.args[0]), self._first, self._length, 1)
-            found.append(
-                sum(likely for likely, _ in self._of([TextPair(*make_disjoint_window(each)) for each in windows]))
-            )
+            windows = get_rolling_token_windows(self._encode(request.args[0]), self._start_token, self._length, 1)
+            scores = self._score([TextPair(*make_disjoint_window(window)) for window in windows])
+            found.append(sum(log_likelihood for log_likelihood, _ in scores))
         return found
 
-    def _of(self, pairs: Sequence[TextPair]) -> list[tuple[float, bool]]:
-        likely = self._likelihood.score(self._weights, pairs)
-        assert likely is not None, "nobody asks it to stop"
-        return [(each.log_likelihood, each.is_greedy) for each in likely]
+    def _score(self, pairs: Sequence[TextPair]) -> list[tuple[float, bool]]:
+        found = self._likelihood.score(self._weights, pairs)
+        assert found is not None, "a command is never asked to stop"
+        return [(each.log_likelihood, each.is_greedy) for each in found]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """See `LM`. The most probable token is taken, whatever the task says of temperature."""
-        return [self._text(*request.args) for request in requests]
-
-    def _text(self, context: str, options: JsonObject) -> str:
-        ends = options.get("until") or []
-        ends = [ends] if isinstance(ends, str) else ends
-        ids = self._encode(context) or [self._first]
-        self._read.set_weights(make_variables(self._weights))
-        tokens = generate(self._read, self._choose, ids, int(options.get("max_gen_toks", _MOST_TOKENS)), self._length)
-        text = ""
-        for piece in stream_text(tokens, ids, self._language.tokenizer.decode):
-            text += piece
-            if found := [place for end in ends if end and (place := text.find(end)) >= 0]:
-                return text[: min(found)]
-        return text
+        """Return a greedy text for each request, up to its first stop string; any temperature is ignored."""
+        texts = []
+        for request in requests:
+            context, options = request.args
+            stops = options.get("until") or []
+            stops = [stops] if isinstance(stops, str) else stops
+            ids = self._encode(context) or [self._start_token]
+            num_tokens = int(options.get("max_gen_toks", _DEFAULT_NUM_TOKENS))
+            # Each request begins with an empty cache.
+            self._decoder.set_weights(make_variables(self._weights))
+            text = ""
+            for piece in stream_text(
+                generate(self._decoder, self._choose, ids, num_tokens, self._length), ids, self._codec.tokenizer.decode
+            ):
+                text += piece
+                # A stop string may cross the border of two pieces, so the whole text is searched.
+                if found := [place for stop in stops if stop and (place := text.find(stop)) >= 0]:
+                    text = text[: min(found)]
+                    break
+            texts.append(text)
+        return texts
 
 
 def evaluate_tasks(run: ReadOnlyRun, checkpoint: str, tasks: Sequence[str], include_path: str | None) -> JsonObject:
-    """The harness's figures of one checkpoint by task. Raises `InvalidError` for a task that it does not know."""
+    """Return the harness's metrics of one checkpoint by task. Called on every host.
+
+    Raises:
+        InvalidError: a task is unknown, or its data cannot be loaded.
+    """
     manager = TaskManager(include_path=include_path)
     if unknown := sorted({*tasks} - {*manager.all_tasks}):
         raise InvalidError(f"--harness: lm-evaluation-harness knows no task {unknown[0]!r}; see its `lm_eval ls tasks`")
@@ -97,19 +106,18 @@ def evaluate_tasks(run: ReadOnlyRun, checkpoint: str, tasks: Sequence[str], incl
         found: Any = simple_evaluate(
             HarnessModel(run, checkpoint), tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=False
         )
-    except (OSError, KeyError, TypeError) as error:  # of the data of a task, which it may want to download
+    except (OSError, KeyError, TypeError) as error:  # from the data of a task, which the harness may want to download
         raise InvalidError(f"--harness {','.join(tasks)}: {format_error(error)}") from error
-    return {"step": parse_step(checkpoint), "harness": jax.tree.map(_plain, found["results"])}
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | bool | int | None) else float(value)
+    results = jax.tree.map(
+        lambda value: value if isinstance(value, str | bool | int | None) else float(value), found["results"]
+    )
+    return {"step": parse_step(checkpoint), "harness": results}
 
 
 def format_record(record: JsonObject) -> list[str]:
-    """For a person: a line for each task."""
+    """Format a record for the terminal, one line for each task."""
     lines = []
-    for task, figures in record["harness"].items():
-        numbers = [f"{key.split(',')[0]} {value:.4f}" for key, value in figures.items() if isinstance(value, float)]
+    for task, metrics in record["harness"].items():
+        numbers = [f"{key.split(',')[0]} {value:.4f}" for key, value in metrics.items() if isinstance(value, float)]
         lines.append(f"step {record['step']} {task}: {', '.join(numbers)}")
     return lines

@@ -93,7 +93,7 @@ def test_a_set_to_score_counts_answers_by_itself(corpus):
 
 
 def test_it_must_be_said_what_counts(tmp_path, corpus, monkeypatch):
-    with pytest.raises(DataError, match=r"which tokens are of answers; say data\.train_on: answers"):
+    with pytest.raises(DataError, match=r"completion mask; set data\.train_on to answers"):
         opened("disk", corpus, monkeypatch, train_on=None)
     plain = write_corpus(tmp_path / "plain", SHARDS, vocabulary_size=32)
     for source in (plain, write_bin(tmp_path / "plain.bin", np.arange(200))):
@@ -146,5 +146,5 @@ def test_an_index_of_which_some_shards_have_no_marks_is_told(tmp_path):
         return CorpusIndex(index.dtype, index.vocabulary_size, index.tokenizer, None, (bare, *others))
 
     corpus = write_corpus(tmp_path / "half", SHARDS, vocabulary_size=32, change=halve, marks_of=is_third)
-    with pytest.raises(DataError, match="some of its shards say which tokens are of answers"):
+    with pytest.raises(DataError, match="some of its shards have a completion mask"):
         CorpusIndex.decode((corpus / "index.json").read_bytes(), "here")

@@ -46,7 +46,7 @@ def test_the_bytes_are_those_of_the_text_of_all_targets_and_a_separator_has_none
     if content is not None:
         (corpus / TOKENIZER_FILES[kind]).write_bytes(content)
 
-    size = scored(corpus, packing=packing).size(DATA_SET)
+    size = scored(corpus, packing=packing).measure(DATA_SET)
     if packing == "documents":
         targets = [document[1:] for document in documents]
     else:
@@ -66,7 +66,7 @@ def test_the_bytes_are_those_of_the_text_of_all_targets_and_a_separator_has_none
 
 def test_characters_count_by_their_bytes(tmp_path):
     (tmp_path / "a.txt").write_text("né" * 500)
-    size = scored(tmp_path / "a.txt", tokenizer="characters").size(DATA_SET)
+    size = scored(tmp_path / "a.txt", tokenizer="characters").measure(DATA_SET)
     assert (size.num_targets, size.num_bytes) == (960, 960 * 3 // 2)
 
 
@@ -74,4 +74,4 @@ def test_why_the_bytes_are_not_known_is_told(tmp_path):
     ids = write_bin(tmp_path / "ids.bin", np.arange(100))
     data = DataConfig(source=str(ids), sequence_length=LENGTH)
     found = load_validation_set(data, DATA_SET, TokenSource(source=str(ids)), vocabulary_size=100)
-    assert EvaluationData(found, {DATA_SET: "nobody knows"}).size(DATA_SET).reason == "nobody knows"
+    assert EvaluationData(found, {DATA_SET: "nobody knows"}).measure(DATA_SET).reason == "nobody knows"
