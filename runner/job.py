@@ -1,8 +1,8 @@
-"""RestoreableJob: a job whose whole state is one pytree, and which survives anything. Knows nothing of neural nets.
+"""RestoreableJob: a job whose complete state is one pytree, which the runner saves and restores.
 
-A subclass says how the state begins (`init`) and advances it in `run`, calling `save_or_stop` after every step. The
-base is the life of a job: is it done? claim the directory, restore or begin, run, save, end clean. Everything here is
-called on every host; what only the main host does says so.
+A subclass says how the state begins (`init`) and advances it in `run`, where it calls `save_or_stop` after every step.
+The base class is the life of a job: is it done? claim the directory, restore or initialise, run, save, end. It knows
+nothing about neural networks. Everything here is called on every host; what only process 0 does says so.
 """
 
 import dataclasses
@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import jax
 
-from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves
+from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import validate_checkpoints
-from runner.checkpoint.save import SaveContents, SaveKind
+from runner.checkpoint.save import Checkpointer, SaveContents
 from runner.console import say
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, Clock, Progress, TimeBucket
@@ -52,181 +52,249 @@ from runner.storage import JsonObject
 
 
 class RestoreableJob:
-    """Base of every job. Construct it with a spec, then call it."""
+    """Base class of every job. Construct it with a spec, then call it.
+
+    Attributes:
+        Config: pydantic model of the spec's `config`, which a subclass overrides.
+        needs_topology: True if the spec must have a `topology`.
+        attempt: the running attempt; exists once the directory is claimed.
+        checkpointer: saves and restores; exists once the directory is claimed.
+        document: where the spec came from, for errors with a line.
+        spec: the spec.
+        config: `spec.config`, an instance of `Config`.
+        store: the run's directory.
+        compile_cache: cache of compiled programs.
+        state: the pytree; None until it is restored or initialised.
+        step: number of completed steps.
+    """
 
     Config: ClassVar[type[JobConfig]] = JobConfig
     needs_topology: ClassVar[bool] = False
 
-    attempt: Attempt  # once the directory is claimed
-    checkpointer: Checkpointer  # likewise
+    attempt: Attempt
+    checkpointer: Checkpointer
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
-        """Check `spec.config` against `Config`. `document` is where the spec came from, for errors with a line."""
+        """Validate `spec.config` against `Config`.
+
+        Args:
+            spec: the spec.
+            document: where the spec came from; by default it is made from the spec.
+
+        Raises:
+            SpecError: the spec is wrong; the message names file, line and key.
+        """
         self.document = make_document(spec) if document is None else document
         self.spec = validate_hooks(self.document, spec, type(self))
+        # `Any`, since only the subclass knows the fields of its `Config`.
         self.config: Any = validate_config(self.document, self.Config)
         self.store = open_directory(self.document, spec)
         self.compile_cache = CompileCache(self.store if spec.shares_compiled_programs else None)
         self.state: Any = None
-        self.step = 0  # completed
+        self.step = 0
 
-    # What a job says of itself.
+    # What a subclass defines.
 
     @property
     def total_steps(self) -> int:
-        """The step at which the job is done, by default the config's."""
+        """Step at which the job is done; by default the config's."""
         return int(self.config.total_steps)
 
     def setup(self, hosts: Hosts) -> None:
-        """Check and prepare what `init` and `run` need, before anything is written. Nothing by default."""
+        """Check and prepare what `init` and `run` need, before anything is written. Does nothing by default."""
 
     def prepare(self) -> None:
-        """Make ready what takes time and needs `attempt`, such as compiled code. Nothing by default."""
+        """Prepare what takes time and needs `attempt`, such as compiled code. Does nothing by default."""
 
     def init(self) -> Any:
-        """The state at step 0: a pytree of jax arrays, a pure function of the spec."""
+        """Return the state at step 0: a pytree of jax arrays. A pure function of the spec."""
         raise NotImplementedError
 
     def weights(self, state: Any) -> Any:
-        """The fields of `state`, which is then a dataclass, that `checkpoint.init_from` replaces."""
+        """Return the fields of `state`, which is then a dataclass, that `checkpoint.init_from` replaces."""
         raise self.document.error("checkpoint.init_from", f"{type(self).__name__} has no weights to take over")
 
     def replace_weights(self, state: Any, weights: Any) -> Any:
-        """The state at step 0, begun with other weights, as `weights` names them. Called on every host."""
+        """Return the state at step 0 with other weights, which have the fields that `weights` returns."""
         return dataclasses.replace(state, **weights)
 
     def family(self) -> Family | None:
-        """How the weights are called and laid out in Hugging Face's files; None: they have no form there."""
+        """Return names and layout of the weights in Hugging Face's files; None if they have no form there."""
         return None
 
     def abstract_state(self) -> Any:
-        """Shape, dtype and sharding of every leaf of the state, by default a copy on every device of the job."""
+        """Return shape, dtype and sharding of every leaf of the state; by default replicated on every device."""
         return replicate_abstract(jax.eval_shape(self.init))
 
     def init_state(self) -> Any:
-        """`init`, each leaf strongly typed and born with the sharding that `abstract_state` gives it."""
+        """Return the state of `init`, strongly typed, each leaf created in the sharding of `abstract_state`."""
         return init_sharded(self.init, self.abstract_state())
 
     def run(self) -> None:
         """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`.
 
-        To return before that is an error, and so is `sys.exit`.
+        To return before `total_steps` is an error, and so is `sys.exit`.
         """
         raise NotImplementedError
 
     def identity(self) -> Trajectory:
-        """What defines the trajectory, by dotted key: a resumed job must have the same. Needs `setup`."""
+        """Return what defines the trajectory, by dotted key: a resumed job must have the same. Needs `setup`."""
         return compute_trajectory(self.spec, self.config)
 
     @property
     def unread_keys(self) -> frozenset[str]:
-        """Dotted keys that nothing reads as the spec stands: whatever a run was begun with, it goes on."""
+        """Dotted keys that nothing reads with this spec. A resumed run may have other values for them."""
         return frozenset()
 
     def resolved_spec(self) -> ExecutionSpec:
-        """The spec with every default and `auto` filled in, as it is saved. Needs `prepare`."""
+        """Return the spec with every default and `auto` filled in, as it is written to `spec.yaml`. Needs `prepare`."""
         return self.spec.model_copy(update={"config": self.config.model_dump(mode="json")})
 
     def make_save_contents(self) -> SaveContents:
-        """What rides on a save of this step besides the state. Called right before each save.
+        """Return what is saved with this step besides the state. Called right before each save.
 
-        May wait for the device, and raise `DivergedError` if the state must not be saved.
+        May wait for the device.
+
+        Raises:
+            DivergedError: the state must not be saved.
         """
         return SaveContents()
 
     @property
     def report(self) -> JobReport:
-        """What the job keeps beside its state, and tells at its end; nothing by default. Needs `prepare`."""
+        """Report that the job keeps beside its state and prints at its end; empty by default. Needs `prepare`."""
         return JobReport()
 
     def result(self) -> JsonObject:
-        """The content of `result.json`. Called at the end."""
+        """Return the content of `result.json`. Called at the end."""
         return {"step": self.step, **self.report.result(self.step), "fingerprint": compute_fingerprint(self.state)}
 
     # The life of a job.
 
     @property
     def done(self) -> bool:
-        """Whether the job reached its end, now or in an earlier attempt."""
+        """True if the job has reached its end, now or in an earlier attempt."""
         return is_done(self.store, lambda: self.total_steps)
 
     def __call__(self, hosts: Hosts | None = None, stop: StopNotice | None = None, clock: Clock | None = None) -> None:
-        """Done? Then nothing. Else: barrier, restore or init, `run`, final save, `result.json`, barrier."""
+        """Run the job to its end: restore or initialise, `run`, final save, `result.json`. A finished job does nothing.
+
+        Args:
+            hosts: all processes of the job; by default this one alone.
+            stop: tells that the job was asked to stop.
+            clock: accounts for the time of the attempt.
+
+        Raises:
+            PreemptedError: the job was asked to stop; its state is saved.
+            RunnerError: any other end, with its exit code.
+        """
         hosts, stop, clock = hosts or Hosts.single_process(), stop or StopNotice(), clock or Clock()
-        found = IncidentRecorder()
-        watch = Watchdog(hosts, self.spec.deadlines, clock, found.on_verdict, found.on_straggler, found.on_progress)
-        with watch as progress:
+        incidents = IncidentRecorder()
+        watchdog = Watchdog(
+            hosts, self.spec.deadlines, clock, incidents.on_verdict, incidents.on_straggler, incidents.on_progress
+        )
+        with watchdog as progress:
+            # A finished job claims no attempt: running the command again must change nothing.
             if hosts.run_on_main(self.validate_directory):
                 if hosts.is_main:
                     say(f"{self.spec.name}: done, nothing to do")
                 return
+
             with progress.report_phase(SET_UP):
-                found.attempt = self.claim_directory(hosts, stop, progress)
+                incidents.attempt = self.claim_directory(hosts, stop, progress)
+
             with self.attempt.record_outcome():
                 try:
                     self.prepare_and_restore()
                     self.run()
                     with progress.report_phase(END):
-                        self._finish()
+                        validate_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
+                        self.save()
+                        self.checkpointer.wait(self.step)
+                        # `result.json` says that the job is done, so the last state must be committed before it.
+                        result = self.result()
+                        self.attempt.finish(self.step, result)
+                        self.checkpointer.close()
+                        next_steps = self.report.format_next_steps()
+                        self.attempt.print_end(self.spec.name, self.step, result["fingerprint"], next_steps)
                 except (DivergedError, HookError, MiscountError, StateError):
-                    self.checkpointer.settle()  # what was good may still be on its way to the disk
+                    # The job failed, but the save in progress is of an earlier step, which was good.
+                    self.checkpointer.settle()
                     raise
                 finally:
                     clock.enter(TimeBucket.SHUTDOWN)
                     self.compile_cache.close(DRAIN_SECONDS)
 
-    def claim_directory(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
-        """Check all that can be checked, and take the next attempt: from here on every earlier one is fenced."""
-        self.setup(hosts)
-        identity, abstract = compute_trajectory(self.spec, self.config), self.abstract_state()
-        hosts.run_on_main(lambda: self.validate_checkpoints(abstract))
-        validate_leaves(abstract)
-        attempt = claim_attempt(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
-        self.attempt = attempt
-        stop.on_idle_exit = lambda: attempt.record_idle_exit(self.step)
-        with self.document.errors_at("checkpoint.local_directory"):
-            self.checkpointer = Checkpointer(attempt, self.spec, self.identity(), abstract)
-        devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
-        attempt.start(self.spec.name, total_steps=self.total_steps, **devices)
-        self.compile_cache.publish(attempt.fence.check, hosts.process_id)
-        return attempt
-
-    def prepare_and_restore(self) -> None:
-        """Compile, then restore or init: after it `run` may make its first step."""
-        attempt, started = self.attempt, time.monotonic()
-        with attempt.progress.report_phase(COMPILE):
-            self.prepare()
-        seconds = round(time.monotonic() - started, 4)
-        attempt.record("prepare", None, seconds=seconds, **self.compile_cache.get_counts())
-        with attempt.progress.report_phase(RESTORE):
-            self._restore_or_init()
-        attempt.progress.report_step(self.step)
-
     def validate_directory(self) -> bool:
-        """Refuse a directory that cannot be written or is another job's; whether the job is done. Main host only."""
+        """Return True if the job is done. Process 0 only; claims and changes nothing.
+
+        Raises:
+            InvalidError: the directory cannot be written, or belongs to another job.
+            StorageError: it cannot be reached.
+        """
         identity = compute_trajectory(self.spec, self.config)
         validate_directory(
             self.store, self.spec.name, RunIdentity(self.document, self.config, identity, self.unread_keys)
         )
         return self.done
 
+    def claim_directory(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
+        """Check everything that can be checked, then claim the next attempt, which fences every earlier one."""
+        # All checks come before the claim: a job that cannot start must not stop one that is running.
+        self.setup(hosts)
+        identity, abstract = compute_trajectory(self.spec, self.config), self.abstract_state()
+        hosts.run_on_main(lambda: self.validate_checkpoints(abstract))
+        validate_leaves(abstract)
+
+        attempt = claim_attempt(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
+        self.attempt = attempt
+        stop.on_idle_exit = lambda: attempt.record_idle_exit(self.step)
+        with self.document.errors_at("checkpoint.local_directory"):
+            self.checkpointer = Checkpointer(
+                attempt, self.spec.checkpoint, self.spec.logging.every_steps, self.identity(), abstract
+            )
+        devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
+        attempt.start(self.spec.name, total_steps=self.total_steps, **devices)
+        self.compile_cache.publish(attempt.fence.check, hosts.process_id)
+        return attempt
+
     def validate_checkpoints(self, abstract: Any = None) -> None:
-        """Those of the directory; where it has none, weights that do not fit `abstract`. Main host, after `setup`."""
+        """Check that the directory's checkpoints, or the weights to begin with, fit this job. Process 0 only.
+
+        Needs `setup`.
+
+        Args:
+            abstract: the abstract state; needed only where the directory has no checkpoint.
+
+        Raises:
+            ResumeError: the checkpoints are of another trajectory.
+            InvalidError: there are none, and the weights of `checkpoint.init_from` do not fit.
+        """
         claimant = RunIdentity(self.document, self.config, self.identity(), self.unread_keys)
         if not validate_checkpoints(self.store, claimant):
             validate_init_from(
                 self.document, self.spec.checkpoint.initial_weights, self.family, lambda: self.weights(abstract)
             )
 
-    def _restore_or_init(self) -> None:
-        """Take up the newest good checkpoint, or begin at step 0, and save the resolved spec."""
+    def prepare_and_restore(self) -> None:
+        """Compile, then restore or initialise the state, so that `run` may make its first step."""
+        attempt, started = self.attempt, time.monotonic()
+        with attempt.progress.report_phase(COMPILE):
+            self.prepare()
+        seconds = round(time.monotonic() - started, 4)
+        attempt.record("prepare", None, seconds=seconds, **self.compile_cache.get_counts())
+        with attempt.progress.report_phase(RESTORE):
+            self.restore_or_init()
+        attempt.progress.report_step(self.step)
+
+    def restore_or_init(self) -> None:
+        """Restore the newest good checkpoint, or initialise the state at step 0; write the resolved spec."""
         attempt, started = self.attempt, time.monotonic()
         found = self.checkpointer.restore(lambda attachments: self.report.find_problem(attachments))
         if found is None:
             self.state, rule = self.init_state(), self.spec.checkpoint.initial_weights
             if rule is not None:
-                whole = self.weights(self.state)
-                weights = load_init_from(self.document, rule, self.family, whole, self.checkpointer, attempt)
+                weights = load_init_from(self.document, rule, self.family, self.weights(self.state), attempt)
                 self.state = self.replace_weights(self.state, weights)
             event, details = "init", {}
         else:
@@ -234,50 +302,54 @@ class RestoreableJob:
             event, details = "restore", {"tier": found.tier}
         digest, seconds = compute_fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
+        # Written only now: `auto` is resolved, and a spec of a job that could not begin must not replace the last one.
         if attempt.hosts.is_main:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin(self.state, self.step)
-        self.report.resume(self.step, *((found.attachments, found.manifest.carry) if found is not None else ({}, None)))
+        if found is None:
+            self.report.resume(self.step, {}, None)
+        else:
+            self.report.resume(self.step, found.attachments, found.manifest.carry)
 
-    def _finish(self) -> None:
-        validate_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
-        self.save()
-        self.checkpointer.wait(self.step)
-        result = self.result()
-        self.attempt.finish(self.step, result)
-        self.checkpointer.close()
-        self.attempt.print_end(self.spec.name, self.step, result["fingerprint"], self.report.format_next_steps())
-
-    # What a job calls.
+    # What `run` calls.
 
     def save_or_stop(self) -> None:
-        """After a step: save if it is time, and if the job was asked to stop, save and raise `PreemptedError`."""
+        """Save if a save is due. Called after every step.
+
+        Raises:
+            PreemptedError: the job was asked to stop; its state is saved and committed.
+        """
         validate_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         self.attempt.progress.report_step(self.step)
+        # `poll` gives every host the same answer at the same step, so all of them save and stop together.
         is_stopping = self.attempt.stop.poll()
-        self.checkpointer.raise_if_hopeless()
+        self.checkpointer.raise_if_failing()
         if is_stopping:
             self.save()
             self.checkpointer.wait(self.step)
             self.attempt.record("preempt", self.step, saved=True)
+            # No host may leave while another still needs it.
             self.attempt.hosts.barrier()
             raise PreemptedError(f"stopped as asked; step {self.step} is saved; run the same command again")
-        kind = self.checkpointer.due(self.step, self.total_steps)
+        kind = self.checkpointer.find_due_save(self.step, self.total_steps)
         if kind is not None:
             self.state = self.checkpointer.save(self.state, self.step, self.make_save_contents(), kind)
 
     def save(self, suffix: str | os.PathLike[str] | None = None) -> None:
-        """Begin to save the state as `checkpoints/<suffix>`, by default the step; durable once committed.
+        """Begin to save the state as `checkpoints/<suffix>`, by default the step. It is durable once committed.
 
-        Only steps are resumed from and retained by count; a checkpoint of another name is kept until deleted by hand.
-        Raises `InvalidError` if `suffix` cannot be the name of a checkpoint.
+        Only steps are resumed from and counted by retention; a checkpoint of another name is kept until it is deleted
+        by hand.
+
+        Raises:
+            InvalidError: `suffix` cannot be the name of a checkpoint.
         """
         validate_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         name = None if suffix is None else os.fspath(suffix)
         self.state = self.checkpointer.save(self.state, self.step, self.make_save_contents(), SaveKind.REQUIRED, name)
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
-        """Replace the state and the step by those of `checkpoints/<suffix>`. Raises `ResumeError` if it is not good."""
+        """Replace state and step by those of `checkpoints/<suffix>`. Raises `ResumeError` if it is not good."""
         found = self.checkpointer.load(os.fspath(suffix))
         self.state, self.step = found.state, found.manifest.step
         self.attempt.progress.report_step(self.step)

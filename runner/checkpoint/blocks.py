@@ -1,13 +1,14 @@
-"""Arrays as pieces: each process writes the shards that are its own, and any process reads the pieces that it needs.
+"""Arrays stored as pieces: each process writes its own shards, and any process reads the pieces that it needs.
 
-For places that orbax cannot write: buckets, and disks that one host has for itself. A shard is a block of one global
-array that no other device of lower rank holds too; its bytes, in C order, are cut into pieces of at most PIECE_BYTES.
-One pass writes a piece and takes its CRC-32C. The table of pieces goes into the manifest: a reader on any other mesh,
-or with other processes, finds there which pieces hold the elements that it wants. All of it is data, none of it code.
+This is the format for places that Orbax cannot write to: buckets, and disks that belong to one host alone. A shard is
+a block of one global array; of replicated shards the device of lowest rank has the one that counts. Its bytes, in C
+order, are cut into pieces of at most `PIECE_BYTES`, and each piece is one file. One pass writes a piece and computes
+its CRC-32C. The table of pieces goes into the manifest: a reader on any other mesh, or with other processes, finds
+there which pieces hold the elements that it wants. All of it is data, none of it code.
 """
 
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -27,95 +28,114 @@ Blocks = dict[str, list[tuple[list[int], np.ndarray]]]  # leaf -> (start, block)
 
 
 class DamagedBlockError(ValueError):
-    """The bytes of a piece are not those that were written."""
-
-
-def copy_to_host(leaves: dict[str, jax.Array], share: Literal["own", "all"] = "own") -> Blocks:
-    """Shards of every leaf that this process holds. The arrays may be donated as soon as this returns.
-
-    Of `own`, those that no device of lower rank holds too, all processes together have each once; of `all`, every
-    process has what it needs to restore itself alone.
-    """
-    own = {name: _shards(leaf, share) for name, leaf in leaves.items()}
-    for shards in own.values():
-        for shard in shards:
-            shard.data.copy_to_host_async()
-    return {
-        name: [(_start(shard.index, leaves[name].shape), np.asarray(shard.data)) for shard in shards]
-        for name, shards in own.items()
-    }
-
-
-def _shards(leaf: jax.Array, share: Literal["own", "all"]) -> list[Any]:
-    if share == "own":
-        return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-    return list({str(shard.index): shard for shard in leaf.addressable_shards}.values())
-
-
-def _start(index: Index, shape: tuple[int, ...]) -> list[int]:
-    return [part.indices(size)[0] for part, size in zip(index, shape, strict=True)]
+    """A piece whose bytes are not those that were written."""
 
 
 class BlockTable:
-    """What one process has written: its files with size and CRC-32C, and its shards by leaf."""
+    """Files with size and CRC-32C, and shards by leaf, that one process or several have written."""
 
     def __init__(self, files: Files | None = None, shards: dict[str, list[ShardRecord]] | None = None):
         self.files = files or {}
         self.shards = shards or {}
 
     def add(self, other: "BlockTable") -> None:
-        """Take in what another process has written."""
+        """Add what another process has written."""
         self.files |= other.files
         for name, shards in other.shards.items():
             self.shards.setdefault(name, []).extend(shards)
 
 
+# Write.
+
+
+def copy_to_host(leaves: dict[str, jax.Array], share: Literal["own", "all"] = "own") -> Blocks:
+    """Copy this process's shards of every leaf to host memory. The arrays may be donated when this returns.
+
+    Args:
+        leaves: the arrays by name.
+        share: `own` for the shards that no device of lower rank has too, so that all processes together have each
+            once; `all` for everything that this process needs to restore itself alone.
+    """
+    shards_of = {}
+    for name, leaf in leaves.items():
+        if share == "own":
+            shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        else:
+            shards = list({str(shard.index): shard for shard in leaf.addressable_shards}.values())
+        # All copies are started before the first is waited for, so that they run side by side.
+        for shard in shards:
+            shard.data.copy_to_host_async()
+        shards_of[name] = shards
+    return {
+        name: [(_get_start(shard.index, leaves[name].shape), np.asarray(shard.data)) for shard in shards]
+        for name, shards in shards_of.items()
+    }
+
+
 def write_blocks(directory: Path, prefix: str, blocks: Blocks) -> BlockTable:
-    """Write every shard below `directory`/`prefix`; names in the table are relative to `directory`. Not flushed."""
+    """Write every shard below `directory`/`prefix`, without flushing.
+
+    Returns:
+        The table of what was written, with names relative to `directory`.
+    """
     table = BlockTable()
     (directory / prefix).mkdir(parents=True, exist_ok=True)
     for leaf, own in blocks.items():
         for start, block in own:
+            # The start on each axis makes names of different processes different; quoting keeps names of leaves apart.
             stem = f"{prefix}/{urllib.parse.quote(leaf, safe='.')}.{'_'.join(map(str, start))}"
-            pieces = []
-            for number, piece in enumerate(_pieces(block)):
-                name = f"{stem}.{number}"
+            data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+            data.flags.writeable = False  # the digest takes read-only memory without a copy
+            names: list[str] = []
+            for begin in range(0, max(len(data), 1), PIECE_BYTES):
+                piece, name = data[begin : begin + PIECE_BYTES], f"{stem}.{len(names)}"
                 with (directory / name).open("wb", buffering=0) as file:
                     if file.write(piece.data) != len(piece):
                         raise OSError(f"{name}: the disk is full")
                 table.files[name] = [len(piece), compute_crc32c(piece)]
-                pieces.append(name)
-            record = ShardRecord(start=start, shape=list(block.shape), pieces=pieces)
+                names.append(name)
+            record = ShardRecord(start=start, shape=list(block.shape), pieces=names)
             table.shards.setdefault(leaf, []).append(record)
     return table
 
 
-def _pieces(block: np.ndarray) -> Iterator[np.ndarray]:
-    data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
-    data.flags.writeable = False
-    for begin in range(0, max(len(data), 1), PIECE_BYTES):
-        yield data[begin : begin + PIECE_BYTES]
+# Read.
 
 
 def read_blocks(
     fetch: Callable[[str], bytes], files: Files, shards: dict[str, list[ShardRecord]], leaves: dict[str, Any]
 ) -> dict[str, jax.Array]:
-    """The arrays that `leaves` describe (shape, dtype and sharding), from the pieces that this process needs.
+    """Return the arrays that `leaves` describe, from the pieces that this process needs.
 
-    `fetch` reads a file by its name. Raises `DamagedBlockError` naming the piece whose bytes are wrong.
+    Args:
+        fetch: reads a file by its name.
+        files: size and CRC-32C of every file.
+        shards: the blocks of every array.
+        leaves: shape, dtype and sharding of each array by name.
+
+    Raises:
+        DamagedBlockError: the bytes of a piece are wrong; the message names it.
     """
-
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as pool:
         try:
-            needed = {name: _needed(leaf, shards.get(name, [])) for name, leaf in leaves.items()}
+            needed = {}
+            for name, leaf in leaves.items():
+                indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+                blocks = [(_get_start(index, leaf.shape), _get_extent(index, leaf.shape)) for index in indices]
+                needed[name] = [
+                    record
+                    for record in shards.get(name, [])
+                    if any(_find_overlap(record, *block) is not None for block in blocks)
+                ]
             futures = {
-                piece: pool.submit(_fetch_checked, fetch, files, piece)
+                piece: pool.submit(_fetch_verified, fetch, files, piece)
                 for records in needed.values()
                 for record in records
                 for piece in record["pieces"]
             }
             return {name: _assemble(leaf, needed[name], futures) for name, leaf in leaves.items()}
         finally:
+            # After an error nobody wants the pieces that are still queued.
             pool.shutdown(cancel_futures=True)
 
 
@@ -127,20 +147,29 @@ def read_block(
     index: Index,
     shape: tuple[int, ...],
 ) -> np.ndarray:
-    """One block of one array of this `shape`, from the `records` of its shards, in this host's memory.
+    """Return the block at `index` of one array of this shape, in host memory.
 
-    Raises `DamagedBlockError` like `read_blocks`.
+    Args:
+        fetch: reads a file by its name.
+        files: size and CRC-32C of every file.
+        records: the shards of the array.
+        dtype: element type of the array.
+        index: the wanted block.
+        shape: global shape of the array.
+
+    Raises:
+        DamagedBlockError: the bytes of a piece are wrong; the message names it.
     """
-    start, extent = _start(index, shape), _extent(index, shape)
+    start, extent = _get_start(index, shape), _get_extent(index, shape)
     blocks = []
     for record in records:
-        if _overlap(record, start, extent) is not None:
-            content = b"".join(_fetch_checked(fetch, files, name) for name in record["pieces"])
-            blocks.append((record, _block(record, dtype, content)))
+        if _find_overlap(record, start, extent) is not None:
+            content = b"".join(_fetch_verified(fetch, files, name) for name in record["pieces"])
+            blocks.append((record, _decode_block(record, dtype, content)))
     return _fill(blocks, dtype, start, extent)
 
 
-def _fetch_checked(fetch: Callable[[str], bytes], files: Files, name: str) -> bytes:
+def _fetch_verified(fetch: Callable[[str], bytes], files: Files, name: str) -> bytes:
     try:
         content = fetch(name)
     except FileNotFoundError as error:
@@ -153,60 +182,59 @@ def _fetch_checked(fetch: Callable[[str], bytes], files: Files, name: str) -> by
     return content
 
 
-def _needed(leaf: Any, records: list[ShardRecord]) -> list[ShardRecord]:
-    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-    wanted = [(_start(index, leaf.shape), _extent(index, leaf.shape)) for index in indices]
-    return [record for record in records if any(_overlap(record, *block) is not None for block in wanted)]
+def _get_start(index: Index, shape: tuple[int, ...]) -> list[int]:
+    return [part.indices(size)[0] for part, size in zip(index, shape, strict=True)]
 
 
-def _extent(index: Index, shape: tuple[int, ...]) -> list[int]:
+def _get_extent(index: Index, shape: tuple[int, ...]) -> list[int]:
     bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     return [stop - start for start, stop, _ in bounds]
 
 
-def _overlap(record: ShardRecord, start: list[int], extent: list[int]) -> list[tuple[slice, slice]] | None:
-    """Where a shard and a block meet: (in the shard, in the block) on each axis; None if they do not."""
-    meeting = []
+def _find_overlap(record: ShardRecord, start: list[int], extent: list[int]) -> list[tuple[slice, slice]] | None:
+    """Return the slices (of the shard, of the block) on each axis where both overlap; None if they do not."""
+    overlap = []
     for own, size, other, length in zip(record["start"], record["shape"], start, extent, strict=True):
         begin, end = max(own, other), min(own + size, other + length)
         if begin >= end:
             return None
-        meeting.append((slice(begin - own, end - own), slice(begin - other, end - other)))
-    return meeting
+        overlap.append((slice(begin - own, end - own), slice(begin - other, end - other)))
+    return overlap
 
 
 def _assemble(leaf: Any, records: list[ShardRecord], futures: dict[str, Future[bytes]]) -> jax.Array:
-    blocks = [(record, _block(record, leaf.dtype, _content(record, futures))) for record in records]
+    blocks = []
+    for record in records:
+        # Taking the futures out frees each piece once it is used: a state may be as large as this host's memory.
+        pieces = [futures.pop(name).result() for name in record["pieces"]]
+        content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        blocks.append((record, _decode_block(record, leaf.dtype, content)))
 
-    def block_at(index: Index | None) -> np.ndarray:
+    def get_block(index: Index | None) -> np.ndarray:
         assert index is not None, "every device has an index"
-        return _fill(blocks, leaf.dtype, _start(index, leaf.shape), _extent(index, leaf.shape))
+        return _fill(blocks, leaf.dtype, _get_start(index, leaf.shape), _get_extent(index, leaf.shape))
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, block_at)
-
-
-def _content(record: ShardRecord, futures: dict[str, Future[bytes]]) -> bytes:
-    """The bytes of a shard, which `futures` then holds no more: a state may be as large as this host's memory."""
-    pieces = [futures.pop(name).result() for name in record["pieces"]]
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, get_block)
 
 
-def _block(record: ShardRecord, dtype: Any, content: bytes) -> np.ndarray:
+def _decode_block(record: ShardRecord, dtype: Any, content: bytes) -> np.ndarray:
     return np.frombuffer(content, jnp.dtype(dtype)).reshape(record["shape"])
 
 
 def _fill(blocks: list[tuple[ShardRecord, np.ndarray]], dtype: Any, start: list[int], extent: list[int]) -> np.ndarray:
-    """The block of this extent that begins at `start`, from the shards that meet it."""
+    """Return the block of this start and extent, from the shards that overlap it."""
+    # In the usual case the mesh is the one that saved, and a shard is the wanted block: nothing is copied.
     for record, block in blocks:
         if record["start"] == start and record["shape"] == extent:
             return block
     whole = np.empty(extent, dtype)
     num_filled = 0
     for record, block in blocks:
-        meeting = _overlap(record, start, extent)
-        if meeting is not None:
-            whole[tuple(there for _, there in meeting)] = block[tuple(here for here, _ in meeting)]
-            num_filled += int(np.prod([here.stop - here.start for here, _ in meeting]))
+        overlap = _find_overlap(record, start, extent)
+        if overlap is not None:
+            whole[tuple(there for _, there in overlap)] = block[tuple(here for here, _ in overlap)]
+            num_filled += int(np.prod([here.stop - here.start for here, _ in overlap]))
+    # Shards do not overlap each other, so counting elements is enough to find a gap.
     if num_filled != whole.size:
         raise DamagedBlockError(f"the manifest's shards hold {num_filled} of {whole.size} elements of a block")
     return whole

@@ -1,6 +1,6 @@
-"""Look at checkpoints from outside, on any store: list them, check every byte, or every bit. Changes nothing.
+"""Inspection of checkpoints on any store: list them, verify every byte or every bit, copy one.
 
-Copy a checkpoint from one directory to another, on any stores, verified on both sides.
+Listing and verifying change nothing. A copy is verified on both sides: while it is read, and where it has arrived.
 """
 
 import datetime
@@ -27,13 +27,13 @@ _NUM_COPIERS = 4
 
 
 def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
-    """Copy one committed checkpoint, by default the newest, to the same name in `target`; its name.
+    """Copy one committed checkpoint, by default the newest, to the same name in `target`; return its name.
 
-    Every byte is checked on the way, and what has arrived is checked again before its manifest commits it. Raises
-    `InvalidError` if there is none, if it is damaged, or if the target has one of that name.
+    Raises:
+        InvalidError: there is none, it is damaged, or the target has one of that name.
     """
-    newest = read_newest_manifest(source) if name is None else None
     if name is None:
+        newest = read_newest_manifest(source)
         if newest is None:
             raise InvalidError(f"{source.url}: no checkpoint is here")
         name = newest.name
@@ -56,6 +56,7 @@ def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
     problems = find_file_problems(target, directory, manifest.files)
     if problems:
         raise InvalidError(f"{target.url}/{directory}: {problems[0]}; nothing was committed")
+    # As in a save, the manifest comes last and commits the copy.
     try:
         create_file(target, f"{directory}/{MANIFEST}", manifest.encode())
     except FileExistsError as error:
@@ -64,16 +65,24 @@ def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
 
 
 class VerifyDepth(enum.Enum):
-    """How far a checkpoint is checked."""
+    """Depth to which a checkpoint is verified."""
 
-    MANIFEST = "manifest"  # that alone
-    FILES = "files"  # size and CRC-32C of every file; of a bucket, as the store itself reports them
-    BITS = "bits"  # every byte is read back, and the fingerprint of every leaf computed anew
+    MANIFEST = "manifest"  # the manifest alone
+    FILES = "files"  # size and CRC-32C of every file; in a bucket as the store itself reports them
+    BITS = "bits"  # every byte is read, and the fingerprint of every leaf computed again
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One directory below `checkpoints/`, and what is wrong with it."""
+    """One directory below `checkpoints/`, and what is wrong with it.
+
+    Attributes:
+        name: name of the directory.
+        manifest: None if it is missing, damaged, or of a newer runner.
+        problems: one line each.
+        is_committed: False if the directory has no manifest.
+        is_newer: True if a newer runner has written it.
+    """
 
     name: str
     manifest: Manifest | None
@@ -83,7 +92,7 @@ class CheckpointEntry:
 
 
 def list_entries(store: Store, depth: VerifyDepth = VerifyDepth.MANIFEST) -> Iterator[CheckpointEntry]:
-    """Every checkpoint, steps in order and then names. Raises `StorageError` if the store cannot be read now."""
+    """Iterate over every checkpoint: steps by number, then other names. Raises `StorageError` if one is unreachable."""
     names = sorted(store.list_names(CHECKPOINTS), key=lambda name: (not name.isdecimal(), name.zfill(20)))
     for name in names:
         directory = f"{CHECKPOINTS}/{name}"
@@ -98,17 +107,16 @@ def list_entries(store: Store, depth: VerifyDepth = VerifyDepth.MANIFEST) -> Ite
         except (ValueError, OSError) as error:
             yield CheckpointEntry(name, None, (f"{MANIFEST}: {error}",))
         else:
-            yield CheckpointEntry(name, manifest, tuple(_problems(store, directory, manifest, depth)))
+            yield CheckpointEntry(name, manifest, tuple(_find_problems(store, directory, manifest, depth)))
 
 
-def _problems(store: Store, directory: str, manifest: Manifest, depth: VerifyDepth) -> list[str]:
+def _find_problems(store: Store, directory: str, manifest: Manifest, depth: VerifyDepth) -> list[str]:
     if depth is VerifyDepth.MANIFEST:
         return []
-    found = find_file_problems(store, directory, manifest.files, trust_store=depth is not VerifyDepth.BITS)
-    return found if found or depth is not VerifyDepth.BITS else _bit_problems(store, directory, manifest)
-
-
-def _bit_problems(store: Store, directory: str, manifest: Manifest) -> list[str]:
+    problems = find_file_problems(store, directory, manifest.files, trust_store=depth is not VerifyDepth.BITS)
+    # Arrays of damaged files cannot be read, so the bits are compared only if all files are good.
+    if problems or depth is not VerifyDepth.BITS:
+        return problems
     if fingerprint.combine_digests(manifest.leaves) != manifest.fingerprint:
         return ["the fingerprint is not that of the leaves"]
     try:
@@ -121,9 +129,16 @@ def _bit_problems(store: Store, directory: str, manifest: Manifest) -> list[str]
 
 
 def format_report(store: Store, depth: VerifyDepth, best: str | None = None) -> tuple[list[str], int]:
-    """Lines for a person, in which the checkpoint `best` is called so, and the exit code.
+    """Return lines for a person about every checkpoint, and an exit code.
 
-    0 if all that is committed is good as far as it was checked, 1 if not, 2 if a newer runner has written some of it.
+    Args:
+        store: the run's directory.
+        depth: how far each checkpoint is verified.
+        best: name of the checkpoint to mark as the best.
+
+    Returns:
+        The lines, and 0 if everything committed is good as far as it was verified, 1 if not, 2 if a newer runner has
+        written some of it.
     """
     lines, code = [], EXIT_DONE
     for entry in list_entries(store, depth):

@@ -1,15 +1,15 @@
-"""The manifest: what makes a directory a checkpoint, and what its files must look like. Knows no arrays and no jax.
+"""Manifest, commit and tombstone: the files that make a directory a checkpoint, without arrays and without jax.
 
-`manifest.json` holds the step, the identity of the run, shape, dtype and digest of every leaf, size and CRC-32C of
-every file, and a digest of itself. In a bucket a tombstone stands in its place (`tombstone`) where a step was never
-committed and whoever may still be writing it has lost the right to.
+`checkpoints/<name>/manifest.json` makes `checkpoints/<name>` a checkpoint. It holds the step, the identity of the run,
+shape, dtype and digest of every leaf, size and CRC-32C of every file, and a digest of itself.
 
-The keys of `manifest.json`, the file that makes a directory a checkpoint.
+Two processes may decide about the same step. A process of an earlier attempt may still be about to commit a step that
+its successor has found unfinished. Each decision is therefore an act of which only one can win:
 
-Who decides about a step: the commit of a checkpoint, or the tombstone that says it will never be one.
-
-A process of an earlier attempt may still be about to commit a step that its successor has found unfinished. Each of
-the two is an act of which only one can win, on a disk and in a bucket.
+- `commit` creates the manifest, which can be created only once;
+- `retire_uncommitted` makes sure that the manifest can never be created. On a disk it renames the directory, which the
+  commit needs to be there. In a bucket it puts a *tombstone* in the place of the manifest: a `manifest.json` with the
+  key `void`, which says that the step was never committed and that the attempts before have lost the right to do so.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +34,14 @@ from runner.storage import (
     parse_json,
     parse_number,
 )
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+TOMBSTONE = "void"  # the key of a tombstone: the attempt that has put it
+RETIRED_SUFFIX = ".retired"  # of the directory of a step whose files are being deleted
+_NUM_READERS = 8
+_REQUIRED_KEYS = ("name", "step", "arrays", "leaves", "fingerprint", "identity", "files")
 
 MANIFEST_KEYS = (
     Key("format", int, "Version of this layout."),
@@ -76,6 +84,9 @@ MANIFEST_KEYS = (
 )
 
 
+Files = dict[str, list[Any]]  # name -> [bytes, CRC-32C]
+
+
 class LeafShape(TypedDict):
     """Shape and dtype of a leaf, as JSON."""
 
@@ -84,23 +95,13 @@ class LeafShape(TypedDict):
 
 
 class LeafRecord(LeafShape):
-    """What a manifest says of a leaf."""
+    """Shape, dtype and digest of a leaf, as JSON."""
 
     digest: str
 
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-CHECKPOINTS = "checkpoints"
-TOMBSTONE = "void"  # the key of a tombstone: the attempt that has put it
-_NUM_READERS = 8
-_NEEDED = ("name", "step", "arrays", "leaves", "fingerprint", "identity", "files")
-
-Files = dict[str, list[Any]]  # name -> [bytes, CRC-32C]
-
-
 class ShardRecord(TypedDict):
-    """One block of a leaf, as JSON: where it begins, its extent, and the files that hold it, in order."""
+    """One block of a leaf, as JSON: its start and extent on each axis, and the files that hold it, in order."""
 
     start: list[int]
     shape: list[int]
@@ -108,14 +109,19 @@ class ShardRecord(TypedDict):
 
 
 class NotCommittedError(FileNotFoundError):
-    """The directory holds no checkpoint: its save did not end, or was made void."""
+    """A directory without a checkpoint: its save did not end, or was made void."""
+
+
+# Errors of a checkpoint that is bad or cannot be read now, while others may be good. The errors of a bucket that is
+# down are not among them: they say nothing about any checkpoint.
+UNREADABLE_ERRORS = (FileNotFoundError, ValueError, DiskError, ForbiddenError, WrongKindError)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint says of itself: the keys of `manifest.json`, which `manifest_key` explains one by one.
+    """Content of `manifest.json`, whose keys `MANIFEST_KEYS` explains one by one.
 
-    The checkpoint's directory is `checkpoints/<name>`. `format` and `digest` are of the file alone.
+    The directory of the checkpoint is `checkpoints/<name>`. The keys `format` and `digest` belong to the file alone.
     """
 
     name: str = ""
@@ -138,20 +144,20 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(size for size, _ in self.files.values())
 
     @property
-    def is_of_a_step(self) -> bool:
-        """Whether it is resumed from and retained by count: its name is its step's number."""
+    def is_step(self) -> bool:
+        """True if the name is the number of the step: only such checkpoints are resumed from and deleted by count."""
         return self.name == str(self.step)
 
     def encode(self) -> bytes:
-        """The content of `manifest.json`."""
+        """Return the content of `manifest.json`."""
         return seal(self.to_json())
 
     def to_json(self) -> JsonObject:
-        """As JSON; what is absent is left out."""
+        """Return the manifest as JSON, without the keys that are absent."""
         present = {each.name: getattr(self, each.name) for each in fields(self)}
         return {"format": FORMAT} | {
             key: value for key, value in present.items() if value is not None and value is not False
@@ -159,35 +165,43 @@ class Manifest:
 
     @classmethod
     def from_json(cls, record: JsonObject) -> Self:
-        """The inverse of `to_json`; keys that are not known are passed over. Raises `ValueError` for other types."""
-        validate_record(record, MANIFEST_KEYS, _NEEDED)
-        manifest = cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
-        manifest.check_parts()
-        return manifest
+        """Return the manifest that a JSON object describes; the inverse of `to_json`.
 
-    def check_parts(self) -> None:
-        """Raise `ValueError` if the parts of lists have other types, or parts name others that are not there."""
-        for name, entry in self.files.items():
+        Unknown keys are ignored, so that a later version may add some.
+
+        Raises:
+            ValueError: a key is missing, has another type, or names a file that is not in the manifest.
+        """
+        validate_record(record, MANIFEST_KEYS, _REQUIRED_KEYS)
+        manifest = cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
+        # The table of keys says nothing about the elements of lists, and readers index into these.
+        for name, entry in manifest.files.items():
             if not (isinstance(entry, list) and list(map(type, entry)) == [int, str]):
                 raise ValueError(f"files.{name} is not [bytes, CRC-32C]")
-        shapes = [leaf["shape"] for leaf in self.leaves.values()]
-        for shard in (shard for shards in (self.shards or {}).values() for shard in shards):
+        shapes = [leaf["shape"] for leaf in manifest.leaves.values()]
+        for shard in (shard for shards in (manifest.shards or {}).values() for shard in shards):
             shapes += [shard["start"], shard["shape"]]
-            if not all(isinstance(piece, str) and piece in self.files for piece in shard["pieces"]):
+            if not all(isinstance(piece, str) and piece in manifest.files for piece in shard["pieces"]):
                 raise ValueError("a shard names a piece that is none of the files")
         if not all(type(size) is int for shape in shapes for size in shape):
             raise ValueError("a shape is not a list of whole numbers")
+        return manifest
+
+
+# Read.
 
 
 def seal(record: JsonObject) -> bytes:
-    """`record` with its own digest, as the content of a file."""
+    """Return `record` with a digest of itself, as the content of a file."""
     return encode_json(record | {"digest": hash_record(record)})
 
 
 def parse_manifest(content: bytes) -> JsonObject:
-    """The content of a `manifest.json`, checked against its digest.
+    """Return the content of a `manifest.json`, checked against its own digest.
 
-    Raises `NewerFormatError`, or `ValueError` if it is damaged.
+    Raises:
+        NewerFormatError: a newer runner has written it.
+        ValueError: it is damaged.
     """
     record = parse_json(content)
     written = record.get("format")
@@ -200,9 +214,13 @@ def parse_manifest(content: bytes) -> JsonObject:
 
 
 def read_manifest(store: Store, directory: str) -> Manifest:
-    """The manifest of one checkpoint, whose directory has its name.
+    """Return the manifest of the checkpoint in `directory`, which is `checkpoints/<name>`.
 
-    Raises `NotCommittedError`, `NewerFormatError`, `ValueError` if it is damaged, else as the store does.
+    Raises:
+        NotCommittedError: there is no manifest, or a tombstone.
+        NewerFormatError: a newer runner has written it.
+        ValueError: it is damaged, or a copy of another checkpoint's.
+        OSError: the store could not read it.
     """
     try:
         record = parse_manifest(store.read(f"{directory}/{MANIFEST}"))
@@ -213,23 +231,20 @@ def read_manifest(store: Store, directory: str) -> Manifest:
     if TOMBSTONE in record:
         raise NotCommittedError(f"attempt {record[TOMBSTONE]} found it unfinished")
     manifest = Manifest.from_json(record)
+    # A copied directory is whole, but its step would be restored at the wrong place in the data.
     name = directory.removeprefix(f"{CHECKPOINTS}/")
     if manifest.name != name or parse_number(name) not in (None, manifest.step):
         raise ValueError(f"it is of checkpoint {manifest.name}, step {manifest.step}, and stands in {name}")
     return manifest
 
 
-# A checkpoint that cannot be read now, or is bad: others may be good. What a bucket raises says nothing of either.
-UNREADABLE_ERRORS = (FileNotFoundError, ValueError, DiskError, ForbiddenError, WrongKindError)
-
-
 def list_steps(store: Store) -> list[int]:
-    """Every step that has a directory, committed or not, ascending by number."""
+    """Return every step that has a directory, committed or not, ascending by number."""
     return sorted(step for step in map(parse_number, store.list_names(CHECKPOINTS)) if step is not None)
 
 
 def read_committed(store: Store) -> dict[int, Manifest]:
-    """The manifests of all steps that have a whole one, ascending by step."""
+    """Return the manifests of all committed steps, ascending by step."""
 
     def read(step: int) -> Manifest | None:
         try:
@@ -237,14 +252,18 @@ def read_committed(store: Store) -> dict[int, Manifest]:
         except UNREADABLE_ERRORS:
             return None
 
-    numbers = list_steps(store)
+    steps = list_steps(store)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
-        manifests = list(pool.map(read, numbers))
-    return {step: manifest for step, manifest in zip(numbers, manifests, strict=True) if manifest is not None}
+        manifests = list(pool.map(read, steps))
+    return {step: manifest for step, manifest in zip(steps, manifests, strict=True) if manifest is not None}
 
 
 def read_newest_manifest(store: Store) -> Manifest | None:
-    """The newest manifest that can be read, None if there is none. Raises `NewerFormatError` if it meets one before."""
+    """Return the newest manifest that can be read, None if there is none.
+
+    Raises:
+        NewerFormatError: a newer runner has written one of those that come before it.
+    """
     for step in reversed(list_steps(store)):
         try:
             return read_manifest(store, f"{CHECKPOINTS}/{step}")
@@ -258,13 +277,19 @@ def read_newest_manifest(store: Store) -> Manifest | None:
 def find_file_problems(
     store: Store, directory: str, files: Files, part: int = 0, num_parts: int = 1, trust_store: bool = True
 ) -> list[str]:
-    """What is wrong with the bytes of a checkpoint, a line a bad file. Checks every `num_parts`-th file.
+    """Return one line for each file of a checkpoint whose bytes are wrong.
 
-    Reads every byte, except where the store reports digests of its own and is trusted.
+    Args:
+        store: the run's directory.
+        directory: the checkpoint, `checkpoints/<name>`.
+        files: the files of its manifest.
+        part: this caller's share of the files, so that several processes can divide the work.
+        num_parts: number of such callers.
+        trust_store: accept a digest that the store itself reports; else every byte is read.
     """
     sizes = store.list_sizes(directory)
 
-    def problem(name: str) -> str | None:
+    def find_problem(name: str) -> str | None:
         size, digest = files[name]
         if name not in sizes:
             return f"{name} is missing"
@@ -272,98 +297,100 @@ def find_file_problems(
             return f"{name} has {sizes[name]} bytes, the manifest says {size}"
         path = f"{directory}/{name}"
         try:
-            found = (
-                store.compute_digest(path)
-                if trust_store or store.root is not None
-                else compute_crc32c(store.read(path))
-            )
+            # A disk reports no digests of its own, so there the bytes are read in either case.
+            is_reported = trust_store or store.root is not None
+            found = store.compute_digest(path) if is_reported else compute_crc32c(store.read(path))
         except FileNotFoundError:
             return f"{name} is missing"
         return None if found == digest else f"{name} does not match its CRC-32C"
 
     with ThreadPoolExecutor(_NUM_READERS) as pool:
-        found = pool.map(problem, sorted(files)[part::num_parts])
-        return [text for text in found if text is not None]
+        problems = pool.map(find_problem, sorted(files)[part::num_parts])
+        return [problem for problem in problems if problem is not None]
 
 
-RETIRED_SUFFIX = ".retired"  # the directory of a step whose files are being deleted
+# Decide about a step: the commit, the tombstone, the deletion. Process 0 only.
 
 
 def commit(store: Store, directory: str, manifest: Manifest, attempt: int) -> None:
-    """Create the manifest of `directory`, all of whose files are durable.
+    """Create the manifest of `directory`, all of whose files are durable. This is the commit. Process 0 only.
 
-    Raises `FileExistsError` or `FileNotFoundError` if another attempt was first: with a commit or a tombstone.
+    Raises:
+        FileExistsError: another attempt was first, with a commit or a tombstone.
+        FileNotFoundError: another attempt has retired the directory.
     """
     name = f"{directory}/{MANIFEST}"
     if isinstance(store, LocalStore):
+        # By way of a file in the directory of the arrays: if a newer attempt has renamed `directory`, this fails.
         store.create_from(f"{directory}/{manifest.arrays}", name, manifest.encode())
         return
     present, version = store.read_versioned(name)
-    if present == _tombstone(attempt):
+    if present == _encode_tombstone(attempt):
+        # This attempt has retired the step itself and now saves it again. An earlier attempt may still try to commit
+        # its own, so the manifest is marked: when it is deleted, a tombstone must take its place again.
         store.write_if(name, replace(manifest, contested=True).encode(), version)
     else:
         store.write_if(name, manifest.encode(), ABSENT)
 
 
 def uncommit(store: Store, directory: str, attempt: int) -> None:
-    """Make a committed checkpoint one no more, before its files are deleted.
+    """Delete the manifest of a committed checkpoint, before its files are deleted. Process 0 only.
 
-    Where an earlier attempt may still be about to commit the same step, a tombstone stays in its place.
+    Where an earlier attempt may still be about to commit the same step, a tombstone takes its place.
     """
     content, version = store.read_versioned(f"{directory}/{MANIFEST}") if store.root is None else (b"", ABSENT)
-    if "contested" in _whole(content):
-        store.write_if(f"{directory}/{MANIFEST}", _tombstone(attempt), version)
+    if "contested" in _parse_or_empty(content):
+        store.write_if(f"{directory}/{MANIFEST}", _encode_tombstone(attempt), version)
     else:
         store.remove(f"{directory}/{MANIFEST}")
 
 
 def retire_uncommitted(store: Store, step: int, attempt: int) -> None:
-    """Delete a step that was never committed, so that no earlier attempt can commit it any more; else leave it alone.
+    """Delete a step that was never committed, so that no earlier attempt can commit it any more. Process 0 only.
 
-    On a disk the whole directory is renamed, which decides at once; if a manifest came with it, it is renamed back.
-    In a bucket a tombstone takes the place that only one can take, and stays until this attempt commits the step.
+    A committed step is left alone.
     """
     directory = f"{CHECKPOINTS}/{step}"
-    if store.root is None:
-        if _put_tombstone(store, directory, attempt):
-            remove_files(store, directory)
+    if store.root is not None:
+        # The rename decides at once. A manifest may have been created right before it: then it comes with the
+        # directory, and `finish_retirements` gives the checkpoint its name back.
+        if _is_directory(store, directory) and not store.exists(f"{directory}/{MANIFEST}"):
+            store.move_tree(directory, f"{directory}{RETIRED_SUFFIX}")
+            finish_retirements(store)
         return
-    if _is_directory(store, directory) and not store.exists(f"{directory}/{MANIFEST}"):
-        store.move_tree(directory, f"{directory}{RETIRED_SUFFIX}")
-        finish_retirements(store)
+    name = f"{directory}/{MANIFEST}"
+    content, version = store.read_versioned(name)
+    # Only the absence of a manifest, or the tombstone of this or an earlier attempt, may be replaced.
+    if version != ABSENT and not 0 < _parse_or_empty(content).get(TOMBSTONE, 0) <= attempt:
+        return
+    try:
+        store.write_if(name, _encode_tombstone(attempt), version)
+    except FileExistsError:
+        return
+    # The files may go only now: before the tombstone stood, an earlier attempt could have committed them.
+    remove_files(store, directory)
 
 
 def finish_retirements(store: Store) -> None:
-    """End what a killed retirement: delete the renamed directory, or give a committed one its name.
+    """Finish what `retire_uncommitted` had begun on a disk when it was killed. Process 0 only.
 
-    Where that name is taken by another that is committed too, both stay. What is no directory was not put there by a
-    run, and stays.
+    A renamed directory without a manifest is deleted, one with a manifest gets its name back. If that name is taken by
+    another committed checkpoint, both stay. Anything but a directory was not put there by a run, and stays.
     """
     for name in store.list_names(CHECKPOINTS) if store.root is not None else []:
-        buried, source = f"{CHECKPOINTS}/{name}", f"{CHECKPOINTS}/{name.removesuffix(RETIRED_SUFFIX)}"
-        if (
-            buried == source
-            or parse_number(name.removesuffix(RETIRED_SUFFIX)) is None
-            or not _is_directory(store, buried)
-        ):
+        step = name.removesuffix(RETIRED_SUFFIX)
+        retired, source = f"{CHECKPOINTS}/{name}", f"{CHECKPOINTS}/{step}"
+        if retired == source or parse_number(step) is None or not _is_directory(store, retired):
             continue
-        if not store.exists(f"{buried}/{MANIFEST}"):
-            store.remove_tree(buried)
+        if not store.exists(f"{retired}/{MANIFEST}"):
+            store.remove_tree(retired)
         elif not store.exists(f"{source}/{MANIFEST}"):
             store.remove_tree(source)
-            store.move_tree(buried, source)
-
-
-def _is_directory(store: Store, name: str) -> bool:
-    """Whether a directory of a disk stands there."""
-    try:
-        return store.root is not None and find_kind(store.root / name) == "a directory"
-    except WrongKindError:
-        return False
+            store.move_tree(retired, source)
 
 
 def remove_files(store: Store, directory: str) -> None:
-    """Delete all of a checkpoint but its manifest; on a disk the directory goes too, if it has none."""
+    """Delete all of a checkpoint but its manifest. On a disk the directory goes too, if it has no manifest."""
     for name in store.list_names(directory):
         if name != MANIFEST:
             store.remove_tree(f"{directory}/{name}")
@@ -371,24 +398,19 @@ def remove_files(store: Store, directory: str) -> None:
         store.remove_tree(directory)
 
 
-def _put_tombstone(store: Store, directory: str, attempt: int) -> bool:
-    """Whether a tombstone stands there now; False if the step is committed, or a newer attempt has put its own."""
-    content, version = store.read_versioned(f"{directory}/{MANIFEST}")
-    if version != ABSENT and not 0 < _whole(content).get(TOMBSTONE, 0) <= attempt:
-        return False
+def _is_directory(store: Store, name: str) -> bool:
     try:
-        store.write_if(f"{directory}/{MANIFEST}", _tombstone(attempt), version)
-    except FileExistsError:
+        return store.root is not None and find_kind(store.root / name) == "a directory"
+    except WrongKindError:
         return False
-    return True
 
 
-def _tombstone(attempt: int) -> bytes:
+def _encode_tombstone(attempt: int) -> bytes:
     return seal({"format": FORMAT, TOMBSTONE: attempt})
 
 
-def _whole(content: bytes) -> JsonObject:
-    """What a manifest or tombstone says; nothing if it is damaged, or of a newer runner."""
+def _parse_or_empty(content: bytes) -> JsonObject:
+    """Return the content of a manifest or tombstone; an empty object if it is damaged or of a newer runner."""
     try:
         return parse_manifest(content)
     except ValueError:

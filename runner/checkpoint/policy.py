@@ -1,37 +1,58 @@
-"""Which steps may go, and how they go. By step number: never by a time, never by the order of a listing.
+"""Policy: when to save, and which checkpoints to keep.
 
-When to save: by steps, by the clock, or by what a save costs. Pure: the clock is handed in.
+Saves are due by steps, by minutes, or at the interval that loses the least time. Retention decides by step number,
+never by time and never by the order of a listing, so every listing gives the same answer. Both decisions are pure
+functions of their arguments; the clock is an argument too.
 """
 
+import enum
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal
 
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, read_committed, remove_files, uncommit
-from runner.checkpoint.save import SaveKind
 from runner.console import warn
 from runner.periodic import is_due, is_overdue
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig
 
+# When to save.
+
+
+class SaveKind(enum.Enum):
+    """Destination of a save. A step that is saved goes into the fast tier too, if there is one."""
+
+    FAST = "fast"  # into the fast tier alone
+    DURABLE = "durable"  # into the run's directory; in a bucket left out while an earlier save is in progress
+    REQUIRED = "required"  # into the run's directory, even if training must wait
+
 
 def compute_best_interval_seconds(
     stall_seconds: float, durable_seconds: float, mean_time_between_failures_hours: float
 ) -> float:
-    """Seconds from save to save that lose the least time: sqrt(2 x stall x mean time between failures).
+    """Return the seconds between saves that lose the least time: sqrt(2 x stall x mean time between failures).
 
     Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly (2006) refines it where the
-    stall is not small against the interval. Never less than a save takes to be durable: the next could not begin.
+    stall is not small against the interval.
+
+    Args:
+        stall_seconds: time that a save stops training.
+        durable_seconds: time until a save is durable. The interval is never shorter: the next save could not begin.
+        mean_time_between_failures_hours: as the spec estimates it.
     """
     least_loss_seconds = math.sqrt(2 * stall_seconds * mean_time_between_failures_hours * 3600)
     return max(least_loss_seconds, durable_seconds, 1.0)
 
 
 class SavePolicy:
-    """Which save is due at a step, by `checkpoint` of the spec. Asked on every host, with the same answer.
+    """Decision at each step whether a save is due, by `checkpoint` of the spec. Called on every host.
 
-    `decide` makes host 0's answer everyone's: clocks differ between hosts, so host 0's alone counts.
+    Args:
+        rule: the spec's `checkpoint`.
+        logging_every_steps: steps between two looks at the clock.
+        decide: returns process 0's argument on every host. Clocks differ between hosts, so only its clock counts.
+        clock: seconds that only grow.
     """
 
     def __init__(
@@ -45,16 +66,23 @@ class SavePolicy:
         self._decide, self._clock = decide, clock
         self._last_save_seconds = clock()
 
-    def saved(self) -> None:
-        """A durable save has begun, or a state was restored: the time to the next counts from now."""
+    def record_save(self) -> None:
+        """Restart the interval: a durable save has begun, or a state was restored."""
         self._last_save_seconds = self._clock()
 
-    def due(self, step: int, last_step: int, interval_seconds: float) -> SaveKind | None:
-        """The save that is due at `step`. `interval_seconds` is that of `every: auto`, read only there."""
+    def find_due_save(self, step: int, last_step: int, interval_seconds: float) -> SaveKind | None:
+        """Return the kind of save that is due at `step`, None if none is. The same on every host.
+
+        Args:
+            step: the current step.
+            last_step: the step at which the job ends.
+            interval_seconds: interval of `every: auto`; used only with it.
+        """
         rule = self._rule
         if is_due(step, rule.every_steps if rule.every is None else None, last_step):
             return SaveKind.REQUIRED if step == last_step else SaveKind.DURABLE
         every_minutes = rule.every_minutes if rule.every is None else interval_seconds / 60
+        # `decide` is a meeting of all hosts, so it must come last: all conditions before it are the same everywhere.
         if (
             every_minutes is not None
             and is_due(step, self._logging_every_steps)
@@ -63,6 +91,8 @@ class SavePolicy:
             return SaveKind.DURABLE
         return SaveKind.FAST if is_due(step, rule.local_every_steps) else None
 
+
+# What to keep.
 
 Mode = Literal["min", "max"]
 
@@ -73,9 +103,13 @@ def find_superfluous_steps(
     keep_every_steps: int | None = None,
     best: Mode | None = None,
 ) -> list[int]:
-    """The steps to delete, ascending, of those committed: `metrics` has for each the value that `best` compares.
+    """Return the committed steps to delete, ascending.
 
-    Kept are the newest `keep_last`, multiples of `keep_every_steps`, and the best; of equals the older.
+    Args:
+        metrics: the value that `best` compares, for each committed step.
+        keep_last: number of newest steps to keep.
+        keep_every_steps: multiples of this are kept.
+        best: keep the step with the best value too; of equal values the older step.
     """
     steps = sorted(metrics)
     kept = set(steps[-keep_last:])
@@ -87,40 +121,40 @@ def find_superfluous_steps(
 
 
 def find_best_step(metrics: Mapping[int, float | None], mode: Mode) -> int | None:
-    """The step with the best value, of equals the older; None if none has a value."""
+    """Return the step with the best value, of equal values the older step; None if no step has a value."""
     measured = {step: value for step, value in sorted(metrics.items()) if value is not None and value == value}
     choose = min if mode == "min" else max
     return choose(measured, key=lambda step: measured[step]) if measured else None
 
 
 def delete_step(attempt: Attempt, step: int) -> None:
-    """Delete one step: first the manifest, then the files. Main host only."""
+    """Delete one committed step. Process 0 only. Raises `FencedError` or `OSError`."""
     attempt.fence.check()
     directory = f"{CHECKPOINTS}/{step}"
+    # The manifest goes first: a kill in between leaves a directory that nobody takes for a checkpoint.
     uncommit(attempt.store, directory, attempt.number)
     remove_files(attempt.store, directory)
 
 
 class Retention:
-    """The committed steps of a run, and the rule by which they stay. Main host only."""
+    """Committed steps of a run, and the rule by which they are kept. Process 0 only, one thread at a time."""
 
     def __init__(self, attempt: Attempt, keep_last: int, keep_every_steps: int | None = None, best: Mode | None = None):
         self._attempt = attempt
         self._rule = (keep_last, keep_every_steps, best)
         self._metrics: dict[int, float | None] = {}
 
-    def look(self) -> None:
-        """Take in what is there when an attempt begins, and delete what one that was killed has left undeleted."""
+    def scan(self) -> None:
+        """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
         self._metrics = {step: manifest.metric for step, manifest in read_committed(self._attempt.store).items()}
         self._prune()
 
-    def apply(self, manifest: Manifest) -> None:
-        """Take in a step that has just been committed, and delete what it has made superfluous. In the background."""
+    def add(self, manifest: Manifest) -> None:
+        """Add a step that has just been committed, and delete the steps that it makes superfluous."""
         self._metrics[manifest.step] = manifest.metric
         self._prune()
 
     def _prune(self) -> None:
-        """Delete what is superfluous. What cannot be deleted now is tried again after the next commit."""
         for step in find_superfluous_steps(self._metrics, *self._rule):
             try:
                 delete_step(self._attempt, step)

@@ -1,11 +1,16 @@
-"""Restore: the newest state that every host can have and that is, bit for bit, what was saved.
+"""Restore: the newest state that every host can have and that is, bit for bit, the one that was saved.
 
-Called on every host. The candidates are the steps of the durable tier, as host 0 lists them, and the steps of which
-every host still has its part in the fast tier; newest first, of one step the fast tier first. Each is checked in three
-layers, bytes (size and CRC of every file against the manifest), shape (names, shapes, dtypes) and bits (the
-fingerprint, computed again on the device from the restored arrays), and all hosts take the same verdict.
+Everything here is called on every host, if it does not say otherwise. The candidates of a restore are the steps of the
+durable directory, as process 0 lists them, and the steps of which every host still has its part in the fast tier. They
+are tried from the newest on, and the fast tier first. Each is checked in three layers, and all hosts come to the same
+verdict:
 
-What fails in the durable tier is quarantined, but only after an older one has passed: if none does nothing is touched.
+1. bytes: size and CRC-32C of every file against the manifest;
+2. shape: names, shapes and types of the leaves against the job's state;
+3. bits: the fingerprint, computed again on the devices from the restored arrays.
+
+A durable checkpoint that fails is quarantined, but only after an older one has passed: if none passes, nothing is
+touched and the job refuses to start.
 """
 
 from collections.abc import Callable
@@ -13,10 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from runner.checkpoint import fingerprint, readers
 from runner.checkpoint.fast_tier import FastTier
-from runner.checkpoint.leaves import decode_leaves, encode_leaves, flatten_with_names, validate_manifest_leaves
+from runner.checkpoint.leaves import (
+    decode_leaves,
+    encode_leaves,
+    flatten_with_names,
+    make_abstract,
+    validate_manifest_leaves,
+)
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -29,8 +41,9 @@ from runner.checkpoint.manifest import (
     read_newest_manifest,
     retire_uncommitted,
 )
-from runner.checkpoint.weight_names import has_adapter, validate_weight_name
+from runner.checkpoint.weight_names import has_adapter, map_weight_names, validate_weight_name
 from runner.console import warn
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError
 from runner.records import PARAMS
 from runner.run.attempt import Attempt
@@ -39,16 +52,19 @@ from runner.spec import Trajectory
 from runner.storage import DiskError, Store, open_store, parse_number, read_log, split_checkpoint
 
 Tier = Literal["durable", "fast"]
-AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # why a job cannot go on with them
+AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # returns why a job cannot continue with attachments
 QUARANTINE = "quarantine"
 
 
 @dataclass(frozen=True)
 class RestoredState:
-    """A state that has passed every check, with the manifest that it came with.
+    """State that has passed every check, with its manifest.
 
     Attributes:
-        attachments: the small files that the fast tier had beside it.
+        state: the pytree.
+        manifest: manifest of the checkpoint.
+        tier: where it was.
+        attachments: small files that the fast tier had beside it.
     """
 
     state: Any
@@ -59,10 +75,14 @@ class RestoredState:
 
 @dataclass(frozen=True)
 class RejectedCheckpoint:
-    """A checkpoint that was not restored, and why.
+    """Checkpoint that was not restored, and the reason.
 
     Attributes:
-        may_be_good: it could not be read now; that says nothing of what it holds.
+        step: its step; -1 for a checkpoint whose name is no step.
+        reason: one line for a person.
+        tier: where it is.
+        was_committed: False if it has no manifest.
+        may_be_good: True if it could not be read now, which says nothing about its content.
     """
 
     step: int
@@ -73,202 +93,272 @@ class RejectedCheckpoint:
 
 
 class RestoreProblem(NamedTuple):
-    """Why a host cannot restore a checkpoint."""
+    """Reason why a host cannot restore a checkpoint, as it is sent to the other hosts."""
 
     reason: str
     may_be_good: bool = False
 
 
-class Restorer:
-    """Restores of one attempt. Made and called on every host."""
+# Restore of the own run.
 
-    def __init__(self, attempt: Attempt, fast: FastTier | None):
-        self._attempt, self._fast = attempt, fast
 
-    def restore(
-        self, abstract: Any, identity: Trajectory, problem_with: AttachmentCheck = lambda _: None
-    ) -> RestoredState | None:
-        """The newest state that passes every check; None if nothing was ever committed.
+def restore_newest(
+    attempt: Attempt,
+    fast_tier: FastTier | None,
+    abstract: Any,
+    identity: Trajectory,
+    find_attachment_problem: AttachmentCheck = lambda _: None,
+) -> RestoredState | None:
+    """Return the newest state that passes every check; None if nothing was ever committed.
 
-        `problem_with` is asked on the main host about what the fast tier has kept beside a state.
+    Checkpoints that failed are set aside: durable ones are quarantined, uncommitted ones are deleted.
 
-        `abstract` has the shape, dtype and sharding of every leaf: the checkpoint may have been written on any other
-        mesh. Raises with nothing touched, if checkpoints exist and none can be restored: `ResumeError`, or
-        `StorageError` where the disk failed, or `NewerFormatError` as soon as one is met.
-        """
-        store, hosts = self._attempt.store, self._attempt.hosts
-        if hosts.is_main:
-            finish_retirements(store)
-        durable = hosts.agree(list_steps(store) if hosts.is_main else [])
-        candidates = [(step, 0) for step in durable] + [(step, 1) for step in self._common(identity)]
-        rejected: list[RejectedCheckpoint] = []
-        for step, is_fast in sorted(candidates, reverse=True):
-            found = self._try_fast(step, abstract, problem_with) if is_fast else self._try(store, str(step), abstract)
-            if isinstance(found, RestoredState):
-                self._set_aside(rejected, step)
-                return found
-            rejected.append(found)
-        self._refuse_to_start_over(rejected)
-        self._set_aside(rejected, None)
-        return None
+    Args:
+        attempt: the running attempt.
+        fast_tier: the fast tier, if the run has one.
+        abstract: shape, dtype and sharding of every leaf. The checkpoint may have been written on any other mesh.
+        identity: the trajectory; parts of another one in the fast tier are ignored.
+        find_attachment_problem: called on process 0 with the attachments of a state in the fast tier.
 
-    def _refuse_to_start_over(self, rejected: list[RejectedCheckpoint]) -> None:
-        store, hosts = self._attempt.store, self._attempt.hosts
-        events = read_log(store, "events") if hosts.is_main else []
-        durable = [event for event in events if event.get("event") == "commit" and event.get("tier") != "fast"]
-        was_committed = hosts.agree(bool(durable))
-        if was_committed or any(other.was_committed for other in rejected):
-            reasons = "".join(f"\n  step {other.step}: {other.reason}" for other in rejected)
-            if any(other.may_be_good for other in rejected):
-                raise StorageError(f"{store.url}: no checkpoint can be read now; nothing was touched{reasons}")
-            raise ResumeError(
-                f"{store.url}: checkpoints were committed here and none can be restored; nothing was touched. "
-                f"Repair one, or use another directory to start over{reasons or chr(10) + '  all are missing'}"
-            )
-
-    def load(self, name: str, abstract: Any) -> RestoredState:
-        """The checkpoint `name`, checked like any other. Raises `ResumeError` if it cannot be restored."""
-        found = self._try(self._attempt.store, name, abstract)
-        if isinstance(found, RejectedCheckpoint):
-            raise ResumeError(f"{self._attempt.store.url}/{CHECKPOINTS}/{name}: {found.reason}")
-        return found
-
-    def restore_weights(self, source: Store, name: str | None, abstract: Any) -> RestoredState:
-        """The leaves of `abstract` alone from another run: from its checkpoint `name`, or from the newest that is good.
-
-        Raises `ResumeError` if there is none.
-        """
-        hosts = self._attempt.hosts
-        names = [] if name is None else [name]
-        if name is None and hosts.is_main:
-            names = [str(step) for step in reversed(list_steps(source))]
-        rejected: list[RejectedCheckpoint] = []
-        for candidate in hosts.agree(names):
-            found = self._try(source, candidate, abstract, weights_only=True)
-            if isinstance(found, RestoredState):
-                return found
-            rejected.append(found)
-        told = [other for other in rejected if other.was_committed or name is not None]
-        reasons = "; ".join(f"{other.step}: {other.reason}" for other in told)
+    Raises:
+        ResumeError: checkpoints exist and none can be restored; nothing was touched.
+        StorageError: the same, where the disk failed.
+        NewerFormatError: a newer runner has written one of them; nothing was touched.
+    """
+    store, hosts = attempt.store, attempt.hosts
+    if hosts.is_main:
+        finish_retirements(store)
+    # A listing of a shared disk may differ between hosts, so that of process 0 counts.
+    durable_steps = hosts.agree(list_steps(store) if hosts.is_main else [])
+    parts = hosts.gather([] if fast_tier is None else fast_tier.list_steps(identity))
+    fast_steps = set.intersection(*(set(own) for own in parts))
+    rejected: list[RejectedCheckpoint] = []
+    candidates = [(step, 0) for step in durable_steps] + [(step, 1) for step in fast_steps]
+    for step, is_fast in sorted(candidates, reverse=True):
+        if is_fast:
+            assert fast_tier is not None, "only a fast tier has such a step"
+            found = _try_fast(hosts, fast_tier, step, abstract, find_attachment_problem)
+        else:
+            found = _try_durable(hosts, store, str(step), abstract)
+        if isinstance(found, RestoredState):
+            _set_aside(attempt, fast_tier, rejected, step)
+            return found
+        rejected.append(found)
+    # Nothing was restored. To start over is right only if nothing was ever committed: the ledger remembers commits
+    # whose directories somebody has deleted.
+    events = read_log(store, "events") if hosts.is_main else []
+    commits = [event for event in events if event.get("event") == "commit" and event.get("tier") != "fast"]
+    if hosts.agree(bool(commits)) or any(other.was_committed for other in rejected):
+        reasons = "".join(f"\n  step {other.step}: {other.reason}" for other in rejected)
         if any(other.may_be_good for other in rejected):
-            raise StorageError(f"checkpoint.init_from: {source.url}: no checkpoint can be read now: {reasons}")
-        raise ResumeError(f"checkpoint.init_from: {source.url}: {reasons or 'no checkpoint is here'}")
+            raise StorageError(f"{store.url}: no checkpoint can be read now; nothing was touched{reasons}")
+        raise ResumeError(
+            f"{store.url}: checkpoints were committed here and none can be restored; nothing was touched. "
+            f"Repair one, or use another directory to start over{reasons or chr(10) + '  all are missing'}"
+        )
+    _set_aside(attempt, fast_tier, rejected, None)
+    return None
 
-    def _common(self, identity: Trajectory) -> list[int]:
-        """Steps of which every host has its part in the fast tier."""
-        present = self._attempt.hosts.gather([] if self._fast is None else self._fast.steps(identity))
-        return sorted(set.intersection(*(set(own) for own in present)))
 
-    def _try_fast(self, step: int, abstract: Any, problem_with: AttachmentCheck) -> RestoredState | RejectedCheckpoint:
-        assert self._fast is not None, "only a fast tier has such a step"
-        problem, part = None, None
-        arrays: dict[str, jax.Array] = {}
-        attachments: dict[str, bytes] = {}
-        try:
-            arrays, part = self._fast.read(step, encode_leaves(flatten_with_names(abstract)))
-            validate_manifest_leaves(part, abstract)
-            attachments = self._fast.attachments(step)
-            reason = problem_with(attachments) if self._attempt.hosts.is_main else None
-            problem = None if reason is None else RestoreProblem(reason)
-        except (ValueError, OSError, KeyError) as error:
-            problem = RestoreProblem(f"process {self._attempt.hosts.process_id}: {error}")
-        problem = self._first(problem)
-        if problem is None and part is not None:
-            state = _unflatten(abstract, arrays)
-            different = _bits_problem(state, part)
-            if different is None:
-                return RestoredState(state, part, "fast", attachments)
-            problem = RestoreProblem(different)
-        return RejectedCheckpoint(step, problem.reason if problem else "no part", "fast")
+def load_checkpoint(attempt: Attempt, name: str, abstract: Any) -> RestoredState:
+    """Return the checkpoint `name` of the own run, checked like any other.
 
-    def _try(
-        self, store: Store, name: str, abstract: Any, weights_only: bool = False
-    ) -> RestoredState | RejectedCheckpoint:
-        directory, step = f"{CHECKPOINTS}/{name}", parse_number(name)
-        step = -1 if step is None else step
-        manifest, problem, was_committed = self._read_manifest(store, directory)
-        problem = self._first(problem)
-        if problem is not None or manifest is None:
-            problem = problem or RestoreProblem("no manifest")
-            return RejectedCheckpoint(step, problem.reason, "durable", was_committed, problem.may_be_good)
-        validate_manifest_leaves(manifest, abstract, weights_only)
-        arrays: dict[str, jax.Array] = {}
-        try:
-            arrays = readers.read_arrays(store, directory, manifest, encode_leaves(flatten_with_names(abstract)))
-        except DiskError as error:
-            problem = RestoreProblem(str(error), may_be_good=True)
-        except StorageError:
-            raise
-        except (OSError, ValueError) as error:
-            problem = RestoreProblem(str(error))
-        problem = self._first(problem)
-        if problem is not None:
-            return RejectedCheckpoint(step, problem.reason, "durable", may_be_good=problem.may_be_good)
+    Raises:
+        ResumeError: it cannot be restored.
+    """
+    found = _try_durable(attempt.hosts, attempt.store, name, abstract)
+    if isinstance(found, RejectedCheckpoint):
+        raise ResumeError(f"{attempt.store.url}/{CHECKPOINTS}/{name}: {found.reason}")
+    return found
+
+
+def _try_fast(
+    hosts: Hosts, fast_tier: FastTier, step: int, abstract: Any, find_attachment_problem: AttachmentCheck
+) -> RestoredState | RejectedCheckpoint:
+    problem, part = None, None
+    arrays: dict[str, jax.Array] = {}
+    attachments: dict[str, bytes] = {}
+    try:
+        arrays, part = fast_tier.read(step, encode_leaves(flatten_with_names(abstract)))
+        validate_manifest_leaves(part, abstract)
+        attachments = fast_tier.read_attachments(step)
+        reason = find_attachment_problem(attachments) if hosts.is_main else None
+        problem = None if reason is None else RestoreProblem(reason)
+    except (ValueError, OSError, KeyError) as error:
+        problem = RestoreProblem(f"process {hosts.process_id}: {error}")
+    # No host may compute a fingerprint, which is a collective, before all hosts have their arrays.
+    problem = _gather_first_problem(hosts, problem)
+    if problem is None and part is not None:
         state = _unflatten(abstract, arrays)
-        different = _bits_problem(state, manifest)
-        return RestoredState(state, manifest) if different is None else RejectedCheckpoint(step, different, "durable")
+        bits_problem = _find_bits_problem(state, part)
+        if bits_problem is None:
+            return RestoredState(state, part, "fast", attachments)
+        problem = RestoreProblem(bits_problem)
+    return RejectedCheckpoint(step, problem.reason if problem else "no part", "fast")
 
-    def _read_manifest(self, store: Store, directory: str) -> tuple[Manifest | None, RestoreProblem | None, bool]:
-        """The manifest, what is wrong with it or its files on this host, and whether the step was committed at all."""
-        hosts = self._attempt.hosts
-        try:
-            manifest = read_manifest(store, directory)
-            if manifest.shards is not None:  # each piece is checked when it is read
-                return manifest, None, True
-            found = find_file_problems(store, directory, manifest.files, hosts.process_id, hosts.num_processes)
-            return manifest, RestoreProblem(found[0]) if found else None, True
-        except NotCommittedError as error:
-            return None, RestoreProblem(str(error)), False
-        except NewerFormatError:
-            raise
-        except DiskError as error:
-            return None, RestoreProblem(f"{MANIFEST} or a file: {error}", may_be_good=True), True
-        except StorageError:
-            raise  # that the store is down says nothing of the checkpoint
-        except (ValueError, OSError) as error:
-            return None, RestoreProblem(f"{MANIFEST}: {error}"), True
 
-    def _first(self, problem: RestoreProblem | None) -> RestoreProblem | None:
-        """The first problem that any host has, on every host."""
-        found = (other for other in self._attempt.hosts.gather(problem) if other is not None)
-        return next((RestoreProblem(*other) for other in found), None)
+def _try_durable(
+    hosts: Hosts, store: Store, name: str, abstract: Any, weights_only: bool = False
+) -> RestoredState | RejectedCheckpoint:
+    directory, step = f"{CHECKPOINTS}/{name}", parse_number(name)
+    step = -1 if step is None else step
+    # 1. Bytes. Every host checks its share of the files; pieces are checked when they are read.
+    manifest, problem, was_committed = None, None, True
+    try:
+        manifest = read_manifest(store, directory)
+        if manifest.shards is None:
+            bad = find_file_problems(store, directory, manifest.files, hosts.process_id, hosts.num_processes)
+            problem = RestoreProblem(bad[0]) if bad else None
+    except NotCommittedError as error:
+        problem, was_committed = RestoreProblem(str(error)), False
+    except NewerFormatError:
+        raise
+    except DiskError as error:
+        problem = RestoreProblem(f"{MANIFEST} or a file: {error}", may_be_good=True)
+    except StorageError:
+        raise  # that the store is down says nothing about the checkpoint
+    except (ValueError, OSError) as error:
+        problem = RestoreProblem(f"{MANIFEST}: {error}")
+    problem = _gather_first_problem(hosts, problem)
+    if problem is not None or manifest is None:
+        problem = problem or RestoreProblem("no manifest")
+        return RejectedCheckpoint(step, problem.reason, "durable", was_committed, problem.may_be_good)
+    # 2. Shape. Other leaves mean another code or spec, not damage: this ends the start, and no older one is tried.
+    validate_manifest_leaves(manifest, abstract, weights_only)
+    arrays: dict[str, jax.Array] = {}
+    try:
+        arrays = readers.read_arrays(store, directory, manifest, encode_leaves(flatten_with_names(abstract)))
+    except DiskError as error:
+        problem = RestoreProblem(str(error), may_be_good=True)
+    except StorageError:
+        raise
+    except (OSError, ValueError) as error:
+        problem = RestoreProblem(str(error))
+    problem = _gather_first_problem(hosts, problem)
+    if problem is not None:
+        return RejectedCheckpoint(step, problem.reason, "durable", may_be_good=problem.may_be_good)
+    # 3. Bits.
+    state = _unflatten(abstract, arrays)
+    bits_problem = _find_bits_problem(state, manifest)
+    if bits_problem is not None:
+        return RejectedCheckpoint(step, bits_problem, "durable")
+    return RestoredState(state, manifest)
 
-    def _set_aside(self, rejected: list[RejectedCheckpoint], restored: int | None) -> None:
-        """Quarantine what was committed and is bad, delete what was never committed, and record both."""
-        attempt = self._attempt
-        if self._fast is not None:
-            self._fast.forget_after(-1 if restored is None else restored)
-        if not attempt.hosts.is_main:
-            return
-        for other in rejected:
-            attempt.fence.check()
-            if other.tier == "durable" and other.was_committed:
-                self._quarantine(other)
-            attempt.events.append("fallback", restored, rejected=other.step, reason=other.reason, tier=other.tier)
-            warn(f"checkpoint {other.step} ({other.tier}) not restored: {other.reason}")
-        for step in list_steps(attempt.store):
-            attempt.fence.check()
-            retire_uncommitted(attempt.store, step, attempt.number)
 
-    def _quarantine(self, rejected: RejectedCheckpoint) -> None:
-        """Move a bad checkpoint away as evidence, its manifest first, so that it is never picked again."""
-        attempt, store, source = self._attempt, self._attempt.store, f"{CHECKPOINTS}/{rejected.step}"
-        target = self._free_place(f"{QUARANTINE}/{rejected.step}.{attempt.number}")
-        if store.root is None and store.exists(f"{source}/{MANIFEST}"):
-            store.write(f"{target}/{MANIFEST}", store.read(f"{source}/{MANIFEST}"))
-            store.remove(f"{source}/{MANIFEST}")
-        store.move_tree(source, target)
-        attempt.events.append("quarantine", rejected.step, reason=rejected.reason, moved_to=f"{store.url}/{target}")
+def _gather_first_problem(hosts: Hosts, problem: RestoreProblem | None) -> RestoreProblem | None:
+    """Return the first problem that any host has, on every host."""
+    found = (other for other in hosts.gather(problem) if other is not None)
+    return next((RestoreProblem(*other) for other in found), None)
 
-    def _free_place(self, name: str) -> str:
-        """`name`, or the next that nothing has: attempts count from 1 again where their numbers were lost."""
-        taken = set(self._attempt.store.list_names(QUARANTINE))
-        places = (name, *(f"{name}.{number}" for number in range(1, len(taken) + 1)))
-        return next(place for place in places if place.removeprefix(f"{QUARANTINE}/") not in taken)
+
+def _unflatten(abstract: Any, arrays: dict[str, jax.Array]) -> Any:
+    leaves = decode_leaves(arrays, flatten_with_names(abstract))
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves.values())
+
+
+def _find_bits_problem(state: Any, manifest: Manifest) -> str | None:
+    for name, digest in fingerprint.compute_leaf_digests(state).items():
+        if digest != manifest.leaves[name]["digest"]:
+            return f"the bits of {name} are not those that were saved"
+    return None
+
+
+def _set_aside(
+    attempt: Attempt, fast_tier: FastTier | None, rejected: list[RejectedCheckpoint], restored: int | None
+) -> None:
+    """Quarantine committed checkpoints that are bad, delete uncommitted ones, and record both."""
+    if fast_tier is not None:
+        fast_tier.delete_after(-1 if restored is None else restored)
+    if not attempt.hosts.is_main:
+        return
+    store = attempt.store
+    for other in rejected:
+        attempt.fence.check()
+        if other.tier == "durable" and other.was_committed:
+            # Attempts count from 1 again where their numbers were lost, so the place may be taken.
+            name = place = f"{other.step}.{attempt.number}"
+            taken, number = set(store.list_names(QUARANTINE)), 0
+            while place in taken:
+                number += 1
+                place = f"{name}.{number}"
+            source, target = f"{CHECKPOINTS}/{other.step}", f"{QUARANTINE}/{place}"
+            # A bucket moves file by file, so the manifest goes first: a kill in between must not leave a checkpoint
+            # that would be picked again.
+            if store.root is None and store.exists(f"{source}/{MANIFEST}"):
+                store.write(f"{target}/{MANIFEST}", store.read(f"{source}/{MANIFEST}"))
+                store.remove(f"{source}/{MANIFEST}")
+            store.move_tree(source, target)
+            url = f"{store.url}/{target}"
+            attempt.events.append("quarantine", other.step, reason=other.reason, moved_to=url)
+        attempt.events.append("fallback", restored, rejected=other.step, reason=other.reason, tier=other.tier)
+        warn(f"checkpoint {other.step} ({other.tier}) not restored: {other.reason}")
+    # Unfinished saves of earlier attempts. They must become void before this attempt saves: a process of such an
+    # attempt may still be running and about to commit.
+    for step in list_steps(store):
+        attempt.fence.check()
+        retire_uncommitted(store, step, attempt.number)
+
+
+# Weights of another run.
+
+
+def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS) -> Any:
+    """Return leaves like those of `weights` from another run, from its newest checkpoint that is good.
+
+    Args:
+        attempt: the running attempt.
+        source: directory or URL of a run, or one of its `checkpoints/<name>`, which alone is then tried.
+        weights: arrays with the names, shapes, types and shardings of the result.
+        name: `params` for the weights that were trained, or the name of an average. An average is stored in float32
+            and comes in the types of `weights`.
+
+    Raises:
+        ResumeError: there is no such checkpoint, or it is not good.
+        StorageError: it cannot be read now.
+    """
+    directory, checkpoint = split_checkpoint(source)
+    wanted = {leaf_name: make_abstract(leaf) for leaf_name, leaf in flatten_with_names(weights).items()}
+    saved_names = map_weight_names(name, wanted)
+    abstract = {
+        saved_names[leaf_name]: leaf
+        if saved_names[leaf_name] == leaf_name
+        else jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding)
+        for leaf_name, leaf in wanted.items()
+    }
+    store, hosts = open_store(directory), attempt.hosts
+    candidates = [] if checkpoint is None else [checkpoint]
+    if checkpoint is None and hosts.is_main:
+        candidates = [str(step) for step in reversed(list_steps(store))]
+    rejected: list[RejectedCheckpoint] = []
+    for candidate in hosts.agree(candidates):
+        found = _try_durable(hosts, store, candidate, abstract, weights_only=True)
+        if isinstance(found, RestoredState):
+            kind = "weights" if name == PARAMS else name
+            attempt.say(f"{kind} of step {found.manifest.step} taken from {source}")
+            leaves = [
+                found.state[saved_names[leaf_name]]
+                if saved_names[leaf_name] == leaf_name
+                else found.state[saved_names[leaf_name]].astype(leaf.dtype)
+                for leaf_name, leaf in wanted.items()
+            ]
+            return jax.tree.unflatten(jax.tree.structure(weights), leaves)
+        rejected.append(found)
+    reported = [other for other in rejected if other.was_committed or checkpoint is not None]
+    reasons = "; ".join(f"{other.step}: {other.reason}" for other in reported)
+    if any(other.may_be_good for other in rejected):
+        raise StorageError(f"checkpoint.init_from: {store.url}: no checkpoint can be read now: {reasons}")
+    raise ResumeError(f"checkpoint.init_from: {store.url}: {reasons or 'no checkpoint is here'}")
+
+
+# Checks before an attempt is claimed. Process 0 only.
 
 
 def validate_checkpoints(store: Store, claimant: RunIdentity) -> bool:
-    """Refuse to continue checkpoints of another trajectory; whether there are any. Main host only."""
+    """Return True if the run has a checkpoint. Process 0 only.
+
+    Raises:
+        ResumeError: the checkpoint is of another trajectory.
+    """
     manifest = read_newest_manifest(store)
     if manifest is not None:
         claimant.validate_trajectory(manifest.identity, f"checkpoint {manifest.name}", store.url)
@@ -276,7 +366,12 @@ def validate_checkpoints(store: Store, claimant: RunIdentity) -> bool:
 
 
 def validate_source_run(text: str, weights: str = PARAMS) -> None:
-    """Raise `InvalidError` if `text`, another run or one of its checkpoints, has no such weights to be restored."""
+    """Raise `InvalidError` if another run, or one of its checkpoints, cannot give these weights. Process 0 only.
+
+    Args:
+        text: directory or URL of a run, or one of its `checkpoints/<name>`.
+        weights: `params` or the name of an average.
+    """
     directory, name = split_checkpoint(text)
     store = open_store(directory)
     try:
@@ -292,16 +387,3 @@ def validate_source_run(text: str, weights: str = PARAMS) -> None:
         raise
     except (FileNotFoundError, ValueError) as error:
         raise ResumeError(f"{store.url}/{CHECKPOINTS}/{name}: {error}") from error
-
-
-def _unflatten(abstract: Any, arrays: dict[str, jax.Array]) -> Any:
-    """The state from what a reader has read."""
-    leaves = decode_leaves(arrays, flatten_with_names(abstract))
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves.values())
-
-
-def _bits_problem(state: Any, manifest: Manifest) -> str | None:
-    for name, digest in fingerprint.compute_leaf_digests(state).items():
-        if digest != manifest.leaves[name]["digest"]:
-            return f"the bits of {name} are not those that were saved"
-    return None

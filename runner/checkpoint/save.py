@@ -1,41 +1,33 @@
-"""Save and commit: the protocol that makes a checkpoint one instant.
+"""Save and commit: the protocol that makes a checkpoint appear in one instant.
 
-Layout: `checkpoints/<name>/manifest.json` and `checkpoints/<name>/arrays.<attempt>/`. The name of a checkpoint of a run
-is its step. A directory without a manifest is not a checkpoint, whatever it holds.
+A checkpoint is `checkpoints/<name>/manifest.json` and the files below `checkpoints/<name>/arrays.<attempt>/`. The name
+is the number of its step, or a name that the job chose. A directory without a manifest is not a checkpoint, whatever
+it holds.
 
-Save, called on every host with the same step:
-1. The writer copies what it must and returns; it writes in the background, below a name of this attempt, so a zombie of
-   an earlier attempt can never write into files of this one. (On a CPU nothing is copied and all of it is in the
-   background: training goes on in other memory, see `double_buffer`.)
-2. The fingerprint of every leaf is dispatched on the device, from the very arrays that are saved. (After 1, because on
-   a CPU the two would contend while the training thread waits.)
-3. When every host's part is durable, host 0 notes size and CRC-32C of each file, reads its own part back if it is the
-   first save of the run, checks that its attempt is still the newest, and creates `manifest.json`, which can be created
-   only once. That instant is the commit.
-4. Only then does retention delete: first the manifest, then the files, so that a kill in between leaves no directory
-   that looks whole. Never the newest.
+`Checkpointer.save` is called on every host with the same step. It stops training only for the first two points:
 
-A zombie may have passed the check of 3 and been stopped before it creates the manifest. A newer attempt therefore
-buries every unfinished step (`tombstone`) by an act of which only one can win, that or the commit: either the
-zombie's checkpoint is whole and counts, or it can never be committed.
+1. **Copy.** The writer copies what it must and returns; it writes in the background. Its target has the number of this
+   attempt, so a zombie, a process of an earlier attempt that wakes up late, never writes into files of this one. (On a
+   CPU nothing is copied and everything happens in the background: training continues in other memory, see
+   `DoubleBuffer`.)
+2. **Fingerprint.** The digest of every leaf is dispatched on the devices, from the very arrays that are being saved.
+3. **Durable.** In the background, every host's part becomes durable.
+4. **Commit.** Process 0 puts size and CRC-32C of each file into the manifest, reads its own part back if nothing of
+   this run was ever committed, checks that its attempt is still the newest, and creates `manifest.json`, which can be
+   created only once. That instant is the commit.
+5. **Retention.** Only then are older checkpoints deleted: first the manifest, then the files, and never the newest.
 
-In a bucket training never waits for a save: while one is on its way, a save that falls due is left out and the ledger
-says so. If `max_unsaved_seconds` pass from the begin of a save without any commit, the run ends with 76.
+A zombie may have passed the check of point 4 and been stopped right before it creates the manifest. A newer attempt
+therefore retires every unfinished step when it starts (`manifest.retire_uncommitted`), by an act of which only one can
+win, that or the commit. So either the checkpoint of the zombie is whole and counts, or it can never be committed.
 
-The state's memory held twice, on CPUs only, so that training goes on while a save reads.
-
-On a CPU a save reads from the very memory of the arrays, and the step to which they are donated next would have to copy
-them into fresh memory, on one thread. So training goes on with a copy in the memory that the save before has read (in
-fresh memory while it still reads), and leaves that of this save for the next. Elsewhere a save copies out of the device
-first, and none of this is needed.
-
-The first save of a run, read back before it is committed: what was written is there, can be read, and has the bits.
-
-Cheap: the main host alone reads, and only what its first device holds of each leaf, block by block into its own memory.
+In a bucket training never waits for a save: while one is in progress, a save that falls due is left out and the ledger
+says so. A save that fails is reported and training continues. If `max_unsaved_minutes` pass from the begin of a save
+without any commit, the run ends with exit code 76.
 """
 
-import enum
 import functools
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,96 +36,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from runner.checkpoint import blocks as pieces
 from runner.checkpoint import fingerprint
-from runner.checkpoint.fast_tier import FastTier
-from runner.checkpoint.fingerprint import LeafLayout, compute_block_digest, make_chunks
-from runner.checkpoint.leaves import Leaves, encode_leaves, make_abstract
-from runner.checkpoint.manifest import CHECKPOINTS, Manifest, commit
-from runner.checkpoint.readers import BlockReader
-from runner.checkpoint.writers import ArrayWriter, WriteResult
+from runner.checkpoint.fast_tier import FastTier, open_fast_tier
+from runner.checkpoint.leaves import Leaves, encode_leaves, flatten_with_names, make_abstract, validate_leaf_forms
+from runner.checkpoint.manifest import CHECKPOINTS, RETIRED_SUFFIX, Manifest, commit
+from runner.checkpoint.policy import Retention, SaveKind, SavePolicy, compute_best_interval_seconds
+from runner.checkpoint.readers import verify_read_back
+from runner.checkpoint.restore import AttachmentCheck, RestoredState, load_checkpoint, restore_newest
+from runner.checkpoint.writers import ArrayWriter, WriteResult, make_writer
 from runner.console import warn
-from runner.errors import FencedError, RemovedError, StorageError, format_error
+from runner.distributed.clock import SAVE
+from runner.errors import FencedError, InvalidError, RemovedError, StorageError, format_error
 from runner.run.attempt import Attempt
-from runner.storage import JsonObject, Store
+from runner.spec import CheckpointConfig, Trajectory
+from runner.storage import JsonObject, local_directory
 
-
-@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-def _copy(leaves: list[jax.Array], spare: list[jax.Array] | None) -> list[jax.Array]:
-    """A copy of `leaves` by all threads of the device, in the memory of `spare`, or in fresh memory if that is None."""
-    return [jnp.copy(leaf) for leaf in leaves]
-
-
-class DoubleBuffer:
-    """The memory of one state, and that of the state that was saved before."""
-
-    def __init__(self) -> None:
-        self.is_needed = jax.default_backend() == "cpu"
-        self._spare: list[jax.Array] | None = None
-        self._reader: Future[Any] | None = None  # the save that may still read the spare memory
-
-    def swap(self, state: Any, reader: Future[Any] | None) -> Any:
-        """The state to go on with: the same bits as `state`, in memory that `reader`, the save of it, does not read."""
-        if not self.is_needed:
-            return state
-        spare = self._spare if self._reader is None or self._reader.done() else None
-        leaves, structure = jax.tree.flatten(state)
-        copies = list(leaves)
-        for places in make_chunks(leaves):
-            memory = None if spare is None else [spare[place] for place in places]
-            for place, leaf in zip(places, _copy([leaves[place] for place in places], memory), strict=True):
-                copies[place] = leaf
-        self._spare, self._reader = leaves, reader
-        return jax.tree.unflatten(structure, copies)
-
-
-@dataclass(frozen=True)
-class ReadBack:
-    """What is compared: the leaves as they are stored (shape, dtype, sharding), and how the state lies on devices."""
-
-    leaves: Leaves
-    layout: LeafLayout
-
-    def check(self, store: Store, directory: str, manifest: Manifest, digests: list[jax.Array]) -> None:
-        """Raise `ValueError` or `OSError` naming the leaf that does not come back. Main host only."""
-        device = jax.local_devices()[0]
-        blocks = BlockReader(store, directory, manifest)
-        expected = self.layout.digests_on(device, digests)
-        for name, leaf in self.leaves.items():
-            index = leaf.sharding.addressable_devices_indices_map(leaf.shape).get(device)
-            if index is None:
-                continue
-            block = blocks.read(name, leaf, index)
-            start = [part.indices(size)[0] for part, size in zip(index, leaf.shape, strict=True)]
-            if block.dtype != leaf.dtype or not np.array_equal(
-                compute_block_digest(block, leaf.shape, start), expected[name]
-            ):
-                raise ValueError(f"what was read back of {name} is not what was saved")
-
-
+# Errors of a write that fails. They cost one save; anything else is a bug and ends the run.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
-
-
-class SaveKind(enum.Enum):
-    """Where a save goes. Whatever is saved as a step goes into the fast tier too, if there is one."""
-
-    FAST = "fast"  # into the fast tier alone
-    DURABLE = "durable"  # into the run's directory; in a bucket left out while an earlier save is on its way
-    REQUIRED = "required"  # into the run's directory, whatever it takes
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
 class SaveContents:
-    """What rides on a save besides the state.
+    """Content of a save besides the state, and what else must happen with it.
 
     Attributes:
-        metric: the value that `checkpoint.keep_best` compares, None if this step has none.
+        metric: the value that `checkpoint.keep_best` compares; None if this step has none.
         topology: for the manifest: the hardware, and what was chosen for it.
         carry: for the manifest: what the job needs besides the state to write its next row; None if nothing.
-        attachments: makes the small files that a state in the fast tier must have beside it. Main host only.
-        flush: makes durable what must not be behind a checkpoint; may raise `OSError`. In the background.
+        attachments: makes the small files that a state in the fast tier must have beside it. Called on process 0.
+        flush: makes durable what must not be behind a checkpoint; may raise `OSError`. Called in the background.
         announce: called before a step is written into the run's directory, on every host, by the training thread.
     """
 
@@ -145,261 +79,442 @@ class SaveContents:
     announce: Callable[[], None] = lambda: None
 
 
+@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
+def _copy(leaves: list[jax.Array], spare: list[jax.Array] | None) -> list[jax.Array]:
+    """Copy `leaves` by all threads of the device, into the memory of `spare`, or into fresh memory if it is None."""
+    return [jnp.copy(leaf) for leaf in leaves]
+
+
+class DoubleBuffer:
+    """Second buffer for the state, on CPUs only, so that training continues while a save reads the first.
+
+    On a CPU a save reads from the very memory of the arrays, and the step to which they are donated next would have to
+    copy them into fresh memory, on one thread. So training continues with a copy in the memory that the save before has
+    read (in fresh memory while it still reads), and leaves the memory of this save for the next. On other devices a
+    save copies out of the device first, and none of this is needed.
+    """
+
+    def __init__(self) -> None:
+        self.is_needed = jax.default_backend() == "cpu"
+        self._spare: list[jax.Array] | None = None
+        self._reader: Future[Any] | None = None  # the save that may still read the spare memory
+
+    def swap(self, state: Any, reader: Future[Any] | None) -> Any:
+        """Return the state to continue with: the same bits, in memory that `reader`, the save of it, does not read."""
+        if not self.is_needed:
+            return state
+        spare = self._spare if self._reader is None or self._reader.done() else None
+        leaves, structure = jax.tree.flatten(state)
+        copies = list(leaves)
+        for places in fingerprint.make_chunks(leaves):
+            memory = None if spare is None else [spare[place] for place in places]
+            for place, leaf in zip(places, _copy([leaves[place] for place in places], memory), strict=True):
+                copies[place] = leaf
+        self._spare, self._reader = leaves, reader
+        return jax.tree.unflatten(structure, copies)
+
+
 @dataclass
 class _Save:
-    """One save on its way: all that the background needs."""
+    """Save in progress: everything that its background part needs.
 
-    draft: Manifest  # without digests and files
-    flush: Callable[[], None]
+    Attributes:
+        manifest: without digests and files, which are not known yet.
+        layout: names, shapes and shardings of the leaves.
+        contents: what is saved besides the state.
+        started_seconds: begin of the save, by the monotonic clock.
+        attachments: small files for the fast tier.
+        leaves: for the read-back, the abstract leaves as they are stored; None without a read-back.
+        finish: blocks until the arrays of all hosts are durable.
+        error: why the arrays could not even be copied.
+        digests: digests of the leaves, still being computed.
+    """
+
+    manifest: Manifest
     layout: fingerprint.LeafLayout
+    contents: SaveContents
     started_seconds: float
-    digests: list[jax.Array] | None = None
+    attachments: dict[str, bytes]
+    leaves: Leaves | None = None
     finish: Callable[[float], WriteResult] | None = None
-    blocks: pieces.Blocks | None = None
-    read_back: ReadBack | None = None
-    attachments: dict[str, bytes] = field(default_factory=dict)
     error: BaseException | None = None
-
-    def manifest(self) -> Manifest:
-        """The draft with the fingerprint of every leaf. Waits for the device."""
-        assert self.digests is not None
-        leaves = fingerprint.add_digests(self.layout.shapes, self.layout.leaf_digests(self.digests))
-        return replace(self.draft, leaves=leaves, fingerprint=fingerprint.combine_digests(leaves))
+    digests: list[jax.Array] = field(default_factory=list)
 
     @property
     def directory(self) -> str:
-        return f"{CHECKPOINTS}/{self.draft.name}"
+        return f"{CHECKPOINTS}/{self.manifest.name}"
 
     @property
     def target(self) -> str:
-        return f"{self.directory}/{self.draft.arrays}"
+        return f"{self.directory}/{self.manifest.arrays}"
 
     @property
     def seconds(self) -> float:
-        """Since the save began."""
         return round(time.monotonic() - self.started_seconds, 4)
 
 
-class Saver:
-    """Saves of one attempt, at most one at a time on its way. Made and called on every host.
+class Checkpointer:
+    """Checkpoints of one attempt: restore, decide, save, commit, retain.
 
-    Attributes:
-        reads_back: whether nothing of this run was ever committed: then a save is read back first.
-        stall_seconds: that the last durable save has blocked its caller; None before the first.
-        durable_seconds: that the last one has taken to be durable.
+    Made and called on every host, from the training thread alone. At most one durable save is in progress at a time.
+
+    Args:
+        attempt: the running attempt.
+        rule: `checkpoint` of the spec.
+        logging_every_steps: steps between two looks at the clock.
+        identity: what defines the trajectory.
+        abstract: shape, dtype and sharding of every leaf of the state.
+        writer: writes the arrays; by default the one for the run's store.
+
+    Raises:
+        InvalidError: on every host, if the fast tier of one cannot hold its parts.
     """
 
     def __init__(
         self,
         attempt: Attempt,
-        writer: ArrayWriter,
-        fast: FastTier | None,
-        max_unsaved_seconds: float,
-        after_commit: Callable[[Manifest], None],
+        rule: CheckpointConfig,
+        logging_every_steps: int,
+        identity: Trajectory,
+        abstract: Any,
+        writer: ArrayWriter | None = None,
     ):
-        self._attempt = attempt
-        self._writer = writer
-        self._fast = fast
-        self._max_unsaved_seconds = max_unsaved_seconds
-        self._after_commit = after_commit
+        self._attempt, self._rule, self._identity, self._abstract = attempt, rule, identity, abstract
+        self._fast_tier: FastTier | None = None
+        if rule.local_directory is not None:
+            own_directory = local_directory(rule.local_directory) / attempt.run_id / str(attempt.hosts.process_id)
+            leaves = encode_leaves(flatten_with_names(abstract))
+            self._fast_tier = open_fast_tier(own_directory, attempt.hosts, leaves)
+        self._writer = writer or make_writer(attempt.store, attempt.hosts, attempt.run_id)
+        self._policy = SavePolicy(rule, logging_every_steps, attempt.hosts.agree)
+        best = None if rule.keep_best is None else rule.keep_best.mode
+        self._retention = Retention(attempt, rule.keep_last, rule.keep_every_steps, best)
+        self._max_unsaved_seconds = rule.max_unsaved_minutes * 60
+
         self._buffer = DoubleBuffer()
+        # One thread each, so that saves are committed in the order in which they began.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
-        self._pending: Future[bool] | None = None
         self._fast_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fast")
+        self._pending: Future[bool] | None = None
         self._pending_fast: Future[None] | None = None
+
+        self._reads_back = False  # nothing of this run was ever committed
+        self._requested_step: int | None = None
+        self._saved_step: int | None = None  # durable, or in progress
         self._unsaved_since_seconds: float | None = None
-        self.reads_back = False
-        self.stall_seconds: float | None = None
-        self.durable_seconds = 0.0
+        self._stall_seconds: float | None = None  # that the last save has stopped training; None before the first
+        self._durable_seconds = 0.0  # from the begin of the last durable save to its commit
+        self._reported_interval_seconds = 1e-9
+        self._has_warned_of_grace = False
 
-    def save(self, draft: Manifest, state: Any, payload: SaveContents, kind: SaveKind) -> tuple[bool, Any]:
-        """Begin to save `state`: whether a durable save began, and the state to go on with.
+    # Restore.
 
-        `draft` names the checkpoint, its step and its run. Only the state that is returned may be donated. Waits for an
-        earlier save that is still being written, unless this one is left out for it.
+    def restore(self, find_attachment_problem: AttachmentCheck) -> RestoredState | None:
+        """Return the newest good state of this run; None if nothing was ever committed.
+
+        Args:
+            find_attachment_problem: called on process 0 with the attachments of a state in the fast tier.
+
+        Raises:
+            ResumeError, StorageError, NewerFormatError: as `restore_newest`.
         """
-        is_fast = self._fast is not None and draft.is_of_a_step
-        is_durable = kind is not SaveKind.FAST and not self._is_left_out(draft.step, kind)
-        if not (is_durable or is_fast):
-            return False, state
-        if is_durable and draft.is_of_a_step:
-            payload.announce()
-        if is_durable:
-            self.wait()
-        self._wait_for_fast()
-        if self._attempt.hosts.is_main:
-            self._attempt.fence.check_locally()
-        started_seconds = time.monotonic()
-        if is_durable and self._unsaved_since_seconds is None:
-            self._unsaved_since_seconds = started_seconds
-        reader = self._begin(self._prepare(draft, state, payload, is_fast, started_seconds), state, is_durable, is_fast)
-        self.stall_seconds = stall_seconds = time.monotonic() - started_seconds
-        tier = {} if is_durable else {"tier": "fast"}
-        clock = self._attempt.progress.clock.read_step_seconds()
-        self._attempt.record("save", draft.step, blocked_seconds=round(stall_seconds, 4), clock=clock, **tier)
-        return is_durable, self._buffer.swap(state, reader)
+        found = restore_newest(self._attempt, self._fast_tier, self._abstract, self._identity, find_attachment_problem)
+        self._reads_back = found is None
+        if found is not None:
+            step = found.manifest.step
+            self._warn_of_grace(found.manifest.seconds, step)
+            self._attempt.say(f"restored step {step} from the {found.tier} tier")
+            self._attempt.report_environment_changes(found.manifest.environment, step)
+            # A step that is only in the fast tier is not saved yet: it is lost with the machine.
+            if found.tier == "durable":
+                self._saved_step = step
+        return found
 
-    def _is_left_out(self, step: int, kind: SaveKind) -> bool:
-        """Whether training is not to wait, in a bucket, for an earlier save: host 0's answer, on every host."""
+    def load(self, name: str) -> RestoredState:
+        """Return the checkpoint `name` of this run. Raises `ResumeError` if it is not good."""
+        return load_checkpoint(self._attempt, name, self._abstract)
+
+    def begin(self, state: Any, step: int) -> None:
+        """Prepare for the first step: delete what a killed attempt should have deleted, and start the clock.
+
+        Raises:
+            StateError: `state` has another form than `abstract`, so it could not be restored.
+        """
+        validate_leaf_forms(state, self._abstract, step)
+        if self._attempt.hosts.is_main:
+            self._retention.scan()
+        self._policy.record_save()
+
+    # Decide.
+
+    def request_save(self, step: int) -> None:
+        """Make a save of `step` due, whatever the spec says."""
+        self._requested_step = step
+
+    def find_due_save(self, step: int, last_step: int) -> SaveKind | None:
+        """Return the kind of save that is due at `step`, None if none is. The same on every host."""
+        if step == self._requested_step:
+            return SaveKind.REQUIRED
+        interval_seconds = 0.0
+        # `every: auto` saves at once for the first time, which measures what a save costs.
+        if self._rule.every is not None and self._stall_seconds is not None:
+            hours = self._rule.mean_time_between_failures_hours
+            interval_seconds = compute_best_interval_seconds(self._stall_seconds, self._durable_seconds, hours)
+            if not 0.5 < interval_seconds / self._reported_interval_seconds < 2:
+                self._reported_interval_seconds = interval_seconds
+                self._attempt.say(
+                    f"checkpoint.every: auto: every {interval_seconds:.1f} s, for a save that stalls "
+                    f"{self._stall_seconds:.3f} s and {hours:g} hours between failures"
+                )
+                seconds = round(interval_seconds, 3)
+                self._attempt.record("cadence", step, seconds=seconds, stall_seconds=self._stall_seconds)
+        return self._policy.find_due_save(step, last_step, interval_seconds)
+
+    # Save.
+
+    def save(self, state: Any, step: int, contents: SaveContents, kind: SaveKind, name: str | None = None) -> Any:
+        """Begin to save `state` as `checkpoints/<name>`, by default the step. Called on every host.
+
+        A step that is saved already is not saved again. Waits for an earlier save that is still in progress, unless
+        this one is left out for it.
+
+        Returns:
+            The state to continue with. Only this one may be donated.
+
+        Raises:
+            StateError: a restore would refuse this state; nothing was written.
+            InvalidError: `name` cannot be the name of a checkpoint.
+            FencedError: a newer attempt owns the directory.
+        """
+        if name is None and kind is not SaveKind.FAST and self._saved_step == step:
+            return state
+        if name is not None:
+            _validate_name(name, step)
+        # A state that cannot come back must never become the newest checkpoint.
+        validate_leaf_forms(state, self._abstract, step)
+        manifest = Manifest(
+            name=name or str(step),
+            step=step,
+            job=self._attempt.run_id,
+            identity=self._identity,
+            environment=self._attempt.environment or None,
+        )
+        with self._attempt.progress.report_phase(SAVE):
+            is_fast = self._fast_tier is not None and manifest.is_step
+            is_durable = kind is not SaveKind.FAST and not self._leave_out(step, kind)
+            if is_durable or is_fast:
+                state = self._start(manifest, state, contents, is_durable, is_fast)
+        self._warn_of_grace(self._durable_seconds, step)
+        if is_durable:
+            self._policy.record_save()
+            if manifest.is_step:
+                self._saved_step = step
+        return state
+
+    def _leave_out(self, step: int, kind: SaveKind) -> bool:
+        """Return True if this save is left out since training would have to wait, in a bucket, for an earlier one."""
         if kind is SaveKind.REQUIRED or self._attempt.store.root is not None:
             return False
+        # The progress of the background differs between hosts, so process 0 decides for all of them.
         if not self._attempt.hosts.agree(self._pending is not None and not self._pending.done()):
             return False
         self._attempt.record("save_left_out", step, reason="an earlier save is still on its way")
         return True
 
-    def _prepare(
-        self, draft: Manifest, state: Any, payload: SaveContents, is_fast: bool, started_seconds: float
-    ) -> _Save:
-        number = self._attempt.number
-        draft = replace(
-            draft,
-            attempt=number,
-            time=time.time(),
-            arrays=f"arrays.{number}",
-            metric=payload.metric,
-            topology=payload.topology,
-            carry=payload.carry,
-        )
-        attachments = payload.attachments() if is_fast and self._attempt.hosts.is_main else {}
-        layout = fingerprint.LeafLayout(state)
-        return _Save(draft, payload.flush, layout, started_seconds, attachments=attachments)
+    def _start(self, manifest: Manifest, state: Any, contents: SaveContents, is_durable: bool, is_fast: bool) -> Any:
+        """Do points 1 and 2 of the protocol and hand the rest to the background; return the state to continue with."""
+        attempt, step = self._attempt, manifest.step
+        if is_durable and manifest.is_step:
+            contents.announce()
 
-    def _begin(self, save: _Save, state: Any, is_durable: bool, is_fast: bool) -> Future[bool] | None:
-        """Copy what must be copied, then the digests (step 2), then the background; what still reads the state."""
+        # The earlier saves must end first: there is one of each kind at a time. A fence that this host can see without
+        # a network ends the attempt before anything is written.
+        if is_durable:
+            self._settle()
+        if self._pending_fast is not None:
+            self._pending_fast.result()
+            self._pending_fast = None
+        if attempt.hosts.is_main:
+            attempt.fence.check_locally()
+
+        started_seconds = time.monotonic()
+        if is_durable and self._unsaved_since_seconds is None:
+            self._unsaved_since_seconds = started_seconds
+        manifest = replace(
+            manifest,
+            attempt=attempt.number,
+            time=time.time(),
+            arrays=f"arrays.{attempt.number}",
+            metric=contents.metric,
+            topology=contents.topology,
+            carry=contents.carry,
+        )
+        attachments = contents.attachments() if is_fast and attempt.hosts.is_main else {}
+        save = _Save(manifest, fingerprint.LeafLayout(state), contents, started_seconds, attachments)
+
+        # 1. Copy. An error here must not raise: the other hosts would wait for this one. It fails the save later, in
+        # the background, where every failure of a write ends up.
         leaves = encode_leaves(dict(zip(save.layout.names, jax.tree.leaves(state), strict=True)))
+        blocks: pieces.Blocks | None = None
         try:
             if is_durable:
-                save.finish = self._start_to_write(save.target, leaves)
-                save.read_back = ReadBack(jax.tree.map(make_abstract, leaves), save.layout) if self.reads_back else None
+                if self._buffer.is_needed:
+                    # On a CPU the writer reads the arrays in place, so all of it can happen in the background.
+                    save.finish = lambda deadline_seconds: self._writer.start(save.target, leaves)(deadline_seconds)
+                else:
+                    save.finish = self._writer.start(save.target, leaves)
+                save.leaves = jax.tree.map(make_abstract, leaves) if self._reads_back else None
             if is_fast:
-                save.blocks = pieces.copy_to_host(leaves, "all")
+                blocks = pieces.copy_to_host(leaves, "all")
         except WRITE_ERRORS as caught:
             save.error = caught
+
+        # 2. Fingerprint. After the copy, because on a CPU the two would contend while the training thread waits.
         save.digests = save.layout.dispatch(state)
-        if save.blocks is not None:
-            self._pending_fast = self._fast_worker.submit(self._keep_fast, save, save.blocks)
-        if not is_durable:
-            return None
-        self._pending = self._worker.submit(self._work, save)
-        return self._pending
 
-    def _start_to_write(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
-        """What writes the arrays in the background, once they may be donated or need not be."""
-        if self._buffer.is_needed:
-            return lambda deadline_seconds: self._writer.start(target, leaves)(deadline_seconds)
-        return self._writer.start(target, leaves)
+        # 3 to 5, in the background.
+        if blocks is not None:
+            self._pending_fast = self._fast_worker.submit(self._write_fast, save, blocks)
+        if is_durable:
+            self._pending = self._worker.submit(self._commit, save)
 
-    def _work(self, save: _Save) -> bool:
-        """The background part of a durable save; whether it was committed."""
-        manifest = self._manifest(save)
+        self._stall_seconds = time.monotonic() - started_seconds
+        tier = {} if is_durable else {"tier": "fast"}
+        clock = attempt.progress.clock.read_step_seconds()
+        attempt.record("save", step, blocked_seconds=round(self._stall_seconds, 4), clock=clock, **tier)
+        return self._buffer.swap(state, self._pending if is_durable else None)
+
+    # The background part of a save.
+
+    def _commit(self, save: _Save) -> bool:
+        """Do points 3 to 5 of the protocol; return True if the save was committed, False if it failed."""
+        attempt = self._attempt
+        manifest = self._add_digests(save)
         try:
+            # 3. Durable: the arrays of every host, and what must not be behind the checkpoint, such as metrics.
             if save.error is not None:
                 raise save.error
             assert save.finish is not None
             written = save.finish(self._max_unsaved_seconds)
-            save.flush()
-            if self._attempt.hosts.is_main:
+            save.contents.flush()
+
+            # 4. Commit, on process 0.
+            if attempt.hosts.is_main:
                 whole = replace(manifest, files=written.files, shards=written.shards, seconds=save.seconds)
-                self._commit(save, whole)
-        except FencedError:
-            raise
+                if save.leaves is not None:
+                    digests = save.layout.digests_on(jax.local_devices()[0], save.digests)
+                    verify_read_back(attempt.store, save.directory, whole, save.leaves, digests)
+                # The check of the fence comes as late as possible. What may still happen between it and the commit is
+                # decided by the commit itself, which fails if a newer attempt has retired this step.
+                attempt.fence.check()
+                try:
+                    commit(attempt.store, save.directory, whole, attempt.number)
+                except (FileExistsError, FileNotFoundError):
+                    attempt.fence.check()  # if a newer attempt was first, this raises the better error
+                    raise
+                attempt.events.append(
+                    "commit",
+                    whole.step,
+                    fingerprint=whole.fingerprint,
+                    seconds_to_durable=save.seconds,
+                    bytes=whole.num_bytes,
+                    read_back=save.leaves is not None,
+                )
         except WRITE_ERRORS as failure:
-            self._give_up(save, failure)
+            # Say it loudly and free the space. Training continues, and the next save is tried.
+            if attempt.hosts.is_main:
+                attempt.fence.check()
+            self._writer.discard(save.target)
+            if attempt.hosts.is_main:
+                reason, step = format_error(failure), manifest.step
+                warn(f"SAVE FAILED at step {step}: {reason}; the last commit is intact")
+                attempt.events.append("save_failed", step, reason=reason)
             return False
-        self.reads_back = False
+        self._reads_back = False
         self._unsaved_since_seconds = None
-        self.durable_seconds = time.monotonic() - save.started_seconds
-        self._after_commit(manifest)
+        self._durable_seconds = time.monotonic() - save.started_seconds
+
+        # 5. Retention. A checkpoint with another name than its step is kept until it is deleted by hand.
+        if attempt.hosts.is_main and manifest.is_step:
+            self._retention.add(manifest)
         return True
 
-    def _manifest(self, save: _Save) -> Manifest:
-        """The manifest with digests. Raises `ReplicaError` if the state is corrupt on some device."""
+    def _write_fast(self, save: _Save, blocks: pieces.Blocks) -> None:
+        assert self._fast_tier is not None
+        manifest = self._add_digests(save)
         try:
-            return save.manifest()
-        except fingerprint.ReplicaError as error:
-            step = save.draft.step
-            self._attempt.events.append("corruption", step, reason=str(error))
-            raise fingerprint.ReplicaError(f"step {step} is not saved: {error}; the last commit is intact") from error
-
-    def _keep_fast(self, save: _Save, blocks: pieces.Blocks) -> None:
-        assert self._fast is not None
-        manifest = self._manifest(save)
-        try:
-            self._fast.write(manifest, blocks, save.attachments)
+            self._fast_tier.write(manifest, blocks, save.attachments)
         except WRITE_ERRORS as failure:
             warn(f"step {manifest.step} is not in the fast tier: {format_error(failure)}")
             self._attempt.events.append("save_failed", manifest.step, tier="fast", reason=format_error(failure))
             return
         self._attempt.record("commit", manifest.step, tier="fast", seconds_to_durable=save.seconds)
 
-    def _commit(self, save: _Save, manifest: Manifest) -> None:
-        """Main host only."""
-        attempt = self._attempt
-        if save.read_back is not None and save.digests is not None:
-            save.read_back.check(attempt.store, save.directory, manifest, save.digests)
-        attempt.fence.check()
-        try:
-            commit(attempt.store, save.directory, manifest, attempt.number)
-        except (FileExistsError, FileNotFoundError):  # another attempt has decided about this step
-            attempt.fence.check()
-            raise
-        attempt.events.append(
-            "commit",
-            manifest.step,
-            fingerprint=manifest.fingerprint,
-            seconds_to_durable=save.seconds,
-            bytes=manifest.num_bytes,
-            read_back=save.read_back is not None,
-        )
+    def _add_digests(self, save: _Save) -> Manifest:
+        """Return the manifest with the fingerprint of every leaf. Waits for the devices.
 
-    def _give_up(self, save: _Save, failure: BaseException) -> None:
-        """Say loudly that a save failed, and free its space. Training goes on; the next save is tried."""
-        attempt = self._attempt
-        if attempt.hosts.is_main:
-            attempt.fence.check()
-        self._writer.discard(save.target)
-        if not attempt.hosts.is_main:
-            return
-        reason, step = format_error(failure), save.draft.step
-        warn(f"SAVE FAILED at step {step}: {reason}; the last commit is intact")
-        attempt.events.append("save_failed", step, reason=reason)
-
-    def wait(self) -> bool:
-        """Block until the pending save is committed or given up; whether it was committed. True if none is pending.
-
-        Called on every host; all get host 0's answer.
+        Raises:
+            ReplicaError: the state is corrupt on some device, so it must not be saved.
         """
+        step = save.manifest.step
+        try:
+            digests = save.layout.leaf_digests(save.digests)
+        except fingerprint.ReplicaError as error:
+            self._attempt.events.append("corruption", step, reason=str(error))
+            raise fingerprint.ReplicaError(f"step {step} is not saved: {error}; the last commit is intact") from error
+        leaves = fingerprint.add_digests(save.layout.shapes, digests)
+        return replace(save.manifest, leaves=leaves, fingerprint=fingerprint.combine_digests(leaves))
+
+    # Wait.
+
+    def wait(self, step: int) -> None:
+        """Block until the last save is committed. Called on every host. Raises `StorageError` if it failed."""
+        if not self.settle():
+            raise StorageError(f"the state of step {step} could not be saved; run the same command again")
+
+    def settle(self) -> bool:
+        """Block until the save in progress is committed or has failed. Called on every host.
+
+        Returns:
+            True if process 0 has committed it, on every host; True if no save is in progress.
+
+        Raises:
+            FencedError: a newer attempt owns the directory.
+        """
+        with self._attempt.progress.report_phase(SAVE):
+            return self._settle()
+
+    def _settle(self) -> bool:
         if self._pending is None:
             return True
-        committed, fenced, is_removed = False, None, False
+        is_committed, fenced, is_removed = False, None, False
         try:
-            committed = self._pending.result()
+            is_committed = self._pending.result()
         except FencedError as error:
             fenced, is_removed = str(error), isinstance(error, RemovedError)
         self._pending = None
-        committed, fenced, is_removed = self._attempt.hosts.agree([committed, fenced, is_removed])
+        # Only process 0 knows whether it has committed, and all hosts must end together.
+        is_committed, fenced, is_removed = self._attempt.hosts.agree([is_committed, fenced, is_removed])
         if fenced is not None:
             raise (RemovedError if is_removed else FencedError)(fenced)
-        return committed
+        return bool(is_committed)
 
-    def _wait_for_fast(self) -> None:
-        if self._pending_fast is not None:
-            self._pending_fast.result()
-            self._pending_fast = None
+    def raise_if_failing(self) -> None:
+        """Raise if the job must not continue without a save. Never waits.
 
-    def raise_if_hopeless(self) -> None:
-        """Raise `ReplicaError` if the state was found corrupt, `StorageError` if nothing was committed for too long.
+        Each host decides alone, since every one of these errors ends with exit code 76.
 
-        Never waits. Each host decides alone, since all of them end with 76.
+        Raises:
+            ReplicaError: the state was found corrupt.
+            StorageError: nothing could be committed for `max_unsaved_minutes`.
         """
         for pending in (self._pending, self._pending_fast):
             error = pending.exception() if pending is not None and pending.done() else None
             if isinstance(error, fingerprint.ReplicaError):
                 raise error
-        since = self._unsaved_since_seconds
-        if self._attempt.hosts.is_main and since is not None:
-            unsaved_seconds = time.monotonic() - since
+        since_seconds = self._unsaved_since_seconds
+        if self._attempt.hosts.is_main and since_seconds is not None:
+            unsaved_seconds = time.monotonic() - since_seconds
             if unsaved_seconds > self._max_unsaved_seconds:
                 raise StorageError(
                     f"nothing could be saved for {unsaved_seconds / 60:.1f} minutes "
@@ -407,7 +522,34 @@ class Saver:
                 )
 
     def close(self) -> None:
-        """Stop the background threads. The pending save must have been waited for."""
+        """Stop the background threads. The save in progress must have been waited for."""
         self._fast_worker.shutdown()
         self._worker.shutdown()
         self._writer.close()
+
+    def _warn_of_grace(self, save_seconds: float, step: int) -> None:
+        """Warn, once, if a save takes longer than the scheduler gives after SIGTERM."""
+        grace_seconds = self._rule.grace_seconds
+        if grace_seconds is None or save_seconds <= grace_seconds or self._has_warned_of_grace:
+            return
+        self._has_warned_of_grace = True
+        reason = (
+            f"a save takes {save_seconds:.1f} s, checkpoint.grace_seconds is {grace_seconds:g}: a preemption may cost "
+            "up to a save interval; give more grace, or add a fast tier (checkpoint.local_directory)"
+        )
+        if self._attempt.hosts.is_main:
+            warn(reason)
+        self._attempt.record("grace", step, reason=reason)
+
+
+def _validate_name(name: str, step: int) -> None:
+    if name == str(step):
+        return
+    if not _NAME.fullmatch(name) or name.endswith(RETIRED_SUFFIX):
+        raise InvalidError(
+            f"a checkpoint cannot be called {name!r}: a name is 1 to 100 letters, digits, `._-`, begins with a letter "
+            f"or a digit, and does not end in {RETIRED_SUFFIX}"
+        )
+    # A number would be restored, and counted by retention, as the checkpoint of that step.
+    if name.isdecimal():
+        raise InvalidError(f"step {step} cannot be saved as {name!r}: numbers are names of steps")

@@ -1,7 +1,7 @@
-"""`open_checkpoint`: the weights of a run, for whoever only looks, on a disk or in a bucket, beside the running job.
+"""Read-only access to the weights of a run: `open_checkpoint` and its parts.
 
-Nothing is claimed, fenced, created, moved or deleted. The job's own code is not needed: what is read stands in the
-manifest and in `spec.yaml`.
+A run may be on a disk or in a bucket, and may still be running: nothing is claimed, fenced, created, moved or deleted.
+The job's own code is not needed, since the manifest and `spec.yaml` say everything that is needed to read the arrays.
 """
 
 import os
@@ -50,43 +50,49 @@ Result = TypeVar("Result")
 
 SPEC, BEST = "spec.yaml", "best"
 _WEIGHTS = (PARAMS, "variables")
-_OF_ONE = (WrongKindError, ForbiddenError)  # what stands there is not good; another checkpoint may be
-_MOST_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is read
+_CHECKPOINT_ERRORS = (WrongKindError, ForbiddenError)  # of one checkpoint only: another may be good
+_MAX_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is read
 
 
 def open_checkpoint(
     where: str | os.PathLike[str], step: int | str = "newest", like: Any = None, weights: str = PARAMS
 ) -> tuple[Any, ExecutionSpec]:
-    """The weights of a checkpoint, and the resolved spec of its run. Changes nothing, and may be called beside the run.
+    """Return the weights of a checkpoint and the resolved spec of its run, read-only, even beside the running job.
 
-    `where` is the directory or URL of a run, or `<run>/checkpoints/<name>`; `step` (or `<name>`) a step, the name of a
-    checkpoint, `best` by the metric of `checkpoint.keep_best`, or `newest`, which is `step` alone: the newest that is
-    good; one that is not is told on standard error. `weights` are those that are trained, `params`, or an average of
-    them that rides along, such as `ema_0.999`, which then takes their place. Every bit is checked as in a restore.
-    An adapter comes merged.
+    Every bit is checked as in a restore. An adapter comes merged.
 
-    The weights are `{"params": ...}`, with `variables` of a model that has others, or the whole state of a job that has
-    no `params`: dictionaries by the parts of the dotted names in the manifest, jax arrays of the saved types on the
-    first device of this process. With `like`, a tree of arrays or of `jax.ShapeDtypeStruct` with shardings, such as
-    `{"params": blueprint.abstract_state.params}`,
-    they are leaves like these, on any mesh, of which each host reads its part. It is then called on every host, with
-    the name of one checkpoint: see `find_checkpoint`.
+    Args:
+        where: directory or URL of a run, or `<run>/checkpoints/<name>`.
+        step: a step, the name of a checkpoint, `best` by the metric of `checkpoint.keep_best`, or `newest`, which
+            considers steps only: the newest that is good. Newer ones that are not good are reported on standard error.
+        like: a tree of arrays or of `jax.ShapeDtypeStruct` with shardings, such as
+            `{"params": train_setup.abstract_state.params}`. Then this is called on every host, with the name of one
+            checkpoint (see `find_checkpoint`), and each host reads its part.
+        weights: `params` for the weights that were trained, or the name of an average of them, such as `ema_0.999`,
+            which then takes their place.
 
-    Raises `InvalidError` if there is no such checkpoint or it is not good, `StorageError` if it cannot be read now.
+    Returns:
+        With `like`, leaves like these, on any mesh. Without it `{"params": ...}`, with `variables` if the model has
+        others, or the whole state of a job without `params`: nested dictionaries by the parts of the dotted names in
+        the manifest, of jax arrays in the saved types, on the first device of this process. And the resolved spec.
+
+    Raises:
+        InvalidError: there is no such checkpoint, or it is not good.
+        StorageError: it cannot be read now.
     """
 
     def read(store: Store, manifest: Manifest) -> Any:
         if like is not None:
-            return _like(store, manifest, like, weights)
+            return _read_like(store, manifest, like, weights)
         return _nest(dict(read_weights(store, manifest, weights)))
 
     return use_checkpoint(where, step, read)
 
 
 def find_checkpoint(where: str | os.PathLike[str], step: int | str = "newest") -> tuple[str, ExecutionSpec]:
-    """`<run>/checkpoints/<name>` of what `open_checkpoint` would open, as far as its files show without the bits.
+    """Return `<run>/checkpoints/<name>` of the checkpoint that `open_checkpoint` would open, and the resolved spec.
 
-    To be asked on one host, and told to the others.
+    Only the files are checked, not the bits. Called on one host, which tells the others.
     """
     return use_checkpoint(where, step, lambda store, manifest: f"{store.url}/{CHECKPOINTS}/{manifest.name}")
 
@@ -94,31 +100,46 @@ def find_checkpoint(where: str | os.PathLike[str], step: int | str = "newest") -
 def use_checkpoint(
     where: str | os.PathLike[str], step: int | str, use: Callable[[Store, Manifest], Result]
 ) -> tuple[Result, ExecutionSpec]:
-    """What `use` makes of a checkpoint, and the resolved spec of its run; `where` and `step` as in `open_checkpoint`.
+    """Return the result of `use` for a checkpoint, and the resolved spec of its run.
 
-    Of `newest`, `use` is called with the next older one where it raises `ValueError` or `OSError`, but for those of
-    the user's and of the store. Raises like `open_checkpoint`.
+    Args:
+        where: as in `open_checkpoint`.
+        step: as in `open_checkpoint`.
+        use: called with a checkpoint whose files are good. For `newest`, the next older checkpoint is tried if it
+            raises `ValueError` or `OSError`, other than errors of the user or of the store.
+
+    Raises:
+        InvalidError: there is no such checkpoint, or it is not good.
+        StorageError: it cannot be read now.
     """
     directory, name = split_checkpoint(os.fspath(where))
     if name is not None and step != "newest":
         raise InvalidError(f"{os.fspath(where)} names a checkpoint already; got step={step} besides")
     store = open_store(directory)
+    # A job may have called a checkpoint `best` itself; that one goes first.
     if name == BEST and not store.exists(f"{CHECKPOINTS}/{BEST}/{MANIFEST}"):
         name, step = None, BEST
     try:
         spec = validate_spec(read_document(store))
         if name is None and step == "newest":
-            return _newest(store, use), spec
-        name = name or (_best(store, spec) if step == BEST else str(step))
-        return _use(store, name, use), spec
+            return _use_newest(store, use), spec
+        name = name or (_find_best(store, spec) if step == BEST else str(step))
+        return _use_named(store, name, use), spec
     except (InvalidError, StorageError):
         raise
     except (OSError, ValueError) as error:
         raise InvalidError(f"{store.url}/{CHECKPOINTS}/{name or step}: {error}") from error
 
 
-def _best(store: Store, spec: ExecutionSpec) -> str:
-    """The name of the best checkpoint by the metric that the run keeps it by."""
+def find_best_name(store: Store) -> str | None:
+    """Return the name of the run's best checkpoint; None if its spec names no metric, or no checkpoint has it."""
+    try:
+        return _find_best(store, validate_spec(read_document(store)))
+    except InvalidError:
+        return None
+
+
+def _find_best(store: Store, spec: ExecutionSpec) -> str:
     rule = spec.checkpoint.keep_best
     if rule is None:
         raise InvalidError(f"{store.url}: its spec has no checkpoint.keep_best, which says what is best; name a step")
@@ -128,18 +149,12 @@ def _best(store: Store, spec: ExecutionSpec) -> str:
     return str(found)
 
 
-def find_best_name(store: Store) -> str | None:
-    """The name of the best checkpoint of the run in `store`, None if its spec does not say what is best, or none is."""
-    try:
-        return _best(store, validate_spec(read_document(store)))
-    except InvalidError:
-        return None
-
-
 def read_document(store: Store) -> Document:
-    """The resolved spec of the run in `store`, not yet validated.
+    """Return the resolved spec of the run in `store`, not yet validated.
 
-    Raises `InvalidError` if no run has begun there, `StorageError` if it cannot be read now.
+    Raises:
+        InvalidError: no run has begun there.
+        StorageError: it cannot be read now.
     """
     try:
         text = store.read(SPEC).decode()
@@ -150,18 +165,19 @@ def read_document(store: Store) -> Document:
     return parse_document(text, f"{store.url}/{SPEC}")
 
 
-def _newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Result:
-    """What `use` makes of the newest good step."""
-    for _ in range(_MOST_LISTINGS):
+def _use_newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Result:
+    # The run may delete its old checkpoints meanwhile. If one of those that failed has lost its manifest, a newer one
+    # was committed before that, so the steps are listed again.
+    for _ in range(_MAX_LISTINGS):
         rejected: list[str] = []
         has_vanished = False
         for step in reversed(list_steps(store)):
             try:
-                found = _use(store, str(step), use)
+                found = _use_named(store, str(step), use)
             except NotCommittedError:
                 continue
             except (OSError, ValueError) as error:
-                if isinstance(error, InvalidError | StorageError) and not isinstance(error, _OF_ONE):
+                if isinstance(error, InvalidError | StorageError) and not isinstance(error, _CHECKPOINT_ERRORS):
                     raise
                 has_vanished = has_vanished or not _is_committed(store, step)
                 rejected.append(f"checkpoint {step} is not good: {error}")
@@ -171,11 +187,11 @@ def _newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Result:
             return found
         if not has_vanished:
             raise InvalidError("; ".join([f"{store.url}: no good checkpoint is here", *rejected]))
-    raise StorageError(f"{store.url}: {_MOST_LISTINGS} times a checkpoint was deleted while it was read")
+    raise StorageError(f"{store.url}: {_MAX_LISTINGS} times a checkpoint was deleted while it was read")
 
 
 def _is_committed(store: Store, step: int) -> bool:
-    """Whether a step has a manifest, good or not: if it has lost it, the run has deleted it meanwhile."""
+    """Return True if a step has a manifest, good or not."""
     try:
         read_manifest(store, f"{CHECKPOINTS}/{step}")
     except NotCommittedError:
@@ -185,25 +201,64 @@ def _is_committed(store: Store, step: int) -> bool:
     return True
 
 
-def _use(store: Store, name: str, use: Callable[[Store, Manifest], Result]) -> Result:
-    """What `use` makes of one checkpoint whose files are good. Raises `ValueError` or `OSError` if they are not."""
+def _use_named(store: Store, name: str, use: Callable[[Store, Manifest], Result]) -> Result:
     directory = f"{CHECKPOINTS}/{name}"
     manifest = read_manifest(store, directory)
-    problem = (
-        next(iter(find_file_problems(store, directory, manifest.files)), None) if manifest.shards is None else None
-    )
-    if problem is not None:
-        raise ValueError(problem)
+    # Pieces are checked when they are read; what Orbax wrote must be checked before it reads.
+    problems = find_file_problems(store, directory, manifest.files) if manifest.shards is None else []
+    if problems:
+        raise ValueError(problems[0])
     return use(store, manifest)
 
 
-def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tuple[str, jax.Array]]:
-    """The leaves by the names of `find_weight_names`, some at a time, on the first device of this process.
+# Weights by name.
 
-    Raises `ValueError` or `OSError` as soon as one is not good.
+
+def find_weight_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
+    """Return the name in the manifest of each weight, by its name in the trained model.
+
+    All leaves are weights if none is called so. In a run that trains an adapter the weights are the model's own, which
+    are merged when they are read.
+
+    Raises:
+        InvalidError: there are no such `weights`; the message says which there are.
+    """
+    trained = _find_trained_names(manifest, weights)
+    return split_adapter(trained).own if has_adapter(manifest.leaves) else trained
+
+
+def _find_trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
+    """Return the same for a run's weights as they are trained: an adapter beside its frozen base."""
+    own = [name for name in manifest.leaves if name.partition(".")[0] in _WEIGHTS]
+    if weights == PARAMS:
+        return {name: name for name in own or manifest.leaves}
+    validate_weight_name(manifest.leaves, weights)
+    return map_weight_names(weights, own)
+
+
+def find_adapter(manifest: Manifest, weights: str) -> tuple[AdapterMerge, AdapterSplit]:
+    """Return how a checkpoint's adapter is merged, and into which weights; into none if it has no adapter."""
+    merge = find_adapter_merge(manifest.identity)
+    if merge is None or not has_adapter(manifest.leaves):
+        return AdapterMerge(0.0), AdapterSplit({}, {})
+    return merge, split_adapter(_find_trained_names(manifest, weights))
+
+
+# Weights as arrays.
+
+
+def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tuple[str, jax.Array]]:
+    """Iterate over the weights by the names of `find_weight_names`, on the first device of this process.
+
+    Some are in memory at a time.
+
+    Raises:
+        ValueError: the bits of a leaf are wrong.
+        OSError: a leaf cannot be read.
     """
     names = {saved: name for name, saved in find_weight_names(manifest, weights).items()}
     merge, parts = find_adapter(manifest, weights)
+    # The matrices of an adapter are small, so all of them are read before the first weight.
     pairs = dict(read_named_leaves(store, manifest, [saved for pair in parts.matrices.values() for saved in pair]))
     for saved, array in read_named_leaves(store, manifest, names):
         name = names[saved]
@@ -214,108 +269,70 @@ def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tup
 
 
 def read_named_leaves(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
-    """The leaves of these names in the manifest, on the first device of this process; raises like `read_weights`."""
+    """Iterate over leaves by their names in the manifest, like `read_weights`."""
     for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, names):
         if leaf.problem is not None:
             raise ValueError(leaf.problem)
         yield leaf.name, leaf.array
 
 
-def _like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
-    """Leaves like those of `like`, which has the names of the manifest. Called on every host."""
-    if has_adapter(manifest.leaves) and not flatten_with_names(like).keys() <= manifest.leaves.keys():
-        return _merged_like(store, manifest, like, weights)
-    if weights == PARAMS:
-        abstract = flatten_with_names(like)
-        validate_manifest_leaves(manifest, like, may_hold_more=True)
-    else:
+def _read_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
+    """Return leaves like those of `like`, which has the names of the manifest. Called on every host."""
+    wanted = flatten_with_names(like)
+    if has_adapter(manifest.leaves) and not wanted.keys() <= manifest.leaves.keys():
+        return _read_merged_like(store, manifest, like, weights)
+    if weights != PARAMS:
         known = find_weight_names(manifest, weights)
-        abstract = {known.get(name, name): leaf for name, leaf in flatten_with_names(like).items()}
-        validate_manifest_leaves(manifest, abstract, may_hold_more=True)
-    return jax.tree.unflatten(jax.tree.structure(like), _read_like(store, manifest, abstract).values())
+        wanted = {known.get(name, name): leaf for name, leaf in wanted.items()}
+    validate_manifest_leaves(manifest, like if weights == PARAMS else wanted, may_hold_more=True)
+    return jax.tree.unflatten(jax.tree.structure(like), _read_verified(store, manifest, wanted).values())
 
 
-def _read_like(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Leaves like those of `abstract`, by their names in the manifest, each checked by its bits."""
+def _read_merged_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
+    """Return leaves like those of a model, from a checkpoint with an adapter, merged. Called on every host."""
+    merge, parts = find_adapter(manifest, weights)
+    wanted = flatten_with_names(like)
+    # The base is read in the type that it is stored in, and takes the wanted type only when it is merged.
+    abstract = {}
+    for name, leaf in wanted.items():
+        saved = parts.own.get(name)
+        dtype = leaf.dtype if saved is None else parse_dtype(manifest.leaves[saved]["dtype"])
+        abstract[saved or name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+    validate_manifest_leaves(manifest, abstract, may_hold_more=True)
+    # Each matrix is replicated on the devices of its weight: it is small, and its axes are not those of the weight.
+    for name, leaf in wanted.items():
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec())
+        for matrix in parts.matrices.get(name, ()):
+            record = manifest.leaves[matrix]
+            abstract[matrix] = jax.ShapeDtypeStruct(
+                tuple(record["shape"]), parse_dtype(record["dtype"]), sharding=sharding
+            )
+    found = _read_verified(store, manifest, abstract)
+
+    def merge_leaf(name: str, leaf: Any) -> jax.Array:
+        base, matrices = found[parts.own[name]], [found[matrix] for matrix in parts.matrices.get(name, ())]
+        if not matrices:
+            return base.astype(leaf.dtype)
+        return jax.jit(lambda *all: merge(*all).astype(leaf.dtype), out_shardings=leaf.sharding)(base, *matrices)
+
+    return jax.tree.unflatten(jax.tree.structure(like), [merge_leaf(name, leaf) for name, leaf in wanted.items()])
+
+
+def _read_verified(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return leaves like those of `abstract`, by their names in the manifest, each checked by its bits."""
     directory = f"{CHECKPOINTS}/{manifest.name}"
-    found = decode_leaves(
-        readers.read_arrays(store, directory, manifest, encode_leaves(dict(abstract))), dict(abstract)
-    )
+    arrays = readers.read_arrays(store, directory, manifest, encode_leaves(dict(abstract)))
+    found = decode_leaves(arrays, dict(abstract))
     for name, digest in fingerprint.compute_leaf_digests(found).items():
         if digest != manifest.leaves[name]["digest"]:
             raise ValueError(f"the bits of {name} are not those that were saved")
     return found
 
 
-def _merged_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
-    """Leaves like those of `like`, a model's, from a checkpoint with an adapter, merged. Called on every host."""
-    merge, parts = find_adapter(manifest, weights)
-    abstract = {
-        parts.own.get(name, name): _of_type(manifest, parts.own.get(name), leaf)
-        for name, leaf in flatten_with_names(like).items()
-    }
-    validate_manifest_leaves(manifest, abstract, may_hold_more=True)
-    pairs = {
-        matrix: _whole(manifest, matrix, leaf)
-        for name, leaf in flatten_with_names(like).items()
-        for matrix in parts.matrices.get(name, ())
-    }
-    found = _read_like(store, manifest, abstract | pairs)
-
-    def made(name: str, leaf: Any) -> jax.Array:
-        base, matrices = found[parts.own[name]], [found[matrix] for matrix in parts.matrices.get(name, ())]
-        if not matrices:
-            return base.astype(leaf.dtype)
-        return jax.jit(lambda *all: merge(*all).astype(leaf.dtype), out_shardings=leaf.sharding)(base, *matrices)
-
-    leaves = [made(name, leaf) for name, leaf in flatten_with_names(like).items()]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _of_type(manifest: Manifest, saved: str | None, leaf: Any) -> jax.ShapeDtypeStruct:
-    """`leaf` in the type that the checkpoint has it in."""
-    dtype = leaf.dtype if saved is None else parse_dtype(manifest.leaves[saved]["dtype"])
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-
-
-def _whole(manifest: Manifest, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    """A matrix of an adapter, on every device that its weight lies on."""
-    sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    record = manifest.leaves[name]
-    return jax.ShapeDtypeStruct(tuple(record["shape"]), parse_dtype(record["dtype"]), sharding=sharding)
-
-
-def find_adapter(manifest: Manifest, weights: str) -> tuple[AdapterMerge, AdapterSplit]:
-    """How a checkpoint's weights are merged, and of what; of one without an adapter nothing is."""
-    merge = find_adapter_merge(manifest.identity)
-    if merge is None or not has_adapter(manifest.leaves):
-        return AdapterMerge(0.0), AdapterSplit({}, {})
-    return merge, split_adapter(_trained_names(manifest, weights))
-
-
-def find_weight_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
-    """The leaves that are weights, by the names that they have in those that are trained: the names in the manifest.
-
-    All leaves, where none is called so; of a run that trains an adapter the model's own, which are merged when they are
-    read. Raises `InvalidError` if there are no such `weights`, and says which are.
-    """
-    trained = _trained_names(manifest, weights)
-    return split_adapter(trained).own if has_adapter(manifest.leaves) else trained
-
-
-def _trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
-    """The same, with an adapter beside its base."""
-    own = [name for name in manifest.leaves if name.partition(".")[0] in _WEIGHTS]
-    if weights == PARAMS:
-        return {name: name for name in own or manifest.leaves}
-    validate_weight_name(manifest.leaves, weights)
-    return map_weight_names(weights, own)
-
-
 def _nest(arrays: dict[str, jax.Array]) -> Any:
-    """Dictionaries inside each other, by the parts of dotted names."""
+    """Return nested dictionaries by the parts of dotted names."""
     tree: Any = {}
     for name, array in arrays.items():
         *parents, last = name.split(".")

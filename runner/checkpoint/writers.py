@@ -1,8 +1,8 @@
-"""How the arrays of a checkpoint reach its directory: through orbax, or piece by piece.
+"""Writing the arrays of a checkpoint: through Orbax on a disk, as pieces into a bucket.
 
 A writer copies what it must and returns a function that does the rest in the background. Orbax writes where all hosts
-share a disk. For a bucket each process stages its pieces on its own disk and then sends them, in parallel. What a
-checkpoint was written with stands in its manifest: those with `shards` hold pieces.
+share a disk. For a bucket, each process writes its pieces to its own disk and then uploads them, in parallel. A
+manifest with `shards` says that the checkpoint was written as pieces.
 """
 
 import contextlib
@@ -22,59 +22,49 @@ from runner.checkpoint import blocks as pieces
 from runner.checkpoint.manifest import Files, ShardRecord
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
-from runner.storage import Store
+from runner.storage import Store, default_cache_directory
 
 NUM_UPLOADS = 8
 
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What the manifest must say of the arrays that a writer has written."""
+    """Keys of the manifest that describe the arrays of a writer."""
 
     files: Files = field(default_factory=dict)
     shards: dict[str, list[ShardRecord]] | None = None
 
 
 class ArrayWriter(Protocol):
-    """Writes arrays below one name of a store. Called on every host."""
+    """Writer of arrays below one name of a store. Made and called on every host."""
 
     def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
-        """Begin to write below `target`; returns as soon as the arrays may be donated. On any thread.
+        """Start writing `leaves` below `target`. The arrays may be donated when this returns. Any thread.
 
-        The function returned blocks until every host's part is durable, at most so many seconds; what it returns counts
-        on the main host. It may raise `OSError` or `ValueError`.
+        Returns:
+            A function of a deadline in seconds that blocks until the parts of all hosts are durable. Called on every
+            host, on any thread. Its result counts on process 0 only. It may raise `OSError` or `ValueError`.
         """
 
     def discard(self, target: str) -> None:
-        """Delete what a failed write has left. Main host only for what is shared."""
+        """Delete what a failed write has left. Called on every host; only process 0 touches shared files."""
 
     def close(self) -> None:
-        """Stop background threads."""
-
-
-def _make_checkpointer(hosts: Hosts) -> ocp.AsyncCheckpointer:
-    """Without compression: it costs seconds of the cores that train, and weights hardly shrink.
-
-    Named processes make orbax meet at the coordinator. By default it meets in collectives, which from a background
-    thread would mix with those of a step.
-    """
-    processes = ocp.options.MultiprocessingOptions(active_processes=set(range(hosts.num_processes)))
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)
-    return ocp.AsyncCheckpointer(handler, multiprocessing_options=processes)
+        """Stop the background threads, and delete temporary files."""
 
 
 class OrbaxWriter:
-    """Orbax on a disk that all hosts share."""
+    """Writer through Orbax, on a disk that all hosts share."""
 
     def __init__(self, store: Store, hosts: Hosts):
         assert store.root is not None, "orbax writes to a disk"
         self._store, self._root, self._hosts = store, store.root, hosts
-        self._orbax = _make_checkpointer(hosts)
-        self._failed: set[str] = set()  # where a write has failed, and nothing was written since
+        self._orbax = _make_orbax(hosts)
+        self._failed: set[str] = set()  # targets of failed writes that were not written since
 
     def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
-        """See `ArrayWriter`."""
-        self._free()
+        """Copy the arrays out of the devices; Orbax writes them in the background."""
+        self._delete_failed()
         self._failed.discard(target)
         self._orbax.save(self._root / target, args=ocp.args.PyTreeSave(leaves), force=True)
         return lambda _: self._finish(target)
@@ -83,6 +73,7 @@ class OrbaxWriter:
         self._orbax.wait_until_finished()
         if not self._hosts.is_main:
             return WriteResult()
+        # Orbax reports no sizes or digests, so process 0 reads all files once. They are in the page cache.
         arrays = target.rpartition("/")[2]
         sizes = self._store.list_sizes(target)
         return WriteResult(
@@ -90,17 +81,14 @@ class OrbaxWriter:
         )
 
     def discard(self, target: str) -> None:
-        """See `ArrayWriter`."""
-        self._orbax = _make_checkpointer(self._hosts)  # the old one would report this failure again
+        """Delete what a failed write has left, now and again before the next write."""
+        self._orbax = _make_orbax(self._hosts)  # the old one would report this failure again
         self._failed.add(target)
-        self._free()
+        self._delete_failed()
 
-    def _free(self) -> None:
-        """Delete what failed writes have left.
-
-        Orbax ends a write with the first of its failures, while other threads of it go on: what they leave after the
-        failure was told is deleted when the next save begins, or at the end.
-        """
+    def _delete_failed(self) -> None:
+        # Orbax ends a write at the first failure, while its other threads still write. What they leave after that is
+        # deleted when the next save begins, or at the end.
         if not self._hosts.is_main:
             return
         for path in (self._root / target for target in self._failed):
@@ -110,13 +98,22 @@ class OrbaxWriter:
                 path.parent.rmdir()
 
     def close(self) -> None:
-        """See `ArrayWriter`."""
+        """Stop the threads of Orbax."""
         self._orbax.close()
-        self._free()
+        self._delete_failed()
+
+
+def _make_orbax(hosts: Hosts) -> ocp.AsyncCheckpointer:
+    # Named processes make Orbax meet at the coordinator. By default it meets in collectives, which from a background
+    # thread would mix with those of a step.
+    processes = ocp.options.MultiprocessingOptions(active_processes=set(range(hosts.num_processes)))
+    # Compression costs seconds of the cores that train, and weights hardly shrink.
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)
+    return ocp.AsyncCheckpointer(handler, multiprocessing_options=processes)
 
 
 class BlockWriter:
-    """Pieces into a bucket, staged on this host's own disk."""
+    """Writer of pieces into a bucket, by way of files on this host's own disk."""
 
     def __init__(self, store: Store, hosts: Hosts, staging: Path):
         self._store, self._hosts = store, hosts
@@ -124,8 +121,9 @@ class BlockWriter:
         self._num_saves = 0
 
     def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
-        """See `ArrayWriter`."""
+        """Copy this process's shards to host memory; they are written and uploaded in the background."""
         blocks = pieces.copy_to_host(leaves)
+        # All hosts save the same steps in the same order, so that the number of the save is the same key everywhere.
         self._num_saves += 1
         key = key_value.save_folder(self._num_saves)
         return lambda deadline_seconds: self._finish(target, blocks, key, deadline_seconds)
@@ -138,12 +136,13 @@ class BlockWriter:
             self._staging.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._staging) as temporary:
                 table = pieces.write_blocks(Path(temporary), f"{arrays}/{self._hosts.process_id}", blocks)
-                blocks.clear()
-                upload(self._store, Path(temporary), directory, table, deadline_seconds)
+                blocks.clear()  # frees the host's memory before the upload, which may take minutes
+                _upload(self._store, Path(temporary), directory, table, deadline_seconds)
             message = {"files": table.files, "shards": table.shards}
         except OSError as error:
             if self._hosts.num_processes == 1:
                 raise
+            # Process 0 waits for a message of every process, so that it learns of a failure at once.
             message = {"error": f"process {self._hosts.process_id}: {error}"}
         left_seconds = max(deadline_seconds - (time.monotonic() - started), 1.0)
         messages = self._hosts.collect(key, message, left_seconds + 10)
@@ -155,15 +154,15 @@ class BlockWriter:
         return WriteResult(whole.files, whole.shards)
 
     def discard(self, target: str) -> None:
-        """See `ArrayWriter`. What has been uploaded stays until the next attempt or retention deletes it."""
+        """Do nothing: uploaded pieces stay until the next attempt or retention deletes them."""
 
     def close(self) -> None:
-        """See `ArrayWriter`."""
+        """Delete the temporary files."""
         shutil.rmtree(self._staging, ignore_errors=True)
 
 
-def upload(store: Store, source: Path, directory: str, table: pieces.BlockTable, deadline_seconds: float) -> None:
-    """Send the files of `table`, which stand below `source`, to the same names below `directory`, in parallel."""
+def _upload(store: Store, source: Path, directory: str, table: pieces.BlockTable, deadline_seconds: float) -> None:
+    """Upload the files of `table` from below `source` to the same names below `directory`, in parallel."""
     started = time.monotonic()
 
     def send(name: str) -> None:
@@ -175,3 +174,12 @@ def upload(store: Store, source: Path, directory: str, table: pieces.BlockTable,
             list(pool.map(send, table.files))
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def make_writer(store: Store, hosts: Hosts, run_id: str) -> ArrayWriter:
+    """Return the writer for a store. Called on every host."""
+    if store.root is not None:
+        return OrbaxWriter(store, hosts)
+    staging = default_cache_directory() / "staging" / f"{run_id}.{hosts.process_id}"
+    shutil.rmtree(staging, ignore_errors=True)  # of an attempt that was killed
+    return BlockWriter(store, hosts, staging)

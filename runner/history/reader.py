@@ -300,7 +300,7 @@ class HistoryReader:
             if sizes.get(file) != size:
                 problem = f"{file} is missing" if file not in sizes else f"{file} has {sizes[file]} bytes, needs {size}"
                 break
-        is_verified = manifest.is_of_a_step and manifest.step in verified
+        is_verified = manifest.is_step and manifest.step in verified
         trust = Verification.DAMAGED if problem else Verification.VERIFIED if is_verified else Verification.COMMITTED
         return CheckpointRecord(
             name, manifest.step, trust, manifest.time, manifest.num_bytes, manifest.attempt, problem

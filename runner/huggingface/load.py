@@ -23,10 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.leaves import flatten_with_names
 from runner.checkpoint.manifest import CHECKPOINTS, read_manifest, read_newest_manifest
-from runner.checkpoint.restore import validate_source_run as check_run
+from runner.checkpoint.restore import load_weights, validate_source_run
 from runner.checkpoint.weights import BEST, find_checkpoint
 from runner.console import warn
 from runner.errors import InvalidError, ResumeError, StorageError
@@ -264,7 +263,7 @@ def validate_init_from(
     with document.errors_at("checkpoint.init_from"):
         store = _published_store(rule)
         if store is None:
-            check_run(_named(rule.path), rule.weights)
+            validate_source_run(_named(rule.path), rule.weights)
         else:
             _match(open_published_weights(store), rule, family, weights())
 
@@ -274,7 +273,6 @@ def load_init_from(
     rule: InitFromConfig,
     family: FamilyOf,
     weights: Any,
-    checkpointer: Checkpointer,
     attempt: Attempt,
 ) -> Any:
     """Leaves like those of `weights`, which lie as the state does at its init. Called on every host.
@@ -285,7 +283,7 @@ def load_init_from(
         store = _published_store(rule)
         if store is None:
             path = attempt.hosts.run_on_main(lambda: _named(rule.path))
-            return checkpointer.load_weights(path, weights, rule.weights)
+            return load_weights(attempt, path, weights, rule.weights)
         loaded, problem = None, None
         told: tuple[str, ...] = ()
         try:

@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.fingerprint import compute_fingerprint
-from runner.checkpoint.manifest import Manifest, read_committed
-from runner.checkpoint.policy import delete_step
-from runner.checkpoint.restore import Restorer
-from runner.checkpoint.save import DoubleBuffer, SaveContents, SaveKind, Saver
+from runner.checkpoint.manifest import read_committed
+from runner.checkpoint.policy import Retention, SaveKind, delete_step
+from runner.checkpoint.restore import load_checkpoint, restore_newest
+from runner.checkpoint.save import Checkpointer, DoubleBuffer, SaveContents
 from runner.checkpoint.writers import BlockWriter, OrbaxWriter
 from runner.errors import FencedError, ResumeError
-from runner.spec import hash_record
+from runner.spec import CheckpointConfig, hash_record
 from runner.storage import LocalStore, compute_crc32c, read_log
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import memory_bucket
@@ -51,29 +51,37 @@ class Attempt:
         self.attempt = make_attempt(store)
         self.fence = self.attempt.fence
         hosts = self.attempt.hosts
-        writer = OrbaxWriter(store, hosts) if store.root is not None else BlockWriter(store, hosts, staging)
-        self.after = lambda manifest: None
-        self.saver = Saver(self.attempt, writer, None, 60.0, lambda manifest: self.after(manifest))
-        self.restorer = Restorer(self.attempt, None)
+        self.writer = OrbaxWriter(store, hosts) if store.root is not None else BlockWriter(store, hosts, staging)
+        self.saver, self.structure = self.make_saver(make_state()), jax.tree.structure(make_state())
+
+    def make_saver(self, like, **rule):
+        """The checkpointer of a job whose states are like `like`, which deletes nothing."""
+        rule = CheckpointConfig(keep_last=99, max_unsaved_minutes=1.0, **rule)
+        return Checkpointer(self.attempt, rule, 1, {}, abstract(like), self.writer)
 
     def again(self):
         """The next attempt."""
         return Attempt(self.store, self.staging)
 
     def save(self, name, state, before_commit=lambda: None):
-        draft = Manifest(name=name, step=int(name) if name.isdecimal() else 0, job="x")
-        return self.saver.save(draft, state, SaveContents(flush=before_commit), SaveKind.REQUIRED)[1]
+        if jax.tree.structure(state) != self.structure:
+            self.saver, self.structure = self.make_saver(state), jax.tree.structure(state)
+        step = int(name) if name.isdecimal() else 0
+        return self.saver.save(state, step, SaveContents(flush=before_commit), SaveKind.REQUIRED, name)
 
     def save_all(self, *steps):
         for step in steps:
             self.save(str(step), make_state(step))
-            assert self.saver.wait()
+            assert self.saver.settle()
 
     def steps(self):
         return sorted(read_committed(self.store))
 
-    def restore(self):
-        return self.restorer.restore(abstract(make_state()), {})
+    def restore(self, like=None):
+        return restore_newest(self.attempt, None, abstract(make_state()) if like is None else like, {})
+
+    def load(self, name, like):
+        return load_checkpoint(self.attempt, name, like)
 
     def events(self, kind):
         self.attempt.background_writer.flush()
@@ -145,13 +153,13 @@ def test_a_state_saved_in_one_sharding_is_restored_in_any_other(first, sizes):
     state = {"w": make_state()["params"]["kernel"], "m": make_state()["moments"][0]}
     sharded = jax.device_put(state, NamedSharding(mesh, PartitionSpec(AXES)))
     first.save("1", sharded)
-    assert first.saver.wait()
+    assert first.saver.settle()
     targets = [
         *(NamedSharding(mesh_of(*other), PartitionSpec("fsdp", ("data", "tensor"))) for other in FACTORISATIONS[::3]),
         jax.sharding.SingleDeviceSharding(jax.devices()[3]),
     ]
     for target in targets:
-        restored = first.restorer.restore(abstract(state, target), {}).state
+        restored = first.restore(abstract(state, target)).state
         assert leaves_equal(restored, state)
         assert all(leaf.sharding == target for leaf in jax.tree.leaves(restored))
 
@@ -167,8 +175,8 @@ def test_the_saved_bits_are_those_before_the_next_step_took_the_buffers(first):
         state = first.save(str(step), state)
         for _ in range(5):
             state = advance(state)
-        assert first.saver.wait()
-        restored = first.restorer.load(str(step), abstract(state)).state
+        assert first.saver.settle()
+        restored = first.load(str(step), abstract(state)).state
         assert leaves_equal(restored, expected)
 
 
@@ -216,7 +224,7 @@ def test_what_a_newer_attempt_has_retired_can_never_be_committed(first):
         newer[0].restore()
 
     first.save("2", make_state(2), before_commit=overtaken)
-    assert not first.saver.wait()
+    assert not first.saver.settle()
     assert newer[0].steps() == [1]
     newer[0].save_all(2)
     assert leaves_equal(newer[0].again().restore().state, make_state(2))
@@ -287,7 +295,7 @@ def test_bits_that_were_damaged_before_the_checksum_are_found_by_the_fingerprint
     foreign.pop("digest")
     first.write_manifest(2, foreign | {"digest": hash_record(foreign)})
     with pytest.raises(ResumeError, match=r"the bits of params\.kernel are not those that were saved"):
-        first.restorer.load("2", abstract(make_state()))
+        first.load("2", abstract(make_state()))
 
 
 def test_bits_that_a_piece_has_lost_are_found_by_its_digest_and_else_by_the_fingerprint(first):
@@ -329,7 +337,7 @@ def test_a_state_with_other_leaves_is_refused_with_their_names(first):
     changed["params"] = {"kernel": jnp.zeros((16, 32)), "bias": jnp.zeros(32)}
     del changed["flags"]
     with pytest.raises(ResumeError) as caught:
-        first.restorer.restore(abstract(changed), {})
+        first.restore(abstract(changed))
     text = str(caught.value)
     assert "params.kernel: checkpoint has float32[16,64], the job float32[16,32]" in text
     assert "params.bias: checkpoint has nothing, the job float32[32]" in text
@@ -342,7 +350,7 @@ def test_a_committed_checkpoint_is_never_written_again(first):
     files = {name: first.store.read(f"checkpoints/1/{name}") for name in first.files("checkpoints/1")}
     again = first.again()
     again.save("1", make_state(7))
-    assert not again.saver.wait()
+    assert not again.saver.settle()
     assert {name: first.store.read(f"checkpoints/1/{name}") for name in files} == files
     assert leaves_equal(again.restore().state, make_state(1))
 
@@ -352,7 +360,7 @@ def test_a_zombie_cannot_commit_over_a_newer_attempt(first):
     newer_ones = []
     first.save("2", make_state(2), before_commit=lambda: newer_ones.append(first.again()))
     with pytest.raises(FencedError, match="attempt 2 has taken over"):
-        first.saver.wait()
+        first.saver.settle()
     (newer,) = newer_ones
     assert newer.steps() == [1]
     with pytest.raises(FencedError):
@@ -365,11 +373,11 @@ def test_a_zombie_cannot_commit_over_a_newer_attempt(first):
     assert newer.steps() == [1, 2]
 
 
-def test_before_and_after_the_commit_is_what_it_says(first):
+def test_before_and_after_the_commit_is_what_it_says(first, monkeypatch):
     seen = []
-    first.after = lambda manifest: seen.append((manifest.step, first.steps()))
+    monkeypatch.setattr(Retention, "add", lambda _, manifest: seen.append((manifest.step, first.steps())))
     first.save("1", make_state(1), before_commit=lambda: seen.append(first.steps()))
-    assert first.saver.wait()
+    assert first.saver.settle()
     assert seen == [[], (1, [1])]
 
 
@@ -380,7 +388,7 @@ def test_a_save_that_fails_is_loud_and_leaves_the_last_commit_and_the_next_save(
         raise OSError(28, "No space left on device")
 
     first.save("2", make_state(2), before_commit=full)
-    assert not first.saver.wait()
+    assert not first.saver.settle()
     assert "SAVE FAILED at step 2: OSError" in capsys.readouterr().err
     assert len(first.events("save_failed")) == 1
     assert first.steps() == [1]
@@ -393,18 +401,18 @@ def test_a_save_that_fails_is_loud_and_leaves_the_last_commit_and_the_next_save(
 def test_a_named_checkpoint_is_not_resumed_from(first):
     first.save_all(1)
     first.save("best", make_state(9))
-    assert first.saver.wait()
+    assert first.saver.settle()
     assert first.steps() == [1]
     again = first.again()
     assert again.restore().manifest.step == 1
-    found = again.restorer.load("best", abstract(make_state()))
+    found = again.load("best", abstract(make_state()))
     assert leaves_equal(found.state, make_state(9))
     assert found.manifest.name == "best"
 
 
 def test_a_name_that_is_not_there_is_refused(first):
     with pytest.raises(ResumeError, match="never committed"):
-        first.restorer.load("none", abstract(make_state()))
+        first.load("none", abstract(make_state()))
 
 
 def test_on_a_cpu_training_goes_on_in_the_memory_of_the_save_before():
@@ -436,23 +444,26 @@ def test_memory_that_a_save_still_reads_is_taken_by_nobody(tmp_path, monkeypatch
     for _ in range(3):
         state = attempt.saver._buffer.swap(state, None)
     may_read.set()
-    assert attempt.saver.wait()
+    assert attempt.saver.settle()
 
 
 def test_a_state_of_the_fast_tier_that_the_job_cannot_go_on_from_is_left_for_the_durable_one(tmp_path):
     first = Attempt(LocalStore(tmp_path / "run"), tmp_path)
     first.save_all(1)
-    fast = FastTier(tmp_path / "fast")
-    draft = Manifest(name="2", step=2, job="x")
-    saver = Saver(first.attempt, OrbaxWriter(first.store, first.attempt.hosts), fast, 60.0, lambda manifest: None)
-    saver.save(draft, make_state(2), SaveContents(attachments=lambda: {"rows": b"1"}), SaveKind.FAST)
+    saver = first.make_saver(make_state(), local_directory=str(tmp_path / "fast"), local_every_steps=1)
+    contents = SaveContents(attachments=lambda: {"rows": b"1"})
+    saver.save(make_state(2), 2, contents, SaveKind.FAST)
     saver.close()
 
     again, asked = first.again(), []
+    fast = FastTier(tmp_path / "fast" / again.attempt.run_id / "0")
 
     def restore(problem):
-        restorer = Restorer(again.attempt, fast)
-        return restorer.restore(abstract(make_state()), {}, lambda attachments: asked.append(attachments) or problem)
+        def find_problem(attachments):
+            asked.append(attachments)
+            return problem
+
+        return restore_newest(again.attempt, fast, abstract(make_state()), {}, find_problem)
 
     found = restore(None)
     assert (found.manifest.step, found.tier, found.attachments) == (2, "fast", {"rows": b"1"})
@@ -460,7 +471,7 @@ def test_a_state_of_the_fast_tier_that_the_job_cannot_go_on_from_is_left_for_the
     assert (found.manifest.step, found.tier) == (1, "durable")
     assert asked == [{"rows": b"1"}] * 2
     assert "its rows are gone" in again.events("fallback")[0]["reason"]
-    assert fast.steps({}) == []
+    assert fast.list_steps({}) == []
 
 
 def fail(writer, target):
@@ -475,7 +486,7 @@ def test_what_a_thread_of_a_failed_save_writes_after_the_failure_is_deleted_too(
     with monkeypatch.context() as patch:
         patch.setattr(OrbaxWriter, "_finish", fail)
         attempt.save("1", make_state(1))
-        assert not attempt.saver.wait()
+        assert not attempt.saver.settle()
     place = tmp_path / "checkpoints" / "1"
     late = place / f"arrays.{attempt.attempt.number}" / "d" / "late"
     late.parent.mkdir(parents=True)
@@ -494,7 +505,7 @@ def test_a_step_whose_save_has_failed_may_be_saved_again(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(OrbaxWriter, "_finish", fail)
         attempt.save("1", make_state(1))
-        assert not attempt.saver.wait()
+        assert not attempt.saver.settle()
     attempt.save_all(1, 2)
     attempt.saver.close()
     assert attempt.steps() == [1, 2]

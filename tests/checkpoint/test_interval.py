@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from runner.checkpoint.policy import SavePolicy, compute_best_interval_seconds
-from runner.checkpoint.save import SaveKind
+from runner.checkpoint.policy import SaveKind, SavePolicy, compute_best_interval_seconds
 from runner.spec import CheckpointConfig
 
 FAST, DURABLE, REQUIRED = SaveKind.FAST, SaveKind.DURABLE, SaveKind.REQUIRED
@@ -29,11 +28,11 @@ def saves(rule, *, seconds_a_step=0.0, interval_seconds=0.0, logging_every_steps
     found = {}
     for step in range(1, LAST_STEP + 1):
         clock.seconds += seconds_a_step
-        kind = policy.due(step, LAST_STEP, interval_seconds)
+        kind = policy.find_due_save(step, LAST_STEP, interval_seconds)
         if kind is not None:
             found[step] = kind
         if kind in (DURABLE, REQUIRED):
-            policy.saved()
+            policy.record_save()
     return found
 
 
@@ -83,7 +82,7 @@ def test_by_the_clock_only_host_0_decides():
 
     policy = SavePolicy(CheckpointConfig(every_steps=None, every_minutes=1.0), 2, decide, clock)
     clock.seconds += 3600
-    assert [policy.due(step, LAST_STEP, 0.0) for step in (1, 2, 3, 4)] == [None] * 4
+    assert [policy.find_due_save(step, LAST_STEP, 0.0) for step in (1, 2, 3, 4)] == [None] * 4
     assert asked == [True, True], "asked at logged steps, on every host"
 
 

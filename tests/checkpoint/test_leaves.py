@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runner import ExecutionSpec, RestoreableJob
+from runner.checkpoint import readers
 from runner.checkpoint.fingerprint import (
     CHUNK_LEAVES,
     _digest_shards,
@@ -26,7 +27,7 @@ from runner.checkpoint.fingerprint import (
 )
 from runner.checkpoint.leaves import make_strongly_typed
 from runner.checkpoint.manifest import read_committed
-from runner.checkpoint.readers import BlockReader, read_leaves
+from runner.checkpoint.readers import read_leaves
 from runner.checkpoint.save import _copy
 from runner.errors import InvalidError, StateError
 from runner.storage import LocalStore, read_log
@@ -271,9 +272,9 @@ class Losing:
 
 
 class FirstSaveIsLost(Keeper):
-    def _restore_or_init(self):
-        self.checkpointer._saver._writer = Losing(self.checkpointer._saver._writer)
-        super()._restore_or_init()
+    def restore_or_init(self):
+        self.checkpointer._writer = Losing(self.checkpointer._writer)
+        super().restore_or_init()
 
     def init(self):
         return {"leaf": self.make(), "count": jnp.int32(0)}
@@ -285,8 +286,12 @@ class FirstSaveIsLost(Keeper):
 
 def test_the_first_save_of_a_run_is_read_back_before_it_is_committed(make_store, capsys, monkeypatch):
     read = []
-    real = BlockReader.read
-    monkeypatch.setattr(BlockReader, "read", lambda self, *args: read.append(self._directory) or real(self, *args))
+    real = readers.read_stored_block
+    monkeypatch.setattr(
+        readers,
+        "read_stored_block",
+        lambda store, directory, *args: read.append(directory) or real(store, directory, *args),
+    )
     mesh = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), PartitionSpec("d"))
     job = keeper(make_store("lost"), lambda: jnp.arange(64.0), FirstSaveIsLost, every_steps=1, keep_last=9)
     job.abstract_state = lambda: {

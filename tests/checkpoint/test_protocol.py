@@ -1,8 +1,8 @@
 """Any interleaving of save, upload, crash, restart, zombie and retention leaves a newest checkpoint that verifies.
 
-The real Saver, Restorer and BucketStore run over a bucket in memory. A process is cut off before any one of its calls
-to the store, for good (kill -9), or while newer attempts do what they like (SIGSTOP, then SIGCONT); or an answer is
-lost after the call has worked. hypothesis chooses where.
+The real Checkpointer, restore and BucketStore run over a bucket in memory. A process is cut off before any one of its
+calls to the store, for good (kill -9), or while newer attempts do what they like (SIGSTOP, then SIGCONT); or an answer
+is lost after the call has worked. hypothesis chooses where.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from runner.checkpoint import blocks, inspect, manifest
 from runner.checkpoint import writers as writer
-from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.policy import Retention
-from runner.checkpoint.restore import Restorer
-from runner.checkpoint.save import SaveContents, SaveKind, Saver
+from runner.checkpoint.policy import SaveKind
+from runner.checkpoint.restore import restore_newest
+from runner.checkpoint.save import Checkpointer, SaveContents
 from runner.checkpoint.writers import BlockWriter
 from runner.errors import FencedError
+from runner.spec import CheckpointConfig
 from runner.storage import TransientError, bucket
 from runner.storage import store as retry
 from tests.support.attempt import make_attempt
@@ -91,21 +91,20 @@ class Process:
         self.world = world
         store = memory_bucket(self.mortal)  # type: ignore[arg-type]
         self.attempt = make_attempt(store, MemoryLog(world.rows))
-        self.retention = Retention(self.attempt, KEEP_LAST)
         writer = BlockWriter(store, self.attempt.hosts, world.staging)
-        self.saver = Saver(self.attempt, writer, None, 60.0, self.retention.apply)
-        found = Restorer(self.attempt, None).restore(jax.eval_shape(lambda: state_of(0)) | abstract(), {})
+        rule = CheckpointConfig(keep_last=KEEP_LAST, max_unsaved_minutes=1.0)
+        self.saver = Checkpointer(self.attempt, rule, 1, {}, abstract(), writer)
+        found = restore_newest(self.attempt, None, abstract(), {})
         self.step = 0 if found is None else found.manifest.step
         if found is not None:
             assert_right(found.state, self.step)
-        self.retention.look()
+        self.saver.begin(state_of(self.step), self.step)
 
     def save(self) -> None:
         """Save the next step."""
         self.step += 1
-        draft = Manifest(name=str(self.step), step=self.step)
-        self.saver.save(draft, state_of(self.step), SaveContents(), SaveKind.REQUIRED)
-        if self.saver.wait():
+        self.saver.save(state_of(self.step), self.step, SaveContents(), SaveKind.REQUIRED)
+        if self.saver.settle():
             self.world.durable = max(self.world.durable, self.step)
 
 

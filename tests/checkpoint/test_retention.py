@@ -140,9 +140,9 @@ def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
         for step in order:
             commit_step(store, step)
             if not killed_before:
-                retention.apply(read_committed(store)[step])
+                retention.add(read_committed(store)[step])
         if killed_before:
-            retention.look()
+            retention.scan()
         assert_only(store, [900, 1000])
 
 

@@ -61,9 +61,9 @@ class TimedGPT(PretrainGPT):
         with watched("compile"):
             super().prepare()
 
-    def _restore_or_init(self) -> None:
+    def restore_or_init(self) -> None:
         with watched("restore"):
-            super()._restore_or_init()
+            super().restore_or_init()
 
     def run(self) -> None:
         self.since = time.time()

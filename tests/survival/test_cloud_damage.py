@@ -16,11 +16,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint import inspect
-from runner.checkpoint.manifest import Manifest, read_committed
-from runner.checkpoint.restore import Restorer
-from runner.checkpoint.save import SaveContents, SaveKind, Saver
+from runner.checkpoint.manifest import read_committed
+from runner.checkpoint.policy import SaveKind
+from runner.checkpoint.restore import restore_newest
+from runner.checkpoint.save import Checkpointer, SaveContents
 from runner.checkpoint.writers import BlockWriter, OrbaxWriter
 from runner.errors import EXIT_DONE
+from runner.spec import CheckpointConfig
 from runner.storage import LocalStore, Store, open_store
 from tests.support.attempt import make_attempt
 from tests.support.cloud import (
@@ -96,10 +98,11 @@ def save_both(store: Store, staging: Path) -> None:
     """Commit the two steps."""
     attempt = make_attempt(store, MemoryLog())
     writer = BlockWriter(store, attempt.hosts, staging) if store.root is None else OrbaxWriter(store, attempt.hosts)
-    saver = Saver(attempt, writer, None, 60.0, lambda manifest: None)
+    rule = CheckpointConfig(keep_last=99, max_unsaved_minutes=1.0)
+    saver = Checkpointer(attempt, rule, 1, {}, abstract_state(), writer)
     for step in (OLDER, NEWEST):
-        saver.save(Manifest(name=str(step), step=step), make_state(step), SaveContents(), SaveKind.REQUIRED)
-        assert saver.wait()
+        saver.save(make_state(step), step, SaveContents(), SaveKind.REQUIRED)
+        assert saver.settle()
     saver.close()
 
 
@@ -121,7 +124,7 @@ def check_case(store: Store, name: str, damage: Damage, content: bytes, chance: 
 
     records = MemoryLog()
     attempt = make_attempt(store, records)
-    found = Restorer(attempt, None).restore(abstract_state(), {})
+    found = restore_newest(attempt, None, abstract_state(), {})
     assert found is not None
     assert found.manifest.step == OLDER
     assert leaves_equal(found.state, make_state(OLDER))
