@@ -208,15 +208,7 @@ class RestoreableJob:
                     self.prepare_and_restore()
                     self.run()
                     with progress.report_phase(END):
-                        validate_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
-                        self.save()
-                        self.checkpointer.wait(self.step)
-                        # `result.json` says that the job is done, so the last state must be committed before it.
-                        result = self.result()
-                        self.attempt.finish(self.step, result)
-                        self.checkpointer.close()
-                        next_steps = self.report.format_next_steps()
-                        self.attempt.print_end(self.spec.name, self.step, result["fingerprint"], next_steps)
+                        self.finish()
                 except (DivergedError, HookError, MiscountError, StateError):
                     # The job failed, but the save in progress is of an earlier step, which was good.
                     self.checkpointer.settle()
@@ -310,6 +302,17 @@ class RestoreableJob:
             self.report.resume(self.step, {}, None)
         else:
             self.report.resume(self.step, found.attachments, found.manifest.carry)
+
+    def finish(self) -> None:
+        """Save the last state, write `result.json`, and print what a person wants to know at the end."""
+        validate_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
+        self.save()
+        # `result.json` says that the job is done, so the last state must be committed before it.
+        self.checkpointer.wait(self.step)
+        result = self.result()
+        self.attempt.finish(self.step, result)
+        self.checkpointer.close()
+        self.attempt.print_end(self.spec.name, self.step, result["fingerprint"], self.report.format_next_steps())
 
     # What `run` calls.
 

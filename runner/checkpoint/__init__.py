@@ -2,9 +2,9 @@
 
 - `manifest`: manifest, commit and tombstone; no arrays, no jax
 - `blocks`: arrays stored as pieces, by process and shard
-- `fast_tier`: newest states on each host's own disk
 - `fingerprint`: digest of a pytree's bits, independent of the topology
 - `leaves`: leaves that can be saved, and their stored form
+- `fast_tier`: newest states on each host's own disk
 - `readers`: arrays from a checkpoint, whatever wrote them
 - `inspect`: list, verify and copy checkpoints
 - `weight_names`: names of weights, averages and adapter matrices

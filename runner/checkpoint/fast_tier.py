@@ -11,12 +11,12 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from runner.checkpoint import blocks as pieces
+from runner.checkpoint.leaves import Leaves
 from runner.checkpoint.manifest import Manifest
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
@@ -77,7 +77,7 @@ class FastTier:
         os.rename(temporary, self.directory / step)
         self._delete(self._list_present()[:-NUM_KEPT_STEPS])
 
-    def read(self, step: int, leaves: dict[str, Any]) -> tuple[dict[str, jax.Array], Manifest]:
+    def read(self, step: int, leaves: Leaves) -> tuple[dict[str, jax.Array], Manifest]:
         """Return the leaves of this process and the manifest of the part.
 
         Raises:
@@ -126,7 +126,7 @@ class FastTier:
         )
 
 
-def open_fast_tier(directory: Path, hosts: Hosts, leaves: dict[str, Any]) -> FastTier:
+def open_fast_tier(directory: Path, hosts: Hosts, leaves: Leaves) -> FastTier:
     """Return the fast tier of this process, with room for its parts. Called on every host.
 
     Args:

@@ -122,9 +122,7 @@ def split_adapter(names: Mapping[str, str]) -> AdapterSplit:
     return AdapterSplit(own, matrices)
 
 
-def merge_params(
-    base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Callable[[Any, Any, Any], Any]
-) -> dict[str, Any]:
+def merge_params(base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Callable[[Any, Any, Any], Any]) -> Any:
     """Return the model's parameters: `merge(base, a, b)` for each that the adapter names, the others unchanged.
 
     Args:
@@ -132,7 +130,7 @@ def merge_params(
         adapter: nested dictionaries of the matrices.
         merge: sum of a parameter and its two matrices.
     """
-    merged: dict[str, Any] = {}
+    merged: Any = {}
     for name, own in base.items():
         matrices = adapter.get(name)
         if matrices is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import orbax.checkpoint as ocp
@@ -22,7 +22,7 @@ from runner.checkpoint import blocks as pieces
 from runner.checkpoint.manifest import Files, ShardRecord
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
-from runner.storage import Store, default_cache_directory
+from runner.storage import JsonObject, Store, default_cache_directory
 
 NUM_UPLOADS = 8
 
@@ -131,7 +131,7 @@ class BlockWriter:
     def _finish(self, target: str, blocks: pieces.Blocks, key: str, deadline_seconds: float) -> WriteResult:
         started = time.monotonic()
         directory, _, arrays = target.rpartition("/")
-        message: dict[str, Any]
+        message: JsonObject
         try:
             self._staging.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._staging) as temporary:

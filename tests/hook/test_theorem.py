@@ -138,7 +138,7 @@ def test_a_run_that_a_hook_has_ended_is_done_whatever_kills_it_before_it_has_sai
         found.checkpointer.wait(found.step)
         raise Killed
 
-    found._finish = die  # type: ignore[method-assign]
+    found.finish = die  # type: ignore[method-assign]
     with pytest.raises(Killed):
         found()
     assert not found.done

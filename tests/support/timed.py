@@ -80,8 +80,8 @@ class TimedGPT(PretrainGPT):
             self.note(held=time.time())
             time.sleep(3600)
 
-    def _finish(self) -> None:
-        super()._finish()
+    def finish(self) -> None:
+        super().finish()
         self.note(step=self.step, finished=dict(_seconds))
 
     def note(self, **line: Any) -> None:
