@@ -258,7 +258,7 @@ class BaseTrainer(RestoreableJob):
         """Call hooks with the row of this step, if it has one; they may request a save, or make the step the last."""
         self.state = self.hook_dispatcher.on_row(self.state, self.step)
         if self.hook_dispatcher.save_step == self.step:
-            self.checkpointer.ask_for(self.step)
+            self.checkpointer.request_save(self.step)
 
     @property
     def total_steps(self) -> int:
