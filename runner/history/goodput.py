@@ -124,10 +124,23 @@ def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> 
     submitted = min((timeline.submitted for timeline in timelines), default=math.inf)
     for timeline, newer, floor in zip(timelines, [*timelines[1:], None], floors, strict=True):
         share = _compute_share(timeline, floor, now if newer is None else None)
+        claimed = math.inf
         if newer is not None:
-            share = _cut_end(share, newer.began if newer.claimed is None else newer.claimed)
+            claimed = newer.began if newer.claimed is None else newer.claimed
+        if share.ended > claimed:
+            ended = max(claimed, share.began)
+            seconds = _remove(share.seconds, share.ended - ended, _REMOVAL_FROM_END)
+            share = replace(share, ended=ended, seconds=seconds)
         previous_end = shares[-1].ended if shares else min(timeline.began, submitted)
-        shares.append(_cut_start(share, previous_end))
+        if share.began >= previous_end:
+            share = replace(share, gap_seconds=share.began - previous_end)
+        else:
+            # The window begins where the previous one ends, and is empty if it ended even before that.
+            ended = max(share.ended, previous_end)
+            excess = previous_end - share.began - (ended - share.ended)
+            seconds = _remove(share.seconds, excess, _REMOVAL_FROM_START)
+            share = replace(share, began=previous_end, ended=ended, seconds=seconds)
+        shares.append(share)
     return shares
 
 
@@ -161,23 +174,6 @@ def _compute_share(timeline: AttemptTimeline, floor: int | None, now: float | No
     seconds[TimeBucket.UNATTRIBUTED] += max(missing, 0.0)
     seconds = _remove(seconds, max(-missing, 0.0), _REMOVAL_FROM_END)
     return AttemptGoodput(timeline.began, ended, 0.0, seconds, lost_steps)
-
-
-def _cut_end(share: AttemptGoodput, moment: float) -> AttemptGoodput:
-    """Return the share without the time after `moment`."""
-    if share.ended <= moment:
-        return share
-    ended = max(moment, share.began)
-    return replace(share, ended=ended, seconds=_remove(share.seconds, share.ended - ended, _REMOVAL_FROM_END))
-
-
-def _cut_start(share: AttemptGoodput, moment: float) -> AttemptGoodput:
-    """Return the share without the time before `moment`, the end of the previous window, and with the gap after it."""
-    if share.began >= moment:
-        return replace(share, gap_seconds=share.began - moment)
-    ended = max(share.ended, moment)
-    excess = moment - share.began - (ended - share.ended)
-    return replace(share, began=moment, ended=ended, seconds=_remove(share.seconds, excess, _REMOVAL_FROM_START))
 
 
 def _remove(seconds: Seconds, amount: float, order: Sequence[TimeBucket]) -> Seconds:

@@ -192,66 +192,63 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
         step = get_int(row, "step")
         if step is not None and event in _STEP_EVENTS:
             attempt.step = step if attempt.step is None else max(attempt.step, step)
-        _apply_event(summary, attempt, event, row, step, moment)
+        match event:
+            case "start":
+                attempt.start = row
+            case "prepare":
+                attempt.compile_seconds = get_float(row, "seconds") or 0.0
+            case "init" | "restore":
+                attempt.restore_seconds, attempt.ready = get_float(row, "seconds") or 0.0, moment
+                attempt.resumed_step = step
+                if step is not None:
+                    _drop_steps_after(summary, step)
+                    if event == "restore" and row.get("tier") != "fast":
+                        summary.verified.add(step)
+            case "save":
+                blocked_seconds, clock = get_float(row, "blocked_seconds") or 0.0, row.get("clock")
+                steps_seconds = get_float(clock, TimeBucket.STEPS.value) or 0.0 if isinstance(clock, dict) else None
+                if steps_seconds is None and attempt.ready is not None:  # An older runner recorded no clock.
+                    steps_seconds = max(moment - blocked_seconds - attempt.ready - attempt.stall_seconds, 0.0)
+                if step is not None and steps_seconds is not None:
+                    attempt.marks.append((step, steps_seconds))
+                attempt.num_saves += 1
+                attempt.stall_seconds += blocked_seconds
+            case "commit":
+                if step is not None and row.get("tier") != "fast":
+                    _apply_commit(summary, attempt, row, step, moment)
+            case "evaluate":
+                figures = row.get("figures")
+                loss = get_float(figures, "val/loss") if isinstance(figures, dict) else None
+                is_new = not summary.validation or step is None or step > summary.validation[-1][0]
+                if step is not None and loss is not None and is_new:
+                    summary.validation.append((step, loss))
+                    if summary.best_validation is None or loss < summary.best_validation[1]:
+                        summary.best_validation = (step, loss)
+                    if len(summary.validation) > _POINTS_MAX:
+                        summary.validation = summary.validation[::2]
+            case "failed":
+                # The first failure counts, and that of process 0 before others: later ones are often its consequence.
+                if attempt.end is None or (row.get("process") == 0 and attempt.end == "failed"):
+                    attempt.end, attempt.code = "failed", get_int(row, "code")
+                    attempt.reason = to_single_line(row.get("reason"))
+            case "stuck":
+                attempt.end, attempt.reason = "stuck", to_single_line(row.get("reason"))
+            case "preempt" | "done":
+                attempt.end = event
+            case "straggler":
+                attempt.straggler = row
         if event in NOTICES:
             summary.notices.append(Notice(moment, number, event, step, to_single_line(NOTICES[event](row))))
     return summary
 
 
-def _apply_event(
-    summary: LedgerSummary, attempt: AttemptEvents, event: str, row: JsonObject, step: int | None, moment: float
-) -> None:
-    match event:
-        case "start":
-            attempt.start = row
-        case "prepare":
-            attempt.compile_seconds = get_float(row, "seconds") or 0.0
-        case "init" | "restore":
-            attempt.restore_seconds, attempt.ready = get_float(row, "seconds") or 0.0, moment
-            attempt.resumed_step = step
-            if step is None:
-                return
-            # Everything beyond this step is repeated, so what was known of it no longer counts.
-            summary.commits = {known: commit for known, commit in summary.commits.items() if known <= step}
-            summary.verified = {known for known in summary.verified if known <= step}
-            if event == "restore" and row.get("tier") != "fast":
-                summary.verified.add(step)
-            if summary.validation and summary.validation[-1][0] > step:
-                summary.validation = [point for point in summary.validation if point[0] <= step]
-                summary.best_validation = min(summary.validation, key=lambda point: point[1], default=None)
-        case "save":
-            blocked_seconds, clock = get_float(row, "blocked_seconds") or 0.0, row.get("clock")
-            steps_seconds = get_float(clock, TimeBucket.STEPS.value) or 0.0 if isinstance(clock, dict) else None
-            if steps_seconds is None and attempt.ready is not None:  # An older runner recorded no clock.
-                steps_seconds = max(moment - blocked_seconds - attempt.ready - attempt.stall_seconds, 0.0)
-            if step is not None and steps_seconds is not None:
-                attempt.marks.append((step, steps_seconds))
-            attempt.num_saves += 1
-            attempt.stall_seconds += blocked_seconds
-        case "commit":
-            if step is not None and row.get("tier") != "fast":
-                _apply_commit(summary, attempt, row, step, moment)
-        case "evaluate":
-            figures = row.get("figures")
-            loss = get_float(figures, "val/loss") if isinstance(figures, dict) else None
-            if step is None or loss is None or (summary.validation and step <= summary.validation[-1][0]):
-                return
-            summary.validation.append((step, loss))
-            if summary.best_validation is None or loss < summary.best_validation[1]:
-                summary.best_validation = (step, loss)
-            if len(summary.validation) > _POINTS_MAX:
-                summary.validation = summary.validation[::2]
-        case "failed":
-            # The first failure counts, and that of process 0 before others: later ones are often its consequence.
-            if attempt.end is None or (row.get("process") == 0 and attempt.end == "failed"):
-                attempt.end, attempt.code = "failed", get_int(row, "code")
-                attempt.reason = to_single_line(row.get("reason"))
-        case "stuck":
-            attempt.end, attempt.reason = "stuck", to_single_line(row.get("reason"))
-        case "preempt" | "done":
-            attempt.end = event
-        case "straggler":
-            attempt.straggler = row
+def _drop_steps_after(summary: LedgerSummary, step: int) -> None:
+    """Forget everything beyond the step from which an attempt resumed: it will be repeated."""
+    summary.commits = {known: commit for known, commit in summary.commits.items() if known <= step}
+    summary.verified = {known for known in summary.verified if known <= step}
+    if summary.validation and summary.validation[-1][0] > step:
+        summary.validation = [point for point in summary.validation if point[0] <= step]
+        summary.best_validation = min(summary.validation, key=lambda point: point[1], default=None)
 
 
 def _apply_commit(summary: LedgerSummary, attempt: AttemptEvents, row: JsonObject, step: int, moment: float) -> None:

@@ -35,7 +35,7 @@ from runner.metrics.file import METRICS_FILE, read_content
 from runner.metrics.rows import select_surviving
 from runner.run.clock_file import decode_clock_file, get_clock_file_name
 from runner.run.environment import ENVIRONMENT_KEYS
-from runner.run.layout import RunResult, read_owner, read_result
+from runner.run.layout import read_owner, read_result
 from runner.storage import DiskError, JsonObject, Store, parse_number, read_json
 from runner.storage.store import open_file, translate_errors
 
@@ -165,6 +165,8 @@ class HistoryReader:
         outcomes = [infer_outcome(timeline, after, now) for timeline, after in zip(timelines, newer, strict=True)]
         is_alive = outcomes[-1].is_alive
         shares = compute_goodput(timelines, now if is_alive else None)
+        starts = [timeline.events.start for timeline in timelines]
+        hosts = [start["hosts"] if isinstance(start.get("hosts"), list) else [] for start in starts]
         attempts = tuple(
             AttemptRecord(
                 number=timeline.events.number,
@@ -179,17 +181,28 @@ class HistoryReader:
                 lost_steps=share.lost_steps,
                 gap_seconds=share.gap_seconds,
                 seconds=share.seconds,
+                hosts=tuple(map(to_single_line, host_names)),
+                num_processes=get_int(start, "processes"),
+                num_devices=get_int(start, "devices"),
+                device_kind=to_single_line(start["device_kind"]) if "device_kind" in start else None,
                 num_saves=timeline.events.num_saves,
-                **_parse_start_event(timeline.events.start),
+                environment={key.name: start[key.name] for key in ENVIRONMENT_KEYS if key.name in start},
             )
-            for timeline, share, outcome in zip(timelines, shares, outcomes, strict=True)
+            for timeline, share, outcome, start, host_names in zip(
+                timelines, shares, outcomes, starts, hosts, strict=True
+            )
         )
         seconds = {bucket: sum(share.seconds[bucket] for share in shares) for bucket in TimeBucket}
         seconds[TimeBucket.GAP] = sum(share.gap_seconds for share in shares)
         wall_seconds = shares[-1].ended - shares[0].began + shares[0].gap_seconds
         total_steps = _find_total_steps(timelines, spec)
         last = attempts[-1]
-        is_done = not is_alive and _is_at_result(result, total_steps, last)
+        if result is None:
+            is_done = False
+        elif result.stopped_by is None:
+            is_done = not is_alive and result.step >= (total_steps or 0)
+        else:  # A hook ended the run, and with another rule a later attempt may have continued it.
+            is_done = not is_alive and (last.reached_step is None or last.reached_step <= result.step)
         if result is not None and is_done:
             step = result.step
         else:
@@ -307,18 +320,6 @@ class HistoryReader:
         )
 
 
-def _parse_start_event(start: JsonObject) -> JsonObject:
-    """Return the fields of an `AttemptRecord` that its event `start` contains."""
-    hosts = start.get("hosts")
-    return {
-        "hosts": tuple(map(to_single_line, hosts)) if isinstance(hosts, list) else (),
-        "num_processes": get_int(start, "processes"),
-        "num_devices": get_int(start, "devices"),
-        "device_kind": to_single_line(start["device_kind"]) if "device_kind" in start else None,
-        "environment": {key.name: start[key.name] for key in ENVIRONMENT_KEYS if key.name in start},
-    }
-
-
 def _find_total_steps(timelines: Sequence[AttemptTimeline], spec: JsonObject) -> int | None:
     """Return the total steps of the newest attempt that recorded them, or else those in the spec."""
     for timeline in reversed(timelines):
@@ -329,13 +330,6 @@ def _find_total_steps(timelines: Sequence[AttemptTimeline], spec: JsonObject) ->
     sections = [config, config.get("train")] if isinstance(config, dict) else []
     known = [get_int(section, "total_steps") for section in sections if isinstance(section, dict)]
     return next((found for found in known if found is not None), None)
-
-
-def _is_at_result(result: RunResult | None, total_steps: int | None, newest: AttemptRecord) -> bool:
-    """Return True if the run is done: at its last step, or where a hook ended it and no attempt continued."""
-    if result is None or result.stopped_by is None:
-        return result is not None and result.step >= (total_steps or 0)
-    return newest.reached_step is None or newest.reached_step <= result.step
 
 
 def _compute_throughput(sample: Sequence[JsonObject], attempt: AttemptRecord, total_steps: int | None) -> Throughput:
