@@ -1,4 +1,4 @@
-"""A closed terminal or a broken pipe never stops a run; one record is one fact, whatever stands in it."""
+"""Console output: a closed terminal stops no run, and a record cannot control a terminal."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ HOSTILE = {
 }
 
 
-def test_lines_nobody_reads_are_dropped():
+def test_lines_to_a_closed_pipe_are_dropped():
     program = "\n".join(
         [
             "import os, sys",
@@ -36,7 +36,7 @@ def test_lines_nobody_reads_are_dropped():
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("form", ["text", "dated", "json"])
-def test_a_record_is_one_fact_and_does_nothing_to_a_terminal(name: str, form: str) -> None:
+def test_a_record_cannot_control_a_terminal(name: str, form: str) -> None:
     record = logging.LogRecord("runner", logging.INFO, "", 0, "%s", (HOSTILE[name],), None)
     shown = LineFormatter(form, 3).format(record)  # type: ignore[arg-type]
     lines = shown.split("\n")
@@ -47,13 +47,13 @@ def test_a_record_is_one_fact_and_does_nothing_to_a_terminal(name: str, form: st
         assert json.loads(shown)["message"] == HOSTILE[name]
 
 
-def test_lines_stay_as_they_are_where_nothing_was_set_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_unchanged_before_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     say("a shell's own\tline é 100% ✓ \u2028")
     warn("straggler: process 1\nand 2")
     assert capsys.readouterr() == ("a shell's own\tline é 100% ✓ \u2028\n", "straggler: process 1\nand 2\n")
 
 
-def test_a_jobs_own_logger_is_shown_from_the_level_on_and_a_librarys_from_a_warning_on(
+def test_loggers_of_the_job_and_of_libraries_have_their_own_levels(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loggers = [logging.getLogger(name) for name in ("runner", "experiments.gpt", "jax._src.xla_bridge")]
@@ -66,7 +66,7 @@ def test_a_jobs_own_logger_is_shown_from_the_level_on_and_a_librarys_from_a_warn
         assert sorted(output.replace("[1] ", "").split()) == sorted(shown)
 
 
-def test_in_json_a_record_has_the_keys_of_cloud_logging(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_records_have_the_keys_of_cloud_logging(capsys: pytest.CaptureFixture[str]) -> None:
     configure_console("experiments.gpt:PretrainGPT", "json", "info", 2)
     warn("x is off")
     (line,) = capsys.readouterr().err.splitlines()
@@ -75,7 +75,9 @@ def test_in_json_a_record_has_the_keys_of_cloud_logging(capsys: pytest.CaptureFi
     assert found == {"severity": "WARNING", "process": 2, "message": "x is off"}
 
 
-def test_a_secret_stands_in_no_record(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_hidden_in_every_record(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "AZURE_STORAGE_CONNECTION_STRING"):
         monkeypatch.setenv(name, f"value-of-{name}")
     configure_console("experiments.gpt:PretrainGPT", "text", "info")

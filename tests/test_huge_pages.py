@@ -1,4 +1,4 @@
-"""The command asks for large pages where that says something to somebody, and stays the same process."""
+"""The command requests huge pages where that has an effect, and stays the same process."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ASKED = {"HOME": "/root", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @pytest.mark.parametrize("c_library", ["glibc 2.35", "glibc 2.36", "glibc 3.0", "glibc 2.36.9000"])
-def test_pages_are_asked_for_where_the_kernel_gives_them_to_who_asks(c_library):
+def test_huge_pages_are_requested_in_the_madvise_mode(c_library):
     assert add_huge_page_tunable({"HOME": "/root"}, c_library, MADVISE) == ASKED
 
 
@@ -33,17 +33,17 @@ def test_pages_are_asked_for_where_the_kernel_gives_them_to_who_asks(c_library):
         ({"GLIBC_TUNABLES": "glibc.malloc.perturb=0:glibc.malloc.hugetlb=2"}, "glibc 2.36", MADVISE),
     ],
 )
-def test_nothing_is_asked_for_where_it_would_say_nothing(variables, c_library, modes):
+def test_nothing_is_requested_where_it_has_no_effect(variables, c_library, modes):
     assert add_huge_page_tunable(variables, c_library, modes) is None
 
 
-def test_other_tunables_stay():
+def test_other_tunables_are_kept():
     given = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
     expected = "glibc.malloc.perturb=0:glibc.malloc.hugetlb=1"
     assert add_huge_page_tunable(given, "glibc 2.36", MADVISE) == {"GLIBC_TUNABLES": expected}
 
 
-def test_the_command_becomes_itself_with_its_arguments_and_has_the_pages_that_this_machine_gives(tmp_path):
+def test_the_command_restarts_with_its_arguments_and_huge_pages(tmp_path):
     """Of a run, seen from its job: the process is the one that was started, and a large array has large pages."""
     (tmp_path / "job_of_pages.py").write_text(
         """

@@ -1,4 +1,4 @@
-"""Is it time? Pure questions about steps."""
+"""Predicates about steps and minutes."""
 
 from runner.periodic import count_tokens, is_due, is_overdue
 

@@ -1,4 +1,4 @@
-"""The processes of a job on this machine: what each is told, and that it does not outlive whoever started it."""
+"""Processes of a job on this machine: environment, placement, and their end with the parent."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def variables(monkeypatch):
     return monkeypatch
 
 
-def test_faked_devices_are_asked_for_only_where_told(variables):
+def test_devices_are_faked_only_on_request(variables):
     environment = make_environment(2)
     flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=2"
     assert environment["XLA_FLAGS"] == flags
@@ -43,7 +43,7 @@ def test_faked_devices_are_asked_for_only_where_told(variables):
     assert "NPROC" not in environment
 
 
-def test_the_number_of_faked_devices_replaces_the_one_that_was_set(variables):
+def test_the_number_of_faked_devices_replaces_a_previous_one(variables):
     variables.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=false")
     flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=2"
     assert make_environment(2)["XLA_FLAGS"] == flags
@@ -52,20 +52,20 @@ def test_the_number_of_faked_devices_replaces_the_one_that_was_set(variables):
 
 
 @pytest.mark.parametrize(("num_devices", "threads"), [(1, None), (2, None), (3, "12"), (8, "32")])
-def test_more_devices_than_cpus_get_threads_to_work_while_all_of_them_wait(variables, num_devices, threads):
+def test_more_devices_than_cpus_get_additional_threads(variables, num_devices, threads):
     assert make_environment(num_devices).get("NPROC") == threads
     variables.setenv("NPROC", "5")
     assert make_environment(num_devices)["NPROC"] == "5"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
-def test_a_free_port_is_none_that_the_kernel_gives_to_a_connection_before_it_is_taken():
+def test_a_free_port_is_not_an_ephemeral_port():
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = [find_free_port() for _ in range(100)]
     assert not [port for port in ports if first <= port <= last]
 
 
-def test_each_process_is_told_its_place_and_a_single_one_needs_none():
+def test_each_process_gets_its_placement_and_a_single_one_none():
     assert make_placements(1) == [[]]
     first, second = make_placements(2)
     assert first[:1] + first[2:] == ["--coordinator", "--num-processes", "2", "--process-id", "0"]
@@ -73,7 +73,7 @@ def test_each_process_is_told_its_place_and_a_single_one_needs_none():
     assert second == [*first[:-1], "1"]
 
 
-def test_all_processes_run_the_command_in_sessions_of_their_own():
+def test_every_process_has_its_own_session():
     started = start_processes([sys.executable, "-c", PRINT, "a b"], 2, {"PLACE": "here"}, subprocess.PIPE)
     outputs = [process.communicate(timeout=60)[0].decode() for process in started]
     assert [process.returncode for process in started] == [0, 0]
@@ -93,7 +93,7 @@ sys.stdin.read()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_processes_end_with_whoever_started_them_whatever_it_dies_of(number):
+def test_processes_end_with_their_parent_whatever_its_signal(number):
     parent = subprocess.Popen(
         [sys.executable, "-c", FAMILY],
         cwd=Path(process.__file__).parents[1],
@@ -107,19 +107,19 @@ def test_processes_end_with_whoever_started_them_whatever_it_dies_of(number):
     parent.stdin.close()
 
 
-def test_the_death_of_a_parent_with_many_threads_which_is_told_many_times_does_not_insist():
+def test_repeated_death_signals_of_a_threaded_parent_do_not_insist():
     assert process._DEATH_SIGNAL in set(STOP_SIGNALS) - set(INSISTENT_SIGNALS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
-def test_a_process_whose_parent_died_before_it_could_ask_for_that_never_begins(tmp_path):
+def test_a_process_whose_parent_is_already_dead_does_not_start(tmp_path):
     words = bind_to_parent(["touch", str(tmp_path / "begun")])
     words[words.index(str(os.getpid()))] = "1"  # its parent is not the one that it was told of
     assert subprocess.run(words).returncode == 128 + process._DEATH_SIGNAL
     assert not (tmp_path / "begun").exists()
 
 
-def test_a_bound_command_is_the_command_with_its_words_its_variables_and_its_exit_code():
+def test_a_bound_command_keeps_arguments_environment_and_exit_code():
     program = "import os, sys; print(sys.argv[1:], os.environ['PLACE'], os.getpid()); sys.exit(7)"
     words = bind_to_parent([sys.executable, "-c", program, "a b", "--", "#c"])
     started = subprocess.Popen(words, env={"PLACE": "here"}, stdout=subprocess.PIPE, text=True)

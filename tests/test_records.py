@@ -1,4 +1,4 @@
-"""What real runs write is what the tables say: every key, every type, and no other."""
+"""Files of real runs match the tables: every key, every type, and no other."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -101,7 +101,7 @@ def names(table: Sequence[Key]) -> set[str]:
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_a_table_names_each_key_once_and_says_what_it_means(table: tuple[Key, ...]) -> None:
+def test_each_key_of_a_table_is_unique_and_documented(table: tuple[Key, ...]) -> None:
     assert len(names(table)) == len(table)
     assert all(key.meaning.endswith(".") for key in table)
 

@@ -1,4 +1,4 @@
-"""The processes of a job: agreement, deadlines that name who is late, errors that all hosts see."""
+"""Broadcasts, gathers and barriers of `Hosts`, in one process and in two real ones."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def alone():
     return join_job(None, Deadlines())
 
 
-def test_a_single_process_is_the_main_host_and_agrees_with_itself(alone):
+def test_a_single_process_is_process_0_and_agrees_with_itself(alone):
     assert (alone.process_id, alone.num_processes, alone.is_main) == (0, 1, True)
     assert alone.agree({"step": 3}) == {"step": 3}
     assert alone.gather("x") == ["x"]
@@ -31,7 +31,7 @@ def test_a_single_process_is_the_main_host_and_agrees_with_itself(alone):
     alone.leave(0)
 
 
-def test_a_single_process_raises_what_the_main_host_refuses(alone):
+def test_a_single_process_raises_invalid_errors_of_process_0(alone):
     def refuse():
         raise InvalidError("no")
 
@@ -39,7 +39,7 @@ def test_a_single_process_raises_what_the_main_host_refuses(alone):
         alone.run_on_main(refuse)
 
 
-def test_other_errors_of_the_main_host_are_not_swallowed(alone):
+def test_other_errors_on_process_0_propagate(alone):
     with pytest.raises(ZeroDivisionError):
         alone.run_on_main(lambda: 1 / 0)
 
@@ -98,7 +98,7 @@ def two():
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def test_host_0_decides_and_every_host_hears(two):
+def test_agree_broadcasts_the_value_of_process_0(two):
     assert [host["me"] for host in two] == [[0, 2, True], [1, 2, False]]
     for host in two:
         assert host["agree"] == [{"step": 3}, "second 0"]
@@ -106,23 +106,23 @@ def test_host_0_decides_and_every_host_hears(two):
         assert host["after"] == "still in step"
 
 
-def test_gather_brings_every_hosts_value_in_order(two):
+def test_gather_returns_every_value_in_order_of_process(two):
     for host in two:
         assert host["gather"] == [[0, None], [1, None]]
         assert host["ticks"] == [10, 11]
 
 
-def test_hundreds_of_agreements_leave_the_keys_of_a_few(two):
+def test_hundreds_of_decisions_leave_few_keys(two):
     for host in two:
         assert host["many"]
         assert 0 < host["num_keys"] <= MAX_DECISIONS + 3 * 2 + 2, "of decisions, gathers, and the ticks of the stop"
 
 
-def test_what_the_main_host_refuses_is_raised_on_every_host(two):
+def test_an_invalid_error_of_process_0_is_raised_everywhere(two):
     assert [host["refused"] for host in two] == ["refused by 0"] * 2
 
 
-def test_a_deadline_names_the_process_that_is_late(two):
+def test_a_deadline_names_the_missing_process(two):
     message, code = two[0]["late"]
     assert message.startswith("process 1 of 2 did not arrive within 1 s")
     assert code == 76

@@ -1,4 +1,4 @@
-"""Where the time of a process is counted, by a clock that the test moves."""
+"""Clock of a process, on a time that the test controls."""
 
 import random
 
@@ -45,13 +45,13 @@ def seconds_of(reading: ClockReading) -> dict[TimeBucket, float]:
     return {bucket: value for bucket, value in zip(COUNTED_BUCKETS, reading.seconds, strict=True) if value}
 
 
-def test_each_phase_has_a_name_of_its_own_and_a_bucket_that_a_clock_counts():
+def test_each_phase_has_a_unique_name_and_a_counted_bucket():
     assert len({phase.name for phase in PHASES}) == len(PHASES) > 5
     assert {phase.bucket for phase in PHASES} <= set(COUNTED_BUCKETS)
     assert all(bucket.meaning.endswith(".") for bucket in TimeBucket)
 
 
-def test_the_time_of_each_phase_goes_into_its_bucket(now):
+def test_the_time_of_each_phase_is_counted_in_its_bucket(now):
     clock = Clock(age=3.0, bucket=TimeBucket.PROCESS_START)
     progress = Progress(clock)
     now[0] += 2.0
@@ -86,7 +86,7 @@ def test_the_time_of_each_phase_goes_into_its_bucket(now):
     assert (clock.read().code, clock.read().step) == (75, 8)
 
 
-def test_the_seconds_sum_to_what_has_passed_whatever_comes_after_what(now):
+def test_the_buckets_sum_to_the_elapsed_time_in_any_order(now):
     chance = random.Random(0)
     clock = Clock(age=1.0)
     progress = Progress(clock)
@@ -104,7 +104,7 @@ def test_the_seconds_sum_to_what_has_passed_whatever_comes_after_what(now):
         assert reading.time - clock.began == pytest.approx(sum(reading.seconds))
 
 
-def test_a_keeper_hears_of_each_step_and_phase_and_of_beats_and_not_of_each_batch(now):
+def test_a_store_gets_steps_phases_and_heartbeats_but_not_batches(now):
     clock, kept = Clock(), Kept()
     progress = Progress(clock)
     progress.report_step(3)

@@ -1,4 +1,4 @@
-"""The announced preemption of a cloud machine is an early SIGTERM."""
+"""The notice of a preempted Google Cloud VM acts like an early SIGTERM."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ SPEC = "specs/counter.yaml"
         ({"maintenanceEvent": "MIGRATE_ON_HOST_MAINTENANCE"}, False),
     ],
 )
-def test_maintenance_that_terminates_is_a_preemption_too(instance, is_preempted):
+def test_terminating_maintenance_is_a_preemption(instance, is_preempted):
     assert (parse_preemption_reason(instance) is not None) == is_preempted
 
 
@@ -56,7 +56,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.soak
-def test_a_preempted_machine_saves_and_ends_with_75_and_a_later_sigterm_does_not_hurt(machine, tmp_path):
+def test_a_preempted_machine_saves_and_ends_with_75_despite_a_later_sigterm(machine, tmp_path):
     is_preempted, requests = machine
     job = Job(SPEC, tmp_path / "run", ("config.step_seconds=0.02", "checkpoint.every_steps=1000", "config.width=64"))
     attempt = job.start()

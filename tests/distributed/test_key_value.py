@@ -1,4 +1,4 @@
-"""Keys at the coordinator: each is read by all before it is deleted, and their number is bounded for ever."""
+"""Keys at the coordinator: every process reads a key before it is deleted, and their number is bounded."""
 
 import random
 import re
@@ -24,7 +24,7 @@ def test_no_other_module_reaches_the_store():
 
 
 @pytest.mark.soak
-def test_64_processes_agree_10_000_times_and_leave_no_more_keys_than_after_64():
+def test_10_000_decisions_leave_no_more_keys_than_64():
     coordinator = MemoryCoordinator(64)
 
     def agree(hosts):
@@ -34,7 +34,7 @@ def test_64_processes_agree_10_000_times_and_leave_no_more_keys_than_after_64():
     assert coordinator.most_keys <= MAX_DECISIONS + 3 * 64
 
 
-def test_gathers_leave_the_keys_of_the_last_two_and_the_next():
+def test_gathers_leave_the_keys_of_at_most_three():
     coordinator = MemoryCoordinator(8)
 
     def gather(hosts):
@@ -46,7 +46,7 @@ def test_gathers_leave_the_keys_of_the_last_two_and_the_next():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_calls_brings_the_same_answers_to_every_host(seed):
+def test_any_order_of_calls_returns_the_same_everywhere(seed):
     coordinator = MemoryCoordinator(5)
     calls = random.Random(seed).choices(["agree", "gather", "run_on_main"], weights=[30, 1, 3], k=1000)
 
@@ -66,7 +66,7 @@ def test_any_order_of_calls_brings_the_same_answers_to_every_host(seed):
     assert coordinator.most_keys <= MAX_DECISIONS + 3 * 5
 
 
-def test_host_0_waits_for_a_late_host_before_it_deletes_what_that_has_not_read():
+def test_process_0_deletes_no_decision_that_a_slow_process_has_not_read():
     coordinator = MemoryCoordinator(3)
     main, prompt, late = coordinator.hosts()
     heard = {}
@@ -86,7 +86,7 @@ def test_host_0_waits_for_a_late_host_before_it_deletes_what_that_has_not_read()
     assert heard == {process: list(range(3 * MAX_DECISIONS)) for process in range(3)}
 
 
-def test_parts_of_saves_are_deleted_when_read_and_late_ones_with_the_next_save():
+def test_late_parts_of_a_failed_save_are_deleted_with_the_next_save():
     coordinator = MemoryCoordinator(3)
     main, *others = coordinator.hosts()
     for save in range(1, 20):
@@ -104,7 +104,7 @@ def test_parts_of_saves_are_deleted_when_read_and_late_ones_with_the_next_save()
             assert coordinator.present() == []
 
 
-def test_rounds_of_stragglers_leave_one_key_a_process_and_one_for_the_round(monkeypatch):
+def test_straggler_rounds_leave_one_key_per_process_and_one_for_the_round(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     coordinator = MemoryCoordinator(4)
@@ -122,7 +122,7 @@ def test_rounds_of_stragglers_leave_one_key_a_process_and_one_for_the_round(monk
     assert coordinator.most_keys == 4 + 1
 
 
-def test_a_coordinator_that_is_gone_is_a_lost_peer_in_every_call():
+def test_every_call_raises_a_lost_peer_if_the_coordinator_is_gone():
     class Unreachable:
         def __getattr__(self, name):
             def fail(*arguments, **options):

@@ -1,4 +1,4 @@
-"""Who has disconnected, who has crashed, and what SIGABRT becomes."""
+"""Disconnected and crashed processes, and the exit code of a process that receives SIGABRT."""
 
 import socket
 import subprocess
@@ -28,7 +28,7 @@ def three():
             end.close()
 
 
-def test_who_ends_is_disconnected_at_once_and_has_crashed_unless_it_left_in_order(three):
+def test_a_disconnected_process_has_crashed_unless_it_left_in_order(three):
     coordinator, main, ends = three
     assert (main.find_disconnected(), main.find_crashed()) == ([], [])
     ends[2].close()
@@ -39,7 +39,7 @@ def test_who_ends_is_disconnected_at_once_and_has_crashed_unless_it_left_in_orde
     assert (main.find_disconnected(), main.find_crashed(), main.read_departures()) == ([1, 2], [2], {1: 2})
 
 
-def test_host_0_leaves_last(three):
+def test_process_0_leaves_last(three):
     coordinator, main, _ = three
     leaving = threading.Thread(target=main.leave, args=(0,))
     leaving.start()
@@ -51,7 +51,7 @@ def test_host_0_leaves_last(three):
     assert len(coordinator.present()) == 3
 
 
-def test_who_is_alone_leaves_at_once():
+def test_a_single_process_leaves_at_once():
     Liveness(KeyValueStore(None), 0, 1, {}).leave(0)
 
 

@@ -1,4 +1,4 @@
-"""Which of several processes this is, from what each engine sets."""
+"""Placement from the launch environment of each engine."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def engine(monkeypatch):
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
     ],
 )
-def test_the_place_is_what_the_engine_says(engine, variables, place):
+def test_the_placement_follows_the_launch_environment(engine, variables, place):
     engine(variables)
     assert detect_placement(5) == place
 
@@ -78,7 +78,7 @@ def test_the_place_is_what_the_engine_says(engine, variables, place):
         {"TPU_WORKER_HOSTNAMES": "a,b,c,d"},
     ],
 )
-def test_one_of_several_that_does_not_know_the_others_never_runs_alone(engine, claim):
+def test_a_process_that_cannot_find_its_peers_is_refused(engine, claim):
     engine(claim)
     with pytest.raises(InvalidError, match=r"says that this is one of several .* give --coordinator HOST:PORT"):
         detect_placement(5)
@@ -121,7 +121,7 @@ def place_on_a_tpu_vm(**variables):
     return json.loads(output.stdout.splitlines()[-1])
 
 
-def test_a_tpu_vm_asks_its_metadata_server():
+def test_a_tpu_vm_reads_its_placement_from_the_metadata_server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_address[1]}"
@@ -129,7 +129,7 @@ def test_a_tpu_vm_asks_its_metadata_server():
     server.shutdown()
 
 
-def test_several_slices_on_kubernetes_count_their_hosts_slice_by_slice():
+def test_hosts_of_several_slices_on_kubernetes_are_numbered_by_slice():
     variables = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
     slices = {"MEGASCALE_COORDINATOR_ADDRESS": "localhost", "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}
     assert place_on_a_tpu_vm(**variables, **slices) == ["localhost:8482", 4, 3]

@@ -1,4 +1,4 @@
-"""Preemption: one signal on any host becomes one agreed tick on all."""
+"""Preemption: a signal to any process becomes one agreed tick on all of them."""
 
 import json
 import signal
@@ -63,7 +63,7 @@ def stop_ticks(ticks):
 
 
 @pytest.mark.parametrize("ticks", [[1], [5, 5], [5, 6], [6, 5], [0, 1], [3, 9, 4, 1], [100, 0, 0]])
-def test_hosts_at_any_ticks_agree_on_the_tick_after_the_largest(ticks):
+def test_processes_stop_at_the_tick_after_the_largest(ticks):
     assert stop_ticks(ticks) == [max(ticks) + 1] * len(ticks)
 
 
@@ -146,7 +146,7 @@ def happens():
     return dict(zip(cases, json.loads(output), strict=True))
 
 
-def test_every_signal_of_this_system_has_its_place():
+def test_every_signal_of_this_system_is_covered():
     named = [STOP, STACKS, UNHEARD_BY_ANY, NO_END, FAULTS, ASKS_NOBODY]
     numbers = sorted(getattr(signal, name) for names in named for name in names if hasattr(signal, name))
     real_time = range(signal.SIGRTMIN, signal.SIGRTMAX + 1) if hasattr(signal, "SIGRTMIN") else ()
@@ -155,7 +155,7 @@ def test_every_signal_of_this_system_has_its_place():
 
 
 @pytest.mark.parametrize("name", sorted(STOP))
-def test_a_process_that_has_not_begun_ends_at_once_with_75(name, happens):
+def test_a_signal_before_the_first_step_ends_the_process_with_75(name, happens):
     assert happens["idle", name] == [
         75,
         [f"{name}: stopping at the next step", "recorded", "stopped before the first step: nothing to save"],
@@ -163,12 +163,12 @@ def test_a_process_that_has_not_begun_ends_at_once_with_75(name, happens):
 
 
 @pytest.mark.parametrize("name", sorted(STOP))
-def test_a_process_at_work_hears_it_at_a_later_tick(name, happens):
+def test_a_signal_during_steps_stops_at_a_later_tick(name, happens):
     assert happens["busy", name] == [0, [f"{name}: stopping at the next step", "stopped False True"]]
 
 
 @pytest.mark.parametrize("phase", ["idle", "busy"])
-def test_sigquit_prints_the_stacks_and_the_job_goes_on(phase, happens):
+def test_sigquit_prints_the_stacks_and_the_job_continues(phase, happens):
     code, lines = happens[phase, "SIGQUIT"]
     assert code == 0
     assert any(f"in {phase}" in line for line in lines)
@@ -176,13 +176,13 @@ def test_sigquit_prints_the_stacks_and_the_job_goes_on(phase, happens):
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
-def test_what_nohup_has_set_to_be_ignored_stays_so(name, happens):
+def test_signals_ignored_by_nohup_stay_ignored(name, happens):
     assert happens["ignoring", name] == [0, ["deaf True"]]
 
 
 @pytest.mark.parametrize("first", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
-def test_a_second_signal_that_insists_ends_the_process_at_once_with_75(first, second, happens):
+def test_a_second_insistent_signal_ends_the_process_with_75(first, second, happens):
     code, lines = happens["insisting", first, second]
     assert code == 75
     assert lines == [
@@ -194,7 +194,7 @@ def test_a_second_signal_that_insists_ends_the_process_at_once_with_75(first, se
 @pytest.mark.parametrize(
     "names", [("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM"), ("SIGHUP", "SIGHUP", "SIGHUP")], ids=str
 )
-def test_a_terminal_that_closes_does_not_cut_the_last_save_short(names, happens):
+def test_a_closing_terminal_does_not_interrupt_the_last_save(names, happens):
     code, lines = happens["busy", *names]
     assert code == 0
     assert "at once" not in "".join(lines)

@@ -1,4 +1,4 @@
-"""What the training thread is at, and how long it may be at it."""
+"""Phases, steps and deadlines of the training thread."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_step_may_take_many_times_the_usual_and_never_less_than_a_minute(clock):
+def test_the_step_deadline_is_a_multiple_of_recent_steps_and_at_least_a_minute(clock):
     progress, deadlines = Progress(), Deadlines(phase_seconds=500.0)
     assert progress.deadline_seconds(deadlines) == 500.0
     progress.report_step(0)
@@ -30,7 +30,7 @@ def test_a_step_may_take_many_times_the_usual_and_never_less_than_a_minute(clock
     assert progress.deadline_seconds(Deadlines(step_seconds=3.0)) == 3.0
 
 
-def test_what_is_no_step_has_its_own_deadline_and_does_not_count_as_one(clock):
+def test_a_phase_has_its_own_deadline_and_is_no_step(clock):
     progress, deadlines = Progress(), Deadlines(phase_seconds=500.0, step_seconds=3.0)
     progress.report_step(0)
     clock[0] += 1.0
@@ -45,7 +45,7 @@ def test_what_is_no_step_has_its_own_deadline_and_does_not_count_as_one(clock):
     assert progress.get_step_seconds() == [1.0, 1.0]
 
 
-def test_a_wait_for_data_has_a_phases_deadline_and_is_no_part_of_the_step(clock):
+def test_a_wait_for_data_has_a_phase_deadline_outside_the_step(clock):
     progress, deadlines = Progress(), Deadlines(phase_seconds=500.0, step_seconds=3.0)
     progress.report_step(0)
     clock[0] += 1.0
@@ -65,7 +65,7 @@ def test_a_wait_for_data_has_a_phases_deadline_and_is_no_part_of_the_step(clock)
     assert progress.get_step_seconds() == [1.0, 1.5]
 
 
-def test_an_awaited_step_wakes_who_waits_for_it():
+def test_an_awaited_step_sets_the_event():
     progress = Progress()
     progress.awaited_step = 5
     progress.report_step(4)

@@ -1,4 +1,4 @@
-"""How processes find each other, and who is said to be missing."""
+"""Rendezvous of processes, and the names of missing ones."""
 
 import contextlib
 import socket
@@ -29,28 +29,28 @@ def meet_all(present, num_processes, deadline_seconds, is_elastic=False, port=No
         return list(pool.map(one, present))
 
 
-def test_all_come_and_keep_their_places():
+def test_processes_that_all_join_keep_their_numbers():
     assert meet_all([3, 1, 0, 2], 4, 20) == [(3, 4), (1, 4), (0, 4), (2, 4)]
 
 
-def test_those_who_are_missing_are_named_on_every_host_that_came():
+def test_missing_processes_are_named_on_every_process_that_joined():
     message = "processes 1, 3 of 4 did not join within 1 s; run the same command again"
     assert meet_all([0, 2], 4, 1) == [message, message]
     assert meet_all([0], 2, 1) == ["process 1 of 2 did not join within 1 s; run the same command again"]
 
 
-def test_process_0_that_is_missing_is_named():
+def test_a_missing_process_0_is_named():
     (message,) = meet_all([1], 2, 1)
     assert message.startswith("process 0 of 2 at 127.0.0.1:")
     assert "could not be reached within 1 s" in message
 
 
-def test_an_elastic_job_begins_with_those_that_came_numbered_anew():
+def test_an_elastic_job_starts_renumbered_with_those_that_joined():
     assert meet_all([0, 2, 3], 4, 1, is_elastic=True) == [(0, 3), (1, 3), (2, 3)]
     assert meet_all([0], 4, 1, is_elastic=True) == [(0, 1)]
 
 
-def test_a_stranger_at_the_port_is_no_process():
+def test_an_unknown_connection_is_ignored():
     port = find_free_port()
 
     def knock(words):
@@ -68,13 +68,13 @@ def test_a_stranger_at_the_port_is_no_process():
         assert all(stranger.result() for stranger in strangers)
 
 
-def test_a_name_is_listened_for_on_every_interface():
+def test_a_host_name_binds_every_interface():
     assert get_bind_address(Placement("10.0.0.1:80", 2, 0)) == "10.0.0.1:80"
     assert get_bind_address(Placement("[fe80::1]:80", 2, 0)) == "[fe80::1]:80"
     assert get_bind_address(Placement("node-3.cluster:80", 2, 0)) == "[::]:80"
     assert meet_all([0, 1], 2, 20) == [(0, 2), (1, 2)]
 
 
-def test_a_port_that_is_taken_is_said():
+def test_a_port_in_use_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RetryableError, match="cannot listen on"):
         wait_for_peers(Placement(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0), 1, is_elastic=False)

@@ -1,4 +1,4 @@
-"""Which hosts come late to a step."""
+"""Detection of stragglers."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from tests.support.coordinator import MemoryCoordinator
         ([0.0], 1.0, []),
     ],
 )
-def test_late_is_later_than_the_median_by_what_matters(after_seconds, step_seconds, late):
+def test_a_straggler_is_significantly_later_than_the_median(after_seconds, step_seconds, late):
     assert find_stragglers(after_seconds, step_seconds) == late
 
 
@@ -46,16 +46,16 @@ def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seco
     return found
 
 
-def test_a_host_that_comes_late_twice_is_named_once(monkeypatch):
+def test_a_process_that_straggles_twice_is_reported_once(monkeypatch):
     (found,) = play([0.0, 0.2, 0.0, 0.01], monkeypatch)
     assert found.processes == [1]
     assert found.after_seconds == pytest.approx([0.0, 0.2, 0.0, 0.01], abs=0.02)
 
 
-def test_host_0_may_be_the_late_one(monkeypatch):
+def test_process_0_may_straggle(monkeypatch):
     (found,) = play([0.3, 0.0, 0.0], monkeypatch)
     assert found.processes == [0]
 
 
-def test_nobody_is_named_where_all_come_together(monkeypatch):
+def test_small_delays_are_not_reported(monkeypatch):
     assert play([0.0, 0.02, 0.04], monkeypatch) == []

@@ -1,4 +1,4 @@
-"""Every file and directory of a run x every damage: a history is told all the same, and asking changes nothing."""
+"""Every file of a run x every damage: the history can be read, and reading changes nothing."""
 
 import functools
 import shutil
@@ -47,7 +47,7 @@ def strike(kind: str, place: Path, damage: str, base: Path) -> None:
 
 @pytest.mark.parametrize("choose", [some, pytest.param(cases, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", RUNS)
-def test_no_damage_keeps_a_history_from_being_told(
+def test_a_damaged_directory_still_has_a_history(
     kind: str, choose: Callable[[str], list[tuple[Path, str]]], tmp_path: Path
 ) -> None:
     problems = {}
@@ -62,7 +62,7 @@ def test_no_damage_keeps_a_history_from_being_told(
     assert not problems, "\n".join(f"{case}: {problem}" for case, problem in problems.items())
 
 
-def test_a_bucket_that_does_not_answer_says_nothing_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = MemoryDriver()
     store = memory_bucket(driver)
     for name, content in files_of(template("finished") / "run").items():
@@ -80,7 +80,7 @@ def test_a_bucket_that_does_not_answer_says_nothing_of_the_run(monkeypatch: pyte
             read_history(store)
 
 
-def test_a_run_of_which_nothing_is_left_is_none(tmp_path: Path) -> None:
+def test_a_completely_damaged_directory_is_no_run(tmp_path: Path) -> None:
     shutil.copytree(template("unfinished") / "run", tmp_path / "run")
     for path in (tmp_path / "run/attempts").iterdir():
         path.write_bytes(b"\0" * 99)

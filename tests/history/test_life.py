@@ -1,4 +1,4 @@
-"""The history of whole lives: stopped, killed, resumed, fallen back."""
+"""History of whole runs: stopped, killed, resumed, with fallbacks."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def check_sums(history: History) -> None:
             assert attempt.gap_seconds == pytest.approx(attempt.began - before.ended, abs=1e-6)
 
 
-def test_a_life_is_told_to_the_step(tmp_path: Path) -> None:
+def test_the_history_of_a_run_is_exact_to_the_step(tmp_path: Path) -> None:
     run, pace = tmp_path / "run", {"config.step_seconds": STEP_SECONDS}
     life.stop_at(run, 20, **pace)
     life.kill_at(run, 34, **pace)
@@ -65,7 +65,7 @@ def test_a_life_is_told_to_the_step(tmp_path: Path) -> None:
     assert not history.unread
 
 
-def test_seconds_of_lost_steps_are_those_between_the_save_and_the_end(tmp_path: Path) -> None:
+def test_lost_time_is_the_time_since_the_save(tmp_path: Path) -> None:
     """By the clock's own words, of a run whose later steps are ten times as slow: no share by number would do."""
     run = tmp_path / "run"
     life.stop_at(run, 20)
@@ -80,7 +80,7 @@ def test_seconds_of_lost_steps_are_those_between_the_save_and_the_end(tmp_path: 
     assert killed.lost_steps == 0  # nobody has gone on yet
 
 
-def test_a_restore_from_far_back_loses_the_steps_of_every_attempt_since(tmp_path: Path) -> None:
+def test_an_old_checkpoint_loses_steps_of_several_attempts(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (15, 25, 35):
         life.stop_at(run, step)

@@ -1,4 +1,4 @@
-"""What an attempt's clock leaves behind: the newest reading that is whole, whatever happened to the file."""
+"""Clock file of an attempt: the newest complete reading survives any damage."""
 
 import os
 import threading
@@ -44,17 +44,17 @@ def test_the_newest_reading_is_found(count):
     assert decode_clock_file(content_of(*readings)).reading == readings[-1]
 
 
-def test_an_exit_code_is_the_last_word_though_a_beat_comes_after_it():
+def test_an_exit_code_wins_over_a_later_heartbeat():
     assert decode_clock_file(content_of(reading(5), reading(6, code=75), reading(6))).reading.code == 75
 
 
 @pytest.mark.parametrize("between", range(4))
-def test_a_beat_that_is_written_after_later_steps_does_not_hide_them(between):
+def test_a_delayed_heartbeat_does_not_hide_newer_steps(between):
     steps = [reading(step) for step in range(3, 4 + between)]
     assert decode_clock_file(content_of(*steps, reading(2))).reading == steps[-1]
 
 
-def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_none():
+def test_a_damaged_file_gives_a_stored_reading_or_none():
     readings = [reading(step) for step in range(6)]
     whole = content_of(*readings)
     found = set()
@@ -75,12 +75,12 @@ def test_a_file_that_is_cut_or_flipped_anywhere_gives_a_reading_that_was_put_or_
     [b"", b"[]", b"{}", b"\xff\xfe", b'{"format": 2}', b"{" * 1000],
     ids=["nothing", "list", "no keys", "no text", "newer", "deep"],
 )
-def test_a_head_that_is_none_is_refused(head):
+def test_a_damaged_header_is_refused(head):
     with pytest.raises(ValueError, match=r"."):
         decode_clock_file(head.ljust(HEADER_BYTES) + content_of(reading(1))[HEADER_BYTES:])
 
 
-def test_buckets_that_another_version_counts_are_told_by_name(monkeypatch):
+def test_buckets_of_another_version_are_matched_by_name(monkeypatch):
     fewer = COUNTED_BUCKETS[1:]
     content = content_of(reading(3))
     monkeypatch.setattr(clock_file, "COUNTED_BUCKETS", fewer)
@@ -89,7 +89,7 @@ def test_buckets_that_another_version_counts_are_told_by_name(monkeypatch):
     assert found.bucket is TimeBucket.EVALUATION
 
 
-def test_on_a_disk_each_step_stands_there_at_once_and_the_process_is_known(tmp_path, monkeypatch):
+def test_on_a_disk_each_step_is_stored_at_once(tmp_path, monkeypatch):
     (tmp_path / "attempts").mkdir()
     monkeypatch.setattr(clock_file, "_send_heartbeats", lambda clock: None)
     store, clock = LocalStore(tmp_path), Clock()
@@ -107,7 +107,7 @@ def test_on_a_disk_each_step_stands_there_at_once_and_the_process_is_known(tmp_p
 
 
 @pytest.mark.parametrize("steps", range(1, 2 * NUM_SLOTS))
-def test_a_beat_that_the_disk_holds_up_comes_over_no_later_step(steps, tmp_path, monkeypatch):
+def test_a_heartbeat_that_the_disk_delays_overwrites_no_newer_step(steps, tmp_path, monkeypatch):
     (tmp_path / "attempts").mkdir()
     write, held = os.pwrite, []
 
@@ -132,7 +132,7 @@ def test_a_beat_that_the_disk_holds_up_comes_over_no_later_step(steps, tmp_path,
 
 
 @pytest.mark.parametrize("stands", ["nothing", "directory", "pipe", "link", "link to a file"])
-def test_what_stands_in_its_place_costs_the_record_at_most(stands, tmp_path, capsys):
+def test_an_entry_in_its_place_loses_the_record_at_most(stands, tmp_path, capsys):
     other = tmp_path / "other"
     other.write_bytes(b"mine")
     path = tmp_path / get_clock_file_name(1)
@@ -151,7 +151,7 @@ def test_what_stands_in_its_place_costs_the_record_at_most(stands, tmp_path, cap
     assert not is_kept or decode_clock_file(path.read_bytes()).reading.step == 1
 
 
-def test_in_a_bucket_it_is_put_again_and_again_and_at_the_end(monkeypatch):
+def test_in_a_bucket_the_file_is_put_periodically_and_at_the_end(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     store, background, clock = memory_bucket(), BackgroundWriter(), Clock()

@@ -1,4 +1,4 @@
-"""Compiled programs stay on each host's own disk, whole, and on request in the run's directory."""
+"""Compiled programs are kept on each host, and on request in the run's directory."""
 
 import contextlib
 import itertools
@@ -90,7 +90,7 @@ def entries(cache: Path) -> set[str]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("end", "code"), [("die", -9), ("full", 0)])
-def test_half_an_entry_is_never_seen(end: str, code: int, tmp_path: Path) -> None:
+def test_a_partial_entry_is_never_read(end: str, code: int, tmp_path: Path) -> None:
     first = compile_once(tmp_path, end)
     assert first.returncode == code
     assert not entries(tmp_path)
@@ -130,7 +130,7 @@ def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return lambda shared, process=0: Host(tmp_path / str(next(numbers)), monkeypatch, shared, process)
 
 
-def test_a_program_of_one_machine_is_found_on_the_next_and_then_on_its_own_disk(make_host) -> None:
+def test_a_program_is_shared_with_the_next_machine_and_then_cached_there(make_host) -> None:
     driver = MemoryDriver()
     first, second = make_host(memory_bucket(driver)), make_host(memory_bucket(driver))
     assert first.cache.get(KEY) is None
@@ -142,7 +142,7 @@ def test_a_program_of_one_machine_is_found_on_the_next_and_then_on_its_own_disk(
     assert second.cache.get(KEY) == b"program"
 
 
-def test_without_the_opt_in_nothing_is_read_or_written_there(make_host) -> None:
+def test_without_the_opt_in_nothing_is_shared(make_host) -> None:
     host = make_host(None)
     host.cache.put(KEY, b"program")
     host.publish()
@@ -161,7 +161,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_entry_is_absent_and_is_replaced(damage, make_host, capsys) -> None:
+def test_a_damaged_shared_entry_is_a_miss_and_is_replaced(damage, make_host, capsys) -> None:
     driver = MemoryDriver()
     first = make_host(memory_bucket(driver))
     first.cache.put(KEY, b"program")
@@ -177,7 +177,7 @@ def test_a_damaged_entry_is_absent_and_is_replaced(damage, make_host, capsys) ->
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_entry_on_the_own_disk_is_absent_and_is_replaced(damage, make_host) -> None:
+def test_a_damaged_entry_on_this_disk_is_a_miss_and_is_replaced(damage, make_host) -> None:
     host = make_host(None)
     host.cache.put(KEY, b"program")
     (path,) = host.cache._path.iterdir()
@@ -187,7 +187,7 @@ def test_a_damaged_entry_on_the_own_disk_is_absent_and_is_replaced(damage, make_
     assert host.cache.get(KEY) == b"program"
 
 
-def test_what_is_there_is_published_once_and_never_written_again(make_host) -> None:
+def test_an_entry_is_published_once(make_host) -> None:
     driver = MemoryDriver()
     hosts = [make_host(memory_bucket(driver), process) for process in (0, 1, 0)]
     for number, host in enumerate(hosts):
@@ -200,7 +200,7 @@ def test_what_is_there_is_published_once_and_never_written_again(make_host) -> N
     assert driver.objects[NAME][0].endswith(b"program 0")
 
 
-def test_of_two_attempts_that_publish_at_once_the_first_wins(make_host) -> None:
+def test_the_first_of_two_concurrent_publishers_wins(make_host) -> None:
     driver = MemoryDriver()
     sealed = compile_cache._seal(KEY, b"of the other attempt")
 
@@ -216,7 +216,7 @@ def test_of_two_attempts_that_publish_at_once_the_first_wins(make_host) -> None:
     assert driver.objects[NAME][0] == sealed
 
 
-def test_an_attempt_that_is_fenced_publishes_nothing(make_host) -> None:
+def test_a_fenced_attempt_publishes_nothing(make_host) -> None:
     def raise_if_fenced() -> None:
         raise FencedError("attempt 2 has taken over")
 
@@ -234,7 +234,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_a_bucket_that_is_down_costs_one_line_and_gets_the_programs_later(make_host, warnings, monkeypatch) -> None:
+def test_a_bucket_that_is_down_gets_the_programs_later(make_host, warnings, monkeypatch) -> None:
     monkeypatch.setattr(compile_cache, "_PERIOD_SECONDS", 0.0)
     monkeypatch.setattr(compile_cache, "_RETRY_SECONDS", 0.0)
     driver, refused = MemoryDriver(), []
@@ -256,7 +256,7 @@ def test_a_bucket_that_is_down_costs_one_line_and_gets_the_programs_later(make_h
 
 
 @pytest.mark.parametrize("verb", ["list", "get"])
-def test_a_bucket_that_cannot_be_read_costs_one_line_and_a_compilation(verb, make_host, warnings) -> None:
+def test_a_bucket_that_cannot_be_read_costs_a_warning_and_a_compilation(verb, make_host, warnings) -> None:
     driver = MemoryDriver()
     first, second = make_host(memory_bucket(driver)), make_host(memory_bucket(driver))
     for key in (KEY, OTHER_KEY):
@@ -272,7 +272,7 @@ def test_a_bucket_that_cannot_be_read_costs_one_line_and_a_compilation(verb, mak
     assert warnings == ["compiled programs cannot be read and are compiled again: down"]
 
 
-def test_a_long_attempt_deletes_what_it_has_not_used_if_it_is_much(make_host, monkeypatch) -> None:
+def test_a_long_attempt_prunes_many_unused_entries(make_host, monkeypatch) -> None:
     monkeypatch.setattr(compile_cache, "_PRUNE_SECONDS", -1.0)
     monkeypatch.setattr(compile_cache, "_MOST_ENTRIES", 3)
     driver = MemoryDriver()
@@ -295,7 +295,7 @@ def test_a_long_attempt_deletes_what_it_has_not_used_if_it_is_much(make_host, mo
     assert sorted(driver.objects) == [names[1], names[3], f"run/compiled/1.{keys[0]}"]
 
 
-def test_where_the_environment_names_a_directory_nothing_is_shared(make_host, warnings, monkeypatch) -> None:
+def test_nothing_is_shared_if_the_environment_sets_a_cache_directory(make_host, warnings, monkeypatch) -> None:
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     driver = MemoryDriver()
     host = make_host(memory_bucket(driver))
@@ -368,7 +368,7 @@ def test_a_killed_job_compiles_nothing_again_on_a_fresh_machine(tmp_path: Path) 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("explained", "keeps_all")
-def test_damaged_programs_are_compiled_anew_and_healed(tmp_path: Path) -> None:
+def test_damaged_programs_are_compiled_again_and_replaced(tmp_path: Path) -> None:
     first = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, SHARED), cache=tmp_path / "first machine")
     attempt = first.start()
     attempt.until(lambda: first.newest() and has_all(published(first), ["0.jit_advance"]), "a commit and the program")
@@ -389,7 +389,7 @@ def test_damaged_programs_are_compiled_anew_and_healed(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("keeps_all")
-def test_a_job_goes_on_where_no_program_can_be_read_or_published(tmp_path: Path) -> None:
+def test_a_job_continues_if_no_program_can_be_read_or_published(tmp_path: Path) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, FAST, SHARED), cache=tmp_path / "machine")
     job.directory.mkdir()
     (job.directory / "compiled").write_text("in the way")

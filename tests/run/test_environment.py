@@ -1,4 +1,4 @@
-"""What a start runs with is recorded, and a resume says what has changed."""
+"""The environment of a start is recorded, and a resume reports changes."""
 
 import importlib.util
 import json
@@ -56,13 +56,13 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_versions_are_those_that_are_installed() -> None:
+def test_versions_are_the_installed_ones() -> None:
     found = environment.collect_versions()
     assert {"python", "jax", "jaxlib"} <= set(found) <= {"python", "jax", "jaxlib", "runner", "libtpu"}
     assert all(isinstance(version, str) and version for version in found.values())
 
 
-def test_the_commit_is_that_of_the_checkout_that_holds_the_job(checkout: Path) -> None:
+def test_the_commit_is_that_of_the_jobs_checkout(checkout: Path) -> None:
     job_class = job_class_in(checkout / "inner" / "job.py")
     commit = git(checkout, "rev-parse", "HEAD")
     assert environment.find_commit(job_class) == {"commit": commit, "dirty": False}
@@ -70,7 +70,7 @@ def test_the_commit_is_that_of_the_checkout_that_holds_the_job(checkout: Path) -
     assert environment.find_commit(job_class) == {"commit": commit, "dirty": True}
 
 
-def test_what_is_installed_below_a_checkout_is_not_of_its_commit(checkout: Path) -> None:
+def test_a_package_installed_below_a_checkout_has_no_commit(checkout: Path) -> None:
     assert environment.find_commit(job_class_in(checkout / "installed" / "job.py")) == {}
 
 
@@ -90,9 +90,7 @@ def slow_git(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lack", [no_repository, no_git, slow_git])
-def test_without_an_answer_of_git_there_is_no_commit_and_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: Any
-) -> None:
+def test_a_failing_git_gives_no_commit_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: Any) -> None:
     job_class = job_class_in(tmp_path / "job.py")
     lack(tmp_path, monkeypatch)
     assert environment.find_commit(job_class) == {}
@@ -116,19 +114,19 @@ def test_a_class_without_a_file_has_no_commit() -> None:
         ({"hosts": [f"n{number}" for number in range(1000)]}, ["hosts a, b -> (1000 of them)"]),
     ],
 )
-def test_a_change_is_told_in_a_few_words(change: dict[str, Any], words: list[str]) -> None:
+def test_a_change_is_described_in_a_few_words(change: dict[str, Any], words: list[str]) -> None:
     assert environment.compare_environments(BEFORE, BEFORE | change) == words
     assert bool(environment.compare_environments(BEFORE | change, BEFORE)) == bool(words)
 
 
-def test_what_one_of_the_two_does_not_know_is_no_change() -> None:
+def test_a_missing_key_is_no_change() -> None:
     for key in BEFORE:
         some = {other: value for other, value in BEFORE.items() if other != key}
         assert environment.compare_environments(some, BEFORE) == []
         assert environment.compare_environments(BEFORE, some) == []
 
 
-def test_start_and_manifest_hold_it_and_a_resume_says_what_has_changed(
+def test_the_environment_is_recorded_and_a_resume_reports_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop_at(step: int) -> None:

@@ -1,4 +1,4 @@
-"""The ledger and the fence, on a disk and in a bucket."""
+"""The fence and the ledger, on a disk and in a bucket."""
 
 import threading
 
@@ -24,7 +24,7 @@ def test_attempts_count_from_one(store):
     assert fence.attempt is None
 
 
-def test_attempts_count_by_number_not_by_text(store):
+def test_attempts_are_ordered_by_number_not_by_text(store):
     assert [Fence(store).claim() for _ in range(11)] == list(range(1, 12))
 
 
@@ -42,7 +42,7 @@ def test_a_newer_attempt_fences_the_older_one(store):
     newer.check_locally()
 
 
-def test_a_glance_on_a_disk_sees_a_newer_attempt_by_itself(tmp_path):
+def test_the_local_check_on_a_disk_sees_a_newer_attempt(tmp_path):
     older = Fence(LocalStore(tmp_path))
     older.claim()
     Fence(LocalStore(tmp_path)).claim()
@@ -50,7 +50,7 @@ def test_a_glance_on_a_disk_sees_a_newer_attempt_by_itself(tmp_path):
         older.check_locally()
 
 
-def test_a_glance_in_a_bucket_asks_nobody(tmp_path):
+def test_the_local_check_in_a_bucket_makes_no_request(tmp_path):
     driver = MemoryDriver()
     older = Fence(memory_bucket(driver))
     older.claim()
@@ -64,7 +64,7 @@ def test_a_glance_in_a_bucket_asks_nobody(tmp_path):
     assert asked
 
 
-def test_racing_attempts_all_get_numbers_of_their_own(store):
+def test_concurrent_claims_get_different_numbers(store):
     claimed, barrier = [], threading.Barrier(8)
 
     def race():
@@ -81,13 +81,13 @@ def test_racing_attempts_all_get_numbers_of_their_own(store):
     assert sorted(map(int, store.list_names("attempts"))) == list(range(1, 9))
 
 
-def test_what_is_no_number_is_no_attempt(store):
+def test_a_name_that_is_no_number_is_no_attempt(store):
     Fence(store).claim()
     store.write("attempts/.2.abc.tmp", b"")
     assert Fence(store).find_newest() == 1
 
 
-def test_events_of_all_attempts_and_processes_stand_in_one_log(store):
+def test_events_of_all_attempts_and_processes_are_in_one_log(store):
     background = BackgroundWriter()
     for attempt, process, event, step, details in (
         (1, 0, "start", None, {"devices": 8}),
@@ -104,7 +104,7 @@ def test_events_of_all_attempts_and_processes_stand_in_one_log(store):
     assert first["time"] <= second["time"]
 
 
-def test_a_full_disk_costs_the_record_and_says_what_was_lost(tmp_path, capsys):
+def test_a_full_disk_loses_the_record_and_reports_it(tmp_path, capsys):
     log = open_log(LocalStore(tmp_path / "run"), "events", "000001.0", BackgroundWriter())
     (tmp_path / "run").touch()
     EventLog(log, 1, 0).append("commit", 50, fingerprint="ab")

@@ -1,4 +1,4 @@
-"""What a process has said is in its directory after its end, bounded, and costs the run nothing."""
+"""The log file of a process: in the directory after its end, bounded, and never in the run's way."""
 
 import logging
 import threading
@@ -38,7 +38,7 @@ def messages(store: Store, name: str = "000007.1.log") -> list[str]:
     return [line.split(" ", 1)[1] for line in store.read(f"logs/{name}").decode().splitlines()]
 
 
-def test_all_that_is_said_ends_in_the_directory_also_what_came_before_it_was_claimed(store: Store) -> None:
+def test_lines_from_before_the_claim_are_logged_too(store: Store) -> None:
     say("early")
     begin(store)
     warn("straggler\n\x1b[2J")
@@ -47,7 +47,7 @@ def test_all_that_is_said_ends_in_the_directory_also_what_came_before_it_was_cla
     assert messages(store) == ["INFO [1] early", r"WARNING [1] straggler\n\x1b[2J", "WARNING [1] of a library"]
 
 
-def test_a_long_log_keeps_its_newest_lines_and_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_log_keeps_its_newest_lines(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "LOG_BYTES", 2000)
     begin(store)
     for number in range(200):
@@ -61,7 +61,7 @@ def test_a_long_log_keeps_its_newest_lines_and_says_so(store: Store, monkeypatch
 
 
 @pytest.mark.parametrize("place", ["logs/000007.1.log", "logs"])
-def test_a_disk_that_is_full_or_refuses_costs_the_log_and_one_line(
+def test_a_full_disk_loses_the_log_and_prints_one_line(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / place).parent.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def test_a_disk_that_is_full_or_refuses_costs_the_log_and_one_line(
     assert (shown, len(warned.splitlines())) == ("on\n" * 3, 1)
 
 
-def test_who_keeps_a_log_twice_has_one_file(tmp_path: Path) -> None:
+def test_installing_the_log_file_twice_gives_one_file(tmp_path: Path) -> None:
     install_log_file()
     begin(LocalStore(tmp_path))
     say("once")
@@ -82,7 +82,7 @@ def test_who_keeps_a_log_twice_has_one_file(tmp_path: Path) -> None:
     assert messages(LocalStore(tmp_path)) == ["INFO [1] once"]
 
 
-def test_a_disk_that_hangs_holds_up_neither_who_speaks_nor_the_end(
+def test_a_disk_that_hangs_blocks_neither_the_run_nor_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free = threading.Event()

@@ -1,4 +1,4 @@
-"""Who looks again and again reads each event once, and knows what one who reads all of them knows."""
+"""Incremental reading of the ledger: each event once, with the result of reading everything."""
 
 import tempfile
 from collections.abc import Callable
@@ -79,7 +79,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["disk", "bucket"]), st.integers(1, 4), ACTIONS)
-def test_whoever_looks_at_any_moments_knows_what_one_knows_who_reads_all(kind, num_unseen, actions):
+def test_incremental_reading_equals_reading_everything(kind, num_unseen, actions):
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledgers, "_UNSEEN_MAX", num_unseen)
         store = LocalStore(Path(directory)) if kind == "disk" else memory_bucket()
@@ -132,7 +132,7 @@ def num_parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("kind", ["disk", "bucket"])
-def test_the_second_look_parses_what_is_new_alone_and_fetches_no_part_that_is_as_it_was(kind, tmp_path, num_parsed):
+def test_the_second_reading_parses_only_new_events(kind, tmp_path, num_parsed):
     driver = MemoryDriver()
     store = LocalStore(tmp_path) if kind == "disk" else memory_bucket(driver)
     written, reader, fetched = Written(store), LedgerReader(store), []
@@ -153,7 +153,7 @@ def test_the_second_look_parses_what_is_new_alone_and_fetches_no_part_that_is_as
 
 
 @pytest.mark.parametrize("kind", ["disk", "bucket"])
-def test_half_a_line_waits_for_its_rest(kind, tmp_path):
+def test_an_incomplete_line_is_read_when_it_is_complete(kind, tmp_path):
     store = LocalStore(tmp_path) if kind == "disk" else memory_bucket()
     name = "events.jsonl" if kind == "disk" else "events/000001.0.0000.jsonl"
     reader = LedgerReader(store)
@@ -168,7 +168,7 @@ def test_half_a_line_waits_for_its_rest(kind, tmp_path):
         assert (attempts[1].step if attempts else None) == step
 
 
-def test_a_reading_that_fails_half_way_is_made_anew(tmp_path, monkeypatch):
+def test_a_failed_reading_is_repeated(tmp_path, monkeypatch):
     written, reader = Written(LocalStore(tmp_path)), LedgerReader(LocalStore(tmp_path))
     written.resume(0)
     written.save()

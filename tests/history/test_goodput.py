@@ -1,4 +1,4 @@
-"""Every second in one bucket: of lives that overlap, whose clocks disagree, that left next to nothing."""
+"""Goodput accounting: every second in one bucket, for overlapping, inconsistent and nearly empty attempts."""
 
 import pytest
 from hypothesis import given, settings
@@ -57,11 +57,11 @@ def any_life(draw: st.DrawFn) -> AttemptTimeline:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(any_life(), min_size=1, max_size=6), st.none() | SECONDS)
-def test_the_buckets_sum_to_the_wall_time_whatever_is_told(lives: list[AttemptTimeline], now: float | None) -> None:
+def test_the_buckets_sum_to_the_wall_time_for_any_timelines(lives: list[AttemptTimeline], now: float | None) -> None:
     check(lives, compute_goodput(lives, now), now)
 
 
-def test_what_two_attempts_share_belongs_to_the_older_until_the_newer_has_claimed() -> None:
+def test_overlapping_time_belongs_to_the_older_attempt_until_the_claim() -> None:
     older = life(1, began=0.0, resumed=0, step=100, process_start=10.0, steps=80.0, shutdown=10.0)
     newer = life(2, began=70.0, claimed=90.0, resumed=60, process_start=15.0, set_up=5.0, steps=30.0, step=90)
     shares = compute_goodput([older, newer], None)
@@ -72,7 +72,7 @@ def test_what_two_attempts_share_belongs_to_the_older_until_the_newer_has_claime
     assert {bucket: seconds for bucket, seconds in shares[1].seconds.items() if seconds} == {TimeBucket.STEPS: 30.0}
 
 
-def test_the_time_before_the_first_attempt_is_a_gap_from_the_first_submit_on() -> None:
+def test_the_time_since_the_first_submission_is_a_gap() -> None:
     first, second = life(1, began=100.0, steps=10.0), life(2, began=150.0, steps=10.0)
     first.events.start, second.events.start = {"submitted": 40.0}, {"submitted": 120.0}
     shares = compute_goodput([first, second], None)
@@ -85,14 +85,14 @@ def test_the_time_before_the_first_attempt_is_a_gap_from_the_first_submit_on() -
     [((), 30.0), (((60, 45.0),), 5.0), (((40, 20.0),), 20.0), (((40, 20.0), (80, 40.0)), 20.0)],
     ids=["in proportion", "by the save of that step", "after a save before it", "between two saves"],
 )
-def test_lost_steps_take_what_the_clock_says_or_their_share(marks, lost_seconds: float) -> None:
+def test_lost_time_comes_from_save_marks_or_interpolation(marks, lost_seconds: float) -> None:
     older = life(1, began=0.0, resumed=20, step=100, steps=50.0 if marks else 60.0, marks=marks)
     shares = compute_goodput([older, life(2, began=70.0, resumed=60, step=60)], None)
     assert shares[0].lost_steps == 40
     assert shares[0].seconds[TimeBucket.LOST_STEPS] == pytest.approx(lost_seconds)
 
 
-def test_of_an_attempt_that_lives_time_goes_on_in_its_bucket() -> None:
+def test_time_of_a_live_attempt_continues_in_its_bucket() -> None:
     running = life(1, began=0.0, resumed=0, step=3, steps=5.0)
     running = AttemptTimeline(
         running.events, ClockRecord(0.0, "", "", 1, None, running.clock.reading._replace(code=None)), None

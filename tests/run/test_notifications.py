@@ -1,4 +1,4 @@
-"""Whoever wants to hear of a run is called once for each event; whoever does not answer costs a warning alone."""
+"""Notifications: one per event, and a failing recipient costs only a warning."""
 
 import http.server
 import json
@@ -57,11 +57,11 @@ def what_is_told(path: Path) -> list[tuple[str, int | None, str | None]]:
     return [(each["event"], each["step"], each["reason"]) for each in told(path)]
 
 
-def test_the_events_that_are_told_are_in_the_ledger() -> None:
+def test_notified_events_are_ledger_events() -> None:
     assert NOTIFIED_EVENTS.keys() <= {event.name for event in EVENTS}
 
 
-def test_a_command_gets_all_that_it_needs_to_know(tmp_path: Path) -> None:
+def test_a_command_receives_the_payload(tmp_path: Path) -> None:
     alerts = Notifier(NotifyConfig(**appending(tmp_path / "told")), RUN)
     alerts.on_event("commit", 10, {})
     alerts.on_event("fallback", 20, {"rejected": 30, "reason": "flipped"})
@@ -72,7 +72,7 @@ def test_a_command_gets_all_that_it_needs_to_know(tmp_path: Path) -> None:
     assert found == {**RUN, "event": "fallback", "step": 20, "reason": "flipped"}
 
 
-def test_a_url_and_the_name_of_a_variable_that_holds_one_are_posted_to(
+def test_a_webhook_is_a_url_or_the_name_of_a_variable(
     server: http.server.HTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = f"http://127.0.0.1:{server.server_port}"
@@ -125,7 +125,7 @@ def test_a_command_that_fails_or_hangs_costs_a_warning(
         ([1, 2, 61.5], 2, False),
     ],
 )
-def test_one_preemption_too_many_in_an_hour_is_told_and_the_next_is_not(
+def test_only_the_preemption_that_exceeds_the_limit_is_reported(
     minutes_ago: list[float], attempt: int, is_told: bool, tmp_path: Path
 ) -> None:
     events = [{"event": "preempt", "time": 2 * HOUR_SECONDS - 60 * each, "attempt": attempt} for each in minutes_ago]
@@ -155,16 +155,14 @@ class Diverging(Counter):
 
 
 @pytest.mark.parametrize("code", [1, 2, 76])
-def test_an_end_that_is_tried_again_is_no_failure(code: int, tmp_path: Path) -> None:
+def test_a_retryable_end_is_not_reported_as_a_failure(code: int, tmp_path: Path) -> None:
     alerts = Notifier(NotifyConfig(**appending(tmp_path / "told")), RUN)
     alerts.on_event("failed", 5, {"code": code, "reason": "so"})
     alerts.drain(600)
     assert what_is_told(tmp_path / "told") == [("failed", 5, "so")] * (code != 76)
 
 
-def test_over_the_life_of_a_run_each_event_is_told_once_and_the_url_stands_nowhere(
-    tmp_path: Path, server: http.server.HTTPServer
-) -> None:
+def test_each_event_is_sent_once_and_the_url_is_never_written(tmp_path: Path, server: http.server.HTTPServer) -> None:
     secret = f"http://127.0.0.1:{server.server_port}/good"
     changes = {
         "config.step_seconds": 0,
@@ -189,7 +187,7 @@ def test_over_the_life_of_a_run_each_event_is_told_once_and_the_url_stands_nowhe
     assert spec.logging.notify.webhook == "$NOT_WRITTEN_DOWN"
 
 
-def test_nobody_who_answers_changes_neither_the_end_nor_the_result(tmp_path: Path) -> None:
+def test_failing_recipients_do_not_change_the_result(tmp_path: Path) -> None:
     counter(tmp_path / "plain")()
     counter(tmp_path / "told", **{"logging.notify": {"command": ["false"], "webhook": "http://127.0.0.1:9"}})()
     results = [read_json(LocalStore(tmp_path / name), "result.json") for name in ("plain", "told")]

@@ -1,4 +1,4 @@
-"""Every event that the code can write is in the table of events, with every detail that is named there."""
+"""Every event that the code writes is in the table of events, with its details."""
 
 import ast
 import functools
@@ -52,22 +52,22 @@ def events_written(source: str) -> list[tuple[str, set[str]]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_an_event_that_is_written_is_in_the_table(path: Path) -> None:
+def test_every_written_event_is_in_the_table(path: Path) -> None:
     for name, details in events_written(path.read_text()):
         assert name in DETAILS, f"{name} is not in runner/run/events.py"
         assert details <= DETAILS[name], f"{name}: {details - DETAILS[name]} not in runner/run/events.py"
 
 
-def test_an_event_of_the_table_is_written_somewhere() -> None:
+def test_every_event_of_the_table_is_written() -> None:
     assert {name for path in FILES for name, _ in events_written(path.read_text())} == set(DETAILS)
 
 
-def test_the_table_names_each_event_once_and_no_key_twice() -> None:
+def test_names_in_the_table_are_unique() -> None:
     assert len(DETAILS) == len(EVENTS)
     assert not {key.name for key in EVENT_KEYS} & {name for details in DETAILS.values() for name in details}
 
 
-def test_a_scan_sees_names_and_details_wherever_they_stand() -> None:
+def test_the_scan_finds_names_and_details() -> None:
     source = "event, more = 'init', {}\nevent = 'restore'\na.ledger.append(event, 1, seconds=2, **more)\nx.append(3)"
     assert sorted(events_written(source)) == [("init", {"seconds"}), ("restore", {"seconds"})]
     source = "def record(self, event):\n    self.events.append(event, 1)\nattempt.record('grace', 2, reason='')"

@@ -1,4 +1,4 @@
-"""The line that says what is wrong."""
+"""Diagnosis of a stalled job from heartbeats."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def beat(step, phase="step", seconds=3.0, is_overdue=False):
     return Heartbeat(1, "n7", phase, step, seconds, is_overdue, suspects_peer=False)
 
 
-def test_the_verdict_names_who_is_silent_who_is_late_and_what_the_others_do():
+def test_a_diagnosis_names_unresponsive_and_overdue_processes_and_all_phases():
     beats = {0: beat(41), 1: beat(40), 2: beat(41), 3: beat(41, "evaluation", 90.0, is_overdue=True)}
     assert format_diagnosis(beats, {1: "has not responded for 16 s"}) == (
         "the job is stalled: process 1 (n7) has not responded for 16 s, last seen in step 41; "
@@ -46,7 +46,7 @@ def failed(line, seconds, *, is_end):
         (HOOK, LOCAL_FAILURE_SECONDS, True, (f"{HOOK}; processes 0, 2 did not finish the same call within 10 s", 1)),
     ],
 )
-def test_what_has_failed_on_one_host_alone_is_told_at_once(line, seconds, is_end, found):
+def test_a_failure_on_one_process_alone_is_announced_at_once(line, seconds, is_end, found):
     beats = {0: beat(3), 1: failed(line, seconds, is_end=is_end), 2: beat(3)}
     assert find_failure(beats) == found
     assert find_failure({1: beats[1]}) is None, "nobody is waited for"
@@ -64,7 +64,7 @@ def test_what_has_failed_on_one_host_alone_is_told_at_once(line, seconds, is_end
         ({0: 1.0, 1: 31.4}, {}, [1], {1: "has died"}),
     ],
 )
-def test_who_has_ended_alone_is_not_said_to_hang(
+def test_a_process_that_exited_in_order_is_not_reported_as_hanging(
     quiet_seconds: dict[int, float], left: dict[int, int], crashed: list[int], found: dict[int, str]
 ) -> None:
     assert find_unresponsive(quiet_seconds, 30.0, left, crashed) == found
@@ -80,7 +80,7 @@ def test_who_has_ended_alone_is_not_said_to_hang(
         ((STEP.name, "evaluation"), 0.0, True),
     ],
 )
-def test_a_step_is_not_overdue_where_one_host_waits_for_its_data_nor_for_a_steps_time_after_that(
+def test_a_wait_for_data_on_one_process_excuses_overdue_steps(
     phases: tuple[str, str], seconds_since_data: float, found: bool
 ) -> None:
     beats = [beat(41, phase, 90.0, is_overdue=phase != DATA.name) for phase in phases]

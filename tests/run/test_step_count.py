@@ -1,4 +1,4 @@
-"""What may stand where a step was completed before."""
+"""Validation of a job's step."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from runner.run.attempt import validate_end, validate_step
 
 
 @pytest.mark.parametrize(("step", "last_step"), [(0, 0), (1, 0), (13, 12), (12, 12), (40, 12), (40, 40), (50, 50)])
-def test_a_step_may_stand_still_or_go_on_up_to_the_end(step, last_step):
+def test_a_step_may_stay_or_increase_up_to_the_end(step, last_step):
     validate_step("a:Job", step, last_step, total_steps=40)
 
 
@@ -32,7 +32,7 @@ def test_a_step_may_stand_still_or_go_on_up_to_the_end(step, last_step):
     ],
     ids=str,
 )
-def test_what_is_no_count_is_refused_in_one_line_with_job_step_and_total(step, words):
+def test_a_wrong_step_is_refused_in_one_line(step, words):
     with pytest.raises(MiscountError) as caught:
         validate_step("a:Job", step, last_step=12, total_steps=40)
     (line,) = str(caught.value).splitlines()
@@ -42,12 +42,12 @@ def test_what_is_no_count_is_refused_in_one_line_with_job_step_and_total(step, w
     assert caught.value.exit_code == 1
 
 
-def test_a_step_beyond_a_lowered_end_may_go_no_further():
+def test_a_step_beyond_a_lowered_end_may_not_increase():
     with pytest.raises(MiscountError, match="is 51, beyond the end"):
         validate_step("a:Job", 51, last_step=50, total_steps=40)
 
 
-def test_the_end_is_the_last_step_and_not_before():
+def test_the_end_is_the_last_step():
     validate_end("a:Job", 40, last_step=40, total_steps=40)
     validate_end("a:Job", 50, last_step=50, total_steps=40)
     with pytest.raises(MiscountError, match=r"^a:Job: run returned at step 39 of 40: the job is not done"):

@@ -1,4 +1,4 @@
-"""What else a history tells: of runs that older versions have written, of speed, of who is late."""
+"""Histories of runs of older versions, throughput, stragglers, notices."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def write(directory: Path, name: str, lines: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize(("name", "step", "total_steps"), [("counter", 4, 6), ("gpt", 2, 4), ("bucket", 4, 6)])
-def test_a_run_of_a_version_without_clocks_is_told_by_its_events(name: str, step: int, total_steps: int) -> None:
+def test_a_run_of_an_older_version_is_reconstructed_from_events(name: str, step: int, total_steps: int) -> None:
     store = LocalStore(OLD / name)
     if name == "bucket":
         store = memory_bucket()
@@ -41,7 +41,7 @@ def test_a_run_of_a_version_without_clocks_is_told_by_its_events(name: str, step
     check_sums(history)
 
 
-def test_a_run_that_an_older_version_began_goes_on_with_a_clock(tmp_path: Path) -> None:
+def test_a_run_of_an_older_version_continues_with_a_clock(tmp_path: Path) -> None:
     run = tmp_path / "run"
     life.stop_at(run, 20)
     (run / "attempts/1.clock").unlink()
@@ -52,7 +52,7 @@ def test_a_run_that_an_older_version_began_goes_on_with_a_clock(tmp_path: Path) 
     check_sums(history)
 
 
-def test_speed_is_that_of_the_newest_rows_of_the_newest_attempt(tmp_path: Path) -> None:
+def test_throughput_is_that_of_the_newest_rows_of_the_newest_attempt(tmp_path: Path) -> None:
     def row(step: int) -> bytes:
         attempt, pace = (1, 9.0) if step < 5 else (2, 0.5)
         common = {"step": step, "train/loss": 1.0, "train/tokens": step * 100, "perf/tokens_per_second": 800.0}
@@ -67,12 +67,12 @@ def test_speed_is_that_of_the_newest_rows_of_the_newest_attempt(tmp_path: Path) 
     assert (speed.tokens_per_second, speed.tokens_per_second_per_device, speed.mfu) == (200.0, 50.0, 0.125)
 
 
-def test_without_rows_speed_is_that_of_the_loop(tmp_path: Path) -> None:
+def test_throughput_without_rows_is_that_of_the_loop(tmp_path: Path) -> None:
     write(tmp_path, "events.jsonl", [event(1, 10.0, "init", 0), event(1, 30.0, "progress", 40)])
     assert read_history(LocalStore(tmp_path), now=31.0).speed.step_seconds == 0.5
 
 
-def test_who_comes_late_is_named_until_all_are_in_time(tmp_path: Path) -> None:
+def test_stragglers_are_named_until_all_are_on_time(tmp_path: Path) -> None:
     lines = [
         event(1, 1.0, "start", hosts=["a", "b"]),
         event(1, 2.0, "straggler", 7, late=[1], after_seconds=[0.0, 0.5]),
@@ -101,7 +101,7 @@ def test_validation_is_that_of_the_surviving_trajectory(tmp_path: Path) -> None:
     assert (history.validation, history.best_validation) == (((10, 3.0), (20, 2.0)), (20, 2.0))
 
 
-def test_a_copy_of_a_directory_is_told_as_the_directory(tmp_path: Path) -> None:
+def test_a_copied_directory_has_the_same_history(tmp_path: Path) -> None:
     run = tmp_path / "run"
     life.done(run)
     shutil.copytree(run, tmp_path / "copy")
@@ -119,12 +119,12 @@ def test_a_copy_of_a_directory_is_told_as_the_directory(tmp_path: Path) -> None:
         ("fallback", {"rejected": "20", "reason": "torn"}, "checkpoint 20 was not restored: torn"),
     ],
 )
-def test_what_a_person_should_know_is_a_notice(event, details, told):
+def test_notable_events_are_notices(event, details, told):
     row = {"time": 1.0, "attempt": 1, "process": 0, "event": event, "step": 20}
     assert [notice.text for notice in apply_events(LedgerSummary(), [row | details]).notices] == [told]
 
 
 @pytest.mark.parametrize("event", sorted(NOTICES))
-def test_an_event_that_lacks_its_details_is_a_notice_all_the_same(event):
+def test_an_event_without_details_is_a_notice_too(event):
     (notice,) = apply_events(LedgerSummary(), [{"time": 1.0, "attempt": 1, "event": event}]).notices
     assert (notice.event, notice.step) == (event, None)

@@ -1,4 +1,4 @@
-"""The lines at the end of a run: few, short, and true of its directory, whatever the job."""
+"""The lines printed at the end of a run are few, short and correct."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from runner.run.attempt import format_end_lines
 from tests.support.tiny import counter, gpt
 
 
-def test_the_lines_are_few_and_none_looks_like_the_one_that_scripts_read() -> None:
+def test_the_end_lines_are_short_and_unlike_the_line_that_scripts_read() -> None:
     lines = format_end_lines("runs/x", 7)
     assert len(lines) == 3
     assert all(line == line.strip() and "\n" not in line and len(line) <= 120 for line in lines)
@@ -18,7 +18,7 @@ def test_the_lines_are_few_and_none_looks_like_the_one_that_scripts_read() -> No
 
 @pytest.mark.soak
 @pytest.mark.parametrize("make", [gpt, counter])
-def test_the_files_that_are_named_are_there_and_of_a_model_the_last_line_shows_it(
+def test_the_end_lines_name_existing_files_and_how_to_sample(
     make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "run", **{"config.train.total_steps" if make is gpt else "config.total_steps": 3})()

@@ -1,4 +1,4 @@
-"""Every way an attempt can end, and what is said of it."""
+"""Outcome of an attempt, for every way in which it can end."""
 
 import functools
 import os
@@ -47,7 +47,7 @@ def look(directory: Path, **when: float) -> History:
     return read_history(LocalStore(directory), **when)
 
 
-def test_an_end_is_told_once_another_attempt_has_come(name: str, tmp_path: Path) -> None:
+def test_an_outcome_is_known_once_another_attempt_has_started(name: str, tmp_path: Path) -> None:
     directory = shutil.copytree(template(name), tmp_path / "run")
     Fence(LocalStore(directory)).claim()
     first = look(directory).attempts[0]
@@ -55,7 +55,7 @@ def test_an_end_is_told_once_another_attempt_has_come(name: str, tmp_path: Path)
     assert (first.state, first.code, first.reason) == (state, code, reason)
 
 
-def test_an_end_is_told_as_soon_as_it_has_come(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_is_known_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_file, "read_creation_ticks", lambda process: None)  # no process here lives
     directory, (_, state, _, reason) = template(name), ENDS[name]
     found = look(directory)
@@ -64,7 +64,7 @@ def test_an_end_is_told_as_soon_as_it_has_come(name: str, monkeypatch: pytest.Mo
         assert (found.state, found.reason, found.since) == (state, reason, found.attempts[-1].ended)
 
 
-def test_without_its_clock_an_end_is_told_by_the_events(name: str, tmp_path: Path) -> None:
+def test_without_a_clock_the_events_give_the_outcome(name: str, tmp_path: Path) -> None:
     directory = shutil.copytree(template(name), tmp_path / "run")
     (directory / "attempts/1.clock").unlink()
     Fence(LocalStore(directory)).claim()
@@ -72,7 +72,7 @@ def test_without_its_clock_an_end_is_told_by_the_events(name: str, tmp_path: Pat
     assert look(directory).attempts[0].state is (RunState.KILLED if state is RunState.FENCED else state)
 
 
-def test_a_run_that_was_not_seen_to_end_lives_stalls_or_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_an_end_is_alive_stalled_or_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = template("killed")  # this process, in which it ran, lives
     last = look(directory, now=0.0).attempts[0].ended
     assert look(directory, now=last + 20).state is RunState.RUNNING
@@ -83,7 +83,7 @@ def test_a_run_that_was_not_seen_to_end_lives_stalls_or_is_killed(monkeypatch: p
     assert (found.state, found.since) == (RunState.STALLED, last)
 
 
-def test_a_run_that_beats_and_makes_no_step_has_stalled_since_its_last(tmp_path: Path) -> None:
+def test_a_run_with_heartbeats_but_no_steps_is_stalled(tmp_path: Path) -> None:
     directory = shutil.copytree(template("killed"), tmp_path / "run")
     path = directory / "attempts/1.clock"
     kept = clock_file.decode_clock_file(path.read_bytes())
@@ -94,7 +94,7 @@ def test_a_run_that_beats_and_makes_no_step_has_stalled_since_its_last(tmp_path:
     assert (found.state, found.since) == (RunState.STALLED, kept.reading.since)
 
 
-def test_a_run_that_lives_goes_on_until_now_and_one_that_does_not_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_live_run_lasts_until_now(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = template("killed")
     last = look(directory, now=0.0).attempts[0].ended
     assert look(directory, now=last + 7.0).attempts[0].ended == last + 7.0
@@ -104,7 +104,7 @@ def test_a_run_that_lives_goes_on_until_now_and_one_that_does_not_has_ended(monk
 
 
 @pytest.mark.parametrize("place", ["missing", "empty", "file"])
-def test_where_there_is_no_run_that_is_said(place: str, tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_an_error(place: str, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     act = {"missing": lambda: None, "empty": directory.mkdir, "file": lambda: directory.write_bytes(b"")}
     act[place]()

@@ -1,4 +1,4 @@
-"""The newest rows and a sample, of files of any size and shape, with bounded work."""
+"""Sample of rows, from files of any size and shape, with bounded work."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def steps_of(sample) -> list[int]:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 63, 64, 65, 600, 20_000])
-def test_a_sample_ends_in_the_newest_and_is_spread_over_the_file(num_rows, num_parsed, tmp_path):
+def test_a_sample_is_spread_over_the_file_and_has_the_newest_rows(num_rows, num_parsed, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(row(step) for step in range(1, num_rows + 1)))
     found = steps_of(read_sample(LocalStore(tmp_path)))
     assert found == sorted(set(found))
@@ -52,7 +52,7 @@ def test_a_sample_ends_in_the_newest_and_is_spread_over_the_file(num_rows, num_p
         assert max(gaps) <= max(num_rows // 50, 2)
 
 
-def test_the_work_does_not_grow_with_the_file(num_parsed, tmp_path):
+def test_the_work_is_independent_of_the_file_size(num_parsed, tmp_path):
     counts = []
     for num_rows in (20_000, 60_000):
         (tmp_path / "metrics.jsonl").write_bytes(b"".join(map(row, range(1, num_rows + 1))))
@@ -67,7 +67,7 @@ def test_the_work_does_not_grow_with_the_file(num_parsed, tmp_path):
     [b'{"step": 9', b"\xff\xfe\n", b"x" * 10_000_000, b"[1]\n", b'{"step": 3, "train/loss": 1}\n', b"\0" * 100_000],
     ids=["half a line", "no text", "10 MB", "a list", "an older step", "zeros"],
 )
-def test_what_is_no_row_is_passed_over(tail, tmp_path):
+def test_lines_that_are_no_rows_are_skipped(tail, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(map(row, range(1, 9))) + tail)
     assert steps_of(read_sample(LocalStore(tmp_path))) == list(range(1, 9))
 
@@ -100,7 +100,7 @@ def test_in_a_bucket_parts_are_sampled_and_the_last_is_read():
     ],
     ids=str,
 )
-def test_parts_that_are_none_are_told_in_a_line(named):
+def test_invalid_part_names_are_reported_in_a_line(named):
     """By `status` as what is not read, by a start as what a person must move away."""
     store = memory_bucket()
     if named == "circle":
@@ -113,7 +113,7 @@ def test_parts_that_are_none_are_told_in_a_line(named):
         read_rows(store)
 
 
-def test_the_newest_rows_are_there_where_a_part_is_missing():
+def test_a_missing_part_leaves_the_newest_rows():
     store = memory_bucket()
     store.write("metrics.jsonl", encode_parts([SealedPart("metrics/a.jsonl", 1)]) + row(2))
     assert steps_of(read_sample(store)) == [2]
