@@ -197,7 +197,7 @@ class Hosts:
         if self.num_processes == 1:
             return value
         if self._num_decisions == key_value.MAX_DECISIONS:
-            self.barrier()
+            self.barrier()  # Deletes the decisions, see the module docstring.
         self._num_calls += 1
         self._num_decisions += 1
         key = key_value.decision_key(self._num_calls)
@@ -229,6 +229,7 @@ class Hosts:
             raise PeerLostError(
                 f"{who} of {self.num_processes} did not arrive within {deadline_seconds:.0f} s ({error})"
             ) from error
+        # Every process has passed the barrier, so nobody reads earlier decisions and the previous gather any more.
         if self.is_main:
             self.store.delete(key_value.DECISIONS)
             if self._last_gather is not None:
@@ -251,6 +252,7 @@ class Hosts:
         Its `InvalidError` is raised on every process, so that a check on process 0 cannot leave the others waiting.
         Called on every process, by the training thread.
         """
+        # Other errors end process 0, and the watchdog of the others reports it.
         result: dict[str, Any] = {}
         if self.is_main:
             try:

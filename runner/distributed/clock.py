@@ -106,6 +106,7 @@ class Clock:
         self._bucket, self._since_seconds = bucket, now - age
         self._step, self._moved_seconds = 0, now - age
         self._code: int | None = None
+        # A save records the time until its step, not until the moment of the save.
         self._seconds_at_step: tuple[float, ...] = tuple(self._seconds)
         self._lock = threading.Lock()
         self._store: ClockStore | None = None

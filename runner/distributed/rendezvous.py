@@ -209,6 +209,7 @@ def _listen(address: str) -> socket.socket:
     host, port = _split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     is_any = host == "::"
+    # One socket for IPv4 and IPv6 where possible: the other processes may resolve the name to either.
     if is_any and not socket.has_dualstack_ipv6():
         host, family, is_any = "", socket.AF_INET, False
     try:

@@ -178,6 +178,7 @@ class Watchdog:
         fields = store.try_get(key_value.VERDICT)
         verdict = None if fields is None else HealthVerdict(*fields)
         crashed = hosts.liveness.find_crashed()
+        # All calls above have reached the coordinator.
         self._reached_seconds = time.monotonic()
         is_open = verdict is None or verdict.code is None
         if is_open and 0 in crashed:
@@ -208,6 +209,7 @@ class Watchdog:
         quiet_seconds = {process: now - seen_seconds for process, (_, seen_seconds) in self._last_beats.items()}
         departures = self._hosts.liveness.read_departures()
         unresponsive = find_unresponsive(quiet_seconds, limit_seconds, departures, crashed)
+        # The wait for data may end just before the steps of the others become overdue, so it is remembered.
         if has_data_wait(beats.values()):
             self._data_seconds = now
         step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)

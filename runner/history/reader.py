@@ -194,6 +194,7 @@ class HistoryReader:
         )
         seconds = {bucket: sum(share.seconds[bucket] for share in shares) for bucket in TimeBucket}
         seconds[TimeBucket.GAP] = sum(share.gap_seconds for share in shares)
+        # Windows never overlap, so the gaps and windows sum to the time from the first to the last moment.
         wall_seconds = shares[-1].ended - shares[0].began + shares[0].gap_seconds
         total_steps = _find_total_steps(timelines, spec)
         last = attempts[-1]

@@ -50,6 +50,7 @@ def validate_step(job: str, step: Any, last_step: int, total_steps: int) -> None
     Raises:
         MiscountError: the step is wrong; nothing may be saved.
     """
+    # An exact check: a bool is an int in Python, and integers of NumPy or JAX cannot be written as JSON.
     if type(step) is not int:
         value = " ".join(repr(step).split())[:_MAX_VALUE_CHARACTERS]
         problem = f"is {value}, of type {type(step).__name__}; needs to be a plain int, from self.step += 1"
@@ -200,6 +201,7 @@ class Attempt:
     def finish(self, step: int, result: JsonObject) -> None:
         """Write `result.json` on process 0 and wait for the others. Raises `FencedError` if the attempt is fenced."""
         if self.hosts.is_main:
+            # A newer attempt may have claimed the directory since the last commit.
             self.fence.check()
             self.store.write(RESULT, encode_json(result))
         self.record("done", step, fingerprint=result["fingerprint"])
@@ -255,6 +257,7 @@ def claim_attempt(
 
     def claim_directory() -> list[Any]:
         try:
+            # Two first attempts may race: one of them writes the owner, and both read the same one back.
             with contextlib.suppress(FileExistsError):
                 write_owner(store, Owner.create(spec.name, identity))
             owner = read_owner(store)
@@ -303,6 +306,7 @@ class IncidentRecorder:
         if attempt is None:
             console.warn(stacks)
             return
+        # The event comes first: it is small, and the directory may be what hangs.
         attempt.events.append("stuck", attempt.progress.step, reason=line)
         attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
         attempt.end(code)

@@ -32,6 +32,7 @@ PERIOD_SECONDS, IDLE_SECONDS = 2.0, 10.0
 HEADER_BYTES = 1024
 NUM_SLOTS = 4
 _CHECKSUM = struct.Struct("<I")
+# The boot id, the process id and its creation time together identify a process, even after the id was reused.
 _KEYS = (
     Key("format", int, "Version of this layout."),
     Key("began", float, "Creation of process 0.", "Unix seconds"),
@@ -116,6 +117,7 @@ def decode_clock_file(content: bytes) -> ClockRecord:
     header = parse_json(content[:HEADER_BYTES])
     validate_record(header, _KEYS, [key.name for key in _KEYS])
     names: list[object] = header["buckets"]
+    # The length check bounds the slot of a damaged header.
     if header["format"] != FORMAT or len(names) > HEADER_BYTES:
         raise ValueError(f"format {header['format']}, this runner reads {FORMAT}")
     slot = _make_slot_format(len(names))
@@ -188,6 +190,7 @@ class _BucketClockFile:
 
     def put_heartbeat(self, reading: ClockReading) -> None:
         last = self._last_sent
+        # Each put is a request to the bucket, so only progress and the exit code are sent without delay.
         if last is not None and last.code == reading.code:
             has_moved = (last.step, last.bucket) != (reading.step, reading.bucket)
             if reading.time - last.time < (PERIOD_SECONDS if has_moved else IDLE_SECONDS):

@@ -53,6 +53,7 @@ class CompileCache:
 
     def __init__(self, shared: Store | None = None):
         """Create the cache; `shared` is the run's directory if programs are shared there."""
+        # Programs of all runs on this host are in one place, because the key alone identifies a program.
         self._host = LocalStore(default_cache_directory() / _DIRECTORY)
         self._path = self._host.root
         self._shared = shared
@@ -79,6 +80,7 @@ class CompileCache:
         try:
             self._host.write(key, _seal(key, program))
         finally:
+            # Counted even if the disk is full: the program was compiled.
             self._record_use(key, num_compiled=1)
 
     def open(self) -> None:
@@ -158,7 +160,7 @@ class CompileCache:
                 content, version = shared.read_versioned(name)
                 program = _unseal(key, content)
                 if program is not None:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError):  # A full disk only costs the next start a download.
                         self._host.write(key, content)
                     return program
                 if version != ABSENT:
@@ -176,6 +178,7 @@ class CompileCache:
             self._wait(max(prune_at - time.monotonic(), 0.0), until_used=True)
             try:
                 if self._unpublished:
+                    # A pause collects the programs that are compiled together into one listing of the store.
                     self._wait(_PERIOD_SECONDS if process == 0 else _HEAD_START_SECONDS)
                     if self._is_closing and process != 0:  # Otherwise all processes would publish the same programs.
                         return
@@ -206,6 +209,7 @@ class CompileCache:
             program = self._read_host(key)
             with contextlib.suppress(FileExistsError):
                 if program is not None and key in self._damaged:
+                    # Only the damaged version is replaced, in case another process has replaced it already.
                     name, version = self._damaged[key]
                     shared.write_if(name, _seal(key, program), version)
                 elif program is not None and key not in present:
@@ -215,6 +219,7 @@ class CompileCache:
                 self._unpublished.discard(key)
 
     def _prune(self, shared: Store, process: int) -> None:
+        # Names that begin with a dot are left over from interrupted writes.
         own = [name for name in shared.list_names(_DIRECTORY) if name.startswith((f"{process}.", f".{process}."))]
         if len(own) <= _MOST_ENTRIES:
             return

@@ -90,6 +90,7 @@ def _run_git(directory: Path, *arguments: str) -> str | None:
             capture_output=True,
             text=True,
             timeout=GIT_SECONDS,
+            # `git status` would otherwise write the index, and could disturb a git command of the user.
             env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -112,6 +113,7 @@ def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:
         found.append(f"commit {before['commit'][:12]} -> {now['commit'][:12]}")
     if has_changed("dirty"):
         found.append("uncommitted changes now" if now["dirty"] else "no uncommitted changes any more")
+    # Another order of the same hosts is no change that a user could act on.
     if has_changed("hosts") and sorted(before["hosts"]) != sorted(now["hosts"]):
         found.append(f"hosts {_format_hosts(before['hosts'])} -> {_format_hosts(now['hosts'])}")
     return found

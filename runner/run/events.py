@@ -46,6 +46,7 @@ _SECONDS = Key("seconds", float, "How long it took.", "s")
 _FINGERPRINT = Key("fingerprint", str, "Digest of the bits of the whole state, 32 hexadecimal digits.")
 _REASON = Key("reason", str, "Reason in one line.")
 
+# In the order in which a run writes them: start, restore, saves, training, evaluation, end.
 EVENTS = (
     EventType(
         "start",
@@ -273,6 +274,7 @@ class EventLog:
 
     def append(self, event: str, step: int | None, **details: Any) -> None:
         """Record one event at `step` completed steps. A full disk loses the record, not the run."""
+        # The common keys come first in each line, which makes the ledger readable with `grep`.
         row = {"time": time.time(), "attempt": self._attempt, "process": self._process, "event": event, "step": step}
         try:
             self._log.append(row | details)

@@ -59,7 +59,7 @@ class Fence:
         """
         self.find_newest()
         self._raise_if_fenced()
-        if self._id is None:
+        if self._id is None:  # Only the process that made the claim knows its id.
             return
         # A run that was begun in the same place since may have a claim of the same number, but not of the same id.
         try:
@@ -77,6 +77,7 @@ class Fence:
 
     def _raise_if_fenced(self) -> None:
         assert self.attempt is not None, "the attempt has a number"
+        # Numbers never decrease, so a lower one means that the claims were deleted.
         if self._newest_seen < self.attempt:
             raise self._make_removed_error()
         if self._newest_seen > self.attempt:
@@ -150,7 +151,7 @@ def validate_directory(store: Store, name: str, claimant: RunIdentity) -> None:
     try:
         validate_entry_kinds(store)
         if store.root is None:
-            probe_store(store)
+            probe_store(store)  # A bucket shows missing permissions only when it is written.
         owner = read_owner(store)
         if owner is None:
             return

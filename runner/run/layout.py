@@ -27,6 +27,7 @@ from runner.storage import (
     validate_url,
 )
 
+# Checked before anything is claimed, so that no run fails late because of a wrong entry.
 LAYOUT = {
     "job.json": "a file",
     "attempts": "a directory",
@@ -73,7 +74,7 @@ def read_record(store: Store, name: str, keys: Sequence[Key], needs: Sequence[st
         validate_record(record, keys, needs)
     except FileNotFoundError:
         return None
-    except (NewerFormatError, WrongKindError):
+    except (NewerFormatError, WrongKindError):  # Both are kinds of ValueError, but not damage.
         raise
     except ValueError as error:
         raise DamagedRecordError(f"{store.url}/{name} is damaged ({error})") from error

@@ -55,6 +55,7 @@ class LogFile(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
+        # Bounded, because the directory may never be claimed, or the disk may hang.
         self._records: queue.Queue[logging.LogRecord] = queue.Queue(QUEUE_LINES)
         self._has_begun = False
         self._background_writer: BackgroundWriter | None = None  # of a run in a bucket
@@ -104,6 +105,7 @@ class LogFile(logging.Handler):
         """Upload the file, and the rotated one if it exists, if they have changed."""
         for each in (path, path.with_name(f"{path.name}.1")):
             if each.exists() and self._uploaded.get(each) != each.stat().st_mtime_ns:
+                # Read before the content: a line that is appended meanwhile is uploaded again next time.
                 modified_ns = each.stat().st_mtime_ns
                 store.write(f"{LOG_FOLDER}/{each.name}", each.read_bytes())
                 self._uploaded[each] = modified_ns
@@ -121,9 +123,11 @@ def install_log_file() -> None:
 
     Only the command line calls this: a program that calls a job has its own logs.
     """
+    # One process may run several commands (tests do), and must not log to the file of an earlier one.
     for previous in _list_log_files():
         logging.getLogger().removeHandler(previous)
         LOGGER.removeHandler(previous)
+    # The runner's logger does not propagate to the root logger, so the handler is added to both.
     handler = LogFile()
     logging.getLogger().addHandler(handler)
     LOGGER.addHandler(handler)

@@ -117,6 +117,7 @@ def _run_command(command: Sequence[str], content: bytes) -> None:
     Raises:
         subprocess.SubprocessError: it ended with another code than 0, or was killed at the deadline.
     """
+    # A session of its own, so that the deadline can kill the command together with its children.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
