@@ -1,9 +1,9 @@
-"""Weights in the form that everything else reads: Hugging Face's, in and out.
+"""Import and export of weights in Hugging Face's layout, adapters in PEFT's layout, and pushes to the Hub.
 
-- `safetensors`: A directory or URL in Hugging Face's layout: `config.json`, and safetensors in one file or in shards
-- `mapping`: What the weights of a job are called in Hugging Face's files: a table of pieces, which serves both w
-- `export`: A directory of safetensors, written leaf by leaf: no more than a leaf is in memory, and it is there
-- `hub`: The model card of an export: README.md, with the front matter that the Hub reads
-- `load`: Leaves from tensors: each host reads the byte ranges that its devices' parts of a leaf lie in, and n
-- `peft`: The adapter of a run alone, in the layout of PEFT: `adapter_config.json` and `adapter_model.safetens
+- `safetensors`: files of weights: headers, index and directories
+- `mapping`: mapping between leaves of the train state and tensors of the files
+- `export`: export of weights and tokenizer
+- `hub`: model card and push to the Hub
+- `load`: import by `checkpoint.init_from`, and the base of adapters
+- `peft`: export of an adapter alone
 """

@@ -1,19 +1,21 @@
-"""The model card of an export: README.md, with the front matter that the Hub reads.
+"""Push of an export to the Hugging Face Hub, with a model card.
 
-All of it is a function of the checkpoint, the spec and the rows up to its step, so the same step gives the same card
-however often it is pushed. How much time a run took is told only of one that has reached its end: it no longer changes.
+**Model card** (`format_model_card`): README.md with the front matter that the Hub reads. It is a function of the
+checkpoint, the spec and the rows up to its step, so a step has the same card however often it is pushed. The duration
+of a run is on the card only after the run has ended, when it no longer changes.
 
-A model repository on the Hub: found before anything is exported, pushed to in one commit.
+**Push** (`HubRepository`). The repository is checked before anything is exported, and changed in one commit:
 
-1. `check` asks who may write, and whether what is there is as public as the user said. Nothing is made yet.
-2. `push` makes the repository if it is missing, and sends the large files. What the Hub has of them by their digest, as
-   from a push that was killed, is not sent again.
-3. One commit names all that differs, and takes away what an earlier export has left and this one has not: of a model
-   that had two shards and has one file now, both would be found by readers, and one of them be wrong. It follows on the
-   commit that was read before, so of two pushes at a time one has to come again.
-4. What the repository then holds is compared with what was exported.
+1. `check` asks whether the token may write, and whether an existing repository is as public as the user said. Nothing
+   is created yet.
+2. `push` creates the repository if it is missing and uploads the large files. Files that the Hub has by their digest,
+   as from a push that was killed, are not uploaded again.
+3. One commit contains all changes, and deletes what an earlier export has left and this one does not have. Of a model
+   that had two shards and now has one file, readers would otherwise find both, and one of them would be wrong. The
+   commit is based on the commit that was read before, so one of two concurrent pushes has to be repeated.
+4. The content of the repository is compared with the export.
 
-Run again after a kill at any point it ends in the same files; where nothing differs there is no commit.
+A push that is run again after a kill at any point leads to the same files. If nothing differs there is no commit.
 """
 
 import contextlib
@@ -24,7 +26,6 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
@@ -42,21 +43,23 @@ from runner.spec import ExecutionSpec
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject
 
+# Model card.
+
 CARD_FILE = "README.md"
-EVALUATIONS_MAX = 12  # lines of the table; of more, some, evenly, and the last
+EVALUATIONS_MAX = 12  # lines of the table of losses; of more evaluations some are shown, evenly spaced, and the last
 _LOSS = re.compile(r"val/(.+/)?loss")
-_HUB_CACHE = re.compile(r"(?:^|/)models--([^/]+)--([^/]+)(?:/|$)")  # where the Hub's own library keeps a download
-_GENERATES_TEXT = ("ForCausalLM", "LMHeadModel")
+_HUB_CACHE = re.compile(r"(?:^|/)models--([^/]+)--([^/]+)(?:/|$)")  # path of a download of the Hub's own library
+_TEXT_GENERATION = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True)
 class ModelCardText:
-    """What a user says of the weights that no file of the run tells.
+    """Statements of the user for the model card, which no file of the run contains.
 
     Attributes:
-        repository: OWNER/NAME, where they are to be.
-        license: as the Hub calls it, such as apache-2.0; None: the card names none.
-        base_model: OWNER/NAME of the model that training began with; None: what `init_from` tells.
+        repository: OWNER/NAME of the repository.
+        license: Identifier of the licence on the Hub, such as apache-2.0; None for a card without a licence.
+        base_model: OWNER/NAME of the model from which training started; None to derive it from `init_from`.
     """
 
     repository: str
@@ -66,16 +69,16 @@ class ModelCardText:
 
 @dataclass(frozen=True)
 class ExportedCheckpoint:
-    """What a run has left of a step.
+    """Records of a run about the step that is exported.
 
     Attributes:
-        spec: resolved.
-        data: None of a job that is no trainer.
-        manifest: of the checkpoint.
-        rows: of the surviving trajectory, up to its step.
-        history: of the whole run.
-        config: the content of the export's `config.json`.
-        files: the names of what was exported.
+        spec: Resolved spec.
+        data: Data config; None for a job that is no trainer.
+        manifest: Manifest of the checkpoint.
+        rows: Rows of the surviving trajectory up to the step.
+        history: History of the whole run.
+        config: Content of the export's `config.json`.
+        files: Names of the exported files.
     """
 
     spec: ExecutionSpec
@@ -87,277 +90,285 @@ class ExportedCheckpoint:
     files: Collection[str]
 
 
-def format_model_card(evidence: ExportedCheckpoint, words: ModelCardText) -> str:
-    """The content of README.md."""
-    front = yaml.safe_dump(_front_matter(evidence, words), sort_keys=False, allow_unicode=True)
-    spec, manifest = evidence.spec, evidence.manifest
+def format_model_card(checkpoint: ExportedCheckpoint, words: ModelCardText) -> str:
+    """Return the content of README.md."""
+    spec, manifest = checkpoint.spec, checkpoint.manifest
+    generates_text = any(str(name).endswith(_TEXT_GENERATION) for name in checkpoint.config.get("architectures") or [])
+    front = yaml.safe_dump(_make_front_matter(checkpoint, words, generates_text), sort_keys=False, allow_unicode=True)
     parts = [
         f"---\n{front}---\n",
         f"# {spec.name}\n",
-        f"Weights of step {manifest.step:,} of the run `{spec.name}`, a `{_code(spec.job)}` trained on JAX.\n",
-        _table(("", ""), _facts(evidence)),
-        _usage(evidence, words.repository),
-        _evaluations(evidence.rows),
+        f"Weights of step {manifest.step:,} of the run `{spec.name}`, a `{_escape(spec.job)}` trained on JAX.\n",
+        _format_table(("", ""), _list_facts(checkpoint)),
     ]
+    if generates_text:
+        has_tokenizer = TOKENIZER in checkpoint.files
+        usage = [
+            "```python",
+            f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if has_tokenizer else ''}",
+            "",
+            f'model = AutoModelForCausalLM.from_pretrained("{words.repository}")',
+            *([f'tokenizer = AutoTokenizer.from_pretrained("{words.repository}")'] if has_tokenizer else []),
+            "```",
+            "",
+        ]
+        parts.append("\n".join(usage))
+    parts.append(_format_evaluations(checkpoint.rows))
     return "\n".join(part for part in parts if part)
 
 
-def _front_matter(evidence: ExportedCheckpoint, words: ModelCardText) -> Mapping[str, str | list[str]]:
-    """What the Hub sorts and filters by; a key of which nothing is known is left out."""
+def _make_front_matter(
+    checkpoint: ExportedCheckpoint, words: ModelCardText, generates_text: bool
+) -> Mapping[str, str | list[str]]:
+    """Return the metadata by which the Hub sorts and filters. Unknown keys are left out."""
     found: dict[str, str | list[str]] = {}
-    if _generates_text(evidence.config):
+    if generates_text:
         found |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if words.license is not None:
         found["license"] = words.license
-    base = words.base_model or _base_model(evidence.spec)
+    base = words.base_model
+    if not base:
+        # A download of the Hub's own library has the name of the model in its path; other paths tell nothing.
+        rule = checkpoint.spec.checkpoint.initial_weights
+        download = None if rule is None else _HUB_CACHE.search(rule.path)
+        base = None if download is None else "/".join(download.groups())
     if base is not None:
         found["base_model"] = base
-    # The Hub takes names of its own kind alone: a path or a pattern of files is told in the table.
-    datasets = [name for name in _sources(evidence.data) if re.match(SOURCE_NAME, name)]
+    # The Hub accepts only names in its own form; paths and patterns of files are in the table.
+    datasets = [name for name in _list_sources(checkpoint.data) if re.match(SOURCE_NAME, name)]
     if datasets:
         found["datasets"] = datasets
-    kind = evidence.config.get("model_type")
+    kind = checkpoint.config.get("model_type")
     return found | {"tags": ["jax", *([kind] if isinstance(kind, str) else [])]}
 
 
-def _generates_text(config: JsonObject) -> bool:
-    return any(str(name).endswith(_GENERATES_TEXT) for name in config.get("architectures") or [])
-
-
-def _base_model(spec: ExecutionSpec) -> str | None:
-    """OWNER/NAME where `init_from` is a download as the Hub's library keeps it; of another path nobody knows."""
-    found = None if spec.checkpoint.initial_weights is None else _HUB_CACHE.search(spec.checkpoint.initial_weights.path)
-    return None if found is None else "/".join(found.groups())
-
-
-def _sources(data: DataConfig | None) -> list[str]:
+def _list_sources(data: DataConfig | None) -> list[str]:
     return [] if data is None else [named.source for named in data.sources]
 
 
-def _facts(evidence: ExportedCheckpoint) -> Iterable[tuple[str, str]]:
-    """What is told of the weights, by name."""
-    spec, data, manifest = evidence.spec, evidence.data, evidence.manifest
+def _list_facts(checkpoint: ExportedCheckpoint) -> Iterable[tuple[str, str]]:
+    """Yield the lines of the card's table, (name, value)."""
+    spec, data, manifest = checkpoint.spec, checkpoint.data, checkpoint.manifest
     yield "step", f"{manifest.step:,}"
-    tokens = _newest(evidence.rows, "train/tokens")
+    tokens = _find_newest(checkpoint.rows, "train/tokens")
     if tokens is not None:
         yield "tokens", f"{int(tokens):,}"
     for name, key in (("training loss", "train/loss"), ("validation loss", "val/loss")):
-        loss = _newest(evidence.rows, key)
+        loss = _find_newest(checkpoint.rows, key)
         if loss is not None:
             yield f"{name}, nats a token", f"{loss:.4f}"
     weights = [manifest.leaves[name]["shape"] for name in find_weight_names(manifest, PARAMS)]
     yield "parameters", f"{sum(math.prod(shape) for shape in weights):,}"
     if data is not None:
-        yield "data", ", ".join(f"`{_code(_public(source))}`" for source in _sources(data))
+        yield "data", ", ".join(f"`{_escape(_hide_directories(source))}`" for source in _list_sources(data))
         yield "tokens of an example", f"{data.sequence_length:,}"
-        has_tokenizer = TOKENIZER in evidence.files
+        has_tokenizer = TOKENIZER in checkpoint.files
         yield "tokenizer", f"`{TOKENIZER}`" if has_tokenizer else f"not here as `{TOKENIZER}`"
     if spec.checkpoint.initial_weights is not None:
-        yield "began with", f"`{_code(_public(spec.checkpoint.initial_weights.path))}`"
+        yield "began with", f"`{_escape(_hide_directories(spec.checkpoint.initial_weights.path))}`"
     yield "seed", str(spec.seed)
-    yield from _hardware(manifest)
-    if evidence.history.state is RunState.DONE:
-        yield "time", f"{evidence.history.wall_seconds / 3600:.2f} h, {evidence.history.goodput:.1%} of it in steps"
-    yield "fingerprint of the whole state", f"`{manifest.fingerprint}`"
-
-
-def _hardware(manifest: Manifest) -> Iterable[tuple[str, str]]:
-    """What has saved the step: its devices, and the versions of what ran on them."""
+    # Hardware and versions are those of the attempt that saved the step.
     topology, environment = manifest.topology or {}, manifest.environment or {}
     mesh = topology.get("mesh")
     if isinstance(mesh, dict) and "device_kind" in topology:
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size != 1)
-        kind = _code(str(topology["device_kind"]))
+        kind = _escape(str(topology["device_kind"]))
         yield "hardware", f"{math.prod(mesh.values())} x `{kind}`" + (f" ({axes})" if axes else "")
     versions = environment.get("versions")
     if isinstance(versions, dict):
-        yield "versions", ", ".join(f"{_code(str(name))} {_code(str(number))}" for name, number in versions.items())
+        yield "versions", ", ".join(f"{_escape(str(name))} {_escape(str(number))}" for name, number in versions.items())
+    if checkpoint.history.state is RunState.DONE:
+        hours, goodput = checkpoint.history.wall_seconds / 3600, checkpoint.history.goodput
+        yield "time", f"{hours:.2f} h, {goodput:.1%} of it in steps"
+    yield "fingerprint of the whole state", f"`{manifest.fingerprint}`"
 
 
-def _newest(rows: Sequence[Row], key: str) -> float | None:
-    """The newest value of a key that is a number, None if no row has one."""
+def _find_newest(rows: Sequence[Row], key: str) -> float | None:
+    """Return the newest number under a key; None if no row has one."""
     found = (row[key] for row in reversed(rows) if isinstance(row.get(key), int | float))
     return next(found, None)
 
 
-def _evaluations(rows: Sequence[Row]) -> str:
-    """A table of the validation losses over the steps; empty where there are none."""
+def _format_evaluations(rows: Sequence[Row]) -> str:
+    """Return a table of validation losses by step; empty if there are none."""
     evaluated = [row for row in rows if any(_LOSS.fullmatch(key) for key in row)]
     if not evaluated:
         return ""
+
+    def format_cell(value: object) -> str:
+        return f"{value:.4f}" if isinstance(value, int | float) else ""
+
     stride = math.ceil(len(evaluated) / EVALUATIONS_MAX)
     shown = evaluated[::-1][::stride][::-1]
     keys = list(dict.fromkeys(key for row in shown for key in row if _LOSS.fullmatch(key)))
-    lines = [(f"{row['step']:,}", *(_figure(row.get(key)) for key in ("train/loss", *keys))) for row in shown]
-    return "## Losses\n\n" + _table(("step", "train/loss", *keys), lines)
+    lines = [(f"{row['step']:,}", *(format_cell(row.get(key)) for key in ("train/loss", *keys))) for row in shown]
+    return "## Losses\n\n" + _format_table(("step", "train/loss", *keys), lines)
 
 
-def _figure(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) else ""
-
-
-def _usage(evidence: ExportedCheckpoint, repository: str) -> str:
-    """How the weights are opened, where `transformers` knows their architecture."""
-    if not _generates_text(evidence.config):
-        return ""
-    has_tokenizer = TOKENIZER in evidence.files
-    lines = [
-        "```python",
-        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if has_tokenizer else ''}",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("{repository}")',
-        *([f'tokenizer = AutoTokenizer.from_pretrained("{repository}")'] if has_tokenizer else []),
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _public(where: str) -> str:
-    """A path without the directories of the machine that it was on, which tell a reader nothing; a URL as it is."""
+def _hide_directories(where: str) -> str:
+    """Return a path without its directories, which only its machine has; a URL as it is."""
     return where if "://" in where else where.rstrip("/").rpartition("/")[2]
 
 
-def _code(text: str) -> str:
-    """Text that may stand in a cell, inside of backticks or not: one line that begins no markup."""
+def _escape(text: str) -> str:
+    """Return text for a cell, inside of backticks or not: one line that begins no markup."""
     return "".join(each if each.isprintable() and each not in "`|<>" else " " for each in text)
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rows = [head, ["---"] * len(head), *lines]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-ANSWER_SECONDS = 300.0  # in which a byte must come or go
+# Push.
+
+ANSWER_SECONDS = 300.0  # limit for the next byte of a request or an answer
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _MODULES = ("", ".errors", ".utils")
-_TRANSIENT = (408, 409, 412, 429)  # besides all that begin with 5
+_TRANSIENT = (408, 409, 412, 429)  # besides all from 500 on
 
 
 @dataclass(frozen=True)
 class PushResult:
-    """Where an export is, and whether it was there before."""
+    """Result of a push.
+
+    Attributes:
+        url: URL of the repository.
+        has_changed: False if it already held the export.
+    """
 
     url: str
     has_changed: bool
-
-
-def _set_up(utils: ModuleType, hub: ModuleType) -> None:
-    """What holds for the library in all of this process: few words, and an end to each wait, else there is none."""
-    utils.logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        utils.disable_progress_bars()
-    client = hub.get_session()
-    kind, hooks = type(client), client.event_hooks
-    hub.set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=ANSWER_SECONDS))
 
 
 class HubRepository:
     """OWNER/NAME on the Hub that HF_ENDPOINT names, with the token of HF_TOKEN or of the library's own login."""
 
     def __init__(self, name: str, *, is_public: bool):
-        """Raises `InvalidError` if the library is missing, the name is none, or there is no token."""
+        """Open the repository without a request.
+
+        Args:
+            name: OWNER/NAME.
+            is_public: True if the repository is, or is to be, public.
+
+        Raises:
+            InvalidError: The library is missing, the name is invalid, or there is no token.
+        """
         if _NAME.fullmatch(name) is None:
             raise InvalidError(f"--push {name}: needs OWNER/NAME, such as my-team/my-model")
         self._name, self._is_public = name, is_public
         self._hub, self._errors, utils = (import_extra(f"huggingface_hub{part}", "hub") for part in _MODULES)
-        _set_up(utils, self._hub)
-        with self._answers():
+        # Settings of the library for this whole process: few lines, and a limit for each wait, which it has not.
+        utils.logging.set_verbosity_error()
+        if not sys.stderr.isatty():
+            utils.disable_progress_bars()
+        client = self._hub.get_session()
+        kind, hooks = type(client), client.event_hooks
+        self._hub.set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=ANSWER_SECONDS))
+        with self._translate_errors():
             token = self._hub.get_token()
         if token is None:
-            raise InvalidError(f"--push {name}: no token: set HF_TOKEN, or log in with `hf auth login`")
+            raise InvalidError(f"--push {name}: there is no token; set HF_TOKEN, or log in with `hf auth login`")
         if not (token.isascii() and token.isprintable()):
-            raise InvalidError(f"--push {name}: the token holds a character that none has; copy it again")
+            raise InvalidError(f"--push {name}: the token contains a character that no token has; copy it again")
         hide_secret(token)
         self._api = self._hub.HfApi(token=token)
         if not self._api.endpoint.startswith(("http://", "https://")):
             raise InvalidError(f"HF_ENDPOINT={self._api.endpoint}: needs a URL that begins with http:// or https://")
 
     def check(self) -> None:
-        """Raise `InvalidError` if a push would be refused, `RetryableError` if the Hub does not answer."""
-        with self._answers():
+        """Check that a push would be accepted.
+
+        Raises:
+            InvalidError: It would be refused.
+            RetryableError: The Hub does not answer.
+        """
+        with self._translate_errors():
             auth = self._api.whoami().get("auth") or {}
             if (auth.get("accessToken") or {}).get("role") == "read":
                 raise InvalidError(f"--push {self._name}: the token may only read; make one that may write")
-            self._find()
+            self._has_repository()
 
     def push(self, directory: Path, message: str) -> PushResult:
-        """Bring the repository to hold the files of `directory`, which has no others inside.
+        """Make the repository hold the files of `directory`, which has no directories inside.
 
-        Raises `InvalidError`, or `RetryableError` if running it again may help.
+        Raises:
+            InvalidError: The Hub refuses it.
+            RetryableError: The push may succeed if it is run again.
         """
         paths = {path.name: path for path in sorted(directory.iterdir())}
-        with self._answers():
-            if self._find() is None:
+        with self._translate_errors():
+            if not self._has_repository():
                 self._api.create_repo(self._name, private=not self._is_public, exist_ok=True)
             before = self._api.repo_info(self._name)
             left = sorted(each.rfilename for each in before.siblings or [] if each.rfilename not in paths)
             operations = [self._hub.CommitOperationDelete(name) for name in left if is_export_file(name)]
             operations += [self._hub.CommitOperationAdd(name, path) for name, path in paths.items()]
-            with warnings.catch_warnings(action="ignore"):  # of metadata that the Hub does not know: it takes them
+            with warnings.catch_warnings(action="ignore"):  # about metadata that the Hub does not know but accepts
                 commit = self._api.create_commit(
                     self._name, operations, commit_message=message, parent_commit=before.sha
                 )
-            self._compare(paths)
+            # The repository's own .gitignore may have excluded a file.
+            found = self._api.repo_info(self._name, files_metadata=True)
+            sizes = {each.rfilename: each.size for each in found.siblings or []}
+            wrong = [name for name, path in paths.items() if sizes.get(name) != path.stat().st_size]
+            if wrong:
+                raise InvalidError(f"{self._name} has not taken {', '.join(wrong)}: see its .gitignore")
         return PushResult(f"{self._api.endpoint}/{self._name}", commit.oid != before.sha)
 
-    def _find(self) -> Any:
-        """What the Hub tells of the repository, None if there is none that this token may see."""
+    def _has_repository(self) -> bool:
+        """Return True if the repository exists and this token may see it.
+
+        Raises:
+            InvalidError: It is public and should be private, or the other way round.
+        """
         try:
             found = self._api.repo_info(self._name)
         except self._errors.RepositoryNotFoundError as error:
             if error.response.status_code == 401:
                 raise
-            return None
+            return False
         if found.private is False and not self._is_public:
-            raise InvalidError(f"{self._name} is there, and public; give --public, or another name")
+            raise InvalidError(f"{self._name} exists and is public; give --public, or another name")
         if found.private and self._is_public:
-            raise InvalidError(f"{self._name} is there, and private; leave out --public, or change it on the Hub first")
-        return found
-
-    def _compare(self, paths: dict[str, Path]) -> None:
-        """Raise `InvalidError` if the repository has not taken all that was sent: its .gitignore may name a file."""
-        found = self._api.repo_info(self._name, files_metadata=True)
-        sizes = {each.rfilename: each.size for each in found.siblings or []}
-        wrong = [name for name, path in paths.items() if sizes.get(name) != path.stat().st_size]
-        if wrong:
-            raise InvalidError(f"{self._name} has not taken {', '.join(wrong)}: see its .gitignore")
+            raise InvalidError(f"{self._name} exists and is private; leave out --public, or change it on the Hub first")
+        return True
 
     @contextlib.contextmanager
-    def _answers(self) -> Iterator[None]:
-        """Inside, what the library raises becomes an error of one line."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Translate exceptions of the library into errors of one line."""
         errors = self._errors
         try:
             yield
         except RunnerError:
             raise
         except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
-            raise self._meaning(error) from error
+            raise self._make_error(error) from error
 
-    def _meaning(self, error: BaseException) -> RunnerError:
-        """What an error of the library means to the user; a thread's own hides behind the one that tells of it."""
+    def _make_error(self, error: BaseException) -> RunnerError:
         errors = self._errors
+        # An exception of a thread is the cause of the one that reports it.
         found: BaseException | None = error
         while found is not None and not isinstance(found, errors.HTTPError | OSError | ValueError):
             found = found.__cause__
         found = found or error
         if isinstance(found, errors.HfHubHTTPError):
-            return self._refusal(found)
+            return self._make_status_error(found)
         if isinstance(found, errors.OfflineModeIsEnabled):
-            return InvalidError(f"--push {self._name}: HF_HUB_OFFLINE is set, and a push needs the Hub")
+            return InvalidError(f"--push {self._name}: HF_HUB_OFFLINE is set, and a push needs the Hub; unset it")
         if isinstance(found, ValueError):
             return InvalidError(f"--push {self._name}: {' '.join(str(found).split())[:300]}")
         host = getattr(getattr(self, "_api", None), "endpoint", "the Hub")
-        return RetryableError(f"{host} does not answer: {format_reason(found)}; run the same again, it goes on")
+        return RetryableError(f"{host} does not answer: {format_reason(found)}; run the same command again to continue")
 
-    def _refusal(self, error: Any) -> RunnerError:
-        """What an answer of the Hub means."""
+    def _make_status_error(self, error: Any) -> RunnerError:
+        """Return the error for an answer of the Hub with an HTTP status."""
         status = error.response.status_code
         reason = " ".join((error.server_message or format_reason(error)).split())[:300]
         if status == 401:
-            return InvalidError(f"{self._api.endpoint} does not take the token of HF_TOKEN, or of the login: {reason}")
+            return InvalidError(f"{self._api.endpoint} does not accept the token of HF_TOKEN or the login: {reason}")
         if status == 403:
             return InvalidError(f"the token may not write to {self._name}: {reason}")
         if status in _TRANSIENT or status >= 500:
-            return RetryableError(f"{self._name}: {status}: {reason}; run the same again, it goes on")
+            return RetryableError(f"{self._name}: {status}: {reason}; run the same command again to continue")
         return InvalidError(f"{self._name}: {status}: {reason}")

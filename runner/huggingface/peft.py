@@ -1,14 +1,15 @@
-"""The adapter of a run alone, in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+"""Export of a run's adapter alone, in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
-By the documentation of PEFT (checkpoint format): of a linear module M the files hold `base_model.model.M.lora_A.weight`
-(rank, in) and `lora_B.weight` (out, rank). Where several of our leaves are one tensor there, as query, key and value of
-GPT-2, the ranks of those that are adapted stand in a row, and B is zero where A is of another one.
+By the documentation of PEFT (checkpoint format), the files hold `base_model.model.M.lora_A.weight` (rank, in) and
+`lora_B.weight` (out, rank) for a linear module M. Several of our leaves may be one module there, as query, key and
+value of GPT-2 are. The ranks of the adapted ones are then concatenated, and B is zero where A belongs to another leaf.
+
+Shape legend: R rank of one adapter, I inputs and O outputs of a module, n adapters that are one module.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import safetensors
@@ -30,13 +31,21 @@ _WEIGHT, _PREFIX = ".weight", "base_model.model."
 
 @dataclass(frozen=True)
 class _Module:
-    """A linear module of the files: A (rank, in) and B (out, rank), of which `number` adapters stand in a row."""
+    """Linear module of the files.
+
+    Attributes:
+        name: Name of the module.
+        a: A of shape (n R, I).
+        b: B of shape (O, n R).
+        number: n.
+        is_transposed: True if the weight of the module is (in, out).
+    """
 
     name: str
     a: np.ndarray
     b: np.ndarray
     number: int
-    is_transposed: bool  # its weight is (in, out)
+    is_transposed: bool
 
 
 def export_adapter(
@@ -48,53 +57,53 @@ def export_adapter(
     dtype: Dtype | None = None,
     weights: str = PARAMS,
 ) -> int:
-    """Write the adapter of a checkpoint to `out`, a path or URL where nothing is yet; the step that it is of.
+    """Write the adapter of a checkpoint to `out`, and return its step.
 
-    `where`, `step` and `weights` as of `open_checkpoint`; `base` is told as what it adapts; `dtype` by default that of
-    the checkpoint. Raises `InvalidError` if there is no adapter, or PEFT has no form for it; then nothing is at `out`.
+    Args:
+        where: Run directory or URL, as for `open_checkpoint`.
+        step: Step, as for `open_checkpoint`.
+        family: Mapping of the job.
+        out: Path or URL, at which there is nothing yet.
+        base: Name of the base model for `adapter_config.json`.
+        dtype: Type of the files; by default that of the checkpoint.
+        weights: Weights, as for `open_checkpoint`.
+
+    Raises:
+        InvalidError: There is no adapter, or PEFT has no form for it. Nothing is then at `out`.
     """
     with publish_directory(out) as directory:
 
-        def use(store: Store, manifest: Manifest) -> int:
-            _write(directory, store, manifest, family, base, dtype, weights)
+        def write(store: Store, manifest: Manifest) -> int:
+            if not has_adapter(manifest.leaves):
+                raise InvalidError(
+                    f"checkpoint {manifest.name} has no adapter: its run has no config.adapter; leave --adapter out"
+                )
+            pairs = find_adapter(manifest, weights)[1].matrices
+            names = [name for pair in pairs.values() for name in pair]
+            arrays = {name: np.asarray(array) for name, array in read_named_leaves(store, manifest, names)}
+            matrices = {name: (arrays[a], arrays[b]) for name, (a, b) in pairs.items()}
+            modules = list(_build_modules(family.pieces(), matrices))
+            tensors: dict[str, np.ndarray] = {}
+            for module in modules:
+                tensors[f"{_PREFIX}{module.name}.lora_A.weight"] = module.a
+                tensors[f"{_PREFIX}{module.name}.lora_B.weight"] = module.b
+            tensors = {name: array.astype(parse_dtype(dtype)) if dtype else array for name, array in tensors.items()}
+            head, _ = encode_header({name: (DTYPE_NAMES[array.dtype], array.shape) for name, array in tensors.items()})
+            content = head + b"".join(np.ascontiguousarray(array).tobytes() for array in tensors.values())
+            (directory / TENSORS).write_bytes(content)
+            with safetensors.safe_open(directory / TENSORS, framework="np") as found:
+                assert set(found.keys()) == tensors.keys(), f"{TENSORS} does not hold what was written"
+            (directory / CONFIG).write_bytes(encode_json(_make_config(manifest, modules, base)))
             return manifest.step
 
-        return use_checkpoint(where, step, use)[0]
+        return use_checkpoint(where, step, write)[0]
 
 
-def _write(
-    directory: Path,
-    store: Store,
-    manifest: Manifest,
-    family: Family,
-    base: str,
-    dtype: Dtype | None,
-    weights: str,
-) -> None:
-    if not has_adapter(manifest.leaves):
-        raise InvalidError(f"checkpoint {manifest.name} has no adapter: its run has no config.adapter; leave --adapter")
-    pairs = find_adapter(manifest, weights)[1].matrices
-    names = [name for pair in pairs.values() for name in pair]
-    arrays = {name: np.asarray(array) for name, array in read_named_leaves(store, manifest, names)}
-    matrices = {name: (arrays[a], arrays[b]) for name, (a, b) in pairs.items()}
-    modules = list(_modules(family.pieces(), matrices))
-    tensors: dict[str, np.ndarray] = {}
-    for module in modules:
-        tensors[f"{_PREFIX}{module.name}.lora_A.weight"] = module.a
-        tensors[f"{_PREFIX}{module.name}.lora_B.weight"] = module.b
-    tensors = {name: array.astype(parse_dtype(dtype)) if dtype else array for name, array in tensors.items()}
-    head, _ = encode_header({name: (DTYPE_NAMES[array.dtype], array.shape) for name, array in tensors.items()})
-    content = head + b"".join(np.ascontiguousarray(array).tobytes() for array in tensors.values())
-    (directory / TENSORS).write_bytes(content)
-    with safetensors.safe_open(directory / TENSORS, framework="np") as found:
-        assert set(found.keys()) == tensors.keys(), f"{TENSORS} does not hold what was written"
-    (directory / CONFIG).write_bytes(encode_json(_config(manifest, modules, base)))
-
-
-def _config(manifest: Manifest, modules: Sequence[_Module], base: str) -> JsonObject:
-    """What PEFT's `LoraConfig` reads. Each module's alpha grows with its rank, so that alpha over rank is the same."""
+def _make_config(manifest: Manifest, modules: Sequence[_Module], base: str) -> JsonObject:
+    """Return the content of PEFT's `LoraConfig`."""
     rank, alpha = manifest.identity["config.adapter.rank"], manifest.identity["config.adapter.alpha"]
-    in_a_row = [module for module in modules if module.number > 1]
+    # The alpha of a module grows with its rank, so that alpha / rank is the same for all.
+    concatenated = [module for module in modules if module.number > 1]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -104,48 +113,49 @@ def _config(manifest: Manifest, modules: Sequence[_Module], base: str) -> JsonOb
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": [module.name for module in modules],
-        "rank_pattern": {module.name: rank * module.number for module in in_a_row},
-        "alpha_pattern": {module.name: alpha * module.number for module in in_a_row},
+        "rank_pattern": {module.name: rank * module.number for module in concatenated},
+        "alpha_pattern": {module.name: alpha * module.number for module in concatenated},
         "fan_in_fan_out": any(module.is_transposed for module in modules),
         "inference_mode": True,
     }
 
 
-def _modules(pieces: Sequence[TensorPiece], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Iterator[_Module]:
-    """The modules that have an adapter, in the order of the table."""
+def _build_modules(
+    pieces: Sequence[TensorPiece], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
+) -> Iterator[_Module]:
+    """Yield the modules that have an adapter, in the order of the table.
+
+    Args:
+        pieces: Table of the family.
+        matrices: A and B by the name of the adapted leaf.
+
+    Raises:
+        InvalidError: An adapted leaf is no linear module of a layer.
+    """
     by_tensor: dict[str, list[TensorPiece]] = defaultdict(list)
     for piece in pieces:
         by_tensor[piece.tensor].append(piece)
     for tensor, parts in by_tensor.items():
-        if any(part.leaf_name in matrices for part in parts):
-            _refuse(parts, matrices)
-            size = max(part.part[2] for part in parts if part.part) if parts[0].part else None
-            yield _module(tensor, size, [part for part in parts if part.leaf_name in matrices], matrices)
-
-
-def _refuse(parts: Sequence[TensorPiece], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    for part in parts:
-        out_axis = 0 if part.transpose else 1
-        is_linear = part.transpose or part.leaf.endswith(".kernel")
-        is_cut_well = part.part is None or part.part[0] == out_axis
-        if part.leaf_name in matrices and not (
-            is_linear and is_cut_well and len(part.index) == 1 and part.tensor.endswith(_WEIGHT)
-        ):
-            raise InvalidError(
-                f"{part.leaf} is {part.tensor}, which is no linear module of a layer: PEFT's files have no plain form "
-                "for its adapter; export without --adapter, which merges"
-            )
-
-
-def _module(
-    tensor: str, size: int | None, parts: Sequence[TensorPiece], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
-) -> _Module:
-    """Of the adapted `parts` of a tensor that gives `size` features; None: the only part gives all."""
-    own = [(part, *(matrix[part.index] for matrix in matrices[part.leaf_name])) for part in parts]
-    rank, features = own[0][2].shape
-    rows = np.zeros((size or features, rank * len(own)), own[0][2].dtype)
-    for number, (part, _, b) in enumerate(own):
-        start = part.part[1] if part.part else 0
-        rows[start : start + b.shape[1], number * rank : (number + 1) * rank] = b.T
-    a = np.concatenate([a.T for _, a, _ in own])
-    return _Module(tensor.removesuffix(_WEIGHT), a, rows, len(own), not parts[0].transpose)
+        adapted = [part for part in parts if part.leaf_name in matrices]
+        if not adapted:
+            continue
+        for part in adapted:
+            out_axis = 0 if part.transpose else 1
+            is_linear = part.transpose or part.leaf.endswith(".kernel")
+            is_split_by_outputs = part.part is None or part.part[0] == out_axis
+            is_of_one_layer = len(part.index) == 1 and part.tensor.endswith(_WEIGHT)
+            if not (is_linear and is_split_by_outputs and is_of_one_layer):
+                raise InvalidError(
+                    f"{part.leaf} is {part.tensor}, which is no linear module of a layer: PEFT's files have no plain "
+                    "form for its adapter; export without --adapter, which merges"
+                )
+        own = [(part, *(matrix[part.index] for matrix in matrices[part.leaf_name])) for part in adapted]
+        rank, features = own[0][2].shape
+        # A module that several leaves share has the outputs of all of them, adapted or not.
+        num_outputs = max(part.part[2] for part in parts if part.part) if parts[0].part else features
+        b = np.zeros((num_outputs, rank * len(own)), own[0][2].dtype)
+        for number, (part, _, own_b) in enumerate(own):
+            start = part.part[1] if part.part else 0
+            b[start : start + own_b.shape[1], number * rank : (number + 1) * rank] = own_b.T
+        a = np.concatenate([own_a.T for _, own_a, _ in own])
+        yield _Module(tensor.removesuffix(_WEIGHT), a, b, len(own), not adapted[0].transpose)

@@ -83,7 +83,7 @@ def test_wherever_the_network_goes_down_the_next_push_ends_in_the_same_files_in_
             hub.objects.clear()
             hub.requests.clear()
             hub.fault = lambda number, line, first=first, kind=kind: kind if number >= first else None  # type: ignore[misc]
-            with pytest.raises(RetryableError, match="run the same again, it goes on") as failed:
+            with pytest.raises(RetryableError, match="run the same command again") as failed:
                 push(directory)
             assert "\n" not in str(failed.value)
             kept, is_committed = set(hub.objects), bool(hub.repos) and len(hub.repos[NAME].commits) > 1
@@ -107,7 +107,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for_without_end(
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_hub_that_is_busy_is_to_be_tried_again(hub: Hub, tmp_path: Path, status: int) -> None:
     hub.fault = lambda number, line: status if "/commit/" in line else None
-    with pytest.raises(RetryableError, match=f"{status}: as the test said; run the same again"):
+    with pytest.raises(RetryableError, match=f"{status}: as the test said; run the same command again"):
         push(written(tmp_path / "out"))
 
 
@@ -129,9 +129,12 @@ def test_of_two_pushes_at_a_time_one_has_to_come_again(hub: Hub, tmp_path: Path)
 
 
 REFUSALS = {
-    "wrong token": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_a-wrong-token"), "does not take the token of HF_"),
-    "no token": (lambda hub, patch: patch.delenv("HF_TOKEN"), "no token: set HF_TOKEN, or log in"),
-    "broken token": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_a-tok\x07en"), "a character that none has"),
+    "wrong token": (
+        lambda hub, patch: patch.setenv("HF_TOKEN", "hf_a-wrong-token"),
+        "does not accept the token of HF_",
+    ),
+    "no token": (lambda hub, patch: patch.delenv("HF_TOKEN"), "no token; set HF_TOKEN, or log in"),
+    "broken token": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_a-tok\x07en"), "a character that no token has"),
     "a token that reads": (lambda hub, patch: patch.setenv("HF_TOKEN", READER), "the token may only read"),
     "offline": (lambda hub, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True), "HF_HUB_OFFLINE is set"),
     "no library": (
@@ -142,7 +145,7 @@ REFUSALS = {
         lambda hub, patch: patch.setattr(constants, "ENDPOINT", "hub.example"),
         "HF_ENDPOINT=hub.example: needs",
     ),
-    "public already": (lambda hub, patch: hub.repos.update({NAME: Repo(False)}), "and public; give --public"),
+    "public already": (lambda hub, patch: hub.repos.update({NAME: Repo(False)}), "is public; give --public"),
     "not allowed there": (
         lambda hub, patch: setattr(hub, "fault", lambda number, line: 403 if "create" in line else None),
         "the token may not write to owner/model: as the test said",
@@ -169,7 +172,7 @@ def test_what_cannot_be_pushed_is_refused_in_one_line_without_the_token(
 
 def test_a_private_repository_is_not_taken_for_a_public_one(hub: Hub, tmp_path: Path) -> None:
     hub.repos[NAME] = Repo(is_private=True)
-    with pytest.raises(InvalidError, match="is there, and private; leave out --public"):
+    with pytest.raises(InvalidError, match="and is private; leave out --public"):
         push(written(tmp_path / "out"), is_public=True)
 
 

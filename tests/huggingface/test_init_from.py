@@ -201,7 +201,7 @@ def test_weights_that_do_not_fit_are_refused_before_the_claim(directory: Path, e
             {"path": "{run}", "allow_missing": ["*"]},
             "allow_missing: nothing reads it: .* is not in Hugging",
         ),
-        ({"path": "{run}", "rename": {"a": "b"}}, "rename: nothing reads it: .* export the run, and begin with that"),
+        ({"path": "{run}", "rename": {"a": "b"}}, "rename: nothing reads it: .* export the run"),
         ({"path": "{exported}", "weights": "ema_0.9"}, "weights: nothing reads it: .* has no averages"),
         ({"path": "{run}", "weights": "ema_0.9"}, "got weights 'ema_0.9', has params; needs one of them"),
         ("{run}/checkpoints/3", "3: no manifest.json: it was never committed"),

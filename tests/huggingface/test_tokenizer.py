@@ -89,5 +89,5 @@ def test_what_has_none_says_so(tmp_path: Path):
     found = make_tokenizer_files(config(tmp_path / "ids.bin"))
     assert (found.files, found.problem) == (
         {},
-        f"data.source={tmp_path / 'ids.bin'} holds ids, and nobody knows of which tokenizer",
+        f"data.source={tmp_path / 'ids.bin'} holds ids, and it is unknown which tokenizer made them",
     )

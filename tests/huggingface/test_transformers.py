@@ -10,8 +10,8 @@ import pytest
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, open_checkpoint
+from runner.evaluation.generation import make_variables
 from runner.huggingface.export import export
-from runner.inference.sample import variables_of
 from tests.huggingface.test_init_from import weights_begun_with
 from tests.support.tiny import TEXT, gpt, leaves_equal
 
@@ -67,7 +67,7 @@ def test_what_is_exported_is_opened_and_what_is_saved_comes_back(
     weights = open_checkpoint(where)[0]
     tokens_BxT = np.array([ids[:16]], np.int32)
     if dtype is None:
-        ours = np.asarray(run.model().apply(variables_of(weights), tokens_BxT, deterministic=True))
+        ours = np.asarray(run.model().apply(make_variables(weights), tokens_BxT, deterministic=True))
         with torch.no_grad():
             theirs = model(torch.tensor(tokens_BxT.astype(np.int64))).logits.numpy()
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
