@@ -1,4 +1,4 @@
-"""The catalogue of accelerators: names, devices, hosts, shapes."""
+"""Catalogue of accelerators: names, devices, hosts, shapes and compiler flags."""
 
 import itertools
 import math
@@ -61,7 +61,7 @@ def test_an_accelerator_matches_its_own_devices_and_no_others(name, kind):
     assert accelerator.matches(KINDS[kind], 8) == (name == kind)
 
 
-def test_an_accelerator_with_a_number_matches_that_number_alone():
+def test_an_accelerator_with_a_number_matches_only_that_number():
     assert parse_accelerator("2xv5e-8").matches("TPU v5 lite", 16)
     assert not parse_accelerator("v5e-8").matches("TPU v5 lite", 16)
 
@@ -70,7 +70,7 @@ def test_an_accelerator_with_a_number_matches_that_number_alone():
     ("text", "hosts", "num_chips_per_host", "slices"),
     [("v5e-16", 4, 4, 1), ("2xv5e-256", 64, 4, 2), ("v5p-4", 1, 4, 1), ("v5e-1", 1, 1, 1), ("h200-16", 2, 8, 1)],
 )
-def test_hosts_of_a_slice(text, hosts, num_chips_per_host, slices):
+def test_hosts_and_chips_of_a_slice(text, hosts, num_chips_per_host, slices):
     accelerator = parse_accelerator(text)
     assert accelerator.hosts_per_slice == hosts
     assert accelerator.num_chips_per_host == num_chips_per_host
@@ -84,12 +84,12 @@ def test_a_slice_has_as_many_chips_as_its_shape():
 
 
 @pytest.mark.parametrize("text", ["v5e-12", "v5p-12", "h100-8"])
-def test_a_slice_that_does_not_exist_is_refused_with_those_that_do(text):
+def test_an_impossible_slice_is_refused_with_the_possible_ones(text):
     with pytest.raises(InvalidError, match=r"has no slice of \d+ chips; slices: (v5e-1, |v5p-4, |none)"):
         _ = parse_accelerator(text).shape
 
 
-def test_every_chip_but_the_cpu_has_its_peak_figures_and_every_tpu_its_names():
+def test_every_chip_has_peak_rates_and_every_tpu_its_names():
     for name, chip in CHIPS.items():
         assert (chip.speeds is None) == (name == "cpu")
         if chip.speeds is not None:
@@ -100,7 +100,7 @@ def test_every_chip_but_the_cpu_has_its_peak_figures_and_every_tpu_its_names():
 
 
 @pytest.mark.parametrize("text", ["v5e-16", "2xv5e-256", "h200-8", "cpu"])
-def test_an_accelerator_is_written_as_it_is_read(text):
+def test_an_accelerator_round_trips_as_text(text):
     assert str(parse_accelerator(text)) == text
 
 
@@ -118,9 +118,7 @@ FLAG = "--xla_gpu_deterministic_ops"
         ("gpu", FLAG, FLAG),
     ],
 )
-def test_what_makes_programs_deterministic_is_set_where_there_is_a_choice_and_the_environment_has_the_last_word(
-    monkeypatch, tmp_path, platforms, flags, expected
-):
+def test_deterministic_flags_respect_the_environment(monkeypatch, tmp_path, platforms, flags, expected):
     driver = tmp_path / "nvidiactl"
     given = {"JAX_PLATFORMS": platforms, "XLA_FLAGS": flags}
     variables = {name: value for name, value in given.items() if value is not None}
@@ -148,7 +146,7 @@ def test_some_chips_have_flags_and_a_cpu_has_none():
 
 
 @pytest.mark.parametrize("name", FLAGGED)
-def test_flags_of_a_chip_are_options_that_a_users_own_take_the_place_of(name):
+def test_flags_of_the_user_replace_those_of_a_chip(name):
     options = make_compiler_options(KINDS[name], {}, "")
     assert len(options) == len(CHIPS[name].compiler_flags)
     assert not any(key.startswith("-") for key in options)

@@ -354,7 +354,7 @@ def packed(cases: list[Case]) -> list[list[Case]]:
 
 
 class SilentTracking:
-    """Takes the place of W&B, which would take seconds; tests/metrics/test_sinks.py has the real one."""
+    """Takes the place of W&B, which would take seconds; tests/metrics/test_writers.py has the real one."""
 
     def __init__(self, *arguments: object):
         pass

@@ -98,6 +98,7 @@ def _make_source_tokenizer(source: TokenSource, config: DataConfig) -> Tokenizer
     if is_class_path(source.source):
         return None
     length = config.sequence_length
+    # A corpus records its own tokenizer, whatever the spec says.
     corpus = find_corpus(source.source)
     if corpus is not None:
         return _make_corpus_tokenizer(corpus, length)
@@ -201,6 +202,7 @@ class SafetensorsWriter:
                 os.posix_fallocate(stream.fileno(), 0, max([len(head), *(each.stop for each in locations.values())]))
             self._locations |= {name: each._replace(file=file) for name, each in locations.items()}
         if len(shards) > 1:
+            # The index is the form in which transformers finds the shard of each tensor.
             total = sum(each.stop - each.start for each in self._locations.values())
             files = {name: self._locations[name].file for name in sorted(self._locations)}
             (directory / INDEX_FILE).write_bytes(encode_json({"metadata": {"total_size": total}, "weight_map": files}))
@@ -220,6 +222,7 @@ class SafetensorsWriter:
         values = values.swapaxes(-1, -2) if piece.transpose else values
         with np.errstate(over="ignore"):
             converted = values.astype(dtype)
+        # Infinite values of the leaf stay infinite; only values that become infinite are an error.
         if dtype.itemsize < values.dtype.itemsize and (np.isinf(converted) & ~np.isinf(values)).any():
             raise InvalidError(f"{piece.tensor} has values that {dtype} cannot hold; use another --dtype")
         if not converted.size:
@@ -269,6 +272,7 @@ def publish_directory(where: str) -> Iterator[Path]:
             make_directory(temporary)
         yield temporary
         with translate_errors(store.root):
+            # The content must be durable before the name is, or a power cut could leave an empty export.
             for path in [*temporary.iterdir(), temporary]:
                 fsync(path)
             try:
@@ -360,8 +364,10 @@ def export_into(
             values = np.asarray(array)
             for piece in pieces[name]:
                 writer.put(piece, values[piece.index])
+        # A damaged export is found here, before it is published.
         writer.verify()
         config = dict(family.config())
+        # transformers loads all tensors in one type; the widest one loses nothing.
         config["torch_dtype"] = max((dtype for dtype, _ in tensors.values()), key=lambda dtype: dtype.itemsize).name
         if tokenizer.end is not None:
             config["eos_token_id"] = tokenizer.end

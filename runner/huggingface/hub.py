@@ -198,6 +198,7 @@ def _format_evaluations(rows: Sequence[Row]) -> str:
     def format_cell(value: object) -> str:
         return f"{value:.4f}" if isinstance(value, int | float) else ""
 
+    # Every `stride`-th evaluation, counted from the end, so that the last one is always shown.
     stride = math.ceil(len(evaluated) / EVALUATIONS_MAX)
     shown = evaluated[::-1][::stride][::-1]
     keys = list(dict.fromkeys(key for row in shown for key in row if _LOSS.fullmatch(key)))
@@ -269,6 +270,7 @@ class HubRepository:
             token = self._hub.get_token()
         if token is None:
             raise InvalidError(f"--push {name}: there is no token; set HF_TOKEN, or log in with `hf auth login`")
+        # The HTTP library would reject such a token with an error that contains it.
         if not (token.isascii() and token.isprintable()):
             raise InvalidError(f"--push {name}: the token contains a character that no token has; copy it again")
         hide_secret(token)
@@ -300,6 +302,7 @@ class HubRepository:
         with self._translate_errors():
             if not self._has_repository():
                 self._api.create_repo(self._name, private=not self._is_public, exist_ok=True)
+            # The commit names its parent, so a concurrent push fails instead of mixing both exports.
             before = self._api.repo_info(self._name)
             left = sorted(each.rfilename for each in before.siblings or [] if each.rfilename not in paths)
             operations = [self._hub.CommitOperationDelete(name) for name in left if is_export_file(name)]
@@ -325,6 +328,7 @@ class HubRepository:
         try:
             found = self._api.repo_info(self._name)
         except self._errors.RepositoryNotFoundError as error:
+            # The Hub hides repositories from strangers, so a wrong token also looks like a missing repository.
             if error.response.status_code == 401:
                 raise
             return False
@@ -358,6 +362,7 @@ class HubRepository:
             return InvalidError(f"--push {self._name}: HF_HUB_OFFLINE is set, and a push needs the Hub; unset it")
         if isinstance(found, ValueError):
             return InvalidError(f"--push {self._name}: {' '.join(str(found).split())[:300]}")
+        # An error may occur before the client exists.
         host = getattr(getattr(self, "_api", None), "endpoint", "the Hub")
         return RetryableError(f"{host} does not answer: {format_reason(found)}; run the same command again to continue")
 

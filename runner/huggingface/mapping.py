@@ -82,6 +82,7 @@ def compute_tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Sh
         shape = list(compute_piece_shape(piece, leaves[piece.leaf_name]))
         if piece.part is not None:
             axis, _, stop = piece.part
+            # The parts of a tensor have no gaps, so the largest end is its size.
             shape[axis] = max(stop, shapes.get(piece.tensor, shape)[axis])
         shapes[piece.tensor] = tuple(shape)
     return shapes
@@ -117,6 +118,7 @@ def _find_leaf_problems(pieces: list[TensorPiece], shape: Shape) -> list[str]:
         return [f"its pieces have indexes of {sorted(depths)} axes, and its shape is {list(shape)}"]
     if any(piece.transpose for piece in pieces) and len(shape) - max(depths) < 2:
         return [f"it cannot be transposed, since its shape is {list(shape)}"]
+    # One missing and one excess index are enough for the reader of the error.
     needed = set(product(*map(range, shape[: max(depths)])))
     given = Counter(piece.index for piece in pieces)
     problems = [f"no piece has its index {list(index)}" for index in sorted(needed - given.keys())[:1]]
@@ -184,6 +186,7 @@ def match_tensors(
 
     found, problems = _rename_tensors(published, family, rule)
     needed = compute_tensor_shapes(pieces, shapes)
+    # The parts of a shared tensor cannot be located in a shorter one.
     shared = {piece.tensor for piece in pieces if piece.part is not None}
     notes: list[str] = []
     for line in family.differences(published.config):
@@ -249,6 +252,7 @@ def _rename_tensors(
         renamed: str | None = name
         fitting = [beginning for beginning in rule.rename if has_beginning(name, beginning)]
         if fitting:
+            # The longest beginning is the most specific rule.
             longest = max(fitting, key=len)
             target = rule.rename[longest]
             renamed = None if target is None else (target + name[len(longest) :]).lstrip(".")

@@ -78,6 +78,7 @@ def export_adapter(
                 raise InvalidError(
                     f"checkpoint {manifest.name} has no adapter: its run has no config.adapter; leave --adapter out"
                 )
+            # Averages of the weights have A and B of their own.
             pairs = find_adapter(manifest, weights)[1].matrices
             names = [name for pair in pairs.values() for name in pair]
             arrays = {name: np.asarray(array) for name, array in read_named_leaves(store, manifest, names)}
@@ -91,6 +92,7 @@ def export_adapter(
             head, _ = encode_header({name: (DTYPE_NAMES[array.dtype], array.shape) for name, array in tensors.items()})
             content = head + b"".join(np.ascontiguousarray(array).tobytes() for array in tensors.values())
             (directory / TENSORS).write_bytes(content)
+            # A damaged file is found here, before it is published.
             with safetensors.safe_open(directory / TENSORS, framework="np") as found:
                 assert set(found.keys()) == tensors.keys(), f"{TENSORS} does not hold what was written"
             (directory / CONFIG).write_bytes(encode_json(_make_config(manifest, modules, base)))
@@ -140,6 +142,7 @@ def _build_modules(
         if not adapted:
             continue
         for part in adapted:
+            # PEFT adapts whole linear modules, so leaves may share a tensor only along its outputs.
             out_axis = 0 if part.transpose else 1
             is_linear = part.transpose or part.leaf.endswith(".kernel")
             is_split_by_outputs = part.part is None or part.part[0] == out_axis

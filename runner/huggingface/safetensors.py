@@ -82,6 +82,7 @@ def parse_header_length(prefix: bytes, file_bytes: int) -> int:
     """
     if len(prefix) < PREFIX_BYTES:
         raise ValueError(f"is torn: it has {file_bytes} bytes, and its header is not whole")
+    # The length is checked before anything of that size is read.
     length = int.from_bytes(prefix, "little")
     if length > _HEADER_BYTES_MAX:
         raise ValueError(f"is no safetensors file: its header would have {length:,} bytes")
@@ -109,6 +110,7 @@ def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, Tensor
         return dict(pairs)
 
     try:
+        # The parser would keep the last of two entries of one name, and the first would be an undetected hole.
         record = json.loads(content, object_pairs_hook=reject_duplicates)
     except RecursionError as error:
         raise ValueError("its header is nested too deeply") from error
@@ -150,6 +152,7 @@ def _parse_tensor(name: str, entry: Any, file: str, begin: int) -> TensorLocatio
     if bits is None:
         raise ValueError(f"tensor {name} is of type {dtype[:20]}, which is not a type of the format")
     start, stop = offsets
+    # Types narrower than a byte make it necessary to compare bits.
     if (stop - start) * 8 != math.prod(shape) * bits:
         raise ValueError(f"tensor {name} is {dtype}{list(shape)} and has {stop - start} bytes")
     return TensorLocation(file, dtype, shape, begin + start, begin + stop)
@@ -208,13 +211,16 @@ def open_published_weights(where: str | Store) -> PublishedWeights:
         InvalidError: The directory or a file is damaged; one line for each problem.
     """
     store = open_store(where) if isinstance(where, str) else where
+    # One listing gives the size and version of every file, against which all reads are checked.
     listing = {name: listed for name, listed in store.list_files("").items() if "/" not in name}
     names = list(listing)
     if CONFIG_FILE not in names:
         raise InvalidError(f"{store.url}: no {CONFIG_FILE} is here; needs a directory in Hugging Face's layout")
     config = _read_object(store, CONFIG_FILE)
+    # As in the transformers library, the single file takes precedence over an index.
     index = _read_index(store) if SINGLE_FILE not in names and INDEX_FILE in names else None
     files = _list_weight_files(store, names, index)
+    # A large model has hundreds of shards, and each header costs two requests.
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="header") as pool:
         headers = list(pool.map(lambda file: _read_header(store, file, listing[file]), files))
     problems = [header.problem for header in headers if header.problem is not None]
@@ -305,6 +311,7 @@ def _read_header(store: Store, file: str, listed: FileInfo) -> _Header:
         length = parse_header_length(store.read_range(file, 0, min(PREFIX_BYTES, size), version), size)
         content = store.read_range(file, PREFIX_BYTES, PREFIX_BYTES + length, version)
         return _Header(parse_header(content, file, size), version)
+    # The message of the store already has the path.
     except WrongKindError as error:
         return _Header({}, version, str(error))
     except ValueError as error:

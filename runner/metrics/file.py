@@ -142,6 +142,7 @@ class LocalMetricsFile:
         with self._lock:
             while self._unwritten:
                 line = self._unwritten[0]
+                # A full disk may take a part of the line. It is removed, so that no torn line is left in the file.
                 if self._file.write(line.text) != len(line.text):
                     self._file.truncate(self._num_bytes)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -171,8 +172,10 @@ class LocalMetricsFile:
                 if self._file is None:
                     return
                 self._write()
+                # A file that is gone is noticed at each sync, before anyone relies on its durability.
                 self._restore_file()
                 file, size, num_lines = self._file, self._num_bytes, len(self._written)
+            # The lock is not held here: a flush may take seconds on a busy disk.
             os.fsync(file.fileno())
             with self._lock:
                 self._num_synced_bytes = size
@@ -305,6 +308,7 @@ def _read_texts(store: Store) -> list[bytes]:
 
 def _retry_dropped(read: Callable[[], Value]) -> Value:
     """Return what `read` returns, tried again if a newer attempt has dropped a part meanwhile and names it no more."""
+    # Each try reads `metrics.jsonl` again, which then names other parts.
     for _ in range(_READ_TRIES):
         with contextlib.suppress(FileNotFoundError):
             return read()
@@ -365,6 +369,7 @@ class BucketMetricsFile:
         """
         parts = self._decode_parts(content)
         lines = list(select_surviving(content.splitlines(), step, beyond=parts[-1].last_step if parts else -1))
+        # Parts beyond the step are dropped one by one, until one has a row up to it.
         while parts and not lines:
             part = parts.pop()
             self._dropped.append(part)
@@ -415,6 +420,7 @@ class BucketMetricsFile:
     def get_tail(self) -> RowTail:
         """Return the rows that are not sent."""
         with self._lock:
+            # The row before the unsent ones is the last sent line or the last row of the newest part.
             before = [*(part.last_step for part in self._parts[-1:]), *(line.step for line in self._lines)]
             index = len(self._parts[-1:]) + self._num_sent - 1
             return RowTail(before[index] if index >= 0 else None, self._lines[self._num_sent :])
@@ -428,6 +434,7 @@ class BucketMetricsFile:
         with self._sending:
             with self._lock:
                 revision, parts, lines = self._revision, list(self._parts), list(self._lines)
+            # Another thread has sent everything meanwhile.
             if revision == self._revision_sent:
                 return
             self._fence.check()
@@ -469,6 +476,7 @@ def _count_lines_to_seal(lines: list[EncodedRow], start: int) -> int:
     size = 0
     for index in range(start, len(lines)):
         size += len(lines[index].text)
+        # The last line stays outside of parts, since it may still be replaced.
         if size > PART_BYTES:
             return min(max(index - start, 1), len(lines) - 1 - start)
     return 0

@@ -75,6 +75,7 @@ def accumulate_sums(meta: Mapping[str, Any], is_stacked: bool) -> Meta:
         raise InvalidError(f"forward returns as meta {SUMS!r} {kind}, needs a dictionary of sums by name")
 
     def accumulate(leaf: Any) -> jax.Array:
+        # Sums of narrow types would lose small terms.
         wide = jnp.asarray(leaf, jnp.float32)
         return jnp.sum(wide, axis=0) if is_stacked else wide
 
@@ -135,6 +136,7 @@ def is_loggable(value: Any) -> bool:
         return True
     if not isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         return False
+    # Checked on shapes and types only, since the value may be a tracer.
     shape = jnp.shape(value) if not isinstance(value, jax.ShapeDtypeStruct) else value.shape
     dtype = jnp.result_type(value)
     is_small = len(shape) == 0 or (len(shape) == 1 and 0 < shape[0] <= LIST_MAX)
@@ -168,6 +170,7 @@ def find_bins(value: RowValue) -> tuple[list[float], list[float]] | None:
     """Return counts and edges of a histogram in a row, or of the numbers of a list; None for any other value."""
     if isinstance(value, dict):
         return (value["counts"], value["edges"]) if {*value} == {"counts", "edges"} else None
+    # A list has no bins of its own, so they are made from its numbers.
     numbers = [each for each in value if each is not None] if isinstance(value, list) else []
     if not numbers:
         return None

@@ -111,6 +111,7 @@ class TensorBoardWriter:
     def add(self, row: Row) -> None:
         """Write a row, and upload the file if it is time."""
         self._write_event(row["step"], _encode_summary(row), row.get(_TIME))
+        # Until then nobody reads the file, and the rows of earlier attempts are written without flushing each.
         if self._is_published:
             self._file.flush()
             if time.monotonic() - self._uploaded_seconds >= UPLOAD_SECONDS:
@@ -135,6 +136,7 @@ class TensorBoardWriter:
 
     def _empty_earlier(self, store: Store, folder: str) -> None:
         names = (name for name in store.list_names(folder) if name.startswith(_STEM) and name < self._path.name)
+        # The empty string stands for no earlier file. Names sort by attempt.
         *older, before = ["", *sorted(names)]
         for name in filter(None, older):
             store.remove(f"{folder}/{name}".lstrip("/"))

@@ -63,6 +63,7 @@ def upload_offline_runs(directory: Path, store: Store, deadline_seconds: float) 
         name = path.relative_to(directory / FOLDER).as_posix()
         if path.is_file() and present.get(name) != path.stat().st_size:
             store.upload(path, f"{FOLDER}/{name}", deadline_seconds)
+    # Only after the newest run is uploaded, so that a kill in between loses no row.
     for name in {name.split("/")[1] for name in present if name.startswith("wandb/offline-run-")} - {*local}:
         run_id = name.split("-")[-1]
         if any(own.endswith(f"-{run_id}") and name < own for own in local):

@@ -52,6 +52,7 @@ class StepTimer:
     def _watch(self) -> None:
         since = time.monotonic()
         while (end := self._ends.get()) is not None:
+            # The queue is in order, so all steps before the request have ended now.
             if isinstance(end, threading.Event):
                 end.set()
                 continue
@@ -127,6 +128,7 @@ class MetricsWindow:
         Raises:
             DivergedError: A loss or gradient norm is not finite. The error names the first such step.
         """
+        # One transfer for all steps of the window.
         for step, loss, meta in jax.device_get(self._pending):
             values = {key: to_row_value(value) for key, value in meta.items()}
             grad_norm = float(meta.get(GRAD_NORM, 0.0))

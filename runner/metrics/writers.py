@@ -90,6 +90,7 @@ class AsyncMetricWriter:
 
     def close(self) -> None:
         """Let the writer finish for up to `CLOSE_SECONDS`, then leave its thread behind."""
+        # None tells the thread to finish after the rows that are queued.
         if self._put(None):
             self._thread.join(CLOSE_SECONDS)
             if self._thread.is_alive():

@@ -45,6 +45,7 @@ def canonicalise(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def canonicalised(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        # Evaluating the jaxpr under the caller's trace makes that trace consist of the canonical operations.
         jaxpr = _Canonicaliser().convert(closed.jaxpr)
         results = jax.core.eval_jaxpr(jaxpr, closed.consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -153,6 +154,7 @@ class _JaxprBuilder:
         stacks = operands[num_consts + num_carry :]
         order = range(params["length"])
         outputs = {}
+        # A reversed scan visits the slices from the last to the first.
         for number in reversed(order) if params["reverse"] else order:
             slices = [self._slice(equation, stack, number) for stack in stacks]
             found = self.inline(body.jaxpr, [*consts, *carry, *slices], equation.source_info.name_stack)
@@ -252,6 +254,7 @@ def _find_branch(params: Any, index: Atom) -> ClosedJaxpr | None:
     if platforms is not None:
         device = jax.sharding.get_abstract_mesh().abstract_device
         here = jax.default_backend() if device is None else device.platform
+        # Branches may name the maker of a GPU.
         names = {here, "cuda", "rocm"} if here == "gpu" else {here}
         fitting = (branch for branch, each in zip(branches, platforms, strict=True) if each is None or names & {*each})
         return next(fitting, None)

@@ -98,6 +98,7 @@ def predict_attention_seconds(
         Seconds by method. `gather` is infinite if the gathered keys and values and their gradients would take more than
         a quarter of a device's memory.
     """
+    # Queries near the beginning of a sequence have fewer positions before them than the window.
     window = min(shape.window or shape.length, shape.length)
     attended = window - window**2 / (2 * shape.length)
     scores = shape.batch * shape.heads * shape.length * attended / shape.shards

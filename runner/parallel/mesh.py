@@ -66,6 +66,7 @@ def resolve_mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:
     given = {axis: getattr(mesh, axis) for axis in AXES}
     fixed = math.prod(size for size in given.values() if size != "auto")
     auto = [axis for axis, size in given.items() if size == "auto"]
+    # At most one axis is `auto`, which the validation of the spec ensures.
     text = format_mesh(given)
     if auto and num_devices % fixed == 0 and num_devices >= fixed:
         return {axis: num_devices // fixed if size == "auto" else size for axis, size in given.items()}
@@ -153,6 +154,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     shape = tuple(sizes[axis] for axis in AXES)
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     if num_slices == 1:
+        # Splitting physical axes allows meshes that do not match the torus of a TPU slice.
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
         outer = split_axes_over_slices(sizes, num_slices)
@@ -168,6 +170,7 @@ def split_axes_over_slices(sizes: Mapping[str, int], num_slices: int) -> list[in
         InvalidError: No factors of the axes multiply to `num_slices`.
     """
     left, outer = num_slices, []
+    # The first axes take the factors, because `data` has the least traffic.
     for axis in AXES:
         outer.append(math.gcd(left, sizes.get(axis, 1)))
         left //= outer[-1]
@@ -207,6 +210,7 @@ def validate_sequence_sharding(mesh: Mesh, sequence_length: int, chunk_positions
         InvalidError: They do not divide.
     """
     number = int(mesh.shape["sequence"])
+    # `share` is the number of positions of one device.
     share, rest = divmod(sequence_length, number)
     if number > 1 and (rest or share % 2):
         below = sequence_length // (2 * number) * 2 * number
@@ -287,6 +291,7 @@ def read_device_memory_bytes() -> int:
 
     It is the limit that the backend reports, and for CPU devices their share of the memory of the machine or container.
     """
+    # The devices of a process are taken to be alike.
     device = jax.local_devices()[0]
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:

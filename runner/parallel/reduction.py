@@ -87,6 +87,7 @@ def run_per_data_shard(function: Callable[[Any, Any], tuple[Any, Any]], whole: A
             sums, last = function(whole, batch)
         return lax.psum(sums, _DATA), jax.tree.map(lambda leaf: lax.all_gather(jnp.asarray(leaf), _DATA)[-1], last)
 
+    # `last` is the same on all devices after the all-gather, which the check of `shard_map` cannot see.
     specs, axes = (PartitionSpec(), PartitionSpec(None, _DATA)), list_manual_axes((_DATA,))
     return jax.shard_map(run_shard, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
         whole, batch
@@ -128,6 +129,7 @@ def make_reduction_schedule(start: int, stop: int, is_alone: bool = False) -> Re
     slots, merges, stack = [], [], list[Node]()
     for group in range(start, stop):
         node, num_merged = (0, group), 0
+        # A right child completes its parent if the left child is on top of the stack.
         while stack and node[1] % 2 == 1 and stack[-1] == (node[0], node[1] - 1):
             level, index = stack.pop()
             node, num_merged = (level + 1, index // 2), num_merged + 1
@@ -262,6 +264,7 @@ def sum_gradients(
         gradient = lax.fori_loop(0, num_merged, merge, gradient)
         return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), stack, gradient), others
 
+    # The stack has a static depth, since all devices run one program with different schedules.
     stack = jax.tree.map(lambda leaf: jnp.zeros((depth, *leaf.shape), leaf.dtype), zeros)
     in_groups = jax.tree.map(lambda leaf: leaf.reshape(own, -1, *leaf.shape[1:]), batch)
     stack, others = lax.scan(push_group, stack, (slots, merges, in_groups))
@@ -275,6 +278,7 @@ def sum_gradients(
 def _sum_tree(num_groups: int, nodes: Sequence[Sequence[Node]], stack: jax.Array) -> jax.Array:
     """Return the root of the tree for one array, from the subtrees (d, ...) of all devices."""
     num_devices, shape = len(nodes), stack.shape[1:]
+    # Arrays are treated as vectors, so that any shape can be split into equal shares.
     flat = stack.reshape(stack.shape[0], -1)
     # Each device sums one share of the array, so that it receives no more than that share of every subtree.
     shares = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % num_devices))).reshape(stack.shape[0], num_devices, -1)

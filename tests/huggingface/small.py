@@ -1,4 +1,4 @@
-"""A small family with every kind of piece, and directories of its weights that only numpy and the library wrote."""
+"""A small family with every kind of piece, and directories of its weights written by numpy and the library."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Weights go out to a bucket and come back from it, on each kind of cloud, also where requests fail now and then."""
+"""Exports to and imports from a bucket of each cloud, also if some requests fail."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def content(backend: Backend, top: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_goes_to_a_bucket_is_what_goes_to_a_disk(
+def test_an_export_to_a_bucket_equals_one_to_a_disk(
     name: str, run: BaseTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_disk = Path(exported(run, str(tmp_path / "out")))
@@ -54,7 +54,7 @@ def test_what_goes_to_a_bucket_is_what_goes_to_a_disk(
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_job_begins_with_what_is_in_a_bucket(
+def test_a_job_starts_from_weights_in_a_bucket(
     name: str, run: BaseTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start_backend(name) as backend:

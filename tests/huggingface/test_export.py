@@ -1,4 +1,4 @@
-"""What an export writes: files that the format's own library reads, with the bits of the checkpoint, whole or not."""
+"""Exports: files that the format's own library reads, bit-identical to the checkpoint, and whole or absent."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from runner.spec import dump_spec
 from runner.storage import LocalStore, Store, open_store
 from tests.checkpoint.test_checkpoint import Attempt
 from tests.huggingface.small import SmallFiles, leaves, publish, tensors, tree
-from tests.huggingface.test_read import born, load
+from tests.huggingface.test_load import born, load
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 from tests.support.tiny import counter
 
@@ -63,7 +63,7 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
     )
 
 
-def test_what_is_exported_has_the_bits_of_the_step_and_comes_back(run: Attempt, tmp_path: Path):
+def test_an_export_is_bit_identical_and_can_be_imported(run: Attempt, tmp_path: Path):
     before = run.content()
     (tmp_path / "out").mkdir()  # an empty directory is as good as none
     assert same(exported(run, tmp_path / "out"), tensors(leaves(2)))
@@ -81,7 +81,7 @@ def test_what_is_exported_has_the_bits_of_the_step_and_comes_back(run: Attempt, 
     run.fence.check()
 
 
-def test_shards_are_no_larger_than_said_and_the_index_names_them(run: Attempt, tmp_path: Path):
+def test_shards_keep_their_size_limit_and_are_in_the_index(run: Attempt, tmp_path: Path):
     expected = tensors(leaves(2))
     assert same(exported(run, tmp_path / "out", shard_bytes=4000), expected)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -96,7 +96,7 @@ def test_shards_are_no_larger_than_said_and_the_index_names_them(run: Attempt, t
     assert load(tmp_path / "out", born(leaves(5), (2, 2, 2))).keys() == leaves().keys()
 
 
-def test_another_type_is_the_nearest_of_it_and_what_it_cannot_hold_is_refused(run: Attempt, tmp_path: Path):
+def test_another_type_is_rounded_to_nearest_and_overflow_refused(run: Attempt, tmp_path: Path):
     nearest = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors(leaves(2)).items()}
     assert same(exported(run, tmp_path / "out", dtype="bfloat16"), nearest)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -108,7 +108,7 @@ def test_another_type_is_the_nearest_of_it_and_what_it_cannot_hold_is_refused(ru
     assert sorted(path.name for path in tmp_path.iterdir() if "narrow" in path.name) == []
 
 
-def test_of_a_damaged_newest_step_the_one_before_it_is_exported_and_the_damage_told(
+def test_a_damaged_newest_step_is_reported_and_the_previous_exported(
     run: Attempt, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run.flip_bit(run.largest_file(2))
@@ -119,7 +119,7 @@ def test_of_a_damaged_newest_step_the_one_before_it_is_exported_and_the_damage_t
     assert [path.name for path in tmp_path.iterdir() if "other" in path.name and path.is_dir()] == []
 
 
-def test_what_is_there_already_is_refused_before_anything_is_read(tmp_path: Path):
+def test_an_existing_target_is_refused_before_reading(tmp_path: Path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "kept").write_text("kept")
     for out, message in (
@@ -131,7 +131,7 @@ def test_what_is_there_already_is_refused_before_anything_is_read(tmp_path: Path
     assert [path.name for path in tmp_path.rglob("*")] == ["full", "kept"]
 
 
-def test_whoever_takes_the_place_meanwhile_keeps_it(run: Attempt, tmp_path: Path):
+def test_a_target_created_meanwhile_is_kept(run: Attempt, tmp_path: Path):
     class Late(SmallFiles):
         def config(self) -> dict[str, Any]:
             (tmp_path / "out").mkdir(exist_ok=True)
@@ -153,9 +153,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_leaf(run: Attempt, tmp_path
         export(run.where, "newest", Other(), None, str(tmp_path / "out"))
 
 
-def test_in_a_bucket_the_config_without_which_nobody_reads_the_rest_comes_last(
-    run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_config_is_uploaded_last(run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     driver = MemoryDriver()
     out = memory_bucket(driver)
     monkeypatch.setattr(write, "open_store", lambda text: out)
@@ -170,9 +168,7 @@ def test_in_a_bucket_the_config_without_which_nobody_reads_the_rest_comes_last(
         export(run.where, "newest", SmallFiles(), None, "gs://bucket/out")
 
 
-def test_a_full_disk_is_an_infrastructure_failure_and_leaves_nothing(
-    run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_disk_is_retryable_and_leaves_nothing(run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -182,7 +178,7 @@ def test_a_full_disk_is_an_infrastructure_failure_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
 
 
-def test_a_vocabulary_that_the_tokenizer_exceeds_is_refused(run: Attempt, tmp_path: Path):
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(run: Attempt, tmp_path: Path):
     class Short(SmallFiles):
         def config(self) -> dict[str, Any]:
             return super().config() | {"vocab_size": 200}
@@ -194,7 +190,7 @@ def test_a_vocabulary_that_the_tokenizer_exceeds_is_refused(run: Attempt, tmp_pa
         export(run.where, "newest", Short(), data, str(tmp_path / "out"))
 
 
-def test_weights_written_by_hand_are_those_that_an_export_writes(run: Attempt, tmp_path: Path):
+def test_an_export_equals_weights_written_by_hand(run: Attempt, tmp_path: Path):
     by_hand = publish(tmp_path / "hand", tensors(leaves(2)))
     exported(run, tmp_path / "out")
     assert same(load_file(tmp_path / "out" / "model.safetensors"), load_file(by_hand / "model.safetensors"))

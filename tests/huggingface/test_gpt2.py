@@ -1,4 +1,4 @@
-"""GPT-2 as the real library has it: the weights that it has written give the logits that it has computed."""
+"""GPT-2 in the real library: the weights that it wrote give the logits that it computed."""
 
 import functools
 from pathlib import Path
@@ -18,7 +18,7 @@ from runner.spec import InitFromConfig
 WRITTEN = Path(__file__).parent / "gpt2"  # by write_gpt2.py
 
 
-def test_the_logits_are_those_of_transformers():
+def test_logits_match_those_of_transformers():
     model = GPT(GPTConfig(layers=2, heads=2, width=16), 40, 8)
     tokens_BxT, expected_BxTxV = np.load(WRITTEN / "tokens.npy"), np.load(WRITTEN / "logits.npy")
     like = nn.unbox(

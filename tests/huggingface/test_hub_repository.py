@@ -1,4 +1,4 @@
-"""A push ends in the files of the export, in one commit, whatever came between; what cannot be pushed is one line."""
+"""Pushes: one commit with the files of the export after any interruption, and refusals of one line."""
 
 import sys
 from pathlib import Path
@@ -45,9 +45,7 @@ def content(repo: Repo) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("is_public", [False, True])
-def test_a_new_repository_gets_the_files_in_one_commit_and_a_second_push_changes_nothing(
-    hub: Hub, tmp_path: Path, is_public: bool
-) -> None:
+def test_a_push_is_one_commit_and_a_second_one_none(hub: Hub, tmp_path: Path, is_public: bool) -> None:
     directory = written(tmp_path / "out")
     assert push(directory, is_public) == PushResult(f"{hub.endpoint}/{NAME}", has_changed=True)
     repo = hub.repos[NAME]
@@ -60,7 +58,7 @@ def test_a_new_repository_gets_the_files_in_one_commit_and_a_second_push_changes
     assert hub.count("PUT /lfs/") == sent
 
 
-def test_what_an_earlier_export_has_left_goes_and_what_others_have_put_there_stays(hub: Hub, tmp_path: Path) -> None:
+def test_a_push_deletes_only_files_of_earlier_exports(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repos[NAME] = Repo(is_private=True)
     theirs = {"LICENSE": b"theirs", "onnx/model.onnx": b"theirs", "model.bin": b"theirs"}
     repo.files |= theirs
@@ -70,9 +68,7 @@ def test_what_an_earlier_export_has_left_goes_and_what_others_have_put_there_sta
     assert len(repo.commits) == 3
 
 
-def test_wherever_the_network_goes_down_the_next_push_ends_in_the_same_files_in_one_commit(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_a_push_can_be_repeated_after_any_network_failure(hub: Hub, tmp_path: Path) -> None:
     directory = written(tmp_path / "out")
     push(directory)
     whole = list(hub.requests)
@@ -95,9 +91,7 @@ def test_wherever_the_network_goes_down_the_next_push_ends_in_the_same_files_in_
             assert hub.count("PUT /lfs/") == 3 - len(kept)
 
 
-def test_a_hub_that_does_not_answer_is_not_waited_for_without_end(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_the_hub_has_a_limit(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository, "ANSWER_SECONDS", 0.5)
     hub.fault = lambda number, line: -2 if "/commit/" in line else None
     with pytest.raises(RetryableError, match=r"does not answer: .*timed out"):
@@ -105,13 +99,13 @@ def test_a_hub_that_does_not_answer_is_not_waited_for_without_end(
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_hub_that_is_busy_is_to_be_tried_again(hub: Hub, tmp_path: Path, status: int) -> None:
+def test_a_busy_hub_is_retryable(hub: Hub, tmp_path: Path, status: int) -> None:
     hub.fault = lambda number, line: status if "/commit/" in line else None
     with pytest.raises(RetryableError, match=f"{status}: as the test said; run the same command again"):
         push(written(tmp_path / "out"))
 
 
-def test_of_two_pushes_at_a_time_one_has_to_come_again(hub: Hub, tmp_path: Path) -> None:
+def test_one_of_two_concurrent_pushes_is_retryable(hub: Hub, tmp_path: Path) -> None:
     directory = written(tmp_path / "out")
     repo = hub.repos[NAME] = Repo(is_private=True)
 
@@ -158,7 +152,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_pushed_is_refused_in_one_line_without_the_token(
+def test_a_refused_push_is_one_line_without_the_token(
     name: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arrange, message = REFUSALS[name]
@@ -170,19 +164,19 @@ def test_what_cannot_be_pushed_is_refused_in_one_line_without_the_token(
     assert "hf_a-" not in line
 
 
-def test_a_private_repository_is_not_taken_for_a_public_one(hub: Hub, tmp_path: Path) -> None:
+def test_a_private_repository_is_not_pushed_to_as_public(hub: Hub, tmp_path: Path) -> None:
     hub.repos[NAME] = Repo(is_private=True)
     with pytest.raises(InvalidError, match="and is private; leave out --public"):
         push(written(tmp_path / "out"), is_public=True)
 
 
 @pytest.mark.parametrize("name", ["model", "owner/", "a/b/c", "owner/mo del", "owner/-model--.", "https://hub/a/b"])
-def test_a_name_that_is_none_is_refused(hub: Hub, name: str) -> None:
+def test_an_invalid_name_is_refused(hub: Hub, name: str) -> None:
     with pytest.raises(InvalidError, match=f"--push {name}: "):
         HubRepository(name, is_public=False).check()
 
 
-def test_the_token_stands_in_no_line(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_token_is_never_printed(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     HubRepository(NAME, is_public=False)
     warn(f"refused: {TOKEN}")
     assert capsys.readouterr().err == "refused: ***\n"

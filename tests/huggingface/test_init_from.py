@@ -1,4 +1,4 @@
-"""A job begins with what another has exported: once, outranked by its own checkpoints, refused where it misfits."""
+"""`checkpoint.init_from` with exports: once, outranked by the job's own checkpoints, refused if they do not match."""
 
 import re
 import shutil
@@ -102,18 +102,14 @@ def weights_begun_with(source: Path, job: BaseTrainer, like: Any, allowed: Seque
     return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))
 
 
-def test_a_fine_tune_starts_with_the_weights_and_the_loss_that_the_run_ended_with(
-    directory: Path, run: BaseTrainer, exported: Path
-):
+def test_a_fine_tune_starts_with_the_final_weights_and_loss(directory: Path, run: BaseTrainer, exported: Path):
     job = gpt(directory / "tuned", AtTheStart, **JOB | {"checkpoint.init_from": str(exported)})
     assert leaves_equal(first(job), jax.device_get(run.state.params))
     assert job.evaluated["val/loss"] == read_json(run.store, "result.json")["val_loss"]
 
 
 @pytest.mark.soak
-def test_the_weights_are_taken_once_and_a_run_that_is_exported_meanwhile_is_not_disturbed(
-    directory: Path, run: BaseTrainer, exported: Path
-):
+def test_weights_are_imported_once_and_exports_are_read_only(directory: Path, run: BaseTrainer, exported: Path):
     source = shutil.copytree(exported, directory / "source")
     begun = JOB | {"checkpoint.init_from": {"path": str(source)}}
     whole = gpt(directory / "whole", Exporting, **begun)
@@ -128,8 +124,8 @@ def test_the_weights_are_taken_once_and_a_run_that_is_exported_meanwhile_is_not_
     assert leaves_equal(begun_with(directory / "meanwhile", run), weights["params"])
 
 
-@pytest.mark.soak  # daily of a smaller family, in test_read.py
-def test_of_a_longer_context_and_vocabulary_the_first_rows_are_taken(directory: Path, run: BaseTrainer, exported: Path):
+@pytest.mark.soak  # daily of a smaller family, in test_load.py
+def test_longer_tables_take_the_first_entries(directory: Path, run: BaseTrainer, exported: Path):
     changes = {"config.data.sequence_length": 32, "config.model.vocabulary_size": 300}
     longer = gpt(directory / "longer", **changes)
     fresh = longer.setup_builder.build(jax.devices()).init_state()
@@ -143,7 +139,7 @@ def test_of_a_longer_context_and_vocabulary_the_first_rows_are_taken(directory: 
     assert leaves_equal(found["blocks"], known["blocks"])
 
 
-def test_the_names_of_the_first_release_are_known(directory: Path, run: BaseTrainer, exported: Path):
+def test_tensor_names_of_the_first_release_are_known(directory: Path, run: BaseTrainer, exported: Path):
     files = load_file(exported / "model.safetensors")
     files = {name.removeprefix("transformer."): value for name, value in files.items()}
     files |= {f"h.{layer}.attn.bias": np.tril(np.ones((1, 1, 16, 16), np.uint8)) for layer in range(2)}
@@ -178,7 +174,7 @@ def problems(job: BaseTrainer, abstract: Any = None) -> list[str]:
 
 
 @pytest.mark.parametrize(("changes", "expected"), REFUSED, ids=str)
-def test_weights_that_do_not_fit_are_told_by_plan(
+def test_plan_reports_weights_that_do_not_match(
     directory: Path, exported: Path, changes: dict[str, Any], expected: list[str]
 ):
     found = problems(gpt(directory / "misfit", **changes, **{"checkpoint.init_from": str(exported)}))
@@ -186,7 +182,7 @@ def test_weights_that_do_not_fit_are_told_by_plan(
         assert any(line in problem for problem in found), found
 
 
-def test_weights_that_do_not_fit_are_refused_before_the_claim(directory: Path, exported: Path):
+def test_weights_that_do_not_match_are_refused_before_the_claim(directory: Path, exported: Path):
     job = gpt(directory / "misfit", **{"config.model.heads": 2, "checkpoint.init_from": str(exported)})
     with pytest.raises(InvalidError, match=r"checkpoint\.init_from: .*: n_head: got 4, the model needs 2"):
         job()
@@ -211,7 +207,7 @@ def test_weights_that_do_not_fit_are_refused_before_the_claim(directory: Path, e
     ],
     ids=str,
 )
-def test_what_can_be_begun_with(directory: Path, run: BaseTrainer, exported: Path, source: Any, message: str | None):
+def test_sources_of_init_from(directory: Path, run: BaseTrainer, exported: Path, source: Any, message: str | None):
     if not (directory / "small").exists():
         publish(directory / "small", tensors(leaves()))
     places = {"run": str(run.store.root), "exported": str(exported), "small": str(directory / "small")}
@@ -223,7 +219,7 @@ def test_what_can_be_begun_with(directory: Path, run: BaseTrainer, exported: Pat
     assert message is None or re.search(message, found[0])
 
 
-def test_a_job_whose_weights_have_no_form_elsewhere_says_so(directory: Path, exported: Path, run: BaseTrainer):
+def test_a_job_without_a_family_says_so(directory: Path, exported: Path, run: BaseTrainer):
     class Nameless(PretrainGPT):
         def family(self) -> None:
             return None
@@ -236,7 +232,7 @@ def test_a_job_whose_weights_have_no_form_elsewhere_says_so(directory: Path, exp
         run_command(["export", str(directory / "count"), "-o", str(directory / "none")])
 
 
-def test_the_best_checkpoint_is_the_one_that_the_run_keeps_as_such(directory: Path, run: BaseTrainer):
+def test_the_best_checkpoint_is_the_one_kept_as_best(directory: Path, run: BaseTrainer):
     counter(directory / "no_best")()
     rows, _ = outcome(run.store.root)
     losses = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
@@ -247,7 +243,7 @@ def test_the_best_checkpoint_is_the_one_that_the_run_keeps_as_such(directory: Pa
         open_checkpoint(directory / "no_best", "best")
 
 
-def test_like_a_sharded_state_each_device_has_its_part(run: BaseTrainer, directory: Path):
+def test_weights_have_the_sharding_of_the_given_state(run: BaseTrainer, directory: Path):
     job = gpt(directory / "sharded", **{"topology.mesh": {"data": 2, "fsdp": 2, "tensor": 2}})
     abstract = {"params": job.setup_builder.build(jax.devices()).abstract_state.params}
     found, _ = open_checkpoint(run.store.root, like=abstract)

@@ -1,4 +1,4 @@
-"""A model card says what the run has left, the same however often it is asked; what nobody knows is left out."""
+"""The model card: facts of the run, the same each time, without what is unknown."""
 
 from dataclasses import replace
 from typing import Any
@@ -81,24 +81,24 @@ def cells(card: str, name: str) -> str:
         ("260", "1.4000 | 2.4000 | 6.0000"),
     ],
 )
-def test_the_table_says_what_the_run_has_left(name: str, value: str) -> None:
+def test_the_card_shows_the_facts_of_the_run(name: str, value: str) -> None:
     assert cells(format_model_card(EVIDENCE, WORDS), name) == value
 
 
-def test_directories_and_hosts_of_the_machine_stand_nowhere() -> None:
+def test_the_card_hides_directories_and_hosts() -> None:
     card = format_model_card(replace(EVIDENCE, spec=spec(checkpoint={"init_from": "/home/me/base"})), WORDS)
     assert not [word for word in ("/home", "secret-host", "runs/nano") if word in card]
     assert cells(card, "began with") == "`base`"
 
 
-def test_of_many_evaluations_some_are_told_and_the_last() -> None:
+def test_the_card_shows_some_of_many_evaluations_and_the_last() -> None:
     card = format_model_card(replace(EVIDENCE, rows=rows(10_000)), WORDS)
     steps = [line.split("|")[1].strip() for line in card.split("## Losses")[1].splitlines()[4:]]
     assert 1 < len(steps) <= EVALUATIONS_MAX
     assert steps[-1] == "10,000"
 
 
-def test_time_is_told_of_a_run_that_is_done_alone_so_that_the_card_of_a_step_stays_the_same() -> None:
+def test_the_card_shows_the_duration_of_finished_runs_only() -> None:
     live, later = (replace(EVIDENCE, history=replace(history(RunState.RUNNING), wall_seconds=s)) for s in (1.0, 2.0))
     assert format_model_card(live, WORDS) == format_model_card(later, WORDS)
     assert "| time |" not in format_model_card(live, WORDS)
@@ -127,14 +127,14 @@ FRONT: dict[str, tuple[ExportedCheckpoint, ModelCardText, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FRONT)
-def test_the_front_matter_has_what_is_known_and_nothing_else(name: str) -> None:
+def test_the_front_matter_has_only_known_keys(name: str) -> None:
     evidence, words, expected = FRONT[name]
     usual = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["jax", "gpt2"]}
     found = ModelCard(format_model_card(evidence, words)).data.to_dict()
     assert found == {key: value for key, value in (usual | expected).items() if value is not None}
 
 
-def test_what_a_spec_calls_its_things_makes_no_markup_of_its_own() -> None:
+def test_names_in_a_spec_cannot_make_markup() -> None:
     hostile = "s3://b/a|b`<img src=x>\n\n# owned\x1b[2J"
     card = format_model_card(replace(EVIDENCE, data=DataConfig(source=hostile, sequence_length=8)), WORDS)
     assert card.count("\n") == format_model_card(EVIDENCE, WORDS).count("\n")
@@ -142,7 +142,7 @@ def test_what_a_spec_calls_its_things_makes_no_markup_of_its_own() -> None:
     ModelCard(card)
 
 
-def test_a_run_of_which_little_is_known_has_a_card_too() -> None:
+def test_a_run_with_few_records_has_a_card() -> None:
     bare = Manifest(name="1", step=1, fingerprint="0" * 32)
     card = format_model_card(ExportedCheckpoint(spec(), None, bare, [], history(RunState.KILLED), {}, []), WORDS)
     assert cells(card, "step") == "1"

@@ -1,4 +1,4 @@
-"""An adapter in PEFT's layout: beside its base the files make what is merged, by numpy and in the real `peft`."""
+"""An adapter in PEFT's layout: with its base it gives the merged weights, by numpy and in the real `peft`."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def place(run: BaseTrainer) -> Path:
     return found.parent
 
 
-def test_by_numpy_the_files_beside_the_base_make_what_is_merged(place: Path) -> None:
+def test_base_and_adapter_files_make_the_merged_weights(place: Path) -> None:
     config = json.loads((place / "adapter" / "adapter_config.json").read_text())
     adapter = load_file(place / "adapter" / "adapter_model.safetensors")
     base, merged = load_file(place / "base" / "model.safetensors"), load_file(place / "merged" / "model.safetensors")
@@ -74,14 +74,14 @@ def test_by_numpy_the_files_beside_the_base_make_what_is_merged(place: Path) -> 
     assert all(np.array_equal(base[name], merged[name]) for name in others)
 
 
-def test_a_run_without_an_adapter_has_none_to_export(place: Path, tmp_path: Path) -> None:
+def test_a_run_without_an_adapter_is_refused(place: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match=r"checkpoint 2 has no adapter: .* leave --adapter"):
         run_command(["export", str(place / "first"), "--adapter", "-o", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.soak
-def test_an_embedding_has_no_form_there(place: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_an_embedding_is_refused(place: Path, tmp_path: Path) -> None:
     beside = {"checkpoint.init_from": str(place / "base"), "config.adapter": {"targets": ["*embedding"]}}
     job_class, model, _ = JOBS["gpt_2"]
     if "gpt2" not in (place / "base" / "config.json").read_text():
@@ -93,7 +93,7 @@ def test_an_embedding_has_no_form_there(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_real_peft_computes_what_the_merged_model_computes(run: BaseTrainer, place: Path) -> None:
+def test_peft_computes_what_the_merged_model_computes(run: BaseTrainer, place: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     ids = np.random.default_rng(0).integers(0, 256, (2, 8))

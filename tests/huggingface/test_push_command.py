@@ -1,4 +1,4 @@
-"""`export --push`, as a person types it: the Hub has what was exported, also where it was killed meanwhile."""
+"""`export --push` as a command: the Hub has what was exported, also after a kill."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def pushed(repo: Repo) -> dict[str, bytes]:
     return {name: text for name, text in repo.files.items() if name != ".gitattributes"}
 
 
-def test_what_is_pushed_is_what_is_exported_and_a_card(
+def test_a_push_contains_the_export_and_a_card(
     run: BaseTrainer, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = str(run.store.root)
@@ -67,9 +67,7 @@ def test_what_is_pushed_is_what_is_exported_and_a_card(
     assert "nothing to push, the repository already has step 8" in capsys.readouterr().out
 
 
-def test_killed_in_the_middle_of_the_upload_it_goes_on_with_what_is_missing(
-    run: BaseTrainer, hub: Hub, tmp_path: Path
-) -> None:
+def test_a_push_continues_after_a_kill(run: BaseTrainer, hub: Hub, tmp_path: Path) -> None:
     command = [str(run.store.root), "--push", NAME, "-o", str(tmp_path / "out")]
     assert run_command(["export", str(run.store.root), "-o", str(tmp_path / "plain")]) == 0
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "plain").iterdir()}
@@ -105,12 +103,12 @@ def test_killed_in_the_middle_of_the_upload_it_goes_on_with_what_is_missing(
         (["-o", "out", "--base-model", "a/b"], "--base-model .* without --push"),
     ],
 )
-def test_what_nothing_reads_is_refused(options: list[str], message: str) -> None:
+def test_options_without_effect_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(InvalidError, match=message):
         run_command(["export", "nowhere", *options])
 
 
-def test_a_wrong_token_ends_the_command_with_2_and_one_line_before_anything_is_exported(
+def test_a_wrong_token_ends_the_command_before_the_export(
     run: BaseTrainer, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_a-wrong-token")

@@ -1,4 +1,4 @@
-"""The tokenizer's files give the ids that the run was trained on."""
+"""Exported tokenizers give the ids that the run was trained on."""
 
 import dataclasses
 import hashlib
@@ -45,7 +45,7 @@ def with_file(directory: Path, kind: str, content: bytes, name: str) -> Mapping[
 
 
 @pytest.mark.parametrize("kind", ["bytes", "characters"])
-def test_text_has_the_ids_of_our_own_tokenizer_and_comes_back(tmp_path: Path, kind: str):
+def test_text_has_the_same_ids_and_round_trips(tmp_path: Path, kind: str):
     (tmp_path / "text.txt").write_bytes(TEXT.encode())
     found = make_tokenizer_files(config(tmp_path / "text.txt", tokenizer=kind))
     ours = ByteTokenizer() if kind == "bytes" else CharacterTokenizer("".join(sorted(set(TEXT))))
@@ -66,7 +66,7 @@ def test_every_byte_is_its_own_id(tmp_path: Path):
     assert opened(found).get_vocab().keys() == {*tokenizers.pre_tokenizers.ByteLevel.alphabet()}
 
 
-def test_a_corpus_brings_its_own(tmp_path: Path):
+def test_a_corpus_exports_its_own_tokenizer(tmp_path: Path):
     content = make_hf()
     record = with_file(tmp_path / "corpus", "hf", content, "tokenizer.json")
     end = tokenizers.Tokenizer.from_str(content.decode()).token_to_id(SEPARATOR)
@@ -79,7 +79,7 @@ def test_a_corpus_brings_its_own(tmp_path: Path):
         make_tokenizer_files(config(tmp_path / "corpus"))
 
 
-def test_what_has_none_says_so(tmp_path: Path):
+def test_a_missing_tokenizer_has_a_reason(tmp_path: Path):
     record = with_file(tmp_path / "ranks", "tiktoken", make_ranks(), "tokenizer.tiktoken")
     found = make_tokenizer_files(config(corpus(tmp_path / "ranks", record, 258)))
     assert (list(found.files), found.vocabulary_size) == (["tokenizer.tiktoken"], 258)

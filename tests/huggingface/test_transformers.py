@@ -1,4 +1,4 @@
-"""The real `transformers` opens what is exported, computes the same, and what it saves comes back bit for bit."""
+"""The real `transformers` opens exports, computes the same, and its files are imported bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize(("dtype", "shard_bytes"), [(None, 1 << 30), (None, 20_000), ("bfloat16", 1 << 30)])
-def test_what_is_exported_is_opened_and_what_is_saved_comes_back(
+def test_transformers_opens_exports_and_its_files_are_imported(
     run: BaseTrainer, tmp_path: Path, dtype: Any, shard_bytes: int
 ):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

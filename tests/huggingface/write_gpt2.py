@@ -1,6 +1,7 @@
-"""Write `gpt2/` anew with the real library: `python -m tests.huggingface.write_gpt2`, where torch and transformers are.
+"""Script that writes `gpt2/` with the real library: `python -m tests.huggingface.write_gpt2`.
 
-A small random GPT-2, biases and norms too, and its logits of one row.
+It needs torch and transformers. The result is a small random GPT-2, with random biases and norms, and its logits of one
+sequence.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `forward` returns beside the loss: what a row can hold of it, and sums that no split of a batch moves."""
+"""Meta that `forward` returns: values that a row can hold, and means that no split of a batch changes."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_row_holds_numbers_short_lists_and_histograms(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("value", "kind"), REFUSED.values(), ids=REFUSED)
-def test_what_no_row_can_hold_is_refused_in_one_line(value: Any, kind: str) -> None:
+def test_other_values_are_refused_in_one_line(value: Any, kind: str) -> None:
     with pytest.raises(InvalidError, match=f"'some' as meta, {kind}.*; a row needs a scalar") as caught:
         validate_meta({"some": value})
     assert "\n" not in str(caught.value)
@@ -56,7 +56,7 @@ def test_names_of_the_runner_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 2.0, 2.0, 5.0], [np.nan, 1.0, np.inf, 4.0], [np.nan], []])
-def test_a_histogram_counts_what_is_finite_as_numpy_does(values: list[float]) -> None:
+def test_a_histogram_counts_finite_values_as_numpy_does(values: list[float]) -> None:
     found = histogram(jnp.asarray(values, jnp.float32), bins=4)
     finite = [value for value in values if np.isfinite(value)]
     assert int(found.counts.sum()) == len(finite)
@@ -71,7 +71,7 @@ def test_a_histogram_counts_what_is_finite_as_numpy_does(values: list[float]) ->
     assert isinstance(found, Histogram)
 
 
-def test_sums_are_divided_by_the_tokens_or_by_their_own_weight_and_by_nothing_is_null() -> None:
+def test_sums_are_divided_by_tokens_or_their_own_weight() -> None:
     sums = {"a": jnp.float32(6), "own": (jnp.float32(6), jnp.float32(3)), "none": (jnp.float32(0), jnp.float32(0))}
     means = replace_sums_by_means({"b": 1, "sums": sums}, jnp.float32(4))
     assert {name: to_row_value(np.asarray(mean)) for name, mean in means.items()} == {
@@ -89,7 +89,7 @@ def test_sums_are_divided_by_the_tokens_or_by_their_own_weight_and_by_nothing_is
 OF_SUMS = ("right", "entropy", "parts", "right_spaces", "nothing")
 
 
-def test_token_weighted_means_are_the_same_for_every_split_of_the_batch(tmp_path: Path) -> None:
+def test_means_do_not_depend_on_the_split_of_the_batch(tmp_path: Path) -> None:
     """Rows that hold documents, so that micro-batches differ in tokens."""
     text = tmp_path / "texts"
     text.mkdir()
@@ -112,7 +112,7 @@ def test_token_weighted_means_are_the_same_for_every_split_of_the_batch(tmp_path
     assert found[1]["train/largest"] != pytest.approx(0)
 
 
-def test_the_mean_over_steps_weighs_each_by_its_tokens(tmp_path: Path) -> None:
+def test_the_mean_over_steps_is_weighted_by_tokens(tmp_path: Path) -> None:
     text = tmp_path / "texts"
     text.mkdir()
     for number in range(400):
@@ -155,7 +155,7 @@ class RefusedInTraining(Judged):
         ),
     ],
 )
-def test_meta_that_no_row_can_hold_is_refused_before_anything_is_written(
+def test_invalid_meta_is_refused_before_anything_is_written(
     job_class: type[BaseTrainer], changes: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     with pytest.raises((InvalidError, SpecError), match=line):
@@ -164,7 +164,7 @@ def test_meta_that_no_row_can_hold_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(("norms", "num_groups"), [("none", 0), ("groups", 2), ("parameters", 3)])
-def test_norms_of_groups_make_up_that_of_all(norms: Norms, num_groups: int) -> None:
+def test_norms_of_groups_add_up_to_the_global_norm(norms: Norms, num_groups: int) -> None:
     grads = {"block": {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}, "head": jnp.full(4, 2.0)}
     params = jax.tree.map(lambda leaf: (leaf + 1).astype(jnp.bfloat16), grads)
     found = compute_norms(grads, params, norms)

@@ -1,6 +1,6 @@
-"""Every optimizer against its paper's formula, written down once more in NumPy and float64: 20 steps, to 1e-5.
+"""Every optimizer against the formula of its paper, in NumPy and float64: 20 steps, to 1e-5.
 
-The gradient is a linear function of where it is taken, plus noise; one of the parameters stacks two matrices.
+The gradient is a linear function of the parameters plus noise; one parameter stacks two matrices.
 """
 
 import functools
@@ -214,7 +214,7 @@ def config_of(name, **keys):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_twenty_steps_are_those_of_the_formula(name):
+def test_twenty_steps_match_the_formula(name):
     config = config_of(name)
     with jax.default_matmul_precision("highest"):
         params, _ = trained(config)
@@ -232,7 +232,7 @@ def shapes_of(function):
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "moments" in OPTIMIZERS[name].defaults])
-def test_first_moments_of_bfloat16_halve_their_memory_and_nothing_else_is_bfloat16(name):
+def test_bfloat16_moments_halve_the_memory_of_first_moments_only(name):
     _, narrow = trained(config_of(name, moments="bfloat16"), run_by=shapes_of)
     _, wide = trained(config_of(name), run_by=shapes_of)
     leaves = zip(jax.tree_util.tree_leaves_with_path(narrow), jax.tree.leaves(wide), strict=True)

@@ -1,4 +1,4 @@
-"""Groups of parameters: what is other for them, and that the rest is as if there were none."""
+"""Groups of parameters: their own settings, and that the rest trains as without groups."""
 
 import flax.linen as nn
 import jax
@@ -34,7 +34,7 @@ def close(found, expected, keys):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_group_trains_at_its_rate_with_its_decay_and_the_rest_as_ever(name):
+def test_a_group_has_its_own_rate_and_weight_decay(name):
     """Without a clip no optimizer mixes parameters: each is as in a run where all are treated like it."""
     rates = jnp.asarray([rate_of(step) for step in range(STEPS)])
     found, _ = run(name, [{"pattern": "w*", "rate": 0.25, "weight_decay": 0.7}])
@@ -48,7 +48,7 @@ def test_a_group_trains_at_its_rate_with_its_decay_and_the_rest_as_ever(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_frozen_keeps_its_bits_has_no_moments_and_the_rest_is_as_if_it_were_not_there(name):
+def test_frozen_parameters_keep_their_bits_and_have_no_moments(name):
     keys = {"matrices": ["wide"]} if "matrices" in OPTIMIZERS[name].defaults else {}
     frozen = [{"pattern": "tall", "frozen": True}, {"pattern": "emb*", "frozen": True}]
     found, state = run(name, frozen, clip_norm=0.1, **keys)
@@ -62,7 +62,7 @@ def test_what_is_frozen_keeps_its_bits_has_no_moments_and_the_rest_is_as_if_it_w
         assert leaves_equal(found[key], jnp.asarray(PARAMS[key], jnp.float32))
 
 
-def test_a_negative_zero_that_is_frozen_stays_one():
+def test_a_frozen_negative_zero_stays_negative():
     config = config_of("adamw", groups=[{"pattern": "tall", "frozen": True}])
     tx = make_optimizer("adamw", config, optax.constant_schedule(0.1), FEW)
     params = {key: jnp.full(parameter.shape, -0.0) for key, parameter in FEW.items()}
@@ -70,7 +70,7 @@ def test_a_negative_zero_that_is_frozen_stays_one():
     assert leaves_equal(optax.apply_updates(params, updates)["tall"], params["tall"])
 
 
-def test_a_group_with_a_clip_is_clipped_by_itself_and_the_rest_without_it():
+def test_a_group_with_its_own_norm_is_clipped_alone():
     groups = [{"pattern": "tall", "clip_norm": 0.5}]
     config = config_of("sgd", groups=groups, clip_norm=2.0, momentum=0.0).model_copy(update={"weight_decay": 0.0})
     tx = make_optimizer("sgd", config, optax.constant_schedule(1.0), FEW)
@@ -103,7 +103,7 @@ def test_groups_that_do_not_fit_the_parameters_are_refused(groups, message):
         (None, "finds no matrix among the parameters but embeddings; name some by matrices"),
     ],
 )
-def test_matrices_that_are_none_are_refused(name, matrices, message):
+def test_patterns_that_match_no_matrix_are_refused(name, matrices, message):
     parameters = {"tall": FEW["tall"], "cube": Parameter("cube", (2, 3, 4), ("heads", None, None))}
     if matrices is None:
         parameters = {"bias": FEW["bias"], "embedding": FEW["embedding"]}
@@ -111,12 +111,12 @@ def test_matrices_that_are_none_are_refused(name, matrices, message):
         make_optimizer(name, config_of(name, matrices=matrices), optax.constant_schedule(0.1), parameters)
 
 
-def test_keys_that_a_frozen_group_does_not_read_are_refused():
+def test_keys_without_effect_in_a_frozen_group_are_refused():
     with pytest.raises(ValidationError, match="rate of a group that is frozen is not read"):
         ParameterGroup(pattern="*", frozen=True, rate=0.5)
 
 
-def test_a_job_refuses_a_pattern_that_fits_nothing_in_one_line_that_names_the_key(tmp_path):
+def test_a_pattern_that_matches_nothing_is_refused_by_key(tmp_path):
     job = gpt(tmp_path / "run", **{"config.optimizer.groups": [{"pattern": "no.such"}]})
     with pytest.raises(SpecError, match=r"^[^\n]*config.optimizer: groups: 'no.such' fits no parameter[^\n]*$"):
         job.setup_builder.build(jax.devices())
@@ -131,7 +131,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("num_micro", [1, 2])
-def test_no_gradient_is_taken_of_what_is_frozen(num_micro):
+def test_frozen_parameters_get_no_gradient(num_micro):
     model, x_SxBxT = Two(), jnp.arange(24).reshape(num_micro, -1, 4) % 7
     batch = {"x": x_SxBxT, "y": (x_SxBxT + 1) % 7, "padding_mask": jnp.ones_like(x_SxBxT, bool)}
     variables = model.init(jax.random.key(0), x_SxBxT[0], deterministic=True)
@@ -160,6 +160,6 @@ def test_no_gradient_is_taken_of_what_is_frozen(num_micro):
     assert products == whole_products - 1
 
 
-def test_the_matrices_of_the_formulas_are_those_found_by_default():
+def test_default_matrices_are_those_of_the_formulas():
     found = {key for key, p in FEW.items() if p.holds_matrices and p.is_matrix and not p.is_table}
     assert found == set(MATRICES)

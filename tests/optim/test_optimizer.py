@@ -1,4 +1,4 @@
-"""Optimizers by name, against values worked out by hand; and which key is read by which."""
+"""Optimizers by name, against values computed by hand, and the keys that each reads."""
 
 import math
 from dataclasses import replace
@@ -53,7 +53,7 @@ DECOUPLED = [name for name in NAMES if name != "adam"]  # whose moments see the 
 
 @pytest.mark.parametrize("rate", [0.1, 1e-3])
 @pytest.mark.parametrize("name", DECOUPLED)
-def test_a_zero_gradient_shows_that_only_matrices_decay_and_by_the_rate(name, rate):
+def test_only_matrices_decay_and_by_the_learning_rate(name, rate):
     params = updated(name, ZEROS, rate=rate, weight_decay=0.25)
     np.testing.assert_allclose(params["kernel"], PARAMS["kernel"] * (1 - rate * 0.25), rtol=1e-6)
     assert (params["bias"] == PARAMS["bias"]).all()
@@ -66,7 +66,7 @@ def made(name, **config):
 
 
 @pytest.mark.parametrize("name", DECOUPLED)
-def test_decay_is_by_the_rate_of_the_step_at_hand_and_adds_no_leaf_to_the_state(name):
+def test_decay_uses_the_current_rate_and_adds_no_state(name):
     tx = made(name, weight_decay=0.25)
     state = tx.init(PARAMS)
     assert [path for path, _ in leaves(state)] == [
@@ -84,7 +84,7 @@ NARROW = jax.tree.map(lambda leaf: (leaf / 3).astype(jnp.bfloat16), PARAMS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bfloat16_parameter_becomes_the_nearest_to_a_sum_of_float32_and_its_moments_are_float32(name):
+def test_bfloat16_parameters_are_updated_in_float32(name):
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), NARROW)
     tx = made(name)
     narrow_state, wide_state = update_in_float32(tx).init(NARROW), tx.init(wide)
@@ -103,7 +103,7 @@ def test_a_bfloat16_parameter_becomes_the_nearest_to_a_sum_of_float32_and_its_mo
 
 @pytest.mark.parametrize("param", [1.0, -1.0, 1.2578125, 1.9921875, 3e-5])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_an_update_below_1_512_of_a_bfloat16_parameter_changes_nothing_and_one_above_1_256_does(param, sign):
+def test_small_updates_of_bfloat16_parameters_are_lost(param, sign):
     param = jnp.bfloat16(param)
     for share, is_lost in ((1 / 513, True), (1 / 255, False)):
         update = jnp.float32(sign * share) * param.astype(jnp.float32)
@@ -144,7 +144,7 @@ def test_sgd_follows_the_gradient_with_momentum():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_optimizer_takes_its_rate_from_the_schedule(name):
+def test_every_optimizer_reads_the_schedule(name):
     schedule = optax.piecewise_constant_schedule(0.0, {})
     tx = make_optimizer(name, config_of(name, learning_rate=1.0), schedule, PARAMETERS)
     updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
@@ -251,12 +251,12 @@ def program(config):
     return np.asarray(schedule(jnp.arange(TOTAL))).tolist(), str(jax.make_jaxpr(step)(params, tx.init(params)))
 
 
-def test_there_is_another_value_for_every_key():
+def test_every_key_has_a_second_value_here():
     assert set(OTHER) == set(KEYS)
 
 
 @pytest.mark.parametrize(("section", "name"), CHOICES)
-def test_every_key_changes_the_program_of_those_that_read_it_and_is_refused_for_the_others(section, name):
+def test_a_key_matters_to_its_readers_and_is_refused_for_others(section, name):
     usual, unread = program(config_with(section, name)), {}
     for key in (key for key in KEYS if key.startswith(section)):
         if key == "schedule.decay_steps" and name != "wsd":
@@ -273,7 +273,7 @@ def test_every_key_changes_the_program_of_those_that_read_it_and_is_refused_for_
     assert program(config_with(section, name, **unread)) == usual
 
 
-def test_names_are_those_of_the_tables_and_every_one_has_a_source():
+def test_every_name_has_a_table_entry_with_a_source():
     assert set(OPTIMIZERS) == set(NAMES)
     assert set(SCHEDULES) == set(get_args(ScheduleConfig.model_fields["name"].annotation))
     assert all(published.source for published in (*OPTIMIZERS.values(), *SCHEDULES.values()))
@@ -281,7 +281,7 @@ def test_names_are_those_of_the_tables_and_every_one_has_a_source():
         assert {key: getattr(OptimizerConfig(name=name), key) for key in published.defaults} == published.defaults
 
 
-def test_the_defaults_of_the_first_version_are_what_they_were():
+def test_the_defaults_of_the_first_version_are_unchanged():
     old = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "momentum": 0.9, "weight_decay": 0.1, "clip_norm": 1.0}
     for name in ("adamw", "lion", "sgd", "adafactor"):
         config = OptimizerConfig(name=name)
@@ -295,7 +295,7 @@ def test_the_reference_names_the_readers_of_a_key():
         assert model.model_fields[name].description.endswith(f"({', '.join(readers)}).")
 
 
-def test_defaults_and_what_an_object_of_the_jobs_own_may_read_are_not_refused():
+def test_defaults_and_keys_of_an_own_optimizer_are_accepted():
     config = config_with("optimizer", "sgd", **{"optimizer.b1": 0.9})
     assert recipe_of(config).find_problems(config) == {}
     config = config_with("optimizer", "sgd", **{"optimizer.b1": 0.5, "optimizer.learning_rate": None})
@@ -304,7 +304,7 @@ def test_defaults_and_what_an_object_of_the_jobs_own_may_read_are_not_refused():
     assert set(recipe_of(config).find_problems(config)) == {"optimizer", "optimizer.b1"}
 
 
-def test_no_schedule_is_a_constant_and_the_default_is_the_one_of_the_spec():
+def test_without_a_schedule_the_rate_is_constant():
     config = config_with("schedule", "cosine", **{"schedule.warmup_steps": 1})
     constant = choose_optimizer(SPEC, None, config_with("schedule", "constant"))
     rates = [float(constant.build_schedule(config)(step)) for step in (1, 50, 99)]
@@ -312,7 +312,7 @@ def test_no_schedule_is_a_constant_and_the_default_is_the_one_of_the_spec():
     assert float(recipe_of(config).build_schedule(config)(99)) < 0.001
 
 
-def test_an_object_of_the_jobs_own_is_taken_as_it_stands():
+def test_an_optax_object_of_the_job_is_used_unchanged():
     config, own, rate = config_with("optimizer", "sgd"), optax.sgd(0.1), optax.constant_schedule(0.5)
     assert choose_optimizer(own, SPEC, config).build_optimizer(config, None, PARAMETERS) is own
     assert choose_optimizer(own, SPEC, config).build_schedule(config) is None
@@ -320,6 +320,6 @@ def test_an_object_of_the_jobs_own_is_taken_as_it_stands():
 
 
 @pytest.mark.parametrize(("optimizer", "schedule"), [("adamm", SPEC), (SPEC, "cosin"), (None, SPEC)])
-def test_a_name_that_is_none_is_refused(optimizer, schedule):
+def test_an_invalid_name_is_refused(optimizer, schedule):
     with pytest.raises(InvalidError, match=r"(optimizer|schedule)\(\) of the job .* needs one of"):
         choose_optimizer(optimizer, schedule, config_with("optimizer", "adamw"))

@@ -1,4 +1,4 @@
-"""Schedules by name, each against its formula in plain Python, and against values worked out by hand."""
+"""Schedules by name, each against its formula in plain Python and values computed by hand."""
 
 import math
 
@@ -41,28 +41,28 @@ def rates(name, steps, peak=1.0, total=100, **config):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_is_its_formula_at_ten_points(name):
+def test_every_schedule_matches_its_formula(name):
     config = {"final_learning_rate": FINAL} if "final_learning_rate" in SCHEDULES[name].defaults else {}
     actual = rates(name, STEPS, PEAK, TOTAL, warmup_steps=WARMUP, **config, **KEYS.get(name, {}))
     assert actual == pytest.approx([FORMULAS[name](step) for step in STEPS], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_warms_up_linearly_from_zero_by_steps_or_by_share(name):
+def test_every_schedule_warms_up_linearly_from_zero(name):
     expected = pytest.approx([0, 0.1, 0.5, 0.9, 1.0])
     for warmup in ({"warmup_steps": 10}, {"warmup_share": 0.1}):
         assert rates(name, [0, 1, 5, 9, 10], **warmup, **KEYS.get(name, {})) == expected
 
 
-def test_constant_stays():
+def test_constant_is_constant():
     assert rates("constant", [0, 50, 100]) == [1.0] * 3
 
 
-def test_linear_falls_evenly_to_its_end():
+def test_linear_decays_linearly():
     assert rates("linear", [0, 25, 50, 100], final_learning_rate=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.2])
 
 
-def test_cosine_falls_along_half_a_wave_to_its_end():
+def test_cosine_decays_along_half_a_wave():
     halfway, quarter = 0.55, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))
     actual = rates("cosine", [20, 40, 60, 100], warmup_steps=20, final_learning_rate=0.1)
     assert actual == pytest.approx([1.0, quarter, halfway, 0.1])
@@ -72,13 +72,13 @@ def test_cosine_restarts_at_its_peak():
     assert rates("cosine_restarts", [0, 25, 50, 75, 100], cycles=2) == pytest.approx([1.0, 0.5, 1.0, 0.5, 0.0])
 
 
-def test_wsd_holds_its_plateau_until_the_decay():
+def test_wsd_is_constant_until_its_decay():
     config = {"warmup_steps": 10, "decay_steps": 20, "final_learning_rate": 0.1}
     actual = rates("wsd", [10, 50, 79, 80, 90, 100], **config)
     assert actual == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.55, 0.1])
 
 
-def test_inverse_square_root_has_halved_after_four_times_its_warm_up_and_reads_no_total():
+def test_inverse_square_root_halves_after_four_warm_ups():
     for total in (50, 1000):
         assert rates("inverse_square_root", [10, 40, 90], total=total, warmup_steps=10) == pytest.approx(
             [1.0, 1 / 2, 1 / 3]
@@ -86,7 +86,7 @@ def test_inverse_square_root_has_halved_after_four_times_its_warm_up_and_reads_n
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "final_learning_rate" in SCHEDULES[name].defaults])
-def test_schedules_stay_at_their_end(name):
+def test_schedules_keep_their_final_rate(name):
     config = {"final_learning_rate": 0.2, "decay_steps": 10 if name == "wsd" else None}
     assert rates(name, [100, 101, 1000], **config) == pytest.approx([0.2] * 3)
 
@@ -99,6 +99,6 @@ def test_schedules_stay_at_their_end(name):
         ({"warmup_share": 1.0}, "less than 1"),
     ],
 )
-def test_a_warm_up_that_is_none_is_refused(config, message):
+def test_an_invalid_warm_up_is_refused(config, message):
     with pytest.raises(ValidationError, match=message):
         ScheduleConfig(**config)

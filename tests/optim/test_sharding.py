@@ -1,4 +1,4 @@
-"""The state of every optimizer on a mesh that cuts parameters: it is cut too, and its steps are those of one device."""
+"""Optimizer state on a mesh: it is sharded as the parameters are, and its steps are those of one device."""
 
 import functools
 from itertools import product
@@ -68,7 +68,7 @@ CASES = [pytest.param(*case, marks=() if case in DAILY else pytest.mark.soak) fo
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
-def test_state_is_cut_over_fsdp_and_steps_are_those_of_one_device(name, sizes):
+def test_sharded_state_gives_the_steps_of_one_device(name, sizes):
     num = int(np.prod(sizes))
     train_setup = train_setup_of(name, sizes, jax.devices()[:num])
     cut, whole = trained(train_setup), trained(train_setup_of(name, (1, 1, 1), jax.devices()[:1]))
@@ -83,14 +83,14 @@ def test_state_is_cut_over_fsdp_and_steps_are_those_of_one_device(name, sizes):
         np.testing.assert_allclose(found, expected, rtol=rtol, atol=1e-5)
 
 
-def test_a_parameter_is_known_by_its_name_its_shape_and_its_axes():
+def test_parameters_have_a_name_a_shape_and_axes():
     boxed = jax.eval_shape(lambda key: Parameters().init(key, None, deterministic=True), jax.random.key(0))["params"]
     assert describe_parameters(boxed) == {name: Parameter(name, shape, axes) for name, (shape, axes) in SHAPES.items()}
     plain = describe_parameters({"block": {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}})
     assert plain == {"block": {"kernel": Parameter("block.kernel", (2, 3), (None, None))}}
 
 
-def test_a_warm_start_averages_from_the_weights_that_it_begins_with(tmp_path):
+def test_a_warm_start_restarts_the_average(tmp_path):
     job = gpt(tmp_path / "run", **{"config.optimizer.name": "schedule_free_adamw", "config.model.layers": 1})
     job.train_setup = job.setup_builder.build(jax.devices())
     state = job.init_state()

@@ -1,4 +1,4 @@
-"""A traced program in its merged form: the same values, each operation once, and nothing that must be unfolded."""
+"""Tests that a canonicalised program computes the same values, with each operation once and calls inlined."""
 
 import collections
 from collections.abc import Callable, Iterator
@@ -99,7 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "is_gradient"), CASES)
-def test_it_computes_the_same_and_no_operation_twice(name: str, is_gradient: bool) -> None:
+def test_the_canonical_program_computes_the_same_without_duplicates(name: str, is_gradient: bool) -> None:
     function = PROGRAMS[name]
     if is_gradient:
         if name in CANNOT_DIFFERENTIATE:
@@ -120,7 +120,7 @@ def test_it_computes_the_same_and_no_operation_twice(name: str, is_gradient: boo
         assert name == "cond" or "cond" not in names
 
 
-def test_a_softmax_and_its_gradient_share_the_sum_that_both_divide_by() -> None:
+def test_a_softmax_and_its_gradient_share_their_sum() -> None:
     def loss(x: jax.Array) -> jax.Array:
         return jnp.vdot(x, jax.nn.softmax(x))
 
@@ -135,7 +135,7 @@ def test_a_softmax_and_its_gradient_share_the_sum_that_both_divide_by() -> None:
     assert broadcasts(canonicalise(gradient)) < broadcasts(gradient)
 
 
-def test_what_is_computed_a_second_time_on_purpose_stays_apart() -> None:
+def test_rematerialised_operations_stay_separate() -> None:
     def loss(x: jax.Array, prevent_cse: bool) -> jax.Array:
         return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevent_cse)(x).sum()
 
@@ -149,7 +149,7 @@ def test_what_is_computed_a_second_time_on_purpose_stays_apart() -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_loop_whose_rounds_are_written_out_has_operations_of_several_rounds_once(reverse: bool) -> None:
+def test_an_unrolled_scan_shares_operations_between_iterations(reverse: bool) -> None:
     def function(x: jax.Array, unroll: int) -> Any:
         def body(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
             return carry + row, jnp.sin(x[0]) * row
@@ -165,7 +165,7 @@ def test_a_loop_whose_rounds_are_written_out_has_operations_of_several_rounds_on
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def test_what_was_traced_under_other_settings_is_another_operation() -> None:
+def test_operations_traced_under_other_settings_differ() -> None:
     def function(key: jax.Array) -> Any:
         with jax.threefry_partitionable(False):
             first = jax.random.bits(key, (6,))
@@ -178,7 +178,7 @@ def test_what_was_traced_under_other_settings_is_another_operation() -> None:
     assert found[0].tobytes() != found[1].tobytes()
 
 
-def test_a_checkpoint_stands_where_not_all_that_it_is_given_varies() -> None:
+def test_rematerialisation_works_with_operands_that_do_not_vary() -> None:
     mesh = mesh_over({"data": 4})
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
@@ -190,7 +190,7 @@ def test_a_checkpoint_stands_where_not_all_that_it_is_given_varies() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_numbers_are_the_same_only_with_the_same_bits_and_type() -> None:
+def test_literals_are_equal_only_with_equal_bits_and_type() -> None:
     def function(x: jax.Array) -> Any:
         one, other = x * np.float32(0.0), x * np.float32(-0.0)
         return one, other, x.astype(jnp.int32) * 2, x * 2
@@ -199,7 +199,7 @@ def test_numbers_are_the_same_only_with_the_same_bits_and_type() -> None:
     assert [each.tobytes() for each in found] == [each.tobytes() for each in jax.jit(function)(X)]
 
 
-def test_what_is_done_for_its_effect_is_done_each_time_and_in_order() -> None:
+def test_effects_happen_each_time_and_in_order() -> None:
     seen: list[float] = []
 
     def function(x: jax.Array) -> jax.Array:
@@ -213,7 +213,7 @@ def test_what_is_done_for_its_effect_is_done_each_time_and_in_order() -> None:
     assert seen == [float(X[0, 0]), float(X[0, 0]), float(X[0, 1])]
 
 
-def test_a_result_that_nobody_asked_for_at_first_can_be_asked_for_later() -> None:
+def test_an_unused_result_can_be_used_later() -> None:
     def function(x: jax.Array) -> Any:
         values, _ = lax.top_k(x, 2)
         _, places = lax.top_k(x, 2)

@@ -1,4 +1,4 @@
-"""From a spec's topology to a mesh, and the arithmetic of batches over it."""
+"""Meshes from a spec's topology, and the arithmetic of batches on them."""
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ from runner.spec import MeshConfig
         ({"data": 2, "expert": "auto"}, 8, {"data": 2, "expert": 4}),
     ],
 )
-def test_auto_takes_the_devices_that_the_other_axes_leave(mesh, devices, sizes):
+def test_auto_takes_the_remaining_devices(mesh, devices, sizes):
     assert resolve_mesh_sizes(MeshConfig(**mesh), devices) == dict.fromkeys(AXES, 1) | sizes
     assert is_mesh_possible(MeshConfig(**mesh), devices)
 
@@ -53,7 +53,7 @@ def test_auto_takes_the_devices_that_the_other_axes_leave(mesh, devices, sizes):
         ({"data": 1, "expert": 4}, 8, "data 1 x fsdp 1 x expert 4 x tensor 1 does not use exactly the 8 devices here"),
     ],
 )
-def test_a_mesh_that_does_not_use_exactly_the_devices_is_refused_with_the_numbers(mesh, devices, message):
+def test_a_mesh_must_use_exactly_the_devices(mesh, devices, message):
     with pytest.raises(InvalidError, match=message):
         resolve_mesh_sizes(MeshConfig(**mesh), devices)
     assert not is_mesh_possible(MeshConfig(**mesh), devices)
@@ -80,13 +80,13 @@ class FakeDevice:
         ({"data": 2, "sequence": 2, "tensor": 2}, "data"),
     ],
 )
-def test_slices_are_told_apart_by_the_first_axis_that_can(sizes, across):
+def test_slices_are_separated_along_the_first_possible_axes(sizes, across):
     grid = make_mesh(sizes, [FakeDevice(index) for index in range(8)]).devices
     halves = np.split(grid, 2, axis=AXES.index(across))
     assert [{device.slice_index for device in half.flat} for half in halves] == [{0}, {1}]
 
 
-def test_a_mesh_that_cannot_be_laid_over_slices_is_refused():
+def test_a_mesh_that_does_not_divide_over_slices_is_refused():
     assert split_axes_over_slices({"data": 2, "fsdp": 6, "tensor": 1}, 4) == [2, 2, 1, 1, 1]
     with pytest.raises(
         InvalidError, match="data 3 x fsdp 2 x tensor 1 cannot be laid over 4 slices; make data a multi"
@@ -102,7 +102,7 @@ def test_a_mesh_that_cannot_be_laid_over_slices_is_refused():
         ({"fsdp": 2, "expert": 2, "sequence": 2}, "data x fsdp x expert", (3, 2, 8)),
     ],
 )
-def test_the_mesh_has_every_device_once_and_cuts_the_batch_by_examples_and_positions(sizes, examples, shard):
+def test_a_mesh_shards_the_batch_by_examples_and_positions(sizes, examples, shard):
     mesh = make_mesh(sizes)
     assert mesh.axis_names == AXES
     assert set(mesh.devices.flat) == set(jax.devices())
@@ -111,7 +111,7 @@ def test_the_mesh_has_every_device_once_and_cuts_the_batch_by_examples_and_posit
     assert make_batch_sharding(mesh).shard_shape((3, 8, 16)) == shard
 
 
-def test_the_nearest_axes_of_the_interconnect_are_tensor_and_expert():
+def test_tensor_and_expert_get_the_nearest_devices():
     grid = make_mesh({"data": 2, "expert": 2, "tensor": 2}).devices.reshape(2, 2, 2)
     assert [[device.id for device in row] for row in grid[0]] == [[0, 1], [2, 3]]
 
@@ -125,19 +125,19 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("devices", "length", "chunk", "message"), ROWS)
-def test_rows_that_do_not_divide_are_refused_with_numbers_that_work(devices, length, chunk, message):
+def test_sequences_that_do_not_divide_are_refused_with_valid_numbers(devices, length, chunk, message):
     with pytest.raises(InvalidError, match=message):
         validate_sequence_sharding(make_mesh({"sequence": devices, "data": 8 // devices}), length, chunk)
 
 
-def test_a_job_has_rules_of_its_own_before_the_runners():
+def test_rules_of_the_job_come_before_those_of_the_runner():
     own = (("channels", ("fsdp", "tensor")), ("mlp", None))
     assert build_logical_axis_rules(own, "Job") == (*own, *LOGICAL_AXIS_RULES)
     with pytest.raises(InvalidError, match=r"Job.logical_axis_rules: 'channels' names the mesh axis 'tensr'; .*tensor"):
         build_logical_axis_rules([("channels", "tensr")], "Job")
 
 
-def test_micro_batches_are_the_divisors_of_a_devices_share():
+def test_micro_batches_divide_the_share_of_a_device():
     assert list_micro_batch_sizes(96, "auto", 8) == [12, 6, 4, 3, 2, 1]
     assert list_micro_batch_sizes(96, 4, 8) == [4]
     assert list_micro_batch_sizes(8, "auto", 8) == [1]
@@ -152,10 +152,10 @@ def test_micro_batches_are_the_divisors_of_a_devices_share():
         (96, 24, 8, r"micro_batch_examples=24 does not divide the 12 examples"),
     ],
 )
-def test_a_batch_that_leaves_a_rest_is_refused_with_numbers_that_work(examples, micro, shards, message):
+def test_a_batch_that_does_not_divide_is_refused_with_valid_numbers(examples, micro, shards, message):
     with pytest.raises(InvalidError, match=message):
         list_micro_batch_sizes(examples, micro, shards)
 
 
-def test_a_faked_device_has_its_share_of_the_machines_memory():
+def test_a_faked_device_has_a_share_of_the_memory():
     assert 2**20 < read_device_memory_bytes() < 2**50

@@ -1,6 +1,6 @@
-"""What a mesh cannot carry is refused before anything is compiled: one line with the key, the numbers and what fits.
+"""Meshes that do not suit a job are refused before compilation, in one line with the key, the numbers and a fix.
 
-A member of the table is a job's keys and the mesh; the refusal is that of a start, of which `plan` makes problems.
+Each case of the table is a mesh with keys of a job. A start raises the error, which `plan` reports as a problem.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ EXPERTS = {"experts": 6, "experts_per_token": 2}
 
 
 class Bad(NamedTuple):
-    """What stands in the spec, and what the line says."""
+    """Mesh and keys of a spec, and a part of the error."""
 
     mesh: dict[str, Any]
     keys: dict[str, Any]
@@ -56,7 +56,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_a_mesh_cannot_carry_is_refused_with_a_line_that_teaches(name: str, tmp_path: Path) -> None:
+def test_a_mesh_that_does_not_divide_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     mesh, keys, line = BAD[name]
     changes = {"config.model": {"layers": 1, "heads": 4, "width": 16, "mlp_width": 16}} | {
         f"config.{key}": value for key, value in keys.items()
@@ -69,7 +69,7 @@ def test_what_a_mesh_cannot_carry_is_refused_with_a_line_that_teaches(name: str,
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_an_axis_that_is_given_twice_is_refused_with_both_lines(axis: str, tmp_path: Path) -> None:
+def test_a_duplicate_axis_is_refused_with_both_lines(axis: str, tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"name: tiny\ntopology:\n  mesh:\n    {axis}: 2\n    {axis}: 4\n")
     with pytest.raises(InvalidError) as refused:

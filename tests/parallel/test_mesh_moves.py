@@ -1,4 +1,4 @@
-"""A job on meshes of all axes: born, resumed and moved, with experts, packed documents and grouped heads."""
+"""Jobs on meshes of all axes: init, resume and moves, with experts, packed documents and grouped heads."""
 
 import jax
 import pytest
@@ -56,7 +56,7 @@ def restored(made):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("first", "then"), MOVES, ids=mesh_id)
-def test_a_checkpoint_moves_to_another_mesh_with_every_bit_and_goes_on(tmp_path, first, then):
+def test_a_checkpoint_resumes_bit_identically_on_another_mesh(tmp_path, first, then):
     before = stopped(tmp_path / "run", first)
     saved = compute_fingerprint(before.state)
     after = job(tmp_path / "run", then)
@@ -66,7 +66,7 @@ def test_a_checkpoint_moves_to_another_mesh_with_every_bit_and_goes_on(tmp_path,
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
-def test_stopped_and_resumed_on_any_mesh_every_bit_is_the_same(tmp_path, mesh):
+def test_a_resume_is_bit_identical_on_every_mesh(tmp_path, mesh):
     stopped(tmp_path / "run", mesh)
     job(tmp_path / "run", mesh)()
     job(tmp_path / "whole", mesh)()
@@ -75,7 +75,7 @@ def test_stopped_and_resumed_on_any_mesh_every_bit_is_the_same(tmp_path, mesh):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
-def test_the_state_is_born_with_the_same_bits_on_any_mesh_and_experts_and_their_moments_lie_apart(tmp_path, mesh):
+def test_init_is_bit_identical_on_every_mesh_and_experts_are_sharded(tmp_path, mesh):
     here, alone = (stopped(tmp_path / name, sizes) for name, sizes in (("here", mesh), ("alone", {"data": 8})))
     assert leaves_equal(here.init_state().params, alone.init_state().params)
     experts = mesh.get("expert", 1)

@@ -1,4 +1,4 @@
-"""Lists, histograms and texts of a row in every place that shows it; and how long steps take."""
+"""Lists, histograms and texts of a row in every writer, and durations of steps."""
 
 import csv
 import io
@@ -51,7 +51,7 @@ def test_tensorboard_shows_histograms_and_texts(tmp_path: Path) -> None:
     assert "val/none" not in str(found.Tags())
 
 
-def test_wandb_is_given_histograms() -> None:
+def test_wandb_gets_histograms() -> None:
     shown = convert_value(HISTOGRAM)
     assert isinstance(shown, wandb.Histogram)
     assert (list(shown.histogram), list(shown.bins)) == (HISTOGRAM["counts"], HISTOGRAM["edges"])
@@ -59,7 +59,7 @@ def test_wandb_is_given_histograms() -> None:
     assert [convert_value(value) for value in (1.5, None, "text", [])] == [1.5, None, "text", []]
 
 
-def test_a_table_has_lists_and_histograms_as_json_and_a_page_leaves_them_out() -> None:
+def test_csv_has_json_for_lists_and_pages_leave_them_out() -> None:
     header, line = csv.reader(io.StringIO("".join(format_csv([EncodedRow.from_row(ROW)]))))
     cells = dict(zip(header, line, strict=True))
     assert json.loads(cells["train/some"]) == HISTOGRAM
@@ -70,7 +70,7 @@ def test_a_table_has_lists_and_histograms_as_json_and_a_page_leaves_them_out() -
     assert set(curves.keys) == {"train/loss", "val/none"}
 
 
-def test_a_row_of_step_0_is_a_row_without_a_loss_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_row_of_step_0_needs_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
     first = {"step": 0, "train/tokens": 0, "val/loss": 2.0}
     damaged = [{"step": 0}, {"step": 1, "train/tokens": 0}, {"step": "0", "train/tokens": 0}]
     assert [line.row for line in select_surviving(json.dumps(row).encode() for row in [*damaged, first, ROW])] == [
@@ -81,7 +81,7 @@ def test_a_row_of_step_0_is_a_row_without_a_loss_of_a_step(capsys: pytest.Captur
     assert capsys.readouterr().out == "step 0/200  val 2.0000\n"
 
 
-def test_median_and_95th_percentile_are_of_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_percentiles_count_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now, ended = [100.0], threading.Semaphore(0)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
@@ -116,7 +116,7 @@ def drain(pace: StepTimer) -> None:
     assert seen.wait(60)
 
 
-def test_the_peak_is_that_of_the_fullest_device_and_absent_where_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_that_of_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mesh.read_peak_memory_bytes() is None
     stats: list[dict[str, int] | None] = [None, {}, {"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 9}]
     devices = [type("Device", (), {"memory_stats": staticmethod(lambda each=each: each)}) for each in stats]

@@ -1,4 +1,4 @@
-"""Sums in one order: the tree by hand, train steps on any number of devices, and what cannot have an order."""
+"""Order-deterministic reduction: the tree by hand, train steps on any number of devices, and refusals."""
 
 import functools
 
@@ -53,14 +53,14 @@ def sum_on(num_groups, num_devices):
     return reduction._sum_node(reduction.get_root_node(num_groups), num_groups, known).text
 
 
-def test_the_order_of_a_tree():
+def test_groups_are_summed_as_a_tree():
     assert sum_on(8, 8) == "(((0+1)+(2+3))+((4+5)+(6+7)))"
     assert sum_on(6, 6) == "(((0+1)+(2+3))+(4+5))"
     assert sum_on(3, 3) == "((0+1)+2)"
 
 
 @pytest.mark.parametrize("num_groups", range(1, 49))
-def test_any_number_of_devices_adds_the_same_terms_in_the_same_order(num_groups):
+def test_the_order_of_additions_does_not_depend_on_the_devices(num_groups):
     sizes = [size for size in range(1, num_groups + 1) if num_groups % size == 0]
     assert len({sum_on(num_groups, size) for size in sizes}) == 1
 
@@ -130,14 +130,14 @@ def steps_on(sizes, num_groups, m, options=()):
         ),
     ],
 )
-def test_on_any_number_of_devices_every_bit_is_the_same(sizes, num_groups, m, options):
+def test_steps_are_bit_identical_on_any_number_of_devices(sizes, num_groups, m, options):
     expected = steps_on(tuple(WHOLE.items()), num_groups, m, options)
     assert leaves_equal(steps_on(tuple(sizes.items()), num_groups, m, options), expected)
     assert expected[2][0][1]["grad_norm"] > 0.1  # and so it was clipped
 
 
 @pytest.mark.soak
-def test_the_usual_order_depends_on_the_number_of_devices():
+def test_usual_steps_depend_on_the_number_of_devices():
     """Else the tests above show nothing."""
     on_two, *others = (steps_on((("data", size),), size, 1)[0] for size in (2, 3, 4, 6))
     assert not all(leaves_equal(params, on_two) for params in others)
@@ -152,12 +152,12 @@ def test_the_usual_order_depends_on_the_number_of_devices():
         ({"expert": 4}, 4, "holds for data x fsdp alone, and topology.mesh.expert is 4"),
     ],
 )
-def test_a_mesh_on_which_sums_have_another_order_is_refused(sizes, devices, message):
+def test_a_mesh_that_cannot_keep_the_order_is_refused(sizes, devices, message):
     with pytest.raises(InvalidError, match=message):
         validate_same_bits_mesh(mesh_over(sizes), devices)
 
 
-def test_a_batch_that_does_not_divide_into_groups_is_refused_with_the_nearest(tmp_path):
+def test_a_batch_that_does_not_divide_into_groups_is_refused(tmp_path):
     train = {"total_steps": 1, "global_batch_examples": 40, "micro_batch_examples": 2, "same_bits_devices": 8}
     with pytest.raises(ValueError, match="micro-batches of 2 on same_bits_devices=8; use 32 or 48"):
         _ = gpt(tmp_path / "run", **{"config.train": train}).config

@@ -1,4 +1,4 @@
-"""Leaves from tensors: the same bits on every mesh, and of each file no more than a host's devices hold."""
+"""Reading leaves from tensors: the same bits on every mesh, and no more bytes than a process needs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +77,7 @@ def nearest(value: np.ndarray, dtype: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
-def test_every_type_becomes_the_nearest_of_the_parameters(tmp_path: Path, stored: Any, dtype: Any):
+def test_every_type_is_rounded_to_nearest(tmp_path: Path, stored: Any, dtype: Any):
     expected = {name: value.astype(stored) for name, value in leaves().items()}
     where = publish(tmp_path / "hf", tensors(expected))
     for name, leaf in load(where, born(leaves(1), (2, 2, 2), dtype)).items():
@@ -93,7 +93,7 @@ def bytes_of(boxes: Sequence[Sequence[tuple[int, int]]], shape: tuple[int, ...],
     return set(np.flatnonzero(inside).tolist())
 
 
-def test_boxes_are_read_as_ranges_of_bytes_each_once(monkeypatch: pytest.MonkeyPatch):
+def test_boxes_are_read_as_byte_ranges_once(monkeypatch: pytest.MonkeyPatch):
     generator = np.random.default_rng(0)
     monkeypatch.setattr(read, "SPAN_BYTES", 40)
     for _ in range(200):
@@ -111,7 +111,7 @@ def test_boxes_are_read_as_ranges_of_bytes_each_once(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["params.embedding", "params.blocks.key", "params.blocks.expert"])
-def test_a_host_reads_what_its_devices_hold_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_a_process_reads_only_its_devices_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(read, "GAP_BYTES", 0)
     expected = leaves()
     where = publish(tmp_path / "hf", tensors(expected), 2)
@@ -152,7 +152,7 @@ def refused(where: Path, rule: InitFromConfig | None = None) -> list[str]:
     return [line.removeprefix(f"{where}: ") for line in lines]
 
 
-def test_all_that_does_not_fit_is_listed_in_order(tmp_path: Path):
+def test_all_problems_are_listed_in_order(tmp_path: Path):
     files = tensors(leaves())
     del files["model.layers.1.bias"]
     files["model.embedding.weight"] = files["model.embedding.weight"][: V - 3]
@@ -167,12 +167,12 @@ def test_all_that_does_not_fit_is_listed_in_order(tmp_path: Path):
     ]
 
 
-def test_of_another_family_that_alone_is_told(tmp_path: Path):
+def test_another_family_is_the_only_problem_reported(tmp_path: Path):
     lines = refused(publish(tmp_path / "hf", {"x": np.zeros(1, np.float32)}, model_type="large"))
     assert lines == ["config.json: model_type: got 'large', the model needs 'small'"]
 
 
-def test_what_the_spec_allows_begins_as_at_init(tmp_path: Path):
+def test_allowed_deviations_keep_initial_values(tmp_path: Path):
     expected, fresh = leaves(), leaves(1)
     files = tensors(expected)
     del files["model.layers.1.bias"]
@@ -200,7 +200,7 @@ def test_what_the_spec_allows_begins_as_at_init(tmp_path: Path):
     )
 
 
-def test_a_part_of_a_shared_tensor_is_never_taken_from_a_shorter_one(tmp_path: Path):
+def test_shared_tensors_that_are_shorter_are_not_read(tmp_path: Path):
     files, fresh = tensors(leaves()), leaves(1)
     files["model.layers.0.qk.weight"] = files["model.layers.0.qk.weight"][:4]
     where = publish(tmp_path / "hf", files)
@@ -210,7 +210,7 @@ def test_a_part_of_a_shared_tensor_is_never_taken_from_a_shorter_one(tmp_path: P
     assert (np.asarray(found["params.blocks.query"])[1] == leaves()["params.blocks.query"][1]).all()
 
 
-def test_a_name_that_nothing_has_or_two_would_have_is_refused(tmp_path: Path):
+def test_invalid_renames_are_refused(tmp_path: Path):
     where = publish(tmp_path / "hf", tensors(leaves()))
     rename = {"modle": "model", "model.layers.0.bias": "model.layers.1.bias"}
     assert refused(where, InitFromConfig(path=str(where), rename=rename)) == [

@@ -1,4 +1,4 @@
-"""W&B looks on: its run is the job's over all attempts, and whatever fails there, training does not notice."""
+"""W&B: one run over all attempts, offline and online, and training does not notice its failures."""
 
 import json
 import sys
@@ -67,14 +67,14 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.soak
-def test_offline_an_attempt_holds_what_one_that_was_killed_has_logged(runs):
+def test_an_offline_run_holds_the_rows_of_killed_attempts(runs):
     base, outputs = runs
     (path,) = (base / "offline").rglob("*run-*.wandb")
     assert wandb_file.history(path) == parse_lines((base / "offline/metrics.jsonl").read_bytes())
     assert "is off" not in outputs["first"] + outputs["second"]
 
 
-def test_what_it_writes_offline_for_a_run_in_a_bucket_ends_there(tmp_path):
+def test_offline_files_of_a_bucket_run_are_uploaded(tmp_path):
     store, folder = memory_bucket(), tmp_path / "wandb" / "wandb"
     for earlier in ("offline-run-0-x", "offline-run-0-y"):
         store.write(f"wandb/wandb/{earlier}/run.wandb", b"of an attempt on another machine")
@@ -90,7 +90,7 @@ def test_what_it_writes_offline_for_a_run_in_a_bucket_ends_there(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["offline", "dead"])
-def test_tracking_changes_neither_the_weights_nor_the_rows(runs, name):
+def test_wandb_changes_neither_weights_nor_rows(runs, name):
     base, outputs = runs
     assert read_json(LocalStore(base / name), "result.json") == read_json(LocalStore(base / "plain"), "result.json")
     steps = [row["step"] for row in parse_lines((base / name / "metrics.jsonl").read_bytes())]
@@ -99,7 +99,7 @@ def test_tracking_changes_neither_the_weights_nor_the_rows(runs, name):
 
 
 @pytest.mark.soak
-def test_online_the_server_holds_the_surviving_trajectory_alone_after_a_kill_that_cost_steps(tmp_path):
+def test_the_online_server_holds_only_the_surviving_trajectory(tmp_path):
     """The client holds a row until the next one comes, so of six the server has five."""
     directory = tmp_path / "run"
     with start_wandb() as server:
@@ -125,7 +125,7 @@ def test_online_the_server_holds_the_surviving_trajectory_alone_after_a_kill_tha
     assert "jax" in config["environment"]["versions"]
 
 
-def test_wandb_is_not_even_imported_where_it_is_disabled(tmp_path, monkeypatch):
+def test_wandb_is_not_imported_if_disabled(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "runner.metrics.wandb", raising=False)
     gpt(tmp_path / "run", **SMALL)()
     assert not (tmp_path / "run" / "wandb").exists()

@@ -1,4 +1,4 @@
-"""A table of tensors names every leaf once and every tensor whole, or says where it does not."""
+"""Tables of tensors: every leaf once and every tensor whole, or an error that names the place."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,12 +20,12 @@ def gpt_shapes() -> dict[str, Shape]:
     return {name: leaf.shape for name, leaf in flatten_with_names({"params": nn.unbox(boxed)["params"]}).items()}
 
 
-def test_the_tables_fit_the_leaves_of_their_models():
+def test_the_tables_match_their_models():
     assert find_table_problems(SmallFiles().pieces(), SHAPES) == []
     assert find_table_problems(GPT2Files(3, 2, 16, 40, 8, 0.0).pieces(), gpt_shapes()) == []
 
 
-def test_the_shapes_of_tensors_are_those_that_the_files_have():
+def test_tensor_shapes_match_the_files():
     files = tensors(leaves())
     assert compute_tensor_shapes(SmallFiles().pieces(), SHAPES) == {name: value.shape for name, value in files.items()}
 
@@ -64,10 +64,10 @@ def replaced(of: str, /, **changes: object) -> Change:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_table_that_does_not_fit_is_told_by_leaf_or_tensor(change: Change, problem: str):
+def test_problems_of_a_table_name_the_leaf_or_tensor(change: Change, problem: str):
     found = find_table_problems(change(SmallFiles().pieces()), SHAPES)
     assert any(line.startswith(problem) for line in found), found
 
 
-def test_the_sizes_of_the_example_are_told_apart():
+def test_the_sizes_of_the_example_are_distinct():
     assert len({L, D, M, V}) == 4

@@ -1,4 +1,4 @@
-"""Directories in Hugging Face's layout that are whole, and every way in which they are not."""
+"""Directories in Hugging Face's layout: whole ones, and every kind of damage."""
 
 import json
 import os
@@ -123,7 +123,7 @@ TWO: list[tuple[str, Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_every_tensor_is_found_where_it_lies(tmp_path: Path, num_shards: int):
+def test_every_tensor_is_located(tmp_path: Path, num_shards: int):
     files = tensors(leaves())
     published = open_published_weights(str(publish(tmp_path / "hf", files, num_shards)))
     assert published.tensors.keys() == files.keys()
@@ -137,9 +137,7 @@ def test_every_tensor_is_found_where_it_lies(tmp_path: Path, num_shards: int):
     [(number, *case[1:]) for number, table in ((1, ONE), (2, TWO)) for case in table],
     ids=[case[0] for table in (ONE, TWO) for case in table],
 )
-def test_what_is_wrong_is_told_in_a_line(
-    tmp_path: Path, num_shards: int, damage: Callable[[Path], object], message: str
-):
+def test_damage_is_reported_in_a_line(tmp_path: Path, num_shards: int, damage: Callable[[Path], object], message: str):
     directory = publish(tmp_path / "hf", tensors(leaves()), num_shards)
     damage(directory)
     with pytest.raises(InvalidError, match=message) as found:
@@ -147,7 +145,7 @@ def test_what_is_wrong_is_told_in_a_line(
     assert all(line.startswith(str(directory)) for line in str(found.value).splitlines())
 
 
-def test_a_run_is_not_taken_for_published_weights(tmp_path: Path):
+def test_a_run_is_not_mistaken_for_published_weights(tmp_path: Path):
     assert has_published_weights(LocalStore(publish(tmp_path / "hf", tensors(leaves()))))
     (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
     (tmp_path / "run" / "spec.yaml").write_text("")

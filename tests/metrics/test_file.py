@@ -1,4 +1,4 @@
-"""The rows of the surviving trajectory, and how people see them."""
+"""`metrics.jsonl` on a disk and in a bucket, the window of steps, and progress."""
 
 import contextlib
 import hashlib
@@ -79,7 +79,7 @@ def test_the_kind_of_file_follows_the_store(tmp_path):
     assert isinstance(open_file(memory_bucket()), BucketMetricsFile)
 
 
-def test_rows_come_back_as_they_were_written(store):
+def test_rows_are_read_as_they_were_written(store):
     loss = 0.1 + 0.2
     file = open_file(store)
     assert file.rewind(0) is None
@@ -89,7 +89,7 @@ def test_rows_come_back_as_they_were_written(store):
     assert rows_in(store) == [row(1, **{"train/loss": loss})]
 
 
-def test_where_nothing_was_written_there_are_no_rows(store):
+def test_a_new_file_has_no_rows(store):
     assert rows_in(store) == []
     file = open_file(store)
     assert file.rewind(0) is None
@@ -108,7 +108,7 @@ def test_rewind_drops_the_rows_beyond_the_restored_step(store):
     assert file.get_newest() == row(30)
 
 
-def test_on_a_disk_a_row_is_there_as_soon_as_it_is_appended(tmp_path):
+def test_a_local_row_is_written_at_once(tmp_path):
     store = LocalStore(tmp_path)
     file = open_file(store)
     file.rewind(0)
@@ -123,7 +123,7 @@ def test_rewind_to_a_step_that_was_not_logged_has_no_row_for_it(store):
     assert steps_in(store) == [10]
 
 
-def test_rewind_drops_torn_and_duplicate_and_foreign_rows(store):
+def test_rewind_drops_torn_duplicate_and_foreign_rows(store):
     write(store, 10, 20)
     content = store.read("metrics.jsonl")
     content += json.dumps(row(20)).encode() + b"\n"
@@ -139,7 +139,7 @@ def test_rewind_drops_torn_and_duplicate_and_foreign_rows(store):
         assert kept.count(b"\n") == 3
 
 
-def test_rewind_takes_the_rows_that_an_earlier_version_kept_with_the_restored_state_all_of_them(store):
+def test_rewind_accepts_the_tail_of_an_earlier_version(store):
     write(store, 10, 99)
     kept = b"".join(encode_line(row(step)) for step in (10, 20, 30))
     file = open_file(store)
@@ -160,7 +160,7 @@ def test_rewind_may_be_repeated(store):
     assert steps_in(store) == [10, 20]
 
 
-def test_on_a_disk_a_zombie_that_still_holds_the_file_writes_where_nobody_reads(tmp_path):
+def test_a_local_zombie_writes_to_the_replaced_file(tmp_path):
     store = LocalStore(tmp_path)
     zombie = open_file(store)
     zombie.rewind(0)
@@ -184,7 +184,7 @@ def damaged(base, name):
     return store
 
 
-def test_a_damaged_file_leaves_the_rows_that_are_whole_or_is_refused_with_a_line(tmp_path):
+def test_a_damaged_file_keeps_whole_rows_or_is_refused(tmp_path):
     whole = tmp_path / "whole"
     write(LocalStore(whole), 10)
     outcomes = {}
@@ -211,7 +211,7 @@ def test_a_damaged_file_leaves_the_rows_that_are_whole_or_is_refused_with_a_line
 @pytest.mark.parametrize(
     "other", ['{"step": 20}', '{"step": true, "train/loss": 1.0}', '{"step": "20"}', "[" * 100_000]
 )
-def test_a_line_that_is_no_row_is_left_out(store, other):
+def test_lines_that_are_no_rows_are_skipped(store, other):
     write(store, 10)
     store.write("metrics.jsonl", store.read("metrics.jsonl") + other.encode() + b"\n")
     file = open_file(store)
@@ -243,7 +243,7 @@ def written_zombie(driver):
 
 @pytest.mark.parametrize("driver_class", [MemoryDriver, ContentVersions])
 @pytest.mark.parametrize("restored", [10, 20])
-def test_in_a_bucket_a_zombie_is_fenced_after_a_newer_attempts_rewind(driver_class, restored):
+def test_a_bucket_zombie_is_fenced_after_a_rewind(driver_class, restored):
     store, zombie = written_zombie(driver_class())
     file = open_file(store)
     assert file.rewind(restored) == row(restored)
@@ -258,7 +258,7 @@ def test_in_a_bucket_a_zombie_is_fenced_after_a_newer_attempts_rewind(driver_cla
     assert steps_in(store) == [*range(10, restored + 1, 10), 30]
 
 
-def test_in_a_bucket_a_zombie_is_fenced_as_soon_as_a_newer_attempt_has_begun():
+def test_a_bucket_zombie_is_fenced_once_a_newer_attempt_begins():
     store, zombie = written_zombie(MemoryDriver())
     open_file(store)
     zombie.append(row(999))
@@ -267,7 +267,7 @@ def test_in_a_bucket_a_zombie_is_fenced_as_soon_as_a_newer_attempt_has_begun():
     assert steps_in(store) == [10, 20]
 
 
-def test_in_a_bucket_a_zombie_whose_rows_are_sent_in_the_background_does_no_harm_there():
+def test_a_bucket_zombie_does_no_harm_in_the_background():
     store, background = memory_bucket(), BackgroundWriter()
     zombie = open_file(store, background)
     zombie.rewind(0)
@@ -295,7 +295,7 @@ def overtaken(driver, store, zombie, restored):
 
 
 @pytest.mark.parametrize("restored", [10, 20])
-def test_in_a_bucket_a_zombie_that_has_passed_the_fence_is_stopped_by_the_version(restored):
+def test_a_bucket_zombie_past_the_fence_is_stopped_by_the_version(restored):
     driver = MemoryDriver()
     store, zombie = written_zombie(driver)
     files = overtaken(driver, store, zombie, restored)
@@ -309,7 +309,7 @@ def test_in_a_bucket_a_zombie_that_has_passed_the_fence_is_stopped_by_the_versio
 
 
 @pytest.mark.parametrize("restored", [10, 20])
-def test_in_a_bucket_what_a_zombie_has_put_over_equal_content_is_written_over_by_the_owner(restored):
+def test_the_owner_overwrites_what_a_bucket_zombie_has_written(restored):
     """Where versions are digests, those of two attempts are the same as long as their rows are."""
     driver = ContentVersions()
     store, zombie = written_zombie(driver)
@@ -326,7 +326,7 @@ def test_in_a_bucket_what_a_zombie_has_put_over_equal_content_is_written_over_by
     assert steps_in(store) == [*range(10, restored + 1, 10), 30, 40]
 
 
-def test_in_a_bucket_rewind_goes_over_a_write_of_a_dead_attempt_that_was_still_on_its_way():
+def test_rewind_overwrites_a_late_write_of_a_dead_attempt():
     driver = MemoryDriver()
     store = memory_bucket(driver)
     write(store, 10, 20)
@@ -345,7 +345,7 @@ def test_in_a_bucket_rewind_goes_over_a_write_of_a_dead_attempt_that_was_still_o
     assert steps_in(store) == [10, 20, 25]
 
 
-def test_replace_last_completes_the_newest_row_and_more_can_follow(store):
+def test_replace_last_completes_the_newest_row(store):
     write(store, 10, 20)
     file = open_file(store)
     file.rewind(20)
@@ -356,7 +356,7 @@ def test_replace_last_completes_the_newest_row_and_more_can_follow(store):
     assert rows_in(store) == [row(10), row(20, **{"val/loss": 2.0}), row(30)]
 
 
-def test_in_a_bucket_a_row_that_is_replaced_while_it_is_on_its_way_is_sent_again():
+def test_a_row_replaced_while_being_sent_is_sent_again():
     driver = MemoryDriver()
     store = memory_bucket(driver)
     file = open_file(store)
@@ -378,7 +378,7 @@ def test_in_a_bucket_a_row_that_is_replaced_while_it_is_on_its_way_is_sent_again
     assert rows_in(store) == [row(10, **{"val/loss": 2.0})]
 
 
-def test_in_a_bucket_rows_arrive_by_themselves():
+def test_bucket_rows_are_sent_in_the_background():
     background, store = BackgroundWriter(), memory_bucket()
     file = open_file(store, background)
     file.rewind(0)
@@ -388,7 +388,7 @@ def test_in_a_bucket_rows_arrive_by_themselves():
     assert rows_in(store) == [row(10), row(20), row(30)]
 
 
-def test_in_a_bucket_that_refuses_rows_are_kept_and_sync_says_why():
+def test_rows_are_kept_if_the_bucket_refuses_them():
     driver = MemoryDriver()
     store = memory_bucket(driver)
     file = open_file(store)
@@ -452,7 +452,7 @@ def assert_a_later_attempt_keeps(store, step):
     assert rows_in(store) == [row(number) for number in range(1, step + 30)]
 
 
-def test_in_a_bucket_neither_a_row_nor_memory_grows_with_the_run_and_each_row_stands_once(small_parts):
+def test_the_cost_of_a_bucket_row_is_bounded(small_parts):
     driver, sizes = MemoryDriver(), []
     store = memory_bucket(driver)
     file = open_file(store)
@@ -470,7 +470,7 @@ def test_in_a_bucket_neither_a_row_nor_memory_grows_with_the_run_and_each_row_st
     assert rows_in(store) == [row(step) for step in range(1, 501)]
 
 
-def test_in_a_bucket_parts_that_were_gone_back_behind_are_deleted(small_parts):
+def test_parts_beyond_the_restored_step_are_deleted(small_parts):
     driver = MemoryDriver()
     store = memory_bucket(driver)
     write(store, *range(1, 101))
@@ -482,7 +482,7 @@ def test_in_a_bucket_parts_that_were_gone_back_behind_are_deleted(small_parts):
     assert rows_in(store) == [row(step) for step in range(1, 101)]
 
 
-def test_in_a_bucket_a_run_that_an_earlier_version_wrote_as_one_large_object_goes_on(small_parts):
+def test_a_large_object_of_an_earlier_version_is_continued(small_parts):
     store = memory_bucket()
     store.write("metrics.jsonl", b"".join(encode_line(row(step)) for step in range(1, 201)))
     assert_a_later_attempt_keeps(store, 150)
@@ -491,7 +491,7 @@ def test_in_a_bucket_a_run_that_an_earlier_version_wrote_as_one_large_object_goe
 
 @pytest.mark.parametrize("is_answer_lost", [False, True])
 @pytest.mark.parametrize("number", range(1, 14))
-def test_in_a_bucket_a_kill_in_any_write_costs_no_row_that_was_synced(small_parts, number, is_answer_lost):
+def test_a_kill_in_any_write_loses_no_synced_row(small_parts, number, is_answer_lost):
     driver, synced = MemoryDriver(), [0]
     store = memory_bucket(driver)
     write(store, *range(1, 21))
@@ -520,7 +520,7 @@ def test_in_a_bucket_a_kill_in_any_write_costs_no_row_that_was_synced(small_part
 
 
 @pytest.mark.parametrize(("verb", "number"), [("put", 1), ("put", 2), ("delete", 1), ("delete", 2)])
-def test_in_a_bucket_a_kill_while_rows_are_dropped_costs_none_of_the_others(small_parts, verb, number):
+def test_a_kill_during_a_rewind_loses_no_other_row(small_parts, verb, number):
     driver = MemoryDriver()
     store = memory_bucket(driver)
     write(store, *range(1, 101))
@@ -548,7 +548,7 @@ def copied(driver):
 @pytest.mark.parametrize("driver_class", [MemoryDriver, ContentVersions])
 @pytest.mark.parametrize("num_rows", [0, 1, 25])
 @pytest.mark.parametrize("number", range(1, 9))
-def test_in_a_bucket_a_zombie_that_wakes_in_any_write_harms_no_row(small_parts, driver_class, num_rows, number):
+def test_a_zombie_that_resumes_in_any_write_harms_no_row(small_parts, driver_class, num_rows, number):
     driver = driver_class()
     store = memory_bucket(driver)
     write(store, *range(1, 21))
@@ -573,7 +573,7 @@ def test_in_a_bucket_a_zombie_that_wakes_in_any_write_harms_no_row(small_parts, 
     assert rows_in(store) == [row(step) for step in range(1, 60)]
 
 
-def test_in_a_bucket_a_reader_beside_a_writer_sees_each_row_once(small_parts):
+def test_a_reader_beside_a_writer_sees_each_row_once(small_parts):
     driver = MemoryDriver()
     store = memory_bucket(driver)
     write(store, *range(1, 101))
@@ -599,9 +599,7 @@ def reopened(store, tail):
 
 
 @pytest.mark.parametrize("num_synced", [0, 1, 2, 3, 20])
-def test_the_fast_tier_keeps_the_rows_since_the_last_sync_and_they_follow_those_of_the_file(
-    small_parts, store, num_synced
-):
+def test_the_tail_holds_the_rows_since_the_last_sync(small_parts, store, num_synced):
     file = open_file(store)
     file.rewind(0)
     play(file, range(1, num_synced + 1), [])
@@ -615,7 +613,7 @@ def test_the_fast_tier_keeps_the_rows_since_the_last_sync_and_they_follow_those_
         assert rows_in(store) == [row(step) for step in range(1, restored + 1)]
 
 
-def test_a_row_that_was_completed_after_it_was_sent_is_kept_again(store):
+def test_a_row_completed_after_sending_is_in_the_tail_again(store):
     file = open_file(store)
     file.rewind(0)
     play(file, [1, 2], [])
@@ -625,7 +623,7 @@ def test_a_row_that_was_completed_after_it_was_sent_is_kept_again(store):
     assert rows_in(store) == [row(1), row(2, **{"val/loss": 2.0})]
 
 
-def test_rows_do_not_follow_those_of_a_file_that_a_later_attempt_has_gone_back_behind(small_parts, store):
+def test_a_tail_does_not_follow_a_file_that_was_rewound(small_parts, store):
     file = open_file(store)
     file.rewind(0)
     play(file, range(1, 31), [])
@@ -636,7 +634,7 @@ def test_rows_do_not_follow_those_of_a_file_that_a_later_attempt_has_gone_back_b
     assert [open_file(store).has_step(step) for step in (1, 20, 24, 25, 30)] == [True, True, True, False, False]
 
 
-def test_rows_that_were_kept_torn_are_refused():
+def test_a_torn_tail_is_refused():
     whole = RowTail(4, [EncodedRow.from_row(row(5)), EncodedRow.from_row(row(6))]).encode()
     assert RowTail.decode(whole).lines[-1].row == row(6)
     for size in range(1, len(whole) - 1):
@@ -644,7 +642,7 @@ def test_rows_that_were_kept_torn_are_refused():
             RowTail.decode(whole[:size])
 
 
-def test_on_a_disk_what_a_save_needs_of_the_rows_is_in_memory_and_does_not_grow(tmp_path, monkeypatch):
+def test_the_tail_on_a_disk_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "UNSYNCED_BYTES_MAX", 1000)
     file = open_file(LocalStore(tmp_path))
     file.rewind(0)
@@ -670,7 +668,7 @@ def replace(path):
 
 
 @pytest.mark.parametrize("strike_at", [delete, replace])
-def test_on_a_disk_a_file_that_somebody_takes_away_is_told_once_and_made_anew(tmp_path, capsys, strike_at):
+def test_a_deleted_local_file_is_restored_with_one_warning(tmp_path, capsys, strike_at):
     store = LocalStore(tmp_path)
     write(store, 10, 20)
     file = open_file(store)
@@ -687,7 +685,7 @@ def test_on_a_disk_a_file_that_somebody_takes_away_is_told_once_and_made_anew(tm
     assert steps_in(store) == [10, 20, 30, 40, 50]
 
 
-def test_on_a_disk_a_file_that_somebody_cuts_is_told_once_and_goes_on(tmp_path, capsys):
+def test_a_truncated_local_file_is_continued_with_one_warning(tmp_path, capsys):
     store = LocalStore(tmp_path)
     file = open_file(store)
     file.rewind(0)
@@ -700,7 +698,7 @@ def test_on_a_disk_a_file_that_somebody_cuts_is_told_once_and_goes_on(tmp_path, 
     assert capsys.readouterr().err.count("metrics.jsonl was cut from ") == 1
 
 
-def test_on_a_disk_a_zombie_does_not_take_the_file_of_a_newer_attempt_for_a_lost_one(tmp_path):
+def test_a_local_zombie_does_not_restore_over_a_newer_attempt(tmp_path):
     store = LocalStore(tmp_path)
     zombie = open_file(store)
     zombie.rewind(0)
@@ -746,7 +744,7 @@ def test_speed_is_the_tokens_of_the_window_over_its_seconds(monkeypatch):
     assert window.close(tokens_per_step=64)["perf/tokens_per_second"] == pytest.approx(64 / 4)
 
 
-def test_what_else_a_step_returns_is_in_the_row_and_what_is_not_finite_is_null():
+def test_meta_is_in_the_row_and_null_if_not_finite():
     window = MetricsWindow()
     window.add(1, jnp.float32(1), meta() | {"balance": jnp.float32(0.25), "dropped": jnp.int32(3), "odd": jnp.nan})
     closed = window.close(tokens_per_step=64)
@@ -802,7 +800,7 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize(("stream", "form"), [(io.StringIO, "text"), (io.StringIO, "json"), (Screen, "json")])
-def test_progress_is_plain_where_output_is_no_persons_terminal(stream, form, tmp_path, monkeypatch):
+def test_progress_is_plain_without_a_terminal(stream, form, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdout", stream())
     spec = gpt_spec(tmp_path / "run", **{"logging.format": form})
     assert isinstance(writers.make_progress(spec, 10, 0, 64), PlainProgress)

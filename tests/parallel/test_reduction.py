@@ -1,4 +1,4 @@
-"""Parts of a batch along `data`: what is added up over them, what the last one says, and what a model sees of them.
+"""The deferred all-reduce over `data`: sums over shards, values of the last shard, and the model's view.
 
 Shape legend: S micro-batches, B examples, T sequence length, D width.
 """
@@ -30,7 +30,7 @@ of_meshes = pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
 
 
 @of_meshes
-def test_one_is_added_up_and_the_other_is_the_last_parts(sizes):
+def test_sums_are_reduced_and_the_rest_is_the_last_shards(sizes):
     mesh, values = mesh_over(sizes), np.arange(S * B, dtype=np.float32).reshape(S, B)
 
     def of_part(factor, part):
@@ -49,7 +49,7 @@ def test_one_is_added_up_and_the_other_is_the_last_parts(sizes):
 
 
 @of_meshes
-def test_a_part_sees_the_other_axes_and_none_where_there_are_none(sizes):
+def test_a_data_shard_sees_only_the_other_axes(sizes):
     seen = []
 
     def of_part(_, part):
@@ -74,7 +74,7 @@ def test_a_part_sees_the_other_axes_and_none_where_there_are_none(sizes):
     ],
     ids=str,
 )
-def test_beside_other_axes_gradients_are_reduced_in_each_micro_batch(sizes, elsewhere, on_tpu):
+def test_the_all_reduce_is_deferred_beside_few_axes_only(sizes, elsewhere, on_tpu):
     assert (has_deferred_all_reduce(sizes, is_tpu=False), has_deferred_all_reduce(sizes, is_tpu=True)) == (
         elsewhere,
         on_tpu,
@@ -99,7 +99,7 @@ DAILY = ({"data": 2, "fsdp": 2, "tensor": 2},)
     ],
     ids=mesh_id,
 )
-def test_a_model_that_says_nothing_of_its_activations_is_compiled(sizes, tmp_path):
+def test_a_model_without_sharding_constraints_compiles(sizes, tmp_path):
     changes = {"topology.mesh": sizes, "config.data.sequence_length": 64, "config.train.global_batch_examples": 16}
     job = gpt(tmp_path / "run", PretrainLlama, **changes, **{"config.model": {}})
     train_setup = job.setup_builder.build(jax.devices())
@@ -146,7 +146,7 @@ def stepped(sizes):
 
 
 @of_meshes
-def test_a_step_on_parts_is_the_step_on_all_within_rounding(sizes):
+def test_a_deferred_all_reduce_gives_the_same_step_within_rounding(sizes):
     (state, loss, meta), (expected, expected_loss, expected_meta) = stepped(sizes), stepped(None)
     np.testing.assert_allclose(state.params["weights"], expected.params["weights"], rtol=1e-6)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Whatever shows the rows holds the one surviving trajectory, and whatever fails there, training does not notice."""
+"""Metric writers show the one surviving trajectory, and training does not notice their failures."""
 
 import csv
 import io
@@ -124,25 +124,25 @@ SHOWN: dict[str, Shown] = {
 }
 
 
-def test_what_is_lost_is_another_row_than_what_is_computed_anew(life: Life) -> None:
+def test_lost_rows_differ_from_recomputed_rows(life: Life) -> None:
     anew = life.rows()[SAVED:STRUCK]
     assert [row["step"] for row in life.lost] == [row["step"] for row in anew] == [SAVED + 1, STRUCK]
     assert all(row != other for row, other in zip(life.lost, anew, strict=True))  # at another speed, at least
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_after_a_rewind_every_sink_holds_the_one_trajectory(life: Life, name: str) -> None:
+def test_every_writer_shows_one_trajectory_after_a_rewind(life: Life, name: str) -> None:
     read, kept = SHOWN[name]
     assert [row["step"] for row in life.rows()] == list(range(1, 9))
     assert read(life) == [kept(row) for row in life.rows()]
 
 
-def test_tensorboard_draws_by_the_time_at_which_a_row_was_written(life: Life) -> None:
+def test_tensorboard_uses_the_time_of_the_row(life: Life) -> None:
     events = accumulate(life.directory / "tensorboard").Scalars("train/loss")
     assert [event.wall_time for event in events] == [row["perf/time"] for row in life.rows()]
 
 
-def test_wandb_without_a_key_goes_offline_in_the_run_of_the_job_and_is_told_what_it_ran_with(life: Life) -> None:
+def test_wandb_without_a_key_logs_offline(life: Life) -> None:
     run_id = read_json(LocalStore(life.directory), "job.json")["id"]
     (path,) = life.wandb_files()
     assert (path.name, path.parent.name.partition("-")[0]) == (f"run-{run_id}.wandb", "offline")
@@ -152,7 +152,7 @@ def test_wandb_without_a_key_goes_offline_in_the_run_of_the_job_and_is_told_what
     assert {"versions", "hosts", "cpus"} <= told["environment"].keys()
 
 
-def test_only_the_newest_attempt_has_left_rows(life: Life) -> None:
+def test_only_the_newest_attempt_leaves_files(life: Life) -> None:
     sizes = [path.stat().st_size for path in sorted((life.directory / "tensorboard").iterdir())]
     assert (len(sizes), sizes[0], sizes[1] > 0) == (2, 0, True)
 
@@ -189,7 +189,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_place_that_fails_is_left_off_once_and_nobody_waits_for_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_writer_is_switched_off_once_without_waiting(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.1 if way == "hangs" else 600.0)
     monkeypatch.setattr(writers, "QUEUE_ROWS", 2 if way == "fills up" else 100)
     free, heard = threading.Event(), []
@@ -203,7 +203,7 @@ def test_a_place_that_fails_is_left_off_once_and_nobody_waits_for_it(way: str, m
     assert heard == [("some", WAYS[way])]
 
 
-def test_sinks_that_fail_cost_a_line_and_an_event_each_and_the_bits_stay(
+def test_failing_writers_cost_a_line_and_an_event_but_no_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpt(tmp_path / "undisturbed")()
@@ -246,7 +246,7 @@ class Noting:
         self.told.append("finished")
 
 
-def test_a_row_that_completes_the_last_of_the_earlier_ones_adds_only_what_is_new() -> None:
+def test_a_completed_row_adds_only_new_keys() -> None:
     noting, earlier = Noting(), [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
     aside = AsyncMetricWriter("noting", lambda: noting, lambda: earlier, lambda name, reason: None)
     aside.show({"step": 2, "a": 2.0, "val/loss": 3.0})
@@ -255,9 +255,7 @@ def test_a_row_that_completes_the_last_of_the_earlier_ones_adds_only_what_is_new
     assert noting.told == [*earlier, "superseded", {"step": 2, "val/loss": 3.0}, {"step": 3, "a": 2.0}, "finished"]
 
 
-def test_in_a_bucket_the_newest_event_file_ends_there_and_stands_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_holds_only_the_newest_event_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tensorboard, "UPLOAD_SECONDS", 0.0)
     store = memory_bucket()
@@ -276,7 +274,7 @@ def test_in_a_bucket_the_newest_event_file_ends_there_and_stands_alone(
     assert name == "events.out.tfevents.0000000010"
 
 
-def test_a_name_in_a_row_does_nothing_to_a_terminal(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_keys_cannot_control_the_terminal(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     store = LocalStore(tmp_path)
     store.write("job.json", b'{"id": "x", "name": "x", "identity": {}}')
     row = {"step": 1, "train/loss": 0.1 + 0.2, "train/\x1b[2J\n\ud800": 1}
