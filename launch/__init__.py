@@ -1,14 +1,14 @@
-"""How a spec reaches an engine: `python -m launch ENGINE SPEC`. Runs the runner's command; never imported by it.
+"""Launchers: from a spec to a running job on an engine, `python -m launch ENGINE SPEC`.
 
-Exit codes, specs and the names of chips are all that is known of a job here. The map; a module imports only from those
-above it, and the same holds inside each folder.
+A launcher runs the runner's command on every host, and is never imported by the runner. It knows exit codes, specs, the
+names of chips and the history of a run, and imports no jax.
 
-- `options`: What the command lines of several engines share
-- `kubernetes`: The job as a JobSet on Kubernetes: one child Job a slice, one pod a host
-- `slurm`: The job as a batch job of SLURM: one task a node
-- `supervisor`: Run a job again until it is done: what every engine does with the exit codes
-- `local`: The job as N processes on this machine: a pod in miniature, on faked CPU devices where asked for
-- `tpu_vm`: The job on TPU VMs of Google Cloud: one queued resource, one supervised process group a host
-- `__main__`: `python -m launch ENGINE SPEC ...`
-- `worker`: One host's part of a job, started again by exit code: `python -m launch.worker SPEC`, on every host
+- `options`: base of the engines' command lines, and shell programs
+- `kubernetes`: a JobSet on Kubernetes
+- `slurm`: a batch job of SLURM
+- `supervisor`: restarts by exit code, for engines that restart nothing by themselves
+- `local`: processes on this machine, with faked CPU devices on request
+- `tpu_vm`: TPU VMs of Google Cloud, through a queued resource
+- `__main__`: the command line `python -m launch`
+- `worker`: one host's part of a job, for `tpu_vm`
 """

@@ -1,37 +1,77 @@
-"""`python -m launch ENGINE SPEC ...`."""
+"""Entry point of `python -m launch ENGINE SPEC` and of the console script `runner-launch`."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from launch import local
 from launch.kubernetes import engine as kubernetes
-from launch.options import check_texts
+from launch.kubernetes.jobset import JobSetArguments
+from launch.local import LocalArguments
 from launch.slurm import engine as slurm
+from launch.slurm.engine import SlurmArguments
 from launch.tpu_vm import engine as tpu_vm
+from launch.tpu_vm.engine import TpuVmArguments
+from runner.command_line import CommandLine
 from runner.console import warn
 from runner.errors import RunnerError
 
-ENGINES = {"local": local, "slurm": slurm, "jobset": kubernetes, "tpu-vm": tpu_vm}
+_SUBMIT_EXIT_CODES = "0 submitted; 1 the engine's command failed; 2 invalid command line or spec, or no such command"
+
+COMMANDS = CommandLine(
+    "launch",
+    "runner-launch",
+    "Run the job that a spec describes on an engine.",
+    "`python -m launch ENGINE --help` describes an engine and the exit codes.",
+)
+COMMANDS.add(
+    "local",
+    LocalArguments,
+    "Run the job as processes on this machine",
+    "those of the job: 0 done, 1 failed, 2 invalid, 75 preempted by a signal, 76 retryable after all restarts.",
+    "Restarts the job after 75 and 76. Lines of output begin with the number of their process.",
+)
+COMMANDS.add(
+    "slurm",
+    SlurmArguments,
+    "Submit the job to SLURM",
+    f"{_SUBMIT_EXIT_CODES}; 76 SLURM does not answer.",
+    "Renders a batch script that runs one task per node, and requeues the job after 75 and 76.",
+)
+COMMANDS.add(
+    "jobset",
+    JobSetArguments,
+    "Submit the job to Kubernetes as a JobSet",
+    f"{_SUBMIT_EXIT_CODES}.",
+    "Renders a manifest with one child Job per slice and one pod per host, and passes it to kubectl.",
+)
+COMMANDS.add(
+    "tpu-vm",
+    TpuVmArguments,
+    "Run the job on TPU VMs of Google Cloud",
+    "those of the job; 75 the command was stopped, and the job goes on; 76 the machines cannot be had or reached.",
+    "Requests the machines through a queued resource, ships the committed code, follows the log, and deletes the "
+    "machines at the end. Run again, the command re-attaches to the job.",
+)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Parse and run one launch; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m launch")
-    engines = parser.add_subparsers(dest="engine", required=True)
-    for name, module in ENGINES.items():
-        engine = engines.add_parser(name, help=module.HELP, description=module.__doc__)
-        engine.add_argument("spec", metavar="SPEC")
-        engine.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed on to the runner")
-        module.add_arguments(engine)
-    parsed = parser.parse_args(arguments)
+def main(words: Sequence[str] | None = None) -> int:
+    """Parse and carry out a command line, by default that of the process, and return its exit code."""
     try:
-        check_texts(parsed)
-        return ENGINES[parsed.engine].run(parsed)
+        arguments = COMMANDS.parse(sys.argv[1:] if words is None else words)
+        match arguments:
+            case LocalArguments():
+                return local.run(arguments)
+            case SlurmArguments():
+                return slurm.run(arguments)
+            case JobSetArguments():
+                return kubernetes.run(arguments)
+            case TpuVmArguments():
+                return tpu_vm.run(arguments)
+        raise AssertionError(f"no engine for {arguments}")
     except RunnerError as error:
         warn(str(error))
         return error.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,39 +1,47 @@
-"""The job as N processes on this machine: a pod in miniature, on faked CPU devices where asked for.
+"""Engine `local`: the job as N processes on this machine, a pod in miniature, with faked CPU devices on request.
 
-Every process gets the same command that a pod's hosts get. Their output is joined line by line with a prefix each. A
-signal to this process is forwarded to every one of them, and its death is one (`runner.process`). All are started again
-together after 75 and 76, and this process ends with the job's exit code.
+Every process gets the same command that the hosts of a pod get. Their output is merged line by line with a prefix each.
+A signal to this process is forwarded to every one of them, and its death ends them (`runner.process`). After 75 and 76
+all are started again together, and this process ends with the job's exit code.
 """
 
-import argparse
 import io
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import IO
+from typing import IO, Annotated
 
-from launch import supervisor as summary
-from launch.options import add_grace_seconds, grace_seconds, natural, positive, runner_arguments
-from launch.supervisor import Supervisor, history_of, job_code, newest_step
+import typer
+
+from launch.options import GraceSeconds, LaunchArguments, MaxRestarts, find_grace_seconds, runner_arguments
+from launch.supervisor import Supervisor, combine_exit_codes, find_history, find_newest_step, format_summary
 from runner.console import say
 from runner.errors import EXIT_DONE, RunnerError
 from runner.process import list_stop_signals, make_environment, start_processes
 from runner.spec import CheckpointConfig, load_document, validate_spec
 
-HELP = "run the job as several processes on this machine"
-LINGER_SECONDS = 30.0  # what the others get to end by themselves, once one has not ended well
+LINGER_SECONDS = 30.0  # what the other processes get to end by themselves once one has failed
+_READ_DEADLINE_SECONDS = 5.0  # for the last lines of a process that has ended
 
 
-def _copy_lines(stream: IO[bytes], prefix: str) -> None:
-    for line in io.TextIOWrapper(stream, errors="replace"):
-        say(f"{prefix}{line.rstrip().removeprefix(prefix)}")  # a runner of several says its number itself
+@dataclass(frozen=True, kw_only=True)
+class LocalArguments(LaunchArguments):
+    """Arguments of `launch local`."""
+
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of processes.")] = 1
+    devices_per_process: Annotated[
+        int | None, typer.Option(min=1, metavar="M", help="Fake M CPU devices in each process.")
+    ] = None
+    max_restarts: MaxRestarts = 100
+    grace_seconds: GraceSeconds = None
 
 
 class LocalProcesses:
-    """The processes of one attempt, and the signals that they are to hear."""
+    """The processes of one attempt, and the signals to forward to them."""
 
     def __init__(self, command: Sequence[str], num_processes: int, environment: dict[str, str], grace_seconds: float):
         self._command = command
@@ -45,13 +53,13 @@ class LocalProcesses:
         self._postponed: list[int] = []
         self.is_stopping = False
 
-    def show_stacks(self, number: int, frame: FrameType | None) -> None:
-        """Handler of SIGQUIT, on which each prints the stacks of its threads and goes on."""
+    def forward_quit(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGQUIT, on which each process prints the stacks of its threads and goes on."""
         if self._have_started:
             self._signal_all(number)
 
-    def forward(self, number: int, frame: FrameType | None) -> None:
-        """Handler of what asks for a stop: pass it on; who has not ended after the grace period is killed."""
+    def forward_stop(self, number: int, frame: FrameType | None) -> None:
+        """Handle a request to stop: forward it, and kill what has not ended after the grace period."""
         if not self.is_stopping:
             killer = threading.Timer(self._grace_seconds, self._signal_all, [signal.SIGKILL])
             killer.daemon = True
@@ -59,7 +67,8 @@ class LocalProcesses:
         self.is_stopping = True
         if self._have_started:
             self._signal_all(number)
-        else:  # each is to hear of it once: a second signal would cut its last save short
+        else:
+            # Every process must get the signal once: a second one would cut its last save short.
             self._postponed.append(number)
 
     def _signal_all(self, number: int) -> None:
@@ -68,7 +77,7 @@ class LocalProcesses:
                 process.send_signal(number)
 
     def run(self) -> int:
-        """Start all, wait for all; the job's exit code."""
+        """Start all processes, wait for all, and return the job's exit code."""
         self._processes = start_processes(self._command, self._num_processes, self._environment, subprocess.PIPE)
         readers = [
             threading.Thread(target=_copy_lines, args=(process.stdout, f"[{process_id}] "), daemon=True)
@@ -79,61 +88,63 @@ class LocalProcesses:
         self._have_started = True
         while self._postponed:
             self._signal_all(self._postponed.pop(0))
-        codes = _wait(self._processes)
+        codes = _wait_for_all(self._processes)
         self._have_started = False
         for reader in readers:
-            reader.join(timeout=5)
-        return job_code(codes)
+            reader.join(timeout=_READ_DEADLINE_SECONDS)
+        return combine_exit_codes(codes)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this engine."""
-    parser.add_argument("--processes", type=positive, default=1, metavar="N")
-    parser.add_argument("--devices-per-process", type=positive, metavar="M", help="fake M CPU devices in each process")
-    parser.add_argument("--max-restarts", type=natural, default=100, metavar="N", help="after 76; default 100")
-    add_grace_seconds(parser, "from a signal to kill -9")
-
-
-def run(parsed: argparse.Namespace) -> int:
-    """Run the job as several processes, all again after 75 and 76, and return its exit code."""
-    command = [sys.executable, *runner_arguments(parsed.spec, parsed.set)]
-    environment = make_environment(parsed.devices_per_process) | {"PYTHONUNBUFFERED": "1"}
+def run(arguments: LocalArguments) -> int:
+    """Run the job as several processes, restart all after 75 and 76, and return its exit code."""
+    spec, overrides = arguments.spec, arguments.overrides
+    command = [sys.executable, *runner_arguments(spec, overrides)]
+    environment = make_environment(arguments.devices_per_process) | {"PYTHONUNBUFFERED": "1"}
     try:
-        checkpoint = validate_spec(load_document(parsed.spec, parsed.set)).checkpoint
-    except RunnerError:  # the job says what is wrong with it
+        checkpoint = validate_spec(load_document(spec, overrides)).checkpoint
+    except RunnerError:  # reported by the job itself
         checkpoint = CheckpointConfig()
-    processes = LocalProcesses(command, parsed.processes, environment, grace_seconds(parsed, checkpoint))
+    grace_seconds = find_grace_seconds(arguments.grace_seconds, checkpoint)
+    processes = LocalProcesses(command, arguments.processes, environment, grace_seconds)
     for number in list_stop_signals():
-        signal.signal(number, processes.forward)
-    signal.signal(signal.SIGQUIT, processes.show_stacks)
-
+        signal.signal(number, processes.forward_stop)
+    signal.signal(signal.SIGQUIT, processes.forward_quit)
     supervisor = Supervisor(
-        processes.run, lambda: newest_step(parsed.spec, parsed.set), lambda: processes.is_stopping, parsed.max_restarts
+        processes.run,
+        lambda: find_newest_step(spec, overrides),
+        lambda: processes.is_stopping,
+        arguments.max_restarts,
     )
     code, attempts = supervisor.run()
-    history = history_of(parsed.spec, parsed.set) if len(attempts) > 1 else None
-    for line in [] if history is None else summary.lines(history):
+    history = find_history(spec, overrides) if len(attempts) > 1 else None
+    for line in [] if history is None else format_summary(history):
         say(line)
     return code
 
 
-def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
-    """Wait for all; once one has not ended well, the others get a while to end too before they are killed."""
+def _copy_lines(stream: IO[bytes], prefix: str) -> None:
+    for line in io.TextIOWrapper(stream, errors="replace"):
+        # A runner of several processes prints the prefix itself.
+        say(f"{prefix}{line.rstrip().removeprefix(prefix)}")
+
+
+def _wait_for_all(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
+    """Wait for all processes; once one has failed, the others get `LINGER_SECONDS` before they are killed."""
     ended = threading.Semaphore(0)
-    lost = threading.Event()
+    has_failed = threading.Event()
 
     def wait_for(process: "subprocess.Popen[bytes]") -> None:
         if process.wait() != EXIT_DONE:
-            lost.set()
+            has_failed.set()
         ended.release()
 
     for process in processes:
         threading.Thread(target=wait_for, args=(process,), daemon=True).start()
-    left = len(processes)
-    while left:
-        if ended.acquire(timeout=LINGER_SECONDS if lost.is_set() else 1.0):
-            left -= 1
-        elif lost.is_set():
+    num_left = len(processes)
+    while num_left:
+        if ended.acquire(timeout=LINGER_SECONDS if has_failed.is_set() else 1.0):
+            num_left -= 1
+        elif has_failed.is_set():
             for process in processes:
                 if process.poll() is None:
                     process.kill()

@@ -1,14 +1,10 @@
-"""Run a job again until it is done: what every engine does with the exit codes.
+"""Supervisor of a job: restarts by exit code, until the job is done.
 
-75 (preempted) is not the job's fault and does not count; 76 (retryable) counts, and is tried again after a pause that
-doubles until something is committed. Everything else is the end. A job that fails again and again without a newer
-checkpoint is in a crash loop, which no further try mends.
+75 (preempted) is not the job's fault and does not count. 76 (retryable) counts, and is retried with exponential backoff
+that starts over when something is committed. Everything else ends the job. A job that fails again and again without a
+newer checkpoint is in a crash loop, which no retry mends.
 
-The exit code of a job, from those of its processes.
-
-What the job has written down of itself, read from outside.
-
-Where the time of a job went, in two lines for a person: what `status` says too, under whichever engine.
+What the supervisor knows about a job's progress it reads from the job's directory.
 """
 
 import signal
@@ -25,18 +21,23 @@ from runner.process import STOP_SIGNALS
 from runner.spec import load_document, validate_spec
 from runner.storage import Store, iterate_log, open_store
 
-# Deaths that come from outside: by those who stop a process before it has learnt to listen, or kill it; and SIGABRT, by
-# which JAX ends a process that has lost its coordinator.
-_FROM_OUTSIDE = {-number for number in (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGKILL, signal.SIGABRT)}
+FIRST_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 60.0
+CRASH_LOOP_ATTEMPTS = 5
+_POLL_SECONDS = 0.1
+_MIN_SHOWN_SECONDS = 0.05
+# Deaths that the outside causes: a signal that came before the process had installed its handlers, or that cannot be
+# handled; and SIGABRT, by which JAX ends a process that has lost its coordinator.
+_EXTERNAL_DEATHS = {-number for number in (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGKILL, signal.SIGABRT)}
 
 
-def job_code(codes: Sequence[int]) -> int:
-    """The job's exit code from those of its processes; a negative one is death by a signal.
+def combine_exit_codes(codes: Sequence[int]) -> int:
+    """Return the exit code of a job from those of its processes; a negative one is death by a signal.
 
-    The most telling wins: what a person must see before what a retry mends, and that before success.
+    What a person must see outranks what a retry mends, and that outranks success.
     """
     known = [
-        code if code in (0, 1, 2, 75, 76) else EXIT_RETRYABLE if code in _FROM_OUTSIDE else EXIT_FAILED
+        code if code in (0, 1, 2, 75, 76) else EXIT_RETRYABLE if code in _EXTERNAL_DEATHS else EXIT_FAILED
         for code in codes
     ]
     for code in (EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, EXIT_PREEMPTED):
@@ -45,56 +46,62 @@ def job_code(codes: Sequence[int]) -> int:
     return EXIT_DONE
 
 
-def open_directory(spec: str, overrides: Sequence[str]) -> Store:
-    """The job's directory. Raises `InvalidError` if the spec is wrong."""
+def open_job_store(spec: str, overrides: Sequence[str]) -> Store:
+    """Open the directory of a job. Raises `InvalidError` if the spec is wrong."""
     return open_store(validate_spec(load_document(spec, list(overrides))).directory)
 
 
-def newest_step(spec: str, overrides: Sequence[str]) -> int | None:
-    """The newest step that was committed; None if there is none or it cannot be told: the job itself says why."""
+def find_newest_step(spec: str, overrides: Sequence[str]) -> int | None:
+    """Return the newest committed step, or None if there is none or the directory cannot be read.
+
+    An error is not reported here, since the job itself reports it.
+    """
     try:
-        rows = iterate_log(open_directory(spec, overrides), "events")
+        rows = iterate_log(open_job_store(spec, overrides), "events")
         return max((row["step"] for row in rows if row.get("event") == "commit"), default=None)
     except (RunnerError, OSError):
         return None
 
 
-def history_of(spec: str, overrides: Sequence[str]) -> History | None:
-    """The history of the job; None if it has none or it cannot be read."""
+def find_history(spec: str, overrides: Sequence[str]) -> History | None:
+    """Return the history of a job, or None if it has none or the directory cannot be read."""
     try:
-        return read_history(open_directory(spec, overrides))
+        return read_history(open_job_store(spec, overrides))
     except (RunnerError, OSError):
         return None
 
 
-def lines(history: History) -> list[str]:
-    """For a person."""
+def format_summary(history: History) -> list[str]:
+    """Return two lines about the attempts of a job and where their time went."""
     attempts = history.attempts
-    ended = ", ".join(f"{count} {state}" for state, count in Counter(each.state.value for each in attempts).items())
-    parts = [
-        f"{bucket.value.replace('_', ' ')} {value:.1f} s" for bucket, value in history.seconds.items() if value >= 0.05
+    states = ", ".join(f"{count} {state}" for state, count in Counter(each.state.value for each in attempts).items())
+    times = [
+        f"{bucket.value.replace('_', ' ')} {value:.1f} s"
+        for bucket, value in history.seconds.items()
+        if value >= _MIN_SHOWN_SECONDS
     ]
     return [
-        f"launch: {len(attempts)} attempt{'s' * (len(attempts) != 1)} ({ended}) in {history.wall_seconds:.1f} s, "
-        f"{history.lost_steps} step{'s' * (history.lost_steps != 1)} done again, goodput {history.goodput:.1%}",
-        f"launch: {', '.join(parts)}",
+        f"launch: {len(attempts)} attempt{'s' * (len(attempts) != 1)} ({states}) in {history.wall_seconds:.1f} s, "
+        f"{history.lost_steps} step{'s' * (history.lost_steps != 1)} repeated, goodput {history.goodput:.1%}",
+        f"launch: {', '.join(times)}",
     ]
-
-
-FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 60.0
-CRASH_LOOP_ATTEMPTS = 5
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class LaunchAttempt:
-    """One life of all processes of the job."""
+    """One start of all processes of a job.
 
-    began: float  # since the epoch, as the ledger's times
+    Attributes:
+        began: time of the start, in Unix seconds like the times of the event ledger.
+        ended: time when the last process had ended.
+        code: exit code of the job.
+        newest_step: newest step that was committed at the end.
+    """
+
+    began: float
     ended: float
     code: int
-    newest_step: int | None  # committed when it ended
+    newest_step: int | None
 
 
 @dataclass
@@ -102,48 +109,48 @@ class Supervisor:
     """Restarts of one job.
 
     Attributes:
-        start: run all processes of the job to their end; the job's exit code.
-        newest_step: the newest committed step, None if there is none or it cannot be told.
-        is_stopping: whether the user has asked for the end, so that 75 is one.
-        max_restarts: how often 76 may be answered by another attempt.
+        start: function that runs all processes of the job to their end and returns the job's exit code.
+        find_newest_step: function that returns the newest committed step, None if it is not known.
+        is_stopping: function that returns True once the user has asked for the end, so that 75 is final.
+        max_restarts: number of restarts after 76.
     """
 
     start: Callable[[], int]
-    newest_step: Callable[[], int | None]
+    find_newest_step: Callable[[], int | None]
     is_stopping: Callable[[], bool]
     max_restarts: int
 
     def run(self) -> tuple[int, list[LaunchAttempt]]:
-        """The exit code of the whole, and all attempts."""
+        """Run the job until it is done, and return its exit code and all attempts."""
         attempts: list[LaunchAttempt] = []
         num_restarts = num_stuck = 0
-        newest = self.newest_step()
+        newest = self.find_newest_step()
         while True:
             began = time.time()
             code = self.start()
-            attempts.append(LaunchAttempt(began, time.time(), code, self.newest_step()))
+            attempts.append(LaunchAttempt(began, time.time(), code, self.find_newest_step()))
             if code not in (EXIT_PREEMPTED, EXIT_RETRYABLE) or self.is_stopping():
                 return code, attempts
-            last, newest = newest, attempts[-1].newest_step
+            previous, newest = newest, attempts[-1].newest_step
             if code == EXIT_PREEMPTED:
                 say("launch: preempted; starting again")
                 continue
-            num_stuck = 1 if newest != last else num_stuck + 1
+            num_stuck = 1 if newest != previous else num_stuck + 1
             if num_stuck >= CRASH_LOOP_ATTEMPTS:
                 where = "before any step was committed" if newest is None else f"and step {newest} is still the newest"
-                say(f"launch: crash loop: {num_stuck} attempts in a row ended with {code} {where}; not tried again")
+                say(f"launch: crash loop: {num_stuck} attempts in a row ended with {code} {where}; giving up")
                 return EXIT_FAILED, attempts
             if num_restarts == self.max_restarts:
                 say(f"launch: ended with {code} after {num_restarts} restarts; --max-restarts allows no more")
                 return code, attempts
             num_restarts += 1
-            pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** (num_stuck - 1), LONGEST_PAUSE_SECONDS)
+            pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** (num_stuck - 1), MAX_PAUSE_SECONDS)
             say(f"launch: ended with {code}; restart {num_restarts} of {self.max_restarts} in {pause_seconds:.0f} s")
             if not self._pause(pause_seconds):
                 return code, attempts
 
     def _pause(self, seconds: float) -> bool:
-        """Wait, in pieces, so that a signal ends it; whether to go on."""
+        """Sleep in short pieces, so that a signal ends the pause, and return True if the job may go on."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.is_stopping():
             time.sleep(_POLL_SECONDS)

@@ -1,43 +1,68 @@
-"""One host's part of a job, started again by exit code: `python -m launch.worker SPEC`, on every host of the job.
+"""The part of one host in a job, restarted by exit code: `python -m launch.worker SPEC`, on every host of the job.
 
-For engines that hand out machines and restart nothing. The runner finds the other hosts by itself. A signal is for
-whoever stops the machine or the job to send to all processes here at once, as systemd does at shutdown: the job hears
-it directly, and this process, which forwards nothing, only learns that what ends now is not to be started again. (Were
-it forwarded too, the job would hear it twice, and a second signal cuts its last save short.)
+For engines that provide machines and restart nothing. The runner finds the other hosts by itself.
+
+Whoever stops the machine or the job sends the signal to all processes of the host at once, as systemd does at shutdown.
+So the job gets it directly, and this process only learns that the end of the job is final. If it forwarded the signal,
+the job would get it twice, and a second signal cuts its last save short.
 """
 
-import argparse
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from launch.options import natural, runner_arguments
-from launch.supervisor import Supervisor, job_code, newest_step
-from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
+from launch.options import LaunchArguments, MaxRestarts, runner_arguments
+from launch.supervisor import Supervisor, combine_exit_codes, find_newest_step
+from runner.command_line import CommandLine
+from runner.console import warn
+from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE, InvalidError
 from runner.process import bind_to_parent, list_stop_signals
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run this host's part to its end, again after 75 and 76; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m launch.worker", description=__doc__)
-    parser.add_argument("spec", metavar="SPEC")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed on to the runner")
-    parser.add_argument("--max-restarts", type=natural, default=100, metavar="N", help="after 76; default 100")
-    parsed = parser.parse_args(arguments)
-    command = [sys.executable, *runner_arguments(parsed.spec, parsed.set)]
+@dataclass(frozen=True, kw_only=True)
+class WorkerArguments(LaunchArguments):
+    """Arguments of `python -m launch.worker`."""
+
+    max_restarts: MaxRestarts = 100
+
+
+_COMMAND = "SPEC"
+_COMMANDS = CommandLine("launch.worker", "launch-worker", "Run one host's part of a job.", "", default=_COMMAND)
+_COMMANDS.add(
+    _COMMAND,
+    WorkerArguments,
+    "Run one host's part of a job, and restart it",
+    "those of the job: 0 done, 1 failed, 2 invalid, 75 preempted, 76 retryable after all restarts.",
+)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run this host's part of the job to its end, restart it after 75 and 76, and return its exit code."""
+    try:
+        arguments = _COMMANDS.parse([_COMMAND, *words])
+    except InvalidError as error:
+        warn(str(error))
+        return error.exit_code
+    assert isinstance(arguments, WorkerArguments)
+    command = [sys.executable, *runner_arguments(arguments.spec, arguments.overrides)]
     signals: list[int] = []
     for number in list_stop_signals():
         signal.signal(number, lambda number, frame: signals.append(number))
 
     def start() -> int:
-        # What holds a lock through an open file, as the engine's script does, holds it until the job itself is gone.
-        return job_code([subprocess.run(bind_to_parent(command), close_fds=False, check=False).returncode])
+        # The job inherits open files: a lock that the engine's script holds lasts until the job itself has ended.
+        return combine_exit_codes([subprocess.run(bind_to_parent(command), close_fds=False, check=False).returncode])
 
-    code, _ = Supervisor(
-        start, lambda: newest_step(parsed.spec, parsed.set), lambda: bool(signals), parsed.max_restarts
-    ).run()
-    # A host that is shut down while its job waits for a peer, or to be started again, is no failure of the job.
+    supervisor = Supervisor(
+        start,
+        lambda: find_newest_step(arguments.spec, arguments.overrides),
+        lambda: bool(signals),
+        arguments.max_restarts,
+    )
+    code, _ = supervisor.run()
+    # A host that is shut down while its job waits for a peer, or for its restart, is not a failure of the job.
     return EXIT_PREEMPTED if signals and code == EXIT_RETRYABLE else code
 
 

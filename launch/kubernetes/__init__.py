@@ -1,5 +1,5 @@
-"""The job as a JobSet on Kubernetes: one child Job a slice, one pod a host.
+"""The job as a JobSet on Kubernetes, with one child Job per slice and one pod per host.
 
-- `jobset`: The pods of a JobSet: the nodes they need, their container, its variables and volumes
-- `engine`: The job as a JobSet on Kubernetes: one child Job a slice, one pod a host
+- `jobset`: the manifest: nodes, pods, answers to exit codes, and the rules of an API server
+- `engine`: the submission of the manifest with kubectl
 """

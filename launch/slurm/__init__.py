@@ -1,4 +1,4 @@
-"""The job as a batch job of SLURM: one task a node.
+"""The job as a batch job of SLURM, one task per node.
 
-- `engine`: The script for sbatch: its options, the variables of `batch_script.sh`, and that program below them
+- `engine`: the script for sbatch, and its submission
 """

@@ -1,4 +1,4 @@
-"""TPU VMs as gcloud sees them: the commands of one queued resource, how they are run, and what their answers mean."""
+"""TPU VMs through gcloud: the commands of one queued resource, how they are run, and how their answers are read."""
 
 import contextlib
 import json
@@ -14,30 +14,30 @@ from typing import Any
 
 from runner.errors import InvalidError, RetryableError
 
-MOST_TRIES = 20
+MAX_TRIES = 20
 DEADLINE_SECONDS = 600.0
 _TPUS = ("gcloud", "compute", "tpus")
-# What gcloud says where trying again is no use, and what it says when the network is away: that wins, for gcloud
-# advises a new login even when it could not reach the server.
-_USER_MUST_ACT = re.compile(
+# Errors that no retry mends, unless the network is away too: gcloud advises a new login even when it could not reach
+# the server.
+_USER_ERROR = re.compile(
     r"PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|RESOURCE_EXHAUSTED|quota|permission|not been used in project"
     r"|active account|auth login|eauthentication|unrecognized arguments|argument --|Invalid choice|required property",
     re.IGNORECASE,
 )
-_MISSING = re.compile("NOT_FOUND|was not found")
-_NETWORK = re.compile(
+_NETWORK_ERROR = re.compile(
     r"ConnectionPool|TransportError|resolve|timed out|Connection (reset|refused)|UNAVAILABLE", re.IGNORECASE
 )
+_MISSING = re.compile("NOT_FOUND|was not found")
 
 
 @dataclass(frozen=True)
 class ResourceState:
-    """What `describe` says of a queued resource.
+    """State of a queued resource.
 
     Attributes:
-        name: of the state.
-        error: why it failed.
-        created: when it was asked for, in Unix seconds; None if the answer does not say.
+        name: name of the state, such as ACTIVE.
+        error: reason of a failure.
+        created: time of the request, in Unix seconds; None if the answer does not say.
     """
 
     name: str
@@ -46,21 +46,23 @@ class ResourceState:
 
 
 @dataclass(frozen=True)
-class Node:
-    """What `describe` says of one slice."""
+class NodeState:
+    """State of one slice, and the number of its hosts."""
 
     state: str
     num_workers: int
 
 
 @dataclass(frozen=True)
-class Resource:
-    """The commands of one queued resource, which holds one TPU VM node per slice.
+class QueuedResource:
+    """Commands of one queued resource, which holds one TPU VM node per slice.
 
     Attributes:
-        location: --zone and --project.
-        request: what `create` asks for beyond names and location.
-        ssh_options: of `ssh` and `scp`.
+        name: name of the resource.
+        num_slices: number of slices.
+        location: options --zone and --project.
+        request: options of `create` beyond names and location.
+        ssh_options: options of `ssh` and `scp`.
     """
 
     name: str
@@ -71,37 +73,37 @@ class Resource:
 
     @property
     def nodes(self) -> list[str]:
-        """Names of its slices."""
+        """Names of the slices."""
         if self.num_slices == 1:
             return [self.name]
         return [f"{self.name}-{index}" for index in range(self.num_slices)]
 
     def create(self) -> list[str]:
-        """Queue a request for all slices."""
+        """Return the command that queues a request for all slices."""
         nodes = [f"--node-id={self.name}"]
         if self.num_slices > 1:
             nodes = [f"--node-count={self.num_slices}", f"--node-prefix={self.name}"]
         return [*_TPUS, "queued-resources", "create", self.name, *nodes, *self.request, *self.location, "--quiet"]
 
     def describe(self) -> list[str]:
-        """Its state."""
+        """Return the command that prints the state of the resource."""
         return [*_TPUS, "queued-resources", "describe", self.name, *self.location, "--format=json"]
 
     def describe_node(self, node: str) -> list[str]:
-        """ResourceState and workers of one slice."""
+        """Return the command that prints state and workers of one slice."""
         return [*_TPUS, "tpu-vm", "describe", node, *self.location, "--format=json"]
 
     def delete(self) -> list[str]:
-        """Take it out of the queue, and its machines with it."""
+        """Return the command that deletes the request and its machines."""
         return [*_TPUS, "queued-resources", "delete", self.name, *self.location, "--force", "--quiet"]
 
     def ssh(self, node: str, worker: str, script: str) -> list[str]:
-        """Run a script on one worker of a slice, or on `all`."""
-        alive = "--ssh-flag=-o ServerAliveInterval=30"  # so that a connection that hangs is one that ends
+        """Return the command that runs a script on one worker of a slice, or on `all`."""
+        alive = "--ssh-flag=-o ServerAliveInterval=30"  # ends a connection that hangs
         return [*_TPUS, "tpu-vm", "ssh", node, f"--worker={worker}", *self._access, alive, f"--command={script}"]
 
     def scp(self, node: str, source: str, target: str) -> list[str]:
-        """Copy a file to the home directory of every worker of a slice."""
+        """Return the command that copies a file to the home directory of every worker of a slice."""
         return [*_TPUS, "tpu-vm", "scp", source, f"{node}:{target}", "--worker=all", *self._access]
 
     @property
@@ -110,76 +112,80 @@ class Resource:
 
 
 class Gcloud:
-    """Runs the commands of one resource. Errors that the user must mend are `InvalidError`, others `RetryableError`."""
+    """Executor of the commands of one resource.
 
-    def __init__(self, resource: Resource, pause_seconds: float):
+    Every method raises `InvalidError` for an error that the user must mend, and `RetryableError` for one that persisted
+    over all retries.
+    """
+
+    def __init__(self, resource: QueuedResource, pause_seconds: float):
         self._resource = resource
         self._pause_seconds = pause_seconds
 
-    def state(self) -> ResourceState | None:
-        """Of the queued resource; None if there is none."""
+    def read_state(self) -> ResourceState | None:
+        """Return the state of the queued resource, None if there is none."""
         answer = self._describe(self._resource.describe())
         if answer is None:
             return None
         state = answer.get("state") or {}
         error = (state.get("failedData") or {}).get("error") or {}
-        created = _unix_seconds(answer.get("createTime"))
-        return ResourceState(state.get("state", "UNKNOWN"), error.get("message", ""), created)
+        try:
+            # RFC 3339, in UTC
+            created: datetime | None = datetime.fromisoformat(str(answer.get("createTime")))
+        except ValueError:
+            created = None
+        if created is not None and created.tzinfo is None:
+            created = created.replace(tzinfo=UTC)
+        seconds = None if created is None else int(created.timestamp())
+        return ResourceState(state.get("state", "UNKNOWN"), error.get("message", ""), seconds)
 
-    def node(self, node: str) -> Node | None:
-        """Of one slice; None if there is none."""
+    def read_node(self, node: str) -> NodeState | None:
+        """Return the state of one slice, None if there is none."""
         answer = self._describe(self._resource.describe_node(node))
-        return None if answer is None else Node(answer.get("state", ""), len(answer.get("networkEndpoints") or [None]))
+        if answer is None:
+            return None
+        return NodeState(answer.get("state", ""), len(answer.get("networkEndpoints") or [None]))
 
     def create(self) -> None:
-        """Queue the request; one that is there already, from a try whose answer was lost, is the same."""
-        self._patiently(self._resource.create(), "ALREADY_EXISTS")
+        """Queue the request. If it exists already, an earlier try has made it, whose answer was lost."""
+        self._execute_with_retries(self._resource.create(), "ALREADY_EXISTS")
 
     def delete(self) -> None:
-        """Delete it and wait until it is gone, machines and all."""
-        is_there = self.state() is not None
-        while is_there:
-            self._patiently(self._resource.delete(), f"{_MISSING.pattern}|DELETING")
-            is_there = self.state() is not None
-            if is_there:
+        """Delete the resource with its machines, and wait until it is gone."""
+        exists = self.read_state() is not None
+        while exists:
+            self._execute_with_retries(self._resource.delete(), f"{_MISSING.pattern}|DELETING")
+            exists = self.read_state() is not None
+            if exists:
                 time.sleep(self._pause_seconds)
 
     def _describe(self, command: Sequence[str]) -> dict[str, Any] | None:
-        output = self._patiently(command, _MISSING.pattern)
+        output = self._execute_with_retries(command, _MISSING.pattern)
         try:
             return None if output is None else dict(json.loads(output))
         except ValueError:
-            raise RetryableError(f"gcloud's answer is no JSON: {output!r:.100}") from None
+            raise RetryableError(f"gcloud's answer is not JSON: {output!r:.100}") from None
 
-    def _patiently(self, command: Sequence[str], otherwise: str) -> str | None:
-        """Output of a command that is tried again; None if it ends with an error that says `otherwise`."""
-        for tries_left in reversed(range(MOST_TRIES)):
+    def _execute_with_retries(self, command: Sequence[str], expected_error: str) -> str | None:
+        """Return the output of a command, or None if it fails with an error that matches `expected_error`."""
+        for retries_left in reversed(range(MAX_TRIES)):
             code, output, errors = execute(command)
             if code == 0:
                 return output
-            if re.search(otherwise, errors):
+            if re.search(expected_error, errors):
                 return None
-            check(errors)
+            raise_user_error(errors)
             if _MISSING.search(errors):  # a zone, a network or an account that the request names
-                raise InvalidError(first_line(errors))
-            if tries_left:
+                raise InvalidError(find_error_line(errors))
+            if retries_left:
                 time.sleep(self._pause_seconds)
-        raise RetryableError(f"{' '.join(command[:5])}: {first_line(errors)}")
-
-
-def _unix_seconds(text: object) -> int | None:
-    """Of a time as Google's interfaces write it: RFC 3339, in UTC; None if it is none."""
-    try:
-        moment = datetime.fromisoformat(str(text))
-    except ValueError:
-        return None
-    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+        raise RetryableError(f"{' '.join(command[:5])}: {find_error_line(errors)}")
 
 
 def execute(command: Sequence[str], deadline_seconds: float = DEADLINE_SECONDS) -> tuple[int, str, str]:
-    """Exit code, output and errors of a command, which is killed with all of its children at the deadline.
+    """Run a command and return its exit code, output and errors; at the deadline it is killed with all its children.
 
-    It has a session of its own, so that a Ctrl-C on the terminal does not cut it short.
+    The command has a session of its own, so that Ctrl-C on the terminal does not interrupt it.
     """
     pipe = subprocess.PIPE
     process = subprocess.Popen(
@@ -194,26 +200,26 @@ def execute(command: Sequence[str], deadline_seconds: float = DEADLINE_SECONDS) 
     try:
         output, errors = process.communicate(timeout=deadline_seconds)
     except subprocess.TimeoutExpired:
-        kill(process)
+        kill_session(process)
         output, errors = process.communicate()
         errors += f"no answer within {deadline_seconds:.0f} s"
     return process.returncode, output, errors
 
 
-def kill(process: "subprocess.Popen[str]") -> None:
+def kill_session(process: "subprocess.Popen[str]") -> None:
     """Kill a process that has a session of its own, with all of its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def check(errors: str) -> None:
-    """Raise `InvalidError` with gcloud's own line if it is one that no further try mends."""
-    line = first_line(errors)
-    if line.startswith("ERROR: (gcloud") and _USER_MUST_ACT.search(line) and not _NETWORK.search(errors):
+def raise_user_error(errors: str) -> None:
+    """Raise `InvalidError` with gcloud's own line if the errors are such that no retry mends them."""
+    line = find_error_line(errors)
+    if line.startswith("ERROR: (gcloud") and _USER_ERROR.search(line) and not _NETWORK_ERROR.search(errors):
         raise InvalidError(line)
 
 
-def first_line(errors: str) -> str:
-    """The line of gcloud's that says what went wrong."""
+def find_error_line(errors: str) -> str:
+    """Return the line in gcloud's errors that says what went wrong."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return next((line for line in lines if line.startswith("ERROR:")), lines[-1] if lines else "no error was given")

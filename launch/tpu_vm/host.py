@@ -1,21 +1,19 @@
-"""What is run on the hosts of a TPU VM: the programs beside this file, which know neither gcloud nor each other.
+"""Programs that run on the hosts of a TPU VM, and what this machine reads from them: statuses and the log.
 
-In the directory `~/NAME` of each host:
+The programs are the `.sh` files beside this module. In the directory `~/NAME` of each host:
 
 | file | content |
 |---|---|
 | `code/`, `venv/`, `installed` | the commit, the environment that runs it, and which commit that is |
-| `log` | all that setting up and the job have printed; `log.previous`: that of the job before |
+| `log` | output of setup and job; `log.previous` is that of the job before |
 | `lock` | locked by the job as long as any of its processes lives |
 | `pid` | the job's process group |
-| `submitted` | when the machines were asked for, in Unix seconds; empty if they were kept from a job before |
-| `exit_code` | how it ended, written once it has |
+| `submitted` | time of the request for the machines, in Unix seconds; empty if they were kept from an earlier job |
+| `exit_code` | exit code of the job, written once it has ended |
 
-`attend` is the one step that brings a host from anything to a running job, and may be repeated at any moment: it starts
-the job where it is not running and has not ended. The job outlives the connection that started it, and a host that was
-rebooted is started again by the next look at it.
-
-A log on another machine, shown on this terminal: over connections that break, each line once and in order.
+`attend` is the single step that brings a host from any state to a running job, and may be repeated at any time: it
+starts the job if it is not running and has not ended. The job outlives the connection that started it, and on a host
+that was rebooted the next `attend` starts it again.
 """
 
 import re
@@ -24,19 +22,25 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from launch.options import Value, fill, read_program
-from launch.tpu_vm.gcloud import kill
+from launch.options import Value, fill_program, read_program
+from launch.tpu_vm.gcloud import kill_session
 from runner.console import say
 
-CREATE_TIME = "createTime"  # stands for the number where commands are only printed; to a job it says nothing
-SHOWN_AT_FIRST_LINES = 20
-_ANSWER = re.compile(r"^tpu-vm: worker (\d+) (empty|started|running|stopped|ended (\d+))(?: of ([0-9a-f]+))?$", re.M)
-_LOG = re.compile(r"^tpu-vm: log from (\d+)$")
+CREATE_TIME = "createTime"  # placeholder for the time in printed commands; the job ignores it
+FIRST_LOG_LINES = 20  # shown of a job that was running before
+_STATUS = re.compile(r"^tpu-vm: worker (\d+) (empty|started|running|stopped|ended (\d+))(?: of ([0-9a-f]+))?$", re.M)
+_LOG_START = re.compile(r"^tpu-vm: log from (\d+)$")
 
 
 @dataclass(frozen=True)
 class HostStatus:
-    """What one host says of the job: empty (nothing shipped yet), started, running, ended or stopped."""
+    """Status of the job on one host.
+
+    Attributes:
+        state: empty (no code yet), started, running, ended or stopped.
+        code: exit code, if it has ended.
+        commit: commit that it runs.
+    """
 
     state: str
     code: int | None = None
@@ -45,13 +49,15 @@ class HostStatus:
 
 @dataclass(frozen=True)
 class HostPrograms:
-    """The programs of one job.
+    """Shell programs of one job.
 
     Attributes:
-        name: of its directory: letters, digits and hyphens.
-        commit: what is run, as shipped in `archive` (a file in the home directory) with this `sha256`.
-        extras: of the project's package.
-        arguments: of `python -m launch.worker`.
+        name: name of its directory, of letters, digits and hyphens.
+        commit: commit to run.
+        archive: name of the file with the commit, in the home directory.
+        sha256: digest of the archive.
+        extras: extras of the project's package to install.
+        arguments: arguments of `python -m launch.worker`.
         environment: file in the home directory with NAME=value lines for the job, if any.
     """
 
@@ -63,23 +69,26 @@ class HostPrograms:
     arguments: Sequence[str]
     environment: str | None = None
 
-    def attend(self, submitted: int | str | None) -> str:
-        """Start the job unless it runs or has ended; say which. One that was asked to stop (75) is started again.
+    def attend(self, submit_time: int | str | None) -> str:
+        """Return a program that starts the job unless it runs or has ended, and prints the status.
 
-        `submitted`: when the machines were asked for, in Unix seconds; None if that is not known.
+        A job that was asked to stop (75) is started again.
+
+        Args:
+            submit_time: time of the request for the machines, in Unix seconds; None if it is not known.
         """
         return self._enter_and(
             "attend.sh",
             commit=self.commit,
             archive=self.archive,
             sha256=self.sha256,
-            submitted=submitted,
+            submitted=submit_time,
             job=[self.job()],
         )
 
     def job(self) -> str:
-        """Set up and run the job, and write down how it ended. Runs detached, in the job's directory."""
-        return fill(
+        """Return the program that sets up and runs the job, detached, and records how it ended."""
+        return fill_program(
             read_program(__package__, "job.sh"),
             commit=self.commit,
             archive=self.archive,
@@ -89,57 +98,68 @@ class HostPrograms:
         )
 
     def tail(self, first_line: int | None) -> str:
-        """Print the log from a line on (None: the last few) until the job ends."""
-        last_lines = SHOWN_AT_FIRST_LINES if first_line is None else None
+        """Return a program that prints the log from a line on (None: the last few lines) until the job ends."""
+        last_lines = FIRST_LOG_LINES if first_line is None else None
         program = read_program(__package__, "tail.sh")
-        return fill(program, name=self.name, first_line=first_line, last_lines=last_lines)
+        return fill_program(program, name=self.name, first_line=first_line, last_lines=last_lines)
 
     def stop(self) -> str:
-        """End the job if it runs, at once if it must be, and forget how it ended: the next look starts it anew."""
+        """Return a program that ends the job if it runs, and deletes its exit code, so that `attend` starts it anew."""
         return self._enter_and("stop.sh")
 
     def _enter_and(self, name: str, **values: Value) -> str:
-        enter = fill(read_program(__package__, "enter.sh"), name=self.name)
-        return f"{enter}\n{fill(read_program(__package__, name), **values)}"
+        enter = fill_program(read_program(__package__, "enter.sh"), name=self.name)
+        return f"{enter}\n{fill_program(read_program(__package__, name), **values)}"
 
 
-def answers(output: str) -> dict[int, HostStatus]:
-    """By worker, what `attend` or `stop` has printed on all workers of a slice, among gcloud's own lines."""
+def parse_statuses(output: str) -> dict[int, HostStatus]:
+    """Return the statuses by worker that `attend` or `stop` has printed on all workers of a slice.
+
+    gcloud's own lines in the output are skipped.
+    """
     return {
         int(worker): HostStatus(words.split()[0], int(code) if code else None, commit)
-        for worker, words, code, commit in _ANSWER.findall(output)
+        for worker, words, code, commit in _STATUS.findall(output)
     }
 
 
-def log_begins_at(line: str) -> int | None:
-    """The number of the next line of the log, if that is what this line of `tail` says."""
-    match = _LOG.match(line)
+def parse_log_start(line: str) -> int | None:
+    """Return the number of the log's next line, if this line of `tail` says it."""
+    match = _LOG_START.match(line)
     return None if match is None else int(match[1])
 
 
-def lines_of_log(output: str) -> list[str]:
-    """The lines of the log in what `tail` has printed."""
+def parse_log_lines(output: str) -> list[str]:
+    """Return the lines of the log in the output of `tail`."""
     lines = output.splitlines()
-    begins = [number for number, line in enumerate(lines, start=1) if log_begins_at(line) is not None]
-    return lines[begins[0] :] if begins else []
+    starts = [number for number, line in enumerate(lines, start=1) if parse_log_start(line) is not None]
+    return lines[starts[0] :] if starts else []
 
 
 class LogTail:
-    """Shows a log until the job has ended.
+    """A thread that shows a remote log on this terminal until the job has ended.
 
-    `connect` makes the command that prints the log from a numbered line on (None: the last few lines) until the job
-    ends; `begins_at` reads the number of the next line off the line that the command prints first of all.
+    Each line is shown once and in order, over connections that break.
     """
 
     def __init__(
         self,
         connect: Callable[[int | None], Sequence[str]],
-        begins_at: Callable[[str], int | None],
+        parse_start: Callable[[str], int | None],
         first_line: int | None,
         pause_seconds: float,
     ):
+        """Start the thread.
+
+        Args:
+            connect: function that makes the command that prints the log from a numbered line on (None: the last few
+                lines) until the job ends.
+            parse_start: function that reads the number of the next line off the first line that the command prints.
+            first_line: number of the first line to show, None for the last few.
+            pause_seconds: time between two connections.
+        """
         self._connect = connect
-        self._begins_at = begins_at
+        self._parse_start = parse_start
         self._next_line = first_line
         self._pause_seconds = pause_seconds
         self._process: subprocess.Popen[str] | None = None
@@ -149,7 +169,7 @@ class LogTail:
         self._thread.start()
 
     def finish(self, deadline_seconds: float) -> None:
-        """The job has ended: show what is left of the log, and stop."""
+        """Show the rest of the log of a job that has ended, and stop."""
         self._has_ended.set()
         self._thread.join(deadline_seconds)
         self.abandon()
@@ -159,7 +179,7 @@ class LogTail:
         self._is_abandoned = True
         self._has_ended.set()
         if self._process is not None:
-            kill(self._process)
+            kill_session(self._process)
 
     def _run(self) -> None:
         while not self._is_abandoned:
@@ -170,7 +190,7 @@ class LogTail:
             self._has_ended.wait(self._pause_seconds)
 
     def _show(self) -> None:
-        """One connection. A line that the connection's end has cut short is left to the next one."""
+        """Show the log over one connection; a line that its end has cut short is left to the next connection."""
         self._process = subprocess.Popen(
             self._connect(self._next_line),
             stdin=subprocess.DEVNULL,
@@ -181,12 +201,12 @@ class LogTail:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        has_begun = False
+        has_started = False
         for line in self._process.stdout:
-            if not has_begun:
-                begin = self._begins_at(line.rstrip())
-                has_begun = begin is not None
-                self._next_line = begin if has_begun else self._next_line
+            if not has_started:
+                start = self._parse_start(line.rstrip())
+                has_started = start is not None
+                self._next_line = start if has_started else self._next_line
             elif line.endswith("\n") and not self._is_abandoned:
                 say(line.rstrip())
                 self._next_line = (self._next_line or 1) + 1

@@ -8,20 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.__main__ import main
 from runner.process import STOP_SIGNALS
 from tests.support import leftover
 from tests.support.harness import DEADLINE_SECONDS, Job
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize("arguments", [[], ["local"], ["nowhere", "x.yaml"], ["local", "x.yaml", "--processes", "0"]])
-def test_a_bad_command_line_is_refused_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage" in capsys.readouterr().err
 
 
 def launch(*arguments):

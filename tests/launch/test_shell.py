@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.options import fill, read_program
+from launch.options import fill_program, read_program
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 PROGRAMS = sorted(LAUNCH.rglob("*.sh"))
@@ -33,22 +33,22 @@ def test_every_program_is_installed_with_its_package():
 
 def test_words_go_in_quoted_one_by_one():
     nasty = ["it's", "$(touch hacked) `touch hacked`; touch hacked\n&& touch hacked", "@{name}", ""]
-    program = fill("printf '%s|' @{words}", words=nasty)
+    program = fill_program("printf '%s|' @{words}", words=nasty)
     assert subprocess.run(["bash", "-c", program], capture_output=True, text=True).stdout == "|".join([*nasty, ""])
 
 
 def test_a_text_stands_as_it_is_and_a_line_without_its_value_is_left_out():
     program = 'a="$HOME/@{name}" $b\n. @{file}\ntail -n @{number} @{name}\n'
-    assert fill(program, name="gpt-2.tar", file=None, number=0) == 'a="$HOME/gpt-2.tar" $b\ntail -n 0 gpt-2.tar'
+    assert fill_program(program, name="gpt-2.tar", file=None, number=0) == 'a="$HOME/gpt-2.tar" $b\ntail -n 0 gpt-2.tar'
 
 
 @pytest.mark.parametrize("text", ["a b", "$HOME", "it's", '"', "a;b", "`", "\n", "", "*", "~", "@{name}"])
 def test_a_text_that_needs_quotes_is_refused(text):
     with pytest.raises(AssertionError):
-        fill("echo @{name}", name=text)
+        fill_program("echo @{name}", name=text)
 
 
 @pytest.mark.parametrize("values", [{}, {"name": "a", "other": "b"}, {"other": "b"}])
 def test_a_place_without_a_value_and_a_value_without_a_place_are_refused(values):
     with pytest.raises(AssertionError):
-        fill("echo @{name}", **values)
+        fill_program("echo @{name}", **values)

@@ -99,6 +99,7 @@ def test_launch_starts_the_runner_and_knows_no_more_of_it_than_exit_codes_specs_
     assert not roots & {"jax", "flax", "optax", "orbax", "experiments"}
     assert layers_imported(path) <= {
         "errors",
+        "command_line",
         "console",
         "process",
         "spec",

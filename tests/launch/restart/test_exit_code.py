@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.supervisor import job_code
+from launch.supervisor import combine_exit_codes
 from runner.process import STOP_SIGNALS
 
 
@@ -31,5 +31,5 @@ from runner.process import STOP_SIGNALS
     ],
 )
 def test_the_most_telling_code_is_the_jobs(codes, code):
-    assert job_code(codes) == code
-    assert job_code(codes[::-1]) == code
+    assert combine_exit_codes(codes) == code
+    assert combine_exit_codes(codes[::-1]) == code

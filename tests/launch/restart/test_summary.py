@@ -19,7 +19,7 @@ def test_a_summary_says_how_the_attempts_ended_what_was_lost_and_where_the_time_
         row(2, 200.0, "done", 60),
     ]
     (tmp_path / "events.jsonl").write_bytes(b"".join(map(encode_line, rows)))
-    assert supervisor.lines(read_history(LocalStore(tmp_path), now=500.0)) == [
-        "launch: 2 attempts (1 retryable, 1 done) in 100.0 s, 23 steps done again, goodput 50.0%",
+    assert supervisor.format_summary(read_history(LocalStore(tmp_path), now=500.0)) == [
+        "launch: 2 attempts (1 retryable, 1 done) in 100.0 s, 23 steps repeated, goodput 50.0%",
         "launch: gap 5.0 s, restore 6.0 s, steps 50.0 s, lost steps 32.0 s, save stall 1.0 s, unattributed 6.0 s",
     ]

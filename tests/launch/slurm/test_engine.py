@@ -92,11 +92,11 @@ def test_the_notice_of_a_time_limit_is_what_the_spec_needs_unless_told(capsys):
     [
         (["specs/none.yaml"], "specs/none.yaml: cannot read the spec"),
         (["specs/gpt_nano.yaml", "--set", "sed=1"], "did you mean seed"),
-        (["specs/gpt2_124m.yaml"], "v5e-16 is a TPU slice, SLURM has nodes of GPUs or CPUs"),
-        (["specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-9"], "9 GPUs do not divide over nodes of 4"),
+        (["specs/gpt2_124m.yaml"], "v5e-16 is a TPU slice, but SLURM has nodes"),
+        (["specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-9"], "9 GPUs do not divide into nodes of 4"),
         (["specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-16", "--nodes", "3"], "2 nodes of 8 GPUs"),
         (["specs/gpt_nano.yaml", "--set", "topology.accelerator=cpu", "--gpus-per-node", "1"], "cpu has no GPUs"),
-        (["specs/gpt_nano.yaml", "--time", "6"], "--time 6 leaves no time to train: SIGTERM comes 300 s before"),
+        (["specs/gpt_nano.yaml", "--time", "6"], "--time 6 leaves no time to train, since SIGTERM comes 300 s before"),
         (["specs/gpt_nano.yaml", "--time", "soon"], "--time soon: needs MINUTES"),
         (["specs/gpt_nano.yaml", "--sbatch-option=qos=high"], "needs one option of sbatch"),
         (["specs/gpt_nano.yaml", "--sbatch-option=--qos=high\nrm x"], "needs one option of sbatch"),
@@ -118,7 +118,7 @@ def test_what_cannot_be_submitted_is_refused_in_one_line(arguments, line, capsys
     ],
 )
 def test_a_time_limit_reads_as_sbatch_reads_it(text, seconds):
-    assert engine._time_seconds(text) == seconds
+    assert engine._parse_time(text) == seconds
 
 
 # The script itself, run with commands that record how they were called.

@@ -239,7 +239,7 @@ def test_kept_machines_stay_the_rest_of_the_job_is_stopped_and_the_next_launch_s
     world.script(f"{COUNT}echo anew")
     assert launch() == 0
     output = capsys.readouterr().out
-    assert "tiny-run is there already" in output
+    assert "tiny-run exists already" in output
     assert output.count("anew") == output.count("started on 2 of 2 hosts") == 1
     assert world.starts() == {"tiny-run-0": 2, "tiny-run-1": 2}
     assert world.submitted() == [*[REQUESTED[0]] * 2, "", ""]  # the second did not wait for them
@@ -353,4 +353,4 @@ def test_the_environment_file_reaches_every_host_of_every_slice_and_no_command(r
     [("gpt2_124m", "gpt2-124m"), ("7B.Run_", "run-7b-run"), ("x" * 99, "x" * 60)],
 )
 def test_the_name_of_a_run_becomes_one_that_google_cloud_accepts(name, resource):
-    assert engine._resource_name(name) == resource
+    assert engine.make_resource_name(name) == resource

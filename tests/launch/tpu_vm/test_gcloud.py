@@ -6,7 +6,7 @@ import re
 import pytest
 
 from launch.tpu_vm import gcloud
-from launch.tpu_vm.gcloud import Gcloud, Resource, ResourceState, check, first_line
+from launch.tpu_vm.gcloud import Gcloud, QueuedResource, ResourceState, find_error_line, raise_user_error
 from runner.errors import InvalidError
 
 DENIED = "ERROR: (gcloud.compute.tpus.queued-resources.create) PERMISSION_DENIED: Permission 'tpu.nodes.create' denied"
@@ -22,10 +22,12 @@ DENIED = "ERROR: (gcloud.compute.tpus.queued-resources.create) PERMISSION_DENIED
 )
 def test_errors_that_the_user_must_mend_are_told_from_those_that_pass(errors):
     with pytest.raises(InvalidError, match=re.escape(errors)):
-        check(f"Warning: x\n{errors}\n")
-    check(errors + " HTTPSConnectionPool: Max retries exceeded")
-    check("me@host: Permission denied (publickey).\nERROR: (gcloud.compute.tpus.tpu-vm.ssh) exited with [255].")
-    assert first_line("") == "no error was given"
+        raise_user_error(f"Warning: x\n{errors}\n")
+    raise_user_error(errors + " HTTPSConnectionPool: Max retries exceeded")
+    raise_user_error(
+        "me@host: Permission denied (publickey).\nERROR: (gcloud.compute.tpus.tpu-vm.ssh) exited with [255]."
+    )
+    assert find_error_line("") == "no error was given"
 
 
 @pytest.mark.parametrize(
@@ -44,4 +46,4 @@ def test_errors_that_the_user_must_mend_are_told_from_those_that_pass(errors):
 def test_when_a_resource_was_asked_for_is_what_the_answer_says(monkeypatch, answer, created):
     text = json.dumps({"state": {"state": "ACTIVE"}} | answer)
     monkeypatch.setattr(gcloud, "execute", lambda command: (0, text, ""))
-    assert Gcloud(Resource("tiny", 1, ()), 0.1).state() == ResourceState("ACTIVE", created=created)
+    assert Gcloud(QueuedResource("tiny", 1, ()), 0.1).read_state() == ResourceState("ACTIVE", created=created)

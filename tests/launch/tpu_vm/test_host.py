@@ -3,8 +3,8 @@
 import shlex
 import subprocess
 
-from launch.tpu_vm.gcloud import Resource
-from launch.tpu_vm.host import HostPrograms, HostStatus, answers
+from launch.tpu_vm.gcloud import QueuedResource
+from launch.tpu_vm.host import HostPrograms, HostStatus, parse_statuses
 
 
 def test_every_text_that_a_shell_reads_is_a_program_and_takes_no_word_of_the_user_for_code(tmp_path):
@@ -12,7 +12,7 @@ def test_every_text_that_a_shell_reads_is_a_program_and_takes_no_word_of_the_use
     host = HostPrograms("tiny", "c0ffee", "tiny.tar.gz", "00", ("tpu", "gcs"), nasty, "tiny.environment")
     for text in (host.attend(17), host.attend(None), host.job(), host.tail(None), host.tail(7), host.stop()):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-        printed = shlex.join(Resource("tiny", 1, ()).ssh("tiny", "all", text))
+        printed = shlex.join(QueuedResource("tiny", 1, ()).ssh("tiny", "all", text))
         subprocess.run(["bash", "-n"], input=printed, text=True, check=True)
         assert shlex.split(printed)[-1] == f"--command={text}"
     line = next(line for line in host.job().splitlines() if "launch.worker" in line)
@@ -26,5 +26,5 @@ def test_every_text_that_a_shell_reads_is_a_program_and_takes_no_word_of_the_use
 
 def test_answers_are_found_among_gclouds_own_lines():
     output = "SSH: Attempting to connect\ntpu-vm: worker 0 running of c0ffee\ntpu-vm: worker 10 ended 76 of c0ffee\nx\n"
-    assert answers(output) == {0: HostStatus("running", None, "c0ffee"), 10: HostStatus("ended", 76, "c0ffee")}
-    assert answers("tpu-vm: worker  empty\n") == {}
+    assert parse_statuses(output) == {0: HostStatus("running", None, "c0ffee"), 10: HostStatus("ended", 76, "c0ffee")}
+    assert parse_statuses("tpu-vm: worker  empty\n") == {}

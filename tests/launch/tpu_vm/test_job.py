@@ -3,7 +3,7 @@
 import pytest
 
 from launch.tpu_vm.host import HostStatus
-from launch.tpu_vm.job import verdict
+from launch.tpu_vm.job import find_exit_code
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_the_job_has_ended_when_its_first_host_is_done_or_any_has_given_up(codes
     hosts = {
         (0, index): HostStatus("running" if value is None else "ended", value) for index, value in enumerate(codes)
     }
-    assert verdict(hosts) == code
+    assert find_exit_code(hosts) == code

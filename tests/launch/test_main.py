@@ -1,0 +1,111 @@
+"""The command line of `python -m launch`: every engine's help and mistakes."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import worker
+from launch.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+NEEDS = {"local": [], "slurm": [], "jobset": ["--image", "registry/job:1"], "tpu-vm": ["--zone", "z"]}
+OPTIONS = {
+    "local": "--set --processes --devices-per-process --max-restarts --grace-seconds",
+    "slurm": "--set --nodes --gpus-per-node --cpus-per-task --time --partition --account --output --grace-seconds "
+    "--max-restarts --python --sbatch-option --dry-run",
+    "jobset": "--set --image --dry-run --name --namespace --nodes --cpu --memory --spot --node-selector --max-restarts "
+    "--grace-seconds --workdir --env --env-from-secret --volume-claim --service-account --priority-class",
+    "tpu-vm": "--set --zone --project --name --spot --reserved --runtime-version --service-account --network "
+    "--subnetwork --internal-ips --environment-file --max-restarts --keep --poll-seconds --dry-run",
+}
+ALL = pytest.mark.parametrize("engine", list(NEEDS))
+
+
+@pytest.fixture
+def ask(monkeypatch, capsys):
+    """Call the command line in this process; its exit code, output and errors."""
+    monkeypatch.setattr(sys, "argv", ["__main__.py"])
+
+    def ask(*words, main=main):
+        try:
+            code = main(list(words))
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return ask
+
+
+@ALL
+def test_an_engine_has_help_of_its_own(engine, ask):
+    code, output, problems = ask(engine, "--help")
+    assert (code, problems) == (0, "")
+    assert output.startswith(f"Usage: python -m launch {engine} [OPTIONS] SPEC")
+    assert "Exit codes: " in output
+    listed = re.findall(r"^  (-.*?)(?:  |$)", output, re.MULTILINE)
+    assert {option for line in listed for option in re.findall(r"--[\w-]+", line)} == {
+        "--help",
+        *OPTIONS[engine].split(),
+    }
+
+
+@ALL
+def test_an_unknown_option_is_one_line_and_the_nearest_is_suggested(engine, ask):
+    assert ask(engine, "x.yaml", *NEEDS[engine], "--nonsense")[0] == 2
+    for option in OPTIONS[engine].split():
+        code, output, problems = ask(engine, "x.yaml", *NEEDS[engine], f"{option}x")
+        assert (code, output, problems.count("\n")) == (2, "", 1)
+        assert f"did you mean {option}?" in problems
+
+
+@ALL
+def test_a_missing_argument_and_one_too_many_are_one_line(engine, ask):
+    for words in ([], ["x.yaml", *NEEDS[engine], "superfluous"]):
+        code, output, problems = ask(engine, *words)
+        assert (code, output, problems.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "missing command"),
+        (["slrum", "x.yaml"], "did you mean slurm?"),
+        (["nowhere", "x.yaml"], "choose from local, slurm, jobset, tpu-vm"),
+        (["local", "x.yaml", "--processes", "0"], "--processes: input should be greater than or equal to 1"),
+        (["local", "x.yaml", "--max-restarts", "-1"], "--max-restarts: input should be greater than or equal to 0"),
+        (["jobset", "x.yaml"], "missing option '--image'"),
+        (["tpu-vm", "x.yaml"], "missing option '--zone'"),
+        (["tpu-vm", "x.yaml", "--zone", "z", "--environment-file", "none"], "--environment-file none: no such file"),
+    ],
+)
+def test_a_bad_command_line_is_one_line(words, message, ask):
+    code, output, problems = ask(*words)
+    assert (code, output, problems.count("\n")) == (2, "", 1)
+    assert message in problems
+
+
+def test_the_help_lists_the_engines(ask):
+    code, output, _ = ask("--help")
+    assert code == 0
+    commands = output.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in commands] == list(NEEDS)
+
+
+def test_a_worker_has_help_and_names_mistakes(ask):
+    code, output, _ = ask("--help", main=worker.main)
+    assert code == 0
+    assert output.startswith("Usage: python -m launch.worker [OPTIONS] SPEC")
+    assert "--max-restarts" in output
+    code, output, problems = ask("x.yaml", "--max-restart", "1", main=worker.main)
+    assert (code, output, problems.count("\n")) == (2, "", 1)
+    assert "did you mean --max-restarts?" in problems
+
+
+def test_the_command_line_does_not_import_jax():
+    program = "import sys; sys.argv = ['x', '--help']; from launch.__main__ import main\n"
+    program += "try: main()\nfinally: print(sorted({'jax', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.stderr == "[]\n"
