@@ -32,7 +32,7 @@ class CountingDriver(MemoryDriver):
 
 
 def fail_some(rate: float) -> Callable[[str, str], None]:
-    """What fails so many of a driver's requests, the same ones each time."""
+    """Return a driver's callback that fails a share of its requests, the same ones each time."""
     chance = random.Random(0)
 
     def before(verb: str, key: str) -> None:

@@ -35,7 +35,7 @@ def opened(where: str, corpus: Path, monkeypatch: pytest.MonkeyPatch, **changes:
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_target_counts_where_it_is_of_an_answer(corpus, monkeypatch, where, packing):
+def test_only_completion_tokens_count_in_the_loss(corpus, monkeypatch, where, packing):
     data = opened(where, corpus, monkeypatch, packing=packing)
     assert dict(data.fields) == dict(
         get_batch_fields(DataConfig(sequence_length=T, packing=packing, train_on="answers"))
@@ -48,7 +48,7 @@ def test_a_target_counts_where_it_is_of_an_answer(corpus, monkeypatch, where, pa
     assert sorted(counted) == sorted(told[: len(told) - lost])
 
 
-def test_all_count_where_that_is_said(corpus, monkeypatch):
+def test_train_on_all_counts_every_token(corpus, monkeypatch):
     data = opened("disk", corpus, monkeypatch, train_on="all", packing="pad")
     assert "loss_weight" not in data.read("train", 0, 4)
     other = opened("disk", corpus, monkeypatch, packing="pad")
@@ -72,7 +72,7 @@ def test_what_is_mixed_with_dialogues_counts_whole(tmp_path, corpus):
     assert 0 < data.read("asked", 0, 1)["loss_weight"].sum() < T
 
 
-def test_other_marks_of_the_same_tokens_are_other_data(tmp_path, corpus, monkeypatch):
+def test_another_completion_mask_changes_the_fingerprint(tmp_path, corpus, monkeypatch):
     other = write_corpus(tmp_path / "other", SHARDS, vocabulary_size=32, marks_of=is_third)
     plain = write_corpus(tmp_path / "plain", SHARDS, vocabulary_size=32)
     found = {
@@ -83,7 +83,7 @@ def test_other_marks_of_the_same_tokens_are_other_data(tmp_path, corpus, monkeyp
     assert len(found) == 3
 
 
-def test_a_set_to_score_counts_answers_by_itself(corpus):
+def test_a_validation_set_counts_completion_tokens_by_default(corpus):
     keys = DataConfig(sequence_length=T, packing="pad")
     data = load_validation_set(keys, "data", TokenSource(source=str(corpus)), vocabulary_size=32)
     assert "loss_weight" in data.fields
@@ -92,7 +92,7 @@ def test_a_set_to_score_counts_answers_by_itself(corpus):
     )
 
 
-def test_it_must_be_said_what_counts(tmp_path, corpus, monkeypatch):
+def test_train_on_must_be_set_for_dialogues(tmp_path, corpus, monkeypatch):
     with pytest.raises(DataError, match=r"completion mask; set data\.train_on to answers"):
         opened("disk", corpus, monkeypatch, train_on=None)
     plain = write_corpus(tmp_path / "plain", SHARDS, vocabulary_size=32)
@@ -112,7 +112,7 @@ def test_it_must_be_said_what_counts(tmp_path, corpus, monkeypatch):
         (b"\x07" * 14, "00001.answers is not the file that index.json|of .*00001.answers is 7, needs 1"),
     ],
 )
-def test_a_damaged_file_of_marks_is_named(corpus, monkeypatch, where, content, message):
+def test_a_damaged_completion_mask_is_named(corpus, monkeypatch, where, content, message):
     path = corpus / "00001.answers"
     path.unlink()
     if content is not None:
@@ -122,7 +122,7 @@ def test_a_damaged_file_of_marks_is_named(corpus, monkeypatch, where, content, m
     assert "\n" not in str(caught.value)
 
 
-def test_marks_that_change_under_a_running_job_are_found(corpus, monkeypatch):
+def test_a_mask_that_changes_under_a_running_job_is_noticed(corpus, monkeypatch):
     data = opened("disk", corpus, monkeypatch)
     data.check()
     (corpus / "00000.answers").write_bytes(b"\1" * 12)
@@ -130,7 +130,7 @@ def test_marks_that_change_under_a_running_job_are_found(corpus, monkeypatch):
         data.check()
 
 
-def test_an_index_without_marks_has_the_bytes_that_it_ever_had(tmp_path, corpus):
+def test_an_index_without_a_mask_keeps_its_bytes(tmp_path, corpus):
     plain = write_corpus(tmp_path / "plain", SHARDS, vocabulary_size=32) / "index.json"
     assert b"answers" not in plain.read_bytes()
     assert b'"format": 1' in plain.read_bytes()
@@ -139,7 +139,7 @@ def test_an_index_without_marks_has_the_bytes_that_it_ever_had(tmp_path, corpus)
     assert CorpusIndex.decode(content, "here").has_completion_mask
 
 
-def test_an_index_of_which_some_shards_have_no_marks_is_told(tmp_path):
+def test_an_index_with_a_mask_for_some_shards_is_refused(tmp_path):
     def halve(index: CorpusIndex) -> CorpusIndex:
         first, *others = index.shards
         bare = type(first)(**first.to_json() | {"answers_crc32c": None})

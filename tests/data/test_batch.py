@@ -70,9 +70,7 @@ def test_a_step_holds_the_same_examples_on_every_mesh_and_split(
             np.testing.assert_array_equal(np.asarray(array).reshape(16, T), expected[field])
 
 
-def test_every_row_is_read_once_however_often_it_is_replicated_and_all_at_a_time(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicated_sequences_are_read_once_and_in_one_call(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: Counter[int] = Counter()
     calls: list[int] = []
     read_dataset = Dataset.read
@@ -125,7 +123,7 @@ HOSTS = [(2, "tokens"), *(pytest.param(n, kind, marks=pytest.mark.soak) for n in
 
 
 @pytest.mark.parametrize(("num_hosts", "kind"), HOSTS)
-def test_each_host_reads_the_rows_of_its_own_devices_and_no_others(
+def test_a_host_reads_only_the_sequences_of_its_devices(
     dataset: Dataset, num_hosts: int, kind: str, place: Path
 ) -> None:
     with socket.socket() as probe:

@@ -236,7 +236,7 @@ def test_a_damaged_file_is_one_line_at_the_start_or_when_it_is_read(
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_another_shard_of_its_size_is_told_before_training_however_large(
+def test_another_shard_of_the_same_size_is_refused_at_the_start(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr("runner.data.corpus.VERIFIED_BYTES_MAX", 0)
@@ -246,7 +246,7 @@ def test_another_shard_of_its_size_is_told_before_training_however_large(
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_tokenizer_that_changed_since_is_told_before_training(
+def test_a_changed_tokenizer_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     record = {"kind": "hf", "file": "tokenizer.json", "sha256": hashlib.sha256(b"{}").hexdigest()}
@@ -264,9 +264,7 @@ def test_a_tokenizer_that_changed_since_is_told_before_training(
         open_at(where, directory, monkeypatch)
 
 
-def test_the_third_of_a_hundred_shards_that_may_not_be_read_is_told_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_shard_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = write_corpus(tmp_path / "corpus", random_shards([[20]] * 100), vocabulary_size=1000)
     for where, name in itertools.product(WHERE, ("00002.bin", "00002.ends")):
 
@@ -298,9 +296,7 @@ def test_a_document_of_more_tokens_than_31_bits_count_is_read_to_its_end(tmp_pat
     assert not rows["y"].any()
 
 
-def test_other_tokens_behind_the_head_are_told_when_one_is_beyond_the_largest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_id_above_the_largest_of_the_index_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_corpus(tmp_path / "corpus", random_shards([[5000]], vocabulary_size=900), vocabulary_size=1000)
     content = (directory / "00000.bin").read_bytes()
     (directory / "00000.bin").write_bytes(content[:5000] + b"\xee" * 5000)

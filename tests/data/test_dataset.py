@@ -40,7 +40,7 @@ def test_the_splits_share_no_token(tmp_path: Path) -> None:
     assert max(train["x"].max(), train["y"].max()) < 800 <= min(validation["x"].min(), validation["y"].min())
 
 
-def test_rows_are_a_function_of_their_number_alone_however_far(tmp_path: Path) -> None:
+def test_a_sequence_depends_on_its_number_alone(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     first = 10**9 * 512
     together = dataset.read("train", first, 6)

@@ -62,7 +62,7 @@ def test_any_range_is_a_slice_of_the_whole(root: Path, name: str) -> None:
 
 
 @each_case
-def test_rows_of_two_steps_are_windows_of_the_ids(root: Path, name: str) -> None:
+def test_sequences_of_two_steps_are_windows_of_the_ids(root: Path, name: str) -> None:
     case = CASES[name]
     dataset = load(f"{root}/{case.source}", cache=root / "cache", options=dict(case.options), vocabulary_size=100_000)
     dataset.validate_vocabulary(100_000)
@@ -75,7 +75,7 @@ def test_rows_of_two_steps_are_windows_of_the_ids(root: Path, name: str) -> None
 
 
 @each_case
-def test_packed_rows_hold_stretches_of_one_document_a_segment(root: Path, name: str) -> None:
+def test_each_segment_of_a_packed_sequence_is_one_document(root: Path, name: str) -> None:
     case = CASES[name]
     dataset = load(f"{root}/{case.source}", cache=root / "cache", options=dict(case.options), packing="documents")
     document_of = {token: number for number, ids in enumerate(case.documents) for token in ids}
@@ -294,7 +294,7 @@ def in_place(line: str) -> str:
         ("mds_array", "mds/ndarray_int32/index.json"),
     ],
 )
-def test_whichever_byte_is_wrong_there_is_an_answer_or_a_line(root: Path, name: str, path: str) -> None:
+def test_a_wrong_byte_gives_ids_or_a_one_line_error(root: Path, name: str, path: str) -> None:
     case, whole = CASES[name], (root / path).read_bytes()
     num_refused, lines = 0, []
     for place in range(0, len(whole), 1 + len(whole) // 200):
@@ -318,7 +318,7 @@ def test_whichever_byte_is_wrong_there_is_an_answer_or_a_line(root: Path, name: 
         ("mds_array", "mds/ndarray_int32/shard.00000.mds", 5, "a sample is no array of one dimension; it is one of"),
     ],
 )
-def test_what_a_sample_begins_with_is_looked_at_when_it_is_read(
+def test_the_head_of_a_sample_is_checked_when_it_is_read(
     root: Path, name: str, path: str, place: int, message: str
 ) -> None:
     (first,) = struct.unpack("<I", (root / path).read_bytes()[4:8])
@@ -458,7 +458,7 @@ def test_files_of_a_format_are_named_alone(root: Path, extra: str) -> None:
 
 
 @pytest.mark.parametrize("content", ['{"format": 1, "shards": []}', '{"version": 2', ""])
-def test_an_index_of_mds_is_told_from_that_of_a_corpus_and_of_nothing(root: Path, content: str) -> None:
+def test_an_index_of_mds_is_distinguished_from_one_of_a_corpus(root: Path, content: str) -> None:
     directory = root / "mds/zstd"
     assert find_corpus(str(directory)) is find_corpus(f"{directory}/index.json") is None
     (directory / "index.json").write_text(content)
@@ -467,9 +467,7 @@ def test_an_index_of_mds_is_told_from_that_of_a_corpus_and_of_nothing(root: Path
         load(directory, cache=root / "cache")
 
 
-def test_ids_may_be_believed_to_be_in_a_vocabulary_and_are_then_looked_at(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_are_checked_against_a_trusted_vocabulary(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.data.token_files.SCANNED_TOKENS_MAX", 10)
     monkeypatch.delattr(TokenSequence, "scan")
     source = open_format(find_source(f"{root}/megatron/int32.idx"), {}, root / "cache", 90_000)

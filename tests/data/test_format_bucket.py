@@ -87,7 +87,7 @@ def test_the_ids_documents_and_fingerprint_are_those_of_a_disk_cold_warm_and_in_
 
 @each_case
 @pytest.mark.parametrize("packing", ["concatenate", "documents"])
-def test_rows_are_those_of_a_disk(golden: Golden, name: str, packing: str) -> None:
+def test_a_bucket_gives_the_sequences_of_a_disk(golden: Golden, name: str, packing: str) -> None:
     local, there = (golden.load(name, root, packing=packing) for root in (golden.root, URL))
     assert there.fingerprint == local.fingerprint
     source = there.train_sources[0].source
@@ -244,9 +244,7 @@ def test_copies_that_nobody_reads_make_room_and_those_in_use_stay(golden: Golden
 
 
 @pytest.mark.parametrize("look", ["open", "scandir"])
-def test_a_directory_that_somebody_removes_when_it_is_looked_at_stops_nobody(
-    golden: Golden, monkeypatch: pytest.MonkeyPatch, look: str
-) -> None:
+def test_a_directory_removed_meanwhile_stops_nobody(golden: Golden, monkeypatch: pytest.MonkeyPatch, look: str) -> None:
     golden.open("array_record")
     (own,) = (golden.cache / COPIES_DIRECTORY).iterdir()
     (other := own.with_name("other")).mkdir()

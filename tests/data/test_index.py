@@ -43,25 +43,25 @@ CASES = [(key.name, value) for key in TOP for value in [..., *OTHER] if value is
 
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=str)
-def test_a_key_that_is_missing_or_of_another_kind_is_told(name, value):
+def test_a_missing_or_mistyped_key_is_refused(name, value):
     with pytest.raises(DataError, match=r"^here "):
         CorpusIndex.decode(rewritten(**{name: value}), "here")
 
 
 @pytest.mark.parametrize("size", [-1, 0, 40, 1 << 33])
-def test_a_vocabulary_that_cannot_be_is_told(size):
+def test_an_impossible_vocabulary_is_refused(size):
     index = dataclasses.replace(INDEX, vocabulary_size=size)
     with pytest.raises(DataError, match=rf"^here is no index of a corpus: vocabulary_size is {size}"):
         CorpusIndex.decode(index.encode(), "here")
 
 
-def test_a_newer_format_is_told():
+def test_a_newer_format_is_refused():
     with pytest.raises(DataError, match=r"^here has format 3, needs 2: written by a newer runner"):
         CorpusIndex.decode(rewritten(format=3), "here")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"null", INDEX.encode()[:-3], b"[" * 99999])
-def test_what_is_no_index_is_told(content):
+def test_other_content_is_refused(content):
     with pytest.raises(DataError, match=r"^here is no index of a corpus"):
         CorpusIndex.decode(content, "here")
 
@@ -73,7 +73,7 @@ def test_what_is_no_index_is_told(content):
         *({"num_tokens": -1}, {"num_documents": -1}, {"largest_id": -2}, {"largest_id": 50}),
     ],
 )
-def test_a_shard_that_cannot_be_is_told(changes):
+def test_an_impossible_shard_is_refused(changes):
     index = dataclasses.replace(INDEX, shards=(dataclasses.replace(SHARD, **changes), *INDEX.shards[1:]))
     with pytest.raises(DataError, match=r"^here is no index of a corpus"):
         CorpusIndex.decode(index.encode(), "here")

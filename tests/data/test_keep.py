@@ -25,7 +25,7 @@ Keep = Callable[[Sequence[DerivedFile]], list[SourceFile]]
 
 
 def keep_of_a_bucket(directory: Path) -> Keep:
-    """What one process does that has the files of a bucket."""
+    """Return the `keep` function of one process that reads a bucket."""
     copies = FileCopies(directory, "source", None)
 
     def keep(wanted: Sequence[DerivedFile]) -> list[SourceFile]:
@@ -36,7 +36,7 @@ def keep_of_a_bucket(directory: Path) -> Keep:
 
 
 def keep_of_a_disk(directory: Path) -> Keep:
-    """What one process does that has the files of a disk."""
+    """Return the `keep` function of one process that reads a disk."""
     return DiskReader(directory).keep
 
 
@@ -44,7 +44,7 @@ KEEPERS = [keep_of_a_bucket, keep_of_a_disk]
 
 
 def num_waiting() -> int:
-    """How many locks of files are waited for in this process."""
+    """Return the number of file locks that this process waits for."""
     rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     return sum(row[1] == "->" and str(os.getpid()) in row for row in rows)
 
@@ -54,7 +54,7 @@ def derived(make: Callable[[], Iterator[bytes]]) -> DerivedFile:
 
 
 class Makers:
-    """What several processes make at once: the first stops in the middle until all others make it too, or wait."""
+    """File made by several processes at once: the first stops in the middle until the others make it or wait."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self._error, self._lock = error, threading.Lock()
@@ -74,7 +74,7 @@ class Makers:
         yield CONTENT[1]
 
     def play(self, keeper: Callable[[Path], Keep], directory: Path) -> list[Any]:
-        """What each of the processes has got, or what it has raised."""
+        """Return the result of each process, or its error."""
 
         def act(keep: Keep) -> Any:
             try:

@@ -1,4 +1,4 @@
-"""Which source an example comes from: its number tells, and the shares are those of the weights in every stretch."""
+"""Mixtures: the number of an example gives its source, and every stretch has the shares of the weights."""
 
 import itertools
 

@@ -171,7 +171,7 @@ def rows_of(plan: PackingPlan, num_rows: int) -> list[list[tuple[int, int]]]:
     return [[(start, length) for start, length in plan[row].tolist()] for row in range(num_rows)]
 
 
-def test_runs_are_packed_into_rows_that_hold_them() -> None:
+def test_spans_are_packed_into_examples_that_hold_them() -> None:
     runs = np.array([[0, 35], [100, 9], [200, 7], [300, 16], [400, 1]])
     rows = rows_of(pack_spans(runs, 5, 16), 5)
     held = Counter(token for row in rows for start, length in row for token in range(start, start + length))
@@ -199,7 +199,7 @@ BATCHES = ["1", "2", "3", "50", "2000", "1/10", "8/3", "384/5", "44800/961"]
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("num_examples", [*SIZES[:-2], *in_the_soak(*SIZES[-2:])])
-def test_an_epoch_of_rows_holds_each_example_once_and_any_place_is_found_alone(num_examples: int, batch: str) -> None:
+def test_an_epoch_holds_each_example_once_at_a_computable_place(num_examples: int, batch: str) -> None:
     order, other = (LocalShuffle(num_examples, 8, Fraction(batch), seed) for seed in (5, 6))
     epochs = [[order[epoch * num_examples + place] for place in range(num_examples)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(num_examples)) for epoch in epochs)
@@ -213,7 +213,7 @@ def test_an_epoch_of_rows_holds_each_example_once_and_any_place_is_found_alone(n
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 50])
-def test_a_row_has_blocks_of_its_own_and_a_group_mixes_many(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+def test_a_slot_has_blocks_of_its_own_and_a_group_mixes_many(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     monkeypatch.setattr(sampling, "GROUP_BLOCKS", 12)
     each = -(-12 // num_rows)
     order = LocalShuffle(2 * num_rows * each * 8 + 5, 8, Fraction(num_rows), seed=0)
@@ -225,7 +225,7 @@ def test_a_row_has_blocks_of_its_own_and_a_group_mixes_many(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 1, 1], [5, 3, 2], [7, 2.3, 0.31], [0.333333, 0.12345678, 0.54321]])
-def test_a_row_of_a_mixture_keeps_to_few_blocks(weights: list[float]) -> None:
+def test_a_slot_of_a_mixture_reads_few_blocks(weights: list[float]) -> None:
     mixture, rows, block, num_steps = Mixture(weights), 64, 256, 2048
     orders = [LocalShuffle(10**7, block, share * rows, seed=1) for share in mixture.shares]
     for row in (0, 40):
@@ -282,7 +282,7 @@ FEEDS = {"one": ({"source": f"{URL}/one"}, 20), "mixture": ({"source": "python-s
 
 @pytest.mark.parametrize("num_hosts", NUM_HOSTS)
 @pytest.mark.parametrize("feed", FEEDS)
-def test_a_host_fetches_little_more_than_its_rows_need_at_any_number_of_hosts(
+def test_a_host_fetches_little_more_than_its_sequences(
     web: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feed: str, num_hosts: int
 ) -> None:
     monkeypatch.setattr(packing, "BLOCK_POSITIONS", 16 * 256)
@@ -299,7 +299,7 @@ def test_a_host_fetches_little_more_than_its_rows_need_at_any_number_of_hosts(
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 4, 64])
-def test_the_rows_of_a_step_are_the_same_on_any_number_of_hosts(source: Documents, num_hosts: int) -> None:
+def test_the_sequences_of_a_step_do_not_depend_on_the_number_of_hosts(source: Documents, num_hosts: int) -> None:
     def rows_of_step(step: int, first: int, count: int) -> Sequences:
         examples = PackedDocuments(source, cut(source, "all"))  # of a host that has read nothing yet
         order = examples.make_order(0, Fraction(64))

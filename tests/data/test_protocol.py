@@ -93,7 +93,7 @@ def load(name: str, **changes: Any) -> Any:
     return load_dataset(config, seed=0, batch_examples=16)
 
 
-def test_the_rows_are_those_of_the_sequence() -> None:
+def test_sequences_are_windows_of_the_source() -> None:
     dataset = load("Squares")
     found = dataset.read("validation", 0, 2)
     np.testing.assert_array_equal(found["x"].ravel(), (3 + np.arange(900, 916)) ** 2 % 97)

@@ -114,7 +114,7 @@ def bins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
 # The same rows.
 
 
-def test_rows_from_a_bucket_are_those_from_a_disk(pair: Pair) -> None:
+def test_a_bucket_gives_the_sequences_of_a_disk(pair: Pair) -> None:
     dataset = pair.open(vocabulary_size=100_000)
     pair.refuse_difference(dataset)
     dataset.check()
@@ -222,7 +222,7 @@ def test_a_damaged_cache_is_a_miss(bins: Pair, damage: Callable[[Path], None]) -
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 41, 42, 100, 1 << 15, 1 << 70, None])
-def test_a_cache_of_any_size_gives_the_same_rows_and_stays_within_it(bins: Pair, cache_bytes: int | None) -> None:
+def test_a_cache_of_any_size_gives_the_same_sequences_and_stays_bounded(bins: Pair, cache_bytes: int | None) -> None:
     for sequence_length in (8, 5):
         local = load(bins.directory / bins.pattern, cache=bins.cache, sequence_length=sequence_length)
         dataset = bins.open(vocabulary_size=1000, cache_bytes=cache_bytes, sequence_length=sequence_length)
@@ -272,7 +272,7 @@ def test_an_object_that_is_replaced_is_not_read_from_the_cache_of_the_one_before
 # What is fetched.
 
 
-def test_no_more_is_fetched_than_the_rows_need(pair: Pair) -> None:
+def test_only_the_bytes_of_the_sequences_are_fetched(pair: Pair) -> None:
     dataset = pair.open(vocabulary_size=100_000, cache_bytes=0)
     pair.driver.ranges.clear()
     count = pair.local.num_train_examples
@@ -283,7 +283,7 @@ def test_no_more_is_fetched_than_the_rows_need(pair: Pair) -> None:
     assert pair.driver.bytes_fetched <= 1.2 * len(pair.starts) * pair.row_bytes
 
 
-def test_rows_that_follow_each_other_are_one_request(bins: Pair) -> None:
+def test_adjacent_sequences_are_one_request(bins: Pair) -> None:
     dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
     bins.driver.ranges.clear()
     dataset.train_sources[0].source.read_many(np.arange(1000, 1600, 8), 9)
@@ -472,9 +472,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield started
 
 
-def test_every_service_gives_the_same_rows_through_errors_and_tells_of_a_change(
-    backend: Backend, tmp_path: Path
-) -> None:
+def test_every_service_survives_errors_and_reports_a_change(backend: Backend, tmp_path: Path) -> None:
     place = f"data/{backend.name}"
     (tmp_path / "bin").mkdir()
     write_some_bin(tmp_path / "bin")

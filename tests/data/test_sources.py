@@ -62,7 +62,7 @@ def test_a_mixture_of_one_source_trains_as_the_source_in_shares(tmp_path: Path) 
     assert [share.tokens for share in whole.compute_shares(100)] == [100 * T]
 
 
-def test_rows_say_what_each_source_gave(tmp_path: Path) -> None:
+def test_metrics_report_the_share_of_each_source(tmp_path: Path) -> None:
     dataset = load_three(tmp_path)
     figures = dataset.compute_metrics(1000)
     counts = np.bincount(sources_of(dataset.read("train", 0, 1000)), minlength=3)
@@ -133,7 +133,7 @@ def test_further_sets_are_whole_and_in_order_and_move_no_batch(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_a_function_of_seed_and_number_for_every_kind(tmp_path: Path, kind: str) -> None:
+def test_a_sequence_depends_on_seed_and_number_for_every_kind(tmp_path: Path, kind: str) -> None:
     together = load_kind(kind, tmp_path).read("train", 10**9, 24)
     again, other = load_kind(kind, tmp_path), load_kind(kind, tmp_path, seed=1)
     for row in (0, 7, 23):

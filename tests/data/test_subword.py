@@ -21,7 +21,7 @@ MORE: dict[str, dict[str, Any]] = {"tiktoken": {"pattern": GPT2_PATTERN, "specia
 
 
 def record_of(kind: str) -> dict[str, Any]:
-    """As in the index of a corpus."""
+    """Return the tokenizer's record in the index of a corpus."""
     content = CONTENTS[kind]
     if content is None:
         return {"kind": kind, "vocabulary_size": 256}
@@ -34,7 +34,7 @@ def record_of(kind: str) -> dict[str, Any]:
 
 
 def ids_of_library(kind: str, text: str) -> list[int]:
-    """What the library says when it is asked for one text."""
+    """Return the ids that the library gives for one text."""
     content = CONTENTS[kind]
     if content is None:
         return list(text.encode())
@@ -102,7 +102,7 @@ def test_a_pattern_that_is_none_is_refused():
         TiktokenTokenizer(make_ranks(), "(", {})
 
 
-def test_a_kind_that_is_not_known_is_told_with_those_that_are():
+def test_an_unknown_kind_is_refused_with_a_list_of_kinds():
     with pytest.raises(DataError, match="choose from bytes, hf, sentencepiece, tiktoken"):
         make_tokenizer({"kind": "words"}, b"")
 

@@ -95,7 +95,7 @@ def test_ids_are_printed_where_there_is_no_tokenizer_and_why(run: Path, capfd: p
 
 
 def score(capfd: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
-    """What `evaluate --json` prints."""
+    """Return the records that `evaluate --json` prints."""
     code, out, err = say(capfd, *words, "--json", command="evaluate")
     assert (code, err) == (0, "")
     return [json.loads(line) for line in out.splitlines()]
@@ -142,9 +142,7 @@ def test_the_loss_is_the_same_on_other_devices_and_over_all_of_a_source(
     assert there["sets"]["validation"]["tokens"] == 36 * 16
 
 
-def test_bytes_are_those_of_the_text_and_told_to_be_unknown_where_they_are(
-    run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_loss_per_byte_is_known_or_a_line_says_why_not(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ids = write_bin(run.parent / "ids.bin", np.arange(200))
     code, out, err = say(capfd, run, "--data", ids, command="evaluate")
     assert code == 0
@@ -190,7 +188,7 @@ def test_looking_while_a_run_trains_changes_neither_its_files_nor_its_bits(run: 
 
 
 @pytest.mark.soak
-def test_a_run_in_a_bucket_is_looked_at_by_reading_alone(
+def test_a_run_in_a_bucket_is_only_read(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket, verbs = Bucket(monkeypatch), set()
@@ -204,9 +202,7 @@ def test_a_run_in_a_bucket_is_looked_at_by_reading_alone(
 
 
 @pytest.mark.soak
-def test_experts_are_looked_at_with_the_biases_that_balance_them(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_are_evaluated_with_their_balancing_biases(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     experts = {
         "experts": 4,
         "experts_per_token": 2,

@@ -1,4 +1,4 @@
-"""How many bytes of text the loss of a set is of: those of its targets, whatever the tokenizer and the packing."""
+"""Bytes of text that the loss of a set covers: those of its targets, for every tokenizer and packing."""
 
 import hashlib
 from dataclasses import replace
@@ -34,7 +34,7 @@ def scored(source, **keys):
 
 @pytest.mark.parametrize("packing", ["concatenate", "documents"])
 @pytest.mark.parametrize("kind", RECORDS)
-def test_the_bytes_are_those_of_the_text_of_all_targets_and_a_separator_has_none(tmp_path, kind, packing):
+def test_bytes_cover_the_text_of_all_targets_without_separators(tmp_path, kind, packing):
     record, content = RECORDS[kind]
     if content is not None:
         record = record | {"file": TOKENIZER_FILES[kind], "sha256": hashlib.sha256(content).hexdigest()}
@@ -70,7 +70,7 @@ def test_characters_count_by_their_bytes(tmp_path):
     assert (size.num_targets, size.num_bytes) == (960, 960 * 3 // 2)
 
 
-def test_why_the_bytes_are_not_known_is_told(tmp_path):
+def test_the_reason_for_unknown_bytes_is_reported(tmp_path):
     ids = write_bin(tmp_path / "ids.bin", np.arange(100))
     data = DataConfig(source=str(ids), sequence_length=LENGTH)
     found = load_validation_set(data, DATA_SET, TokenSource(source=str(ids)), vocabulary_size=100)

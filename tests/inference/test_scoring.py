@@ -1,4 +1,4 @@
-"""What is told of a score: figures that add up, in JSON that every reader takes."""
+"""Records of scores: metrics that add up, in JSON that every reader accepts."""
 
 import json
 import math
