@@ -420,6 +420,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
         return self.train.global_batch_examples * self.data.sequence_length
 
     @property

@@ -1,8 +1,8 @@
-"""What judges weights beside their loss: text from them, and their answers to questions. In a run and beside it.
+"""Evaluation of weights besides their loss: generated text and multiple-choice tasks, inside a run and outside of it.
 
-Knows models and their weights, no job and no run: whoever asks hands in what it has.
+These modules know models and their weights, no job and no run: callers pass in what they have.
 
-- `generation`: Token after token, each from those before it, as far as the model's sequence length reaches
-- `likelihood`: How probable a text is after another, in nats, by a model of tokens
-- `builtin`: What `config.eval` asks for besides the loss, read and checked before the first step; and who answer
+- `generation`: codecs, sampling, decoders and sample texts
+- `likelihood`: likelihood of texts, and multiple choice
+- `builtin`: evaluators of a trainer and the tasks of its spec
 """

@@ -1,8 +1,7 @@
-"""What `config.eval` asks for besides the loss, read and checked before the first step; and who answers.
+"""Built-in evaluators of a trainer: the loss on its validation sets, and the tasks of `config.eval`.
 
-What weights are scored on: sets of examples; and how many bytes their text has.
-
-The evaluators that come with a trainer: the loss on its validation sets, and whatever else its spec asks for.
+Tasks are read and checked before the first step. `EvaluationData` selects the validation examples that a run evaluates,
+and counts the bytes of their text.
 """
 
 import functools
@@ -46,10 +45,12 @@ from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.step import Batch
 
+_DECODED_TOKENS = 1 << 20  # decoded at a time, so that memory stays bounded
+
 
 @dataclass(frozen=True)
 class MultipleChoiceTask:
-    """Questions by the name of their figures."""
+    """Questions and the name of their metrics; `every_steps` None means `eval.every_steps`."""
 
     name: str
     questions: Sequence[Question]
@@ -58,7 +59,15 @@ class MultipleChoiceTask:
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """Where a model is asked: its weights lie on `mesh`, and so many rows of a batch on each device."""
+    """Model and devices of an evaluation.
+
+    Attributes:
+        model: Flax module.
+        mesh: device mesh on which its weights are placed.
+        sequences_per_device: sequences of a batch on each device.
+        vocabulary_size: vocabulary size of the model.
+        is_stopping: function that returns True if the job was asked to stop.
+    """
 
     model: nn.Module
     mesh: Mesh
@@ -69,93 +78,98 @@ class EvaluationContext:
 
 @dataclass(frozen=True)
 class EvaluationTasks:
-    """.
+    """Tasks and prompts of a spec. Made by `read_evaluation_tasks` on every host.
 
-    The tasks and the prompts of a spec, and what their tokens mean; made by `read_evaluation_tasks` on every host.
+    Attributes:
+        config: config of the trainer.
+        codec: codec of the data; None if unknown or not needed.
+        tasks: multiple-choice tasks.
+        prompts: text and ids of each prompt.
     """
 
     config: TrainerConfig[Any]
-    language: TextCodec | None
+    codec: TextCodec | None
     tasks: Sequence[MultipleChoiceTask]
     prompts: Sequence[tuple[str, list[int]]]
 
     @property
     def digest(self) -> str:
-        """The same on every host, if all have read the same; empty if nothing is asked."""
+        """Digest of all questions, to compare hosts; empty without questions."""
         if not self.tasks:
             return ""
         return compute_questions_digest([question for task in self.tasks for question in task.questions])
 
-    def make_multiple_choices(self, place: EvaluationContext) -> list[MultipleChoice]:
-        """Who asks the questions of each task."""
+    def make_multiple_choices(self, context: EvaluationContext) -> list[MultipleChoice]:
+        """Return the evaluator of each task."""
         if not self.tasks:
             return []
-        assert self.language is not None, "read_asked refuses questions without a tokenizer"
-        length = self.config.data.sequence_length
-        likelihood = LikelihoodScorer(place.model, place.mesh, length, place.sequences_per_device, place.is_stopping)
-        first, encode = find_start_token(self.language, self.config.data), partial(encode_prompt, self.language)
+        assert self.codec is not None, "`read_evaluation_tasks` refuses questions without a tokenizer"
+        likelihood = LikelihoodScorer(
+            context.model,
+            context.mesh,
+            self.config.data.sequence_length,
+            context.sequences_per_device,
+            context.is_stopping,
+        )
+        first, encode = find_start_token(self.codec, self.config.data), partial(encode_prompt, self.codec)
         return [
             MultipleChoice(task.name, task.questions, encode, first, likelihood, task.every_steps)
             for task in self.tasks
         ]
 
-    def make_samples(self, place: EvaluationContext) -> list[SampleEvaluator]:
-        """Who writes the texts, if any are asked for."""
-        rule = self.config.eval.samples
-        if rule is None:
+    def make_samples(self, context: EvaluationContext) -> list[SampleEvaluator]:
+        """Return the evaluator that writes samples, if the spec asks for it."""
+        samples = self.config.eval.samples
+        if samples is None:
             return []
         length, dtype = self.config.data.sequence_length, self.config.precision.compute
-        num_ids = place.vocabulary_size if self.language is None else self.language.tokenizer.vocabulary_size
-        choose = Sampler(rule.temperature, rule.top_p).make_chooser(num_ids)
-
-        def reader(variables: Any) -> Any:
-            return make_decoder(place.model, variables, length, dtype, place.mesh)
-
+        num_ids = context.vocabulary_size if self.codec is None else self.codec.tokenizer.vocabulary_size
         return [
             SampleEvaluator(
-                self.prompts, self.language, reader, choose, rule.tokens, length, place.is_stopping, rule.every_steps
+                self.prompts,
+                self.codec,
+                lambda variables: make_decoder(context.model, variables, length, dtype, context.mesh),
+                Sampler(samples.temperature, samples.top_p).make_chooser(num_ids),
+                samples.tokens,
+                length,
+                context.is_stopping,
+                samples.every_steps,
             )
         ]
 
 
 def read_evaluation_tasks(document: Document, config: TrainerConfig[Any], vocabulary_size: int) -> EvaluationTasks:
-    """Read what `config.eval` names. Raises `SpecError`: a file that is none, or no tokenizer for questions."""
-    with document.errors_at("config.eval"):
-        return _read(config, vocabulary_size)
+    """Read the files that `config.eval` names.
 
-
-def _read(config: TrainerConfig[Any], vocabulary_size: int) -> EvaluationTasks:
-    rule = config.eval
-    if not rule.multiple_choice and rule.samples is None:
+    Raises `SpecError` for a file that is invalid, or if questions have no tokenizer.
+    """
+    samples, multiple_choice = config.eval.samples, config.eval.multiple_choice
+    if not multiple_choice and samples is None:
         return EvaluationTasks(config, None, (), ())
-    language: TextCodec | None = None
-    try:
-        language = load_data_codec(config.data)
-    except DataError as error:
-        if rule.multiple_choice:
-            raise DataError(f"eval.multiple_choice needs the tokenizer of the data: {error}") from error
-    tasks = [
-        MultipleChoiceTask(each.name, read_questions(each.path, each.limit), each.every_steps)
-        for each in rule.multiple_choice
-    ]
-    prompts = [] if rule.samples is None else rule.samples.prompts
-    return EvaluationTasks(
-        config, language, tasks, [(text, _ids_of(text, language, config, vocabulary_size)) for text in prompts]
-    )
-
-
-def _ids_of(text: str, language: TextCodec | None, config: TrainerConfig[Any], vocabulary_size: int) -> list[int]:
-    if language is None:
-        return parse_ids(text, vocabulary_size, "samples.prompts") or [0]
-    return encode_prompt(language, text) or [find_start_token(language, config.data)]
-
-
-_DECODED_TOKENS = 1 << 20  # at a time
+    with document.errors_at("config.eval"):
+        codec: TextCodec | None = None
+        try:
+            codec = load_data_codec(config.data)
+        except DataError as error:
+            if multiple_choice:
+                raise DataError(f"eval.multiple_choice needs the tokenizer of the data: {error}") from error
+        tasks = [
+            MultipleChoiceTask(each.name, read_questions(each.path, each.limit), each.every_steps)
+            for each in multiple_choice
+        ]
+        prompts = []
+        for text in [] if samples is None else samples.prompts:
+            if codec is None:  # then a prompt is a list of ids
+                ids = parse_ids(text, vocabulary_size, "samples.prompts") or [0]
+            else:
+                ids = encode_prompt(codec, text) or [find_start_token(codec, config.data)]
+            prompts.append((text, ids))
+        return EvaluationTasks(config, codec, tasks, prompts)
 
 
 @dataclass(frozen=True)
 class LeadingExamples:
-    """The first examples of a set: those that the run itself looks at."""
+    """First examples of a validation set: those that the run itself evaluates. Implements `Examples`."""
 
     examples: Examples
     num_examples: int
@@ -163,78 +177,82 @@ class LeadingExamples:
 
     @property
     def fields(self) -> Fields:
-        """See `Examples`."""
+        """Dtypes of the arrays of an example by name."""
         return self.examples.fields
 
     def read(self, numbers: np.ndarray) -> Sequences:
-        """See `Examples`."""
+        """Read the examples with these indices."""
         return self.examples.read(numbers)
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
-        """See `Examples`."""
+        """Return the order of the examples."""
         return self.examples.make_order(seed, batch_examples)
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluationData:
-    """The sets, as validation sets of a data set, and by name what their tokens mean, or why that is not known."""
+    """Validation sets to evaluate.
+
+    Attributes:
+        dataset: data set with these validation sets.
+        codecs: codec of each set by name, or the reason why it is unknown.
+    """
 
     dataset: Dataset
     codecs: Mapping[str, TextCodec | str]
 
     def measure(self, name: str) -> ValidationSize:
-        """Read a set once more, and count: of bytes each token is one; separators of other tokenizers are none.
+        """Read a set once more, and count its targets and the bytes of their text.
 
-        A character that the end of a row cuts may count as it is shown, by three bytes for each part.
+        With a tokenizer of bytes each token is one byte; separators of other tokenizers have none. A character that the
+        end of a sequence cuts counts as it is displayed: three bytes for each part.
         """
-        language, fields = self.codecs[name], self.dataset.fields
-        if isinstance(language, str):
-            return ValidationSize(0, None, language)
+        codec, fields = self.codecs[name], self.dataset.fields
+        if isinstance(codec, str):
+            return ValidationSize(0, None, codec)
         if "padding_mask" not in fields or "loss_weight" in fields:
             return ValidationSize(0, None, "its tokens do not count alike")
         num_targets = num_bytes = 0
-        num_examples, at_once = (
-            self.dataset.validation[name].num_examples,
-            max(1, _DECODED_TOKENS // self.dataset.sequence_length),
-        )
-        for first in range(0, num_examples, at_once):
-            rows = self.dataset.read(name, first, min(at_once, num_examples - first))
-            ids = rows["y"][rows["padding_mask"]]
+        num_examples = self.dataset.validation[name].num_examples
+        chunk_examples = max(1, _DECODED_TOKENS // self.dataset.sequence_length)
+        for first in range(0, num_examples, chunk_examples):
+            sequences = self.dataset.read(name, first, min(chunk_examples, num_examples - first))
+            ids = sequences["y"][sequences["padding_mask"]]
             num_targets += len(ids)
-            num_bytes += _num_bytes(ids, language)
+            if codec.is_of_bytes:
+                num_bytes += len(ids)
+            else:
+                text_ids = ids if codec.separator is None else ids[ids != codec.separator]
+                num_bytes += len(codec.tokenizer.decode(text_ids).encode())
         return ValidationSize(num_targets, num_bytes)
 
 
-def _num_bytes(ids: np.ndarray, language: TextCodec) -> int:
-    if language.is_of_bytes:
-        return len(ids)
-    return len(
-        language.tokenizer.decode(ids if language.separator is None else ids[ids != language.separator]).encode()
-    )
-
-
 def select_run_data(dataset: Dataset, config: TrainerConfig[Any]) -> EvaluationData:
-    """Of a run's own validation sets as many examples as the run looks at."""
+    """Return a run's own validation sets, each with as many examples as the run evaluates."""
     data = config.data
-    most = config.eval.batches * config.train.global_batch_examples
-    sets = {name: LeadingExamples(held, min(most, held.num_examples)) for name, held in dataset.validation.items()}
+    limit = config.eval.batches * config.train.global_batch_examples
+    sets = {
+        name: LeadingExamples(examples, min(limit, examples.num_examples))
+        for name, examples in dataset.validation.items()
+    }
     sources: dict[str, TokenSource] = {source.name: source for source in data.sources} | dict(data.validation)
-    languages = {name: load_codec_or_reason(sources.get(name, data.sources[0]), data) for name in sets}
-    return EvaluationData(replace(dataset, validation=sets), languages)
+    codecs = {name: load_codec_or_reason(sources.get(name, data.sources[0]), data) for name in sets}
+    return EvaluationData(replace(dataset, validation=sets), codecs)
 
 
-def load_codec_or_reason(named: TokenSource, data: DataConfig) -> TextCodec | str:
-    """What the tokens of a source mean, or why that is not known."""
+def load_codec_or_reason(source: TokenSource, data: DataConfig) -> TextCodec | str:
+    """Return the codec of a source, or the reason why it is unknown."""
     try:
-        return load_source_codec(named, data)
+        return load_source_codec(source, data)
     except DataError as error:
         return str(error)
 
 
 class BuiltinEvaluators:
-    """Those of one job. Made and called on every host, once the train step is compiled.
+    """Built-in evaluators of one job, in iteration order. Made and called on every host, after compilation.
 
-    `batch` makes a batch by set and number; `stop` says whether the job was asked to stop.
+    Attributes:
+        validation: evaluator of the loss; iteration yields it only if there is a validation set.
     """
 
     def __init__(
@@ -242,13 +260,23 @@ class BuiltinEvaluators:
         setup_builder: TrainSetupBuilder,
         train_setup: TrainSetup,
         layout: BatchLayout,
-        asked: EvaluationTasks,
+        tasks: EvaluationTasks,
         batch: Callable[[str, int], Batch],
         stop: StopNotice,
     ):
+        """Prepare the evaluators.
+
+        Args:
+            setup_builder: training job without devices.
+            train_setup: training job on its devices.
+            layout: split of the global batch.
+            tasks: tasks of `config.eval`.
+            batch: function that makes a batch by set and index.
+            stop: notice that the job was asked to stop.
+        """
         config, dataset = setup_builder.config, setup_builder.dataset
-        self._asked = asked
-        self._place = EvaluationContext(
+        self._tasks = tasks
+        self._context = EvaluationContext(
             setup_builder.model(),
             train_setup.mesh,
             layout.micro_batch_examples,
@@ -265,33 +293,33 @@ class BuiltinEvaluators:
         )
 
     @functools.cached_property
-    def _of_keys(self) -> dict[str, Sequence[Evaluator]]:
-        """Those that a key of `config.eval` asks for."""
+    def _by_key(self) -> dict[str, Sequence[Evaluator]]:
+        """Evaluators by the key of `config.eval` that asks for them."""
         return {
-            "multiple_choice": self._asked.make_multiple_choices(self._place),
-            "samples": self._asked.make_samples(self._place),
+            "multiple_choice": self._tasks.make_multiple_choices(self._context),
+            "samples": self._tasks.make_samples(self._context),
         }
 
     def __iter__(self) -> Iterator[Evaluator]:
-        """Iterate over all of them, the same objects each time."""
+        """Iterate over all evaluators, the same objects each time."""
         if self._has_sets:
             yield self.validation
-        for evaluators in self._of_keys.values():
+        for evaluators in self._by_key.values():
             yield from evaluators
 
     def validate_chosen(self, returned: Any, document: Document) -> list[Evaluator]:
-        """What a job's `evaluator` has returned, as a list.
+        """Return what a job's `evaluator` has returned, as a list.
 
-        Raises `SpecError` if that leaves out what a key asks for, which nothing reads then.
+        Raises `SpecError` if it leaves out evaluators that a key asks for, because nothing would read the key.
         """
         chosen = [] if returned is None else list(returned) if isinstance(returned, list | tuple) else [returned]
-        for key, asked in self._of_keys.items():
-            if any(each not in chosen for each in asked):
+        for key, evaluators in self._by_key.items():
+            if any(each not in chosen for each in evaluators):
                 reason = "nothing reads it, evaluator() returns others; return [*self.builtin_evaluators, ...]"
                 raise document.error(f"config.eval.{key}", reason)
         return chosen
 
     def start_compiling(self, chosen: Sequence[Evaluator]) -> None:
-        """What takes time and is not needed for the first steps."""
+        """Start slow work in the background that the first steps do not need."""
         if self.validation in chosen:
             self.validation.start_compiling()

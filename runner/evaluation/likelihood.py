@@ -1,25 +1,23 @@
-"""How probable a text is after another, in nats, by a model of tokens.
+"""Likelihood of texts under a model of tokens, in nats, and the accuracy of multiple-choice tasks.
 
-As lm-evaluation-harness counts it (https://github.com/EleutherAI/lm-evaluation-harness, `lm_eval/api/model.py`): spaces
-at the end of the context belong to what follows; both are encoded as one text, and what follows is the ids behind those
-of the context alone; of what is longer than the model's sequence the end is read; an empty context is the token that a
-text begins after (and where what follows begins with that, it is the context).
+**Likelihood**, as lm-evaluation-harness defines it (https://github.com/EleutherAI/lm-evaluation-harness,
+`lm_eval/api/model.py`): spaces at the end of the context belong to the continuation; both are encoded as one text, and
+the continuation is the ids after those of the context alone; of a text that is longer than the model's sequence the end
+is read; an empty context is the token that a text begins after (and if the continuation begins with that token, the
+token is the context).
 
-Shape legend: B rows of a batch, T sequence length, V vocabulary.
+**Multiple choice**, as lm-evaluation-harness scores a `multiple_choice` task (`lm_eval/api/task.py`): a choice follows
+its question after a space, and the answer is the most probable choice. `acc` takes the choice of the highest log
+likelihood, `acc_norm` divides it by the characters of the choice, `acc_bytes` by its bytes. Of equal choices the first
+is taken.
 
-Questions with choices, of which one is right, in a file of JSON lines as benchmarks ship them.
+**Questions** are JSON lines, as benchmarks ship them. A line has one key of each group:
 
-A line has one key of each row, under any of these names:
+- `question`, `context`, `query` or `ctx`: text before a choice;
+- `choices`, `options` or `endings`: list of texts, or `{"text": [...], "label": [...]}` as in ARC;
+- `answer`, `label`, `gold` or `answerKey`: index of the correct choice (0 is the first), or its label or letter.
 
-- `question`, `context`, `query` or `ctx`: the text that a choice goes on from;
-- `choices`, `options` or `endings`: a list of texts, or `{"text": [...], "label": [...]}` as ARC has it;
-- `answer`, `label`, `gold` or `answerKey`: the place of the right choice (0 is the first), or its label or letter.
-
-How many questions are answered right: the answer is the choice that is most probable after the question.
-
-As lm-evaluation-harness scores a `multiple_choice` task (`lm_eval/api/task.py`): a choice follows its question after a
-space. `acc` takes the choice of the highest log likelihood, `acc_norm` divides it by the characters of the choice,
-`acc_bytes` by its bytes. Of equal ones the first is taken.
+Shape legend: B sequences of a batch, T sequence length, V vocabulary.
 """
 
 import hashlib
@@ -38,47 +36,63 @@ from runner.distributed.agreement import Hosts
 from runner.errors import DataError
 from runner.evaluation.generation import make_variables, replicate
 from runner.parallel.mesh import BATCH_AXES, count_batch_shards, use_sharding_rules
-from runner.storage import JsonObject, open_store
+from runner.storage import open_store
 from runner.train.evaluators import EvaluationMetrics
+
+DELIMITER = " "  # between a question and a choice
+_CONTEXTS = ("question", "context", "query", "ctx")
+_CHOICES = ("choices", "options", "endings")
+_ANSWERS = ("answer", "label", "gold", "answerKey")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class TextPair(NamedTuple):
-    """The ids of a text, and of what may follow it; neither is empty."""
+    """Ids of a context and of its continuation; neither is empty."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class LikelihoodResult(NamedTuple):
-    """How probable what follows is, and whether it is what the most probable token at each place makes."""
+    """Log likelihood of a continuation; `is_greedy` if each of its tokens is the most probable one."""
 
     log_likelihood: float
     is_greedy: bool
 
 
 def encode_pair(encode: Callable[[str], Sequence[int]], first: int, context: str, continuation: str) -> TextPair:
-    """The ids of both. `first` is the token that a text begins after."""
+    """Encode a context and its continuation. `first` is the token that a text begins after."""
     num_spaces = len(context) - len(context.rstrip())
     if num_spaces:
         context, continuation = context[:-num_spaces], context[-num_spaces:] + continuation
     if not context:
         ids = list(encode(continuation))
         return TextPair(ids[:1], ids[1:]) if ids[0] == first else TextPair([first], ids)
-    before = list(encode(context))
-    return TextPair(before, list(encode(context + continuation))[len(before) :])
+    # Encoded together, because a tokenizer may merge characters across the boundary.
+    context_ids = list(encode(context))
+    return TextPair(context_ids, list(encode(context + continuation))[len(context_ids) :])
 
 
 class LikelihoodScorer:
-    """Of the model's weights on `mesh`, by one program. Made and called on every host, with the same pairs.
+    """Scorer of texts by the weights of a model on `mesh`, with one compiled program.
 
-    `sequences_per_device` are read at once. `is_stopping` says between batches whether the job was asked to stop.
+    Made and called on every host, with the same pairs.
     """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, length: int, sequences_per_device: int, is_stopping: Callable[[], bool]
     ):
+        """Prepare the scorer.
+
+        Args:
+            model: Flax module.
+            mesh: device mesh of the weights.
+            length: tokens of a sequence.
+            sequences_per_device: sequences that each device reads at the same time.
+            is_stopping: function that returns True if the job was asked to stop, called between batches.
+        """
         self._mesh, self._length, self._is_stopping = mesh, length, is_stopping
-        self._num_rows = sequences_per_device * count_batch_shards(mesh)
+        self._batch_size = sequences_per_device * count_batch_shards(mesh)
 
         @jax.jit
         def score(variables: Any, x_BxT: Any, y_BxT: Any, mask_BxT: Any) -> tuple[jax.Array, jax.Array]:
@@ -94,40 +108,42 @@ class LikelihoodScorer:
         self._score = score
 
     def score(self, weights: Any, pairs: Sequence[TextPair]) -> list[LikelihoodResult] | None:
-        """The likelihood of each pair; None if the job was asked to stop. `weights` are those of a checkpoint."""
-        variables, found = make_variables(weights), []
-        for first in range(0, len(pairs), self._num_rows):
+        """Return the likelihood of each pair with the weights of a checkpoint; None if the job was asked to stop."""
+        variables = make_variables(weights)
+        results: list[LikelihoodResult] = []
+        for first in range(0, len(pairs), self._batch_size):
             if self._is_stopping():
                 return None
-            some = pairs[first : first + self._num_rows]
+            batch = pairs[first : first + self._batch_size]
             with use_sharding_rules(self._mesh):
-                sums, is_greedy = jax.device_get(self._score(variables, *self._batch(some)))
-            found += [LikelihoodResult(float(a), bool(b)) for a, b in zip(sums, is_greedy, strict=True)][: len(some)]
-        return found
+                sums, is_greedy = jax.device_get(self._score(variables, *self._make_batch(batch)))
+            # The sequences beyond the last pair are padding.
+            results += [LikelihoodResult(float(a), bool(b)) for a, b in zip(sums, is_greedy, strict=True)][: len(batch)]
+        return results
 
-    def _batch(self, pairs: Sequence[TextPair]) -> Iterator[jax.Array]:
-        """x, y and mask (B, T); rows that are too many hold nothing."""
-        shape = self._num_rows, self._length
+    def _make_batch(self, pairs: Sequence[TextPair]) -> Iterator[jax.Array]:
+        """Yield x, y and mask (B, T); sequences without a pair are empty."""
+        shape = self._batch_size, self._length
         x, y, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
-        for row, pair in enumerate(pairs):
+        for index, pair in enumerate(pairs):
             ids = [*pair.context, *pair.continuation][-(self._length + 1) :]
             end = len(ids) - 1
-            x[row, :end], y[row, :end] = ids[:-1], ids[1:]
-            mask[row, max(0, end - len(pair.continuation)) : end] = True
+            x[index, :end], y[index, :end] = ids[:-1], ids[1:]
+            mask[index, max(0, end - len(pair.continuation)) : end] = True
         sharding = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES))
         for array in (x, y, mask):
             yield jax.make_array_from_callback(shape, sharding, array.__getitem__)
 
 
-_CONTEXTS = ("question", "context", "query", "ctx")
-_CHOICES = ("choices", "options", "endings")
-_ANSWERS = ("answer", "label", "gold", "answerKey")
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
 @dataclass(frozen=True)
 class Question:
-    """A text, what may follow it, and which of these is right."""
+    """Multiple-choice question.
+
+    Attributes:
+        context: text before a choice.
+        choices: texts that may follow.
+        answer: index of the correct choice.
+    """
 
     context: str
     choices: tuple[str, ...]
@@ -135,32 +151,39 @@ class Question:
 
 
 def read_questions(path: str, limit: int | None = None) -> list[Question]:
-    """The first `limit` questions of a file, or all. Raises `DataError` naming file and line."""
+    """Read the first `limit` questions of a file, or all. Raises `DataError` that names file and line."""
     folder, _, name = path.rpartition("/")
     try:
         content = open_store(folder or ("/" if path.startswith("/") else ".")).read(name)
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file") from error
-    found: list[Question] = []
+    questions: list[Question] = []
     for number, line in enumerate(content.splitlines(), 1):
-        if len(found) == limit:
+        if len(questions) == limit:
             break
         if line.strip():
             try:
-                found.append(_question(json.loads(line)))
+                questions.append(_parse_question(json.loads(line)))
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}:{number}: {error}") from error
-    if not found:
+    if not questions:
         raise DataError(f"{path}: holds no question")
-    return found
+    return questions
 
 
-def _question(record: Any) -> Question:
-    """Raises `ValueError`."""
+def _parse_question(record: Any) -> Question:
+    """Parse a line of a file of questions. Raises `ValueError`."""
     if not isinstance(record, dict):
         raise ValueError("needs a JSON object")
-    context, answer = _first(record, _CONTEXTS), _first(record, _ANSWERS)
-    choices: Any = _first(record, _CHOICES)
+
+    def get(names: Sequence[str]) -> Any:
+        found = next((name for name in names if name in record), None)
+        if found is None:
+            raise ValueError(f"has no {' or '.join(names)}")
+        return record[found]
+
+    context, answer = get(_CONTEXTS), get(_ANSWERS)
+    choices: Any = get(_CHOICES)
     labels: Sequence[Any] = _LETTERS
     if isinstance(choices, dict):
         choices, labels = choices.get("text"), choices.get("label", _LETTERS)
@@ -169,38 +192,27 @@ def _question(record: Any) -> Question:
     if bad := [choice for choice in choices if not isinstance(choice, str) or not choice.strip()]:
         raise ValueError(f"got {bad[0]!r} as a choice, needs a text that is not blank")
     for text in (context, *choices):
-        text.encode()  # JSON can write halves of characters, which no tokenizer takes
-    return Question(context, tuple(choices), _place(answer, labels, len(choices)))
+        text.encode()  # JSON can contain lone surrogates, which no tokenizer encodes
 
-
-def _first(record: JsonObject, names: Sequence[str]) -> Any:
-    found = next((name for name in names if name in record), None)
-    if found is None:
-        raise ValueError(f"has no {' or '.join(names)}")
-    return record[found]
-
-
-def _place(answer: Any, labels: Sequence[Any], number: int) -> int:
-    """The index that an answer means: a number, or else a label, or else digits."""
+    # An answer is an index, or else a label, or else digits.
     place: Any = answer
     if isinstance(answer, str):
-        known = [str(label) for label in labels][:number]
+        known = [str(label) for label in labels][: len(choices)]
         place = known.index(answer) if answer in known else int(answer) if answer.isdecimal() else None
-    if type(place) is not int or not 0 <= place < number:
-        raise ValueError(f"got {answer!r} as the answer, needs the index of one of {number} choices, or its letter")
-    return place
+    if type(place) is not int or not 0 <= place < len(choices):
+        raise ValueError(
+            f"got {answer!r} as the answer, needs the index of one of {len(choices)} choices, or its letter"
+        )
+    return Question(context, tuple(choices), place)
 
 
 def compute_questions_digest(questions: Sequence[Question]) -> str:
-    """Tells lists of questions apart."""
+    """Return a digest of a list of questions."""
     return hashlib.sha256(repr(list(questions)).encode()).hexdigest()
 
 
-DELIMITER = " "  # between a question and a choice
-
-
 class MultipleChoice:
-    """An evaluator: the figures `val/<name>/acc`, `acc_norm` and `acc_bytes`. Made and called on every host."""
+    """Evaluator with the metrics `val/<name>/acc`, `acc_norm` and `acc_bytes`. Made and called on every host."""
 
     def __init__(
         self,
@@ -216,18 +228,18 @@ class MultipleChoice:
         self._pairs = make_pairs(questions, encode, first)
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
-        """See `Evaluator`."""
-        found = self.score(weights)
-        return None if found is None else {f"val/{self.name}/{key}": value for key, value in found.items()}
+        """Return the metrics by their key in a row; None if the job was asked to stop."""
+        metrics = self.score(weights)
+        return None if metrics is None else {f"val/{self.name}/{key}": value for key, value in metrics.items()}
 
     def score(self, weights: Any) -> dict[str, float] | None:
-        """The figures by their own names; None if the job was asked to stop. Called on every host."""
-        likely = self._likelihood.score(weights, self._pairs)
-        return None if likely is None else compute_accuracies(self._questions, likely)
+        """Return `acc`, `acc_norm` and `acc_bytes`; None if the job was asked to stop. Called on every host."""
+        results = self._likelihood.score(weights, self._pairs)
+        return None if results is None else compute_accuracies(self._questions, results)
 
 
 def make_pairs(questions: Sequence[Question], encode: Callable[[str], Sequence[int]], first: int) -> list[TextPair]:
-    """A pair for each choice of each question, in order."""
+    """Return a pair for each choice of each question, in order."""
     return [
         encode_pair(encode, first, question.context, DELIMITER + choice)
         for question in questions
@@ -235,13 +247,13 @@ def make_pairs(questions: Sequence[Question], encode: Callable[[str], Sequence[i
     ]
 
 
-def compute_accuracies(questions: Sequence[Question], likely: Sequence[LikelihoodResult]) -> dict[str, float]:
-    """The shares of right answers, from the likelihood of each choice of each question, in order."""
-    right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
+def compute_accuracies(questions: Sequence[Question], results: Sequence[LikelihoodResult]) -> dict[str, float]:
+    """Return the shares of right answers, from the likelihood of each choice of each question, in order."""
+    num_right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
     first = 0
     for question in questions:
         choices = question.choices
-        found = np.array([each.log_likelihood for each in likely[first : first + len(choices)]])
+        scores = np.array([each.log_likelihood for each in results[first : first + len(choices)]])
         first += len(choices)
         lengths = {
             "acc": np.ones(len(choices)),
@@ -249,5 +261,5 @@ def compute_accuracies(questions: Sequence[Question], likely: Sequence[Likelihoo
             "acc_bytes": np.array([float(len(choice.encode())) for choice in choices]),
         }
         for key, length in lengths.items():
-            right[key] += int(np.argmax(found / length) == question.answer)
-    return {key: number / len(questions) for key, number in right.items()}
+            num_right[key] += int(np.argmax(scores / length) == question.answer)
+    return {key: number / len(questions) for key, number in num_right.items()}

@@ -83,14 +83,14 @@ def stop(directory, name, step) -> None:
 def kill(directory, name, step) -> None:
     """Kill the run after the calls of `step`, before it can be saved."""
     found = made(directory, name)
-    steer = found.steer
+    call_hooks = found.call_hooks
 
     def die() -> None:
-        steer()
+        call_hooks()
         if found.step == step:
             raise Killed
 
-    found.steer = die  # type: ignore[method-assign]
+    found.call_hooks = die  # type: ignore[method-assign]
     try:
         found()
     except Killed:

@@ -142,7 +142,7 @@ def test_a_run_without_averages_is_not_resumed_with_them(directory):
     ("decays", "line"),
     [
         ([1.0], "got a decay of 1; use numbers above 0 and below 1"),
-        ([0.0], "got a decay of 0; needs"),
+        ([0.0], "got a decay of 0; use"),
         ([0.9, 0.90], "got the decay 0.9 twice"),
         ([], "at least 1 item"),
     ],

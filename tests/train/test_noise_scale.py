@@ -198,5 +198,5 @@ def test_a_batch_that_has_no_halves_is_refused(tmp_path, changes, line):
 
 def test_a_rider_that_sees_halves_needs_an_even_number_of_micro_batches():
     batch = {name: jnp.asarray(leaf)[None] for name, leaf in rows().items()}
-    with pytest.raises(InvalidError, match="its micro-batches are 1; needs an even number"):
+    with pytest.raises(InvalidError, match="1 micro-batches; use an even number"):
         pure.train_step(forward, state(), batch, KEY, 1, pure.StepOptions(auxiliary_states=[make_noise_scale(DECAY)]))
