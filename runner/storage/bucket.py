@@ -117,6 +117,7 @@ class BucketStore:
                 content = self._driver.get_range(key, start, stop, version)
             except FileExistsError as error:
                 raise ChangedError(f"{self.url}/{name} is no longer the object that it was") from error
+            # A connection that breaks may end a body early without an error of the client.
             if len(content) != stop - start:
                 raise TransientError(f"{key}: {len(content)} bytes came, needs {stop - start}")
             return content
@@ -149,6 +150,7 @@ class BucketStore:
     def exists(self, name: str) -> bool:
         """Return True if there is an object `name`."""
         key = self._key(name)
+        # A listing also has longer keys that begin in the same way.
         return any(entry.key == key for entry in self._list(key, "/"))
 
     def list_names(self, prefix: str) -> list[str]:
@@ -175,6 +177,7 @@ class BucketStore:
 
     def compute_digest(self, name: str) -> str:
         """Return the CRC-32C of an object: the service's own, or from its content if the service reports none."""
+        # Services that report a digest of another kind report None here.
         reported = self._retry("look at", name, lambda _: self._driver.crc32c(self._key(name)))
         return compute_crc32c(self.read(name)) if reported is None else reported
 

@@ -116,6 +116,7 @@ class GCSDriver:
             found = self._bucket.list_blobs(prefix=prefix, delimiter=delimiter or None, timeout=_TIMEOUT, retry=None)
             for blob in found:
                 yield ObjectInfo(blob.name, blob.size, str(blob.generation), _decode_crc32c(blob))
+            # The service collects the prefixes while the pages are read, so they come last.
             for name in found.prefixes:
                 yield ObjectInfo(name, 0)
 

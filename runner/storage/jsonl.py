@@ -59,6 +59,7 @@ def append_line(path: Path, line: bytes) -> None:
     A line that a full disk or a power cut has torn is closed first, so that it damages no other.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # O_APPEND moves to the end of the file at the write itself, whoever else has appended meanwhile.
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -277,6 +278,7 @@ class JsonlTail:
                 some = names[start : start + NUM_READERS]
                 for name, content in zip(some, pool.map(read, some), strict=True):
                     position = self._positions.get(name, _Position(versions[name]))
+                    # Only whole lines count as read; a part of a line waits for the next reading.
                     stop = content.rfind(b"\n") + 1
                     last_line = content[content.rfind(b"\n", 0, max(stop - 1, 0)) + 1 : stop]
                     self._positions[name] = _Position(versions[name], stop, last_line)

@@ -90,6 +90,7 @@ class LocalStore:
         """Replace `name` like `write`, by content that need not be in memory at once."""
         path = self.root / name
         with translate_errors(path), _write_temporary(path, chunks) as temporary:
+            # A rename within one directory is atomic, and the flush of the directory makes it durable.
             os.replace(temporary, path)
             fsync(path.parent)
 
@@ -203,6 +204,7 @@ class LocalStore:
         """Delete everything below `prefix`, and what appears there meanwhile."""
         directory = self.root / prefix
         with translate_errors(directory):
+            # A link is deleted itself and never followed: it may lead out of the run's directory.
             if directory.is_symlink() or not directory.is_dir():
                 directory.unlink(missing_ok=True)
                 return

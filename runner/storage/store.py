@@ -146,6 +146,7 @@ def create_file(store: Store, name: str, content: bytes) -> None:
 
 def probe_store(store: Store) -> None:
     """Write, read and delete a small file. Raises `InvalidError` with the reason if that is not possible."""
+    # A unique name: several jobs may probe one prefix at the same time.
     name, content = f".probe.{uuid.uuid4().hex[:8]}", b"may this run write here?\n"
     try:
         store.write(name, content)
@@ -227,6 +228,7 @@ def parse_json(content: bytes) -> JsonObject:
     """Return the JSON object in `content`. Raises `ValueError` if the content is anything else."""
     try:
         value = json.loads(content)
+    # json raises this, which is no ValueError, for deeply nested text.
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(value, dict):
@@ -268,6 +270,8 @@ def translate_errors(path: Path) -> Iterator[None]:
                 raise WrongKindError(f"{link} is a link that leads nowhere") from error
         raise
     except OSError as error:
+        # The class decides the exit code: only a person can grant a permission or remove a wrong file, whereas a disk
+        # that failed may answer at the next try.
         if error.errno in _FORBIDDEN:
             raise ForbiddenError(error.errno, error.strerror, str(path)) from error
         if error.errno in _WRONG_KIND:

@@ -98,6 +98,7 @@ def open_store(text: str) -> Store:
         InvalidError: as `make_store`, or a local path or one of its parents is no directory.
     """
     store = make_store(text)
+    # A bucket is not looked at here: that is the work of `probe_store`.
     if store.root is not None:
         validate_path(store.root)
     return store
