@@ -127,7 +127,7 @@ class Clock:
 
         Args:
             bucket: the bucket to switch to.
-            is_stored: if False, the store is not told until the next reading.
+            is_stored: if False, the store learns of it with the next reading.
         """
         with self._lock:
             now = self._switch_bucket(bucket)

@@ -139,7 +139,7 @@ def format_diagnosis(beats: dict[int, Heartbeat], unresponsive: dict[int, str]) 
         name, verb = _format_processes(processes, beat if is_single else None), "is" if is_single else "are"
         parts.append(f"{name} {verb} {phase} for {beat.seconds:.0f} s{'' if is_in_time else ', past the deadline'}")
     parts += [beat.failure for _, beat in sorted(beats.items()) if beat.failure]
-    return "the job is stalled: " + "; ".join(parts)
+    return "the job cannot continue: " + "; ".join(parts)
 
 
 def _format_processes(processes: list[int], beat: Heartbeat | None = None) -> str:

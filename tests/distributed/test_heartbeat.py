@@ -21,10 +21,10 @@ def beat(step, phase="step", seconds=3.0, is_overdue=False):
 def test_a_diagnosis_names_unresponsive_and_overdue_processes_and_all_phases():
     beats = {0: beat(41), 1: beat(40), 2: beat(41), 3: beat(41, "evaluation", 90.0, is_overdue=True)}
     assert format_diagnosis(beats, {1: "has not responded for 16 s"}) == (
-        "the job is stalled: process 1 (n7) has not responded for 16 s, last seen in step 41; "
+        "the job cannot continue: process 1 (n7) has not responded for 16 s, last seen in step 41; "
         "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
     )
-    assert format_diagnosis({}, {5: "has died"}) == "the job is stalled: process 5 has died"
+    assert format_diagnosis({}, {5: "has died"}) == "the job cannot continue: process 5 has died"
 
 
 HOOK, EVALUATOR = "hook A in on_row at step 3 on process 1: E", "evaluator B at step 3: E on process 1"

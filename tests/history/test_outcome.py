@@ -24,7 +24,7 @@ ENDS: dict[str, tuple[Callable[[Path], None], RunState, int | None, str | None]]
     "diverged": (life.diverged, RunState.FAILED, 1, "step 13: training diverged"),
     "refused": (life.refused, RunState.INVALID, 2, "a token file has changed"),
     "unreachable": (life.unreachable, RunState.RETRYABLE, 76, "the bucket does not answer"),
-    "stuck": (life.stuck, RunState.RETRYABLE, 76, "the job is stalled: process 0 is in step 1"),
+    "stuck": (life.stuck, RunState.RETRYABLE, 76, "the job cannot continue: process 0 is in step 1"),
     "fenced": (life.fenced, RunState.FENCED, None, None),
     "killed": (life.killed, RunState.KILLED, None, None),
 }

@@ -86,7 +86,7 @@ def unreachable(directory: Path) -> None:
 def stuck(directory: Path) -> None:
     incidents = IncidentRecorder()
     incidents.attempt = start(make(directory)).attempt
-    incidents.on_verdict("the job is stalled: process 0 is in step 1", 76)
+    incidents.on_verdict("the job cannot continue: process 0 is in step 1", 76)
 
 
 def kill_at(directory: Path, step: int, **changes: object) -> None:

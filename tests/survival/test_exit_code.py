@@ -63,7 +63,7 @@ def test_asked_to_stop_is_75_and_a_lost_peer_is_76(target, tmp_path):
     attempts[target].kill()
     attempts[1 - target].expect(76)
     assert job.events("restore")[0]["step"] == newest
-    assert f"the job is stalled: process {target} " in attempts[1 - target].output
+    assert f"the job cannot continue: process {target} " in attempts[1 - target].output
     assert "has died" in attempts[1 - target].output
 
 

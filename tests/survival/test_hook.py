@@ -146,6 +146,6 @@ def test_an_evaluator_that_raises_on_one_host_while_the_others_need_it_is_named_
         assert f"{line}; waiting for process 0 to finish the same call" in attempt.output, attempt.report(
             "does not name it"
         )
-        told, verdict = attempt.output.index(line), attempt.output.index("the job is stalled: ")
+        told, verdict = attempt.output.index(line), attempt.output.index("the job cannot continue: ")
         assert told < verdict
         assert line in attempt.output[verdict:]

@@ -142,7 +142,7 @@ def test_a_host_that_is_cut_off_is_named_and_after_healing_the_bits_are_the_same
         attempt.expect(76)
         assert "Traceback" not in attempt.output
     for attempt in attempts[:2]:
-        assert "the job is stalled: process 2" in attempt.output, attempt.report("does not name the lost host")
+        assert "the job cannot continue: process 2" in attempt.output, attempt.report("does not name the lost host")
     assert "process 0 has not responded" in attempts[2].output
     network.heal(2)
     for attempt in start(job.with_options("config.step_seconds=0")):

@@ -45,7 +45,7 @@ def test_a_frozen_process_is_named_and_the_others_end_with_76(frozen, tmp_path):
     survivor = attempts[1 - frozen]
     survivor.expect(76)
     assert "Traceback" not in survivor.output
-    assert f"the job is stalled: process {frozen}" in survivor.output, survivor.report("does not name the frozen")
+    assert f"the job cannot continue: process {frozen}" in survivor.output, survivor.report("does not name the frozen")
     assert "has not responded for" in survivor.output
     assert (job.directory / "stacks" / f"000001.{1 - frozen}.txt").read_text().count("Thread 0x") > 2
     attempts[frozen].thaw()
