@@ -89,14 +89,14 @@ def measure_local(directory: Path, seconds: float) -> None:
     """Part 1."""
     np.random.default_rng(0).integers(0, 50_000, NUM_TOKENS, np.uint16).tofile(directory / "train.bin")
     dataset = load(directory / "train.bin", cache=directory, vocabulary_size=50_304)
-    feed(dataset.parts[0].source, "local .bin", seconds)
+    feed(dataset.train_sources[0].source, "local .bin", seconds)
     for length, count in ROWS.items():
         whole = load(directory / "train.bin", cache=directory, sequence_length=length)
         figures = tokens_per_second(
             lambda number, whole=whole, count=count: whole.read("train", number * count, count), length * count, seconds
         )
         print(f"local .bin, {count} whole rows of {length:,}: {figures}", flush=True)
-    feed(load(write_shards(directory / "shards", NUM_TOKENS), cache=directory).parts[0].source, "local corpus", seconds)
+    feed(load(write_shards(directory / "shards", NUM_TOKENS), cache=directory).train_sources[0].source, "local corpus", seconds)
 
 
 def measure_slow_bucket(directory: Path, seconds: float) -> None:
@@ -109,7 +109,7 @@ def measure_slow_bucket(directory: Path, seconds: float) -> None:
         lead_to(patch, driver)
         for length, count in ROWS.items():
             settings = {"sequence_length": length, "vocabulary_size": 50_304}
-            tokens = load(f"{URL}/*.bin", cache=directory, cache_bytes=0, **settings).parts[0].source
+            tokens = load(f"{URL}/*.bin", cache=directory, cache_bytes=0, **settings).train_sources[0].source
             driver.ranges.clear()
             starts = np.random.default_rng(0).integers(0, len(tokens) - length - 1, (1 << 12, count))
             calls: list[int] = []
@@ -121,7 +121,7 @@ def measure_slow_bucket(directory: Path, seconds: float) -> None:
             figures = tokens_per_second(read, length * count, seconds)
             share = driver.bytes_fetched / (len(calls) * count * (length + 1) * 2)
             print(f"bucket, {LATENCY_SECONDS * 1e3:.0f} ms, {count} rows of {length:,}: {figures}; fetched {share:.3f}")
-            warm = load(f"{URL}/*.bin", cache=directory, **settings).parts[0].source
+            warm = load(f"{URL}/*.bin", cache=directory, **settings).train_sources[0].source
             warm.read_many(starts[0], length + 1)
             figures = tokens_per_second(
                 lambda _, tokens=warm, starts=starts[0], size=length + 1: tokens.read_many(starts, size),
@@ -142,7 +142,7 @@ def measure_service(url: str, seconds: float) -> None:
         store.read_range("train.bin", number, number + READ_BYTES, version)
     print(f"{url[:2]}: CPU of one read of 4 KiB: {(time.process_time() - cpu) * 10:.2f} ms", flush=True)
     with tempfile.TemporaryDirectory() as cache:
-        tokens = load(f"{url}/train.bin", cache=Path(cache), cache_bytes=0, vocabulary_size=50_304).parts[0].source
+        tokens = load(f"{url}/train.bin", cache=Path(cache), cache_bytes=0, vocabulary_size=50_304).train_sources[0].source
         feed(tokens, f"{url[:2]}, emulator with {LATENCY_SECONDS * 1e3:.0f} ms", seconds)
 
 

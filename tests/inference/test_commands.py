@@ -291,7 +291,7 @@ def test_bad_input_to_evaluate_is_one_line_too(run: Path, capfd: pytest.CaptureF
         ([run, "--data", run.parent / "short.txt"], "holds less than one example"),
         ([run, "--data", "{source: x, kind: y}"], "--data: .*unknown key"),
         ([run, "--data", run.parent / "corpus"], r"its tokens are of another tokenizer \(tiktoken\) than"),
-        ([run, "--step", "2", "--all"], "not allowed with"),
+        ([run, "--step", "2", "--all"], "--step, --all .* exclude each other"),
         ([changed(run, "all", validation_fraction=0.0, validation={})], "keeps no validation set; name a source"),
         ([spoiled(run, "wider")], "checkpoint 4 does not fit this job"),
     ):
