@@ -96,7 +96,11 @@ def measure_local(directory: Path, seconds: float) -> None:
             lambda number, whole=whole, count=count: whole.read("train", number * count, count), length * count, seconds
         )
         print(f"local .bin, {count} whole rows of {length:,}: {figures}", flush=True)
-    feed(load(write_shards(directory / "shards", NUM_TOKENS), cache=directory).train_sources[0].source, "local corpus", seconds)
+    feed(
+        load(write_shards(directory / "shards", NUM_TOKENS), cache=directory).train_sources[0].source,
+        "local corpus",
+        seconds,
+    )
 
 
 def measure_slow_bucket(directory: Path, seconds: float) -> None:
@@ -142,7 +146,9 @@ def measure_service(url: str, seconds: float) -> None:
         store.read_range("train.bin", number, number + READ_BYTES, version)
     print(f"{url[:2]}: CPU of one read of 4 KiB: {(time.process_time() - cpu) * 10:.2f} ms", flush=True)
     with tempfile.TemporaryDirectory() as cache:
-        tokens = load(f"{url}/train.bin", cache=Path(cache), cache_bytes=0, vocabulary_size=50_304).train_sources[0].source
+        tokens = (
+            load(f"{url}/train.bin", cache=Path(cache), cache_bytes=0, vocabulary_size=50_304).train_sources[0].source
+        )
         feed(tokens, f"{url[:2]}, emulator with {LATENCY_SECONDS * 1e3:.0f} ms", seconds)
 
 
