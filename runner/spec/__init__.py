@@ -1,24 +1,21 @@
-"""What a job is told: frozen models, strict YAML, `--set` overrides, and errors that name file, line and nearest key.
+"""Specs: frozen models, strict YAML, `--set` overrides, and errors that name file, line and the nearest valid key.
 
-Owns the top level of a spec. Knows no neural net, no data and no jax: what stands under `config` belongs to the job
+This package knows the top level of a spec. It knows no neural network, no data and no jax: `config` belongs to the job
 class and is validated by that class's `JobConfig`.
 
-The map, in layers; a module imports only from those above it.
+A spec is read in three steps, each of which reports all of its problems at once:
 
-
-Reading goes in three steps, each listing all of its problems at once:
-
-1. `load_document` reads YAML into plain data and remembers the place of every key;
-2. `validate_spec` checks the top level and `load_job_class` imports the job;
+1. `load_document` reads YAML into plain data and records the location of every key;
+2. `validate_spec` checks the top level, and `load_job_class` imports the job;
 3. `validate_config` checks `config` with that job's model.
 
-Later stages blame a key in the same words through `Document.error`.
+Later stages report a problem of a key in the same form through `Document.error`.
 
-- `model`: The frozen models of a spec. Owns its keys, defaults, descriptions and the checks that one section c
-- `document`: The YAML that specs are written in: one document, plain values only, every key once
-- `imports`: A user's class by its name: `module:Class` becomes the class, or one line that says why it cannot
-- `trajectory`: The trajectory: the keys of a spec on which the bits of a run depend. A resume refuses a change in a
-- `validation`: A document against a model. Owns the words in which pydantic's findings reach the user: one line per
+- `model`: models of the sections
+- `document`: YAML with locations, overrides, messages
+- `imports`: classes by name, packages that are extras
+- `trajectory`: keys on which the bits of a run depend
+- `validation`: documents against models; specs as YAML and JSON Schema
 """
 
 from runner.errors import suggest_choices

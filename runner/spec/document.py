@@ -1,10 +1,7 @@
-"""The YAML that specs are written in: one document, plain values only, every key once.
+"""Specs as the user wrote them: strict YAML with the location of every key, `--set` overrides, and messages about both.
 
-Owns what a scalar means and the place of every key. Knows no key of a spec.
-
-The parts of a message about a spec: the place to blame, what was got, and the choice that was probably meant.
-
-Documents: a spec as the user wrote it, overrides applied, every key with its place. Nothing here is validated.
+A document is one YAML document of plain values, in which every key occurs once. Nothing is validated here, and no key
+of a spec is known.
 """
 
 import contextlib
@@ -24,26 +21,32 @@ from runner.errors import InvalidError, SpecError
 from runner.spec.model import ExecutionSpec
 
 KeyPath = tuple[str, ...]
-_MAX_SUGGESTED = 1000  # files that are looked at for a suggestion
+_MAX_SUGGESTED = 1000  # files that are considered for a suggestion
 
 
 @dataclass(frozen=True)
 class SpecLocation:
-    """Where a value was written: `specs/x.yaml:14`, or the `--set` that gave it."""
+    """Location where a value was written: `specs/x.yaml:14`, or the `--set` that gave it.
+
+    Attributes:
+        text: the location as messages show it.
+        line: line in the file, 0 for a `--set`.
+        key: dotted key that `text` already contains, for a `--set`.
+    """
 
     text: str
     line: int = 0
-    key: str = ""  # the dotted key that `text` already names, for a --set
+    key: str = ""
 
-    def blame(self, path: KeyPath, message: str) -> str:
-        """One line that blames `path`, written here; a --set that names the key itself is not made to repeat it."""
+    def format_problem(self, path: KeyPath, message: str) -> str:
+        """Return `location: key: message` as one line, without a key that the location already contains."""
         key = ".".join(path)
         line = ": ".join([self.text, message] if key in ("", self.key) else [self.text, key, message])
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def describe_value(value: Any) -> str:
-    """A value of a document, short enough for a message."""
+    """Return a value of a document in a form that is short enough for a message."""
     if isinstance(value, str):
         return f"{value[:60]!r} (text)"
     if isinstance(value, dict | list):
@@ -51,27 +54,35 @@ def describe_value(value: Any) -> str:
     return json.dumps(value)[:60]
 
 
-def parse_yaml(text: str, at: Callable[[int], SpecLocation]) -> tuple[Any, dict[KeyPath, SpecLocation]]:
-    """Plain data of one YAML document and the place of every key in it; `at` makes a place of a line."""
+def parse_yaml(text: str, locate: Callable[[int], SpecLocation]) -> tuple[Any, dict[KeyPath, SpecLocation]]:
+    """Parse one YAML document into plain data and the location of every key.
+
+    Args:
+        text: YAML.
+        locate: function that makes a location of a line number.
+
+    Raises:
+        SpecError: the text cannot be read, with a line for each problem.
+    """
+
+    def make_error(line: int, reason: str) -> SpecError:
+        return SpecError(locate(line).format_problem((), f"unreadable YAML: {reason}"))
+
     try:
-        loader = _Loader(text, at)
+        loader = _Loader(text, locate)
         node = loader.get_single_node()
         data = None if node is None else loader.build(node, ())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise _unreadable(at(mark.line + 1 if mark else 1), reason) from None
+        raise make_error(mark.line + 1 if mark else 1, reason) from None
     except yaml.reader.ReaderError as error:
-        raise _unreadable(at(text[: error.position].count("\n") + 1), error.reason) from None
+        raise make_error(text[: error.position].count("\n") + 1, error.reason) from None
     except RecursionError:
-        raise _unreadable(at(1), "nested too deeply") from None
+        raise make_error(1, "nested too deeply") from None
     if loader.problems:
         raise SpecError("\n".join(loader.problems))
-    return data, loader.places
-
-
-def _unreadable(place: SpecLocation, reason: str) -> SpecError:
-    return SpecError(place.blame((), f"unreadable YAML: {reason}"))
+    return data, loader.locations
 
 
 class _Loader(yaml.SafeLoader):
@@ -79,10 +90,10 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own way to replace the resolvers of the base class
 
-    def __init__(self, text: str, at: Callable[[int], SpecLocation]):
+    def __init__(self, text: str, locate: Callable[[int], SpecLocation]):
         super().__init__(text)
-        self.at = at
-        self.places: dict[KeyPath, SpecLocation] = {(): at(1)}
+        self.locate = locate
+        self.locations: dict[KeyPath, SpecLocation] = {(): locate(1)}
         self.problems: list[str] = []
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -92,35 +103,36 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Plain data of a node; notes the place of each key and, as problems, what cannot be read."""
+        """Return the plain data of a node, and record the location of each key and the problems found."""
         if isinstance(node, yaml.MappingNode):
             return self._build_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             items = [((*path, str(i)), item) for i, item in enumerate(node.value)]
-            self.places.update({child: self.at(item.start_mark.line + 1) for child, item in items})
+            self.locations.update({child: self.locate(item.start_mark.line + 1) for child, item in items})
             return [self.build(item, child) for child, item in items]
         try:
             value = self.construct_object(node)
         except ValueError:  # Python refuses to read a whole number of thousands of digits
             value = math.inf
         if isinstance(value, float) and not math.isfinite(value):
-            self.problems.append(self.places[path].blame(path, f"{node.value[:20]} is too large a number"))
+            problem = f"{node.value[:20]} is too large a number"
+            self.problems.append(self.locations[path].format_problem(path, problem))
         return value
 
     def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         data: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            place = self.at(key_node.start_mark.line + 1)
+            location = self.locate(key_node.start_mark.line + 1)
             if not isinstance(key_node, yaml.ScalarNode):
-                self.problems.append(place.blame((), "a key must be text, not a list or a mapping"))
+                self.problems.append(location.format_problem((), "a key must be text, not a list or a mapping"))
                 continue
-            key = key_node.value  # as written: `on` and `1` are keys like any other
+            key = key_node.value  # the text as written: `on` and `1` are keys like any other
             child = (*path, key)
             if key in data:
-                repeat = f"{'.'.join(child)}: duplicate key, first given at {self.places[child].text}"
-                self.problems.append(place.blame((), repeat))
+                repeat = f"{'.'.join(child)}: duplicate key, first given at {self.locations[child].text}"
+                self.problems.append(location.format_problem((), repeat))
                 continue
-            self.places[child] = place
+            self.locations[child] = location
             data[key] = self.build(value_node, child)
         return data
 
@@ -136,41 +148,52 @@ for _tag, _pattern, _first in (
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what `parse_yaml` reads back as the same value."""
+    """Dumper of YAML that `parse_yaml` reads back as the same value."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
+        """Return True: every value is written in full."""
         return True
 
 
 @dataclass(frozen=True)
 class Document:
-    """A spec as the user wrote it, overrides applied, nothing validated yet."""
+    """A spec as the user wrote it, with overrides applied and nothing validated.
+
+    Attributes:
+        data: plain data.
+        locations: location of every key, and of the document under the empty path.
+    """
 
     data: dict[str, Any]
-    places: dict[KeyPath, SpecLocation]
+    locations: dict[KeyPath, SpecLocation]
 
-    def place(self, path: KeyPath) -> SpecLocation:
-        """The place of `path`, or of the nearest mapping around it that was written at all."""
-        return next(self.places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.places)
+    def locate(self, path: KeyPath) -> SpecLocation:
+        """Return the location of `path`, or of the innermost mapping around it that was written."""
+        return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
     def format_problem(self, path: KeyPath, message: str) -> str:
-        """One line that blames `path` at its place."""
-        return self.place(path).blame(path, message)
+        """Return `location: key: message` as one line."""
+        return self.locate(path).format_problem(path, message)
 
     def error(self, key: str, message: str) -> SpecError:
-        """The error that blames a dotted key, for checks that the models cannot make."""
+        """Return the error for a dotted key, for checks that the models cannot make."""
         return SpecError(self.format_problem(tuple(key.split(".")) if key else (), message))
 
     def raise_problems(self, problems: Mapping[str, str], prefix: str = "") -> None:
-        """Raise one error with a line for each problem, by dotted key below `prefix`; nothing if there is none."""
+        """Raise one error with a line for each problem, if there is any.
+
+        Args:
+            problems: messages by dotted key.
+            prefix: dotted section of the keys, with its final period.
+        """
         if problems:
             raise SpecError("\n".join(str(self.error(prefix + key, message)) for key, message in problems.items()))
 
     @contextlib.contextmanager
     def errors_at(self, key: str) -> Iterator[None]:
-        """Inside, what is invalid is the fault of a dotted key, unless it has been blamed on one already."""
+        """Attribute an `InvalidError` inside the context to a dotted key, unless it already names one."""
         try:
             yield
         except SpecError:
@@ -207,9 +230,9 @@ def _suggest_spec(path: Path) -> str:
 
 
 def parse_document(text: str, path: str, overrides: Sequence[str] = ()) -> Document:
-    """Read YAML text; `path` is what errors call it."""
-    data, places = parse_yaml(text, lambda line: SpecLocation(f"{path}:{line}", line))
-    document = Document(data, places)
+    """Parse YAML text and apply overrides to it; `path` is the file that messages name."""
+    data, locations = parse_yaml(text, lambda line: SpecLocation(f"{path}:{line}", line))
+    document = Document(data, locations)
     if not isinstance(data, dict):
         found = "nothing" if data is None else describe_value(data)
         raise document.error("", f"got {found}, needs a mapping with name, job and directory")
@@ -225,28 +248,30 @@ def parse_document(text: str, path: str, overrides: Sequence[str] = ()) -> Docum
 
 
 def make_document(spec: ExecutionSpec) -> Document:
-    """The document of a spec that was made in Python, and so has no lines."""
+    """Make the document of a spec that was made in Python, and so has no lines."""
     return Document(spec.model_dump(mode="json"), {(): SpecLocation("ExecutionSpec")})
 
 
 def _apply(override: str, document: Document) -> None:
-    """Apply one `dotted.key=value` in place; sections that the file leaves out are created."""
+    """Apply one `dotted.key=value` in place, and create the sections that the file leaves out."""
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
-    place = SpecLocation(f"--set {override}", key=".".join(path))
+    location = SpecLocation(f"--set {override}", key=".".join(path))
     if not equals or not all(path):
-        raise SpecError(place.blame((), "needs the form dotted.key=value"))
-    value, _ = parse_yaml(text, lambda line: place)
+        raise SpecError(location.format_problem((), "needs the form dotted.key=value"))
+    value, _ = parse_yaml(text, lambda line: location)
     parent = document.data
     for n, part in enumerate(path[:-1], start=1):
         if parent.get(part) is None:
             parent[part] = {}
-            document.places[path[:n]] = place
+            document.locations[path[:n]] = location
         if not isinstance(parent[part], dict):
             section = ".".join(path[:n])
-            raise SpecError(place.blame((), f"{section} is {describe_value(parent[part])}, so it has no keys"))
+            problem = f"{section} is {describe_value(parent[part])}, so it has no keys; override {section} itself"
+            raise SpecError(location.format_problem((), problem))
         parent = parent[part]
-    for stale in [known for known in document.places if known[: len(path)] == path]:
-        del document.places[stale]
+    # The keys of a section that is replaced are no longer where the file has them.
+    for stale in [known for known in document.locations if known[: len(path)] == path]:
+        del document.locations[stale]
     parent[path[-1]] = value
-    document.places[path] = place
+    document.locations[path] = location

@@ -1,7 +1,4 @@
-"""A user's class by its name: `module:Class` becomes the class, or one line that says why it cannot.
-
-Packages that are an extra of this one: imported when a spec asks for what they do.
-"""
+"""Imports by name: the user's classes (`module:Class`), and packages that are extras of this one."""
 
 import importlib
 import os
@@ -15,7 +12,11 @@ from runner.spec.document import Document
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Import `module`, which `runner[extra]` brings. Raises `InvalidError` saying how to install it."""
+    """Import a module that needs the packages of `runner[extra]`.
+
+    Raises:
+        InvalidError: a package is missing; the message says how to install it.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -23,31 +24,36 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 
 def load_job_class(document: Document, base: type) -> type:
-    """Import the `module:Class` of a validated document's `job`, a subclass of `base`."""
+    """Import the class that `job` of a validated document names, a subclass of `base`."""
     with document.errors_at("job"):
         return load_class(document.data["job"], base)
 
 
 def load_class(text: str, base: type) -> type:
-    """Import `module:Class`, a subclass of `base`. Raises `InvalidError`."""
+    """Import `module:Class`, a subclass of `base`.
+
+    Raises:
+        InvalidError: there is no such class, or importing the module failed.
+    """
     module_name, _, class_name = text.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything; all of it ends here
-        raise InvalidError(_import_failure(module_name, error)) from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything, and it ends here
+        raise InvalidError(_describe_import_error(module_name, error)) from None
     found = getattr(module, class_name, None)
     fitting = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
     if found is None:
         raise InvalidError(f"module {module_name} has no {class_name}{suggest_choices(class_name, fitting)}")
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise InvalidError(f"{text} is not a subclass of {base.__name__}")
+        others = [name for name in fitting if name != base.__name__]
+        raise InvalidError(f"{text} is not a subclass of {base.__name__}{suggest_choices(class_name, others)}")
     return found
 
 
-def _import_failure(module_name: str, error: BaseException) -> str:
-    """Why the import failed: a module that is not there, or what the user's code raised and where."""
+def _describe_import_error(module_name: str, error: BaseException) -> str:
+    """Return why an import failed: no such module, or the error that the user's code raised, and where."""
     if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
         package, _, missing = str(error.name).rpartition(".")
         search = getattr(sys.modules.get(package), "__path__", []) if package else [os.getcwd()]

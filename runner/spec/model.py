@@ -1,4 +1,7 @@
-"""The frozen models of a spec. Owns its keys, defaults, descriptions and the checks that one section can make alone."""
+"""Models of the sections of a spec: keys, defaults, descriptions, and the checks that need only one section.
+
+The descriptions appear in the reference in `specs/README.md` and in the JSON Schema that editors show.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -16,14 +19,14 @@ from pydantic import (
 from runner.records import PARAMS
 
 Auto = Literal["auto"]
-Section = dict[str, Any]  # of a spec that a class of the user's own validates
+Section = dict[str, Any]  # a section that the class of a job or a hook validates
 Level = Literal["debug", "info", "warning", "error"]
 
-REDACTED_URL = "$NOT_WRITTEN_DOWN"  # in the place of a URL in a spec that is written
+REDACTED_URL = "$NOT_WRITTEN_DOWN"  # replaces a secret URL in the `spec.yaml` of a run
 
-MAX_PROFILE_STEPS = 100  # what is recorded is kept in memory, and written while the job stands still
+MAX_PROFILE_STEPS = 100  # a profile is kept in memory, and the job waits while it is written
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-HOOK_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"  # it becomes a part of the names of leaves
+HOOK_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"  # a hook's name becomes part of the names of leaves
 JOB_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
@@ -34,37 +37,39 @@ class FrozenModel(BaseModel):
 
 
 class JobConfig(FrozenModel):
-    """Base of what a job class accepts under `config`."""
+    """Base of the model that a job class has for its `config`."""
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Dotted keys (or whole sections) inside `config` that a resumed job may change: they move no bit of it."""
+        """Dotted keys or sections of `config` that a resumed job may change, since they do not change its bits."""
         return frozenset()
 
     @property
     def output_keys(self) -> frozenset[str]:
-        """Keys inside `config` that lead what a job writes out of its directory; where they are null it stays there."""
+        """Dotted keys of `config` that lead output of the job out of its directory, unless they are null."""
         return frozenset()
 
 
 class MeshConfig(FrozenModel):
-    """Axis sizes of the device mesh; at most one is auto, which takes the devices that the others leave."""
+    """Axis sizes of the device mesh. At most one is auto: it takes the devices that the others leave."""
 
-    data: PositiveInt | Auto = Field(default="auto", description="Devices over which only the batch is cut.")
+    data: PositiveInt | Auto = Field(default="auto", description="Data-parallel axis: shards the batch only.")
     fsdp: PositiveInt | Auto = Field(
-        default=1, description="Devices over which batch, parameters and optimizer state are cut."
+        default=1, description="FSDP axis: shards the batch, parameters and optimizer state."
     )
-    sequence: PositiveInt | Auto = Field(default=1, description="Devices over which the positions of a row are cut.")
-    tensor: PositiveInt | Auto = Field(default=1, description="Devices over which single matrices are cut.")
+    sequence: PositiveInt | Auto = Field(
+        default=1, description="Context-parallel axis: shards the positions of a sequence."
+    )
+    tensor: PositiveInt | Auto = Field(default=1, description="Tensor-parallel axis: shards single weight matrices.")
     expert: PositiveInt | Auto = Field(
-        default=1, description="Devices over which experts are cut, and the batch beside data and fsdp."
+        default=1, description="Expert-parallel axis: shards the experts, and the batch together with data and fsdp."
     )
 
     @model_validator(mode="after")
-    def _at_most_one_auto(self) -> "MeshConfig":
+    def _validate_autos(self) -> "MeshConfig":
         autos = [axis for axis, size in self if size == "auto"]
         if len(autos) > 1:
-            raise ValueError(f"axes {', '.join(autos)} are auto; at most one can be, give the others a size")
+            raise ValueError(f"axes {', '.join(autos)} are auto, but only one may be; give the others a size")
         return self
 
 
@@ -74,245 +79,258 @@ class Topology(FrozenModel):
     accelerator: str = Field(
         default="any",
         min_length=1,
-        description="any, or what the job is sized for (cpu, v5e-16, 2xv5e-256, h200-8); other hardware is refused.",
+        description="any, or the hardware that the job is sized for (cpu, v5e-16, 2xv5e-256, h200-8); the job refuses "
+        "to run on other hardware.",
     )
     mesh: MeshConfig = Field(default=MeshConfig(), description="Axis sizes of the device mesh.")
     elastic: bool = Field(
-        default=False, description="Begin with the hosts that came in time, if some did not; else that ends with 76."
+        default=False,
+        description="Start with the hosts that have joined within deadlines.start_seconds, even if some are missing; "
+        "false: exit with 76 then.",
     )
     deterministic: bool = Field(
         default=True,
-        description="Compile programs that give the same bits at every start, also where others are faster (GPUs).",
+        description="Compile programs that compute the same bits at every start, even where others are faster (GPUs).",
     )
     compile_cache: Literal["host", "directory"] = Field(
         default="host",
-        description="Where compiled programs are kept: on each host's own disk, or in the run's directory too.",
+        description="Place of the compile cache: each host's own disk, or the run's directory as well.",
     )
 
 
 class Deadlines(FrozenModel):
-    """When a wait is a failure: the job then ends with 76 and names who is late."""
+    """Time limits of waits. A job that exceeds one exits with 76 and names the process that is late."""
 
-    start_seconds: PositiveFloat = Field(default=300.0, description="For all hosts to come, at the start.")
+    start_seconds: PositiveFloat = Field(default=300.0, description="Time limit for all hosts to join, at the start.")
     step_seconds: PositiveFloat | None = Field(
-        default=None, description="For one step; null: 20 times the usual one, and at least 60."
+        default=None, description="Time limit of a step; null: 20 times the usual step time, and at least 60."
     )
     phase_seconds: PositiveFloat = Field(
-        default=3600.0, description="For anything else: compile, restore, data, evaluation, a save."
+        default=3600.0, description="Time limit of every other phase: compile, restore, data, evaluation, save."
     )
 
 
 class BestCheckpointConfig(FrozenModel):
-    """The checkpoint with the best value of one metric, of those whose step has it."""
+    """Choice of the best checkpoint by one metric, among the checkpoints whose step has that metric."""
 
-    metric: str = Field(min_length=1, description="Key of a row of metrics.jsonl, such as val/loss.")
-    mode: Literal["min", "max"] = Field(default="min", description="Whether less or more is better.")
+    metric: str = Field(min_length=1, description="Key of metrics.jsonl, such as val/loss.")
+    mode: Literal["min", "max"] = Field(default="min", description="min: lower is better; max: higher is better.")
 
 
 class InitFromConfig(FrozenModel):
-    """Weights to begin with, and what of them need not be as the model has it."""
+    """Weights to start from, and the differences from the model that are allowed."""
 
-    path: str = Field(min_length=1, description="What init_from is where it is text alone.")
+    path: str = Field(
+        min_length=1, description="Source of the weights, in the form that init_from has as a plain text."
+    )
     weights: str = Field(
         default=PARAMS,
         min_length=1,
-        description="Which of a run's: those that it trained, params, or an average of them, as ema_0.999.",
+        description="Weights of a run to use: the trained ones (params), or an average of them (ema_0.999).",
     )
     allow_missing: list[str] = Field(
         default=[],
-        description="Patterns (*, ?) of tensors, in Hugging Face's names, that may be missing or of another shape, and "
-        "of keys of config.json, as config.KEY, that may differ.",
+        description="Patterns (*, ?) of tensors, in Hugging Face's names, that may be missing or have another shape, "
+        "and of keys of config.json (config.KEY) that may differ.",
     )
     rename: dict[str, str | None] = Field(
         default={},
-        description="By the name of a tensor in the files, or the first parts of its dotted name, what the model calls "
-        "it; null: not read.",
+        description="The model's name for a tensor, by its name in the files or by the first parts of its dotted name; "
+        "null: do not read it.",
     )
 
 
 class CheckpointConfig(FrozenModel):
-    """When to save, what to keep, what to start from."""
+    """When to save, which checkpoints to keep, and which weights to start from."""
 
-    every_steps: PositiveInt | None = Field(default=1000, description="Save each time so many steps are complete.")
+    every_steps: PositiveInt | None = Field(
+        default=1000, description="Steps between two saves; null: no saves by steps."
+    )
     every_minutes: PositiveFloat | None = Field(
-        default=None, description="Save each time so many minutes have passed; asked at logged steps."
+        default=None, description="Minutes between two saves, checked at logged steps; null: no saves by time."
     )
     every: Auto | None = Field(
         default=None,
-        description="auto: the interval that loses the least time (Young and Daly), by the measured stall of a save.",
+        description="auto: save at the interval that loses the least time (Young and Daly), from the measured stall of "
+        "a save.",
     )
     mean_time_between_failures_hours: PositiveFloat = Field(
-        default=24.0, description="Of the whole job, for checkpoint.every: auto."
+        default=24.0, description="Mean time between failures of the whole job, for checkpoint.every: auto."
     )
-    keep_last: PositiveInt = Field(default=3, description="Number of newest checkpoints kept.")
+    keep_last: PositiveInt = Field(default=3, description="Number of newest checkpoints to keep.")
     keep_every_steps: PositiveInt | None = Field(
-        default=None, description="Checkpoints at multiples of this stay for good."
+        default=None, description="Keep the checkpoints at multiples of this number of steps forever; null: none."
     )
     keep_best: BestCheckpointConfig | None = Field(
-        default=None, description="The best checkpoint by a metric stays too; null: none does."
+        default=None, description="Keep the best checkpoint by a metric as well; null: none."
     )
     init_from: Annotated[str, Field(min_length=1)] | InitFromConfig | None = Field(
         default=None,
-        description="Begin with the weights of this run (or RUN/checkpoints/STEP, or RUN/checkpoints/best), or of this "
-        "directory or URL in Hugging Face's layout, where there is no own checkpoint.",
+        description="Weights to start from if the run has no checkpoint of its own: a run (RUN, RUN/checkpoints/STEP "
+        "or RUN/checkpoints/best), or a directory or URL in Hugging Face's layout.",
     )
     local_directory: str | None = Field(
         default=None,
         min_length=1,
-        description="Fast tier on each host's own disk or RAM disk, lost with the machine; null: none.",
+        description="Directory of the fast tier, on each host's own disk or RAM disk and lost with it; null: none.",
     )
     local_every_steps: PositiveInt | None = Field(
-        default=None, description="Save to local_directory each time so many steps are complete."
+        default=None, description="Steps between two saves to local_directory."
     )
     grace_seconds: PositiveFloat | None = Field(
-        default=None, description="What the engine gives after SIGTERM; a save that takes longer is warned of."
+        default=None, description="Time that the engine gives after SIGTERM; a save that takes longer causes a warning."
     )
     max_unsaved_minutes: PositiveFloat = Field(
-        default=60.0, description="If no save could be committed for so long, the run ends with 76."
+        default=60.0, description="The run exits with 76 if no save could be committed for this long."
     )
 
     @property
     def initial_weights(self) -> InitFromConfig | None:
-        """What `init_from` says."""
+        """`init_from` as a section, None if it is null."""
         return InitFromConfig(path=self.init_from) if isinstance(self.init_from, str) else self.init_from
 
     @model_validator(mode="before")
     @classmethod
-    def _auto_has_no_steps(cls, data: Any) -> Any:
-        """`every: auto` takes the place of the default interval."""
+    def _drop_default_interval(cls, data: Any) -> Any:
+        """Drop the default interval if `every: auto` is given."""
         return {"every_steps": None} | data if isinstance(data, dict) and data.get("every") is not None else data
 
     @model_validator(mode="after")
-    def _some_cadence(self) -> "CheckpointConfig":
+    def _validate_intervals(self) -> "CheckpointConfig":
         given = {key for key in self.model_fields_set & {"every_steps", "every_minutes"} if getattr(self, key)}
         if self.every is not None and given:
             raise ValueError("every: auto chooses the interval; leave out every_steps and every_minutes")
         if self.every is None and self.every_steps is None and self.every_minutes is None:
-            raise ValueError("every_steps and every_minutes are both null; a restorable job needs one of them")
+            raise ValueError("every_steps and every_minutes are both null; give one of them")
         if (self.local_directory is None) != (self.local_every_steps is None):
-            raise ValueError("local_directory and local_every_steps: give both or none")
+            raise ValueError("local_directory and local_every_steps belong together; give both or none")
         if self.local_directory is not None and "://" in self.local_directory:
-            raise ValueError(f"local_directory is {self.local_directory}; it needs a disk of this host's own")
+            raise ValueError(f"local_directory is {self.local_directory}; needs a path on the host's own disk")
         return self
 
 
 class NotifyConfig(FrozenModel):
-    """Who is called when the run is done, failed, fell back to an older checkpoint, stalled, or is often preempted."""
+    """Notifications when the run is done, failed, fell back to an older checkpoint, stalled, or is often preempted."""
 
     command: Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None, description="A program and its arguments; what happened comes as JSON on its standard input."
+        default=None, description="Program with its arguments, which gets the event as JSON on standard input."
     )
     webhook: str | None = Field(
         default=None,
         pattern=r"^(\$[A-Za-z_]\w*|https?://\S+)$",
-        description="URL to which JSON is posted, or $NAME of the variable in the environment of process 0 that holds "
-        "it. Of a URL nothing is written into the directory.",
+        description="URL to which the event is posted as JSON, or $NAME: the environment variable of process 0 that "
+        "holds it. The URL is never written into the directory.",
     )
     preemptions_per_hour: PositiveInt = Field(
-        default=4, description="More preemptions than this within an hour are told, once."
+        default=4, description="Notify once if there are more preemptions than this within an hour."
     )
 
     @model_validator(mode="after")
-    def _somebody(self) -> "NotifyConfig":
+    def _validate_target(self) -> "NotifyConfig":
         if self.command is None and self.webhook is None:
             raise ValueError("command and webhook are both null; give one of them, or notify: null")
         return self
 
     @field_serializer("webhook")
-    def _keep_secret(self, webhook: str | None) -> str | None:
+    def _redact_url(self, webhook: str | None) -> str | None:
         return webhook if webhook is None or webhook.startswith("$") else REDACTED_URL
 
 
 class LoggingConfig(FrozenModel):
-    """What is reported, and how often."""
+    """Reports of a run, and their interval."""
 
     every_steps: PositiveInt = Field(
-        default=10, description="Steps from one row of metrics to the next; the last step has one too."
+        default=10, description="Steps between two rows of metrics; the last step always has one."
     )
     wandb: Literal["disabled", "offline", "online"] = Field(
-        default="disabled", description="Weights & Biases mode; without a key online becomes offline."
+        default="disabled", description="Mode of Weights & Biases; online becomes offline without an API key."
     )
     wandb_entity: str | None = Field(
-        default=None, min_length=1, description="User or team in W&B; null: the default of whose key it is."
+        default=None, min_length=1, description="User or team in W&B; null: the default of the API key."
     )
     wandb_tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field(
         default=[], description="Tags of the run in W&B."
     )
-    level: Level = Field(default="info", description="What process 0 shows, from this level on.")
-    level_other_hosts: Level = Field(default="warning", description="Likewise what the other processes show.")
+    level: Level = Field(default="info", description="Least severe level that process 0 prints.")
+    level_other_hosts: Level = Field(
+        default="warning", description="Least severe level that the other processes print."
+    )
     format: Literal["text", "json"] = Field(
-        default="text", description="Of what is shown: lines for a person, or an object a line for cloud logging."
+        default="text", description="text: lines for a person; json: a JSON object per line, for cloud logging."
     )
     profile: str | None = Field(
         default=None,
         pattern=r"^\d{1,12}:\d{1,12}$",
-        description="START:STOP, in completed steps: record those after START up to STOP, "
-        f"{MAX_PROFILE_STEPS} at most, on process 0.",
+        description="START:STOP, in completed steps: profile the steps after START up to STOP, at most "
+        f"{MAX_PROFILE_STEPS}, on process 0.",
     )
-    notify: NotifyConfig | None = Field(default=None, description="Who is called when something happens; null: nobody.")
-    tensorboard: bool = Field(default=False, description="Write TensorBoard's event files, into tensorboard/.")
+    notify: NotifyConfig | None = Field(default=None, description="Notifications; null: none.")
+    tensorboard: bool = Field(default=False, description="Write event files of TensorBoard into tensorboard/.")
 
     @field_validator("profile")
     @classmethod
-    def _some_steps(cls, profile: str | None) -> str | None:
+    def _validate_profile(cls, profile: str | None) -> str | None:
         start, stop = map(int, (profile or "0:1").split(":"))
         if not start < stop <= start + MAX_PROFILE_STEPS:
-            raise ValueError(f"{profile} are {stop - start} steps; needs 1 to {MAX_PROFILE_STEPS}, START:STOP")
+            raise ValueError(f"{profile} is {stop - start} steps; needs START:STOP with 1 to {MAX_PROFILE_STEPS} steps")
         return profile
 
 
 class HookEntry(FrozenModel):
-    """A hook, and what it is told."""
+    """A hook, its name and its own config."""
 
-    hook: str = Field(pattern=JOB_PATTERN, description="module.path:Class, any Hook.")
+    hook: str = Field(pattern=JOB_PATTERN, description="Class of the hook, as module.path:Class.")
     name: str | None = Field(
         default=None,
         pattern=HOOK_PATTERN,
-        description="What it is called, and its counters in the state; null: as its class. Each hook has its own.",
+        description="Name of the hook and of its counters in the state, unique in the spec; null: its class's name.",
     )
-    config: Section = Field(default={}, description="Belongs to the hook's class, and is validated by it.")
+    config: Section = Field(default={}, description="Options of the hook, validated by its class.")
 
     @property
     def effective_name(self) -> str:
-        """The name of this hook."""
+        """Name of the hook and of its counters."""
         return self.name or self.hook.partition(":")[2]
 
 
 class ExecutionSpec(FrozenModel):
-    """One job: what runs, where it writes, on which devices, and the job's own config."""
+    """A job: its class, its directory, its devices, and its own config."""
 
     name: str = Field(
         pattern=NAME_PATTERN,
         max_length=128,
-        description="Run name, usable as a file name; in W&B too. A directory belongs to one name.",
+        description="Name of the run, also in W&B; a valid file name. A directory belongs to one name.",
     )
-    project: str = Field(default="general", min_length=1, description="W&B project that the run is filed under.")
-    group: str = Field(default="default", min_length=1, description="Group of runs within the project, in W&B.")
-    job: str = Field(pattern=JOB_PATTERN, description="module.path:Class, any RestoreableJob.")
+    project: str = Field(default="general", min_length=1, description="Project of the run in W&B.")
+    group: str = Field(default="default", min_length=1, description="Group of the run within the project in W&B.")
+    job: str = Field(pattern=JOB_PATTERN, description="Class of the job, as module.path:Class; any RestoreableJob.")
     directory: str = Field(
         min_length=1,
-        description="All that the run writes: a local path shared by all hosts (~ is home), gs://, s3:// or az://.",
+        description="Directory of everything that the run writes: a local path shared by all hosts (~ is home), gs://, "
+        "s3:// or az://.",
     )
     seed: int = Field(
-        default=0, ge=0, lt=2**32, description="Seed of every random number: initialisation, data order, dropout."
+        default=0, ge=0, lt=2**32, description="Seed of all random numbers: initialisation, data order, dropout."
     )
-    topology: Topology | None = Field(default=None, description="Devices and mesh; a trainer needs it.")
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="When to save and what to keep.")
-    deadlines: Deadlines = Field(default=Deadlines(), description="When a wait is a failure.")
-    logging: LoggingConfig = Field(default=LoggingConfig(), description="What is reported, and how often.")
+    topology: Topology | None = Field(default=None, description="Hardware and device mesh; required by trainers.")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="When to save, and which checkpoints to keep."
+    )
+    deadlines: Deadlines = Field(default=Deadlines(), description="Time limits of waits.")
+    logging: LoggingConfig = Field(default=LoggingConfig(), description="Reports of the run, and their interval.")
     hooks: list[Annotated[str, Field(pattern=JOB_PATTERN)] | HookEntry] = Field(
         default=[],
-        description="What looks at a trainer's rows and weights, and may save, evaluate or stop: module.path:Class, or "
-        "that as hook, with name and config. Called in this order.",
+        description="Hooks of a trainer, called in this order. A hook sees metrics and weights, and may save, evaluate "
+        "or stop. Each is module.path:Class, or a section of hook, name and config.",
     )
-    config: Section = Field(default={}, description="Belongs to the job class, and is validated by it.")
+    config: Section = Field(default={}, description="Options of the job, validated by its class.")
 
     @property
     def shares_compiled_programs(self) -> bool:
-        """Whether compiled programs are kept in the run's directory, for all hosts."""
+        """True if the compile cache is in the run's directory, for all hosts."""
         return self.topology is not None and self.topology.compile_cache == "directory"
 
     @property
     def hook_entries(self) -> list[HookEntry]:
-        """`hooks`, each as a section."""
+        """`hooks`, each as a section of hook, name and config."""
         return [HookEntry(hook=entry) if isinstance(entry, str) else entry for entry in self.hooks]

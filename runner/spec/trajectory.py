@@ -10,36 +10,41 @@ from pydantic import BaseModel
 
 from runner.spec.model import ExecutionSpec, JobConfig
 
-Trajectory = dict[str, Any]  # dotted key -> value, as JSON; what stands in a list of sections has its place as a part
-_PLACE = re.compile(r"\.\d+(?=\.)")
+Trajectory = dict[str, Any]  # dotted key to JSON value; a key in a list of sections has the section's index as a part
+_INDEX = re.compile(r"\.\d+(?=\.)")
 
 
 def compute_trajectory(spec: ExecutionSpec, config: JobConfig) -> Trajectory:
-    """Flat dotted key -> value of all that the state's bits depend on; everything else may change on resume."""
+    """Return all keys on which the state's bits depend; everything else may change on resume."""
     free = tuple(f"config.{key}." for key in config.free_keys)
     flat = {"job": spec.job, "seed": spec.seed, **_flatten(config.model_dump(mode="json"), "config.")}
-    return {key: value for key, value in flat.items() if not f"{_PLACE.sub('', key)}.".startswith(free)}
+    return {key: value for key, value in flat.items() if not f"{_INDEX.sub('', key)}.".startswith(free)}
 
 
 def fill_in_defaults(saved: Trajectory, present: Trajectory, config: JobConfig) -> Trajectory:
-    """`saved`, which an older version of the job may have written, with today's default of each key that it lacks.
+    """Return a saved trajectory with today's default of each key that it lacks.
 
-    A later version that adds a key gives it the default that keeps every older trajectory. `present` are the keys that
-    define one today; `config` is what they come from, and tells which defaults its choices lead to.
+    An older version of the job may have written it. A later version that adds a key gives it the default that keeps
+    every older trajectory.
+
+    Args:
+        saved: trajectory of a checkpoint.
+        present: trajectory of today's spec, whose keys are those to fill in.
+        config: config of today's spec; its choices determine which defaults apply.
     """
     saved = _flatten(saved, "")
-    defaults = _defaults_beside(saved, config, "config")
+    defaults = _find_missing_defaults(saved, config, "config")
     return {key: value for key, value in defaults.items() if key in present} | saved
 
 
-def _defaults_beside(saved: Trajectory, model: BaseModel, prefix: str) -> Trajectory:
-    """Defaults of the keys of `model` of which `saved` has nothing, neither the key nor one below it."""
+def _find_missing_defaults(saved: Trajectory, model: BaseModel, prefix: str) -> Trajectory:
+    """Return the defaults of the keys of `model` for which `saved` has neither the key nor one below it."""
     found: Trajectory = {}
     for name, field in type(model).model_fields.items():
         key, value = f"{prefix}.{name}", getattr(model, name)
         if any(f"{other}.".startswith(f"{key}.") for other in saved):
-            for place, section in _sections(key, value):
-                found |= _defaults_beside(saved, section, place)
+            for place, section in _list_sections(key, value):
+                found |= _find_missing_defaults(saved, section, place)
         elif not field.is_required():
             default = type(model).model_construct(**{name: field.get_default(call_default_factory=True)})
             found |= _flatten(default.model_dump(mode="json", include={name}), f"{prefix}.")
@@ -47,15 +52,15 @@ def _defaults_beside(saved: Trajectory, model: BaseModel, prefix: str) -> Trajec
 
 
 def hash_record(record: dict[str, Any]) -> str:
-    """SHA-256 of the canonical JSON, in hexadecimal."""
+    """Return the SHA-256 of the canonical JSON of a record, in hexadecimal."""
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _sections(key: str, value: Any) -> Iterator[tuple[str, BaseModel]]:
-    """The section that a value is, or the sections that it lists, each with its dotted key."""
-    places = enumerate(value) if isinstance(value, list) else ()
-    for place, section in [(key, value), *((f"{key}.{number}", item) for number, item in places)]:
+def _list_sections(key: str, value: Any) -> Iterator[tuple[str, BaseModel]]:
+    """Yield the section that a value is, or the sections that it lists, each with its dotted key."""
+    items = enumerate(value) if isinstance(value, list) else ()
+    for place, section in [(key, value), *((f"{key}.{index}", item) for index, item in items)]:
         if isinstance(section, BaseModel):
             yield place, section
 
@@ -64,6 +69,6 @@ def _flatten(data: Trajectory, prefix: str) -> Trajectory:
     flat: Trajectory = {}
     for key, value in data.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            value = {str(place): item for place, item in enumerate(value)}
+            value = {str(index): item for index, item in enumerate(value)}
         flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
     return flat

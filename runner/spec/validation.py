@@ -1,6 +1,6 @@
-"""A document against a model. Owns the words in which pydantic's findings reach the user: one line per problem.
+"""Validation of documents by pydantic models, and the output of specs as YAML and JSON Schema.
 
-Specs out again: as YAML, and as the JSON Schema of what may be written.
+Every problem that pydantic finds becomes one line, `location: key: what is wrong`, with the nearest valid choice.
 """
 
 import json
@@ -15,30 +15,30 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 
 from runner.errors import SpecError, suggest_choices, suggest_nearest
-from runner.spec.document import (
-    Document,
-    Dumper,
-    KeyPath,
-    describe_value,
-    load_document,
-)
+from runner.spec.document import Document, Dumper, KeyPath, describe_value, load_document
 from runner.spec.model import HOOK_PATTERN, JOB_PATTERN, NAME_PATTERN, ExecutionSpec
 
 SpecModel = TypeVar("SpecModel", bound=BaseModel)
 
 
 def read_spec(path: str | Path, overrides: Sequence[str] = ()) -> ExecutionSpec:
-    """Load a spec and validate its top level; `config` waits for its job class."""
+    """Load a spec and validate its top level, not yet its `config`."""
     return validate_spec(load_document(path, overrides))
 
 
 def validate_spec(document: Document) -> ExecutionSpec:
-    """The top level of a document; `config` is any mapping."""
+    """Validate the top level of a document; `config` may be any mapping."""
     return _validate(document, ExecutionSpec, document.data, ())
 
 
 def validate_config(document: Document, model: type[SpecModel], hook: int | None = None) -> SpecModel:
-    """The `config` section as an instance of the job class's model; with `hook` that of one of the hooks, by place."""
+    """Validate the `config` section of a job, or of a hook.
+
+    Args:
+        document: spec whose top level is valid.
+        model: model that the class of the job or hook has for its config.
+        hook: index of the hook; None for the job.
+    """
     if hook is None:
         return _validate(document, model, document.data.get("config", {}), ("config",))
     entry = document.data["hooks"][hook]
@@ -47,28 +47,33 @@ def validate_config(document: Document, model: type[SpecModel], hook: int | None
 
 
 def validate_hooks(document: Document, spec: ExecutionSpec, job_class: type) -> ExecutionSpec:
-    """`spec`. Raises `SpecError` if it has hooks, and the job's class does not say `calls_hooks`."""
+    """Return `spec` if its job class calls hooks, or if it has none.
+
+    Raises:
+        SpecError: the spec has hooks that nobody would call.
+    """
     if spec.hooks and not getattr(job_class, "calls_hooks", False):
-        raise document.error("hooks", f"nothing reads it: {job_class.__name__} is no BaseTrainer")
+        raise document.error("hooks", f"{job_class.__name__} calls no hooks, only a BaseTrainer does; leave them out")
     return spec
 
 
 def _validate(document: Document, model: type[SpecModel], data: Any, section: KeyPath) -> SpecModel:
-    """`data`, which stands under `section` of the document, as an instance of `model`."""
-    try:  # as JSON, where strict still reads a list as a tuple and a mapping as a model
+    """Validate the `data` of a section of the document."""
+    try:
+        # From JSON, pydantic's strict mode still accepts a list for a tuple and a mapping for a model.
         return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
         problems = list(_explain(document, model, data, section, error.errors(include_url=False)))
-    problems.sort(key=lambda problem: document.place(problem[0]).line)
+    problems.sort(key=lambda problem: document.locate(problem[0]).line)
     raise SpecError("\n".join(document.format_problem(path, message) for path, message in problems))
 
 
 def _explain(
     document: Document, model: type[BaseModel], data: Any, section: KeyPath, details: Iterable[ErrorDetails]
 ) -> Iterator[tuple[KeyPath, str]]:
-    """Pairs of key path and message; the branches of a union that all failed become one message."""
+    """Yield key path and message of each problem; branches of a union that all failed become one message."""
     misfits: dict[KeyPath, tuple[Any, list[ErrorDetails]]] = {}
-    inside: set[KeyPath] = set()  # of mappings in which a key is at fault, and so not their being mappings
+    inside: set[KeyPath] = set()  # paths of mappings that have a wrong key; that they are mappings is no problem
     for detail in details:
         kind, (inner, value) = detail["type"], _locate(detail["loc"], data)
         path = section + inner
@@ -76,28 +81,28 @@ def _explain(
         if kind == "missing":
             yield path, f"missing key {detail['loc'][-1]}"
         elif kind == "extra_forbidden":
-            prefix = ".".join(path[:-1]) + "." if document.place(path).key and path[:-1] else ""
-            yield path, f"unknown key{suggest_choices(path[-1], _keys_of(model, inner[:-1], data), prefix)}"
+            prefix = ".".join(path[:-1]) + "." if document.locate(path).key and path[:-1] else ""
+            yield path, f"unknown key{suggest_choices(path[-1], _list_keys(model, inner[:-1], data), prefix)}"
         elif kind == "union_tag_not_found":
-            yield path, f"missing key {_tag(detail)}"
+            yield path, f"missing key {_get_tag(detail)}"
         elif kind == "union_tag_invalid":
             found, choices = detail["ctx"]["tag"], detail["ctx"]["expected_tags"].replace("'", "").split(", ")
             needs = f"needs one of {', '.join(choices)}{suggest_nearest(found, choices)}"
-            yield (*path, _tag(detail)), f"got {describe_value(found)}, {needs}"
-        elif "error" in detail.get("ctx", {}):  # raised by a validator, in its own words
+            yield (*path, _get_tag(detail)), f"got {describe_value(found)}, {needs}"
+        elif "error" in detail.get("ctx", {}):  # raised by a validator of the model
             yield path, str(detail["ctx"]["error"])
         else:
             misfits.setdefault(path, (value, []))[1].append(detail)
     for path, (value, branches) in misfits.items():
         if path in inside:
             continue
-        needs = " or ".join(dict.fromkeys(_need(detail) for detail in branches))
-        choices = [choice for detail in branches for choice in _choices(detail)]
+        needs = " or ".join(dict.fromkeys(_describe_need(detail) for detail in branches))
+        choices = [choice for detail in branches for choice in _list_choices(detail)]
         yield path, f"got {describe_value(value)}, needs {needs}{suggest_nearest(str(value), choices)}"
 
 
 def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[KeyPath, Any]:
-    """The part of pydantic's location that stands in the data (the rest names union branches), and the value there."""
+    """Return path and value in the data for pydantic's location, in which other parts name branches of unions."""
     path: KeyPath = ()
     for part in loc:
         children = dict(enumerate(data)) if isinstance(data, list) else data
@@ -107,32 +112,32 @@ def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[KeyPath, Any]:
     return path, data
 
 
-def _tag(detail: ErrorDetails) -> str:
-    """The key that tells the models of a union apart."""
+def _get_tag(detail: ErrorDetails) -> str:
+    """Return the key whose value selects one of the models of a union."""
     return str(detail["ctx"]["discriminator"]).strip("'")
 
 
-def _keys_of(model: type[BaseModel], path: KeyPath, data: Any) -> list[str]:
-    """The keys of the model that stands at `path` inside `model`; of a union, of the one that `data` names."""
+def _list_keys(model: type[BaseModel], path: KeyPath, data: Any) -> list[str]:
+    """Return the keys of the model at `path` inside `model`; in a union, of the one that `data` selects."""
     for part in path:
         data = data[int(part)] if isinstance(data, list) else data[part]
         if part in model.model_fields:
-            models = list(_models_in(model.model_fields[part].annotation)) or [model]
-            model = next((choice for choice in models if _is_named(choice, data)), models[0])
+            models = list(_find_models(model.model_fields[part].annotation)) or [model]
+            model = next((choice for choice in models if _is_selected_by(choice, data)), models[0])
     return list(model.model_fields)
 
 
-def _is_named(model: type[BaseModel], data: Any) -> bool:
-    """Whether a key of `data` has the one value that `model` allows for it, as `kind` of a union has."""
+def _is_selected_by(model: type[BaseModel], data: Any) -> bool:
+    """Return True if a key of `data` has the single value that `model` allows for it, such as `kind` in a union."""
     fields = model.model_fields.items()
     return isinstance(data, dict) and any(get_args(field.annotation) == (data.get(name),) for name, field in fields)
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def _find_models(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models_in(argument)
+        yield from _find_models(argument)
 
 
 _NEEDS = {
@@ -161,29 +166,34 @@ _PATTERN_NEEDS = {
 }
 
 
-def _need(detail: ErrorDetails) -> str:
+def _describe_need(detail: ErrorDetails) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
-        choices = _choices(detail)
+        choices = _list_choices(detail)
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if kind == "string_pattern_mismatch":
         return _PATTERN_NEEDS.get(context["pattern"], f"text that matches {context['pattern']}")
     return _NEEDS[kind].format(**context) if kind in _NEEDS else f"another value: {detail['msg']}"
 
 
-def _choices(detail: ErrorDetails) -> list[str]:
+def _list_choices(detail: ErrorDetails) -> list[str]:
     if detail["type"] != "literal_error":
         return []
     return [choice.strip("'") for choice in re.split(r", | or ", detail["ctx"]["expected"])]
 
 
 def dump_spec(spec: ExecutionSpec) -> str:
-    """YAML text that `parse_document` reads back as the same spec."""
+    """Return YAML that `parse_document` reads back as the same spec."""
     return yaml.dump(spec.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def json_schema(config_model: type[BaseModel] | None = None, *, any_other: bool = True) -> dict[str, Any]:
-    """JSON Schema of a spec (draft 2020-12), with `config_model` as a form of `config`, or as the only one."""
+    """Return the JSON Schema of a spec (draft 2020-12).
+
+    Args:
+        config_model: model of `config`; None to allow any mapping.
+        any_other: True to allow other mappings for `config` as well.
+    """
     models: list[type[BaseModel]] = [ExecutionSpec] if config_model is None else [ExecutionSpec, config_model]
     refs, definitions = models_json_schema([(model, "validation") for model in models])
     defs = definitions["$defs"]

@@ -26,7 +26,7 @@ from tests.spec.sample import SPEC, Config, problems
         ("sed=5", "--set sed=5: unknown key; did you mean seed?"),
         ("seed=abc", "--set seed=abc: got 'abc' (text), needs a whole number"),
         ("seed=", "--set seed=: got null, needs a whole number"),
-        ("seed.x=1", "--set seed.x=1: seed is 7, so it has no keys"),
+        ("seed.x=1", "--set seed.x=1: seed is 7, so it has no keys; override seed itself"),
         ("seed", "--set seed: needs the form dotted.key=value"),
         ("a..b=1", "--set a..b=1: needs the form dotted.key=value"),
         ("=1", "--set =1: needs the form dotted.key=value"),

@@ -40,8 +40,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("checkout_jobs.zzz:Train", "no module checkout_jobs.zzz"),
         ("checkout_jobs.good.x:Train", "no module checkout_jobs.good.x"),
         ("checkout_jobs.good:Trian", "module checkout_jobs.good has no Trian; did you mean Train?"),
-        ("checkout_jobs.good:Other", "checkout_jobs.good:Other is not a subclass of Base"),
-        ("checkout_jobs.good:value", "checkout_jobs.good:value is not a subclass of Base"),
+        ("checkout_jobs.good:Other", "checkout_jobs.good:Other is not a subclass of Base; choose from Train"),
+        ("checkout_jobs.good:value", "checkout_jobs.good:value is not a subclass of Base; choose from Train"),
         (
             "checkout_jobs.broken:Train",
             "importing checkout_jobs.broken raised ZeroDivisionError: division by zero (at {root}/broken.py:2)",
