@@ -372,8 +372,8 @@ def _match_published(
     mapping = family()
     if mapping is None:
         raise InvalidError(
-            f"{published.store.url} is in Hugging Face's layout, and the job does not say how its weights are called "
-            "there: see `family` of BaseTrainer"
+            f"{published.store.url} is in Hugging Face's layout, and the job does not map its parameters to Hugging "
+            "Face's names; implement `family` of BaseTrainer"
         )
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(weights).items()}
     return match_tensors(published, mapping, shapes, rule)

@@ -78,6 +78,7 @@ def get_unit_rate(parameter: Parameter) -> float:
 
 def list_nearest_names(text: str, parameters: Iterable[Parameter]) -> list[str]:
     """Return the names of the parameters, the most similar to `text` first."""
+    # The sort is stable: names that are equally similar keep the order of the model.
     names = [parameter.name for parameter in parameters]
     return sorted(names, key=lambda name: -SequenceMatcher(None, text, name).ratio())
 
@@ -163,6 +164,7 @@ def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> Paramet
         InvalidError: A group matches no parameter, or one that another group matches, or sets a key to no effect.
     """
     group_by_name = _match_groups(config.groups, jax.tree.leaves(parameters))
+    # Parameters without a group have the settings of the optimizer.
     default = ParameterGroup(pattern="*")
 
     def get_group(parameter: Parameter) -> ParameterGroup:
@@ -232,6 +234,7 @@ def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
     Raises:
         InvalidError: A pattern matches no parameter.
     """
+    # A pattern without effect is most likely a typo, so it is an error as for groups.
     leaves = jax.tree.leaves(parameters)
     for pattern in patterns:
         if not any(fnmatchcase(p.name, pattern) for p in leaves):
@@ -272,6 +275,7 @@ def freeze_parameters(optimizer: optax.GradientTransformation, frozen: frozenset
         return FrozenParametersState(optimizer.init(mask(params)), frozen)
 
     def update(grads: Any, state: FrozenParametersState, params: Any) -> tuple[Any, FrozenParametersState]:
+        # The optimizer sees a tree without the frozen parameters, so that clipping and moments ignore them.
         updates, inner = optimizer.update(mask(grads), state.inner, mask(params))
         # Adding -0.0 leaves every value unchanged, also a negative zero; adding 0.0 would not.
         updates = jax.tree.map(

@@ -137,6 +137,7 @@ def _make_schedule_free_adamw(config: OptimizerConfig, settings: ParameterSettin
     It has the second moment only, since the average takes the place of the first. Weight decay is that of the point
     where the gradient is taken.
     """
+    # Bias-corrected as in Adam, with eps added to the root and not inside of it.
     moment = optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True)
     inner = optax.chain(moment, settings.make_decay(), settings.make_descent(schedule))
     return average_schedule_free(inner, schedule, config.b1)
@@ -154,6 +155,7 @@ def _make_adafactor(config: OptimizerConfig, settings: ParameterSettings, schedu
         return inner
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        # Read from the state of Adafactor, so that no second counter is needed.
         rate = schedule(state[0].count)  # the first part of the chain counts the updates before this one
         decays = {decay: decay * rate for decay in distinct}
         updates, state = inner.update(grads, state, params)
@@ -200,6 +202,7 @@ def _select_matrices(config: OptimizerConfig, parameters: Any) -> Any:
             )
         return selected
 
+    # Embeddings and logits are matrices by shape only: each of their rows belongs to a token or position.
     def is_selected(parameter: Parameter) -> bool:
         return parameter.holds_matrices and parameter.is_matrix and not parameter.is_table
 

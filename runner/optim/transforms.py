@@ -105,6 +105,7 @@ def project_low_rank(
 
     def init(params: Any) -> GaLoreState:
         projector = jax.tree.map(lambda yes, p: make_projector(p) if yes else optax.MaskedNode(), is_projected, params)
+        # The inner state has the shapes of projected gradients, which are float32.
         low = map_projected(lambda p, q: _project(p.astype(jnp.float32), q), params, projector)
         return GaLoreState(jnp.zeros((), jnp.int32), projector, inner.init(low))
 
@@ -131,6 +132,7 @@ def _compute_singular_vectors(grad_MxN: jax.Array, rank: int) -> jax.Array:
     *_, M, N = grad_MxN.shape
     left, _, right = jnp.linalg.svd(grad_MxN.astype(jnp.float32), full_matrices=False)
     vectors_SxR = left[..., :rank] if M <= N else jnp.swapaxes(right[..., :rank, :], -1, -2)
+    # The component of the largest magnitude is far from 0, so rounding cannot change its sign.
     largest = jnp.argmax(jnp.abs(vectors_SxR), axis=-2, keepdims=True)
     return vectors_SxR * jnp.where(jnp.take_along_axis(vectors_SxR, largest, axis=-2) < 0, -1.0, 1.0)
 
@@ -222,6 +224,7 @@ def is_averaged(opt_state: Any) -> bool:
 
 
 def _find_average(opt_state: Any) -> ScheduleFreeState | None:
+    # The state may be nested in those of clipping and of frozen parameters.
     leaves = jax.tree.leaves(opt_state, is_leaf=_is_average)
     return next((leaf for leaf in leaves if isinstance(leaf, ScheduleFreeState)), None)
 

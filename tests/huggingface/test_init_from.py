@@ -226,9 +226,9 @@ def test_a_job_without_a_family_says_so(directory: Path, exported: Path, run: Ba
 
     job = gpt(directory / "nameless", Nameless, **{"checkpoint.init_from": str(exported)})
     (problem,) = problems(job, run.abstract_state())
-    assert "the job does not say how its weights are called there: see `family`" in problem
+    assert "the job does not map its parameters to Hugging Face's names; implement `family`" in problem
     counter(directory / "count")()
-    with pytest.raises(InvalidError, match="does not say how its weights are called elsewhere: see `family`"):
+    with pytest.raises(InvalidError, match="does not map its parameters to Hugging Face's names; implement `family`"):
         run_command(["export", str(directory / "count"), "-o", str(directory / "none")])
 
 
