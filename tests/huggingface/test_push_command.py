@@ -112,7 +112,7 @@ def test_a_wrong_token_ends_the_command_before_the_export(
     run: BaseTrainer, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_a-wrong-token")
-    with pytest.raises(InvalidError, match="does not take the token of HF_TOKEN") as refused:
+    with pytest.raises(InvalidError, match="does not accept the token of HF_TOKEN") as refused:
         run_command(["export", str(run.store.root), "--push", NAME, "-o", str(tmp_path / "out")])
     assert refused.value.exit_code == 2
     assert "\n" not in str(refused.value)
