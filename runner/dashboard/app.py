@@ -30,9 +30,11 @@ CONTENT_SECURITY_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
+# A name, an IPv4 address, or an IPv6 address in brackets, with an optional port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?")
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
+# Every response forbids what no page needs: framing, other origins, and content of another type.
 _HEADERS = [
     ("Content-Security-Policy", CONTENT_SECURITY_POLICY),
     ("X-Content-Type-Options", "nosniff"),
@@ -109,6 +111,7 @@ def make_access_policy(host: str, token: str | None) -> AccessPolicy:
     names = {*_LOOPBACK_NAMES, host.lower()}
     if is_loopback(host):
         return AccessPolicy(frozenset(names), takes_addresses=False, token=token)
+    # Other machines know this one by its own names.
     names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
     return AccessPolicy(frozenset(names), takes_addresses=True, token=token or secrets.token_urlsafe(24))
 
@@ -158,6 +161,7 @@ class DashboardApp:
         status = f"{response.status.value} {response.status.phrase}"
         body = response.body or ResponseBody.from_text("text/plain; charset=utf-8", f"{status}\n")
         headers = [*_HEADERS, *response.headers, ("Vary", "Accept-Encoding, Cookie")]
+        # A browser that polls gets new data only if they differ from its own.
         if response.body is not None and environ.get("HTTP_IF_NONE_MATCH") == body.tag:
             start_response("304 Not Modified", [*headers, ("ETag", body.tag)])
             return []
@@ -213,11 +217,13 @@ class DashboardApp:
             case ["", "data"]:
                 return self.get_data("")
             case ["", "run", run] if run:
+                # Reading the run here makes its data ready when the page requests them.
                 if self.get_data(run) is None:
                     return None
                 return ResponseBody.from_text(_HTML, render_live_page("Run", "../", f"../data/{run}"))
             case ["", "data", run] if run:
                 return self.get_data(run)
+            # Names are looked up in a table; no file is opened by a name from outside.
             case ["", "static", name] if name in _STATIC:
                 return _read_static_body(name)
         return None

@@ -70,6 +70,7 @@ class SeriesReducer:
     def add(self, point: Point) -> None:
         """Add the next point."""
         self._num_points += 1
+        # A value that is not finite would hide the extremes of its bin.
         if not math.isfinite(point.value):
             self._num_broken += 1
             if len(self._broken) < BROKEN_MAX:
@@ -99,6 +100,7 @@ class SeriesReducer:
         bins = whole._bins
         while len(bins) > max(bins_max, 1):
             bins = _halve(bins)
+        # A point may be both extremes of its bin.
         kept = {point.step: point for each in bins for point in each}
         kept |= {point.step: point for point in (whole._first, whole._last) if point is not None}
         points = [kept[step] for step in sorted(kept)]
@@ -185,6 +187,7 @@ class RunCurves:
         for row in newest:
             for key, point in _list_points(row):
                 more.setdefault(key, []).append(point)
+        # Keys that occur only in the newest rows have no series yet.
         known = self._by_key | {key: SeriesReducer(self._bins_max) for key in more if key not in self._by_key}
         return {key: series.thin(bins_max, more.get(key, ())) for key, series in list(known.items())[:SERIES_MAX]}
 

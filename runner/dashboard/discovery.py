@@ -61,6 +61,7 @@ def find_runs(root: Store) -> DiscoveryResult:
         next_level: list[str] = []
         for path in sorted(level):
             num_directories += 1
+            # A root such as `/` or a whole bucket would otherwise be listed for hours.
             if num_directories > DIRECTORIES_MAX or len(runs) >= RUNS_MAX:
                 notes.append(
                     f"The search ended after {num_directories - 1} directories and {len(runs)} runs; "
@@ -73,6 +74,7 @@ def find_runs(root: Store) -> DiscoveryResult:
                     store = root
                 else:
                     store = make_store(f"{root.url}/{path}") if root.root is None else LocalStore(root.root / path)
+                # Paths may hold any bytes, so an address holds a digest of the path.
                 run_id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
                 runs.append(DiscoveredRun(run_id, path, store))
             elif depth < LEVELS_MAX:
@@ -118,6 +120,7 @@ def find_differences(specs: Sequence[str | None]) -> list[SpecDifference]:
     for text in specs:
         try:
             flat.append(None if text is None else dict(_flatten(parse_document(text, "spec.yaml").data, "")))
+        # The spec of a killed or foreign run may be damaged.
         except SpecError:
             flat.append(None)
     keys = sorted({key for values in flat if values is not None for key in values} - set(_IDENTIFYING_KEYS))

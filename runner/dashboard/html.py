@@ -34,6 +34,7 @@ def encode_json(value: Any) -> str:
 
     It is ASCII without characters that could end the element, and has no NaN or infinity.
     """
+    # Not even `</script>` in a text can end the element, since `<` is escaped.
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
 
@@ -44,6 +45,7 @@ def render_report_page(title: str, data: Any) -> str:
         script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
         for script in (read_plotly(), read_static("page.js"))
     ]
+    # The policy names the scripts by digest, so nothing else on the page can run.
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     sources = " ".join(f"'sha256-{digest}'" for digest in digests)
     policy = f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:"

@@ -88,6 +88,7 @@ class BucketFeed:
         # The listing may begin in the middle of the known parts; those before it are unchanged.
         if names and names[0] in self._parts:
             names = [*self._parts[: self._parts.index(names[0])], *names]
+        # A resumed attempt replaces parts, so known parts that are gone make all rows void.
         is_restarted = names[: len(self._parts)] != self._parts or not self._parts
         if is_restarted:
             self._parts, self._step = [], -1
@@ -159,28 +160,30 @@ class RunReader:
         def try_reading(read: Callable[[], Value], otherwise: Value) -> Value:
             try:
                 return read()
+            # A file that does not exist yet needs no note.
             except FileNotFoundError:
                 return otherwise
             except (OSError, ValueError) as error:
                 notes.append(str(error))
                 return otherwise
 
-        newest: list[Row] = try_reading(self._read_rows, [])
-        spec = try_reading(self._read_spec, None)
+        def read_rows() -> list[Row]:
+            """Add new final rows to the curves, and return the rows after them."""
+            batch = self._feed.read()
+            # Rows of lost steps cannot be removed from a series, so it is built anew.
+            if batch.is_restarted:
+                self._curves = RunCurves()
+            for row in batch.rows:
+                self._curves.add(row)
+            return batch.newest
+
+        def read_spec() -> str:
+            return self._store.read(_SPEC).decode(errors="replace")[:_SPEC_CHARACTERS_MAX]
+
+        newest: list[Row] = try_reading(read_rows, [])
+        spec = try_reading(read_spec, None)
         log = try_reading(self._read_log, None)
         return RunSnapshot(self._name, history, self._curves, newest, spec, log, notes)
-
-    def _read_rows(self) -> list[Row]:
-        """Add new final rows to the curves, and return the rows after them."""
-        batch = self._feed.read()
-        if batch.is_restarted:
-            self._curves = RunCurves()
-        for row in batch.rows:
-            self._curves.add(row)
-        return batch.newest
-
-    def _read_spec(self) -> str:
-        return self._store.read(_SPEC).decode(errors="replace")[:_SPEC_CHARACTERS_MAX]
 
     def _read_log(self) -> LogExcerpt | None:
         """Return the end of `logs/<attempt>.<process>.log` of the newest attempt and its lowest process."""
@@ -192,6 +195,7 @@ class RunReader:
             is_log = len(parts) == 3 and parts[2] == "log"
             if not is_log or not all(part.isascii() and part.isdecimal() for part in parts[:2]):
                 continue
+            # The newest attempt, and of its processes the lowest.
             number = int(parts[0]), -int(parts[1])
             if newest is None or number >= newest:
                 newest, newest_name = number, name

@@ -44,6 +44,7 @@ def write_report(stores: Sequence[Store], path: Path) -> int:
         OSError: a store does not respond, or the file cannot be written.
     """
     content = render_report(stores).encode()
+    # A reader of the file sees the old page or the new one, never a part.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)

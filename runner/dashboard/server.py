@@ -101,20 +101,21 @@ class SharedReader:
         Raises:
             TimeoutError: nothing was read for it within `wait_seconds`.
         """
+
+        def is_fresh() -> bool:
+            cached = self._cache.get(name)
+            return cached is not None and time.monotonic() - cached.when < FRESH_SECONDS
+
         with self._changed:
             # If the data are old, the first request waits for new ones, and the others take the old ones.
             is_first = name not in self._wanted
             self._wanted.add(name)
             self._changed.notify_all()
             if is_first or name not in self._cache:
-                self._changed.wait_for(lambda: self._is_fresh(name), self._wait_seconds)
+                self._changed.wait_for(is_fresh, self._wait_seconds)
             if name not in self._cache:
                 raise TimeoutError(f"{name or 'table of runs'}: not read within {self._wait_seconds} s; try again")
             return self._cache[name].body
-
-    def _is_fresh(self, name: str) -> bool:
-        cached = self._cache.get(name)
-        return cached is not None and time.monotonic() - cached.when < FRESH_SECONDS
 
     def serve(self) -> None:
         """Read what is requested, for ever."""
@@ -131,6 +132,7 @@ class SharedReader:
             wanted, self._wanted = self._wanted, set()
             oldest = time.monotonic() - KEEP_SECONDS
             self._cache = {name: cached for name, cached in self._cache.items() if cached.when > oldest}
+        # Reading happens outside of the lock, so requests for other pages are served meanwhile.
         for name in sorted(wanted):
             body = self._read(name)
             with self._changed:
@@ -197,20 +199,16 @@ class PageData:
         """Return the data of the run with this id, or of all runs for ""; None if there is no such run."""
         if time.monotonic() - self._found_when >= SEARCH_SECONDS:
             found = _try_reading(lambda: find_runs(self._root))
+            # A root that cannot be listed for a moment keeps the runs that were found before.
             self._found = DiscoveryResult(self._found.runs, [found]) if isinstance(found, str) else found
             self._found_when = time.monotonic()
             known = {run.id for run in self._found.runs}
             self._summaries = {key: value for key, value in self._summaries.items() if key in known}
         if not name:
-            data = self._read_table()
-        else:
-            run = next((each for each in self._found.runs if each.id == name), None)
-            if run is None:
-                return None
-            data = self._read_run(run)
-        return ResponseBody.from_text("application/json", encode_json(data))
-
-    def _read_run(self, run: DiscoveredRun) -> JsonObject:
+            return ResponseBody.from_text("application/json", encode_json(self._read_table()))
+        run = next((each for each in self._found.runs if each.id == name), None)
+        if run is None:
+            return None
         title = _make_title(run)
         # Put the reader at the end of the dict, whose first readers are dropped.
         reader = self._readers.pop(run.id, None) or RunReader(run.store, title)
@@ -219,8 +217,10 @@ class PageData:
             del self._readers[next(iter(self._readers))]
         snapshot = _try_reading(reader.read)
         if isinstance(snapshot, str):
-            return {"title": title, "problem": snapshot}
-        return build_view(title, [snapshot], POINTS_MAX)
+            data: JsonObject = {"title": title, "problem": snapshot}
+        else:
+            data = build_view(title, [snapshot], POINTS_MAX)
+        return ResponseBody.from_text("application/json", encode_json(data))
 
     def _read_table(self) -> JsonObject:
         began = time.monotonic()

@@ -45,10 +45,12 @@ def build_view(title: str, snapshots: Sequence[RunSnapshot], points_max: int) ->
         snapshots: runs with different names.
         points_max: approximate number of points of all curves together.
     """
+    # Curves share the budget of points; a bin takes two points.
     num_series = sum(len(run.curves.keys) for run in snapshots) or 1
     bins_max = max(points_max // (2 * num_series), 10)
     attempts_max = max(ATTEMPTS_MAX // max(len(snapshots), 1), 20)
     charts = [find_chart(key) for run in snapshots for key in run.curves.keys]
+    # Keys without a chart of their own get one each, below the others.
     own_charts = {chart.title: chart for chart in charts if chart not in CHARTS}
     own = sorted(own_charts.values(), key=lambda chart: chart.title)
     differences = find_differences([run.spec for run in snapshots]) if len(snapshots) > 1 else []
@@ -88,6 +90,7 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject
             "peaks are kept"
         )
 
+    # A preemptible run may have thousands of attempts.
     attempts = history.attempts[-attempts_max:]
     notes = [*run.notes, *history.unread]
     if len(attempts) < len(history.attempts):
@@ -96,6 +99,7 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject
         left_out = ", ".join(sorted(run.curves.left_out))
         notes.append(f"Too many metrics: these and perhaps others are not drawn: {left_out}")
 
+    # Tokens per step place marks on the axis of tokens, which only rows have.
     step, tokens = history.row.get("step"), history.row.get("train/tokens")
     tokens_per_step = tokens / step if isinstance(tokens, int) and isinstance(step, int) and step > 0 else None
     return {
@@ -166,6 +170,7 @@ def _build_seconds(seconds: Mapping[TimeBucket, float]) -> dict[str, float]:
 def _build_attempt(attempt: AttemptRecord) -> JsonObject:
     spent, began = attempt.seconds, attempt.ended - sum(attempt.seconds.values())
     reached, lost = attempt.reached_step, attempt.lost_steps
+    # Lost steps are the last of an attempt, before it shuts down.
     lost_since = attempt.ended - spent.get(TimeBucket.SHUTDOWN, 0.0) - spent.get(TimeBucket.LOST_STEPS, 0.0)
     how = attempt.state.value + (f" ({attempt.code})" if attempt.code else "")
     return {
@@ -193,6 +198,7 @@ def _build_goodput(
     attempts: Sequence[AttemptRecord], began: float | None, attempts_max: int
 ) -> list[tuple[float, float | None]]:
     """Return (Unix time, goodput so far) at the start and the end of each attempt's training."""
+    # Goodput falls while an attempt starts, and rises while it trains.
     found = []
     good = 0.0
     for attempt in attempts:
@@ -207,6 +213,7 @@ def _build_goodput(
 def list_facts(history: History) -> list[tuple[str, str]]:
     """Return the main facts of a run as pairs of name and text; the text is empty where it is unknown."""
     row, speed = history.row, history.speed
+    # An empty text leaves the fact out of the page.
     of_total = "" if history.total_steps is None else f" of {history.total_steps:,}"
     best = history.best_validation
     newest = history.validation[-1] if history.validation else None
@@ -273,8 +280,23 @@ def list_environment(history: History) -> list[tuple[str, str]]:
     """
     values: dict[str, list[tuple[int, str]]] = {}
     for attempt in history.attempts:
-        for name, text in _list_attempt_environment(attempt):
+        environment = attempt.environment
+        versions = environment.get("versions")
+        texts = [(str(name), str(text)) for name, text in versions.items()] if isinstance(versions, dict) else []
+        if isinstance(commit := environment.get("commit"), str):
+            texts.append(("commit", commit + (" with uncommitted changes" if environment.get("dirty") is True else "")))
+        if "cpus" in environment:
+            texts.append(("CPUs", str(environment["cpus"])))
+        if attempt.num_devices is not None:
+            texts.append(("devices", _format_devices(attempt)))
+        if attempt.hosts:
+            # Large jobs have thousands of hosts.
+            names = sorted(set(attempt.hosts))
+            is_short = len(names) <= _HOSTS_MAX
+            texts.append(("hosts", ", ".join(names) if is_short else f"{names[0]} and {len(names) - 1} more"))
+        for name, text in texts:
             known = values.setdefault(name, [])
+            # Only changes are listed, since most attempts run in the same environment.
             if not known or known[-1][1] != text:
                 known.append((attempt.number, text))
     found = []
@@ -284,21 +306,4 @@ def list_environment(history: History) -> list[tuple[str, str]]:
         else:
             changes = (f"from attempt {number}: {text}" for number, text in known[-_CHANGES_MAX:])
             found.append((name, "; ".join(changes)))
-    return found
-
-
-def _list_attempt_environment(attempt: AttemptRecord) -> list[tuple[str, str]]:
-    environment = attempt.environment
-    versions = environment.get("versions")
-    found = [(str(name), str(text)) for name, text in versions.items()] if isinstance(versions, dict) else []
-    if isinstance(commit := environment.get("commit"), str):
-        found.append(("commit", commit + (" with uncommitted changes" if environment.get("dirty") is True else "")))
-    if "cpus" in environment:
-        found.append(("CPUs", str(environment["cpus"])))
-    if attempt.num_devices is not None:
-        found.append(("devices", _format_devices(attempt)))
-    if attempt.hosts:
-        names = sorted(set(attempt.hosts))
-        is_short = len(names) <= _HOSTS_MAX
-        found.append(("hosts", ", ".join(names) if is_short else f"{names[0]} and {len(names) - 1} more"))
     return found

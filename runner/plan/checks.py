@@ -42,6 +42,7 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
 
     Top level, class and config are each checked, whatever the others hold.
     """
+    # Each check runs even if the one before failed, so that the user sees all problems at once.
     spec: ExecutionSpec | None = None
     job_class: type[RestoreableJob] | None = None
     config = None
@@ -52,6 +53,7 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
     if job_class is not None:
         with findings.collect():
             config = validate_config(document, job_class.Config)
+        # The constructor would report a missing topology only once everything else is right.
         if job_class.needs_topology and "topology" not in document.data:
             message = f"missing key topology: {job_class.__name__} needs one"
             findings.problems.append(document.format_problem((), message))
@@ -78,6 +80,7 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
     done: bool | None = None
     with findings.collect():
         if (directory := job.store.root) is not None:
+            # The directory itself may not exist yet; its nearest existing parent must then be writable.
             existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
             if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
                 raise job.document.error(
@@ -88,6 +91,7 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
         return section
     manifest = None
     with findings.collect():
+        # The trajectory of a checkpoint includes the fingerprint of the data, so it is compared only if they are known.
         manifest = read_newest_manifest(job.store)
         if manifest is not None and can_compare:
             job.validate_checkpoints()
@@ -107,6 +111,7 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
 def check_weights(job: RestoreableJob, abstract_state: Any, findings: Findings) -> None:
     """Check the weights that the run would start from against its state, if it has no checkpoint yet."""
     with findings.collect():
+        # A checkpoint of the run itself takes precedence over initial weights.
         if read_newest_manifest(job.store) is None:
             initial = job.spec.checkpoint.initial_weights
             validate_init_from(job.document, initial, job.family, lambda: job.weights(abstract_state))
@@ -149,6 +154,7 @@ def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dat
     with findings.collect():
         dataset, _ = setup_builder.dataset, setup_builder.config_in_steps
         with findings.collect():
+            # A vocabulary that does not fit leaves the data usable for the other checks.
             dataset.validate_vocabulary(setup_builder.vocabulary_size)
             return dataset, True
         return dataset, False
@@ -164,6 +170,7 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
         return DataCheck(section, False, can_build_step)
     batch, is_read = setup_builder.config.train.global_batch_examples, False
     with findings.collect():
+        # A host reads only its part of the global batch.
         dataset.read("train", 0, -(-batch // num_hosts))
         is_read = True
     seconds = time.perf_counter() - began
@@ -180,6 +187,7 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
     for name, examples in dataset.validation.items():
         title = f"{name} examples" if name == "validation" else f"validation examples of {name}"
         section.add(title, examples.num_examples, "", "counted")
+    # Traffic from buckets costs money, so it is shown where there is any.
     if fetched := sum(share.bytes_fetched for share in shares):
         note = "by all hosts together, with empty caches"
         section.add("fetched from buckets", fetched, "bytes", "counted", note)

@@ -99,6 +99,7 @@ class EarlyEstimate:
     def find_warnings(self, program: CompiledProgram) -> list[MeshWarning]:
         """Return the significant warnings about a compiled step. Only a TPU's own compiler shows them."""
         chip = self.predictor.accelerator.chip
+        # XLA for CPU and GPU choose their collectives differently.
         if not chip.is_tpu or self.machine.is_faked:
             return []
         passes = ParameterPasses(
@@ -110,6 +111,7 @@ class EarlyEstimate:
         parameters = _flatten_parameters(self.train_setup.abstract_state)
         found = find_mesh_warnings(program.collectives, parameters, passes, sharded_axes)
         bytes_per_second = self.predictor.speeds.interconnect_bytes_per_second / chip.devices_per_chip
+        # Traffic that is small beside the compute time can be hidden behind it.
         first = self.first
         seconds = 0.0 if first is None else first.times.compute
         return [warning for warning in found if is_significant(warning, bytes_per_second, seconds)]
@@ -122,6 +124,7 @@ class EarlyEstimate:
         if not warning.is_of_mesh:
             return ""
         near = self._list_near_meshes()
+        # Fake CPU devices do not show what the compiler of the chip does with small shards.
         if self.machine.is_faked or not near:
             return f"; by arithmetic {_format_suggestion(*near[0])} avoids this" if near else ""
         with report_progress(f"trying meshes near {format_mesh(dict(self.sizes))}"):

@@ -66,9 +66,11 @@ def format_amount(value: float, unit: Unit) -> str:
     """Return a number with its unit, in a readable scale."""
     if unit == "share":
         return f"{100 * value:.1f}%"
+    # The first scale that gives a value of at least one.
     for scale, name in _SCALES.get(unit, ()):
         if abs(value) >= scale:
             return f"{value / scale:,.{0 if scale == 1 and unit != 'seconds' else 2}f} {name}"
+    # Zero, and values below the smallest scale.
     if unit in _SCALES:
         return f"{value:,.0f} {_SCALES[unit][-1][1]}"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
@@ -94,6 +96,7 @@ class Section:
 
 def format_sections(sections: Iterable[Section]) -> list[str]:
     """Return a table of all sections as lines: name, value, basis, note."""
+    # A section without figures has no title either.
     sections = [section for section in sections if section.figures]
     name_width = max(len(figure.title) for section in sections for figure in section.figures)
     lines: list[str] = []

@@ -114,14 +114,17 @@ def predict_collectives(
     # One gather per pass and one scatter of the gradients; an all-reduce in their place sends twice as much.
     rounds = accumulate_steps * (passes + 1) * (1 + weights.whole_share)
     data_rounds = _GRADIENT_ITEMSIZE / weights.itemsize if waits else accumulate_steps
+    # A device reduces its own shard of the gradients with its peers along `data`.
     reduced = (weights.shared + weights.of_experts) / num_shards * data_rounds
     other_axes = tuple(axis for axis in STATE_AXES if axis != "expert")
     return [
         PredictedCollective(("data",), 2, reduced),
         PredictedCollective(STATE_AXES, rounds, weights.shared),
         PredictedCollective(other_axes, rounds, weights.of_experts / sizes["expert"]),
+        # The payload is the keys and values of the whole sequence.
         PredictedCollective(("sequence",), 1, tokens * sizes["sequence"] * sizing.sequence_bytes_per_token),
         PredictedCollective(("expert",), 1, tokens * sizing.expert_bytes_per_token),
+        # A gather before a matmul and a scatter behind it.
         PredictedCollective(("tensor",), 2, tokens * sizing.tensor_bytes_per_token),
     ]
 
@@ -225,6 +228,7 @@ class Predictor:
     def measure_state(self, abstract_state: Any) -> StateSize:
         """Return the size of an abstract state with shardings."""
         small_share = 0.0
+        # Only a TPU holds arrays in tiles, so only its compiler moves small shards whole.
         if self.accelerator.chip.is_tpu:
             parameters = flatten_with_names({"params": abstract_state.params})
             small_share = compute_small_share(find_small_shards(parameters, self.sent_itemsize), parameters)
@@ -247,6 +251,7 @@ class Predictor:
             mesh = make_abstract_mesh(order_sizes(sizes))
             validate_sequence_sharding(mesh, config.data.sequence_length, config.memory.loss_chunk_positions)
             devices, wanted = config.train.same_bits_devices, config.train.micro_batch_examples
+            # A fixed order of sums allows only meshes that keep this order, and the micro-batch of the spec.
             if devices is not None:
                 validate_same_bits_mesh(mesh, devices)
             return list_micro_batch_sizes(
@@ -291,10 +296,12 @@ class Predictor:
         inside, across = sum_sent_bytes(found, sizes, over_domains)
 
         # Work and memory of a device.
+        # The FLOPs of a step are the same on every mesh.
         executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.tokens_per_step
         gathered_bytes = weights.shared + weights.of_experts / sizes["expert"]
         traffic = compute_hbm_traffic(state.state_bytes, gathered_bytes, passes, accumulate_steps)
         work = StepWork(executed / math.prod(sizes.values()), traffic, inside, across)
+        # Activations exist for one micro-batch at a time.
         working_bytes = gradients + sizing.head_bytes + tokens * sizing.activation_bytes_per_token
         times = compute_roofline(work, self.speeds, chip.devices_per_chip)
         sent_bytes = work.interconnect_bytes + work.network_bytes
@@ -304,6 +311,7 @@ class Predictor:
         """Yield the predictions of every micro-batch that fits, largest first."""
         for micro_batch in self.list_micro_batches(sizes):
             found = self.predict(sizes, micro_batch, state)
+            # Smaller micro-batches may fit where larger ones do not, so all are tried.
             if found.needed_bytes <= limit_bytes:
                 yield found
 

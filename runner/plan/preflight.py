@@ -87,6 +87,7 @@ def plan(request: PlanRequest) -> int:
         }
         print(json.dumps(content, indent=2))
     else:
+        # Problems come last, next to the verdict, where a terminal shows them.
         lines = format_sections(sections) if sections else []
         lines += ["", *(f"warning: {line}" for line in findings.warnings)] if findings.warnings else []
         lines += ["", *(f"problem: {line}" for line in findings.problems)] if findings.problems else []
@@ -101,6 +102,7 @@ def _open_machine(document: Document, findings: Findings) -> TargetMachine | Non
     if not isinstance(text, str):
         return None  # the check of the spec reports it
     with findings.collect():
+        # The error names the line of the spec, or the option, that the accelerator comes from.
         try:
             return open_machine(parse_accelerator(text))
         except InvalidError as error:
@@ -114,6 +116,7 @@ def _make_sections(
     sections = [] if machine is None else [report.make_job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
         return sections + _make_trainer_sections(job, machine, findings, request)
+    # A job that is no trainer has no step to compile; its state is all that a plan can size.
     with findings.collect():
         job.setup(Hosts.single_process())
     sections.append(checks.check_directory(job, True, findings))
@@ -147,6 +150,7 @@ def _make_trainer_sections(
 
     train_setup = job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed))
     abstract_state = train_setup.abstract_state
+    # Initial weights are compared with the shapes of the state before minutes of compilation.
     checks.check_weights(job, abstract_state, findings)
     estimate = estimate_early(job, train_setup, machine)
     if not is_independent_of_data:
@@ -175,6 +179,7 @@ def _make_trainer_sections(
         report.make_memory_section(program, machine),
         report.make_collectives_section(program),
     ]
+    # A job with a kernel of its own may not state its FLOPs; all other sections are still possible.
     step_seconds = model_flops = None
     try:
         flops = job.flops_per_token(train_setup)
@@ -239,6 +244,7 @@ def _search(request: PlanRequest) -> int:
     search = Search(request.spec, request.overrides)
     topology = search.open_job([]).topology
     accelerator = parse_accelerator(topology.accelerator)
+    # Ranking needs the peak figures of the chip.
     if accelerator is None or accelerator.chip.speeds is None:
         raise search.load_document([]).error(
             "topology.accelerator",
@@ -254,8 +260,21 @@ def _search(request: PlanRequest) -> int:
         accelerator, candidates = find_smallest_slice(search, accelerator, request.hours)
         machine = open_machine(accelerator)
     found, dropped = search.compile_best(candidates, machine)
+    # JSON lists only the candidates that fit.
     if request.as_json:
-        print(json.dumps([_candidate_to_json(compiled, accelerator) for compiled in found], indent=2))
+        content = [
+            {
+                "settings": {"topology.accelerator": str(accelerator), **compiled.candidate.settings},
+                "lowest_step_seconds": compiled.times.step_seconds,
+                "bound": compiled.times.bound,
+                "forecast_step_seconds": compiled.forecast_seconds,
+                "needed_bytes": compiled.program.step.memory.needed,
+                "predicted_step_seconds": compiled.candidate.prediction.times.step_seconds,
+                "predicted_bytes": compiled.candidate.prediction.needed_bytes,
+            }
+            for compiled in found
+        ]
+        print(json.dumps(content, indent=2))
     else:
         print("\n".join(_format_search(found, dropped, len(candidates), accelerator, machine)))
     return EXIT_DONE if found else EXIT_INVALID
@@ -287,15 +306,3 @@ def _format_search(
         *parents, last = key.split(".")
         functools.reduce(lambda branch, name: branch.setdefault(name, {}), parents, tree)[last] = value
     return [*lines, "", "the first, for the spec:", "", yaml.safe_dump(tree, sort_keys=False).rstrip()]
-
-
-def _candidate_to_json(compiled: CompiledCandidate, accelerator: Accelerator) -> dict[str, Any]:
-    return {
-        "settings": {"topology.accelerator": str(accelerator), **compiled.candidate.settings},
-        "lowest_step_seconds": compiled.times.step_seconds,
-        "bound": compiled.times.bound,
-        "forecast_step_seconds": compiled.forecast_seconds,
-        "needed_bytes": compiled.program.step.memory.needed,
-        "predicted_step_seconds": compiled.candidate.prediction.times.step_seconds,
-        "predicted_bytes": compiled.candidate.prediction.needed_bytes,
-    }

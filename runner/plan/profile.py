@@ -29,6 +29,7 @@ def get_device_rates(machine: TargetMachine, mesh_sizes: Mapping[str, int]) -> D
     speeds, share = chip.speeds, 1 / chip.devices_per_chip
 
     def get_collective_seconds(collective: Collective) -> float:
+        # One run of the collective: the schedule counts the runs itself.
         inside, across = compute_sent_bytes([replace(collective, count=1)], mesh_sizes, machine)
         links, network = speeds.interconnect_bytes_per_second, speeds.network_bytes_per_second
         return inside / (links * share) + across / (network * share)
@@ -37,6 +38,7 @@ def get_device_rates(machine: TargetMachine, mesh_sizes: Mapping[str, int]) -> D
         speeds.flops_per_second * share,
         speeds.hbm_bytes_per_second * share,
         get_collective_seconds,
+        # Estimates of another compiler than the chip's are not in cycles of its clock.
         None if machine.is_faked else chip.clock_hertz,
         chip.matrix_units[1] if chip.matrix_units else 1,
     )
@@ -71,6 +73,7 @@ def make_profile_sections(
     def format_roofline(low: float) -> str:
         return f"{format_amount(low, 'seconds')} at the roofline" if forecast.has_estimates else ""
 
+    # Shares are of the upper end of the range, which all parts add up to.
     parts = Section("where the time goes")
     whole = max(forecast.high, 1e-12)
     for part, (low, high) in forecast.sum_by_part().items():
@@ -86,6 +89,7 @@ def make_profile_sections(
         lines.add(_shorten_path(line), high, "seconds", basis, format_roofline(low))
 
     ops = Section("the most expensive ops")
+    # The note reads like "24 x matmuls in 12 ops, 3 ms at the roofline: experiments/gpt.py:80 mlp/dot_general".
     for number, op in enumerate(forecast.sum_similar_ops()[:_NUM_OPS], 1):
         runs = f"{op.runs:g} x " if op.runs != 1 else ""
         similar = f" in {op.num_ops} ops" if op.num_ops > 1 else ""
@@ -102,6 +106,7 @@ def make_profile_sections(
 def _make_range_section(forecast: Forecast, machine: TargetMachine, model_flops: float | None) -> Section:
     section = Section("forecast of a step")
     assert machine.accelerator is not None, "its peak figures are known"
+    # The sum of the rooflines may exceed the sum of the estimates.
     chip, (low, high) = machine.accelerator.chip, sorted((forecast.low, forecast.high))
     section.add("at the rooflines of its ops", forecast.low, "seconds", "assumed", "no op can be faster")
     if forecast.has_estimates:
@@ -133,6 +138,7 @@ def _make_range_section(forecast: Forecast, machine: TargetMachine, model_flops:
 def _make_memory_section(forecast: Forecast, memory: ProgramMemory) -> Section:
     section, live = Section("memory over the step"), forecast.memory
     section.add("temporaries at the peak", live.peak, "bytes", "counted", "alive at one time, by the scheduled order")
+    # It is 0 where the compiler reports no peak.
     if memory.peak:
         error = f"the count is {(live.peak - memory.peak) / memory.peak:+.1%} off"
         section.add("the same by the compiler", memory.peak, "bytes", "compiled", error)
@@ -149,6 +155,7 @@ def _make_memory_section(forecast: Forecast, memory: ProgramMemory) -> Section:
 
 def compute_memory_timeline(forecast: Forecast, number: int) -> list[int]:
     """Return the peak bytes of temporaries in each of `number` equal intervals of the step."""
+    # Only ops have live buffers; transfers run beside them.
     peaks, whole = [0] * number, max(forecast.high, 1e-12)
     for span in forecast.timing.spans:
         if span.lane == "compute":
@@ -188,6 +195,7 @@ def read_timed_rows(url: str) -> tuple[JsonObject, ...]:
         rows = read_sample(open_store(url))
     except (OSError, ValueError) as error:
         raise InvalidError(f"--against {url}: its metrics cannot be read: {error}") from error
+    # Not every row holds a step time.
     timed = tuple(row for row in rows if _get_number(row, "perf/step_seconds_median"))
     if not timed:
         raise InvalidError(
@@ -207,6 +215,7 @@ def make_comparison_section(forecast: Forecast, planned_bytes: int, rows: tuple[
     if forecast.has_estimates:
         note = "times the upper end of the forecast"
         section.add("over the compiler's estimates", seconds / forecast.high, "", "measured", note)
+    # A run on devices without known peak figures has no MFU.
     shares = [share for row in rows if (share := _get_number(row, "perf/mfu"))]
     if shares:
         section.add("MFU", statistics.median(shares), "share", "measured")

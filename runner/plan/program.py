@@ -71,6 +71,7 @@ class Roofline:
 
 def compute_roofline(work: StepWork, speeds: PeakRates, devices_per_chip: int) -> Roofline:
     """Return the roofline of one device, which is a part of a chip if the chip shows several devices."""
+    # Peak figures are those of a whole chip.
     share = 1 / devices_per_chip
     return Roofline(
         work.flops / (speeds.flops_per_second * share),
@@ -155,6 +156,7 @@ def compile_program(
     Raises:
         InvalidError: the step does not fit in memory, with the numbers.
     """
+    # The train step tries the largest micro-batch first.
     first = setup_builder.largest_layout(train_setup)
 
     def compile_val(layout: BatchLayout) -> float:
@@ -184,12 +186,14 @@ def compute_sent_bytes(
     libtpu compiles the program of one slice, in which collectives between slices are separate ops. Elsewhere one
     program spans all domains, and each collective is split by arithmetic.
     """
+    # Devices of one machine, and the slice that libtpu compiles for, are one domain.
     num_domains = max(1, len(machine.devices) // machine.devices_per_domain) if machine.is_faked else 1
     over_domains = dict(zip(AXES, split_axes_over_slices(dict(sizes), num_domains), strict=True))
     interconnect = network = 0.0
     for collective in collectives:
         if collective.is_between_slices:
             network += collective.count * collective.sent_bytes_per_device
+        # A permutation is counted inside the domain, where most neighbours along an axis are.
         elif num_domains == 1 or collective.kind == "collective-permute":
             interconnect += collective.count * collective.sent_bytes_per_device
         else:
@@ -204,6 +208,7 @@ def count_bytes_per_device(tree: Any) -> int:
     """Return the bytes that one device holds of abstract arrays with shardings."""
     total = 0
     for leaf in jax.tree.leaves(tree):
+        # An array without a sharding is replicated.
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         total += jax.ShapeDtypeStruct(shape, leaf.dtype).size * leaf.dtype.itemsize
     return total

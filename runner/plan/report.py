@@ -35,6 +35,7 @@ def make_job_section(spec: ExecutionSpec, machine: TargetMachine) -> Section:
     name = spec.topology.accelerator if spec.topology is not None else "any"
     section.add("name", spec.name, "text", "counted")
     section.add("job", spec.job, "text", "counted")
+    # The kind of a fake device would be "cpu".
     here = f"{number} x {kind}" if not machine.is_faked else f"{number} devices"
     section.add("devices", f"{name}: {here} on {hosts} host{'s' * (hosts > 1)}", "text", "counted")
     section.add("compiler", machine.compiler, "text", "counted")
@@ -67,6 +68,7 @@ def make_state_section(abstract_state: Any) -> Section:
 def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Section:
     """Return the section of the mesh, the split of the global batch, and the length of the run."""
     section, train, layout = Section("batch"), config.train, program.step.layout
+    # The product that makes up the global batch.
     shards = count_batch_shards(layout.mesh)
     section.add("mesh", format_mesh(program.train_setup.mesh_sizes), "text", "counted")
     axes = format_batch_axes(layout.mesh)
@@ -110,6 +112,7 @@ def make_flops_section(config: TrainerConfig, flops: Flops) -> Section:
 def make_collectives_section(program: CompiledProgram) -> Section:
     """Return the section of a step's collectives by kind and mesh axes."""
     section = Section("collectives of a step")
+    # Number of runs and bytes sent, by kind and axes.
     sums: dict[tuple[str, str], list[float]] = {}
     for collective in program.collectives:
         counted = sums.setdefault((collective.kind, " x ".join(collective.axes) or "none"), [0, 0])
@@ -124,10 +127,12 @@ def make_collectives_section(program: CompiledProgram) -> Section:
 def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProgram) -> StepWork:
     """Return the work of one device in a step."""
     sizes, abstract = program.train_setup.mesh_sizes, program.train_setup.abstract_state
+    # Recomputation takes time, but it does not count for MFU.
     executed = (flops.per_token + flops.recomputed_per_token) * config.tokens_per_step
     # Before a matmul the parameters are gathered over every axis but `tensor`.
     gathered = count_elements(abstract.params) / sizes["tensor"]
     passes = 3 if config.memory.remat == "layers" else 2
+    # Parameters are gathered in the type of the computation.
     compute_bytes = 2 if config.precision.compute == "bfloat16" else 4
     state_bytes = count_bytes_per_device(abstract)
     traffic = compute_hbm_traffic(
@@ -157,6 +162,7 @@ def make_roofline_section(
     links = f"{speeds.interconnect_bytes_per_second / 1e9:,.0f} GB/s per chip"
     note = f"{format_amount(work.interconnect_bytes, 'bytes')} sent per device, {links}"
     section.add("interconnect", times.interconnect, "seconds", "assumed", note)
+    # A job on one slice or node sends nothing over the network.
     if work.network_bytes:
         across = f"{format_amount(work.network_bytes, 'bytes')} sent per device between slices or nodes"
         note = f"{across}, {speeds.network_bytes_per_second / 1e9:g} GB/s per chip"
@@ -168,6 +174,7 @@ def make_roofline_section(
     section.add("tokens/s", tokens / step_seconds, "", "assumed")
     run_seconds = step_seconds * config.total_steps
     section.add("time to the end", run_seconds, "seconds", "assumed", "without restarts", label="time of the run")
+    # MFU is per chip, which may show several devices.
     chips = program.train_setup.mesh.size / machine.accelerator.chip.devices_per_chip
     mfu = flops.per_token * tokens / (step_seconds * chips * speeds.flops_per_second)
     note = "model FLOPs over peak FLOPs, without recomputation"
@@ -181,6 +188,7 @@ def make_checkpoint_section(
     """Return the section of a save's size and time and of the best interval, and the seconds until it is durable."""
     section = Section("checkpoint")
     total = count_bytes(abstract_state)
+    # Every host writes its own shards, so the time of a save shrinks with the number of hosts.
     per_host = total / machine.num_hosts
     durable_seconds, stall_seconds = per_host / DURABLE_BYTES_PER_SECOND, per_host / STALL_BYTES_PER_SECOND
     hours = spec.checkpoint.mean_time_between_failures_hours
@@ -194,6 +202,7 @@ def make_checkpoint_section(
     section.add("stall", stall_seconds, "seconds", "assumed", note)
     note = f"Young and Daly, {hours:g} h between failures (checkpoint.mean_time_between_failures_hours)"
     section.add("best interval", best, "seconds", "assumed", note)
+    # The spec takes the interval in steps.
     if step_seconds is not None:
         steps = max(1, round(best / step_seconds))
         section.add("best interval in steps", steps, "", "assumed", "at the lowest step time")

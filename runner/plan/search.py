@@ -126,6 +126,7 @@ class Search:
         """Return the job under each choice of its settings."""
         space = self.open_job([]).search_space()
         variants = []
+        # A choice may change the FLOPs, for example by recomputation, so the job is opened anew for each.
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_format_override(key, value) for key, value in choices])
@@ -145,6 +146,7 @@ class Search:
         length, num_experts = first.job.config.data.sequence_length, first.job.sizing(dict(SINGLE_DEVICE)).num_experts
         candidates: list[Candidate] = []
         for mesh in iter_meshes(accelerator.num_devices or 1, length, num_experts):
+            # A mesh that the first variant rejects is skipped for all, which saves the work of sharding the state.
             if not first.list_micro_batches(dict(mesh)):
                 continue
             state = first.measure_state(first.shard_state(mesh))
@@ -208,6 +210,7 @@ def find_smallest_slice(search: Search, accelerator: Accelerator, hours: float) 
     steps = variants[0].job.total_steps
     best = ""
     for num_chips in accelerator.chip.slice_sizes:
+        # Sizes are in ascending order, so the first that ends in time is the smallest.
         slice_ = Accelerator(accelerator.name, num_chips)
         speeds = slice_.chip.speeds
         assert speeds is not None, "callers search only for chips with known peak figures"

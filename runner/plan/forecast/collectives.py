@@ -20,7 +20,9 @@ from runner.plan.forecast.hlo import (
 )
 from runner.plan.forecast.sources import parse_sources
 
+# `[2,4]<=[4,2]T(1,0)`
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+# `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(2)2}`
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(([^()]*(?:\([^()]*\))?)\))?(?: \{([^}]*)\})?")
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
@@ -102,6 +104,7 @@ def locate_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[R
     located: list[tuple[RawCollective, Collective]] = []
     for raw in program.collectives:
         computation, name, rest = raw.instruction.computation, raw.instruction.name, raw.instruction.rest
+        # A collective in dead code never runs.
         count, is_at_least = counts[computation]
         if not count or leaders.get(raw.chain, name) != name:
             continue
@@ -160,6 +163,7 @@ def _find_axes_and_group_size(
             f"{raw.kind} {raw.instruction.name}: the program names device {groups.max()}, but the mesh "
             f"{dict(mesh_shape)} has {num_devices} devices; pass the mesh that it was compiled for"
         )
+    # An axis is spanned if its coordinate differs within some group.
     coordinates = np.unravel_index(groups, tuple(mesh_shape.values()))
     axes = tuple(axis for axis, along in zip(mesh_shape, coordinates, strict=True) if (along != along[:, :1]).any())
     if raw.kind == "collective-permute" and not raw.is_between_slices:

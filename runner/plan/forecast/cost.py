@@ -25,10 +25,12 @@ from runner.plan.forecast.collectives import Collective
 from runner.plan.forecast.hlo import COLLECTIVE_KINDS
 from runner.plan.forecast.module import HloModule, Op, parse_arrays
 
+# `lhs_contracting_dims={1}` of a dot, and `"lhs_contracting_dimensions":["1"]` of a library call.
 _DOT_DIMS = re.compile(r"\b(lhs|rhs)_(contracting|batch)_dims=\{([\d,]*)\}")
 _LIBRARY_DIMS = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([\d",]*)\]')
 _LIBRARY_MATMUL = re.compile(r'custom_call_target="(?:__cublas\$|__onednn\$matmul|\w*gemm)')
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
+# `dim_labels=b0f_0io->b0f`: the axes of both operands and the result.
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _GROUP_COUNT = re.compile(r"(feature|batch)_group_count=(\d+)")
 
@@ -122,6 +124,7 @@ def _parse_dot(module: HloModule, op: Op, pattern: re.Pattern[str]) -> Matmul:
     axes = {(match[1], match[2]): [int(n) for n in re.findall(r"\d+", match[3])] for match in pattern.finditer(op.rest)}
     k = math.prod(lhs[axis] for axis in axes.get(("lhs", "contracting"), ()) if axis < len(lhs))
     batch = math.prod(lhs[axis] for axis in axes.get(("lhs", "batch"), ()) if axis < len(lhs))
+    # The rest of each operand are the rows of the left and the columns of the right one.
     shared = max(k * batch, 1)
     return Matmul(batch, math.prod(lhs) // shared, math.prod(rhs) // shared, k)
 
@@ -156,6 +159,7 @@ def _parse_convolution(module: HloModule, op: Op) -> Matmul:
             # Each result takes another part of what streams past one value: a size of the second operand.
             n *= made
         else:
+            # A true convolution: each result sums over the positions of its window.
             m, k = m * made, k * -(-valid // max(made, 1))
     return Matmul(batch, m, n, k)
 
@@ -388,6 +392,7 @@ def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None
     matmuls = find_matmuls(module, op)
     padded = sum(matmul.count_padded_flops(rates.matrix_unit_width) for matmul in matmuls)
     low = max(padded / rates.flops_per_second, moved / rates.hbm_bytes_per_second)
+    # Elementwise FLOPs are not counted: memory traffic bounds such ops.
     flops = sum(matmul.flops for matmul in matmuls)
     cycles = _CYCLES.search(op.rest)
     if cycles is None or rates.clock_hertz is None:

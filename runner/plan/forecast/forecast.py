@@ -71,13 +71,16 @@ def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str
         if is_attention_kernel(op):
             return ATTENTION
         return MATMULS if _MATMUL_KERNEL.search(op.name) else KERNELS
+    # All that a fusion does decides, not the op that it is named after.
     opcodes = set(_list_opcodes(module, op))
     own = [frame for frame in calls if not frame.is_installed]
     matmuls = find_matmuls(module, op)
+    # Scans over layers save activations into stacks in the forward pass and read them in the backward pass.
     if not matmuls and opcodes & _SLICE_OPCODES and opcodes <= _MOVING_OPCODES | _SLICE_OPCODES:
         return ACTIVATIONS
     if not matmuls and "dynamic-update-slice" in _list_result_opcodes(module, op):
         return ACTIVATIONS
+    # Copies and transpositions that compute nothing.
     if opcodes & _LAYOUT_OPCODES and opcodes <= _MOVING_OPCODES:
         return LAYOUT
     if matmuls:
@@ -87,6 +90,7 @@ def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str
         return ATTENTION if is_attention else MATMULS
     if any(_LOSS_FILE.search(frame.file) for frame in calls) or (own and _LOSS_FUNCTION.search(own[0].function)):
         return LOSS
+    # Embedding lookups, and the dispatch of tokens to experts.
     if opcodes & {"gather", "scatter"}:
         return GATHERS
     if _LOSS_OP.search(op.rest):
@@ -211,6 +215,7 @@ class Forecast:
         """Return the exposed and hidden seconds of each kind of collective, by the compiler's estimates."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for op in self.ops:
+            # Only the exposed part of a collective is in the time of the step.
             if op.basis == "links":
                 sums[op.part][0] += op.high
                 sums[op.part][1] += max(0.0, op.transfer - op.high)
@@ -244,6 +249,7 @@ def compute_forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRate
         costs[op.computation, op.name] = compute_cost(module, op, rates)
         return costs[op.computation, op.name]
 
+    # The schedule asks for each cost once; the dict keeps them for the basis of each op and for the FLOPs.
     schedule = build_schedule(module, transfers, get_cost)
     low, high = simulate_schedule(schedule, "low"), simulate_schedule(schedule, "high", has_trace=True)
 
@@ -306,6 +312,7 @@ def _find_origin(module: HloModule, op: Op) -> Op:
     inner = module.get_inner_computation(op)
     if not inner or parse_op_name(op.rest):
         return op
+    # A fusion with a matmul comes from where the matmul does, else from its last op, which makes the result.
     parts = [_find_origin(module, part) for part in module.computations[inner].values()]
     parts = [part for part in parts if parse_op_name(part.rest)]
     return next((part for part in parts if find_matmuls(module, part)), parts[-1] if parts else op)
@@ -330,12 +337,14 @@ def build_trace(forecast: Forecast, name: str) -> dict[str, list[TraceEvent] | s
     It has a lane of ops, one for each kind of transfer, and live temporaries as a counter in bytes.
     """
     ops = {op.name: op for op in forecast.ops}
+    # Perfetto shows threads in this order.
     lanes = ["compute", "waiting", *sorted({span.lane for span in forecast.timing.spans} - {"compute", "waiting"})]
     events: list[TraceEvent] = [{"name": "process_name", "ph": "M", "pid": _TRACE_PROCESS, "args": {"name": name}}]
     for number, lane in enumerate(lanes):
         thread: TraceEvent = {"ph": "M", "pid": _TRACE_PROCESS, "tid": number}
         events.append({"name": "thread_name", **thread, "args": {"name": lane}})
         events.append({"name": "thread_sort_index", **thread, "args": {"sort_index": number}})
+    # The counter gets an event only where the number of bytes changes.
     live_bytes = -1
     for span in forecast.timing.spans:
         op = ops.get(span.name)

@@ -47,6 +47,7 @@ ARRAY_PATTERN = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")  # type,
 # Widths of types whose name does not end in their number of bits.
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 
+# `  ROOT %name = shape opcode(operands), attributes`
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)(\(.*)")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+)")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
@@ -57,9 +58,11 @@ _TILE = re.compile(r"T\(([\d,]+)\)")
 
 _CALLED = re.compile(r"\b(calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+# Part of the backend_config of a `while`.
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 _CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
+# Attributes of transfers by Megascale, the runtime that connects TPU slices.
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _SLICES = re.compile(r'_xla_megascale_target=(?:"(\{[\d,:]+\})|(\{\{[\d,{}]+\}\}))')
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})?\}")
@@ -353,6 +356,7 @@ def count_trips(program: HloProgram) -> dict[str, int | None]:
 
 def _derive_trips(program: HloProgram, state: str, condition: str, body: str) -> int | None:
     """Return the trip count of a loop that counts from one constant to another in constant steps, else None."""
+    # The condition compares a counter with a bound, in either order.
     test = program.scalars.get(program.roots.get(condition, ""))
     direction = re.search(r"direction=(\w+)", test.rest) if test else None
     if test is None or direction is None:

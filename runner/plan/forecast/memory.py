@@ -75,6 +75,7 @@ def compute_live_memory(module: HloModule) -> LiveMemory:
     peaks: dict[str, tuple[int, tuple[OpKey, ...]]] = {}
 
     def find_peak(computation: str) -> tuple[int, tuple[OpKey, ...]]:
+        # Computations that are called several times have one peak.
         if computation in peaks:
             return peaks[computation]
         peak: tuple[int, tuple[OpKey, ...]] = (0, ())
@@ -83,6 +84,7 @@ def compute_live_memory(module: HloModule) -> LiveMemory:
         for op, buffers in zip(ops, _BufferAssignment(module, computation).iter_live_buffers(), strict=True):
             key = computation, op.name
             own_bytes[key] = sum(buffer.bytes for buffer in buffers)
+            # The computation inside a fusion has no buffers in HBM. Of several branches the largest counts.
             callees = op.callees.values() if op.opcode in ("while", "conditional", "call") else ()
             inner_bytes[key], stack = max((find_peak(name) for name in callees), default=(0, ()))
             if own_bytes[key] + inner_bytes[key] > peak[0]:
@@ -114,6 +116,7 @@ class _BufferAssignment:
         self.values: dict[str, _BufferTree] = {}
         self.names: dict[int, list[str]] = defaultdict(list)
         self.last_uses: dict[int, int] = {}
+        # The buffers of results belong to the caller, or to the result of the program.
         self.results = set(self._find_results(module.roots.get(computation, ""), None))
         self.uses: dict[str, int] = defaultdict(int)
         for index, op in enumerate(self.ops):
@@ -131,6 +134,7 @@ class _BufferAssignment:
                 for name in op.operands:
                     for number in _iter_leaves(self.values.get(name, _NO_TEMPORARY)):
                         self.last_uses[number] = index
+        # A buffer without a use is alive only while the op runs that makes it.
         ends: dict[int, list[int]] = defaultdict(list)
         begins: dict[int, list[int]] = defaultdict(list)
         for number, (_, _, born) in enumerate(self.made):
@@ -161,6 +165,7 @@ class _BufferAssignment:
             return operand
         if op.opcode in _ALIAS_OPCODES or op.opcode == "while" or op.opcode.endswith(("-done", "-update")):
             return operand
+        # The shape of an asynchronous start also lists its operands.
         is_start = op.opcode.endswith("-start")
         output = get_output_shape(Instruction(op.computation, False, op.name, op.shape, op.opcode, op.rest))
         arrays = parse_arrays(output if is_start else op.shape)
@@ -179,12 +184,14 @@ class _BufferAssignment:
     def _find_reused_buffer(self, op: Op, element: int, array: ArrayShape, index: int) -> int | None:
         """Return the buffer of an operand that an element of the result takes over, None if it needs a new one."""
         aliased = _ALIASED_OPERAND.search(op.rest)
+        # A kernel may state that it writes into an operand.
         updated = int(aliased[1]) if aliased else self._find_updated_operand(op, element)
         is_elementwise = op.opcode in _ELEMENTWISE or (op.opcode == "fusion" and "kind=kLoop" in op.rest)
         candidates = [updated] if updated is not None else range(len(op.operands)) if is_elementwise else []
         for position in candidates:
             name = op.operands[position] if position < len(op.operands) else ""
             value = self.values.get(name, _NO_TEMPORARY)
+            # An operand that a later op needs keeps its buffer.
             if isinstance(value, tuple) or self.uses[name] > index:
                 continue
             if value == _NO_TEMPORARY:
@@ -192,6 +199,7 @@ class _BufferAssignment:
                     return _NO_TEMPORARY
                 continue
             there = self.made[value][0]
+            # The buffer may have other names, by which later ops use it.
             is_needed = any(self.uses[other] > index for other in self.names[value])
             if not is_needed and (there.dims, there.dtype) == (array.dims, array.dtype):
                 return value
@@ -207,6 +215,7 @@ class _BufferAssignment:
         value: Op | None = self.module.get_root(inner)
         if value is not None and value.opcode == "tuple":
             value = self.module.get_operand(value, element)
+        # Follow the updates of the root back to the parameter that they write into.
         while value is not None and value.opcode in ("bitcast", "dynamic-update-slice", "reshape"):
             is_update = value.opcode == "dynamic-update-slice"
             value = self.module.get_operand(value, 0)

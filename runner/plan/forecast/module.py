@@ -15,6 +15,7 @@ from runner.plan.forecast.hlo import (
     parse_sizes,
 )
 
+# The memory space is a part of the layout: `{1,0:T(8,128)S(1)}`.
 _SPACE = re.compile(r"S\((\d+)\)")
 _HBM_SPACE = 0
 _HOST_SPACE = 5
@@ -141,16 +142,19 @@ def load_module(text: str) -> HloModule:
     Raises:
         ValueError: replica groups have an unknown form.
     """
+    # Instructions are read by line, so line breaks inside them must go.
     text = _KERNEL_NOTES.sub(lambda match: "kernel_metadata={" + match[1].replace("\n", " ") + "}", text)
     text = _KERNEL_CODE.sub('"body":""', text)
     program = parse_program(text)
     module = HloModule(text, program, trips=count_trips(program))
     for one in iter_instructions(text):
+        # What stands in the parentheses of these is a number or a value, not a name.
         has_operands = one.opcode not in _OPCODES_WITHOUT_OPERANDS
         operands = tuple(name for name in parse_operands(one.rest) if name) if has_operands else ()
         called = []
         if "=" in one.rest:
             called = [(match[1], match[2]) for match in _CALLED.finditer(one.rest)]
+            # Branches of a conditional with more than two have no names of their own.
             if listed := _CALLED_LIST.search(one.rest):
                 called += [(f"branch {number}", name.strip(" %")) for number, name in enumerate(listed[1].split(","))]
         op = Op(one.computation, one.name, one.opcode, one.shape, operands, one.rest, tuple(called))

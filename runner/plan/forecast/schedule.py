@@ -18,6 +18,7 @@ from runner.plan.forecast.module import HloModule, Op, parse_arrays
 
 COPIES, LINKS, NETWORK = "copies", "links", "network"
 
+# An update in place between two memories.
 _UPDATE_START = "dynamic-update-slice-start"
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
@@ -212,6 +213,7 @@ def build_schedule(
     known: dict[str, tuple[ScheduledOp, ...]] = {}
 
     def build(computation: str) -> tuple[ScheduledOp, ...]:
+        # A computation that is called several times is built once.
         if computation not in known:
             ops = module.computations.get(computation, {}).values()
             known[computation] = tuple(scheduled for op in ops for scheduled in schedule(op))
@@ -352,6 +354,7 @@ class _Simulation:
                 self._add_span(transfer.kind, name, begin, transfer.seconds, stack)
                 self.by_op[key].runs += 1
                 self.by_op[key].transfer += transfer.seconds
+                # The ops also wait for the transfers before it on the lane.
                 self.by_op[key].exposed += begin + transfer.seconds - self.now
                 self.now = self.lane_ends[transfer.lane] = begin + transfer.seconds
             elif scheduled.cost is not None:
@@ -367,6 +370,7 @@ class _Simulation:
             stem = opcode.removesuffix("-done")
             same = [key for key, (op, _) in self.pending.items() if op.op.opcode.removesuffix("-start") == stem]
             name = same[0] if same else ""
+        # The transfer was awaited before, or began outside of this computation.
         if name not in self.pending:
             return
         starter, until = self.pending.pop(name)
@@ -403,6 +407,7 @@ class _Simulation:
     def _get_pending_state(self) -> tuple[tuple[str, float], ...]:
         """Return the remaining times of all lanes and pending transfers, which determine the time of what follows."""
         ends = [*self.lane_ends.items(), *((name, until) for name, (_, until) in self.pending.items())]
+        # Times that have passed are equal, and rounding removes the error of the clock's additions.
         return tuple(sorted((name, round(max(0.0, until - self.now), 12)) for name, until in ends))
 
     def _add_span(

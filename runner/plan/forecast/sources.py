@@ -17,8 +17,10 @@ from runner.plan.forecast.hlo import (
 )
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+# `1 "file.py"` or `1 {file_name_id=1 line=7}`
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$', re.MULTILINE)
 _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
+# Some texts state file and line in the instruction instead.
 _STATED_SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 
@@ -70,6 +72,7 @@ class SourceTable:
         seen: set[int] = set()
         match = _FRAME_ID.search(rest)
         number = int(match[1]) if match else 0
+        # The set of seen frames guards against a cycle in a damaged text.
         while number in self.frames and number not in seen:
             seen.add(number)
             frame, number = self.frames[number]
