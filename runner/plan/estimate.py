@@ -78,7 +78,7 @@ class EarlyEstimate:
         step, needed = format_amount(found.times.step_seconds, "seconds"), format_amount(found.needed_bytes, "bytes")
         return (
             f"first estimate, by arithmetic: {mesh}, {found.micro_batch_examples} example(s) per device: a device "
-            f"needs {needed} of {available}, of which the state takes {state}, so the job {fits}; a step takes at "
+            f"needs {needed}, {state} of it for the state, and may use {available}, so the job {fits}; a step takes at "
             f"least {step}, bound by {found.times.bound}"
         )
 

@@ -13,7 +13,7 @@ SPEC = "name: life\njob: a:B\ndirectory: runs/life\nconfig: {train: {total_steps
 
 
 def rows_of(num_attempts: int, num_rows: int, **more: object) -> Iterator[JsonObject]:
-    """The rows that survive, so many an attempt, one a step, and a peak of 99 in the middle of all."""
+    """Yield the surviving rows, one per step and `num_rows` per attempt, with a peak of 99 in the middle."""
     for index in range(num_attempts * num_rows):
         attempt, place = index // num_rows, index % num_rows
         row = {

@@ -1,4 +1,4 @@
-"""The dashboard as a table of requests: what is answered, what is refused, and what every answer carries."""
+"""Requests to the dashboard: accepted paths, refused hosts and tokens, and the headers of every response."""
 
 import gzip
 import http.client

@@ -1,4 +1,4 @@
-"""Pages in headless Chromium: drawn, and deaf to what a run's files say. Needs one: `apt-get install chromium`."""
+"""Pages in headless Chromium (`apt-get install chromium`): drawn, and without effect of hostile texts."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ OWNED = '<body id="owned"'
 
 
 def look_at(address: str, profile: Path) -> tuple[str, list[str]]:
-    """The page as the browser has drawn it, as HTML, and what it has complained of."""
+    """Return the page as the browser has drawn it, as HTML, and the lines of its console."""
     browser = next(path for path in map(shutil.which, BROWSERS) if path)
     result = subprocess.run(
         [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
@@ -36,7 +36,7 @@ def look_at(address: str, profile: Path) -> tuple[str, list[str]]:
 
 
 def hostile_run(directory: Path) -> LocalStore:
-    """A run whose every text is hostile."""
+    """Make a run in which every text is hostile."""
     store = make_run(LocalStore(directory), num_attempts=3, num_rows=20)
     for text in HOSTILE[:-1]:
         for name, form in PLACES.values():

@@ -1,4 +1,4 @@
-"""The dashboard from a root to what a client gets: runs are found, and read when something has changed."""
+"""Server of the dashboard: runs are found below a root, and read again only when something has changed."""
 
 import concurrent.futures
 import json
@@ -26,7 +26,7 @@ KINDS = ("disk", "bucket")
 
 
 class Place:
-    """A directory or a bucket, below which runs are put."""
+    """Directory or bucket that holds runs."""
 
     def __init__(self, kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch):
         self.driver = MemoryDriver()

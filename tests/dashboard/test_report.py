@@ -1,4 +1,4 @@
-"""The report of any directory is one page that holds everything, fetches nothing and runs its own scripts alone."""
+"""Reports: one self-contained page that sends no request and runs only its own scripts."""
 
 import base64
 import hashlib
@@ -29,7 +29,7 @@ HOSTILE = (
     "__proto__",
     "x" * 100_000,
 )
-# Where a text of somebody else's may stand, and the file that it is written into as `{}`, as JSON without its quotes.
+# Places of foreign text, each with its file and a form in which `{}` is the text as JSON.
 EVENT = '{{"time": 1700000300.0, "attempt": 1, "process": 0, "event": {}}}\n'
 START = '{{"time": 1700000000.0, "attempt": 1, "process": 0, "event": "start", "step": null, {}}}\n'
 PLACES = {
@@ -47,12 +47,12 @@ PLACES = {
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
-    """plotly.js is 4.8 MB to parse: one test does."""
+    """Replace plotly.js, of 4.8 MB, in all tests but one."""
     monkeypatch.setattr(html, "read_plotly", lambda: "globalThis.Plotly = {};")
 
 
 class Walk(HTMLParser):
-    """The elements of a page, each of which must be closed where it was opened."""
+    """Parser of a page that fails if an element is not closed where it was opened."""
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
@@ -78,12 +78,12 @@ class Walk(HTMLParser):
             self.texts[self._owner[-1]] = self.texts.get(self._owner[-1], "") + data
 
     def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
-        """Attributes and text of the elements with this tag."""
+        """Return attributes and text of the elements with this tag."""
         return [(found, self.texts.get(index, "")) for index, (name, found) in enumerate(self.elements) if name == tag]
 
 
 def data_of(page: str) -> JsonObject:
-    """The data of a page that is as it must be, whatever it is about."""
+    """Check the structure of a page, and return its data."""
     walk = Walk(page)
     assert walk.open == []
     assert page.startswith("<!DOCTYPE html>")

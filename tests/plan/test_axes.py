@@ -1,4 +1,4 @@
-"""What a whole step communicates along each axis of the mesh alone, against counts made by hand.
+"""Traffic of a whole step along each mesh axis alone, against counts by hand.
 
 Shape legend: B examples of a micro-batch on one device, T sequence, V vocabulary, D width, M hidden width, L layers,
 E experts, K experts of a token, F hidden width of an expert.
@@ -43,7 +43,7 @@ STATE_AXES = ("fsdp", "expert")  # of a dense model alike
 
 
 class Shapes(NamedTuple):
-    """Of a decoder that has as many heads of keys and values as of queries, or of a GPT, where M is 4 D."""
+    """Sizes of a decoder with as many key-value heads as query heads, or of a GPT, where M is 4 D."""
 
     L: int
     T: int
@@ -57,7 +57,7 @@ class Shapes(NamedTuple):
         return B * self.T * self.D
 
     def changes(self, **model: Any) -> dict[str, Any]:
-        """As keys of a spec."""
+        """Return the sizes as keys of a spec."""
         return {
             "config.model": {"layers": self.L, "heads": N, "width": self.D, "vocabulary_size": self.V, **model},
             "config.optimizer.clip_norm": None,
@@ -73,7 +73,7 @@ LARGE = Shapes(L=3, T=6144, V=8192, D=1024, M=4096)
 
 
 def decoder(axis: str, directory: Path, shapes: Shapes, **changes: Any) -> BaseTrainer:
-    """A decoder over `N` devices along `axis`, whose batch is one micro-batch."""
+    """Return a decoder over `N` devices along `axis`, whose batch is one micro-batch."""
     examples = B * N if axis in ("data", *STATE_AXES) else B
     mesh = {"topology.mesh": {"data": 1} | {axis: N}, "config.train.global_batch_examples": examples}
     model = shapes.changes(key_value_heads=N, mlp_width=shapes.M, tied_embedding=False)
@@ -81,7 +81,7 @@ def decoder(axis: str, directory: Path, shapes: Shapes, **changes: Any) -> BaseT
 
 
 def compiled(job: BaseTrainer) -> tuple[str, list[Collective]]:
-    """The text of its train step for the devices here, and the collectives in it."""
+    """Return the text of its train step for the devices of this machine, and its collectives."""
     train_setup = job.setup_builder.build(jax.devices()[:N])
     text = train_setup.compile_train(job.train_step, list_batch_layouts(job.config, train_setup.mesh)[0]).text
     return text, find_collectives(text, train_setup.mesh_sizes)
@@ -204,14 +204,14 @@ def fsdp_on_tpu(s: Shapes) -> Bytes:
 
 
 def chunks_on_tpu(s: Shapes) -> Bytes:
-    """The head's gradient is one sum for all chunks, which is scattered."""
+    """Count for `fsdp`: the gradient of the output embedding is one sum for all chunks, which is scattered."""
     found, table = fsdp_on_tpu(s), 2 * s.V * s.D
     around = found["collective-permute"] - table * HOPS // N
     return found | {"collective-permute": around, "reduce-scatter": found["reduce-scatter"] + table}
 
 
 def sequence_on_tpu(s: Shapes) -> Bytes:
-    """As `fsdp` has it; and keys and values of whole rows are gathered forward and backward, their gradients summed."""
+    """Count for `sequence`: that of `fsdp`, and keys and values of whole sequences, gathered in both passes."""
     found, row = fsdp_on_tpu(s), 2 * B * s.T * s.D
     half = row // (2 * N)  # of a device's part of the row, which another one attends for
     forward, backward = 2 + 2, 2 + 2 + 2  # even and odd halves of queries and results; and again, and of gradients
@@ -223,7 +223,7 @@ def sequence_on_tpu(s: Shapes) -> Bytes:
 
 
 def tensor_on_tpu(s: Shapes) -> Bytes:
-    """The stream is gathered before attention and MLP and scattered behind them, forward and backward."""
+    """Count for `tensor`: the residual stream is gathered before attention and MLP and scattered behind them."""
     stream, ids = 2 * s.stream, 4 * B * s.T
     return {
         "all-gather": 4 * s.L * stream + 2 * stream + 2 * ids,
@@ -234,7 +234,7 @@ def tensor_on_tpu(s: Shapes) -> Bytes:
 
 
 def around_experts(s: Shapes) -> Bytes:
-    """All but the experts is as `fsdp` has it; routers are gathered, and summed up in float32."""
+    """Count for `expert`: all but the experts is that of `fsdp`; routers are gathered, and summed in float32."""
     matrices, table, router = 2 * 4 * s.D**2, 2 * s.V * s.D, s.D * E
     statistics = s.L * 4 * (E + 1)  # load of each expert, and entropy
     return {
@@ -268,7 +268,7 @@ def capacity_on_tpu(s: Shapes) -> Bytes:
 
 
 class OnTpu(NamedTuple):
-    """A decoder along one axis, and the bytes that were counted by hand."""
+    """Decoder along one axis, and the bytes counted by hand."""
 
     axis: str
     by_hand: Callable[[Shapes], Bytes]
@@ -292,7 +292,7 @@ def test_every_axis_has_a_count_on_tpus() -> None:
 
 @functools.cache
 def tpu_program(name: str) -> dict[str, Any]:
-    """What `print_tpu_program` prints."""
+    """Return what `print_tpu_program` prints."""
     return dict(printed_by("tests.plan.test_axes", name))
 
 
@@ -323,7 +323,7 @@ def test_nothing_on_a_tpu_is_of_sequence_times_sequence_or_more_than_a_devices_s
 
 
 def print_tpu_program(name: str) -> None:
-    """As JSON the bytes of its collectives by kind, the sizes of all results, and the examples of the whole batch."""
+    """Print the bytes of the collectives by kind, the sizes of all results, and the examples of a batch, as JSON."""
     machine = open_machine(parse_accelerator("v5e-8"))
     assert machine is not None
     axis, _, changes = ON_TPU[name]
@@ -362,7 +362,7 @@ GPT_PARAMETERS = (
 
 
 def small_gpt(axis: str, directory: Path, accumulate_steps: int = 1, shapes: Shapes = TINY_GPT) -> BaseTrainer:
-    """A GPT over `N` devices along `axis`."""
+    """Return a GPT over `N` devices along `axis`."""
     examples = B * accumulate_steps * (1 if axis == "tensor" else N)
     mesh = {"topology.mesh": {"data": 1} | {axis: N}, "config.train.global_batch_examples": examples}
     return gpt(directory, PretrainGPT, **shapes.changes(), **mesh)

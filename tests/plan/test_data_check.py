@@ -1,4 +1,4 @@
-"""What a plan says of the data: each source reached, and its tokens against what the run takes of it."""
+"""Data section of a plan: each source is reached, and its tokens are compared with the budget."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a compiled step communicates: every form of the text. Whole steps are counted in `test_axes`."""
+"""Collectives in every form of HLO text. Whole steps are counted in `test_axes`."""
 
 import pytest
 
@@ -12,7 +12,7 @@ ADD = "%add (a: f32[], b: f32[]) -> f32[] {\n  ROOT %sum = f32[] add(%a, %b)\n}\
 
 
 def module(*lines, before="", partitions=8):
-    """A module whose entry holds these instructions."""
+    """Return a module whose entry holds these instructions."""
     body = "\n".join(f"  {line}" for line in lines)
     return (
         f"HloModule jit_step, is_scheduled=true, num_partitions={partitions}\n\n{ADD}\n{before}\n"
@@ -21,7 +21,7 @@ def module(*lines, before="", partitions=8):
 
 
 def only(*lines, mesh=MESH, **kwargs):
-    """The one collective of such a module."""
+    """Return the only collective of such a module."""
     (found,) = find_collectives(module(*lines, **kwargs), mesh)
     return found
 
@@ -284,7 +284,7 @@ def computation(name, *lines):
 
 
 def loop(start, step, bound, direction, *, swapped=False):
-    """A loop around an all-reduce, that counts as TPU programs do."""
+    """Return a loop around an all-reduce that counts as TPU programs do."""
     operands = "%bound, %i" if swapped else "%i, %bound"
     before = computation(
         "cond",

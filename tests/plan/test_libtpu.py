@@ -1,9 +1,9 @@
-"""Plans by libtpu, which only one process can hold: those of the shipped specs, kept as text and reviewed like code.
+"""Plans of the shipped specs by libtpu, which only one process can hold: kept as text and reviewed like code.
 
-    python -m tests.plan.test_libtpu     writes them anew
+    python -m tests.plan.test_libtpu     writes them
 
-Left out is what differs between machines: data and directory, and how long the compiler took. Figures of a compiler are
-compared where it is the one that the kept text names.
+Sections that differ between machines are left out: data, directory and compile times. Figures of a compiler are
+compared only if it is the compiler that the kept text names.
 """
 
 import json
@@ -46,7 +46,7 @@ BY_LIBTPU = pytest.mark.xfail(reason="libtpu 0.0.42.1 overflows its stack: small
 
 
 def plan(spec: str, topology: str, directory: Path) -> list[str]:
-    """What the command prints, without the sections that differ between machines."""
+    """Return what the command prints, without the sections that differ between machines."""
     options = ["--topology", topology, "--set", f"directory={directory}"]
     words = "plan", f"specs/{spec}.yaml", *options
     code, output = command(environment(1), *words, deadline_seconds=WHOLE_RUN_DEADLINE_SECONDS, has_progress=True)
@@ -59,7 +59,7 @@ def plan(spec: str, topology: str, directory: Path) -> list[str]:
 
 
 def counted(lines: list[str]) -> list[str]:
-    """Without the figures of a compiler, and those that rest on them."""
+    """Return the lines without figures of a compiler, or that depend on them."""
     return [line for line in lines if "  compiled" not in line and "  assumed" not in line and "compiler" not in line]
 
 

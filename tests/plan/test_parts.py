@@ -1,4 +1,4 @@
-"""The parts of a plan that are arithmetic or wording."""
+"""Arithmetic and formatting of plans."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`python -m runner plan`: all that is wrong at once, figures that the run then confirms, and what to ask for."""
+"""`python -m runner plan`: all problems at once, figures that the run then confirms, and searches."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def plan(*arguments: str, expected: int = 0) -> str:
 
 
 def plan_here(capsys: pytest.CaptureFixture[str], *arguments: str, expected: int = 0) -> str:
-    """The same in this process: what each wrong spec is told, where one process tells that it is told."""
+    """Return the same from this process, which is faster for checks of many specs."""
     assert run_command(["plan", *arguments]) == expected
     return capsys.readouterr().out
 
@@ -269,7 +269,7 @@ sys.exit(main(["plan", *sys.argv[1:]]))
 
 
 def plan_small(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
-    """The plan where a v5e has little memory, on faked CPU devices."""
+    """Return a plan for a v5e with little memory, on fake CPU devices."""
     words = [sys.executable, "-c", SMALL_CHIPS, str(int(hbm_bytes)), *arguments]
     result = subprocess.run(words, cwd=ROOT, env=unoptimized(environment(1)), capture_output=True, text=True)
     assert result.returncode == expected, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""`plan --profile`: what its sections say of a program, and the command."""
+"""Sections of `plan --profile`, and the command."""
 
 import json
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ GATHER = f"%g = f32[500]{{0}} all-gather(%x), {GROUPS}, dimensions={{0}}"
 
 
 def program(*lines: str) -> Any:
-    """All of a compiled program that a profile looks at."""
+    """Return the parts of a compiled program that a profile reads."""
     step = SimpleNamespace(text=module(*lines), memory=ProgramMemory(0, 0, temporaries=3000, code=0, peak=2000))
     return SimpleNamespace(step=step, train_setup=SimpleNamespace(mesh_sizes=MESH))
 

@@ -13,7 +13,7 @@ MACHINE: Any = SimpleNamespace(hbm_bytes=100, devices=[0], devices_per_domain=1,
 
 
 def compiled(first: str, fitting: str, deadline_seconds: float = 60.0) -> list[str]:
-    """The splits that the validation step was compiled for, by name, while the train step waited for the first."""
+    """Return the splits that the validation step was compiled for, while the train step waited for the first."""
     compiled, is_begun = [], threading.Event()
 
     def compile_val(_: Any, abstract: Any, layout: str) -> None:

@@ -29,17 +29,17 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module", params=PROGRAMS)
 def program(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the compiled step of a spec holds and gathers."""
+    """Arrays and gathers of the compiled step of a spec."""
     return look(request.param, *PROGRAMS[request.param])
 
 
 def look(spec: str, *options: str) -> dict[str, Any]:
-    """What `tpu_program` prints."""
+    """Return what `tpu_program` prints."""
     return dict(printed_by("tests.plan.tpu_program", f"specs/{spec}.yaml", *options))
 
 
 def without_ones(shape: Shape | list[int]) -> list[int]:
-    """The sizes of an array, in no order, as a transposed or reshaped one has them too."""
+    """Return the sizes above one, sorted, so that a transposed or reshaped array has the same."""
     return sorted(size for size in shape if size != 1)
 
 

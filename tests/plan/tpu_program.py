@@ -1,4 +1,4 @@
-"""What a step that is compiled for a TPU holds and gathers, as JSON: a process of its own, since libtpu stays with it.
+"""Print arrays and gathers of a step compiled for a TPU as JSON, in a process of its own, since it keeps libtpu.
 
     python -m tests.plan.tpu_program SPEC TOPOLOGY [KEY=VALUE ...]
 
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 def compiled(spec: str, topology: str, overrides: Sequence[str]) -> tuple[BaseTrainer, CompiledProgram]:
-    """The job, and its train step as `plan` compiles it."""
+    """Return the job, and its train step as `plan` compiles it."""
     findings = Findings()
     job = open_job(load_document(spec, [f"topology.accelerator={topology}", *overrides]), findings)
     machine = open_machine(parse_accelerator(topology))
@@ -43,13 +43,13 @@ def compiled(spec: str, topology: str, overrides: Sequence[str]) -> tuple[BaseTr
 
 
 def shapes_in(text: str) -> Iterator[Shape]:
-    """Of an array, or of all arrays in a tuple."""
+    """Return the sizes of an array, or of all arrays in a tuple."""
     for match in ARRAY_PATTERN.finditer(text):
         yield tuple(int(size.lstrip("<=")) for size in match[2].split(",") if size)
 
 
 def stacked_layers(job: BaseTrainer) -> dict[str, int]:
-    """How many layers each parameter stacks in its first axis; 0: none."""
+    """Return the number of layers that each parameter stacks in its first axis, 0 for none."""
     tokens_BxT = jnp.zeros((1, 8), jnp.int32)
     boxed: Any = jax.eval_shape(lambda key: job.model().init(key, tokens_BxT, deterministic=True), jax.random.key(0))
     is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
@@ -60,7 +60,7 @@ def stacked_layers(job: BaseTrainer) -> dict[str, int]:
 
 
 def look(job: BaseTrainer, program: CompiledProgram) -> dict[str, Any]:
-    """What `main` prints."""
+    """Return what `main` prints."""
     text, layout = program.step.text, program.step.layout
     gathered = {
         shape

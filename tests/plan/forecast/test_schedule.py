@@ -1,4 +1,4 @@
-"""The time of a schedule: loops in loops, async pairs, conditionals, calls and fusions, exact by hand count."""
+"""Simulated time of nested loops, async pairs, conditionals, calls and fusions, against counts by hand."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from tests.plan.forecast.text import MESH, computation, cycles, module, nanoseco
 
 
 def loop(name: str, trips: int, *inside: str) -> tuple[tuple[str, ...], str]:
-    """A loop whose trips stand in its condition alone; its counting takes no time that counts."""
+    """Return a loop whose trip count follows from its condition alone, and whose counter takes negligible time."""
     before = computation(
         f"{name}_cond",
         f"%{name}_c = (s32[]{{:S(6)}}, f32[250]{{0}}) parameter(0)",

@@ -24,7 +24,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, float]]:
-    """What the forecast says of each op."""
+    """Return the forecast of each op."""
     return dict(printed_by("tests.plan.forecast.tpu_op"))
 
 

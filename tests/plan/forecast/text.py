@@ -13,7 +13,7 @@ def rates(*, clock: float | None = NANO, width: int = 1) -> DeviceRates:
 
 
 def cycles(number: int) -> str:
-    """As libtpu writes them."""
+    """Return the attributes of an op as libtpu writes them."""
     return f'backend_config={{"window_config":{{"estimated_cycles":"{number}"}}}}'
 
 
@@ -24,7 +24,7 @@ def computation(name: str, *lines: str) -> str:
 
 
 def module(*lines: str, before: str = "", head: str = "") -> str:
-    """A module whose entry holds these instructions; `x` is an argument of 1,000 bytes."""
+    """Return a module whose entry holds these instructions; `x` is an argument of 1,000 bytes."""
     body = "\n".join(f"  {line}" for line in ("%x = f32[250]{0} parameter(0)", *lines))
     return (
         f"HloModule jit_step, is_scheduled=true, num_partitions=4{head}\n\n{ADD}\n{before}\n"
@@ -38,7 +38,7 @@ def nanoseconds(found: Forecast) -> tuple[float, float]:
 
 
 def seen(*lines: str, before: str = "", clock: float | None = NANO, width: int = 1) -> Forecast:
-    """The forecast of such a module."""
+    """Return the forecast of such a module."""
     return compute_forecast(module(*lines, before=before), MESH, rates(clock=clock, width=width))
 
 

@@ -1,4 +1,4 @@
-"""What an op computes and moves: matmuls in every form, bytes of main memory, kernels."""
+"""Cost of ops: matmuls in every form, HBM traffic, kernels."""
 
 import pytest
 
@@ -8,13 +8,13 @@ from tests.plan.forecast.text import computation, cycles, module, nanoseconds, s
 
 
 def last(text: str) -> tuple[HloModule, Op]:
-    """The module, and the last op of its entry."""
+    """Return the module, and the last op of its entry."""
     found = load_module(text)
     return found, list(found.computations[found.entry].values())[-1]
 
 
 def of(lhs: str, rhs: str, line: str) -> list[Matmul]:
-    """The matmuls of an op on two arguments."""
+    """Return the matmuls of an op on two arguments."""
     return find_matmuls(*last(module(f"%a = {lhs} parameter(1)", f"%b = {rhs} parameter(2)", f"%y = {line}")))
 
 

@@ -1,4 +1,4 @@
-"""What is alive in main memory at each op, counted by hand; 1,000 bytes an array."""
+"""Live buffers at each op, counted by hand, with arrays of 1,000 bytes."""
 
 import pytest
 

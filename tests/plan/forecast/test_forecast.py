@@ -1,4 +1,4 @@
-"""Where the time goes: parts of a step, and lines of source."""
+"""Attribution of time to parts of a step and lines of source."""
 
 import pytest
 
@@ -25,7 +25,7 @@ BLOCK, OPTIMIZER, LOSS, DENSE, ATTENTION, LIBRARY = 4, 5, 6, 7, 8, 9
 
 
 def with_sources(text: str) -> str:
-    """A module with the tables that the frames above are in."""
+    """Return a module with the tables of the frames above."""
     tables = (
         ("FileNames", [f'"{file}"' for file in FILES]),
         ("FunctionNames", [f'"{name}"' for name in FUNCTIONS]),

@@ -1,4 +1,4 @@
-"""Peaks survive thinning, however long a series is and however it is fed."""
+"""Thinned series: peaks survive, whatever the length of the series and the order of adding."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a feed gives is what stands in `metrics.jsonl`, after any writes and rewinds, on a disk and in a bucket."""
+"""Feeds of rows: they give the rows of `metrics.jsonl` after any writes and rewinds, on a disk and in a bucket."""
 
 import tempfile
 from pathlib import Path
@@ -19,14 +19,14 @@ LINE = encode_line({"step": 1, "train/loss": 0.5})
 
 
 class Unhurried(BackgroundWriter):
-    """Sends nothing by itself: what is marked waits for `sync`."""
+    """Writer that sends only on `sync`."""
 
     def mark(self, name, send):
         pass
 
 
 def heard(known: list, fed: RowBatch) -> tuple[list, list]:
-    """The rows that stand, and all rows, for who knows `known` and hears `fed`."""
+    """Return the final rows, and all rows, for a reader that knows `known` and receives `fed`."""
     standing = ([] if fed.is_restarted else known) + list(fed.rows)
     return standing, standing + fed.newest
 

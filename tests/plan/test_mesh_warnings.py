@@ -136,7 +136,7 @@ OF = 'metadata={op_name="jit(step)/transpose(jvp(Decoder))/while/body/mlp/up/dot
 
 
 def found_in(*lines: str, accumulate_steps: int = 1) -> list[Any]:
-    """The faults of a module that runs the first of these lines three times, in a loop over layers."""
+    """Return the warnings about a module that runs these lines three times, in a loop over layers."""
     before = computation("body", *lines)
     loop = f"%w = (s32[], f32[8]) while(%p), condition=%cond, body=%body, {STATED}"
     found = find_collectives(module(loop, before=before), MESH)

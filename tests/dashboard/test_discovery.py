@@ -1,4 +1,4 @@
-"""Specs are compared key by key, whatever stands in them."""
+"""Differences of specs, key by key, also of damaged ones."""
 
 from runner.dashboard.discovery import ABSENT, UNREADABLE, find_differences
 
