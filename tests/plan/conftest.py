@@ -2,13 +2,20 @@
 
 from collections.abc import Iterator
 
+import jax
 import pytest
 
 from tests.support.libtpu import held
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _started_backend() -> None:
+    """Start jax with all devices of the tests, since a plan for fewer would otherwise leave so few to later tests."""
+    jax.devices()
+
+
 @pytest.fixture
 def libtpu() -> Iterator[None]:
-    """For a test whose processes plan for TPUs."""
+    """Hold libtpu for a test whose processes plan for TPUs."""
     with held():
         yield
