@@ -91,6 +91,7 @@ class BaseTrainer(RestoreableJob):
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
+        # From here on classmethods see the config, also those that hooks and the builder call.
         type(self).config = self.config
         self.topology = spec.topology
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
@@ -250,12 +251,14 @@ class BaseTrainer(RestoreableJob):
         def on_row(row: Row) -> None:
             self.state = self.hook_dispatcher.on_given_row(self.state, self.step, row)
 
+        # Evaluate first: hooks are shown the complete row.
         if not self.report.complete_row(self.get_evaluated_weights(self.state), self.step, on_row):
             self.save_or_stop()
         self.call_hooks()
 
     def call_hooks(self) -> None:
         """Call hooks with the row of this step, if it has one; they may request a save, or make the step the last."""
+        # Counters live in the state, so hooks return a new one.
         self.state = self.hook_dispatcher.on_row(self.state, self.step)
         if self.hook_dispatcher.save_step == self.step:
             self.checkpointer.request_save(self.step)
@@ -295,6 +298,7 @@ class BaseTrainer(RestoreableJob):
     @functools.cached_property
     def report(self) -> Report:
         """Rows of metrics of this attempt."""
+        # The job may replace evaluators, but not drop one that a key of the spec asks for.
         evaluators = self.builtin_evaluators.validate_chosen(self.evaluator(), self.document)
         return Report(
             self.attempt,
@@ -379,6 +383,7 @@ class BaseTrainer(RestoreableJob):
         """Return the keys that define the trajectory: those of the base, of data and vocabulary, and of hooks."""
         keys = super().identity() | self.hooks.identity()
         keys |= {"config.data": self.dataset.fingerprint} | self.setup_builder.base_identity
+        # `auto` in the spec stands for the size that the data have.
         return keys | {key: self.vocabulary_size for key in keys if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:
@@ -388,6 +393,7 @@ class BaseTrainer(RestoreableJob):
 
     def make_save_contents(self) -> SaveContents:
         """Return what is saved with the state. Raises `DivergedError`, or `DataError` if the data have changed."""
+        # Fetching the losses so far raises `DivergedError` before a diverged state is saved.
         self.report.window.fetch()
         best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
         validate_data_unchanged(self.dataset, self.attempt)

@@ -283,6 +283,7 @@ class BuiltinEvaluators:
             setup_builder.vocabulary_size,
             stop.poll,
         )
+        # `validation` exists without validation sets too, but then has nothing to evaluate.
         self._has_sets = bool(dataset.validation)
         self.validation = Validation(
             merge_adapter(train_setup.abstract_state),
@@ -314,6 +315,7 @@ class BuiltinEvaluators:
         """
         chosen = [] if returned is None else list(returned) if isinstance(returned, list | tuple) else [returned]
         for key, evaluators in self._by_key.items():
+            # Compared by identity of the cached objects, so a job must return those of `builtin_evaluators`.
             if any(each not in chosen for each in evaluators):
                 reason = "nothing reads it, evaluator() returns others; return [*self.builtin_evaluators, ...]"
                 raise document.error(f"config.eval.{key}", reason)

@@ -88,6 +88,7 @@ def load_source_codec(source: TokenSource, data: DataConfig) -> TextCodec:
             index = CorpusIndex.decode(store.read(INDEX), f"{corpus}/{INDEX}")
             record = {key: value for key, value in index.tokenizer.items() if key != "vocabulary_size"}
             return TextCodec(load_tokenizer(index.tokenizer, store), index.separator, record)
+    # Text: the tokenizer is that of the config.
     files = find_source(source.source)
     if files.holds_tokens:
         raise DataError(f"{name}: names files of token ids, which say nothing of their tokenizer")
@@ -152,6 +153,7 @@ def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[
     num_yielded = len(ids)  # number of leading ids whose text has been yielded
     for token in tokens:
         ids.append(token)
+        # Decoding ids one by one would lose spaces and break characters that span tokens.
         before, text = decode(ids[:num_yielded]), decode(ids)
         if text.endswith(_REPLACEMENT):
             continue
@@ -201,6 +203,7 @@ class Sampler:
 
         @jax.jit
         def choose(logits_V: jax.Array, index: jax.Array | int) -> jax.Array:
+            # The vocabulary of a model may be padded beyond the ids of its tokenizer.
             logits_V = logits_V[:num_ids].astype(jnp.float32)
             if self.temperature == 0:
                 return jnp.argmax(logits_V)
@@ -216,6 +219,7 @@ def filter_top_p(logits_V: jax.Array, top_p: float) -> jax.Array:
         return logits_V
     order_V = jnp.argsort(-logits_V)
     sorted_V = jax.nn.softmax(logits_V)[order_V]
+    # A token is kept if those before it do not reach top_p yet; the most probable one always is.
     before_V = jnp.cumsum(sorted_V) - sorted_V
     is_kept_V = jnp.zeros(logits_V.shape, bool).at[order_V].set((before_V < top_p).at[0].set(True))
     return jnp.where(is_kept_V, logits_V, -jnp.inf)
@@ -272,6 +276,7 @@ class CachedDecoder:
 
     def __call__(self, window: Sequence[int], num_new: int) -> jax.Array:
         """Return the logits of the next token, as `NextTokenLogits` says."""
+        # Two compiled shapes: one new token, or a chunk of a prompt.
         T = 1 if num_new == 1 else self._chunk
         logits_V = None
         for start in range(len(window) - num_new, len(window), T):
@@ -391,6 +396,7 @@ class SampleEvaluator:
     def write(self, weights: Any) -> list[str] | None:
         """Return each prompt with its continuation; None if the job was asked to stop. Called on every host."""
         if self._decoder is None:
+            # Made late, so that its memory and compilation do not delay the first steps.
             self._decoder = self._make_decoder(make_variables(weights))
         texts = []
         for text, ids in self._prompts:

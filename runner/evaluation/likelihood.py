@@ -98,6 +98,7 @@ class LikelihoodScorer:
         def score(variables: Any, x_BxT: Any, y_BxT: Any, mask_BxT: Any) -> tuple[jax.Array, jax.Array]:
             logits_BxTxV: Any = model.apply(variables, x_BxT, deterministic=True)
             logits_BxTxV = logits_BxTxV.astype(jnp.float32)
+            # The label is picked by comparison, which works on logits that are sharded over V.
             is_label_BxTxV = jnp.arange(logits_BxTxV.shape[-1]) == y_BxT[..., None]
             label_BxT = jnp.sum(jnp.where(is_label_BxTxV, logits_BxTxV, 0), axis=-1)
             log_p_BxT = label_BxT - jax.nn.logsumexp(logits_BxTxV, axis=-1)
@@ -126,6 +127,7 @@ class LikelihoodScorer:
         shape = self._batch_size, self._length
         x, y, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
         for index, pair in enumerate(pairs):
+            # Too long texts lose their beginning, as in the harness.
             ids = [*pair.context, *pair.continuation][-(self._length + 1) :]
             end = len(ids) - 1
             x[index, :end], y[index, :end] = ids[:-1], ids[1:]
@@ -255,6 +257,7 @@ def compute_accuracies(questions: Sequence[Question], results: Sequence[Likeliho
         choices = question.choices
         scores = np.array([each.log_likelihood for each in results[first : first + len(choices)]])
         first += len(choices)
+        # np.argmax returns the first of equal scores, as the harness does.
         lengths = {
             "acc": np.ones(len(choices)),
             "acc_norm": np.array([float(len(choice)) for choice in choices]),

@@ -83,7 +83,7 @@ class EarlyStopping(Hook):
         """Compare with the best value, count, and stop when patience runs out."""
         config, best, waited = self.config, float(moment.counters["best"]), int(moment.counters["waited"])
         value = self._metric.read(moment.row)
-        if value is None:
+        if value is None:  # an evaluation without this metric neither helps nor counts against the patience
             return None
         if is_better(value, best, config.mode, config.min_delta):
             return Verdict(counters={"best": np.float32(value), "waited": np.int32(0)})
@@ -155,6 +155,7 @@ class StopAtTime(Hook):
         """Stop if the time is over."""
         config = self.config
         if config.at is not None:
+            # Only process 0's verdict counts, so clocks of other hosts do not matter.
             is_over, when = time.time() >= datetime.datetime.fromisoformat(config.at).timestamp(), config.at
         else:
             is_over = time.time() >= moment.run_began + config.after_hours * 3600

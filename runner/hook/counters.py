@@ -55,12 +55,14 @@ class HookState:
     @classmethod
     def from_arrays(cls, arrays: Any) -> "HookState":
         """Return a copy of the arrays of a train state, whose memory the next step overwrites. Waits for the device."""
+        # device_get may return views of device memory on CPUs, hence the copies.
         copies = jax.tree.map(np.array, jax.device_get(arrays))
         fired = FiredCalls(**{name: int(value) for name, value in copies.pop(FIRED).items()})
         return cls(fired, copies)
 
     def to_arrays(self) -> Mapping[str, Any]:
         """Return the numpy arrays that the train state holds."""
+        # Types are part of the checkpoint format.
         types = {"stopped": np.uint32}
         fired = {name: np.array(value, types.get(name, np.int32)) for name, value in asdict(self.fired).items()}
         return {FIRED: fired, **self.counters}

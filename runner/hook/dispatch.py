@@ -79,6 +79,7 @@ def _encode_returned(listed: ListedHook, method: str, returned: Any) -> JsonObje
     if method not in _VERDICT_METHODS or not isinstance(returned, Verdict):
         needs = {"on_end": "a mapping or None", "on_row": "a Verdict or None", "on_evaluation": "a Verdict or None"}
         raise TypeError(f"returned a {type(returned).__name__}, needs {needs.get(method, 'None')}")
+    # An observer may come and go between attempts, so it must not influence the trajectory.
     if listed.counters is None and (returned.act is not Act.GO_ON or returned.counters is not None):
         raise TypeError("returned a verdict, and an Observer only looks; derive it from Hook")
     counters = None if returned.counters is None else encode_counters(returned.counters, listed.counters)
@@ -97,6 +98,7 @@ class HookCaller:
 
     def get_verdict(self, listed: ListedHook, method: str, moment: Moment) -> Verdict:
         """Call `on_row` or `on_evaluation`; returns process 0's verdict. Raises `HookError` on every host."""
+        # A hook that decides differently on hosts is a bug, but a harmless one: warn, and follow process 0.
         returned = self._call_on_all(listed, method, moment)
         acts = [each["act"] for each in returned]
         if self.attempt.hosts.is_main and len(set(acts)) > 1 and self._is_first(listed, "verdict"):
@@ -233,6 +235,7 @@ class HookDispatcher:
             on_evaluation(row)
         elif after.fired.asked == step and self._report.has_evaluators:
             self._report.evaluate_row(self._get_weights(state), row, on_evaluation)
+        # Hooks may be slow, and must not count in the speed of the next steps.
         self._report.restart_clock()
         return self._write_state(state, before, after)
 
@@ -272,6 +275,7 @@ class HookDispatcher:
         fired, counters, is_marked = before.fired, dict(before.counters), False
         for each in self._hooks.list_implementing(method):
             is_observer = each.counters is None
+            # Calls that the mark contains were made before the save that this attempt resumed from.
             if getattr(self._seen if is_observer else before.fired, mark) >= step:
                 continue
             is_marked = is_marked or not is_observer
@@ -286,6 +290,7 @@ class HookDispatcher:
                 self.save_step = step
             if verdict.act is Act.EVALUATE and not self._report.has_evaluators:
                 warn(f"hook {each.name} asks for an evaluation at step {step}, and nothing evaluates this job")
+            # The first hook that stops the run is named; later ones in the same step change nothing.
             if verdict.act is Act.STOP and self.stop is None:
                 self.stop = HookStop(each, step, verdict.reason)
                 fired = replace(fired, stopped=each.digest)
@@ -300,11 +305,13 @@ class HookDispatcher:
         """Return what a hook is shown, with copies of row and counters: what it writes there changes nothing."""
         if counters is None and each.counters is not None:
             counters = self._read_state(state).counters[each.name]
+        # Copies, because a hook may write into what it is shown.
         own = jax.tree.map(np.copy, counters)
         return Moment(step, dict(row), self._get_weights(state), own, self._attempt.hosts, self._run_began)
 
     def _read_newest_row(self) -> Row:
         """Return the newest row, the same on every host."""
+        # Only process 0 holds the rows.
         return dict(self._attempt.hosts.agree(self._report.newest_row()))
 
     def _read_state(self, state: TrainState) -> HookState:

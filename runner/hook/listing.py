@@ -99,10 +99,12 @@ def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -
     listed: list[ListedHook] = []
     for place, entry in enumerate(entries):
         with document.errors_at(f"{STATE_NAME}.{place}"):
+            # Names are keys in the train state, beside that of the mark.
             if entry.effective_name in (FIRED, *(each.name for each in listed)):
                 raise InvalidError(f"a hook is called {entry.effective_name} already; give this one a name of its own")
             hook_class: type[Hook] = load_class(entry.hook, Hook)
             hook = hook_class(validate_config(document, hook_class.Config, place), job)
+            # Defaults are filled in, since the resolved spec must not depend on a later version's defaults.
             entry = entry.model_copy(update={"config": hook.config.model_dump(mode="json")})
             counters = None if isinstance(hook, Observer) else make_first_counters(hook.init())
             listed.append(ListedHook(hook, entry, counters))

@@ -25,6 +25,7 @@ from runner.train.setup import TrainSetup
 
 def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
     """Return the `--set` options that make a trainer's spec run on `num_devices` local devices."""
+    # Small enough for a laptop: what matters is that the same code runs.
     length = min(config.data.sequence_length, 128)
     total = f"total_tokens={100 * num_devices * length}" if config.train.total_tokens else "total_steps=100"
     data = config.data
@@ -106,6 +107,7 @@ def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
             dataset.check()
         except DataError as error:
             problem = f"{error}; what was trained since the last commit is not saved"
+        # Process 0 decides, so that hosts which share the files end the same way; an own problem ends this host too.
         problem = attempt.hosts.agree(problem) or problem
     if problem is not None:
         raise DataError(problem)

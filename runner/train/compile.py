@@ -77,9 +77,11 @@ def trace_train_step(
         # The count is part of this program, since a program of its own would be launched every step.
         count = None if TOKEN_COUNT in meta else layout.count(batch)
         counted = {} if count is None else {TOKEN_COUNT: count}
+        # An optimizer of optax.inject_hyperparams keeps its rate in its state.
         rate = find_injected_rate(after.opt_state) if rate is None else rate
         return after, loss, meta | counted | ({} if rate is None else {"learning_rate": rate})
 
+    # The state comes back with the shardings it went in with, so that it can be donated to the next step.
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     program = canonicalise(step) if layout.is_ordered else step
     jitted = jax.jit(program, donate_argnums=0, out_shardings=(get_shardings(abstract), replicated, replicated))
@@ -92,6 +94,7 @@ def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: B
 
     Raises `InvalidError` if metrics cannot hold the meta.
     """
+    # Every process writes or compares metrics, so every process needs whole lists.
     replicated = NamedSharding(layout.mesh, PartitionSpec())
 
     def replicate(leaf: Any) -> Any:
@@ -118,6 +121,7 @@ def compile_lowered(lowered: jax.stages.Lowered, layout: BatchLayout) -> tuple[j
     """Compile for the devices of a layout; returns the executable and the compiler options of the chip catalogue."""
     device = layout.mesh.devices.flat[0]
     options: CompilerOptions = make_compiler_options(device.device_kind, os.environ, lowered.as_text())
+    # The option exists on CPUs only.
     if layout.is_ordered and device.platform == "cpu":
         options = {**options, _CODE_PARTS: 1}
     given: Any = dict(options)  # jax's signature allows no integers, XLA does
@@ -234,6 +238,7 @@ def compile_to_fit(compile_step: Callable[[int], CompiledStep], sizes: list[int]
                 "larger fsdp or tensor axis, or config.memory.remat",
                 resident_bytes + temporaries,
             )
+        # Temporaries grow about linearly with the micro-batch, arguments and outputs not at all.
         share = max(limit_bytes - resident_bytes, 0) / temporaries
         sizes = [size for size in sizes[1:] if size <= sizes[0] * share] or sizes[-1:]
 

@@ -113,6 +113,7 @@ class EvaluatorSchedule:
             problem = format_error(error)
         is_stopping = metrics is None and problem is None
         problem = problem or (None if is_stopping else _find_problem(metrics, before))
+        # Hosts compare digests, since the metrics themselves may be long texts.
         digest = None if problem or is_stopping else hash_record(_to_json_values(metrics or {}))
 
         # Every host gets here, whatever its evaluator did, so this gather cannot deadlock on a failure.
@@ -121,6 +122,7 @@ class EvaluatorSchedule:
         wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.bucket)
         with self._attempt.progress.report_wait(wait, failure):
             outcomes = hosts.gather([problem, digest, is_stopping])
+        # One host that was asked to stop ends the evaluation on all, or the others would wait for it later.
         if any(is_stopping for _, _, is_stopping in outcomes):
             return None
         raised = {process: each for process, (each, _, _) in enumerate(outcomes) if each is not None}
@@ -277,6 +279,7 @@ class Validation:
         """
         self._measure = None if measure is None else functools.cache(measure)
         self._warned: set[str] = set()  # sets whose bytes are unknown
+        # Without the optimizer state, whose memory the validation step does not need.
         self._abstract = abstract.replace(opt_state=(), riders={})
         self._compile_val, self._sets, self._is_stopping = compile_val, sets, is_stopping
         self._step: Future[jax.stages.Compiled] | None = None
@@ -286,7 +289,7 @@ class Validation:
         if self._step is None:
             compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
             self._step = compiler.submit(self._compile_val, self._abstract)
-            compiler.shutdown(wait=False)
+            compiler.shutdown(wait=False)  # the thread ends once it has compiled
 
     @property
     def compiled(self) -> jax.stages.Compiled:
@@ -358,6 +361,7 @@ class Validation:
             loss_sum, token_count = loss_sum + loss, token_count + count
             if SUMS in meta:
                 sums = meta[SUMS] if sums is None else jax.tree.map(jnp.add, sums, meta[SUMS])
+        # Sums are divided only now, by the tokens of all batches.
         last = {name: value for name, value in meta.items() if name != SUMS}
         means = {} if sums is None else compute_means(sums, token_count)
         row_values = {name: to_row_value(value) for name, value in jax.device_get({**last, **means}).items()}

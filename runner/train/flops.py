@@ -101,6 +101,7 @@ def count_train_flops(loss: Callable[..., jax.Array], params: Any, *args: Any, n
     Arguments may be abstract. The model's FLOPs are three times those of the forward pass; the gradient's program does
     more only by recomputation.
     """
+    # The backward pass costs twice the forward pass: a matmul for each of the two operands' gradients.
     forward = count_matmul_flops(jax.make_jaxpr(loss)(params, *args), platform=platform)
     executed = count_matmul_flops(jax.make_jaxpr(jax.value_and_grad(loss))(params, *args), platform=platform)
     formula = (
@@ -134,6 +135,7 @@ def _count_equation_flops(equation: Any, platform: str) -> int:
         if estimate is None:
             raise ValueError(f"the kernel {name} does not say how many FLOPs it takes; use a formula")
         return int(estimate.flops)
+    # Only one branch runs, and which one is unknown, so the most expensive one counts.
     if name == "cond":
         branches, platforms = params["branches"], params.get("branches_platforms")
         if platforms is not None:
@@ -166,6 +168,7 @@ def count_forward_flops(
     `fields` are the dtypes of the arrays of a batch by name. Raises `ValueError` for kernels that cannot be counted.
     """
     abstract = train_setup.abstract_state
+    # Shapes without shardings, since the count is of the global program.
     state = merge_adapter(abstract).params, get_variables(abstract)
     params, variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     batch = {name: jax.ShapeDtypeStruct((1, length), dtype) for name, dtype in fields.items()}

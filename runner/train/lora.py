@@ -94,6 +94,7 @@ def init_adapter(boxed: Any, key: jax.Array) -> Any:
     """
     own_key = jax.random.fold_in(key, _INIT_KEY)
     paths, structure = jax.tree_util.tree_flatten_with_path(nn.unbox(boxed))
+    # A key per leaf by its index, so that a matrix does not depend on the shapes of others.
     leaves = []
     for number, (path, leaf) in enumerate(paths):
         bound = 1 / math.sqrt(leaf.shape[-2]) if path[-1].key == LORA_A else 0.0
@@ -160,6 +161,7 @@ class LazyMergedWeights(Mapping[str, Any]):
 
 def make_lazy_weights(state: TrainState) -> Mapping[str, Any]:
     """Return the model weights of a state with an adapter, and its averages below `ema`, merged on first access."""
+    # Merging costs a matmul and the memory of the model per average, and most rows need none of it.
     variables, averages = get_variables(state), state.riders.get(EMA, {})
     make_by_name: dict[str, Callable[[], Any]] = {PARAMS: lambda: _merge(state, state.params)}
     make_by_name |= {VARIABLES: lambda: variables} if variables else {}

@@ -92,6 +92,7 @@ class Report(JobReport):
         if self._attempt.hosts.is_main:
             tail = RowTail.decode(attachments[METRICS_FILE]) if METRICS_FILE in attachments else None
             self._resumed_row = self._metrics.rewind(step, tail)
+        # Without carry the window would lack the steps before the save, so its means would be of fewer steps.
         is_whole = carry is not None or step == 0 or self._resumed_row is not None
         self.window = MetricsWindow(step, carry, is_whole)
 
@@ -156,12 +157,14 @@ class Report(JobReport):
 
         Raises `DivergedError` if a step was not finite.
         """
+        # Closing the window fetches losses and meta, which waits for the device.
         row = self.window.close(self._config.tokens_per_step) | self._get_data_metrics(step)
         if self._mfu_per_token_rate:
             row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_per_token_rate
         row |= {} if self._timer is None else self._timer.pop_percentiles()
         peak_bytes = read_peak_memory_bytes()
         row |= {} if peak_bytes is None else {"perf/peak_bytes": peak_bytes}
+        # A stop during the evaluation leaves the row without it; the next attempt completes it (`complete_row`).
         if self._evaluations.list_due(step):
             row |= self._evaluations.evaluate(weights, step) or {}
         self.restart_clock()
@@ -171,6 +174,7 @@ class Report(JobReport):
     def _append(self, row: Row) -> None:
         row |= {"perf/time": time.time(), "perf/attempt": self._attempt.number}
         if self._attempt.hosts.is_main:
+            # A newer attempt may own the directory by now; a fenced one must not write.
             self._attempt.fence.check_locally()
             self._metrics.append(row)
             self._show(row)
@@ -209,6 +213,7 @@ class Report(JobReport):
         self.restart_clock()
         if metrics is None:
             return False
+        # Hooks see the row before it is written: a kill in between repeats both, and neither is lost.
         before_write(row | metrics)
         if self._attempt.hosts.is_main:
             self._metrics.replace_last(row | metrics)

@@ -109,6 +109,7 @@ class TrainSetup:
 
     def trace_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> None:
         """Trace `train_step` for one split of the batch. Raises `InvalidError` if metrics cannot hold its meta."""
+        # `validate_steps` traces before anything is claimed, and `compile_train` uses that trace.
         if layout.micro_batch_examples not in self.traced:
             with self.sharding_rules():
                 self.traced[layout.micro_batch_examples] = trace_train_step(
@@ -125,6 +126,7 @@ class TrainSetup:
         """Compile `train_step` for one split of the batch."""
         self.trace_train(train_step, layout)
         with self.sharding_rules():
+            # Popped, since each trace is compiled once.
             lowered = lower_step(self.traced.pop(layout.micro_batch_examples), layout)
         executable, options = compile_lowered(lowered, layout)
         digest, memory = compute_program_digest(lowered), get_program_memory(executable)
@@ -296,6 +298,7 @@ class TrainSetupBuilder:
             dataset = load_dataset(
                 self.config.data, seed=self.seed, batch_examples=batch, vocabulary_size=vocabulary_size
             )
+        # An unread key is an error, and only now is it known that the sources are token files.
         if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
             raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
         if self.config.data.mixture:
@@ -341,6 +344,7 @@ class TrainSetupBuilder:
         """Return the mesh over these devices; the batch must divide over it. Reads no data."""
         with self.document.errors_at("topology.mesh"):
             mesh = make_mesh(resolve_mesh_sizes(self.topology.mesh, len(devices)), devices)
+        # Layouts are computed for their errors, so that a bad batch size shows before the data are read.
         with self.document.errors_at("config.train"):
             list_batch_layouts(self.config, mesh)
         return mesh
@@ -350,6 +354,7 @@ class TrainSetupBuilder:
 
         `share_ids` is called with the data once the spec is checked, before the vocabulary size is needed.
         """
+        # Cheap checks first: reading the data may take minutes.
         self.validate_keys_read()
         mesh = self.make_mesh(devices)
         if share_ids is not None:
@@ -362,6 +367,7 @@ class TrainSetupBuilder:
         `example_length` is the length of the sequence that the model is traced with, by default that of the data: the
         attention kernels of long sequences take long to trace.
         """
+        # Schedule and optimizer are made here from `config.optimizer.learning_rate`, see `runner.train.optimizer`.
         self.validate_keys_read()
         schedule = self.optimizer_choice.build_schedule(self.config, lambda: self.config_in_steps)
 

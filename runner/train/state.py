@@ -153,10 +153,12 @@ def sum_statistics(meta: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
 def _fit_sharding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
     """Return the sharding nearest to `spec` that divides `shape`, sharded over fsdp too if any axis allows it."""
     entries = (*spec, *[None] * (len(shape) - len(spec)))
+    # What the rules ask for, without the mesh axes that do not divide.
     cuts = [select_dividing_axes(size, entry, mesh.shape) for size, entry in zip(shape, entries, strict=True)]
     if all("fsdp" not in axes for axes in cuts):
         num_shards = [math.prod(mesh.shape[axis] for axis in axes) for axes in cuts]
         sizes = [size // number for size, number in zip(shape, num_shards, strict=True)]
+        # Shards over fsdp are cut from what other axes have left, hence sizes per shard.
         fitting = [index for index, size in enumerate(sizes) if size % mesh.shape["fsdp"] == 0]
         if fitting:
             largest = max(fitting, key=lambda index: sizes[index])
@@ -209,6 +211,7 @@ def make_abstract_state(
     def get_keys(path: Any) -> tuple[str, ...]:
         return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
+    # Moments mirror the tree of parameters, so a parameter is recognised by its path and shape.
     shapes = jax.eval_shape(make, argument)
     params, _ = jax.tree_util.tree_flatten_with_path(shapes.params)
     known = {
@@ -291,6 +294,7 @@ def make_state_from_variables(
     With `merge`, their `params` are an adapter.
     """
     params = variables[PARAMS]
+    # `TrainState.create` of Flax would make a Python integer of the step, which is weakly typed.
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         apply_fn=model.apply,

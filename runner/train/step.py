@@ -109,6 +109,7 @@ def train_step(
     options = StepOptions() if options is None else options
     S, _ = _get_leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
+    # These checks run while the step is traced, so they cost nothing in a training step.
     variables = get_variables(state)
     validate_no_gradient(variables)
     params = make_params_merger(state)(state.params)
@@ -173,6 +174,7 @@ def val_step(
     apply_fn = bind_variables(state.apply_fn, get_variables(state))
     params = make_params_merger(state)(state.params)
 
+    # One compiled body for all micro-batches keeps the program small, and the logits of one of them in memory.
     def add(carry: tuple[jax.Array, jax.Array], micro: Batch) -> tuple[tuple[jax.Array, jax.Array], Any]:
         loss_sum, meta = forward(apply_fn, params, micro, None)
         count = meta[TOKEN_COUNT] if TOKEN_COUNT in meta else _sum_target_weights(micro)
@@ -193,6 +195,7 @@ def _val_step_in_order(
         here = _replace_arrays(state, *whole)
         apply_fn, params = bind_variables(here.apply_fn, get_variables(here)), make_params_merger(here)(here.params)
 
+        # Barriers isolate each micro-batch, as in the train step below.
         def one(_: None, micro: Batch) -> tuple[None, Any]:
             params_here, micro = lax.optimization_barrier((params, micro))
             loss_sum, meta = lax.optimization_barrier(forward(apply_fn, params_here, micro, None))
@@ -221,6 +224,7 @@ def _compute_gradients(
     all micro-batches; they are all-reduced over `data` once, at the end (`reduction.run_per_data_shard`).
     """
     num_tokens = _make_divisor(batch, _sum_target_weights(batch)) if "padding_mask" in batch else None
+    # Schedule-free optimizers take the gradient at another point than the averaged parameters.
     params = compute_gradient_point(state.params, state.opt_state)
 
     def on_part(whole: tuple[Any, Any, jax.Array, jax.Array | None], batch: Batch) -> tuple[Any, ...]:
@@ -239,6 +243,8 @@ def _compute_gradients(
             zeros = jnp.float32(0), _make_zeros(trained)
             (loss, grads), metas = lax.scan(accumulate, zeros, batch)
         else:
+            # The sums over the first half are kept, and the scan over the second half starts from them, so that the
+            # total has the same additions in the same order as without halves.
             half = num_steps // 2
             zeros = jnp.float32(0), _make_zeros(trained)
             first_half, metas = lax.scan(accumulate, zeros, jax.tree.map(lambda leaf: leaf[:half], batch))
@@ -250,6 +256,7 @@ def _compute_gradients(
             counts = metas[TOKEN_COUNT] if TOKEN_COUNT in metas else jax.vmap(_sum_target_weights)(batch)
             halves = first_half[1], jnp.sum(counts.reshape(2, -1), axis=1, dtype=jnp.float32)
         last_meta = metas if num_steps == 1 else jax.tree.map(lambda leaf: leaf[-1], metas)
+        # Meta that is summed over micro-batches is added below as a total.
         summed = (TOKEN_COUNT, STATISTICS, SUMS)
         last_meta = {name: value for name, value in last_meta.items() if name not in summed}
         # The first item is summed over data-parallel parts, the second is taken from the last of them.
@@ -310,6 +317,7 @@ def _make_gradient_function(
     apply_fn, merge = bind_variables(state.apply_fn, get_variables(state)), make_params_merger(state)
     trained, add_frozen = split_frozen(params, state.opt_state)
 
+    # Each micro-batch contributes its share of the mean over the whole batch, so that shares only need to be summed.
     def share_of_loss(trained: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         loss_sum, meta = forward(apply_fn, merge(add_frozen(trained)), micro, key)
         if TOKEN_COUNT in meta:
@@ -318,6 +326,7 @@ def _make_gradient_function(
             raise make_uncounted_error(batch)
         return loss_sum / num_tokens, meta
 
+    # Cast before accumulation: bfloat16 sums over many micro-batches would lose small gradients.
     def value_and_grad(trained: Any, micro: Batch) -> Any:
         found, grads = jax.value_and_grad(share_of_loss, has_aux=True)(trained, micro)
         return found, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
