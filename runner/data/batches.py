@@ -1,9 +1,9 @@
-"""Batches: the examples of a step as global arrays, made ahead on a thread.
+"""Batches: the examples of a step as global arrays, prefetched on a thread.
 
-Shape legend: S accumulation steps, B examples of one micro-batch over all devices, T sequence length. Example r of a
-step stands at [r // B, r % B]. The examples of a step therefore depend on S * B alone, and on no device or host.
+Shape legend: S gradient accumulation steps, B examples of one global micro-batch, T sequence length. Example i of a
+step is at [i // B, i % B]. The examples of a step therefore depend only on S * B, not on devices or hosts.
 
-Nothing here holds a position that must survive: any step is found by its number.
+There is no iterator state to checkpoint: the batch of any step is computed from the step number.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from jax.sharding import Sharding
 
 from runner.data.dataset import Dataset
 
-DEPTH = 2  # the batch that is needed next, and one more to cover a slow read
+PREFETCH_DEPTH = 2  # the batch that is needed next, and one more to hide a slow read
 CLOSE_SECONDS = 5.0
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 def load_global_batch(
     dataset: Dataset, split: str, step: int, *, accumulate_steps: int, micro_batch: int, sharding: Sharding
 ) -> dict[str, jax.Array]:
-    """Return the batch of the step that follows `step` completed steps: each field of the data set, (S, B, T).
+    """Return the global batch of the step that follows `step` completed steps: (S, B, T) for each field.
 
-    Called on every host. Each host reads only the sequences on its devices, and each of them once: devices that hold
-    replicas of a sequence, and the arrays of the batch, share the read.
+    Called on every host. Each host reads only the sequences of its own devices, and each of them once, even if several
+    devices hold replicas or parts of it.
 
     Args:
         dataset: data set to read.
@@ -47,23 +47,25 @@ def load_global_batch(
     """
     dataset.validate_split(split)
     shape = S, B, _ = accumulate_steps, micro_batch, dataset.sequence_length
-    numbers_SxB = np.arange(S * B).reshape(S, B)
+    examples_SxB = np.arange(S * B).reshape(S, B)
     indices = sharding.addressable_devices_indices_map(shape).values()
-    # Examples whose arrays are on devices of this host; replicas and both parts of a sharded sequence count once.
-    local = np.unique(np.concatenate([numbers_SxB[index[:2]].ravel() for index in indices if index is not None]))
+    # Sorted indices, within the step, of the examples on devices of this host. With context parallelism several devices
+    # hold parts of one sequence, which `unique` counts once.
+    local = np.unique(np.concatenate([examples_SxB[index[:2]].ravel() for index in indices if index is not None]))
 
-    # Adjacent examples are read together, because a bucket answers a read of many sequences about as soon as one of a
-    # single sequence.
+    # Adjacent examples are read together, because a bucket answers one request for many sequences about as fast as a
+    # request for one.
     first = step * S * B
-    stretches = np.split(local, np.flatnonzero(np.diff(local) > 1) + 1)
-    found = [dataset.read(split, first + int(stretch[0]), len(stretch)) for stretch in stretches]
-    if len(found) == 1:
-        sequences = found[0]
+    runs = np.split(local, np.flatnonzero(np.diff(local) > 1) + 1)
+    parts = [dataset.read(split, first + int(run[0]), len(run)) for run in runs]
+    if len(parts) == 1:
+        sequences = parts[0]
     else:
-        sequences = {field: np.concatenate([part[field] for part in found]) for field in found[0]}
+        sequences = {field: np.concatenate([part[field] for part in parts]) for field in parts[0]}
 
     def get_shard(field: str, index: tuple[slice, ...]) -> np.ndarray:
-        return sequences[field][np.searchsorted(local, numbers_SxB[index[:2]])][:, :, index[2]]
+        # `sequences` holds the local examples only, so global indices are mapped to their ranks among these.
+        return sequences[field][np.searchsorted(local, examples_SxB[index[:2]])][:, :, index[2]]
 
     return {
         field: jax.make_array_from_callback(shape, sharding, functools.partial(get_shard, field))
@@ -71,17 +73,17 @@ def load_global_batch(
     }
 
 
-class Prefetcher(Generic[T]):
-    """Iterator over the items of a generator, which a thread makes at most `depth` items ahead.
+class Prefetcher(Generic[Item]):
+    """Iterator over the items of a generator, which a thread runs at most `depth` items ahead.
 
     An error of the generator is raised by the `next` that would have returned its item, and by every later one. The
-    generator is closed on the thread, where it has run. The thread is a daemon, so that a read that hangs cannot keep a
-    dying process alive.
+    generator is closed on the thread on which it has run. The thread is a daemon, so that a read that hangs cannot keep
+    a process alive that wants to exit.
     """
 
-    def __init__(self, items: Generator[T], depth: int = DEPTH) -> None:
+    def __init__(self, items: Generator[Item], depth: int = PREFETCH_DEPTH) -> None:
         self._items, self._depth = items, depth
-        self._ready: deque[T] = deque()
+        self._ready: deque[Item] = deque()
         self._error: BaseException | None = None
         self._is_exhausted = self._is_closed = False
         self._changed = threading.Condition()
@@ -96,10 +98,10 @@ class Prefetcher(Generic[T]):
     ) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Item]:
         return self
 
-    def __next__(self) -> T:
+    def __next__(self) -> Item:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._is_exhausted or self._is_closed)
             if self._ready and not self._is_closed:
@@ -128,7 +130,7 @@ class Prefetcher(Generic[T]):
                         if not self._is_closed:
                             self._ready.append(item)
                             self._changed.notify_all()
-                        # The next item is begun only when there is room for it.
+                        # Work on the next item starts only when there is room for it, which bounds memory.
                         self._changed.wait_for(lambda: len(self._ready) < self._depth or self._is_closed)
                         if self._is_closed:
                             break

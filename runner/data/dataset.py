@@ -1,7 +1,8 @@
-"""Data set as the trainer sees it: examples by number. Knows no devices, steps or micro-batches.
+"""Data set as the trainer sees it: examples by index, independent of devices, steps and micro-batches.
 
-`load_dataset` opens the sources of a spec, splits each into training and validation tokens, cuts both into examples,
-and gives each source its order. `Dataset.read` then finds any example of the endless training stream in O(1).
+`load_dataset` opens the sources of a spec, splits each into training and validation tokens, packs both into examples,
+and makes the training order of each source. `Dataset.read` then reads any range of the endless training stream, without
+iterating over what precedes it.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runner.data.corpus import LOSS_WEIGHT
-from runner.data.open_source import load_source_class, open_source, validate_options_read
+from runner.data.open_source import load_source_class, open_source, validate_shared_keys
 from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, Sequences
 from runner.data.sampling import LocalShuffle, Mixture, TokenSplit, probe_order, split_tokens
 from runner.data.source import Source
@@ -34,34 +35,35 @@ TRAIN, VALIDATION = "train", "validation"
 
 
 def get_batch_fields(config: "DataConfig") -> Fields:
-    """Return the dtypes of the arrays of a batch by name. Each array has one value a token. Reads no data.
+    """Return the dtypes of the arrays of a batch by name. Each array has one value per token. Reads no data.
 
     `x` is the input, `y` the token after it, `padding_mask` is True where the target is real. If an example may hold
-    several documents, `segment` counts them from 1 (0: padding), and `position` restarts in each. `loss_weight` exists
-    if completion tokens alone count. Fields that a user's own source declares stand beside these.
+    several documents, `segment` numbers them from 1 (0: padding), and `position` restarts in each. `loss_weight` exists
+    if only completion tokens count in the loss. The fields of a user-defined source are added to these.
 
     Raises:
-        DataError: a user's own source declares one of the first five names.
+        DataError: a user-defined source declares one of the first five names.
     """
     fields = dict(TOKEN_FIELDS if config.packing == "concatenate" else DOCUMENT_FIELDS)
-    if any(named.train_on == "answers" for named in config.sources):
+    if any(token_source.train_on == "answers" for token_source in config.sources):
         fields[LOSS_WEIGHT] = np.float32
-    for named in config.sources:
-        if is_class_path(named.source):
-            own = load_source_class(named).fields
+    for token_source in config.sources:
+        if is_class_path(token_source.source):
+            own = load_source_class(token_source).fields
             if taken := sorted({*DOCUMENT_FIELDS} & {*own}):
-                raise DataError(f"data.source={named.source}: declares the field {taken[0]}, which is the batch's own")
+                raise DataError(f"data.source={token_source.source}: declares the reserved field {taken[0]}; rename it")
             fields |= own
     return fields
 
 
 @dataclass(frozen=True, eq=False)
 class TrainSource:
-    """Source that training draws from: its examples without those of the validation set, and their order.
+    """Training split of one source: its examples and their order.
 
     Attributes:
         label: key and name in the spec, for messages.
         num_tokens: number of training tokens.
+        max_epochs: limit of the spec, or None.
     """
 
     name: str
@@ -72,9 +74,9 @@ class TrainSource:
     order: Sequence[int]
     max_epochs: float | None
 
-    def read(self, numbers: np.ndarray) -> Sequences:
-        """Return the examples at these places of the source's endless stream."""
-        return self.examples.read(np.array([self.order[number] for number in numbers.tolist()], np.int64))
+    def read(self, indices: np.ndarray) -> Sequences:
+        """Return the examples at these indices of the source's endless stream."""
+        return self.examples.read(np.array([self.order[index] for index in indices.tolist()], np.int64))
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,14 @@ class Dataset:
 
     @property
     def vocabulary_size(self) -> int:
-        """Number that every training id is below: of the tokenizer or the source; token files are read whole, once."""
+        """Exclusive upper bound of the training ids. May read all token files, if their ids are not known yet."""
         return max(train.source.vocabulary_size for train in self.train_sources)
 
     def check(self) -> None:
-        """Raise DataError if the tokens have changed since the job started. Cheap, because it precedes each save.
+        """Raise DataError if the tokens have changed since the job started. Cheap, so that each save can call it.
 
-        Of token files sizes and times are compared. Text is read once, at the start, so its files may change.
+        Token files are compared by size and modification time. Text files may change, because they are tokenised once,
+        at the start.
         """
         for source in self._sources.values():
             source.check()
@@ -144,8 +147,8 @@ class Dataset:
     def validate_vocabulary(self, size: int) -> None:
         """Raise DataError if a source is known to hold an id that a model of `size` ids cannot embed.
 
-        Immediate for text and corpora. Token files are read whole the first time, and the result is cached. If they
-        have too many tokens for that, the read of an invalid id raises the error.
+        Immediate for text and corpora. Token files are read whole the first time, and the result is cached. If their
+        vocabulary is trusted instead, `read` raises the error when it finds an invalid id.
         """
         for label, source in self._sources.items():
             try:
@@ -159,18 +162,18 @@ class Dataset:
         return any(isinstance(source, TokenFiles) and source.id_limit is None for source in self._sources.values())
 
     def find_id_ranges(self, trusted_vocabulary_size: int | None) -> dict[str, JsonObject]:
-        """Return the range of the ids of each token source, by label. Reads all ids, unless the cache has the result.
+        """Return the id range of each source of token files, by label. Reads all ids, unless the cache has the result.
 
         Args:
-            trusted_vocabulary_size: vocabulary that is known to hold the ids. With it a source of many ids is not read,
-                and each of its ids is checked when it is needed.
+            trusted_vocabulary_size: vocabulary that is known to contain all ids. With it a source with many ids is not
+                read, and each of its ids is checked when it is used.
         """
         self.set_id_ranges(trusted_vocabulary_size, {})
         sources = {label: source for label, source in self._sources.items() if isinstance(source, TokenFiles)}
         return {label: asdict(source.id_range) for label, source in sources.items() if source.id_limit is None}
 
     def set_id_ranges(self, trusted_vocabulary_size: int | None, found: Mapping[str, JsonObject]) -> None:
-        """Accept the result of `find_id_ranges` on another host; a read that finds an id outside it is an error."""
+        """Use the result of `find_id_ranges` on another host. Reading an id outside its range is then an error."""
         for label, source in self._sources.items():
             if isinstance(source, TokenFiles) and trusted_vocabulary_size is not None:
                 source.trust_vocabulary(trusted_vocabulary_size)
@@ -238,17 +241,17 @@ class Dataset:
             return sequences
         if len(self.train_sources) == 1:
             return self.train_sources[0].read(np.arange(first, first + count))
-        # Each source of a mixture reads its examples at once, and they go to their places in the batch.
+        # One read for each source of the mixture, whose examples are then scattered over the batch.
         sequences = {name: np.empty((count, T), dtype) for name, dtype in self.fields.items()}
-        sources, numbers = self._mixture.locate(first, count)
-        for index in np.unique(sources):
-            places = np.flatnonzero(sources == index)
-            for name, values in self._add_weights(self.train_sources[index].read(numbers[places])).items():
-                sequences[name][places] = values
+        sources, indices = self._mixture.locate(first, count)
+        for source in np.unique(sources):
+            rows = np.flatnonzero(sources == source)
+            for name, values in self._add_weights(self.train_sources[source].read(indices[rows])).items():
+                sequences[name][rows] = values
         return sequences
 
     def _add_weights(self, sequences: Sequences) -> Sequences:
-        """Give each real target the weight 1, if its source has no weights and another source has."""
+        """Add a loss weight of 1 for each real target, if this source has no weights and another source has."""
         if LOSS_WEIGHT in sequences or LOSS_WEIGHT not in self.fields:
             return sequences
         return sequences | {LOSS_WEIGHT: sequences["padding_mask"].astype(self.fields[LOSS_WEIGHT])}
@@ -262,14 +265,14 @@ def load_dataset(
     vocabulary_size: int | None = None,
     cache_directory: Path | None = None,
 ) -> Dataset:
-    """Open, tokenise where necessary, and split the data. Called on every host; each works for itself.
+    """Open, tokenise where necessary, and split the data. Called on every host, without communication between hosts.
 
     Args:
         config: data config of the spec.
         seed: seed of the training order.
-        batch_examples: examples of a step on all hosts, on which the order of packed documents depends.
+        batch_examples: global batch size, on which the order of packed documents depends.
         vocabulary_size: vocabulary of the model, if the spec names it.
-        cache_directory: directory of the cache; by default that of the environment.
+        cache_directory: directory of the cache; by default that of the environment (`RUNNER_CACHE`).
 
     Raises:
         DataError: the data cannot serve the config.
@@ -281,43 +284,49 @@ def load_dataset(
     train_sources: list[TrainSource] = []
     validation: dict[str, Examples] = {}
 
-    def open_labelled(label: str, named: "TokenSource") -> Source:
+    def open_labelled(label: str, token_source: "TokenSource") -> Source:
         try:
-            sources[label] = open_source(named, config, cache_directory, vocabulary_size)
+            sources[label] = open_source(token_source, config, cache_directory, vocabulary_size)
         except DataError as error:
-            # Messages name `data.source`; one source of several needs its own key, too.
+            # The messages of `open_source` name `data.source`. Prefix the key of an entry of `mixture` or `validation`.
             key = label.partition("=")[0]
             raise error if key == "data.source" else DataError(f"{key}: {error}") from error
         return sources[label]
 
     # A single source is a mixture of one.
-    mixture = Mixture([named.weight for named in config.sources])
-    for named, share in zip(config.sources, mixture.shares, strict=True):
-        label = f"data.mixture.{named.name}={named.source}" if config.mixture else f"data.source={named.source}"
-        source = open_labelled(label, named)
+    mixture = Mixture([token_source.weight for token_source in config.sources])
+    for token_source, share in zip(config.sources, mixture.shares, strict=True):
+        label = (
+            f"data.mixture.{token_source.name}={token_source.source}"
+            if config.mixture
+            else f"data.source={token_source.source}"
+        )
+        source = open_labelled(label, token_source)
         try:
             train_split, validation_split = split_tokens(
                 len(source), validation_fraction=config.validation_fraction, sequence_length=config.sequence_length
             )
         except DataError as error:
             raise DataError(f"{label}: {error}") from error
-        # Validation tokens are cut off before packing, so that no example of training holds one.
+        # Validation tokens are split off before packing, so that no training example contains one.
         examples = make_examples(source, train_split)
         if not examples.num_examples:
             raise DataError(f"{label}: no document has two tokens; a document needs a token and the one after it")
-        # Sources of a mixture have seeds of their own, made of their names, so that their orders are independent.
-        source_seed = zlib.crc32(f"{seed} {named.name}".encode()) if config.mixture else seed
+        # In a mixture the seed of a source is derived from its name, so that the orders of the sources are independent.
+        source_seed = zlib.crc32(f"{seed} {token_source.name}".encode()) if config.mixture else seed
         order = examples.make_order(source_seed, share * batch_examples)
         train_sources.append(
-            TrainSource(named.name, label, source, train_split.num_tokens, examples, order, named.max_epochs)
+            TrainSource(
+                token_source.name, label, source, train_split.num_tokens, examples, order, token_source.max_epochs
+            )
         )
         if validation_split.num_tokens:
-            validation[named.name if config.mixture else VALIDATION] = make_examples(source, validation_split)
-    # Further sets are read whole: they have no split and no order.
-    for name, further in config.validation.items():
-        source = open_labelled(f"data.validation.{name}={further.source}", further)
+            validation[token_source.name if config.mixture else VALIDATION] = make_examples(source, validation_split)
+    # The sets in `data.validation` are used whole, without a split.
+    for name, validation_source in config.validation.items():
+        source = open_labelled(f"data.validation.{name}={validation_source.source}", validation_source)
         validation[name] = make_examples(source, TokenSplit(0, len(source), config.sequence_length))
-    validate_options_read(config, sources.values())
+    validate_shared_keys(config, sources.values())
     fields = get_batch_fields(config)
     _validate_examples(
         fields,
@@ -325,21 +334,20 @@ def load_dataset(
         | {f"data.validation {name}": examples for name, examples in validation.items()},
     )
 
-    # The fingerprint covers everything that the training examples depend on. Validation moves no weights and is left
-    # out.
+    # The fingerprint covers everything that the training examples depend on. Validation does not affect training.
     content: JsonObject = {
         "sequence_length": config.sequence_length,
         "validation_fraction": config.validation_fraction,
     }
     if config.mixture:
         content["mixture"] = [
-            [named.name, named.weight, _describe_content(train)]
-            for named, train in zip(config.mixture, train_sources, strict=True)
+            [token_source.name, token_source.weight, _describe_content(train)]
+            for token_source, train in zip(config.mixture, train_sources, strict=True)
         ]
     else:
         content |= _describe_content(train_sources[0])
     return Dataset(
-        source=" + ".join(named.source for named in config.sources),
+        source=" + ".join(token_source.source for token_source in config.sources),
         sequence_length=config.sequence_length,
         fields=fields,
         fingerprint=hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
@@ -352,7 +360,7 @@ def load_dataset(
 
 
 def _describe_content(train: TrainSource) -> JsonObject:
-    """Return everything of one source that the fingerprint of the data set covers."""
+    """Return the values of one source that enter the fingerprint of the data set."""
     text = train.source if isinstance(train.source, TextTokens) else None
     content = {
         "tokens": train.source.fingerprint,
@@ -362,7 +370,7 @@ def _describe_content(train: TrainSource) -> JsonObject:
         else [text.tokenizer.name, text.tokenizer.vocabulary_size, text.tokenizer.characters],
         "order": probe_order(train.order, num_windows=train.examples.num_examples),
     }
-    # Windows of tokens depend on no documents. Further keys here would change the fingerprint of existing runs.
+    # Token windows do not depend on documents. More keys here would change the fingerprint of existing runs.
     if not train.examples.fingerprint:
         return content
     # Packed examples also depend on the ends of documents, and their order on the size of the batch.
@@ -373,13 +381,15 @@ def _describe_content(train: TrainSource) -> JsonObject:
     return content
 
 
-def load_validation_set(config: "DataConfig", name: str, named: "TokenSource", *, vocabulary_size: int) -> Dataset:
+def load_validation_set(
+    config: "DataConfig", name: str, token_source: "TokenSource", *, vocabulary_size: int
+) -> Dataset:
     """Return all tokens of one source, in order, as the validation set `name` of a data set without training data.
 
-    Called on every host. In dialogues the completion tokens count, unless `named` says otherwise.
+    Called on every host. In dialogues the completion tokens count, unless `token_source` says otherwise.
 
     Args:
-        config: data config that gives packing and sequence length.
+        config: data config with the packing and the sequence length.
         name: name of the set.
         named: source of the tokens.
         vocabulary_size: vocabulary of the model.
@@ -387,15 +397,17 @@ def load_validation_set(config: "DataConfig", name: str, named: "TokenSource", *
     Raises:
         DataError: the source cannot serve the config, or a model of this vocabulary.
     """
-    # The keys of the named source replace those of the training data; packing and length stay.
-    config = config.model_copy(update={"mixture": [], **{key: getattr(named, key) for key in type(named).model_fields}})
-    label = f"data.source={named.source}"
-    source = open_source(named, config, default_cache_directory(), vocabulary_size, default_train_on="answers")
+    # The keys of this source replace those of the training data, except for packing and sequence length.
+    config = config.model_copy(
+        update={"mixture": [], **{key: getattr(token_source, key) for key in type(token_source).model_fields}}
+    )
+    label = f"data.source={token_source.source}"
+    source = open_source(token_source, config, default_cache_directory(), vocabulary_size, default_train_on="answers")
     examples = PACKINGS[config.packing](source, TokenSplit(0, len(source), config.sequence_length))
     fields = {**get_batch_fields(config), **source.fields}
     _validate_examples(fields, {label: examples})
     dataset = Dataset(
-        named.source,
+        token_source.source,
         config.sequence_length,
         fields,
         fingerprint="",
@@ -410,7 +422,7 @@ def load_validation_set(config: "DataConfig", name: str, named: "TokenSource", *
 
 
 def _validate_examples(fields: Fields, sets: Mapping[str, Examples]) -> None:
-    """Raise DataError if a set does not fill the fields of a batch, or holds no example.
+    """Raise DataError if a set does not have all fields of the batch, or contains no example.
 
     A set without loss weights is accepted, because `Dataset.read` adds them.
     """

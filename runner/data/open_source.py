@@ -1,4 +1,4 @@
-"""Opening of a source: from the keys of a spec to the `Source` that reads them. Keys that nothing reads are errors."""
+"""Opening of a source: from the keys of a spec to the `Source` that reads them. Unused keys are errors."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -31,7 +31,7 @@ FORMAT_OPENERS: Mapping[str, Callable[..., DocumentFiles]] = {
 
 
 def open_source(
-    named: "TokenSource",
+    token_source: "TokenSource",
     config: "DataConfig",
     cache_directory: Path,
     vocabulary_size: int | None,
@@ -41,8 +41,8 @@ def open_source(
     """Open one source of `config`. Called on every host.
 
     Args:
-        named: the source, as the spec names it.
-        config: data config that the source belongs to.
+        token_source: keys of the source: an entry of the mixture, a validation set, or `config` itself.
+        config: data config with the keys that all sources share, such as packing and tokenizer.
         cache_directory: directory of the cache on this host's disk.
         vocabulary_size: vocabulary of the model, if the spec names it.
         default_train_on: tokens of dialogues that count in the loss if the spec does not say.
@@ -53,42 +53,44 @@ def open_source(
     """
     cache = CacheSettings(cache_directory, config.cache_bytes, config.sequence_length + 1)
     source: Source
-    if is_class_path(named.source):
-        _validate_keys_read(named, "is a class", "dtype", "train_on")
-        name = f"data.source={named.source}"
-        source_class = load_source_class(named)
-        if lacking := sorted(getattr(source_class, "__abstractmethods__", ())):
-            raise DataError(f"{name}: lacks {', '.join(lacking)}")
+    if is_class_path(token_source.source):
+        _validate_unread_keys(token_source, "is a class", "dtype", "train_on")
+        name = f"data.source={token_source.source}"
+        source_class = load_source_class(token_source)
+        if missing := sorted(getattr(source_class, "__abstractmethods__", ())):
+            raise DataError(f"{name}: does not implement {', '.join(missing)}")
         # The arguments are bound before the call, so that a TypeError inside the class is not taken for bad options.
         try:
-            inspect.signature(source_class).bind(**named.options)
+            inspect.signature(source_class).bind(**token_source.options)
         except TypeError as error:
             raise DataError(f"{name}: data.options: {error}") from error
-        source = CheckedSource(source_class(**named.options), name)
-    elif (corpus := find_corpus(named.source)) is not None:
-        _validate_keys_read(named, "names a corpus", "dtype", "options")
-        source = open_corpus(named.source, corpus, cache, named.train_on, default_train_on=default_train_on)
+        source = CheckedSource(source_class(**token_source.options), name)
+    elif (corpus := find_corpus(token_source.source)) is not None:
+        _validate_unread_keys(token_source, "names a corpus", "dtype", "options")
+        source = open_corpus(
+            token_source.source, corpus, cache, token_source.train_on, default_train_on=default_train_on
+        )
     else:
-        files = find_source(named.source)
+        files = find_source(token_source.source)
         if files.format:
-            _validate_keys_read(named, f"is of {files.format}", "dtype", "train_on")
-            source = open_format(files, named.options, cache_directory, vocabulary_size, cache)
+            _validate_unread_keys(token_source, f"is of {files.format}", "dtype", "train_on")
+            source = open_format(files, token_source.options, cache_directory, vocabulary_size, cache)
         elif files.holds_tokens:
-            _validate_keys_read(named, "names token files", "options", "train_on")
-            source = open_token_files(files, cache_directory, named.dtype, vocabulary_size, cache)
+            _validate_unread_keys(token_source, "names token files", "options", "train_on")
+            source = open_token_files(files, cache_directory, token_source.dtype, vocabulary_size, cache)
         else:
-            _validate_keys_read(named, "names text files", "dtype", "options", "train_on")
+            _validate_unread_keys(token_source, "names text files", "dtype", "options", "train_on")
             separator = SEPARATORS[config.document_separator]
             text = load_text(files, config.tokenizer, cache_directory, separator, cache)
-            # `plan` reports the disk space that copies of objects take.
+            # Text in a bucket is copied to this host's disk first; `plan` reports the space that the copies take.
             is_copied = isinstance(files, BucketFiles)
             source = TextTokens(text, sum(file.size_bytes for file in files.files) if is_copied else 0)
     if not len(source):
-        raise DataError(f"data.source={named.source}: is empty: it holds 0 tokens")
+        raise DataError(f"data.source={token_source.source}: is empty: it holds 0 tokens")
     if config.packing != "concatenate" and not source.has_documents:
         raise DataError(
-            f"data.packing={config.packing}: data.source={named.source} does not say where documents end; needs a "
-            "corpus with an index, text files, or packing: concatenate"
+            f"data.packing={config.packing}: data.source={token_source.source} does not say where documents end; "
+            "needs a corpus with an index, text files, or packing: concatenate"
         )
     return source
 
@@ -100,14 +102,15 @@ def open_format(
     trusted_vocabulary_size: int | None = None,
     cache: CacheSettings | None = None,
 ) -> DocumentFiles:
-    """Open files of another tool's format, as resolved by `find_source`.
+    """Open token files in another tool's format (Megatron, MDS or ArrayRecord), as resolved by `find_source`.
 
     Args:
         source: files, whose `format` is set.
         options: value of `data.options`.
-        cache_directory: directory of derived files.
-        trusted_vocabulary_size: vocabulary that the spec names, if it does.
-        cache: cache of ranges of objects.
+        cache_directory: directory of derived files, such as record lengths.
+        trusted_vocabulary_size: vocabulary of the model, if the spec names it. Each id is then checked when it is read,
+            and a long source is not scanned in advance.
+        cache: cache of byte ranges of objects in a bucket; by default nothing is cached.
 
     Raises:
         DataError: the content is of another format, or the options do not fit.
@@ -125,18 +128,22 @@ def open_format(
     return opener(*bound.args, **bound.kwargs)
 
 
-def _validate_keys_read(named: "TokenSource", kind: str, *unread: str) -> None:
-    """Raise `DataError` if one of the keys that a source of this kind does not read is set."""
+def _validate_unread_keys(token_source: "TokenSource", kind: str, *unread: str) -> None:
+    """Raise `DataError` if one of the keys `unread`, which a source of this kind ignores, is set."""
     for key in unread:
-        if (value := getattr(named, key)) != type(named).model_fields[key].default:
-            raise DataError(f"data.{key}={value}: nothing reads it, data.source={named.source} {kind}; leave it out")
+        if (value := getattr(token_source, key)) != type(token_source).model_fields[key].default:
+            raise DataError(
+                f"data.{key}={value}: nothing reads it, data.source={token_source.source} {kind}; leave it out"
+            )
 
 
-def validate_options_read(config: "DataConfig", sources: Collection[Source]) -> None:
-    """Raise `DataError` if a key that is set once for all sources of `config` is read by none of them."""
+def validate_shared_keys(config: "DataConfig", sources: Collection[Source]) -> None:
+    """Raise `DataError` if a key that all sources of `config` share is set, but no source uses it."""
     is_read = {
         "document_separator": any(isinstance(source, TextTokens) for source in sources),
-        "cache_bytes": any("://" in named.source for named in [*config.sources, *config.validation.values()]),
+        "cache_bytes": any(
+            "://" in token_source.source for token_source in [*config.sources, *config.validation.values()]
+        ),
     }
     needs = {"document_separator": "text", "cache_bytes": "in a bucket"}
     for key, is_needed in is_read.items():
@@ -145,10 +152,14 @@ def validate_options_read(config: "DataConfig", sources: Collection[Source]) -> 
             raise DataError(f"data.{key}={value}: nothing reads it, no source is {needs[key]}; leave it out")
 
 
-def load_source_class(named: "TokenSource") -> type[Source]:
-    """Import the class that `module:Class` names. Raises `DataError` if it cannot be, or is no `Source`."""
+def load_source_class(token_source: "TokenSource") -> type[Source]:
+    """Import the class that `module:Class` names.
+
+    Raises:
+        DataError: the import fails, or the class is not a subclass of `Source`.
+    """
     try:
-        source_class: type[Source] = load_class(named.source, Source)
+        source_class: type[Source] = load_class(token_source.source, Source)
     except InvalidError as error:
-        raise DataError(f"data.source={named.source}: {error}") from error
+        raise DataError(f"data.source={token_source.source}: {error}") from error
     return source_class

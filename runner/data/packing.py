@@ -1,18 +1,18 @@
-"""Packing: how a stretch of tokens is cut into examples (sequences of T positions).
+"""Packing of a range of tokens into examples (sequences of T positions).
 
-Each position holds an input token and, as its target, the token after it. There are three ways to cut:
+Each position holds an input token and, as its target, the token after it. There are three ways to pack:
 
 - `TokenWindows`: windows of T + 1 tokens, regardless of documents. Neighbouring windows share one token, which is a
   target of the first and an input of the second.
 - `PackedDocuments`: whole documents side by side; attention stays within a document.
 - `PaddedDocuments`: one document in an example, the rest of it padding.
 
-Every position that has a target in its own document stands in exactly one example. A document that is longer than T is
-cut, and each part of it is a document of its own. The last token of a document is the target of the one before it and
-never an input.
+With the last two, every token whose successor belongs to the same document is an input of exactly one example. A
+document that is longer than T is split, and each part counts as a document. The last token of a document is only a
+target, never an input.
 
 A *span* is a part of a document as (position of its first input, number of inputs), both int64. This module reads token
-ids and document ends. It knows no order and no step.
+ids and document ends. It does not depend on steps; the order of the examples is made by `sampling`.
 """
 
 import functools
@@ -36,18 +36,18 @@ Fields = Mapping[str, type[np.generic]]
 
 TOKEN_FIELDS: Fields = {"x": np.int32, "y": np.int32, "padding_mask": np.bool_}
 DOCUMENT_FIELDS: Fields = {**TOKEN_FIELDS, "segment": np.int32, "position": np.int32}
-BLOCK_POSITIONS = 1 << 19  # positions of the examples of one block, which are packed together
+BLOCK_POSITIONS = 1 << 19  # positions in all examples of a block; the documents of a block are packed together
 BLOCK_EXAMPLES_MIN = 64
-# Tokens of a block over its positions. The padding that this leaves lets nearly all documents stay whole.
+# Tokens of a block as a percentage of its positions. The free positions let nearly all documents stay whole.
 BLOCK_FILL_PERCENT = 99.5
-# A plan is dropped after this many requests for each plan in the cache. A slot of the batch that draws from several
-# blocks leaves each of them unused for that long.
+# A plan is evicted when it was not used during PLAN_ROUNDS * (number of cached plans) requests. It must be that long,
+# because a batch slot that draws from several blocks uses each of them only now and then.
 PLAN_ROUNDS = 16
 PLANS_BYTES_MAX = 1 << 30
 
 
 class Examples(Protocol):
-    """Examples of one stretch of tokens. Immutable, and safe to read from several threads."""
+    """Examples of one range of tokens. Immutable, and safe to read from several threads."""
 
     @property
     def fields(self) -> Fields:
@@ -59,13 +59,13 @@ class Examples(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Digest that differs where the same tokens are cut in another way; empty for `TokenWindows`."""
+        """Digest of the assignment of tokens to examples; empty for `TokenWindows`, which the split determines."""
 
-    def read(self, numbers: np.ndarray) -> Sequences:
-        """Return the examples of these numbers, each field of shape (len(numbers), T)."""
+    def read(self, indices: np.ndarray) -> Sequences:
+        """Return the examples with these indices, each field of shape (len(indices), T)."""
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
-        """Return the endless training order: all numbers once in each epoch, any element found in O(1).
+        """Return the endless training order: every index once in each epoch, with random access in O(1).
 
         Args:
             seed: seed of the shuffle.
@@ -83,16 +83,16 @@ class TokenWindows:
         self.fields: Fields = {**TOKEN_FIELDS, **source.fields}
         self.num_examples = split.num_windows
 
-    def read(self, numbers: np.ndarray) -> Sequences:
-        """Read the windows, and the further fields of their targets."""
+    def read(self, indices: np.ndarray) -> Sequences:
+        """Read the windows, and the additional fields of their targets."""
         T = self._split.sequence_length
-        starts = self._split.start + np.asarray(numbers, np.int64) * T
+        starts = self._split.start + np.asarray(indices, np.int64) * T
         # One read gives inputs and targets, which are views of the same array, shifted by one token.
         tokens = self._source.read_many(starts, T + 1).astype(np.int32, copy=False)
         sequences = {"x": tokens[:, :-1], "y": tokens[:, 1:], "padding_mask": np.ones((len(starts), T), np.bool_)}
         for name, dtype in self._source.fields.items():
             sequences[name] = np.zeros((len(starts), T), dtype)
-            # Further fields describe the target of a position.
+            # Additional fields belong to the target of a position, hence the shift by one.
             targets = [(start + 1, start + 1 + T) for start in starts.tolist()]
             for index, values in enumerate(self._source.read_field_ranges(name, targets)):
                 sequences[name][index] = values
@@ -104,7 +104,7 @@ class TokenWindows:
 
 
 class _DocumentExamples:
-    """Examples made of spans of documents: the base of `PackedDocuments` and `PaddedDocuments`."""
+    """Base of `PackedDocuments` and `PaddedDocuments`: examples that are made of spans of documents."""
 
     num_examples: int
 
@@ -112,23 +112,23 @@ class _DocumentExamples:
         self._source, self._split = source, split
         self.fields: Fields = {**DOCUMENT_FIELDS, **source.fields}
 
-    def get_spans(self, number: int) -> np.ndarray:
+    def get_spans(self, index: int) -> np.ndarray:
         """Return the spans that an example holds, in order, of shape (n, 2)."""
         raise NotImplementedError
 
-    def _sample_numbers(self) -> list[int]:
-        """Return the numbers of up to 16 examples, evenly spaced from the first to the last."""
+    def _sample_indices(self) -> list[int]:
+        """Return the indices of up to 16 examples, evenly spaced from the first to the last."""
         return np.linspace(0, self.num_examples - 1, min(self.num_examples, 16)).astype(np.int64).tolist()
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Digest of the spans of a sample of the examples."""
-        sample = [[*map(tuple, self.get_spans(number).tolist())] for number in self._sample_numbers()]
+        """Digest of the spans of a sample of examples. All spans of packed documents would need all document ends."""
+        sample = [[*map(tuple, self.get_spans(index).tolist())] for index in self._sample_indices()]
         return hashlib.sha256(repr((type(self).__name__, self.num_examples, sample)).encode()).hexdigest()
 
-    def read(self, numbers: np.ndarray) -> Sequences:
+    def read(self, indices: np.ndarray) -> Sequences:
         """Read the spans of the examples, and pad each sequence with 0 in every field."""
-        return self._fill([self.get_spans(int(number)) for number in numbers])
+        return self._fill([self.get_spans(int(index)) for index in indices])
 
     def _fill(self, spans_of_examples: Sequence[np.ndarray]) -> Sequences:
         """Return one sequence for each array of spans. Padding is 0 in every field."""
@@ -140,8 +140,8 @@ class _DocumentExamples:
         stops = starts + lengths
         # A span reads one token more than it has inputs: the target of its last input.
         tokens = self._source.read_ranges(list(zip(starts.tolist(), (stops + 1).tolist(), strict=True)))
-        # A sequence is filled from its start on, so the real positions of all sequences, read in order, take the inputs
-        # of all spans, one span after the other.
+        # Padding is at the end of each sequence. Boolean indexing is row-major, so one assignment copies the
+        # concatenated spans of all examples to their positions.
         is_real = sequences["padding_mask"]
         is_real[:] = np.arange(T) < np.array([spans[:, 1].sum() for spans in spans_of_examples])[:, None]
         sequences["x"][is_real] = np.concatenate([ids[:-1] for ids in tokens])
@@ -172,10 +172,11 @@ class PackingPlan:
 
 
 class PackingPlanCache:
-    """Plans of the blocks in use: 16 bytes a document, 14 KB a block where documents have 700 tokens.
+    """Least-recently-used cache of the plans of blocks. Thread-safe.
 
-    A plan is dropped when all plans in the cache could have been requested `PLAN_ROUNDS` times since its own last
-    request. What remains are the blocks of this host's slots, at most `PLANS_BYTES_MAX` in all. Thread-safe.
+    A plan takes 16 bytes a document: 14 KB for a block with documents of 700 tokens. A plan is evicted when it was not
+    used during the last `PLAN_ROUNDS` requests for each cached plan, or when all plans exceed `PLANS_BYTES_MAX`. The
+    blocks of this host's batch slots therefore stay cached.
     """
 
     def __init__(self, make_plan: Callable[[int], PackingPlan]):
@@ -209,9 +210,9 @@ class PackingPlanCache:
 class PackedDocuments(_DocumentExamples):
     """Several whole documents in an example, packed by best fit within one block of tokens.
 
-    A block holds slightly fewer tokens than its examples have positions, so that all of it fits, and the content of an
-    example depends on its number alone. The amount of padding is therefore known in advance: that small share, and one
-    position for each document.
+    All blocks but the last have the same number of tokens and examples, so the index of an example determines its
+    block, and the content of an example is found without packing the blocks before it. The tokens of a block take
+    `BLOCK_FILL_PERCENT` of the positions of its examples, so they always fit.
     """
 
     def __init__(self, source: Source, split: TokenSplit):
@@ -226,55 +227,57 @@ class PackedDocuments(_DocumentExamples):
         )
         self.num_examples = self._num_whole_blocks * self._block_examples + self._rest_examples
         self._plans = PackingPlanCache(self._make_plan)
-        if not any(len(self.get_spans(number)) for number in self._sample_numbers()):
+        if not any(len(self.get_spans(index)) for index in self._sample_indices()):
             self.num_examples = 0  # every document has a single token, so all examples would be padding
 
-    def read(self, numbers: np.ndarray) -> Sequences:
-        """Plan the blocks of the examples, all at once where each waits for a bucket, and read the spans."""
-        blocks, places = np.divmod(np.asarray(numbers, np.int64), self._block_examples)
+    def read(self, indices: np.ndarray) -> Sequences:
+        """Plan the blocks of the examples, concurrently if the source is in a bucket, and read the spans."""
+        blocks, offsets = np.divmod(np.asarray(indices, np.int64), self._block_examples)
         wanted = np.unique(blocks).tolist()
         calls = [functools.partial(self._plans.__getitem__, block) for block in wanted]
         is_remote = self._source.bytes_fetched_per_token
         plans = dict(zip(wanted, run_in_parallel(calls) if is_remote else [call() for call in calls], strict=True))
-        return self._fill([plans[block][place] for block, place in zip(blocks.tolist(), places.tolist(), strict=True)])
+        return self._fill(
+            [plans[block][offset] for block, offset in zip(blocks.tolist(), offsets.tolist(), strict=True)]
+        )
 
-    def get_spans(self, number: int) -> np.ndarray:
+    def get_spans(self, index: int) -> np.ndarray:
         """Return the spans that the plan of the block assigns to an example."""
-        block, place = divmod(number, self._block_examples)
-        return self._plans[block][place]
+        block, offset = divmod(index, self._block_examples)
+        return self._plans[block][offset]
 
     def _make_plan(self, block: int) -> PackingPlan:
         end = self._split.start + self._split.num_tokens
         start = self._split.start + block * self._block_tokens
         stop = min(start + self._block_tokens, end)
         ends = self._source.document_ends(start, stop)
-        # Where a document continues in the next block, the last token of this block has its target there and is an
-        # input here.
+        # If a document continues in the next block, the last token of this block is an input here, and its target is
+        # the first token of the next block.
         is_cut = stop < end and stop not in ends
         num_examples = self._block_examples if block < self._num_whole_blocks else self._rest_examples
         return pack_spans(find_spans(start, stop + is_cut, ends), num_examples, self._split.sequence_length)
 
     def make_order(self, seed: int, batch_examples: Fraction) -> LocalShuffle:
-        """Return an order in which a host packs a block once in an epoch instead of once for each example."""
+        """Return an order with locality: a host packs each block once in an epoch, not once for each example."""
         return LocalShuffle(self.num_examples, self._block_examples, batch_examples, seed)
 
 
 class PaddedDocuments(_DocumentExamples):
-    """One document, or a part of a longer one, in an example. The ends of all documents are read at the start."""
+    """One document, or a part of a long one, in an example. The ends of all documents are read at the start."""
 
     def __init__(self, source: Source, split: TokenSplit):
         super().__init__(source, split)
         T, stop = split.sequence_length, split.start + split.num_tokens
         self._spans = find_spans(split.start, stop, source.document_ends(split.start, stop))
-        self._example_ends = np.cumsum(-(-self._spans[:, 1] // T))  # examples up to and including each document
+        # Number of examples up to and including each document, which takes ceil(length / T) examples.
+        self._example_ends = np.cumsum(-(-self._spans[:, 1] // T))
         self.num_examples = int(self._example_ends[-1]) if len(self._example_ends) else 0
 
-    def get_spans(self, number: int) -> np.ndarray:
+    def get_spans(self, index: int) -> np.ndarray:
         """Return the span of one document, or of a part of a long one."""
         T = self._split.sequence_length
-        # The document of an example follows from the cumulated numbers of examples.
-        document = int(np.searchsorted(self._example_ends, number, side="right"))
-        offset = (number - int(self._example_ends[document - 1] if document else 0)) * T
+        document = int(np.searchsorted(self._example_ends, index, side="right"))
+        offset = (index - int(self._example_ends[document - 1] if document else 0)) * T
         start, length = self._spans[document].tolist()
         return np.array([[start + offset, min(length - offset, T)]])
 
@@ -295,9 +298,9 @@ def _count_packed_tokens(num_positions: int) -> int:
 
 
 def find_spans(start: int, stop: int, ends: np.ndarray) -> np.ndarray:
-    """Return the documents of positions `start .. stop` as spans of shape (n, 2), none of them empty.
+    """Return the documents in positions `start .. stop` as spans of shape (n, 2), without empty spans.
 
-    `ends` are the positions at which documents end. A part that `start` or `stop` cuts off counts as a document.
+    `ends` are the exclusive ends of documents. A part of a document at `start` or `stop` counts as a document.
     """
     edges = np.unique(np.concatenate([[start], ends[(ends > start) & (ends < stop)], [stop]]))
     # The last token of a document has no target within the document, so a document of n tokens has n - 1 inputs.
@@ -308,20 +311,21 @@ def find_spans(start: int, stop: int, ends: np.ndarray) -> np.ndarray:
 def pack_spans(spans: np.ndarray, num_examples: int, capacity: int) -> PackingPlan:
     """Pack spans into examples of `capacity` positions, best fit decreasing.
 
-    Spans longer than an example fill whole examples first, and their rests are packed like the other spans. The longest
-    span goes first, into the example where it leaves the least space. Spans that fit nowhere are cut into the examples
-    with the most space. All spans together must not exceed the capacity of all examples.
+    Spans longer than an example fill whole examples first, and their remainders are packed like the other spans. The
+    longest span goes first, into the example where it leaves the least space. Spans that fit nowhere are split over the
+    examples with the most space. All spans together must not exceed the capacity of all examples.
     """
+    # Row (example, first input, number of inputs) for each example that a part of a long span fills.
     num_whole = spans[:, 1] // capacity
     num_filled = int(num_whole.sum())
-    places = np.arange(num_filled) - np.repeat(np.cumsum(num_whole) - num_whole, num_whole)
-    starts = np.repeat(spans[:, 0], num_whole) + places * capacity
+    parts = np.arange(num_filled) - np.repeat(np.cumsum(num_whole) - num_whole, num_whole)
+    starts = np.repeat(spans[:, 0], num_whole) + parts * capacity
     whole = np.stack([np.arange(num_filled), starts, np.full(num_filled, capacity)], axis=1)
-    rests = spans + num_whole[:, None] * [capacity, -capacity]
-    rests = rests[rests[:, 1] > 0]
+    remainders = spans + num_whole[:, None] * [capacity, -capacity]
+    remainders = remainders[remainders[:, 1] > 0]
     # Ties are broken by position, which makes the result a function of the documents alone.
-    rests = rests[np.lexsort((rests[:, 0], -rests[:, 1]))]
-    packed = np.concatenate([whole, _best_fit(rests, range(num_filled, num_examples), capacity)])
+    remainders = remainders[np.lexsort((remainders[:, 0], -remainders[:, 1]))]
+    packed = np.concatenate([whole, _best_fit(remainders, range(num_filled, num_examples), capacity)])
     # Within an example the spans keep the order of the corpus.
     packed = packed[np.lexsort((packed[:, 1], packed[:, 0]))]
     bounds = np.searchsorted(packed[:, 0], np.arange(num_examples + 1)).astype(np.int32)
@@ -334,9 +338,9 @@ def _best_fit(spans: np.ndarray, examples: range, capacity: int) -> np.ndarray:
     Returns:
         Placements (example, first input, number of inputs) in any order, of shape (n, 3).
     """
-    by_space: dict[int, list[int]] = {capacity: list(examples)}  # heaps: the lowest example of each space comes first
-    # Bit s is set while some example has exactly s free positions; the lowest set bit at or above the length of a span
-    # is then the best fit, found without a search.
+    by_space: dict[int, list[int]] = {capacity: list(examples)}  # heap of the examples with so many free positions
+    # Bit s is set while some example has exactly s free positions. The lowest set bit at or above the length of a span
+    # is then the best fit.
     available = 1 << capacity if examples else 0
     chosen: list[int] = []
     misfits: list[int] = []
@@ -354,18 +358,18 @@ def _best_fit(spans: np.ndarray, examples: range, capacity: int) -> np.ndarray:
             available |= 1 << space - length
         chosen.append(example)
 
-    # Each misfit is cut so that its parts fill the rest of the examples with the most space.
-    widest = [(-space, example) for space, examples_left in by_space.items() for example in examples_left]
-    heapq.heapify(widest)
+    # Each misfit is split so that its parts fill the examples with the most free positions.
+    emptiest = [(-space, example) for space, examples_left in by_space.items() for example in examples_left]
+    heapq.heapify(emptiest)
     parts = []
     for start, length in spans[misfits].tolist():
         while length:
-            negative_space, example = heapq.heappop(widest)
+            negative_space, example = heapq.heappop(emptiest)  # heapq has no max-heap, so the space is negated
             taken = min(length, -negative_space)
             parts.append((example, start, taken))
             start, length = start + taken, length - taken
             if taken < -negative_space:
-                heapq.heappush(widest, (negative_space + taken, example))
+                heapq.heappush(emptiest, (negative_space + taken, example))
     fit = np.delete(spans, misfits, axis=0)
     placed = np.column_stack([np.array(chosen, np.int64), fit])
     return np.concatenate([placed, np.array(parts, np.int64).reshape(-1, 3)])

@@ -1,15 +1,16 @@
-"""Sampling order: which window or example of which source stands at each place of the training stream.
+"""Sampling order of the training stream: shuffles within a source, and mixtures of sources.
 
-Everything here is arithmetic on integers. No token and no file is read, and no state is kept between steps.
+Everything here is integer arithmetic. No token and no file is read, and no state is kept between steps.
 
-Window w of a split covers the T + 1 tokens from `w * T` of the split on: T inputs and, shifted by one, their T targets.
-Neighbouring windows share one token, which is a target of the first and an input of the second. The splits share none.
+Window w of a split covers T + 1 tokens, beginning at token `w * T` of the split: T inputs and, shifted by one, their T
+targets. Neighbouring windows share one token, which is a target of the first and an input of the second. The training
+and the validation split share no token.
 
 - `ShuffledOrder` permutes all windows in each epoch.
 - `LocalShuffle` keeps the examples of one block of packed documents close together, so that a host reads few blocks.
-- `Mixture` gives each source its share of any stretch of examples. Among the first k examples of a run each source has
-  its share of k, give or take one or two, for every k. The number of an example therefore tells its source and how many
-  examples of that source came before it.
+- `Mixture` interleaves sources. For every k, the first k examples of a run contain each source in proportion to its
+  weight, within one or two examples. The index of an example determines its source, and how many examples of that
+  source precede it.
 """
 
 import functools
@@ -26,7 +27,8 @@ import numpy as np
 from runner.errors import DataError
 
 ORDER_PROBE_INDICES = 512
-# grain draws until a number is below the number of windows: 0.06 ms for one of 512 windows, 5 ms for one of three.
+# grain's shuffle repeats until the result is below the number of windows, which is slow for few of them: an element
+# takes 0.06 ms with 512 windows and 5 ms with three. Up to this number whole epochs are therefore cached.
 FEW_WINDOWS = 512
 GROUP_BLOCKS = 64  # smallest number of blocks that `LocalShuffle` mixes within a group
 
@@ -79,10 +81,7 @@ def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length
 
 @dataclass(frozen=True)
 class ShuffledOrder(Sequence[int]):
-    """Endless training order with a new permutation of all windows in each epoch; any element is found in O(1).
-
-    The epoch of a small number of windows is computed whole, once in a process.
-    """
+    """Endless training order with a new permutation of all windows in each epoch, and random access in O(1)."""
 
     num_windows: int
     seed: int
@@ -94,8 +93,8 @@ class ShuffledOrder(Sequence[int]):
         # grain computes any element on request; the cached epoch below only saves time and gives the same order.
         if self.num_windows > FEW_WINDOWS:
             return self._shuffled[index]
-        epoch, place = divmod(index, self.num_windows)
-        return _compute_epoch(self, epoch)[place]
+        epoch, position = divmod(index, self.num_windows)
+        return _compute_epoch(self, epoch)[position]
 
     @functools.cached_property
     def _shuffled(self) -> Sequence[int]:
@@ -104,8 +103,8 @@ class ShuffledOrder(Sequence[int]):
 
 @functools.lru_cache(maxsize=256)
 def _compute_epoch(order: ShuffledOrder, epoch: int) -> tuple[int, ...]:
-    begin = epoch * order.num_windows
-    return tuple(order._shuffled[begin + place] for place in range(order.num_windows))
+    first = epoch * order.num_windows
+    return tuple(order._shuffled[first + position] for position in range(order.num_windows))
 
 
 def make_order(num_windows: int, *, seed: int) -> ShuffledOrder:
@@ -114,22 +113,24 @@ def make_order(num_windows: int, *, seed: int) -> ShuffledOrder:
 
 
 class LocalShuffle(Sequence[int]):
-    """Endless training order of packed documents: one slot of the batch draws from few blocks of examples.
+    """Endless training order of packed documents, in which each slot of the batch draws from few blocks of examples.
 
-    Each epoch holds every example once. A slot is the place of a sequence in the global batch. Blocks are shuffled and
-    put into groups; a group holds the same number of blocks for each slot, and `GROUP_BLOCKS` blocks or more in all.
-    The examples of a group are dealt out by slot: slot 0 of all steps that the group serves takes the first examples,
-    slot 1 the next ones. So a host reads the blocks of its own slots and no others, however many hosts there are. The
-    examples of one slot's blocks are shuffled. The rest of an epoch forms a smaller group, and a last block that is
-    not whole stands at its end.
+    Each epoch contains every example once. A slot is the position of a sequence in the global batch.
 
-    A step takes `batch_examples` examples of this order. That is no whole number where other sources contribute to the
-    batch, too; example p then has the slot `p % batch_examples`.
+    1. The blocks of an epoch are shuffled and split into groups. A group has the same number of blocks for each slot,
+       and at least `GROUP_BLOCKS` blocks.
+    2. Each slot gets its own blocks of the group and draws from them in all steps that the group lasts. A host
+       therefore reads the blocks of its own slots only, however many hosts there are.
+    3. The examples in the blocks of a slot are shuffled.
+    4. The last group of an epoch is smaller, and an incomplete last block is at its end.
+
+    A step takes `batch_examples` examples of this order. In a mixture that is not an integer, because other sources
+    contribute to the batch, too. Example p then has the slot `p % batch_examples`, a fraction.
     """
 
     def __init__(self, num_examples: int, block_examples: int, batch_examples: Fraction, seed: int):
         self.batch_examples = batch_examples
-        self._num_examples, self._block_examples, self._seed = num_examples, block_examples, seed
+        self._num_examples, self._block_examples = num_examples, block_examples
         self._num_blocks = num_examples // block_examples
         # A source with a small share of a mixture may have less than one example in a step on average.
         num_slots = max(1, round(batch_examples))
@@ -137,63 +138,73 @@ class LocalShuffle(Sequence[int]):
         self._slot_examples = slot_blocks * block_examples
         self._group_examples = num_slots * self._slot_examples
         blocks = make_order(max(self._num_blocks, 1), seed=seed)
+        # The caches hold one group: the permuted block numbers, and one permutation for each slot, which take 8 bytes
+        # for each example.
         self._block = functools.lru_cache(maxsize=num_slots * slot_blocks)(
-            lambda epoch, place: blocks[epoch * self._num_blocks + place]
+            lambda epoch, position: blocks[epoch * self._num_blocks + position]
         )
-        # The cached permutations take 8 bytes for each example of a group, all slots together.
         self._permutation = functools.lru_cache(maxsize=num_slots)(functools.partial(make_permutation, seed))
 
     def __len__(self) -> int:
         return self._num_examples
 
     def __getitem__(self, index: int) -> int:  # type: ignore[override]
-        epoch, place = divmod(index, self._num_examples)
-        group, place = divmod(place, self._group_examples)
-        first = group * self._group_examples
-        size = min(self._group_examples, self._num_examples - first)
-        # The rank by slot turns the order of the stream into runs of examples that belong to one slot.
-        slot, place = divmod(self._rank(index - place, size, place), self._slot_examples)
-        begin = slot * self._slot_examples
-        place = int(self._permutation(epoch, group, slot, min(self._slot_examples, size - begin))[place])
-        block, within = divmod(first + begin + place, self._block_examples)
-        if block < self._num_blocks:  # a last block that is not whole keeps its place
+        epoch, epoch_offset = divmod(index, self._num_examples)
+        group, group_offset = divmod(epoch_offset, self._group_examples)
+        group_start = group * self._group_examples
+        group_size = min(self._group_examples, self._num_examples - group_start)
+        # Consecutive ranks belong to the same slot, so dividing a rank gives the slot and the offset in its blocks.
+        rank = self._rank(index - group_offset, group_size, group_offset)
+        slot, slot_offset = divmod(rank, self._slot_examples)
+        slot_start = slot * self._slot_examples
+        slot_size = min(self._slot_examples, group_size - slot_start)
+        shuffled_offset = int(self._permutation(epoch, group, slot, slot_size)[slot_offset])
+        block, block_offset = divmod(group_start + slot_start + shuffled_offset, self._block_examples)
+        if block < self._num_blocks:  # an incomplete last block is not shuffled
             block = self._block(epoch, block)
-        return block * self._block_examples + within
+        return block * self._block_examples + block_offset
 
-    def _rank(self, first: int, size: int, place: int) -> int:
-        """Return the rank of example `first + place` among `first .. first + size`, sorted by slot, then by number."""
-        # The slot of p is p modulo a fraction. All numbers below are in units of 1 / scale, so that they are integers.
-        num_slots, scale = self.batch_examples.as_integer_ratio()
-        begin, slot = first * scale % num_slots, (first + place) * scale % num_slots
-        # x mod n < r exactly where floor(x / n) and floor((x - r) / n) differ.
-        before = floor_sum(size, num_slots, scale, begin) - floor_sum(size, num_slots, scale, begin - slot + num_slots)
-        return before + size + place // num_slots
+    def _rank(self, first: int, size: int, offset: int) -> int:
+        """Return the rank of example `first + offset` among `first .. first + size`, sorted by slot, then by index."""
+        # The slot of p is p modulo the fraction n / scale. Everything below is multiplied by scale to get integers.
+        n, scale = self.batch_examples.as_integer_ratio()
+        begin, slot = first * scale % n, (first + offset) * scale % n
+        # Count the examples with a lower slot: x mod n < slot exactly where floor(x / n) = floor((x - slot) / n) + 1.
+        # The second sum adds n to its argument, to keep it positive, and is therefore larger by `size`.
+        below = floor_sum(size, n, scale, begin) - floor_sum(size, n, scale, begin - slot + n)
+        # Among the examples before this one every n-th has the same slot, because the fraction is reduced.
+        return below + size + offset // n
 
 
 def floor_sum(count: int, divisor: int, factor: int, offset: int) -> int:
-    """Return the sum of `(factor * i + offset) // divisor` over `i < count`, in O(log divisor).
+    """Return the sum of `(factor * i + offset) // divisor` over `i` in `range(count)`, in O(log divisor).
 
-    No argument is negative.
+    All arguments must be nonnegative.
     """
     total = 0
     while count:
         total += count * (count - 1) // 2 * (factor // divisor) + count * (offset // divisor)
         factor, offset = factor % divisor, offset % divisor
-        # The rest counts the lattice points below a line; with the axes exchanged there are fewer columns.
+        # What remains is the number of lattice points below a line. Exchanging the axes leaves fewer columns, as in
+        # Euclid's algorithm.
         count, offset = divmod(factor * count + offset, divisor)
         factor, divisor = divisor, factor
     return total
 
 
 def make_permutation(seed: int, epoch: int, group: int, slot: int, size: int) -> np.ndarray:
-    """Return a permutation of the numbers below `size` that is the same in every version of numpy."""
+    """Return a permutation of `range(size)` that is the same in every version of numpy."""
     # The raw output of Philox is specified, whereas `Generator.permutation` may change between versions of numpy.
     key = hashlib.sha256(f"{seed} {epoch} {group} {slot}".encode()).digest()
     return np.argsort(np.random.Philox(key=np.frombuffer(key[:16], "<u8")).random_raw(size), kind="stable")
 
 
 def probe_order(order: Sequence[int], *, num_windows: int) -> str:
-    """Return a digest of the first places of two epochs: another version of the shuffle makes another data set."""
+    """Return a digest of the first elements of two epochs.
+
+    It is part of the data fingerprint, so a version of grain that shuffles differently cannot resume a run unnoticed.
+    """
+    # Only a `ShuffledOrder` can be a key of the cache: it is a frozen dataclass, equal for equal seeds and sizes.
     return (_probe_once if isinstance(order, ShuffledOrder) else _probe)(order, num_windows)
 
 
@@ -207,10 +218,13 @@ _probe_once = functools.lru_cache(maxsize=256)(_probe)
 
 
 class Mixture:
-    """Sources in fixed proportions. `weights` are positive, one for each source, and need not add up to one."""
+    """Interleaving of sources in fixed proportions.
+
+    `weights` are positive, one for each source, and need not sum to one.
+    """
 
     def __init__(self, weights: Sequence[float]):
-        # Fractions of the decimal text make the shares exact, so that no rounding accumulates over a long run.
+        # Weights are parsed from their decimal text into fractions, so that no rounding accumulates over a long run.
         exact = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(weight.denominator for weight in exact))
         self._parts = [int(weight * scale) for weight in exact]
@@ -219,27 +233,27 @@ class Mixture:
     def count_examples(self, num_examples: int) -> list[int]:
         """Return how many of the first `num_examples` come from each source.
 
-        The first source takes its share, rounded up, then the second its share of the rest, and so on. As
-        `num_examples` grows no count ever falls, and exactly one rises with each example.
+        The first source takes its share, rounded up, then the second takes its share of the remainder, and so on. When
+        `num_examples` grows by one, exactly one count grows by one and the others stay.
         """
-        counts, rest = [], sum(self._parts)
+        counts, remaining_parts = [], sum(self._parts)
         for part in self._parts:
-            count = -(-num_examples * part // rest)
+            count = -(-num_examples * part // remaining_parts)
             counts.append(count)
-            num_examples, rest = num_examples - count, rest - part
+            num_examples, remaining_parts = num_examples - count, remaining_parts - part
         return counts
 
     def locate(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each of the examples `first .. first + count`, and its number within that source.
+        """Return the source of each of the examples `first .. first + count`, and its index in that source's stream.
 
         Both arrays are int64 of shape (count,).
         """
-        sources, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
+        sources, indices = np.empty(count, np.int64), np.empty(count, np.int64)
         before = self.count_examples(first)
-        for index in range(count):
-            after = self.count_examples(first + index + 1)
-            # Exactly one count rises with each example: that of its source.
-            source = next(place for place, (old, new) in enumerate(zip(before, after, strict=True)) if old < new)
-            sources[index], numbers[index] = source, before[source]
+        for i in range(count):
+            after = self.count_examples(first + i + 1)
+            # Exactly one count grows with each example: that of its source.
+            source = next(index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old < new)
+            sources[i], indices[i] = source, before[source]
             before = after
-        return sources, numbers
+        return sources, indices

@@ -1,4 +1,4 @@
-"""`Source`: token ids by position. The spec names a class of the user's own as `module:Class`."""
+"""`Source`: random access to token ids by position. A spec may name a user-defined subclass as `module:Class`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,15 @@ from runner.errors import DataError
 class Source(ABC):
     """One long, immutable sequence of token ids: a position has the same id on every host and in every attempt.
 
-    Made on every host, with the keys of `data.options` as keyword arguments. Read from several threads at once.
+    Instantiated on every host, with the keys of `data.options` as keyword arguments. Its methods are called from
+    several threads at once.
 
     Attributes:
         has_documents: True if `document_ends` is implemented; otherwise only `packing: concatenate` can be used.
-        fields: dtypes of further values of each token by name, such as `{"loss_weight": np.float32}`. A batch holds
+        fields: names and dtypes of additional values per token, such as `{"loss_weight": np.float32}`. A batch holds
             them at the position where the token is the target.
         bytes_fetched_per_token: bytes that reading a token transfers over the network; 0 on a local disk.
-        bytes_copied: bytes that each host keeps on its disk because they cannot be read by ranges.
+        bytes_copied: bytes that each host copies to its disk, because the format does not support range reads.
     """
 
     has_documents: bool = False
@@ -29,14 +30,14 @@ class Source(ABC):
     @property
     @abstractmethod
     def vocabulary_size(self) -> int:
-        """Number that every id is below; no id is negative."""
+        """Exclusive upper bound of the ids, which are never negative."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Text that differs for other ids or documents; a run is never continued with another fingerprint.
+        """Text that identifies the ids and documents; a run is never resumed with another fingerprint.
 
-        Requested at the start and before each save, so it should cost little.
+        Read at the start and before each save, so it should be cheap.
         """
 
     @abstractmethod
@@ -45,7 +46,12 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids of positions `start .. stop`: 1-D, integers. Raises `DataError` or `OSError`."""
+        """Return the ids of positions `start .. stop` (exclusive) as a 1-D integer array.
+
+        Raises:
+            DataError: the data have changed or are invalid.
+            OSError: the storage cannot be read.
+        """
 
     def read_many(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return the ids of `length` positions from each start on, of shape (len(starts), length)."""
@@ -54,7 +60,7 @@ class Source(ABC):
         return np.stack(self.read_ranges([(start, start + length) for start in np.asarray(starts).tolist()]))
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the ids of several ranges of positions. Override it where each read waits for the network."""
+        """Return the ids of several ranges of positions. Override this to read concurrently, for instance a bucket."""
         return [self.read(start, stop) for start, stop in ranges]
 
     def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -62,14 +68,14 @@ class Source(ABC):
         raise NotImplementedError
 
     def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the values of one of `fields` for several ranges. Override it where each read waits."""
+        """Return the values of one of `fields` for several ranges. Override this to read concurrently."""
         return [self.read_field(name, start, stop) for start, stop in ranges]
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """Return the positions p with start < p <= stop before which a document ends, in ascending order.
+        """Return the exclusive ends p of documents with start < p <= stop, in ascending order.
 
-        Called only if `has_documents`. The documents fill the sequence: each begins where the one before it ends, and
-        the last ends at the end of the sequence.
+        Called only if `has_documents`. Documents are contiguous: each begins where the previous one ends, and the last
+        one ends at `len(self)`.
         """
         raise NotImplementedError
 
@@ -96,14 +102,14 @@ def find_invalid_id(ids: np.ndarray, vocabulary_size: int) -> int | None:
 
 
 class CheckedSource(Source):
-    """A user's own source whose results are checked against its promises.
+    """Wrapper of a user-defined source that validates every result.
 
     Every violation is a `DataError` that names the source; an id outside the vocabulary is named with its position.
     """
 
     def __init__(self, source: Source, name: str) -> None:
         self._source, self._name = source, name
-        # Both are read once, so that a source that drifts is compared with what it said at the start.
+        # Both are read once, so that `check` can compare a source that changes with its state at the start.
         self._vocabulary_size = int(source.vocabulary_size)
         self._fingerprint = source.fingerprint
         if not isinstance(self._fingerprint, str) or not self._fingerprint:
@@ -142,7 +148,7 @@ class CheckedSource(Source):
         index = find_invalid_id(ids, self._vocabulary_size)
         if index is not None:
             place = self._source.describe_position(start + index)
-            raise self._make_error(f"id {ids[index]} at {place} is none of its {self._vocabulary_size:,} ids")
+            raise self._make_error(f"id {ids[index]} at {place} is outside its vocabulary of {self._vocabulary_size:,}")
         return ids
 
     def read_field(self, name: str, start: int, stop: int) -> np.ndarray:

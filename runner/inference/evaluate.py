@@ -62,7 +62,7 @@ def parse_source(text: str) -> TokenSource:
     return validate_config(Document({"config": given}, {(): place, ("config",): place}), TokenSource)
 
 
-def load_evaluation_data(run: ReadOnlyRun, named: TokenSource | None) -> EvaluationData:
+def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> EvaluationData:
     """Load a whole source, or as many examples of the run's own validation sets as the run evaluates.
 
     Called on every host.
@@ -73,23 +73,23 @@ def load_evaluation_data(run: ReadOnlyRun, named: TokenSource | None) -> Evaluat
     """
     job = run.job
     data = job.config.data
-    if named is None:
+    if token_source is None:
         dataset = job.dataset
         dataset.validate_vocabulary(job.vocabulary_size)
         if not dataset.validation:
             raise InvalidError(f"{run.store.url}: its spec keeps no validation set; name a source with --data")
         return select_run_data(dataset, job.config)
-    codec = load_codec_or_reason(named, data)
+    codec = load_codec_or_reason(token_source, data)
     try:
         run_codec: TextCodec | None = load_data_codec(data)
     except DataError:  # the tokenizer of the run is not known, so nothing can be compared
         run_codec = None
     if isinstance(codec, TextCodec) and run_codec is not None and codec.kind != run_codec.kind:
         raise DataError(
-            f"--data {named.source}: its tokens are of another tokenizer ({codec.kind.get('kind')}) than those of the "
-            f"run ({run_codec.kind.get('kind')}); tokenise it with the run's"
+            f"--data {token_source.source}: its tokens are of another tokenizer ({codec.kind.get('kind')}) than those "
+            f"of the run ({run_codec.kind.get('kind')}); tokenise it with the run's"
         )
-    dataset = load_validation_set(data, DATA_SET, named, vocabulary_size=job.vocabulary_size)
+    dataset = load_validation_set(data, DATA_SET, token_source, vocabulary_size=job.vocabulary_size)
     return EvaluationData(dataset, {DATA_SET: codec})
 
 

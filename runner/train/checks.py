@@ -29,7 +29,7 @@ def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerC
     length = min(config.data.sequence_length, 128)
     total = f"total_tokens={100 * num_devices * length}" if config.train.total_tokens else "total_steps=100"
     data = config.data
-    is_missing = not all(is_available(named.source) for named in data.sources)
+    is_missing = not all(is_available(token_source.source) for token_source in data.sources)
     options = {
         "topology.accelerator=any": True,
         "topology.mesh={data: auto, fsdp: 1, tensor: 1}": not is_mesh_possible(topology.mesh, num_devices),
@@ -44,7 +44,9 @@ def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerC
         "config.data.mixture=[]": is_missing and bool(data.mixture),
         "config.data.dtype=null": is_missing and data.dtype is not None,
         "config.data.options={}": is_missing and bool(data.options),
-        "config.data.validation={}": not all(is_available(named.source) for named in data.validation.values()),
+        "config.data.validation={}": not all(
+            is_available(token_source.source) for token_source in data.validation.values()
+        ),
         "config.schedule.warmup_steps=10": config.schedule.warmup_steps > 10,
         "config.eval.every_steps=50": config.eval.every_steps is not None,
         "config.precision.compute=float32": jax.default_backend() == "cpu",

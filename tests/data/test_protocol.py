@@ -136,8 +136,8 @@ def test_all_ways_to_read_lead_to_the_one_that_it_replaces(monkeypatch: pytest.M
         ("Floats", r"Floats: read\(0, 9\) gave float32 of shape \(9,\), needs an array of 9 integers"),
         ("Short", r"Short: read\(0, 9\) gave int64 of shape \(8,\), needs an array of 9 integers"),
         ("Listed", r"Listed: read\(0, 9\) gave list, needs an array of 9 integers"),
-        ("Large", r"Large: id 161 at position 5 is none of its 97 ids"),
-        ("Negative", r"Negative: id -33 at position 5 is none of its 97 ids"),
+        ("Large", r"Large: id 161 at position 5 is outside its vocabulary of 97"),
+        ("Negative", r"Negative: id -33 at position 5 is outside its vocabulary of 97"),
     ],
 )
 def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str) -> None:
@@ -153,8 +153,8 @@ def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str)
         ("Squares", {}, r"Squares: data\.options: missing a required argument: 'first'"),
         ("Squares", {"first": 1, "last": 2}, r"data\.options: got an unexpected keyword argument 'last'"),
         ("Nameless", {"first": 1}, r"Nameless: fingerprint is ''; return a text"),
-        ("Unfinished", {}, r"Unfinished: lacks __len__, fingerprint, read, vocabulary_size"),
-        ("Taking", {"first": 1}, r"Taking: declares the field y, which is the batch's own"),
+        ("Unfinished", {}, r"Unfinished: does not implement __len__, fingerprint, read, vocabulary_size"),
+        ("Taking", {"first": 1}, r"Taking: declares the reserved field y"),
         ("Sqares", {"first": 1}, r"has no Sqares; did you mean Squares\?"),
         ("DataConfig", {}, r"DataConfig is not a subclass of Source"),
     ],
