@@ -86,6 +86,7 @@ class LocalProcesses:
         for reader in readers:
             reader.start()
         self._have_started = True
+        # A signal that came while the processes were being started is delivered now.
         while self._postponed:
             self._signal_all(self._postponed.pop(0))
         codes = _wait_for_all(self._processes)
@@ -142,6 +143,7 @@ def _wait_for_all(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
         threading.Thread(target=wait_for, args=(process,), daemon=True).start()
     num_left = len(processes)
     while num_left:
+        # A failure must be noticed while this thread waits, so the wait is short until there is one.
         if ended.acquire(timeout=LINGER_SECONDS if has_failed.is_set() else 1.0):
             num_left -= 1
         elif has_failed.is_set():

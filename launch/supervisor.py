@@ -133,8 +133,10 @@ class Supervisor:
                 return code, attempts
             previous, newest = newest, attempts[-1].newest_step
             if code == EXIT_PREEMPTED:
+                # Neither counted nor delayed: the job has saved, and did nothing wrong.
                 say("launch: preempted; starting again")
                 continue
+            # A new commit shows that the job makes progress, which resets crash loop and backoff.
             num_stuck = 1 if newest != previous else num_stuck + 1
             if num_stuck >= CRASH_LOOP_ATTEMPTS:
                 where = "before any step was committed" if newest is None else f"and step {newest} is still the newest"

@@ -182,6 +182,7 @@ def run(arguments: TpuVmArguments) -> int:
             files = {arguments.environment_file: programs.environment} | files
         return TpuVmJob(resource, programs, files, gcloud, arguments.poll_seconds, arguments.keep)
 
+    # The kernel refuses longer arguments, which must not come out once machines have been requested.
     commands = make_job("").list_commands()
     longest = max(len(word.encode()) for command in commands for word in command)
     if longest >= _MAX_ARGUMENT_BYTES:

@@ -142,6 +142,7 @@ class TpuVmJob:
                 try:
                     hosts = self._attend_all(machines)
                 except RetryableError as error:
+                    # Connections break; the job itself does not need this command to go on.
                     num_failures += 1
                     if num_failures == MAX_TRIES:
                         raise RetryableError(

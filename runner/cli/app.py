@@ -134,7 +134,9 @@ def main(words: Sequence[str]) -> int:
     """Parse and carry out a command line, and return its exit code. A job ends the process by itself."""
     clock = Clock.since_process_start()
     stop = StopNotice(clock)
+    # A request to stop must be heard in every phase, so before anything that takes time.
     stop.install_signal_handlers()
+    # The user's job class is found from the working directory, also by the console script.
     with contextlib.suppress(ValueError):
         sys.path.remove("")
     sys.path.insert(0, os.getcwd())

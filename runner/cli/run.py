@@ -39,21 +39,26 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
         arguments.coordinator, arguments.num_processes, arguments.process_id, spec.deadlines.start_seconds
     )
     if placement is not None:
+        # A stop that is requested from here on waits until the other processes can learn of it.
         stop.expect_peers()
+    # XLA reads its flags when JAX starts, and the cache must be open before anything is compiled: before `join_job`.
     if spec.topology is None or spec.topology.deterministic:
         add_deterministic_flags(os.environ)
     job.compile_cache.open()
     for library in _CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     configure_console(spec.job, spec.logging.format, spec.logging.level)
+    # Records are collected from here on; the file opens once the attempt has claimed the directory.
     install_log_file()
     is_elastic = spec.topology is not None and spec.topology.elastic
     clock.enter(TimeBucket.DISTRIBUTED_INIT)
     hosts = join_job(placement, spec.deadlines, is_elastic)
     clock.enter(TimeBucket.SET_UP)
     if hosts.num_processes > 1:
+        # Only now is it known which process this is.
         level = spec.logging.level if hosts.is_main else spec.logging.level_other_hosts
         configure_console(spec.job, spec.logging.format, level, hosts.process_id)
+    # A bug must end the process at once: Python would wait for threads that wait for peers.
     sys.excepthook, sys.unraisablehook = _end_on_bug, _drop_late_write_errors
     stop.join_peers(hosts if hosts.num_processes > 1 else None)
     preemption.watch_gcp_preemption(stop.request_stop)
@@ -68,7 +73,9 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
             drain_log_file()
             end_process(code)
     except SystemExit as error:
+        # `sys.exit` in the job's own code is not an end, whatever code it names: a scheduler would believe it.
         end_process(EXIT_FAILED, str(error_from_exit(error)))
+    # The order matters: `leave` may wait for other processes, and what is logged must be written before.
     drain_log_file()
     hosts.leave(code)
     clock.end(code)

@@ -50,6 +50,7 @@ _VERIFICATION_COLOURS = {
 
 def print_status(arguments: StatusArguments) -> int:
     """Print where a run stands, once or until it is done."""
+    # A terminal whose encoding lacks the characters of bars and plots shows question marks instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     with convert_read_errors(KeyboardInterrupt, BrokenPipeError):
@@ -186,6 +187,7 @@ def _plot_loss(rows: Sequence[JsonObject]) -> list[RenderableType]:
     points = [(row["step"], loss) for row in rows if (loss := get_float(row, "train/loss")) is not None]
     if len(points) < 2 or points[0][0] == points[-1][0]:
         return []
+    # One spike, as at the first steps, must not flatten the rest of the curve.
     losses = sorted(loss for _, loss in points)
     low, high = losses[0], losses[math.ceil(0.95 * (len(losses) - 1))]
     first, last = points[0][0], points[-1][0]

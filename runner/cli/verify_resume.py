@@ -89,6 +89,7 @@ class TrialRun:
     def start(self) -> None:
         """Start all processes of an attempt."""
         trial = self._trial
+        # Frequent saves that are all kept, metrics at every step, and no output outside the scratch directory.
         overrides = {
             "directory": self.directory,
             "checkpoint.every_steps": trial.every_steps,
@@ -117,6 +118,7 @@ class TrialRun:
         """Kill one process with SIGKILL and the others a moment later; return the number of the first."""
         victim = chance.randrange(len(self._processes))
         self._processes[victim].kill()
+        # The survivors may notice the loss, and must not commit anything that differs.
         time.sleep(chance.uniform(0, _MAX_SURVIVAL_SECONDS) if len(self._processes) > 1 else 0)
         self.end()
         return victim
@@ -151,6 +153,7 @@ class TrialRun:
             codes = [process.poll() for process in self._processes]
             if None not in codes:
                 if not any(codes):
+                    # The job has ended in order, perhaps between the check above and now.
                     return condition()
                 self._retry([code for code in codes if code is not None])
             time.sleep(_POLL_SECONDS)
@@ -172,6 +175,7 @@ class TrialRun:
         self._num_retries += 1
         say(f"verify-resume: {problem}, which proves nothing; retry {self._num_retries} of {_MAX_RETRIES}")
         if self._is_undisturbed:
+            # A run that went on from a checkpoint would no longer be the reference.
             shutil.rmtree(self.directory, ignore_errors=True)
         self.start()
 
@@ -218,6 +222,7 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
         undisturbed = TrialRun(trial, Path(scratch) / "undisturbed", is_undisturbed=True)
         killed = TrialRun(trial, Path(scratch) / "killed")
         try:
+            # The undisturbed run comes first, and tells how long a start and an interval between two saves take.
             began = time.monotonic()
             undisturbed.start()
             undisturbed.wait_until(lambda: undisturbed.find_newest_step() > 0)
@@ -312,6 +317,7 @@ def find_difference(undisturbed: TrialRun, killed: TrialRun, last_step: int, fir
         lines.append(
             f"step {step} is the first row of metrics that differs: {expected_rows.get(step)}, {rows.get(step)}"
         )
+    # A difference from before the first kill cannot come from a resume.
     if min(different[:1] + different_rows[:1]) <= first_kill:
         lines.append(
             f"this is before the first kill (after step {first_kill}): two undisturbed runs would differ too. The job "

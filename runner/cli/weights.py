@@ -60,7 +60,7 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
         placement = find_placement(
             arguments.coordinator, arguments.num_processes, arguments.process_id, deadlines.start_seconds
         )
-        run.prepare_process()
+        run.prepare_process()  # before `join_job` uses the first device
         hosts = join_job(placement, deadlines)
         if hosts.num_processes == 1:
             _print_records(run, request, hosts, arguments)
@@ -121,6 +121,7 @@ def read_recorded_steps(path: str) -> list[int]:
         raise InvalidError(f"--output {path}: {error}") from error
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
+        # The step of the incomplete line is evaluated again.
         os.truncate(path, len(whole))
     return [record["step"] for record in parse_lines(whole) if type(record.get("step")) is int]
 
@@ -139,6 +140,7 @@ def export(arguments: ExportArguments) -> int:
     where = find_directory(arguments.where)
     directory, _ = split_checkpoint(where)
     store = open_store(directory)
+    # The spec that the run has recorded counts, not the file that the user may have edited since.
     document = read_document(store)
     spec = validate_spec(document)
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)

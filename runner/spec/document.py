@@ -260,6 +260,7 @@ def _apply(override: str, document: Document) -> None:
     if not equals or not all(path):
         raise SpecError(location.format_problem((), "needs the form dotted.key=value"))
     value, _ = parse_yaml(text, lambda line: location)
+    # Sections on the way are created; the override is then the location of each.
     parent = document.data
     for n, part in enumerate(path[:-1], start=1):
         if parent.get(part) is None:

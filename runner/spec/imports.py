@@ -36,6 +36,7 @@ def load_class(text: str, base: type) -> type:
         InvalidError: there is no such class, or importing the module failed.
     """
     module_name, _, class_name = text.partition(":")
+    # A console script does not have the working directory on its path, and the user's module is there.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:

@@ -72,6 +72,7 @@ def _explain(
     document: Document, model: type[BaseModel], data: Any, section: KeyPath, details: Iterable[ErrorDetails]
 ) -> Iterator[tuple[KeyPath, str]]:
     """Yield key path and message of each problem; branches of a union that all failed become one message."""
+    # Problems of a value that fits no branch of a union are collected, and reported together at the end.
     misfits: dict[KeyPath, tuple[Any, list[ErrorDetails]]] = {}
     inside: set[KeyPath] = set()  # paths of mappings that have a wrong key; that they are mappings is no problem
     for detail in details:
@@ -95,6 +96,7 @@ def _explain(
             misfits.setdefault(path, (value, []))[1].append(detail)
     for path, (value, branches) in misfits.items():
         if path in inside:
+            # The value is a mapping whose key is wrong; that it is not, say, text instead is not the problem.
             continue
         needs = " or ".join(dict.fromkeys(_describe_need(detail) for detail in branches))
         choices = [choice for detail in branches for choice in _list_choices(detail)]

@@ -180,7 +180,7 @@ def test_the_arguments_of_a_job_are_parsed():
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2"], "give all three or none"),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "2 is not in 0 .. 1"),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "-1"], "-1 is not in 0 .. 1"),
-        (["x.yaml", "--coordinator", "h:1", "--num-processes", "two", "--process-id", "0"], "valid integer"),
+        (["x.yaml", "--coordinator", "h:1", "--num-processes", "two", "--process-id", "0"], "--num-processes: "),
         (["x.yaml", "--set"], "requires an argument"),
         (["plan", "x.yaml", "--chips", "some", "--hours", "1"], "'some' is not one of 'auto'"),
         (["export", "x", "-o", "out", "--dtype", "int8"], "'int8' is not one of"),

@@ -224,7 +224,7 @@ def test_what_nobody_has_asked_for_is_forgotten(monkeypatch):
         (["{}", "--host", "no.such.host.example", "--port", "0"], "cannot be served"),
         (["{}", "--port", "99999999"], "--port 99999999: needs"),
         (["{}", "--port", "-1"], "--port -1: needs"),
-        (["{}", "--port", "x"], "--port: input should be a valid integer"),
+        (["{}", "--port", "x"], "--port: "),
         ([], "missing argument 'ROOT'"),
     ],
 )
