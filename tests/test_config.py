@@ -147,10 +147,13 @@ def test_epochs_into_which_the_schedule_does_not_fit_are_refused() -> None:
             ["schedule={warmup_share: 0.999}"],
             "specs/x.yaml:19: config: schedule.warmup_share=0.999 in steps=500 is not below the total of 500 steps",
         ),
-        (["schedule.name=wsd"], "specs/x.yaml:23: config.schedule: missing key decay_steps, which wsd needs"),
+        (
+            ["schedule.name=wsd"],
+            "specs/x.yaml:23: config.schedule: missing key decay_steps, which wsd needs; give the steps of its decay",
+        ),
         (
             ["schedule.decay_steps=5"],
-            "specs/x.yaml:23: config.schedule: decay_steps=5 is for wsd only, and the schedule is cosine",
+            "specs/x.yaml:23: config.schedule: decay_steps=5 is for wsd only, and the schedule is cosine; leave it out",
         ),
         (
             ["schedule.name=wsd", "schedule.decay_steps=401"],
