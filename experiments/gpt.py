@@ -111,7 +111,7 @@ class Dropout(nn.Module):
         return jnp.where(draw(keys_B), x_BxTxD / (1 - self.rate), 0)
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """One layer: attention and MLP, each on a normalised copy of the residual stream and added back to it."""
 
     config: GPTConfig
@@ -235,7 +235,7 @@ class GPT(nn.Module):
         # Both loops stack parameters over layers. Unrolling is a scan whose body is repeated for every layer.
         is_unrolled = config.layer_loop == "unroll"
         blocks = nn.scan(
-            rematerialised(Block, self.memory.remat, is_in_line=is_unrolled),
+            rematerialised(GPTBlock, self.memory.remat, is_in_line=is_unrolled),
             variable_axes={"params": 0},
             in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
             split_rngs={"params": True, "dropout": True},

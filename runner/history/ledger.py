@@ -85,7 +85,7 @@ class AttemptEvents:
         return before[1] + (after[1] - before[1]) * (step - before[0]) / (after[0] - before[0])
 
 
-class Commit(NamedTuple):
+class CommitRecord(NamedTuple):
     """Commit of a checkpoint according to the ledger."""
 
     time: float
@@ -112,7 +112,7 @@ class LedgerSummary:
 
     checkpoints: Set[int] = frozenset()
     attempts: dict[int, AttemptEvents] = field(default_factory=dict)
-    commits: dict[int, Commit] = field(default_factory=dict)
+    commits: dict[int, CommitRecord] = field(default_factory=dict)
     verified: set[int] = field(default_factory=set)
     forgotten: int = -1
     validation: list[tuple[int, float]] = field(default_factory=list)
@@ -259,7 +259,7 @@ def _apply_commit(summary: LedgerSummary, attempt: AttemptEvents, row: JsonObjec
     if size is None:
         return
     summary.commits.pop(step, None)  # The newest commit must be the last one in the dictionary.
-    summary.commits[step] = Commit(moment, size, attempt.number)
+    summary.commits[step] = CommitRecord(moment, size, attempt.number)
     if row.get("read_back") is True:
         summary.verified.add(step)
     if len(summary.commits) > len(summary.checkpoints) + 2 * _UNSEEN_MAX:
