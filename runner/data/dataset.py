@@ -391,7 +391,7 @@ def load_validation_set(
     Args:
         config: data config with the packing and the sequence length.
         name: name of the set.
-        named: source of the tokens.
+        token_source: source of the tokens.
         vocabulary_size: vocabulary of the model.
 
     Raises:
