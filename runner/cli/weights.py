@@ -30,7 +30,16 @@ from runner.job import RestoreableJob
 from runner.metrics.file import read_encoded_rows
 from runner.spec import load_job_class, validate_spec
 from runner.spec.imports import import_extra
-from runner.storage import JsonObject, Store, encode_line, open_store, parse_json, parse_lines, split_checkpoint
+from runner.storage import (
+    JsonObject,
+    Store,
+    append_line,
+    encode_line,
+    open_store,
+    parse_json,
+    parse_lines,
+    split_checkpoint,
+)
 
 
 def print_sample(arguments: SampleArguments) -> int:
@@ -128,10 +137,7 @@ def read_recorded_steps(path: str) -> list[int]:
 
 def append_record(path: str, record: JsonObject) -> None:
     """Append a line, which is durable when this returns."""
-    with open(path, "ab") as file:
-        file.write(encode_line(record))
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(Path(path), encode_line(record), is_durable=True, mode=0o666)
 
 
 def export(arguments: ExportArguments) -> int:

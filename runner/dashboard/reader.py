@@ -1,23 +1,20 @@
 """Incremental reader of one run, also while it is alive: its history, the rows of its metrics, its log. Writes nothing.
 
-Each row of `metrics.jsonl` is read once. On a disk, reading continues after the last line that was read, as long as
-that line is still there. In a bucket, only new parts are read. If a resumed attempt has dropped rows, all rows are read
-again. Memory holds one line at a time, or the content of one part.
+Each row of `metrics.jsonl` is read once. If a resumed attempt has dropped rows, all rows are read again.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TypeVar
 
 from runner.dashboard.charts import RunCurves
 from runner.history.reader import HistoryReader
 from runner.history.records import History
-from runner.metrics.file import METRICS_FILE, decode_parts, read_content
-from runner.metrics.rows import Row, select_surviving
+from runner.metrics.file import open_metrics_tail
+from runner.metrics.rows import Row
 from runner.run.logs import LOG_FOLDER
-from runner.storage import FileTail, Store
+from runner.storage import Store
 
 _SPEC = "spec.yaml"
 _LOG_BYTES = 1 << 15
@@ -26,87 +23,6 @@ _SPEC_CHARACTERS_MAX = 1 << 16
 _CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
 Value = TypeVar("Value")
-
-
-class RowBatch(NamedTuple):
-    """Rows of one reading.
-
-    Attributes:
-        is_restarted: rows of earlier readings are void, and `rows` begins with the first row of the run.
-        rows: new rows that are final, to be used up before the next reading. Iterating may raise `OSError`.
-        newest: rows after these, which a later reading gives again.
-    """
-
-    is_restarted: bool
-    rows: Iterator[Row]
-    newest: list[Row]
-
-
-class RowFeed(Protocol):
-    """Rows of one run, read incrementally."""
-
-    def read(self) -> RowBatch:
-        """Return the rows that are new since the last reading, none where there are no rows yet.
-
-        Raises:
-            OSError: the store does not respond.
-        """
-
-
-class DiskFeed:
-    """Feed of a run's rows on a disk."""
-
-    def __init__(self, directory: Path):
-        self._file = FileTail(directory / METRICS_FILE)
-        self._step = -1
-
-    def read(self) -> RowBatch:
-        """Return the rows of the lines that were appended since the last reading."""
-        is_restarted, lines = self._file.read()
-        if is_restarted:
-            self._step = -1
-        return RowBatch(is_restarted, self._iter_rows(lines), [])
-
-    def _iter_rows(self, lines: Iterable[bytes]) -> Iterator[Row]:
-        for text in lines:
-            for line in select_surviving([text], beyond=self._step):
-                self._step = line.step
-                yield line.row
-
-
-class BucketFeed:
-    """Feed of a run's rows in a bucket."""
-
-    def __init__(self, store: Store):
-        self._store = store
-        self._parts: list[str] = []  # names of the parts that were read, in order
-        self._step = -1
-
-    def read(self) -> RowBatch:
-        """Return the rows of the parts that are new since the last reading."""
-        names, content = read_content(self._store, self._parts)
-        # The listing may begin in the middle of the known parts; those before it are unchanged.
-        if names and names[0] in self._parts:
-            names = [*self._parts[: self._parts.index(names[0])], *names]
-        # A resumed attempt replaces parts, so known parts that are gone make all rows void.
-        is_restarted = names[: len(self._parts)] != self._parts or not self._parts
-        if is_restarted:
-            self._parts, self._step = [], -1
-        sealed = decode_parts(content)
-        newest = select_surviving(content.splitlines(), beyond=sealed[-1].last_step if sealed else -1)
-        return RowBatch(is_restarted, self._iter_rows(names[len(self._parts) :]), [line.row for line in newest])
-
-    def _iter_rows(self, names: Iterable[str]) -> Iterator[Row]:
-        for name in names:
-            for line in select_surviving(self._store.read(name).splitlines(), beyond=self._step):
-                self._step = line.step
-                yield line.row
-            self._parts.append(name)
-
-
-def open_feed(store: Store) -> RowFeed:
-    """Return the feed of the run in a directory, on a disk or in a bucket."""
-    return BucketFeed(store) if store.root is None else DiskFeed(store.root)
 
 
 @dataclass(frozen=True)
@@ -145,7 +61,7 @@ class RunReader:
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
-        self._history, self._feed, self._curves = HistoryReader(store), open_feed(store), RunCurves()
+        self._history, self._metrics, self._curves = HistoryReader(store), open_metrics_tail(store), RunCurves()
 
     def read(self) -> RunSnapshot:
         """Return the current state of the run.
@@ -169,13 +85,13 @@ class RunReader:
 
         def read_rows() -> list[Row]:
             """Add new final rows to the curves, and return the rows after them."""
-            batch = self._feed.read()
+            update = self._metrics.read()
             # Rows of lost steps cannot be removed from a series, so it is built anew.
-            if batch.is_restarted:
+            if update.is_restart:
                 self._curves = RunCurves()
-            for row in batch.rows:
+            for row in update.rows:
                 self._curves.add(row)
-            return batch.newest
+            return update.newest
 
         def read_spec() -> str:
             return self._store.read(_SPEC).decode(errors="replace")[:_SPEC_CHARACTERS_MAX]

@@ -2,17 +2,15 @@
 
 Reading is bounded, whatever the size of the run:
 
-- Rows of `metrics.jsonl`: on a disk `_NUM_BLOCKS` blocks spread over the file and its end are read, in a bucket the
-  newest objects and `_PARTS_MAX` of the others; `ROWS_MAX` rows are kept.
+- Rows of `metrics.jsonl`: a sample is read, see `runner.metrics.file.read_sample`.
 - Checkpoints: the manifests of the `SEEN_MAX` newest steps and of as many other names are read, and no arrays. For
   older steps the ledger is trusted.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import yaml
@@ -31,85 +29,11 @@ from runner.history.records import (
     Throughput,
     Verification,
 )
-from runner.metrics.file import METRICS_FILE, read_content
-from runner.metrics.rows import select_surviving
+from runner.metrics.file import read_sample
 from runner.run.clock_file import decode_clock_file, get_clock_file_name
 from runner.run.environment import ENVIRONMENT_KEYS
 from runner.run.layout import read_owner, read_result
 from runner.storage import DiskError, JsonObject, Store, parse_number, read_json
-from runner.storage.store import open_file, translate_errors
-
-ROWS_MAX = 512
-_NUM_BLOCKS = 128
-_BLOCK_BYTES = 1 << 13
-_TAILS_BYTES = (1 << 16, 1 << 20, 1 << 24)  # the next size is tried if the previous one contains no complete row
-_PARTS_MAX = 16
-_NEWEST = 64
-
-
-def read_sample(store: Store) -> tuple[JsonObject, ...]:
-    """Return a sample of the rows of `metrics.jsonl` in order of step, including the newest; empty if there are none.
-
-    Raises:
-        OSError: the store cannot be read.
-        ValueError: the file is damaged.
-    """
-    texts = _sample_bucket(store) if store.root is None else _sample_disk(store.root / METRICS_FILE)
-    lines = list(select_surviving(texts))
-    newest, stride = lines[-_NEWEST:], max(len(lines) // (ROWS_MAX - _NEWEST), 1)
-    return tuple(line.row for line in [*lines[: -_NEWEST or None][::stride], *newest])
-
-
-def _sample_disk(path: Path) -> list[bytes]:
-    """Return lines from blocks that are spread over the file, and from its end."""
-
-    def split_lines(content: bytes, is_first_block: bool) -> list[bytes]:
-        # The first line may have begun before the block. The last one is recognized as incomplete by its end.
-        lines = content.split(b"\n")
-        return lines if is_first_block else lines[1:]
-
-    try:
-        with translate_errors(path), open_file(path) as file:
-            size = file.seek(0, 2)
-            tail: list[bytes] = []
-            start = size
-            for tail_bytes in _TAILS_BYTES:
-                start = max(size - tail_bytes, 0)
-                file.seek(start)
-                tail = split_lines(file.read(size - start), start == 0)
-                if start == 0 or any(select_surviving(tail)):
-                    break
-            stride = max(start // _NUM_BLOCKS, _BLOCK_BYTES)
-            texts: list[bytes] = []
-            for offset in range(0, start, stride):
-                file.seek(offset)
-                texts += split_lines(file.read(min(_BLOCK_BYTES, start - offset)), offset == 0)
-            return texts + tail
-    except FileNotFoundError:
-        return []
-
-
-def _sample_bucket(store: Store) -> Iterator[bytes]:
-    """Iterate over the lines of some parts, evenly spaced, and of the newest objects."""
-    try:
-        names, content = read_content(store)
-    except FileNotFoundError:  # A part was deleted.
-        names, content = [], store.read_versioned(METRICS_FILE)[0]
-    stride = max(len(names) // _PARTS_MAX, 1)
-    # The last part is always included: the object that grows may contain only one row.
-    chosen: Sequence[str] = sorted({*names[::stride], *names[-1:]}, key=names.index)
-
-    def read_part(name: str) -> bytes:
-        try:
-            return store.read(name)
-        except FileNotFoundError:  # A newer attempt may have dropped it meanwhile.
-            return b""
-
-    with ThreadPoolExecutor(_PARTS_MAX) as pool:
-        contents = list(pool.map(read_part, chosen))
-    for each in (*contents, content):
-        yield from each.splitlines()
-
 
 SEEN_MAX = 32
 _NUM_READERS = 16

@@ -1,4 +1,6 @@
-"""`metrics.jsonl`: the rows of the surviving trajectory, on a disk and in a bucket. Process 0 writes it.
+"""`metrics.jsonl`: the rows of the surviving trajectory, on a disk and in a bucket, with its writers and its readers.
+
+Process 0 writes it.
 
 The file holds each logged step exactly once, in order, after any number of kills: a row is written before the
 checkpoint of its step is committed, and a resumed attempt first drops the rows beyond the checkpoint that it restored.
@@ -29,6 +31,10 @@ versions are in that form, and continue.
 A row therefore costs one object of at most `PART_BYTES` and `PARTS_MAX` names, however long the run is, and memory
 holds the same. There is one object for each `PART_BYTES` of rows, and at most one more for each start that was killed
 while it sealed or dropped parts.
+
+**Readers** change nothing, need no jax and may run beside a live writer. `read_rows` and `read_encoded_rows` return all
+rows, `read_sample` a bounded number of them with bounded work, and `open_metrics_tail` follows a run and reads each row
+once.
 """
 
 import contextlib
@@ -36,15 +42,27 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from runner.console import warn
 from runner.errors import FencedError, InvalidError
-from runner.metrics.rows import EncodedRow, Row, RowTail, decode_object, find_last_own_step, select_surviving
+from runner.metrics.rows import EncodedRow, Row, RowTail, find_last_own_step, select_surviving
 from runner.run.fence import Fence
-from runner.storage import ABSENT, BackgroundWriter, LocalStore, Store, Version, encode_line
+from runner.storage import (
+    ABSENT,
+    BackgroundWriter,
+    FileTail,
+    LocalStore,
+    Store,
+    Version,
+    encode_line,
+    parse_line,
+)
+from runner.storage.store import open_file, translate_errors
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -266,7 +284,7 @@ def decode_parts(content: bytes) -> list[SealedPart]:
     Raises:
         ValueError: The line does not name parts, although it should.
     """
-    first = decode_object(content.partition(b"\n")[0])
+    first = parse_line(content.partition(b"\n")[0])
     named = first.get(_PARTS, []) if first else []
 
     def is_part(value: object) -> bool:
@@ -280,7 +298,7 @@ def decode_parts(content: bytes) -> list[SealedPart]:
     return [SealedPart(*part) for part in named]
 
 
-def read_content(store: Store, known: Collection[str] = ()) -> tuple[list[str], bytes]:
+def _read_content(store: Store, known: Collection[str] = ()) -> tuple[list[str], bytes]:
     """Return the names of all parts in order, and the content of `metrics.jsonl`. For readers beside a live writer.
 
     Parts are named in a chain, in which each link is read.
@@ -482,7 +500,7 @@ def _count_lines_to_seal(lines: list[EncodedRow], start: int) -> int:
     return 0
 
 
-# On both.
+# Open for writing.
 
 
 def open_metrics_file(store: Store, background: BackgroundWriter, fence: Fence) -> MetricsFile:
@@ -490,6 +508,9 @@ def open_metrics_file(store: Store, background: BackgroundWriter, fence: Fence) 
     if store.root is None:
         return BucketMetricsFile(store, background, fence)
     return LocalMetricsFile(LocalStore(store.root), fence)
+
+
+# Read all.
 
 
 def read_encoded_rows(store: Store, step: int | None = None) -> Iterator[EncodedRow]:
@@ -501,3 +522,168 @@ def read_encoded_rows(store: Store, step: int | None = None) -> Iterator[Encoded
 def read_rows(store: Store) -> list[Row]:
     """Return all rows, decoded."""
     return [line.row for line in read_encoded_rows(store)]
+
+
+# Read a sample.
+
+SAMPLE_ROWS_MAX = 512
+_SAMPLE_NEWEST_ROWS = 64
+_SAMPLE_NUM_BLOCKS = 128
+_SAMPLE_BLOCK_BYTES = 1 << 13
+# The next size is tried if the end of the file of the previous one contains no complete row.
+_SAMPLE_TAILS_BYTES = (1 << 16, 1 << 20, 1 << 24)
+_SAMPLE_PARTS_MAX = 16
+
+
+def read_sample(store: Store) -> tuple[Row, ...]:
+    """Return a sample of the rows of `metrics.jsonl` in order of step, including the newest; empty if there are none.
+
+    On a disk `_SAMPLE_NUM_BLOCKS` blocks spread over the file and its end are read, in a bucket the newest objects and
+    `_SAMPLE_PARTS_MAX` of the others. About `SAMPLE_ROWS_MAX` rows are returned, whatever the size of the run.
+
+    Raises:
+        OSError: the store cannot be read.
+        ValueError: the file is damaged.
+    """
+    texts = _sample_bucket(store) if store.root is None else _sample_disk(store.root / METRICS_FILE)
+    lines = list(select_surviving(texts))
+    newest, stride = lines[-_SAMPLE_NEWEST_ROWS:], max(len(lines) // (SAMPLE_ROWS_MAX - _SAMPLE_NEWEST_ROWS), 1)
+    return tuple(line.row for line in [*lines[: -_SAMPLE_NEWEST_ROWS or None][::stride], *newest])
+
+
+def _sample_disk(path: Path) -> list[bytes]:
+    """Return lines from blocks that are spread over the file, and from its end."""
+
+    def split_lines(content: bytes, is_first_block: bool) -> list[bytes]:
+        # The first line may have begun before the block. The last one is recognized as incomplete by its end.
+        lines = content.split(b"\n")
+        return lines if is_first_block else lines[1:]
+
+    try:
+        with translate_errors(path), open_file(path) as file:
+            size = file.seek(0, 2)
+            tail: list[bytes] = []
+            start = size
+            for tail_bytes in _SAMPLE_TAILS_BYTES:
+                start = max(size - tail_bytes, 0)
+                file.seek(start)
+                tail = split_lines(file.read(size - start), start == 0)
+                if start == 0 or any(select_surviving(tail)):
+                    break
+            stride = max(start // _SAMPLE_NUM_BLOCKS, _SAMPLE_BLOCK_BYTES)
+            texts: list[bytes] = []
+            for offset in range(0, start, stride):
+                file.seek(offset)
+                texts += split_lines(file.read(min(_SAMPLE_BLOCK_BYTES, start - offset)), offset == 0)
+            return texts + tail
+    except FileNotFoundError:
+        return []
+
+
+def _sample_bucket(store: Store) -> Iterator[bytes]:
+    """Iterate over the lines of some parts, evenly spaced, and of the newest objects."""
+    try:
+        names, content = _read_content(store)
+    except FileNotFoundError:  # A part was deleted.
+        names, content = [], store.read_versioned(METRICS_FILE)[0]
+    stride = max(len(names) // _SAMPLE_PARTS_MAX, 1)
+    # The last part is always included: the object that grows may contain only one row.
+    chosen: Sequence[str] = sorted({*names[::stride], *names[-1:]}, key=names.index)
+
+    def read_part(name: str) -> bytes:
+        try:
+            return store.read(name)
+        except FileNotFoundError:  # A newer attempt may have dropped it meanwhile.
+            return b""
+
+    with ThreadPoolExecutor(_SAMPLE_PARTS_MAX) as pool:
+        contents = list(pool.map(read_part, chosen))
+    for each in (*contents, content):
+        yield from each.splitlines()
+
+
+# Tail.
+
+
+class MetricsTailUpdate(NamedTuple):
+    """Result of one reading of a metrics tail.
+
+    Attributes:
+        is_restart: True if rows of earlier readings are void, and `rows` begins with the first row of the run.
+        rows: new rows that are final, to be used up before the next reading. Iterating may raise `OSError`.
+        newest: rows after these, which a later reading gives again.
+    """
+
+    is_restart: bool
+    rows: Iterator[Row]
+    newest: list[Row]
+
+
+class MetricsTail(Protocol):
+    """Tailing reader of the rows of one run directory."""
+
+    def read(self) -> MetricsTailUpdate:
+        """Return the rows that are new since the last reading; none if there are no rows yet.
+
+        Raises:
+            OSError: The store does not respond.
+            ValueError: A line that names parts is damaged.
+        """
+
+
+class LocalMetricsTail:
+    """Tailing reader of `metrics.jsonl` on a disk, a `MetricsTail`. Memory holds one line."""
+
+    def __init__(self, path: Path):
+        self._file = FileTail(path)
+        self._step = -1
+
+    def read(self) -> MetricsTailUpdate:
+        """Return the rows of the lines that were appended since the last reading."""
+        is_restart, lines = self._file.read()
+        if is_restart:
+            self._step = -1
+        return MetricsTailUpdate(is_restart, self._iterate_rows(lines), [])
+
+    def _iterate_rows(self, lines: Iterable[bytes]) -> Iterator[Row]:
+        for text in lines:
+            for line in select_surviving([text], beyond=self._step):
+                self._step = line.step
+                yield line.row
+
+
+class BucketMetricsTail:
+    """Tailing reader of `metrics.jsonl` in a bucket and of its parts, a `MetricsTail`. Memory holds one part."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._parts: list[str] = []  # names of the parts that were read, in order
+        self._step = -1
+
+    def read(self) -> MetricsTailUpdate:
+        """Return the rows of the parts that are new since the last reading."""
+        names, content = _read_content(self._store, self._parts)
+        # The names may begin in the middle of the known parts; a part never changes, so those before it are the same.
+        if names and names[0] in self._parts:
+            names = [*self._parts[: self._parts.index(names[0])], *names]
+        # A resumed attempt replaces parts, so known parts that are gone make all rows void.
+        is_restart = names[: len(self._parts)] != self._parts or not self._parts
+        if is_restart:
+            self._parts, self._step = [], -1
+        sealed = decode_parts(content)
+        newest = select_surviving(content.splitlines(), beyond=sealed[-1].last_step if sealed else -1)
+        rows = self._iterate_rows(names[len(self._parts) :])
+        return MetricsTailUpdate(is_restart, rows, [line.row for line in newest])
+
+    def _iterate_rows(self, names: Iterable[str]) -> Iterator[Row]:
+        for name in names:
+            for line in select_surviving(self._store.read(name).splitlines(), beyond=self._step):
+                self._step = line.step
+                yield line.row
+            # Only a part whose rows were all handed over counts as read: the caller may stop in between.
+            self._parts.append(name)
+
+
+def open_metrics_tail(store: Store) -> MetricsTail:
+    """Return the tailing reader of the rows of a run directory, which begins with the first row."""
+    return BucketMetricsTail(store) if store.root is None else LocalMetricsTail(store.root / METRICS_FILE)

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 
 from runner.console import escape_unprintable
 from runner.records import Key
-from runner.storage import JsonObject, encode_line
+from runner.storage import JsonObject, encode_line, parse_json, parse_line
 
 Row = JsonObject
 
@@ -145,8 +145,7 @@ class EncodedRow(NamedTuple):
     @property
     def row(self) -> Row:
         """The decoded row."""
-        row: Row = json.loads(self.text)
-        return row
+        return parse_json(self.text)
 
 
 class RowTail(NamedTuple):
@@ -172,21 +171,12 @@ class RowTail(NamedTuple):
         Raises:
             ValueError: The content is torn.
         """
-        head = decode_object(content.partition(b"\n")[0]) or {}
+        head = parse_line(content.partition(b"\n")[0]) or {}
         lines = list(select_surviving(content.splitlines()))
         # A tail of an earlier version has no number of rows; it is accepted if it has any row.
         if content and head.get(_NUM_ROWS, len(lines) or None) != len(lines):
             raise ValueError("the rows that were kept beside it are not whole")
         return cls(head.get(_AFTER), lines)
-
-
-def decode_object(text: bytes) -> Row | None:
-    """Return the JSON object in one line; None if the line is torn or holds something else."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: int = -1) -> Iterator[EncodedRow]:
@@ -198,7 +188,7 @@ def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: in
         beyond: Only later steps are yielded.
     """
     for text in texts:
-        row = decode_object(text) or {}
+        row = parse_line(text) or {}
         found = row.get("step")
         # The row of an evaluation before the first step has no loss of a step.
         is_row = isinstance(row.get("train/loss"), int | float) or (found == 0 and "train/tokens" in row)

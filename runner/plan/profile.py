@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.errors import InvalidError
-from runner.history.reader import read_sample
+from runner.metrics.file import read_sample
 from runner.plan.figures import Basis, Section, format_amount
 from runner.plan.forecast import DeviceRates, Forecast, build_trace, compute_forecast, get_live_bytes
 from runner.plan.forecast.collectives import Collective

@@ -3,7 +3,7 @@
 A log is a sequence of JSON objects ("rows") under one name. It is used in three ways:
 
 - **append**: `open_log(store, name, writer, background).append(row)`. Any number of processes may append at once; each
-  opens the log with a writer name of its own.
+  opens the log with a writer name of its own. `append_line` is the same for one local file outside of a run.
 - **read all**: `read_log(store, name)` returns the rows as a list; `iterate_log(store, name)` gives them one by one, so
   that they need not fit into memory.
 - **tail**: `JsonlTail(store, name).read()`, called again and again beside running writers, returns the rows that are
@@ -14,6 +14,9 @@ nothing can be appended to, so each writer has objects of its own, `<name>/<writ
 written anew as a whole by the background writer, and a new part begins when one is larger than `PART_BYTES`. The order
 of rows is that of their appending on a disk; in a bucket it holds within each writer, and `read_log` merges the writers
 by the key `time` of the rows.
+
+`metrics.jsonl` has one writer and is cut back at a restart; `runner.metrics.file` builds it on the same lines and on
+`FileTail`.
 
 A reader skips a line that is no JSON object, such as one torn by a power cut. A line without its newline is still being
 written: `JsonlTail` leaves it for the next call.
@@ -53,19 +56,33 @@ def encode_line(row: JsonObject) -> bytes:
     return (json.dumps(row) + "\n").encode()
 
 
-def append_line(path: Path, line: bytes) -> None:
+def append_line(path: Path, line: bytes, is_durable: bool = False, mode: int = 0o644) -> None:
     """Append one line to a local file, in one write, so that lines of several processes never mix.
 
     A line that a full disk or a power cut has torn is closed first, so that it damages no other.
+
+    Args:
+        path: the file; it is created if only its directory exists.
+        line: the line with its newline.
+        is_durable: return only when the whole line is on the disk.
+        mode: permissions of a new file, before the umask.
+
+    Raises:
+        OSError: the line cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     # O_APPEND moves to the end of the file at the write itself, whoever else has appended meanwhile.
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" * is_torn + line)
+        content = b"\n" * is_torn + line
+        num_bytes = os.write(descriptor, content)
+        if is_durable:
+            # A disk that is almost full takes a part of the line, and raises an error only at the next write.
+            while num_bytes < len(content):
+                num_bytes += os.write(descriptor, content[num_bytes:])
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -86,6 +103,7 @@ class LocalJsonlLog:
 
     def append(self, row: JsonObject) -> None:
         """Append one row, under a lock on the file."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         append_line(self._path, encode_line(row))
 
 
@@ -125,13 +143,16 @@ def open_log(store: Store, name: str, writer: str, background: BackgroundWriter)
 # Read all.
 
 
+def parse_line(line: bytes) -> JsonObject | None:
+    """Return the JSON object in one line; None if the line is torn or holds something else."""
+    with suppress(ValueError):
+        return parse_json(line)
+    return None
+
+
 def parse_lines(content: bytes) -> list[JsonObject]:
     """Return the JSON objects in the lines of `content`, skipping every line that is none."""
-    rows = []
-    for line in content.split(b"\n"):
-        with suppress(ValueError):
-            rows.append(parse_json(line))
-    return rows
+    return [row for line in content.split(b"\n") if (row := parse_line(line)) is not None]
 
 
 def read_log(store: Store, name: str) -> list[JsonObject]:

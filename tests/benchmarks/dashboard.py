@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.dashboard.reader import open_feed
+from runner.metrics.file import read_rows
 from runner.metrics.rows import Row
 from runner.process import find_free_port
 from runner.storage import LocalStore
@@ -90,8 +90,7 @@ def running(*words: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def rows_in(directory: Path) -> list[Row]:
     """All rows so far."""
-    fed = open_feed(LocalStore(directory)).read()
-    return [*fed.rows, *fed.newest]
+    return read_rows(LocalStore(directory))
 
 
 def data_at(port: int, path: str) -> object:

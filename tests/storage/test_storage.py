@@ -17,6 +17,7 @@ from runner.storage import (
     DeniedError,
     LocalStore,
     TransientError,
+    append_line,
     compute_crc32c,
     create_file,
     encode_json,
@@ -30,7 +31,6 @@ from runner.storage import (
     split_checkpoint,
     validate_url,
 )
-from runner.storage.jsonl import append_line
 from runner.storage.store import retry_with_backoff
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
@@ -389,11 +389,22 @@ def test_lines_of_several_processes_never_mix(disk):
         assert [row["n"] for row in rows if row["process"] == process] == list(range(200))
 
 
-def test_a_line_is_appended_to_a_file_that_need_not_be_there(tmp_path):
-    path = tmp_path / "deep" / "x.jsonl"
+def test_a_row_is_appended_to_a_log_whose_directory_is_missing(tmp_path):
+    log = open_log(LocalStore(tmp_path / "deep"), "x", "0", BackgroundWriter())
     for n in range(2):
-        append_line(path, encode_line({"n": n}))
-    assert path.read_bytes() == b'{"n": 0}\n{"n": 1}\n'
+        log.append({"n": n})
+    assert (tmp_path / "deep" / "x.jsonl").read_bytes() == b'{"n": 0}\n{"n": 1}\n'
+
+
+def test_a_durable_line_is_written_whole_and_flushed(tmp_path, monkeypatch):
+    path, write, flushed = tmp_path / "x.jsonl", os.write, []
+    path.write_bytes(b'{"torn')
+    monkeypatch.setattr(os, "write", lambda file, content: write(file, content[:3]))  # as an almost full disk does
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(path.read_bytes()))
+    append_line(path, encode_line({"n": 1}), is_durable=True)
+    assert flushed == [b'{"torn\n{"n": 1}\n']
+    with pytest.raises(FileNotFoundError):
+        append_line(tmp_path / "deep" / "x.jsonl", b"{}\n", is_durable=True)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'[1]\n"text"\n\xff\n{"n": ', b"null"])

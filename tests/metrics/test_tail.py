@@ -1,4 +1,4 @@
-"""Feeds of rows: they give the rows of `metrics.jsonl` after any writes and rewinds, on a disk and in a bucket."""
+"""A metrics tail knows the rows of `metrics.jsonl` after any writes and rewinds, on a disk and in a bucket."""
 
 import tempfile
 from pathlib import Path
@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.dashboard.reader import RowBatch, open_feed
 from runner.metrics import file as bucket
-from runner.metrics.file import open_metrics_file, read_rows
+from runner.metrics.file import MetricsTailUpdate, open_metrics_file, open_metrics_tail, read_rows
 from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, encode_line
 from tests.support.memory_bucket import memory_bucket
@@ -25,10 +24,10 @@ class Unhurried(BackgroundWriter):
         pass
 
 
-def heard(known: list, fed: RowBatch) -> tuple[list, list]:
-    """Return the final rows, and all rows, for a reader that knows `known` and receives `fed`."""
-    standing = ([] if fed.is_restarted else known) + list(fed.rows)
-    return standing, standing + fed.newest
+def apply_update(known: list, update: MetricsTailUpdate) -> tuple[list, list]:
+    """Return the final rows, and all rows, of a reader that knew the final rows `known` before the update."""
+    final = ([] if update.is_restart else known) + list(update.rows)
+    return final, final + update.newest
 
 
 @settings(max_examples=40, deadline=None)
@@ -36,12 +35,12 @@ def heard(known: list, fed: RowBatch) -> tuple[list, list]:
     st.sampled_from(KINDS),
     st.lists(st.one_of(st.integers(1, 12), st.floats(0, 1), st.just("replace")), min_size=1, max_size=12),
 )
-def test_whoever_listens_knows_the_surviving_rows_after_any_appends_and_rewinds(kind, actions):
+def test_a_tail_knows_the_surviving_rows_after_any_appends_and_rewinds(kind, actions):
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket, "PART_BYTES", 150)
         patch.setattr(bucket, "PARTS_MAX", 3)
         store = LocalStore(Path(directory)) if kind == "disk" else memory_bucket()
-        feed, standing, step, attempt = open_feed(store), [], 0, 0
+        tail, final, step, attempt = open_metrics_tail(store), [], 0, 0
         for action in [0.0, *actions]:
             if isinstance(action, float):  # a new attempt resumes at this share of what there is
                 fence = Fence(store)
@@ -56,7 +55,7 @@ def test_whoever_listens_knows_the_surviving_rows_after_any_appends_and_rewinds(
                     step += 1
                     file.append({"step": step, "train/loss": 1.0, "perf/attempt": attempt})
             file.sync()
-            standing, known = heard(standing, feed.read())
+            final, known = apply_update(final, tail.read())
             assert known == read_rows(store)
         file.close()
 
@@ -75,22 +74,22 @@ def test_whoever_listens_knows_the_surviving_rows_after_any_appends_and_rewinds(
     ],
     ids=["empty", "no newline", "torn", "half a line", "no text", "another object", "long line", "long and torn"],
 )
-def test_what_is_no_row_is_passed_over_and_half_a_line_waits_for_the_rest(tmp_path, content, steps):
-    feed = open_feed(LocalStore(tmp_path))
-    assert heard([], feed.read()) == ([], [])
+def test_other_lines_are_skipped_and_half_a_line_waits_for_its_rest(tmp_path, content, steps):
+    tail = open_metrics_tail(LocalStore(tmp_path))
+    assert apply_update([], tail.read()) == ([], [])
     (tmp_path / "metrics.jsonl").write_bytes(content)
-    standing, known = heard([], feed.read())
+    final, known = apply_update([], tail.read())
     assert [row["step"] for row in known] == steps
     (tmp_path / "metrics.jsonl").write_bytes(content + b"\n" + encode_line({"step": 7, "train/loss": 1.0}))
-    assert [row["step"] for row in heard(standing, feed.read())[1]][-1] == 7
+    assert [row["step"] for row in apply_update(final, tail.read())[1]][-1] == 7
 
 
-def test_a_line_is_read_once_however_often_one_looks(tmp_path):
-    path, feed, lines = tmp_path / "metrics.jsonl", open_feed(LocalStore(tmp_path)), 0
+def test_a_line_is_read_once_over_many_readings(tmp_path):
+    path, tail, lines = tmp_path / "metrics.jsonl", open_metrics_tail(LocalStore(tmp_path)), 0
     for step in range(1, 20):
         with path.open("ab") as file:
             file.write(encode_line({"step": step, "train/loss": 1.0}))
-        fed = feed.read()
-        lines += len(list(fed.rows))
-        assert fed.is_restarted == (step == 1)
+        update = tail.read()
+        lines += len(list(update.rows))
+        assert update.is_restart == (step == 1)
     assert lines == 19
