@@ -59,7 +59,7 @@ def _iterate_values(value: Any, path: Sequence[str], name: str, is_required: boo
         for item in value:
             yield from _iterate_values(item, path, name, is_required)
     elif not isinstance(value, Mapping):
-        raise ValueError(f"{name} is missing: {str(value)[:60]!r} is no object")
+        raise ValueError(f"{name} is missing: {str(value)[:60]!r} is not an object")
     elif path[0] == "*":
         for item in value.values():
             yield from _iterate_values(item, path[1:], name, is_required=True)

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from experiments.tokenise.config import ChatConfig, TokeniseConfig
-from experiments.tokenise.inputs import Form, read_file
+from experiments.tokenise.inputs import FileFormat, read_file
 from runner.data.corpus_index import COMPLETION_DTYPE
 from runner.data.tokenizers import KINDS_WITH_SPANS
 from runner.errors import DataError
@@ -85,7 +85,7 @@ def parse_dialogue(record: Any) -> ChatRecord | str:
     A record is `{"messages": [{"role", "content"}, ...]}` or `{"prompt", "completion"}`.
     """
     if not isinstance(record, dict):
-        return "is no JSON object with messages, or a prompt and a completion"
+        return "is not a JSON object with messages, or a prompt and a completion"
     found = [key for key in FORMS if key in record]
     if found == ["messages"]:
         return _parse_messages(record)
@@ -110,7 +110,7 @@ def _parse_messages(record: JsonObject) -> ChatRecord | str:
         return f"'messages' is not a list of messages: {str(messages)[:40]}"
     for place, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"message {place} is no object with a role: {str(message)[:40]}"
+            return f"message {place} is not an object with a role: {str(message)[:40]}"
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             return f"the content of message {place} is not a string: {str(content)[:40]}"
@@ -183,9 +183,9 @@ def read_template(name: str) -> ChatTemplate:
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{name} is no tokenizer_config.json: {error}") from error
+        raise DataError(f"{name} is not a tokenizer_config.json: {error}") from error
     if not isinstance(config, dict):
-        raise DataError(f"{name} is no tokenizer_config.json: it holds no object")
+        raise DataError(f"{name} is not a tokenizer_config.json: it does not hold an object")
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
@@ -229,7 +229,7 @@ class Renderer:
         response = self._request({"template": template.source, "names": template.names, **limits})
         if "error" in response:
             self.close()
-            raise DataError(f"is no chat template: {response['error']}")
+            raise DataError(f"is not a chat template: {response['error']}")
 
     def __enter__(self) -> Self:
         return self
@@ -314,17 +314,17 @@ def load_chat(config: ChatConfig) -> ChatReader:
     return ChatReader(template, config.max_tokens, config.longer == "cut")
 
 
-def validate_keys(config: TokeniseConfig, form: Form, document: Document) -> None:
-    """Raise a spec error for keys that do not apply to files of this form, or that files and tokenizer do not allow."""
-    unread = {"field": form == "text" or config.chat is not None, "skip_bad": form == "text"}
+def validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Document) -> None:
+    """Raise a spec error for keys that do not apply to this file format, or that files and tokenizer do not allow."""
+    unread = {"field": file_format == "text" or config.chat is not None, "skip_bad": file_format == "text"}
     for key, is_unread in unread.items():
         value = getattr(config, key)
         if is_unread and value != TokeniseConfig.model_fields[key].default:
-            reason = f"{config.source} names text files" if form == "text" else "config.chat reads whole records"
+            reason = f"{config.source} names text files" if file_format == "text" else "config.chat reads whole records"
             raise document.error(f"config.{key}", f"is {value}, but nothing reads it: {reason}; remove it")
     if config.chat is None:
         return
-    if form == "text":
+    if file_format == "text":
         raise document.error(
             "config.chat", f"needs lines of .jsonl or rows of a table, but {config.source} names text files"
         )

@@ -22,7 +22,7 @@ from runner.errors import DataError, RetryableError, format_reason
 from runner.spec.imports import import_extra
 
 _CHUNK_BYTES = 1 << 20
-_LONGEST_WINDOW_BYTES = 1 << 31  # of .zst files made with --ultra --long=31
+_LONGEST_WINDOW_BYTES = 1 << 31  # the largest window of zstd, used by --ultra --long=31
 
 
 Document = bytes | Dialogue  # A document is UTF-8 text, or a dialogue.
@@ -61,8 +61,8 @@ class BadRecord:
 
 
 def fetch_small(part: InputPart) -> bytes | None:
-    """Return the content of a small file in a bucket, or None for any other file, which is read as it is needed."""
-    if part.file.place is None or part.file.size_bytes > BLOCK_BYTES:
+    """Return the content of a small file in a bucket, or None for any other file, which is streamed later."""
+    if part.file.bucket_url is None or part.file.size_bytes > BLOCK_BYTES:
         return None
     return read_object(part.file, 0, part.file.size_bytes)
 
@@ -85,14 +85,14 @@ def read_documents(
     try:
         if content is not None:
             opened: BinaryIO = io.BytesIO(content)
-        elif part.file.place is None:
+        elif part.file.bucket_url is None:
             opened = open(part.file.name, "rb")  # noqa: SIM115 - closed by the next statement
         else:
             opened = io.BufferedReader(ObjectFile(part.file), _CHUNK_BYTES)
         with opened as file:
-            if part.file.form == "text":
+            if part.file.format == "text":
                 yield file.read()
-            elif part.file.form == "jsonl":
+            elif part.file.format == "jsonl":
                 yield from _read_jsonl(part, file, field, renderer)
             else:
                 yield from _read_table(part, file, field, renderer)
@@ -121,9 +121,9 @@ def _read_jsonl(
 
 
 def _extract_text(record: Any, field: str) -> bytes | str:
-    """Return the text of a line as UTF-8, or what is wrong with the line."""
+    """Return the text of a line as UTF-8 bytes, or a string with the problem of the line."""
     if not isinstance(record, dict):
-        return f"is no JSON object with a string {field!r}"
+        return f"is not a JSON object with a string {field!r}"
     if isinstance(text := record.get(field), str):
         return text.encode(errors="replace")  # JSON can hold lone surrogates, which UTF-8 cannot.
     if field in record:
@@ -134,7 +134,7 @@ def _extract_text(record: Any, field: str) -> bytes | str:
 
 
 def _render(record: Any, renderer: Renderer) -> Dialogue | str:
-    """Return the dialogue of a line or row, or what is wrong with it. Raises what `Renderer.render` raises."""
+    """Return the dialogue of a line or row, or a string with its problem. Raises what `Renderer.render` raises."""
     parsed = parse_dialogue(record)
     return parsed if isinstance(parsed, str) else renderer.render(parsed)
 
@@ -210,9 +210,9 @@ def _decompress(source: InputFile, file: BinaryIO) -> Iterator[bytes]:
             if frame.eof and (data := data or file.read(_CHUNK_BYTES)):
                 frame = _make_decompressor(source.compression)
     except (zlib.error, zstandard.ZstdError) as error:
-        raise DataError(f"{source.where} is no valid {source.compression} file: {error}") from error
+        raise DataError(f"{source.where} is not a valid {source.compression} file: {error}") from error
     if not frame.eof:
-        raise DataError(f"{source.where} is no valid {source.compression} file: it is truncated")
+        raise DataError(f"{source.where} is not a valid {source.compression} file: it is truncated")
 
 
 def _read_table(
@@ -224,7 +224,7 @@ def _read_table(
     except (DataError, RetryableError):
         raise
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{part.file.where} is no valid {part.file.form} file: {format_reason(error)}") from error
+        raise DataError(f"{part.file.where} is not a valid {part.file.format} file: {format_reason(error)}") from error
 
 
 def _read_texts(part: InputPart, file: BinaryIO, field: str) -> Iterator[bytes | BadRecord]:
@@ -267,7 +267,7 @@ def _read_dialogues(part: InputPart, file: BinaryIO, renderer: Renderer) -> Iter
             number += 1
             record = _drop_nulls(row)
             try:
-                json.dumps(record)
+                json.dumps(record)  # A template may only see what a .jsonl file could hold, such as no dates or bytes.
                 found = _render(record, renderer)
             except TypeError as error:
                 found = f"holds a value that JSON does not have ({error})"
@@ -287,7 +287,7 @@ def _read_batches(part: InputPart, file: BinaryIO, select: Callable[[list[str]],
 
     `select` gets the names of all columns and returns those to read; only Parquet can leave out the others.
     """
-    if part.file.form == "parquet":
+    if part.file.format == "parquet":
         table = import_extra("pyarrow.parquet", "parquet").ParquetFile(file)
         names = select(table.schema_arrow.names)
         groups = None if part.start is None or part.stop is None else list(range(part.start, part.stop))
@@ -323,7 +323,7 @@ def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int) -> list[Piece]
     row groups. Compressed files, files in buckets and text files stay whole.
 
     Raises:
-        DataError: a large file is no valid Parquet file.
+        DataError: a large file is not a valid Parquet file.
     """
     pieces: list[Piece] = []
     piece: list[InputPart] = []
@@ -338,17 +338,17 @@ def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int) -> list[Piece]
 
 
 def _split_file(file: InputFile, shard_bytes: int) -> Iterator[InputPart]:
-    is_large = file.place is None and file.size_bytes > shard_bytes
-    if is_large and file.form == "jsonl" and not file.compression:
+    is_large = file.bucket_url is None and file.size_bytes > shard_bytes
+    if is_large and file.format == "jsonl" and not file.compression:
         num_parts = -(-file.size_bytes // shard_bytes)
         edges = [file.size_bytes * i // num_parts for i in range(num_parts + 1)]
         yield from (InputPart(file, stop - start, start, stop) for start, stop in itertools.pairwise(edges))
-    elif is_large and file.form == "parquet":
+    elif is_large and file.format == "parquet":
         arrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
         try:
             table = parquet.read_metadata(Path(file.name))
         except (arrow.ArrowException, OSError) as error:
-            raise DataError(f"{file.where} is no valid parquet file: {format_reason(error)}") from error
+            raise DataError(f"{file.where} is not a valid parquet file: {format_reason(error)}") from error
         start, size_bytes = 0, 0
         for group in range(table.num_row_groups):
             group_bytes = table.row_group(group).total_byte_size

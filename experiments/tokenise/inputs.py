@@ -40,10 +40,10 @@ from runner.storage import (
     validate_url,
 )
 
-Form = Literal["text", "jsonl", "parquet", "arrow"]
+FileFormat = Literal["text", "jsonl", "parquet", "arrow"]
 BLOCK_BYTES = 8 << 20
 _BLOCKS_AHEAD = 3
-_SUFFIXES: dict[str, Form] = {
+_SUFFIXES: dict[str, FileFormat] = {
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
     ".jsonl.zst": "jsonl",
@@ -58,26 +58,26 @@ class InputFile:
     """Input file with the size and version it had when the source was resolved.
 
     Attributes:
-        place: URL of the bucket prefix that `name` is relative to; None for a local file.
+        bucket_url: URL of the bucket prefix that `name` is relative to; None for a local file.
         name: path, absolute for a local file.
         label: name in the fingerprint of the source; the same on every host.
         size_bytes: size of the file.
         version: modification time in nanoseconds, or the object's version in a bucket; "" for python-stdlib, of which
             each host has its own copy, so that only names and sizes count.
-        form: format of the content.
+        format: format of the content.
     """
 
-    place: str | None
+    bucket_url: str | None
     name: str
     label: str
     size_bytes: int
     version: Version
-    form: Form
+    format: FileFormat
 
     @property
     def where(self) -> str:
         """Path or URL, for messages."""
-        return self.name if self.place is None else f"{self.place}/{self.name}"
+        return self.name if self.bucket_url is None else f"{self.bucket_url}/{self.name}"
 
     @property
     def compression(self) -> str:
@@ -87,8 +87,8 @@ class InputFile:
 
     def validate_unchanged(self) -> None:
         """Raise `DataError` if a local file has changed since the source was resolved."""
-        if self.place is not None:
-            return  # objects are read by version, which checks this at each request
+        if self.bucket_url is not None:
+            return  # each request for an object names its version, and fails if that is gone
         size_bytes, version = _size_and_version(Path(self.name))
         if size_bytes != self.size_bytes or (self.version and version != self.version):
             raise DataError(f"{self.where} has changed since the job started; use a source that nobody writes to")
@@ -112,10 +112,12 @@ def find_files(source: str) -> tuple[InputFile, ...]:
     files = _find_in_bucket(source) if "://" in source else _find_on_disk(source)
     if not files:
         raise DataError(f"no file matches {source}{'' if '://' in source else suggest_path(source)}")
-    forms = sorted({file.form for file in files})
-    if len(forms) > 1:
-        first = [next(file.where for file in files if file.form == form) for form in forms]
-        raise DataError(f"{source} matches {' and '.join(forms)} files ({', '.join(first)}); name files of one format")
+    formats = sorted({file.format for file in files})
+    if len(formats) > 1:
+        examples = [next(file.where for file in files if file.format == format_) for format_ in formats]
+        raise DataError(
+            f"{source} matches {' and '.join(formats)} files ({', '.join(examples)}); name files of one format"
+        )
     return files
 
 
@@ -126,16 +128,16 @@ def compute_fingerprint(files: Sequence[InputFile]) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def open_place(url: str) -> Store:
-    """Return the store of a bucket prefix. The cache lets one client serve all files below it."""
+def open_store(url: str) -> Store:
+    """Return the store of a bucket prefix or directory. It is cached, so that all files below it share one client."""
     return make_store(url)
 
 
 def read_file(text: str) -> bytes:
     """Return the whole content of a path or URL. Raises `DataError` if it does not exist."""
-    place, _, name = (text if "://" in text else str(local_directory(text))).rpartition("/")
+    directory, _, name = (text if "://" in text else str(local_directory(text))).rpartition("/")
     try:
-        return open_place(place or "/").read(name)
+        return open_store(directory or "/").read(name)
     except FileNotFoundError as error:
         near = "" if "://" in text else suggest_path(text)
         is_name = "://" not in text and not os.path.isabs(text)
@@ -152,7 +154,7 @@ def _find_on_disk(source: str) -> tuple[InputFile, ...]:
     for name in names:
         if not os.access(name, os.R_OK):
             raise DataError(f"cannot read {name}: permission denied")
-    return tuple(InputFile(None, name, name, size, version, _detect_form(name)) for name, size, version in files)
+    return tuple(InputFile(None, name, name, size, version, _detect_format(name)) for name, size, version in files)
 
 
 def _size_and_version(path: Path) -> tuple[int, str]:
@@ -165,20 +167,27 @@ def _size_and_version(path: Path) -> tuple[int, str]:
 
 def _find_in_bucket(source: str) -> tuple[InputFile, ...]:
     """Return the files of a glob, a prefix, or one object, whose name may contain brackets. Lists the bucket once."""
-    place, patterns = split_url_glob(source)
+    bucket_url, patterns = split_url_glob(source)
     try:
-        listing: dict[str, FileInfo] = open_place(place).list_files(get_glob_prefix(patterns))
+        listing: dict[str, FileInfo] = open_store(bucket_url).list_files(get_glob_prefix(patterns))
     except FileNotFoundError as error:
-        raise DataError(f"{place} does not exist: {error}") from error
+        raise DataError(f"{bucket_url} does not exist: {error}") from error
     except ForbiddenError:
         raise
     except PermissionError as error:
-        raise DataError(f"cannot read {place}: no permission ({error})") from error
+        raise DataError(f"cannot read {bucket_url}: no permission ({error})") from error
     exact = "/".join(patterns)
     is_prefix = exact not in listing and not _WILDCARD.search(exact)
     names = match_objects([*patterns, "**"] if is_prefix else patterns, listing, [exact])
     return tuple(
-        InputFile(place, name, f"{place}/{name}", listing[name].size_bytes, listing[name].version, _detect_form(name))
+        InputFile(
+            bucket_url,
+            name,
+            f"{bucket_url}/{name}",
+            listing[name].size_bytes,
+            listing[name].version,
+            _detect_format(name),
+        )
         for name in names
     )
 
@@ -194,11 +203,11 @@ def would_match(source: str, path: str) -> bool:
     return matches_glob(path.split("/"), source.split("/"))
 
 
-def _detect_form(name: str) -> Form:
+def _detect_format(name: str) -> FileFormat:
     lower = os.path.basename(name).lower()
-    for suffix, form in _SUFFIXES.items():
+    for suffix, file_format in _SUFFIXES.items():
         if lower.endswith(suffix):
-            return form
+            return file_format
     if Path(lower).suffix in TEXT_SUFFIXES:
         return "text"
     raise DataError(f"{name}: unsupported file type; needs text, {', '.join(_SUFFIXES)}")
@@ -211,9 +220,9 @@ def read_object(file: InputFile, start: int, stop: int) -> bytes:
         DataError: the object has changed or disappeared since the source was resolved, or may not be read.
         StorageError: the bucket does not answer.
     """
-    assert file.place is not None
+    assert file.bucket_url is not None
     try:
-        return open_place(file.place).read_range(file.name, start, stop, file.version)
+        return open_store(file.bucket_url).read_range(file.name, start, stop, file.version)
     except ChangedError as error:
         raise DataError(
             f"{file.where} has changed since the job started; use a source that nobody writes to"
@@ -225,9 +234,9 @@ def read_object(file: InputFile, start: int, stop: int) -> bytes:
 
 
 class ObjectFile(io.RawIOBase):
-    """File in a bucket as a raw stream, read in blocks with read-ahead. For one thread.
+    """File in a bucket as a raw stream, read in blocks with read-ahead. Not thread-safe.
 
-    At most the current block and `_BLOCKS_AHEAD` blocks behind it are in memory, however large the object is.
+    Only the current block and the next `_BLOCKS_AHEAD` blocks are in memory, however large the object is.
     """
 
     def __init__(self, file: InputFile) -> None:
@@ -268,7 +277,7 @@ class ObjectFile(io.RawIOBase):
         super().close()
 
     def _read_block(self, number: int) -> bytes:
-        """Return one block, and start to fetch the blocks behind it."""
+        """Return one block, and start to fetch the blocks after it."""
         num_blocks = -(-self._file.size_bytes // BLOCK_BYTES)
         if number >= num_blocks:
             return b""

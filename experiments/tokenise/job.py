@@ -157,7 +157,7 @@ class Tokenise(RestoreableJob):
                 f"{self.config.source} matches files that this job writes, such as {matched}; use a narrower source, "
                 "or another directory and output",
             )
-        validate_keys(self.config, self.files[0].form, self.document)
+        validate_keys(self.config, self.files[0].format, self.document)
         inputs = [compute_fingerprint(self.files), len(self.pieces)]
         if not isinstance(self.config.tokenizer, BpeConfig):
             _ = self.separator

@@ -59,7 +59,7 @@ class EncodedBatch:
         ids: token ids of all documents, (number of tokens,).
         ends: end of each document in `ids`, (number of documents,).
         num_left_out: number of documents without tokens.
-        completions: mark of each completion token, as `ids`; None for documents that are no dialogues.
+        completions: mark of each completion token, as `ids`; None if the documents are not dialogues.
         num_dropped: number of dialogues dropped because they were too long or had no completion left.
         num_cut: number of dialogues whose end was cut off.
     """
@@ -82,7 +82,11 @@ def encode_pieces(
     skip_bad: int,
     chat: ChatReader | None = None,
 ) -> Generator[EncodedBatch]:
-    """Yield the tokens of numbered pieces, in order. Close the generator or exhaust it. Raises `DataError`."""
+    """Yield the tokens of numbered pieces, in order. The caller must close the generator or exhaust it.
+
+    Raises:
+        DataError: a file cannot be read, or a piece has more than `skip_bad` bad lines.
+    """
     fetched = prefetch(((number, piece, fetch_piece(piece)) for number, piece in pieces), 1)
     batches = prefetch(_read_batches(fetched, field, shard_bytes, skip_bad, chat), _BATCHES_AHEAD)
     if chat is not None:
@@ -118,7 +122,7 @@ def encode_dialogues(
         mark_tokens(dialogue, ids, spans, separator, chat.max_tokens)
         for dialogue, (ids, spans) in zip(dialogues, encoded, strict=True)
     ]
-    # A dialogue that was cut before its first completion token would teach nothing.
+    # A dialogue that was cut before its first completion token has no token that counts in the loss.
     kept = [tokens for tokens in marked if not tokens.is_cut or (chat.cuts_longer and tokens.marks.any())]
     full = [tokens for tokens in kept if len(tokens.ids)]
     ids = np.concatenate([np.empty(0, tokenizer.dtype), *(tokens.ids for tokens in full)])
@@ -167,7 +171,7 @@ def _read_batches(
 ) -> Generator[DocumentBatch]:
     """Yield the documents in batches.
 
-    Where shards end depends on the documents alone, so that whoever makes a piece again makes the same shards.
+    The shards of a piece depend only on its documents, so a piece that is processed again gives the same shards.
     """
     rendering = contextlib.nullcontext() if chat is None else Renderer(chat.template)
     with contextlib.closing(pieces), rendering as renderer:

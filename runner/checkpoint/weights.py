@@ -161,7 +161,7 @@ def read_document(store: Store) -> Document:
     except FileNotFoundError as error:
         raise InvalidError(f"{store.url}: no {SPEC} is here; needs the directory of a run that has begun") from error
     except UnicodeDecodeError as error:
-        raise InvalidError(f"{store.url}/{SPEC}: is no text: {error}") from error
+        raise InvalidError(f"{store.url}/{SPEC}: is not text: {error}") from error
     return parse_document(text, f"{store.url}/{SPEC}")
 
 

@@ -1,11 +1,12 @@
 """Data pipeline: tokens, from files on this host or in a bucket, to the batch of a step.
 
-**A batch is a pure function of (seed, step).** Nothing here holds a position: example r of step k is example
-`k * global_batch_examples + r` of an endless stream, any example of which is found in O(1), so no checkpoint needs
-state of the data. The package knows no models, optimizers, checkpoints or number of hosts.
+**A batch is a pure function of (seed, step).** Example i of step k is example `k * global_batch_examples + i` of an
+endless stream with random access in O(1), so checkpoints contain no iterator state. The package does not depend on
+models, optimizers, checkpoints or the number of hosts.
 
-The way of a batch: `open_source` makes a `Source` from the keys of a spec; `packing` cuts its tokens into examples;
-`sampling` orders them; `dataset` mixes several sources; `batches` makes the global arrays of a step, ahead of time.
+A batch is made in five steps: `open_source` makes a `Source` from the keys of a spec; `packing` divides its tokens into
+examples; `sampling` orders them; `dataset` mixes several sources; `batches` makes the global arrays of a step, ahead of
+time.
 
 Importing the package imports jax and grain (half a second and more): do so when a job runs, not to validate a spec.
 

@@ -1,9 +1,9 @@
 """ArrayRecord files of token ids: a record is a document of little-endian ids of `data.options.dtype`.
 
-Nothing else is read: no `tf.train.Example`, no pickled or compressed record. The format does not store the lengths of
-records, so the first start on a host reads the files whole; the lengths, 8 bytes a document, are kept in the cache.
+Other contents are not supported: no `tf.train.Example`, no pickled or compressed record. The format does not store the
+lengths of records, so the first start on a host reads the files whole, and caches the lengths (8 bytes a document).
 Records are read by the `array_record` package through its own file handles, never through a memory map. The package
-opens nothing but paths, so objects of a bucket are first copied whole to this host's disk.
+opens only paths, so objects in a bucket are first copied whole to this host's disk.
 """
 
 import functools
@@ -44,7 +44,11 @@ def open_array_record(
     *,
     dtype: str,
 ) -> DocumentFiles:
-    """Open the files. Raises DataError, with one line that names the file, if one is damaged or holds no whole ids."""
+    """Open the files, which `data.source` names.
+
+    Raises:
+        DataError: a file is damaged, or the size of a record is not a multiple of the size of an id.
+    """
     id_dtype = parse_dtype(dtype)
 
     def open_file(file: File, copy: SourceFile) -> ArrayRecordFile:
@@ -53,7 +57,7 @@ def open_array_record(
         if is_odd.any():
             odd = int(is_odd.argmax())
             raise DataError(
-                f"{file}: record {odd} has {int(sizes[odd])} bytes, no whole number of {id_dtype.itemsize}-byte "
+                f"{file}: record {odd} has {int(sizes[odd])} bytes, not a whole number of {id_dtype.itemsize}-byte "
                 f"({id_dtype.name}) token ids"
             )
         bounds = np.concatenate([[0], np.cumsum(sizes // id_dtype.itemsize)])
@@ -101,7 +105,7 @@ class ArrayRecordFile(RecordFile):
 
 
 class _RecordReader:
-    """Open file, used by one thread at a time. Errors of the package become a DataError that names `file`."""
+    """Open file with a lock, as the package is not thread-safe. Its errors become a DataError that names `file`."""
 
     def __init__(self, file: File, copy: SourceFile) -> None:
         self._file, self._lock = file, threading.Lock()
@@ -116,7 +120,6 @@ class _RecordReader:
     def read(self, first: int, last: int) -> list[bytes]:
         """Return records `first .. last`."""
         try:
-            # An open file of the package serves one thread at a time.
             with self._lock:
                 records: list[bytes] = self._reader.read(first, last)
         except (RuntimeError, ValueError, IndexError, OSError) as error:
@@ -124,7 +127,7 @@ class _RecordReader:
         return records
 
     def _make_error(self, error: Exception) -> DataError:
-        return DataError(f"{self._file}: is no whole ArrayRecord file ({format_reason(error)})")
+        return DataError(f"{self._file}: is not a complete ArrayRecord file ({format_reason(error)})")
 
 
 @functools.lru_cache(maxsize=OPEN_FILES_MAX)
@@ -136,7 +139,7 @@ def _open_records(file: File, copy: SourceFile) -> _RecordReader:
 
 
 def _load_sizes(file: File, copy: SourceFile, directory: Path) -> np.ndarray:
-    """Return the size in bytes of each record, int64: from the cache, else by reading the whole file."""
+    """Return the size in bytes of each record (int64), from the cache or by reading the whole file."""
     key = cache_key("records", [file])
     record = read_record(directory, key)
     if record is not None:
@@ -144,7 +147,7 @@ def _load_sizes(file: File, copy: SourceFile, directory: Path) -> np.ndarray:
             content = (directory / f"{record['sha256']}.sizes").read_bytes()
         except OSError:
             content = b""
-        # Sizes that are cut or altered are a miss: the file is scanned again.
+        # A truncated or altered entry of the cache counts as a miss, and the file is scanned again.
         is_whole = len(content) == 8 * record["num_records"]
         if is_whole and hashlib.sha256(content).hexdigest() == record["sha256"]:
             return np.frombuffer(content, "<i8")

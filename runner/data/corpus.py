@@ -207,7 +207,7 @@ class Corpus(TokenSequence, Source):
         highest = shard.num_tokens if last == shard.num_documents else min(ends[-1], shard.num_tokens)
         if not len(ends) or ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] != highest:
             raise DataError(
-                f"{self._store.url}/{name}: are no ends of documents: needs numbers that never fall, the last of them "
+                f"{self._store.url}/{name}: are not document ends: needs nondecreasing numbers, the last of them "
                 f"{shard.num_tokens}"
             )
         return ends

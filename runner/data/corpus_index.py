@@ -164,7 +164,7 @@ class CorpusIndex(CorpusShards):
         except DataError:
             raise
         except (ValueError, TypeError) as error:
-            raise DataError(f"{where} is no index of a corpus: {error}") from error
+            raise DataError(f"{where} is not the index of a corpus: {error}") from error
         return cls(record["dtype"], record["vocabulary_size"], record["tokenizer"], record["separator"], shards)
 
     def _content(self) -> JsonObject:
@@ -194,12 +194,12 @@ def read_tokenizer(tokenizer: JsonObject, store: Store) -> bytes:
 def parse_shard(record: JsonObject) -> CorpusShard:
     """Parse the entry of a shard. Raises `ValueError` if it is damaged."""
     if not isinstance(record, dict):
-        raise ValueError(f"{str(record)[:20]!r} is no shard")
+        raise ValueError(f"{str(record)[:20]!r} is not a shard")
     validate_record(record, (*_SHARD_KEYS, _COMPLETION_KEY), [key.name for key in _SHARD_KEYS])
     shard = CorpusShard(**record)
     # A name with a slash could lead outside the directory of the corpus.
     if not re.fullmatch(r"\w[\w.-]*", shard.name):
-        raise ValueError(f"{shard.name[:60]!r} is no name of a shard")
+        raise ValueError(f"{shard.name[:60]!r} is not the name of a shard")
     if min(shard.num_tokens, shard.num_documents, shard.largest_id + 1) < 0:
         raise ValueError(f"shard {shard.name} has a number that is negative")
     return shard

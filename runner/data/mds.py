@@ -127,19 +127,19 @@ class IdColumn:
         return samples + self.head_bytes + sum(columns[: self.place]), columns[self.place] * ones
 
     def _check_shapes(self, content: np.ndarray, value_starts: np.ndarray, counts: np.ndarray) -> None:
-        """Raise ValueError if a value is no 1-D array with the expected number of ids."""
+        """Raise ValueError if a value is not a 1-D array with the expected number of ids."""
         for first_byte, width, low, high in SHAPES if self.has_shape else ():
             is_such = (low <= counts) & (counts <= high)
             if not is_such.any():
                 continue
             shape = _gather(content, value_starts[is_such], 1 + width)
             dimension = np.ascontiguousarray(shape[:, 1:]).view(f"<u{width}")[:, 0]
-            _validate("is no array of one dimension", (shape[:, 0] == first_byte) & (dimension == counts[is_such]))
+            _validate("is not an array of one dimension", (shape[:, 0] == first_byte) & (dimension == counts[is_such]))
 
     def _locate_ids(self, value_starts: np.ndarray, value_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the offsets and numbers of the ids within values of these sizes. Raises ValueError."""
         if not self.has_shape:
-            _validate(f"holds no whole number of {self.dtype.name} ids", value_bytes % self.dtype.itemsize == 0)
+            _validate(f"does not hold a whole number of {self.dtype.name} ids", value_bytes % self.dtype.itemsize == 0)
             return value_starts, value_bytes // self.dtype.itemsize
         counts = np.zeros_like(value_bytes)
         skips = np.zeros_like(value_bytes)
@@ -299,16 +299,16 @@ def _parse_index(index: File, raw: bytes) -> list[JsonObject]:
                 # An index from elsewhere must not make the job read files outside its directory.
                 path = PurePosixPath(file["basename"])
                 if path.is_absolute() or ".." in path.parts or not path.name:
-                    raise ValueError(f"{file['basename'][:60]!r} is no file below it")
+                    raise ValueError(f"{file['basename'][:60]!r} is not a file below it")
             names, encodings, sizes = (record[key.name] for key in _COLUMN_KEYS)
             if not len(names) == len(encodings) == len(sizes):
                 raise ValueError("has a shard with unequal numbers of names, encodings and sizes of columns")
             if not all(isinstance(text, str) for text in (*names, *encodings)):
-                raise ValueError("has a shard with a name or an encoding of a column that is no text")
+                raise ValueError("has a shard with a name or an encoding of a column that is not a text")
             if not all(size is None or (isinstance(size, int) and size > 0) for size in sizes):
-                raise ValueError("has a shard with the size of a column that is no positive integer")
+                raise ValueError("has a shard with the size of a column that is not a positive integer")
     except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(f"{index} is no index of MDS: {error}") from error
+        raise DataError(f"{index} is not an index of MDS: {error}") from error
     shards: list[JsonObject] = content["shards"]
     return shards
 

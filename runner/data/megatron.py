@@ -69,7 +69,7 @@ def _read_index(index: File, tokens: File, reader: Reader) -> tuple[np.dtype, np
     if tokens.size_bytes != size_bytes:
         raise DataError(
             f"{tokens}: {tokens.size_bytes:,} bytes, needs {size_bytes:,}: {os.path.basename(str(index))} counts "
-            f"{int(bounds[-1]):,} tokens of {dtype.itemsize} bytes; one of the two is cut, or they are no pair"
+            f"{int(bounds[-1]):,} tokens of {dtype.itemsize} bytes; one of the two is truncated, or they are not a pair"
         )
     return dtype, bounds
 
@@ -78,7 +78,7 @@ def _parse_index(index: File, reader: Reader) -> tuple[np.dtype, np.ndarray]:
     """Return the type of the ids and the bounds of the documents in tokens. Raises ValueError."""
     (header,) = reader.read([ByteRange(index, 0, min(HEADER.size, index.size_bytes))])
     if not header.startswith(MAGIC):
-        raise ValueError(f"begins with {header[:9]!r}, needs {MAGIC!r}: is no index of Megatron's token files")
+        raise ValueError(f"begins with {header[:9]!r}, needs {MAGIC!r}: is not an index of Megatron's token files")
     if len(header) < HEADER.size:
         raise ValueError(f"{len(header)} bytes, needs at least {HEADER.size}: it is cut")
     _, version, code, num_sequences, num_bounds = HEADER.unpack(header)

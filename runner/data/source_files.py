@@ -184,7 +184,7 @@ def find_corpus(name: str) -> str | None:
         index = Path(path) / INDEX if os.path.isdir(path) else Path(path)
         return str(index.parent) if index.name == INDEX and index.is_file() and not _is_mds_index(index) else None
     directory = directory if last == INDEX else name.rstrip("/")
-    # A glob or a token file is no corpus, and asking the bucket would cost a request.
+    # A glob or a token file is not a corpus, and asking the bucket would cost a request.
     if glob.has_magic(directory) or PurePath(directory).suffix in TOKEN_SUFFIXES:
         return None
     with wrap_source_errors(name):
@@ -193,7 +193,7 @@ def find_corpus(name: str) -> str | None:
 
 
 def validate_source_name(name: str) -> None:
-    """Raise `DataError` if the text is no possible path or URL."""
+    """Raise `DataError` if the text cannot be a path or URL."""
     try:
         validate_url(name)
     except InvalidError as error:

@@ -56,8 +56,8 @@ def count_ids(file: File, dtype: np.dtype) -> int:
     """Return the number of ids in a `.bin` file. Raises DataError if its size is not a multiple of the id's size."""
     if file.size_bytes % dtype.itemsize:
         raise DataError(
-            f"{file}: {file.size_bytes} bytes are no whole number of {dtype.itemsize}-byte ({dtype.name}) token ids; "
-            "the file is cut, or data.dtype is wrong"
+            f"{file}: {file.size_bytes} bytes are not a whole number of {dtype.itemsize}-byte ({dtype.name}) token "
+            "ids; the file is truncated, or data.dtype is wrong"
         )
     return file.size_bytes // dtype.itemsize
 
@@ -74,12 +74,12 @@ def parse_npy(file: File, head: bytes) -> tuple[np.dtype, int, int]:
         shape, _, dtype = read(stream)
     except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise DataError(f"{file}: is no whole .npy file of numbers ({reason})") from error
+        raise DataError(f"{file}: is not a complete .npy file of numbers ({reason})") from error
     if len(shape) != 1 or dtype.kind not in "iu" or shape[0] < 0:
         raise DataError(f"{file}: needs a 1-D array of integers, holds {dtype} of shape {shape}")
     num_tokens, offset = int(shape[0]), stream.tell()
     if offset + num_tokens * dtype.itemsize > file.size_bytes:
-        raise DataError(f"{file}: is no whole .npy file of numbers (it is cut: {file.size_bytes} bytes)")
+        raise DataError(f"{file}: is not a complete .npy file of numbers (it is cut: {file.size_bytes} bytes)")
     return dtype, num_tokens, offset
 
 

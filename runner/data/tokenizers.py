@@ -234,15 +234,15 @@ class HuggingFaceTokenizer(_TextTokenizer):
         try:
             self._library = tokenizers.Tokenizer.from_str(content.decode())
         except UnicodeDecodeError as error:
-            raise DataError(f"is no tokenizer.json: {error}") from error
+            raise DataError(f"is not a tokenizer.json: {error}") from error
         except Exception as error:  # the library raises nothing more specific
-            raise DataError(f"is no tokenizer.json: {format_reason(error)}") from error
+            raise DataError(f"is not a tokenizer.json: {format_reason(error)}") from error
         # A file may switch on padding and truncation, which would put ids into a corpus that its text does not have.
         self._library.no_padding()
         self._library.no_truncation()
         self.vocabulary_size = max(self.list_tokens().values(), default=-1) + 1
         if not self.vocabulary_size:
-            raise DataError("is no tokenizer.json of use: it has no tokens")
+            raise DataError("is not a usable tokenizer.json: it has no tokens")
 
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
         try:
@@ -282,10 +282,10 @@ class SentencePieceTokenizer(_TextTokenizer):
         try:
             self._library = library.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
-            raise DataError(f"is no model of sentencepiece: {format_reason(error)}") from error
+            raise DataError(f"is not a sentencepiece model: {format_reason(error)}") from error
         self.vocabulary_size = int(self._library.get_piece_size())
         if not self.vocabulary_size:
-            raise DataError("is no model of sentencepiece: it has no pieces")
+            raise DataError("is not a sentencepiece model: it has no pieces")
 
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
         found: list[list[int]] = self._library.encode(texts, num_threads=os.cpu_count() or 1)
@@ -379,7 +379,7 @@ def _parse_ranks(content: bytes) -> dict[bytes, int]:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except (ValueError, binascii.Error) as error:
-                raise DataError(f"line {number} is no rank of tiktoken: {line[:40]!r}") from error
+                raise DataError(f"line {number} is not a tiktoken rank: {line[:40]!r}") from error
     lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if lacking:  # the library would panic at the first such byte
         raise DataError(f"holds no ranks of tiktoken: {len(lacking)} of the 256 bytes have none, as 0x{lacking[0]:02x}")

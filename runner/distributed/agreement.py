@@ -12,13 +12,14 @@ while devices are busy. Every wait has a deadline, and its error names the missi
    until the next one, because other processes may still read them.
 5. A loop that only calls `agree` would reach no barrier, so `agree` gathers first after `MAX_DECISIONS` decisions.
 
-**Liveness** distinguishes processes that crashed from processes that left in order.
+**Liveness** distinguishes processes that crashed from processes that exited cleanly.
 
 1. When a process ends, its kernel closes its peer sockets (`rendezvous`), and the other end notices at once.
-2. A process that ends in order announces it at the coordinator first. A process that disconnects without an
+2. Before a clean exit a process announces its departure in the key-value store. A process that disconnects without an
    announcement has crashed.
-3. The coordination service ends with process 0, and JAX then kills the other processes with SIGABRT, past any Python
-   handler. Process 0 therefore leaves last, and SIGABRT is turned into an exit code: the announced one, or else 76.
+3. The coordination service ends with process 0, and JAX then kills the other processes with SIGABRT, on a thread where
+   Python's signal handlers do not run. Process 0 therefore exits last, and a handler in C turns SIGABRT into an exit
+   code: the announced one, or else 76.
 """
 
 import contextlib
@@ -36,24 +37,24 @@ from runner.distributed.preemption import end_process
 from runner.errors import EXIT_RETRYABLE, InvalidError, PeerLostError
 
 _LEAVE_SECONDS = 10
-_EXIT_SECONDS = 0.2  # from the announcement of the other processes to their end
+_EXIT_SECONDS = 0.2  # from the announcement of a process to its end
 _FOREVER_SECONDS = 7 * 24 * 3600
 
 
 class Liveness:
-    """View of the other processes from this process. One per process."""
+    """Detection of processes that crashed or exited, as seen from this process. One per process."""
 
     def __init__(
         self, store: KeyValueStore, process_id: int, num_processes: int, peer_sockets: dict[int, socket.socket]
     ):
-        """Create the view.
+        """Create the detector.
 
         Args:
             store: the key-value store of the job.
-            process_id: this process.
-            num_processes: processes of the job.
-            peer_sockets: by process, a connection that closes when it ends: on process 0 to every other process, on the
-                others to process 0.
+            process_id: index of this process.
+            num_processes: number of processes of the job.
+            peer_sockets: connections by process, each of which closes when that process ends. Process 0 has one to
+                every other process, the others have one to process 0.
         """
         self._store, self._peer_sockets = store, peer_sockets
         self._process_id, self._num_processes = process_id, num_processes
@@ -67,7 +68,7 @@ class Liveness:
         return [process for process, connection in self._peer_sockets.items() if connection.fileno() in closed]
 
     def find_crashed(self) -> list[int]:
-        """Return the processes that have disconnected without leaving in order. Does not wait for them. Any thread.
+        """Return the processes that have disconnected without announcing it. Does not wait for them. Any thread.
 
         Raises:
             PeerLostError: the coordinator cannot be reached.
@@ -80,7 +81,7 @@ class Liveness:
         ]
 
     def read_departures(self) -> dict[int, int]:
-        """Return the exit code of each process that has left in order. Does not wait for them. Any thread.
+        """Return the exit code of each process that has announced its exit. Does not wait for them. Any thread.
 
         Raises:
             PeerLostError: the coordinator cannot be reached.
@@ -88,10 +89,10 @@ class Liveness:
         return self._store.list_values(key_value.DEPARTURES)
 
     def leave(self, code: int) -> None:
-        """Announce that this process ends in order with `code`. Called on every process.
+        """Announce that this process is about to exit with `code`. Called on every process.
 
-        Process 0 blocks until all processes have announced their end, for at most a few seconds. Raises nothing,
-        because the job is over.
+        Process 0 blocks until all processes have announced their exit, for at most `_LEAVE_SECONDS` each, because the
+        coordination service ends with it. Never raises, because the job is over.
         """
         if self._num_processes == 1:
             return
@@ -104,9 +105,9 @@ class Liveness:
                 time.sleep(_EXIT_SECONDS)
 
     def set_abort_callback(self, callback: Callable[[], None] | None) -> None:
-        """Call `callback` when JAX is about to kill this process.
+        """Call `callback` when JAX is about to kill this process; None removes the callback.
 
-        The callback may know more about the lost peer, and may end the process itself. None removes it.
+        The watchdog uses it to name the lost peer, and to exit before the general message is printed.
         """
         _abort_handler.callback = callback
 
@@ -229,7 +230,7 @@ class Hosts:
             raise PeerLostError(
                 f"{who} of {self.num_processes} did not arrive within {deadline_seconds:.0f} s ({error})"
             ) from error
-        # Every process has passed the barrier, so nobody reads earlier decisions and the previous gather any more.
+        # Every process has reached the barrier, so none still reads earlier decisions or the previous gather.
         if self.is_main:
             self.store.delete(key_value.DECISIONS)
             if self._last_gather is not None:
@@ -252,7 +253,7 @@ class Hosts:
         Its `InvalidError` is raised on every process, so that a check on process 0 cannot leave the others waiting.
         Called on every process, by the training thread.
         """
-        # Other errors end process 0, and the watchdog of the others reports it.
+        # Any other error ends process 0, which the watchdogs of the others report.
         result: dict[str, Any] = {}
         if self.is_main:
             try:
@@ -265,9 +266,10 @@ class Hosts:
         return result["value"]
 
     def collect(self, folder: str, value: Any, deadline_seconds: float) -> list[Any]:
-        """Return `value` (JSON) of every process on process 0, in order of process; on the others only their own.
+        """Gather `value` (JSON) of every process on process 0; return all of them there, and `[value]` on the others.
 
-        For background threads, whose calls have no common order. Called on every process; blocks process 0 only.
+        For background threads, whose calls are not ordered among the processes. Called on every process; blocks only
+        process 0.
 
         Args:
             folder: a folder of `key_value`, the same on every process and never used again.
@@ -289,7 +291,8 @@ class Hosts:
         except PeerLostError:
             self._abandoned.append(folder)
             raise
-        # Each process writes its values in order, so whatever it wrote after this process gave up is there by now.
+        # A process may have written to an abandoned folder after the deadline. It has written to this folder since, so
+        # that write is complete, and the abandoned folders can be deleted for good.
         for past in (*self._abandoned, folder):
             self.store.delete(past)
         self._abandoned = []
@@ -322,5 +325,5 @@ class Hosts:
         ]
 
     def leave(self, code: int) -> None:
-        """Announce that this process ends in order with `code`; see `Liveness.leave`. Called on every process, last."""
+        """Announce that this process is about to exit with `code`, see `Liveness.leave`. The last call of a process."""
         self.liveness.leave(code)

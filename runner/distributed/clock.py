@@ -289,13 +289,14 @@ class Progress:
 
     @contextlib.contextmanager
     def report_wait(self, phase: Phase, failure: LocalFailure | None) -> Iterator[None]:
-        """Report the wait for the other processes after an attempt that each process made alone.
+        """Report the wait for the other processes after each has called user code, such as an evaluator or a hook.
 
-        Training thread only.
+        If the call failed only here, the others may hang in a collective inside it. The watchdog then reports
+        `failure` as the reason. Training thread only.
 
         Args:
-            phase: the phase to report if the attempt failed here.
-            failure: the failure here, or None if the attempt succeeded.
+            phase: the phase to report if the call failed on this process.
+            failure: the failure on this process, or None if the call succeeded.
         """
         if failure is None:
             yield
@@ -323,7 +324,7 @@ class Progress:
             self._enter(STEP, step_since_seconds + time.monotonic() - wait_since_seconds)
 
     def _enter(self, phase: Phase, since_seconds: float) -> None:
-        # The time is written first: another thread must not see a new step with the age of the phase before it.
+        # The time is written first, so that another thread never sees the new phase with the age of the previous one.
         self.since_seconds, self.phase = since_seconds, phase
 
     def get_step_seconds(self) -> list[float]:

@@ -109,7 +109,7 @@ def find_unresponsive(
     Args:
         quiet_seconds: by process, the time since its last new heartbeat.
         limit_seconds: a process that is quiet for longer is unresponsive.
-        departures: exit codes of the processes that left in order. The others get the same time to follow them.
+        departures: exit codes of the processes that exited cleanly. The others get the same time to follow them.
         crashed: processes that disconnected without leaving.
     """
     silent = {process: seconds for process, seconds in quiet_seconds.items() if seconds > limit_seconds}

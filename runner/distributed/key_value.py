@@ -32,7 +32,7 @@ ROUND = "runner/round"
 HEARTBEATS = "runner/beat"  # its last heartbeat (watchdog)
 ARRIVALS = "runner/arrival"  # the last round in which it reported its arrival (straggler detection)
 STOP_TICKS = "runner/stop/tick"  # its tick when the stop was requested (preemption)
-DEPARTURES = "runner/departure"  # its exit code, if it left in order (liveness)
+DEPARTURES = "runner/departure"  # its exit code, announced before a clean exit (liveness)
 
 # One name for all barriers: the service counts how often a name was passed, but would keep each new name forever.
 _BARRIER = "runner/all"
@@ -140,7 +140,7 @@ class KeyValueStore:
         return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries}
 
     def delete(self, key: str) -> None:
-        """Delete `key`, and everything below it if it is a folder. Process 0 only. A missing key is no error."""
+        """Delete `key`, and everything below it if it is a folder. Process 0 only. A missing key is not an error."""
         try:
             self._service.key_value_delete(key)
         except jax.errors.JaxRuntimeError as error:

@@ -1,24 +1,24 @@
 """Preemption: a signal to any process becomes one agreed stop of all processes.
 
-SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 and SIGUSR2 request a stop. The main thread counts *ticks*: every process
-calls `StopNotice.poll` at the same places of its program, so tick t is the same place everywhere. From the signal to
-exit code 75:
+SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 and SIGUSR2 request a stop. Every process runs the same program and calls
+`StopNotice.poll` at the same points of it, once after each step. The count of these calls is the *tick*, so tick t is
+the same point on every process. From the signal to exit code 75:
 
 1. The signal wakes a listener thread through a pipe, even while the main thread is inside a long compile.
-2. The listener announces the stop to every process through the job's key-value store. A single-process job goes on
+2. The listener announces the stop to every process through the job's key-value store. A single-process job continues
    with step 5.
 3. On each process a second thread receives the announcement, takes the lock that `poll` needs, and publishes the tick
    of this process. The main thread cannot do that, because it may wait for a device that waits for a slower process.
 4. When all processes have answered, all of them know the same largest tick.
-5. `poll` returns True from the tick after it on. Processes that are behind continue until they reach it.
+5. `poll` returns True at the tick after the largest one. Processes that are behind train until they reach it.
 6. The job (`runner.job`) saves that step, waits for the commit, and raises `PreemptedError`, whose exit code is 75.
 
-Before the first tick nothing exists that is not committed or derived from the spec. If the largest tick is 0, every
-process therefore ends at once with exit code 75 and does not wait for a compile of half an hour.
+Before the first tick there is nothing to save. If the largest tick is 0, every process therefore ends at once with exit
+code 75, without waiting for a compile that may take half an hour.
 
-A second SIGTERM or SIGINT ends that process at once; the last commit stays intact. The other signals may arrive twice
-without that effect: a terminal that closes sends SIGHUP twice, and systemd sends it after SIGTERM. SIGQUIT requests no
-stop: it prints the stacks of all threads.
+A second SIGTERM or SIGINT ends that process at once; the last commit stays intact. The other signals may arrive any
+number of times, because a terminal that closes sends SIGHUP twice, and systemd sends it after SIGTERM. SIGQUIT does not
+stop the job; it prints the stacks of all threads.
 
 `watch_gcp_preemption` follows the metadata server of a Google Cloud VM, which announces a preemption some time before
 SIGTERM, if SIGTERM is sent at all.
@@ -44,9 +44,9 @@ from runner.distributed.clock import Clock
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE
 from runner.process import INSISTENT_SIGNALS, STOP_SIGNALS, list_stop_signals
 
-_STDERR = 2
+_STDERR = 2  # the file descriptor, because `sys.stderr` may be replaced and `faulthandler` needs a real file
 _RENDEZVOUS_WAIT_SECONDS = 15
-_VERDICT_WAIT_SECONDS = 60  # time for the watchdog to name the lost peer and end the process
+_WATCHDOG_WAIT_SECONDS = 60  # time for the watchdog to name the lost peer and end the process
 
 
 class StopPeers(Protocol):
@@ -62,11 +62,11 @@ class StopPeers(Protocol):
         """Publish the tick of this process and return the ticks of all processes."""
 
     def leave(self, code: int) -> None:
-        """Announce that this process ends in order with `code`, so that its end is not taken for a crash."""
+        """Announce that this process is about to exit with `code`, so that its exit does not count as a crash."""
 
 
 def end_process(code: int, message: str | None = None) -> None:
-    """Flush the output and end this process at once, skipping every handler that could wait for a peer. Any thread."""
+    """Flush the output and exit at once, without `atexit` handlers, which could wait for a peer. Any thread."""
     if message is not None:
         warn(message)
     for handler in LOGGER.handlers:
@@ -81,7 +81,7 @@ class StopNotice:
     """Stop request of this process, and the tick at which it takes effect. One per process, made by the command.
 
     Attributes:
-        on_idle_exit: set by the job; called from a thread of this class before the process ends without a first step.
+        on_idle_exit: callback of the job; called on a thread of this class before the process exits at tick 0.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -92,6 +92,7 @@ class StopNotice:
         self._stop_tick: int | None = None
         self._num_insistent_signals = 0
         self._peers: StopPeers | None = None
+        # Cleared only while a multi-process job waits for its rendezvous, see `expect_peers`.
         self._joined = threading.Event()
         self._joined.set()
         self.on_idle_exit: Callable[[], None] | None = None
@@ -128,9 +129,10 @@ class StopNotice:
             return self._stop_tick is not None and self._tick >= self._stop_tick
 
     def request_stop(self, reason: str) -> None:
-        """Request a stop, as the first signal does. Any process, any thread; repeated calls change nothing."""
+        """Request a stop, as the first signal does. Any process, any thread; repeated calls have no effect."""
         warn(f"{reason}: stopping at the next step")
-        threading.Thread(target=self._announce_stop, name="ask to stop", daemon=True).start()
+        # On its own thread, so that the caller can go on to receive a second signal.
+        threading.Thread(target=self._announce_stop, name="announce stop", daemon=True).start()
 
     def _read_signals(self, reader: socket.socket, writer: socket.socket) -> None:
         # `writer` is an argument to keep it alive: the wakeup pipe knows only its file descriptor.
@@ -145,6 +147,7 @@ class StopNotice:
                 self.request_stop(name)
 
     def _announce_stop(self) -> None:
+        # If the rendezvous does not complete in time, this process exits alone: no step has begun, so its tick is 0.
         self._joined.wait(_RENDEZVOUS_WAIT_SECONDS)
         peers = self._peers
         if peers is None:
@@ -162,6 +165,7 @@ class StopNotice:
             # `poll` must not count while the ticks are exchanged: this process could pass the agreed tick.
             with self._lock:
                 ticks = peers.exchange_ticks(self._tick)
+                # All processes are about to exit; an exit without this announcement would be taken for a crash.
                 if max(ticks) == 0:
                     peers.leave(EXIT_PREEMPTED)
                 self._set_stop_tick(ticks)
@@ -180,8 +184,8 @@ class StopNotice:
         self._end(EXIT_PREEMPTED, "stopped before the first step: nothing to save")
 
     def _end_after_lost_peer(self, error: ConnectionError) -> None:
-        # The watchdog says more than this error does, and normally ends the process during this wait.
-        time.sleep(_VERDICT_WAIT_SECONDS)
+        # The watchdog reports more than this error does, and normally ends the process during this wait.
+        time.sleep(_WATCHDOG_WAIT_SECONDS)
         self._end(EXIT_RETRYABLE, f"peer lost: {error}")
 
     def _end(self, code: int, message: str) -> None:
@@ -194,13 +198,14 @@ def _ignore_in_main_thread(number: int, frame: FrameType | None) -> None:
     """Do nothing: the listener reads the signal from the wakeup pipe, which Python fills only if a handler exists."""
 
 
+# Google Cloud's notice of preemption.
 _PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
 _LONG_POLL_SECONDS = 300
 _RETRY_SECONDS = 10.0
 
 
 def watch_gcp_preemption(request_stop: Callable[[str], None]) -> None:
-    """Call `request_stop` with a reason once this Google Cloud VM is to be preempted.
+    """Call `request_stop` with a reason when Google Cloud announces that it will preempt or maintain this VM.
 
     Called on every process; returns at once. The callback is called at most once, from a separate thread. On other
     machines nothing happens. The metadata server reports `preempted` for spot VMs and `maintenanceEvent` for TPU hosts
@@ -234,7 +239,7 @@ def _poll_metadata(server: str, request_stop: Callable[[str], None]) -> None:
 
 
 def parse_preemption_reason(instance: object) -> str | None:
-    """Return why the VM with these metadata is to be preempted, or None if it is not."""
+    """Return the reason for the coming stop of the VM with these metadata, or None if there is none."""
     if not isinstance(instance, dict):
         return None
     if str(instance.get("preempted", "")).upper() == "TRUE":

@@ -34,10 +34,12 @@ from runner.distributed.key_value import KeyValueStore
 from runner.errors import InvalidError, RetryableError, format_error
 from runner.spec import Deadlines
 
+# JAX's own detection, which has no public interface for reading the placement without starting the service.
 _JAX_CLUSTERS = ("GkeTpuCluster", "GceTpuCluster", "SlurmCluster", "OmpiCluster")
 _TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+# Variables that reveal a job of several processes: a number above one, or a list of several hosts.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "MEGASCALE_NUM_SLICES")
 _LISTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
 _FLAGS = "--coordinator HOST:PORT --num-processes N --process-id K"
@@ -213,6 +215,7 @@ def _listen(address: str) -> socket.socket:
     if is_any and not socket.has_dualstack_ipv6():
         host, family, is_any = "", socket.AF_INET, False
     try:
+        # All processes of a large job connect at the same moment, hence the long backlog.
         return socket.create_server((host, port), family=family, backlog=4096, dualstack_ipv6=is_any)
     except OSError as error:
         raise RetryableError(f"process 0 cannot listen on {address}: {error}") from error
@@ -266,7 +269,8 @@ def _receive_line(connection: socket.socket) -> dict[str, Any]:
     return message
 
 
-# Of JAX's coordination service. The watchdog notices a lost process sooner, and says more about it.
+# Timeout of JAX's coordination service. It is long, because the runner's watchdog notices a lost process sooner and
+# names it.
 _HEARTBEAT_TIMEOUT_SECONDS = 60
 
 

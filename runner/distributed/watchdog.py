@@ -8,7 +8,7 @@ them and passes them on: it never sends a sign of life on behalf of a training t
 2. Process 0 reads all heartbeats. A process whose heartbeat stays the same for `LOST_SECONDS` is frozen or
    disconnected. A crashed process is noticed at once by its peer socket (`agreement.Liveness`).
 3. If a process is lost or overdue, process 0 writes the verdict: a line that names it and its phase. While a process
-   waits for its data, a long step of the others is no reason for a verdict.
+   waits for its data, a long step of the others does not cause a verdict.
 4. On a verdict every process calls `on_verdict`, which saves the stacks of its threads, and ends with exit code 76.
    A process that cannot reach process 0 any more decides alone.
 5. A failure on one process alone (in a hook or an evaluator) is published in the same way, before any deadline, and

@@ -85,7 +85,7 @@ def parse_header_length(prefix: bytes, file_bytes: int) -> int:
     # The length is checked before anything of that size is read.
     length = int.from_bytes(prefix, "little")
     if length > _HEADER_BYTES_MAX:
-        raise ValueError(f"is no safetensors file: its header would have {length:,} bytes")
+        raise ValueError(f"is not a safetensors file: its header would have {length:,} bytes")
     if PREFIX_BYTES + length > file_bytes:
         raise ValueError(f"is torn: its header has {length:,} bytes, and it ends after {file_bytes:,}")
     return length
@@ -117,9 +117,9 @@ def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, Tensor
     except UnicodeDecodeError as error:
         raise ValueError("its header is not text") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"its header is no JSON: {error.msg}") from error
+        raise ValueError(f"its header is not JSON: {error.msg}") from error
     if not isinstance(record, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     begin = PREFIX_BYTES + len(content)
     tensors = {name: _parse_tensor(name, entry, file, begin) for name, entry in record.items() if name != METADATA}
     # The tensors have to cover the rest of the file without gaps or overlaps.

@@ -1,7 +1,7 @@
-"""Config models of optimizers and schedules, and the table of the keys, defaults and source of each.
+"""Config models of optimizers and schedules, and tables of their keys, defaults and sources.
 
-`runner.optim.library` computes them. A new optimizer or schedule needs an entry in the table here, its name in the
-`Literal` of its section, and a function there. This module imports no jax.
+`runner.optim.library` implements them. To add an optimizer or a schedule, add an entry to the table here, its name to
+the `Literal` of its section, and a function there. This module imports no jax.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class LibraryEntry:
 
     Attributes:
         source: Publication or formula.
-        defaults: Keys that not every entry of the section reads, with their published defaults.
+        defaults: Keys that this entry uses, but not every entry of the table, with their published defaults.
         is_elementwise: True if an optimizer updates each element from that element alone, so that the result does not
             depend on how devices share a matrix.
     """
@@ -107,18 +107,18 @@ SCHEDULES: dict[str, LibraryEntry] = {
     ),
     "inverse_square_root": LibraryEntry("peak * sqrt(warmup_steps / step), arXiv:1706.03762"),
 }
-_NAMES = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-# The optimizers or schedules that read a key, by dotted key. Keys that are missing here are read by all of them.
+_TABLES = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+# Names of the optimizers or schedules that use a key, by dotted key. Keys that all of them use are not listed.
 READERS: dict[str, tuple[str, ...]] = {
     f"{section}.{key}": readers
-    for section, table in _NAMES.items()
-    for key in dict.fromkeys(key for published in table.values() for key in published.defaults)
-    if (readers := tuple(name for name, published in table.items() if key in published.defaults)) != tuple(table)
+    for section, table in _TABLES.items()
+    for key in dict.fromkeys(key for entry in table.values() for key in entry.defaults)
+    if (readers := tuple(name for name, entry in table.items() if key in entry.defaults)) != tuple(table)
 }
 
 
 def _describe(key: str, meaning: str) -> str:
-    """Return the description of a key that not all entries read, with those that do at its end."""
+    """Return the description of a key, followed by the names of the optimizers or schedules that use it."""
     return f"{meaning} ({', '.join(READERS[key])})."
 
 
@@ -189,8 +189,9 @@ class OptimizerConfig(FrozenModel):
     )
     weight_decay: NonNegativeFloat = Field(
         default=0.1,
-        description="Share of every matrix, times the learning rate, that a step subtracts. That of sgd passes through "
-        "the momentum, that of adam through the moments. The default depends on the optimizer.",
+        description="Coefficient of weight decay: a step subtracts the learning rate times this share of every matrix. "
+        "For sgd the decay passes through the momentum, for adam through the moments. The default depends on the "
+        "optimizer.",
     )
     clip_norm: PositiveFloat | None = Field(
         default=1.0, description="Norm to which the global gradient is clipped; null: no clipping."

@@ -1,12 +1,12 @@
-"""`attempts/<number>.clock`: the time accounting of an attempt as of its last sign of life.
+"""`attempts/<number>.clock`: the time accounting of an attempt up to its last heartbeat or step.
 
-The file has a fixed size, so that it is cheap to maintain: a JSON line with what does not change, then `NUM_SLOTS`
-slots. A reading is written to the slot after the previous one, a heartbeat to the last slot, each with a number and a
-CRC. A reader takes the newest complete slot, so a torn write loses only that reading.
+The file has a fixed size, so that updates are cheap: a JSON line with the constant header, then `NUM_SLOTS` slots. Each
+slot has a sequence number and a CRC. Readings of the training thread rotate through all slots but the last, which holds
+the newest heartbeat. A reader takes the newest complete slot, so a torn write loses only that reading.
 
-On a disk the slots are written in place, at each step and each phase, and never flushed: what a killed process has
-written is there, and a power cut loses a second or two. In a bucket the background writer puts the whole file again,
-every `PERIOD_SECONDS` while the job makes progress and every `IDLE_SECONDS` while it does not.
+On a disk the slots are written in place, at each step and each phase, without fsync: the data survive a kill, and a
+power cut loses a second or two. In a bucket the background writer uploads the whole file again, every `PERIOD_SECONDS`
+while the job makes progress and every `IDLE_SECONDS` otherwise.
 """
 
 import itertools
@@ -128,8 +128,8 @@ def decode_clock_file(content: bytes) -> ClockRecord:
         if len(packed) < slot.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(packed):
             continue
         number, moment, step, since, index, code, *seconds = slot.unpack(packed)
-        # The exit code is the last reading, whatever its time. Among the others the steady clock decides: a heartbeat
-        # may be written after the steps that followed it.
+        # A reading with an exit code is always the last one. Others are ordered by the time at which they were taken,
+        # not by their number, because a delayed heartbeat may be written after later steps.
         rank = (code >= 0, moment, number)
         if newest is None or rank > newest[0]:
             newest = rank, (moment, step, since, index, code, seconds)
@@ -146,7 +146,7 @@ def decode_clock_file(content: bytes) -> ClockRecord:
 
 
 class _LocalClockFile:
-    """Clock file on a disk, written in place. An I/O error loses the record, not the run."""
+    """Clock file on a disk, written in place. An I/O error causes a warning, and the run continues."""
 
     def __init__(self, store: Store, name: str, header: bytes):
         assert store.root is not None, "written in place only on a disk"
@@ -165,7 +165,8 @@ class _LocalClockFile:
         # Heartbeats have a slot of their own: one that the disk delays must not overwrite a newer step.
         self._write(reading, NUM_SLOTS - 1)
         if reading.code is not None:
-            self.put(reading)  # For the same reason: a delayed heartbeat must not overwrite the exit code.
+            # Written to a second slot, because a delayed heartbeat could overwrite the exit code in the last one.
+            self.put(reading)
 
     def _write(self, reading: ClockReading, place: int) -> None:
         slot = encode_slot(next(self._numbers), reading)
@@ -213,8 +214,8 @@ def start_clock_file(clock: Clock, store: Store, attempt: int, background_writer
         warn(f"the attempt's clock cannot be written ({error}): if it is killed, its progress is not known")
         return
     clock.attach_store(clock_store)
-    # On a thread of its own, because a disk that hangs must not block the training thread. The weak reference lets the
-    # thread end with the clock.
+    # On a separate thread, so that heartbeats continue while the training thread is busy, and a heartbeat that hangs on
+    # the disk does not block training. The weak reference lets the thread end with the clock.
     threading.Thread(target=_send_heartbeats, args=(weakref.ref(clock),), name="clock", daemon=True).start()
 
 

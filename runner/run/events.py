@@ -273,7 +273,7 @@ class EventLog:
         self._process = process
 
     def append(self, event: str, step: int | None, **details: Any) -> None:
-        """Record one event at `step` completed steps. A full disk loses the record, not the run."""
+        """Record one event at `step` completed steps. A full disk causes a warning, and the run continues."""
         # The common keys come first in each line, which makes the ledger readable with `grep`.
         row = {"time": time.time(), "attempt": self._attempt, "process": self._process, "event": event, "step": step}
         try:

@@ -1,7 +1,7 @@
 """Notifications about a run, by a command or by a POST to a URL. Process 0 only.
 
-Each notification runs on a thread of its own with a deadline; a failure costs a warning. Only the end of the process
-waits for them, for some seconds; a command that is still running then is left running.
+Each notification is sent on its own thread with a deadline. A failure only causes a warning. Training never waits for a
+notification; `drain` waits for a few seconds before the process exits, and leaves a command that takes longer running.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Notifier:
         """Create the notifier.
 
         Args:
-            notify: recipients of the spec; None for no notifications.
+            notify: recipients (`notify` of the spec); None for no notifications.
             run: keys of every payload: name, directory and attempt of the run.
         """
         self._notify, self._run = notify, run
@@ -44,7 +44,7 @@ class Notifier:
             if url is None:
                 warn(f"notify: there is no {name} in the environment; nothing will be posted")
         if url is not None:
-            hide_secret(url)  # Whoever knows the URL can post there.
+            hide_secret(url)  # Anyone who sees the URL in a log could post there.
         self._url = url
 
     def on_event(self, event: str, step: int | None, details: JsonObject) -> None:
@@ -71,7 +71,8 @@ class Notifier:
             return
         times = sorted(event["time"] for event in events if isinstance(event.get("time"), float))
         if len(times) > limit and any(event.get("attempt") == attempt - 1 for event in events):
-            # Only the preemption that crosses the limit is reported, not those after it.
+            # Count the preemptions in the hour before the last one and before the one preceding it. Only the preemption
+            # that crosses the limit is reported, not those after it.
             now, before = (sum(end - HOUR_SECONDS < time <= end for time in times) for end in (times[-1], times[-2]))
             if now > limit >= before:
                 self.notify("preempted", None, f"{now} times within an hour")
@@ -90,7 +91,7 @@ class Notifier:
         thread.start()
 
     def drain(self, seconds: float) -> None:
-        """Give the notifications up to `seconds`, before the process ends. Never raises."""
+        """Wait up to `seconds` for pending notifications, before the process exits. Never raises."""
         deadline_seconds = time.monotonic() + seconds
         for thread in self._threads:  # The list may grow meanwhile.
             thread.join(max(0.0, deadline_seconds - time.monotonic()))
@@ -115,9 +116,9 @@ def _run_command(command: Sequence[str], content: bytes) -> None:
     """Run a command with `content` on its standard input.
 
     Raises:
-        subprocess.SubprocessError: it ended with another code than 0, or was killed at the deadline.
+        subprocess.SubprocessError: the exit code is not 0, or the command was killed at the deadline.
     """
-    # A session of its own, so that the deadline can kill the command together with its children.
+    # A new session, so that the command can be killed at the deadline together with its children.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )

@@ -220,7 +220,12 @@ def encode_json(value: Any) -> bytes:
 
 
 def read_json(store: Store, name: str) -> JsonObject:
-    """Return the JSON object in `name`. Raises `FileNotFoundError`, or `ValueError` if it is no whole JSON object."""
+    """Return the JSON object in `name`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the content is not a complete JSON object.
+    """
     return parse_json(store.read(name))
 
 

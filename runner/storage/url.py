@@ -62,7 +62,7 @@ def local_directory(text: str) -> Path:
 
 
 def validate_path(path: Path) -> None:
-    """Raise `InvalidError` if `path` or one of its parents exists and is no directory."""
+    """Raise `InvalidError` if `path` or one of its parents exists and is not a directory."""
     for place in (*reversed(path.parents), path):
         kind = find_kind(place)
         if kind is None:
@@ -95,7 +95,7 @@ def open_store(text: str) -> Store:
     """Return the store of a local path or URL like `make_store`, and check a local path.
 
     Raises:
-        InvalidError: as `make_store`, or a local path or one of its parents is no directory.
+        InvalidError: as `make_store`, or a local path or one of its parents is not a directory.
     """
     store = make_store(text)
     # A bucket is not looked at here: that is the work of `probe_store`.

@@ -204,11 +204,11 @@ DAMAGES = [
     ("00004.ends", fill, OTHER),
     ("00004.ends", reverse, OTHER),
     ("index.json", remove, "is a directory, and no corpus|holds no index.json"),
-    ("index.json", empty, "is no index of a corpus"),
-    ("index.json", cut, "is no index of a corpus"),
-    ("index.json", lengthen, "is no index of a corpus"),
-    ("index.json", fill, "is no index of a corpus"),
-    ("index.json", reverse, "is no index of a corpus"),
+    ("index.json", empty, "is not the index of a corpus"),
+    ("index.json", cut, "is not the index of a corpus"),
+    ("index.json", lengthen, "is not the index of a corpus"),
+    ("index.json", fill, "is not the index of a corpus"),
+    ("index.json", reverse, "is not the index of a corpus"),
 ]
 
 
@@ -336,7 +336,7 @@ def test_ends_that_fall_are_refused_though_their_index_knows_them(tmp_path: Path
         content = np.array(ends, "<i8").tobytes()
         rewrite_ends(directory, content)
         tokens = load(directory, cache=tmp_path).train_sources[0].source
-        with pytest.raises(DataError, match=r"00000\.ends: are no ends of documents"):
+        with pytest.raises(DataError, match=r"00000\.ends: are not document ends"):
             tokens.document_ends(0, 300)
 
 

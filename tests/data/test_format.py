@@ -220,12 +220,12 @@ INDEX: dict[str, Damage] = {
     "newer version": (set_in_index(version=3), "has version 3, needs 2"),
     "newer shard": (set_in_shard(version=3), "has version 3, needs 2"),
     "no shards": (set_in_index(shards={}), "shards is of another type"),
-    "a shard that is none": (set_in_index(shards=[7]), "is no index of MDS"),
+    "a shard that is none": (set_in_index(shards=[7]), "is not an index of MDS"),
     "another format": (set_in_shard(format="jsonl"), "has a shard of format 'jsonl', needs mds"),
-    "a file elsewhere": (set_in_shard(raw_data={"basename": "../a", "bytes": 1}), r"'\.\./a' is no file below it"),
+    "a file elsewhere": (set_in_shard(raw_data={"basename": "../a", "bytes": 1}), r"'\.\./a' is not a file below it"),
     "no size": (set_in_shard(raw_data={"basename": "a"}), "the key bytes is missing"),
     "too few sizes": (set_in_shard(column_sizes=[]), "unequal numbers of names, encodings and sizes"),
-    "a size that is none": (set_in_shard(column_sizes=[0]), "that is no positive integer"),
+    "a size that is none": (set_in_shard(column_sizes=[0]), "that is not a positive integer"),
     "floats": (set_in_shard(column_encodings=["ndarray:float32"]), "is encoded as 'ndarray:float32', needs bytes or"),
     "arrays of any type": (set_in_shard(column_encodings=["ndarray"]), "is encoded as 'ndarray', needs bytes or"),
     "pickles": (set_in_shard(column_encodings=["pkl"]), "is encoded as 'pkl', needs bytes or"),
@@ -314,8 +314,18 @@ def test_a_wrong_byte_gives_ids_or_a_one_line_error(root: Path, name: str, path:
     [
         ("mds_bytes", "mds/bytes_int64/shard.00001.mds", 0, "a sample begins with sizes that are not its own"),
         ("mds_array", "mds/ndarray_int32/shard.00000.mds", 1, "a sample begins with sizes that are not its own"),
-        ("mds_array", "mds/ndarray_int32/shard.00000.mds", 4, "a sample is no array of one dimension; it is one of"),
-        ("mds_array", "mds/ndarray_int32/shard.00000.mds", 5, "a sample is no array of one dimension; it is one of"),
+        (
+            "mds_array",
+            "mds/ndarray_int32/shard.00000.mds",
+            4,
+            "a sample is not an array of one dimension; it is one of",
+        ),
+        (
+            "mds_array",
+            "mds/ndarray_int32/shard.00000.mds",
+            5,
+            "a sample is not an array of one dimension; it is one of",
+        ),
     ],
 )
 def test_the_head_of_a_sample_is_checked_when_it_is_read(
@@ -357,7 +367,11 @@ def test_two_columns_of_one_data_set_are_kept_apart(root: Path) -> None:
         ("mds/columns", {"options": {"column": "name"}}, r"encoded as 'str', needs bytes or ndarray of an integer"),
         ("mds", {}, r"is a directory, and no corpus \(index\.json\)"),
         ("array_record/single.array_record", {}, r"is of array_record: data\.options: missing .* argument: 'dtype'"),
-        ("array_record/single.*", {"options": {"dtype": "int64"}}, r"record 0 has 10 bytes, no whole number of 8-byte"),
+        (
+            "array_record/single.*",
+            {"options": {"dtype": "int64"}},
+            r"record 0 has 10 bytes, not a whole number of 8-byte",
+        ),
     ],
 )
 def test_keys_that_do_not_fit_the_files_are_refused(
@@ -430,7 +444,7 @@ def test_a_file_that_changes_under_a_running_job_is_seen_and_kills_nobody(
     source.read(0, len(source))
     if change == "cut":
         os.truncate(root / path, 300)
-        with pytest.raises(DataError, match=r"changed since the job started|is no whole ArrayRecord file"):
+        with pytest.raises(DataError, match=r"changed since the job started|is not a complete ArrayRecord file"):
             source.read(0, len(source))
     elif change == "replaced":
         os.utime(root / path, (1, 1))
@@ -463,7 +477,7 @@ def test_an_index_of_mds_is_distinguished_from_one_of_a_corpus(root: Path, conte
     assert find_corpus(str(directory)) is find_corpus(f"{directory}/index.json") is None
     (directory / "index.json").write_text(content)
     assert find_corpus(str(directory)) == find_corpus(f"{directory}/index.json") == str(directory)
-    with pytest.raises(DataError, match=r"index\.json is no index of a corpus: "):
+    with pytest.raises(DataError, match=r"index\.json is not the index of a corpus: "):
         load(directory, cache=root / "cache")
 
 

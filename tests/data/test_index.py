@@ -51,7 +51,7 @@ def test_a_missing_or_mistyped_key_is_refused(name, value):
 @pytest.mark.parametrize("size", [-1, 0, 40, 1 << 33])
 def test_an_impossible_vocabulary_is_refused(size):
     index = dataclasses.replace(INDEX, vocabulary_size=size)
-    with pytest.raises(DataError, match=rf"^here is no index of a corpus: vocabulary_size is {size}"):
+    with pytest.raises(DataError, match=rf"^here is not the index of a corpus: vocabulary_size is {size}"):
         CorpusIndex.decode(index.encode(), "here")
 
 
@@ -62,7 +62,7 @@ def test_a_newer_format_is_refused():
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"null", INDEX.encode()[:-3], b"[" * 99999])
 def test_other_content_is_refused(content):
-    with pytest.raises(DataError, match=r"^here is no index of a corpus"):
+    with pytest.raises(DataError, match=r"^here is not the index of a corpus"):
         CorpusIndex.decode(content, "here")
 
 
@@ -75,5 +75,5 @@ def test_other_content_is_refused(content):
 )
 def test_an_impossible_shard_is_refused(changes):
     index = dataclasses.replace(INDEX, shards=(dataclasses.replace(SHARD, **changes), *INDEX.shards[1:]))
-    with pytest.raises(DataError, match=r"^here is no index of a corpus"):
+    with pytest.raises(DataError, match=r"^here is not the index of a corpus"):
         CorpusIndex.decode(index.encode(), "here")

@@ -104,7 +104,7 @@ def test_a_cut_npy_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
     for length in range(len(whole)):
         path = tmp_path / f"cut{length}.npy"
         path.write_bytes(whole[:length])
-        with pytest.raises(DataError, match=r"is no whole \.npy file of numbers|cannot read") as caught:
+        with pytest.raises(DataError, match=r"is not a complete \.npy file of numbers|cannot read") as caught:
             open_token_files(find_source(str(path)), tmp_path)
         assert "\n" not in str(caught.value)
 
@@ -122,7 +122,7 @@ def test_a_damaged_npy_header_is_refused_or_read_but_never_a_traceback(tmp_path:
 
 def test_a_bin_file_of_odd_length_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"odd")
-    with pytest.raises(DataError, match=r"a\.bin: 3 bytes are no whole number of 2-byte \(uint16\) token ids"):
+    with pytest.raises(DataError, match=r"a\.bin: 3 bytes are not a whole number of 2-byte \(uint16\) token ids"):
         open_token_files(find_source(f"{tmp_path}/a.bin"), tmp_path)
 
 

@@ -79,7 +79,7 @@ def test_it_is_loaded_by_the_record_of_an_index(tmp_path, kind):
 @pytest.mark.parametrize("kind", TOKENIZER_FILES)
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"YQ== x", b"YQ== 1 2"])
 def test_a_file_of_another_kind_is_refused(kind, content):
-    with pytest.raises(DataError, match=r"is no |holds no ranks|line 1"):
+    with pytest.raises(DataError, match=r"is not a |holds no ranks|line 1"):
         make_tokenizer(record_of(kind), content)
 
 

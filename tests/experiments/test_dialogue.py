@@ -282,11 +282,11 @@ def test_a_hostile_or_useless_template_is_refused_in_one_line(tmp_path, monkeypa
     ("record", "message"),
     [
         ("{", "is not JSON"),
-        ([1], "is no JSON object with messages"),
+        ([1], "is not a JSON object with messages"),
         ({"message": TURNS}, "has no 'messages', .*; did you mean messages, where it has 'message'?"),
         ({"messages": []}, "'messages' is not a list of messages"),
-        ({"messages": ["hi"]}, "message 1 is no object with a role: hi"),
-        ({"messages": [*TURNS, {"content": "x"}]}, "message 6 is no object with a role"),
+        ({"messages": ["hi"]}, "message 1 is not an object with a role: hi"),
+        ({"messages": [*TURNS, {"content": "x"}]}, "message 6 is not an object with a role"),
         ({"messages": [*TURNS, {"role": "user", "content": 3}]}, "the content of message 6 is not a string: 3"),
         ({"messages": TURNS, "tools": 1}, "'tools' is not a list: 1"),
         ({"messages": TURNS[:2]}, "no message has the role assistant"),
@@ -325,9 +325,9 @@ def test_the_character_that_marks_answers_is_refused_in_a_dialogue(tmp_path):
     ("changes", "message"),
     [
         ({"config.chat.template": "no/such.json"}, r"config\.chat\.template: no/such\.json: does not exist"),
-        ({"config.chat.template": "LINES"}, r"config\.chat\.template: .* is no tokenizer_config\.json"),
+        ({"config.chat.template": "LINES"}, r"config\.chat\.template: .* is not a tokenizer_config\.json"),
         ({"config.chat.template": "EMPTY"}, "has no chat_template, and there is no chat_template.jinja beside it"),
-        ({"config.chat.template": "BROKEN"}, r"config\.chat\.template: is no chat template: .*unknown tag 'bad'"),
+        ({"config.chat.template": "BROKEN"}, r"config\.chat\.template: is not a chat template: .*unknown tag 'bad'"),
         (
             {"config.chat": {}, "config.field": "x"},
             r"config\.field: is x, but nothing reads it: config\.chat reads whole records",

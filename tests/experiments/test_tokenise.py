@@ -17,7 +17,7 @@ from experiments.tokenise import documents as input_documents
 from experiments.tokenise import inputs as input_files
 from experiments.tokenise.corpus import FinishedPiece
 from experiments.tokenise.documents import BadRecord, cut_into_pieces, read_documents
-from experiments.tokenise.inputs import find_files, open_place
+from experiments.tokenise.inputs import find_files, open_store
 from experiments.tokenise.job import Tally
 from experiments.tokenise.vocabulary import sample_documents, train_bpe
 from runner.data.corpus_index import CorpusShard
@@ -451,9 +451,9 @@ def test_two_runs_never_write_one_corpus(tmp_path):
             "config.tokenizer: cl100k_base: does not exist; .* holds no cl100k_base; needs a file: download ",
         ),
         ({"config.tokenizer": {"kind": "hf", "file": "IN/00000.tx"}}, "does not exist; did you mean .*/in/00000.txt?"),
-        ({"config.tokenizer": {"kind": "hf", "file": "TEXT"}}, "is no tokenizer.json"),
-        ({"config.tokenizer": {"kind": "sentencepiece", "file": "TEXT"}}, "is no model of sentencepiece"),
-        ({"config.tokenizer": {"kind": "tiktoken", "file": "TEXT", "pattern": "."}}, "line 1 is no rank of tiktoken"),
+        ({"config.tokenizer": {"kind": "hf", "file": "TEXT"}}, "is not a tokenizer.json"),
+        ({"config.tokenizer": {"kind": "sentencepiece", "file": "TEXT"}}, "is not a sentencepiece model"),
+        ({"config.tokenizer": {"kind": "tiktoken", "file": "TEXT", "pattern": "."}}, "line 1 is not a tiktoken rank"),
         ({"config.output": "TEXT"}, "needs a directory"),
         (
             {"config.source": "IN/[0]*", "config.output": "IN"},
@@ -461,7 +461,7 @@ def test_two_runs_never_write_one_corpus(tmp_path):
         ),
         ({"config.source": "TOP/**"}, "files that this job writes, such as .*/run/events.jsonl; use a narrower"),
         ({"config.source": "TOP/**/*.jsonl"}, "files that this job writes, such as .*/run/events.jsonl"),
-        ({"config.tokenizer": {"kind": "hf", "file": "EMPTY"}}, "is no tokenizer.json of use: it has no tokens"),
+        ({"config.tokenizer": {"kind": "hf", "file": "EMPTY"}}, "is not a usable tokenizer.json: it has no tokens"),
     ],
     ids=str,
 )
@@ -499,18 +499,18 @@ def _cut(content: bytes) -> bytes:
 
 DAMAGES: dict[str, tuple[list[str], Any, str]] = {
     "cut": (["b.jsonl.gz", "c.jsonl.zst"], _cut, "is truncated"),
-    "cut table": (["d.parquet", "f.arrow"], _cut, "is no valid (parquet|arrow) file"),
+    "cut table": (["d.parquet", "f.arrow"], _cut, "is not a valid (parquet|arrow) file"),
     "another kind": (
         ["b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.arrow"],
         lambda _: b"what is this?" * 9,
-        "is no valid",
+        "is not a valid",
     ),
     "nothing": (["b.jsonl.gz", "c.jsonl.zst"], lambda _: b"", "is truncated"),
-    "no file": (["d.parquet", "e.arrow"], lambda _: b"", "is no valid"),
+    "no file": (["d.parquet", "e.arrow"], lambda _: b"", "is not a valid"),
     "not JSON": (["a.jsonl"], lambda content: b"{}x\n" + content, r"a.jsonl:1: is not JSON"),
     "not UTF-8": (["a.jsonl"], lambda content: b'{"text": "\xff"}\n' + content, r"a.jsonl:1: is not JSON"),
     "nested": (["a.jsonl"], lambda content: b"[" * 99999 + b"\n" + content, r"a.jsonl:1: is not JSON"),
-    "a list": (["a.jsonl"], lambda content: content + b"[1]\n", r"a.jsonl:122: is no JSON object"),
+    "a list": (["a.jsonl"], lambda content: content + b"[1]\n", r"a.jsonl:122: is not a JSON object"),
     "no field": (
         ["a.jsonl"],
         lambda content: content + b'{"txt": 1}\n',
@@ -645,7 +645,7 @@ def test_from_a_real_cloud_to_a_real_cloud_that_fails_now_and_then(tmp_path, mon
     """Input, tokenizer, output and the run itself in a bucket that answers three requests of ten with 503."""
     with start_backend(name) as backend:
         lead(monkeypatch, backend)
-        open_place.cache_clear()
+        open_store.cache_clear()
         top = f"tokenise-{tmp_path.name}"
         for i, own in enumerate("abc"):
             backend.write(f"{top}/in/{own}.jsonl.zst", FORMS["c.jsonl.zst"](DOCUMENTS[i * 40 : i * 40 + 40]))
@@ -661,5 +661,5 @@ def test_from_a_real_cloud_to_a_real_cloud_that_fails_now_and_then(tmp_path, mon
         (tmp_path / "corpus").mkdir()
         for file in backend.names(f"{top}/run/corpus/"):
             (tmp_path / "corpus" / file.rpartition("/")[2]).write_bytes(backend.read(file))
-    open_place.cache_clear()
+    open_store.cache_clear()
     assert decode_corpus(tmp_path / "corpus") == DOCUMENTS[:120]

@@ -84,10 +84,14 @@ ONE: list[tuple[str, Callable[[Path], object], str]] = [
     ("torn in the header", cut(100), r"is torn: its header has [\d,]+ bytes, and it ends after 100"),
     ("torn in the tensors", cut(5000), r"is torn: by its header it has [\d,]+ bytes, it has 5,000"),
     ("more bytes", grow, r"holds more than its header says"),
-    ("no safetensors at all", write(FILE, b"<html>not found</html>"), r"is no safetensors file: its header would have"),
-    ("a header that is no JSON", rewrite(lambda record: "{]"), r"its header is no JSON"),
-    ("a header that is a list", rewrite(lambda record: "[]"), r"its header is no JSON object"),
-    ("a header nested deeply", rewrite(lambda record: "[" * 100_000), r"its header is nested too deeply|is no JSON"),
+    (
+        "no safetensors at all",
+        write(FILE, b"<html>not found</html>"),
+        r"is not a safetensors file: its header would have",
+    ),
+    ("a header that is no JSON", rewrite(lambda record: "{]"), r"its header is not JSON"),
+    ("a header that is a list", rewrite(lambda record: "[]"), r"its header is not a JSON object"),
+    ("a header nested deeply", rewrite(lambda record: "[" * 100_000), r"its header is nested too deeply|is not JSON"),
     ("a tensor twice", rewrite(lambda record: '{"a": {}, "a": {}}'), r"its header names a twice"),
     ("no shape", rewrite(lambda record: record["model.scale"].pop("shape")), r"scale has no shape"),
     (

@@ -17,7 +17,7 @@ import tokenizers
 import zstandard
 
 from experiments.tokenise import Tokenise
-from experiments.tokenise.inputs import open_place
+from experiments.tokenise.inputs import open_store
 from runner import ExecutionSpec
 from runner.data.corpus_index import ENDS_DTYPE, CorpusIndex
 from runner.data.tokenizers import load_tokenizer
@@ -181,7 +181,7 @@ class Bucket:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.driver = MemoryDriver()
         monkeypatch.setattr(url, "_open_bucket", self._open)
-        open_place.cache_clear()
+        open_store.cache_clear()
 
     def _open(self, address: str, *_: str) -> BucketStore:
         prefix = address.removeprefix("gs://").rstrip("/").partition("/")[2]
