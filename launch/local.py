@@ -1,4 +1,4 @@
-"""Engine `local`: the job as N processes on this machine, a pod in miniature, with faked CPU devices on request.
+"""Engine `local`: N processes of the job on this machine, on request with simulated CPU devices.
 
 Every process gets the same command that the hosts of a pod get. Their output is merged line by line with a prefix each.
 A signal to this process is forwarded to every one of them, and its death ends them (`runner.process`). After 75 and 76
@@ -24,7 +24,7 @@ from runner.errors import EXIT_DONE, RunnerError
 from runner.process import list_stop_signals, make_environment, start_processes
 from runner.spec import CheckpointConfig, load_document, validate_spec
 
-LINGER_SECONDS = 30.0  # what the other processes get to end by themselves once one has failed
+LINGER_SECONDS = 30.0  # time for the other processes to end once one has failed
 _READ_DEADLINE_SECONDS = 5.0  # for the last lines of a process that has ended
 
 
@@ -54,12 +54,12 @@ class LocalProcesses:
         self.is_stopping = False
 
     def forward_quit(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGQUIT, on which each process prints the stacks of its threads and goes on."""
+        """Handle SIGQUIT, on which each process prints the stacks of its threads and continues."""
         if self._have_started:
             self._signal_all(number)
 
     def forward_stop(self, number: int, frame: FrameType | None) -> None:
-        """Handle a request to stop: forward it, and kill what has not ended after the grace period."""
+        """Handle a request to stop: forward it, and kill the processes that are alive after the grace period."""
         if not self.is_stopping:
             killer = threading.Timer(self._grace_seconds, self._signal_all, [signal.SIGKILL])
             killer.daemon = True

@@ -2,9 +2,9 @@
 
 75 (preempted) is not the job's fault and does not count. 76 (retryable) counts, and is retried with exponential backoff
 that starts over when something is committed. Everything else ends the job. A job that fails again and again without a
-newer checkpoint is in a crash loop, which no retry mends.
+newer checkpoint is in a crash loop, which retries cannot fix.
 
-What the supervisor knows about a job's progress it reads from the job's directory.
+The supervisor reads a job's progress from the job's directory.
 """
 
 import signal
@@ -26,7 +26,7 @@ MAX_PAUSE_SECONDS = 60.0
 CRASH_LOOP_ATTEMPTS = 5
 _POLL_SECONDS = 0.1
 _MIN_SHOWN_SECONDS = 0.05
-# Deaths that the outside causes: a signal that came before the process had installed its handlers, or that cannot be
+# Deaths with an external cause: a signal that came before the process had installed its handlers, or that cannot be
 # handled; and SIGABRT, by which JAX ends a process that has lost its coordinator.
 _EXTERNAL_DEATHS = {-number for number in (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGKILL, signal.SIGABRT)}
 
@@ -34,7 +34,7 @@ _EXTERNAL_DEATHS = {-number for number in (*STOP_SIGNALS, signal.SIGQUIT, signal
 def combine_exit_codes(codes: Sequence[int]) -> int:
     """Return the exit code of a job from those of its processes; a negative one is death by a signal.
 
-    What a person must see outranks what a retry mends, and that outranks success.
+    Codes that need a person take precedence over codes that a restart fixes, and both over success.
     """
     known = [
         code if code in (0, 1, 2, 75, 76) else EXIT_RETRYABLE if code in _EXTERNAL_DEATHS else EXIT_FAILED
@@ -152,7 +152,7 @@ class Supervisor:
                 return code, attempts
 
     def _pause(self, seconds: float) -> bool:
-        """Sleep in short pieces, so that a signal ends the pause, and return True if the job may go on."""
+        """Sleep in short pieces, so that a signal ends the pause, and return True if the job may continue."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.is_stopping():
             time.sleep(_POLL_SECONDS)

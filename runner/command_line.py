@@ -158,7 +158,7 @@ class _Program(TyperGroup):
             if name in self.commands:
                 return name, self.commands[name], args[num_words:]
         word = args[0]
-        # A path that does not exist is left to whoever reads the spec, and suggests files.
+        # A path that does not exist is left to the reader of the spec, which suggests files.
         is_path = "/" in word or word.endswith((".yaml", ".yml")) or Path(word).is_file()
         if self.default is not None and (ctx.resilient_parsing or is_path):
             return self.default, self.commands[self.default], args

@@ -3,8 +3,8 @@
 An experiment defines the model (`model`), and may replace the loss (`forward`), the optimizer, the schedule or the
 evaluation. All methods are called on every host. `BaseTrainer.run` is the training loop.
 
-The functions that make up a step are classmethods, so that a step cannot read state of the job that changes. The only
-part of the job that they see is `cls.config`, because each job has a class of its own (`BaseTrainer.__new__`).
+The functions that make up a step are classmethods, so that a step cannot read mutable state of the job. The only part
+of the job that they see is `cls.config`, because each job has a class of its own (`BaseTrainer.__new__`).
 """
 
 import functools
@@ -91,7 +91,7 @@ class BaseTrainer(RestoreableJob):
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
-        # From here on classmethods see the config, also those that hooks and the builder call.
+        # From here on classmethods see the config, including those that hooks and the builder call.
         type(self).config = self.config
         self.topology = spec.topology
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
@@ -160,7 +160,7 @@ class BaseTrainer(RestoreableJob):
 
     @classmethod
     def auxiliary_states(cls) -> tuple[AuxiliaryState, ...]:
-        """Return the auxiliary states that the config asks for: averages of weights, and the gradient-noise scale.
+        """Return the auxiliary states that the config asks for: averages of weights and the gradient noise scale.
 
         An experiment with its own adds them: `return *super().auxiliary_states(), AuxiliaryState(...)`.
         """
@@ -218,7 +218,7 @@ class BaseTrainer(RestoreableJob):
 
     @classmethod
     def _get_config(cls) -> TrainerConfig[Any] | None:
-        """Return the job's config; None on a class that no job was made of."""
+        """Return the job's config; None on a class that is not the class of one job."""
         return getattr(cls, "config", None)
 
     def batch(self, slice: str = "train", step: int | None = None) -> pure.Batch:
@@ -245,7 +245,7 @@ class BaseTrainer(RestoreableJob):
                     self.save_or_stop()
 
     def start_hooks(self) -> None:
-        """Call `on_start` of hooks, and make up for evaluation and hook calls that a stop has cut off at this step."""
+        """Call `on_start` of hooks, then run the evaluation and hook calls of this step that a stop has prevented."""
         self.state = self.hook_dispatcher.start(self.state, self.step)
 
         def on_row(row: Row) -> None:
@@ -269,7 +269,7 @@ class BaseTrainer(RestoreableJob):
 
         Reads the data on this host if the total is in epochs.
         """
-        # The dispatcher needs the attempt, so asking for it here must not be what makes it.
+        # The dispatcher needs the attempt, which may not exist yet, so this property must not create it.
         stop = self.hook_dispatcher.stop if "hook_dispatcher" in vars(self) else None
         return self.setup_builder.config_in_steps.total_steps if stop is None else stop.step
 
@@ -336,7 +336,7 @@ class BaseTrainer(RestoreableJob):
         """Return what evaluators and hooks see of a state: its weights, and below `ema` their averages."""
         return add_averages(self.weights, state)
 
-    # Life of the job, called by RestoreableJob.
+    # Lifecycle of the job, called by RestoreableJob.
 
     def setup(self, hosts: Hosts) -> None:
         """Check devices, mesh, batch and data against the spec, and build the abstract job."""
@@ -367,11 +367,11 @@ class BaseTrainer(RestoreableJob):
         return self.train_setup.abstract_state
 
     def init_state(self) -> TrainState:
-        """Return the state at step 0, born sharded."""
+        """Return the state at step 0, initialised with its shardings."""
         return self.train_setup.init_state()
 
     def replace_weights(self, state: TrainState, weights: Any) -> TrainState:
-        """Return the state at step 0 with other weights, and with averages and auxiliary states begun at them."""
+        """Return the state at step 0 with other weights, and with averages and auxiliary states restarted from them."""
         return self.train_setup.restart_averages(replace_base(state, weights))
 
     @property

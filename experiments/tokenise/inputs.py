@@ -91,7 +91,7 @@ class InputFile:
             return  # each request for an object names its version, and fails if that is gone
         size_bytes, version = _size_and_version(Path(self.name))
         if size_bytes != self.size_bytes or (self.version and version != self.version):
-            raise DataError(f"{self.where} has changed since the job started; use a source that nobody writes to")
+            raise DataError(f"{self.where} has changed since the job started; use a source that is not being written")
 
 
 def find_files(source: str) -> tuple[InputFile, ...]:
@@ -225,7 +225,7 @@ def read_object(file: InputFile, start: int, stop: int) -> bytes:
         return open_store(file.bucket_url).read_range(file.name, start, stop, file.version)
     except ChangedError as error:
         raise DataError(
-            f"{file.where} has changed since the job started; use a source that nobody writes to"
+            f"{file.where} has changed since the job started; use a source that is not being written"
         ) from error
     except FileNotFoundError as error:
         raise DataError(f"{file.where} has disappeared since the job started") from error

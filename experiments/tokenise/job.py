@@ -2,7 +2,7 @@
 
 Steps are thousandths of the work. Step k makes the pieces between k and k + 1 thousandths of all pieces, distributed
 over the hosts. A piece with a record is not made again, and the last step makes every piece that lacks one, so a kill
-costs the pieces that were being made.
+loses only the pieces that were being made.
 """
 
 import contextlib

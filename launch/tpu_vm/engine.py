@@ -205,7 +205,7 @@ def run(arguments: TpuVmArguments) -> int:
             Path(scratch, programs.archive).write_bytes(commit.archive)
             return make_job(scratch).run()
     except KeyboardInterrupt:
-        say(f"launch: leaving {resource.name} as it is; a job that runs there goes on. Run this command again to")
+        say(f"launch: leaving {resource.name} as it is; a job that runs there continues. Run this command again to")
         say(f"launch: re-attach, or delete the machines: {shlex.join(resource.delete())}")
         return EXIT_PREEMPTED
 

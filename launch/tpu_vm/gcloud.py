@@ -17,7 +17,7 @@ from runner.errors import InvalidError, RetryableError
 MAX_TRIES = 20
 DEADLINE_SECONDS = 600.0
 _TPUS = ("gcloud", "compute", "tpus")
-# Errors that no retry mends, unless the network is away too: gcloud advises a new login even when it could not reach
+# Errors that no retry fixes, unless the network is down too: gcloud advises a new login even when it could not reach
 # the server.
 _USER_ERROR = re.compile(
     r"PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|RESOURCE_EXHAUSTED|quota|permission|not been used in project"
@@ -114,7 +114,7 @@ class QueuedResource:
 class Gcloud:
     """Executor of the commands of one resource.
 
-    Every method raises `InvalidError` for an error that the user must mend, and `RetryableError` for one that persisted
+    Every method raises `InvalidError` for an error that the user must fix, and `RetryableError` for one that persisted
     over all retries.
     """
 
@@ -213,7 +213,7 @@ def kill_session(process: "subprocess.Popen[str]") -> None:
 
 
 def raise_user_error(errors: str) -> None:
-    """Raise `InvalidError` with gcloud's own line if the errors are such that no retry mends them."""
+    """Raise `InvalidError` with gcloud's own line if a retry cannot fix the errors."""
     line = find_error_line(errors)
     if line.startswith("ERROR: (gcloud") and _USER_ERROR.search(line) and not _NETWORK_ERROR.search(errors):
         raise InvalidError(line)

@@ -117,7 +117,7 @@ class TpuVmJob:
                     continue
             else:
                 if seen is None and not is_requested:
-                    say(f"launch: {name} exists already, and is taken for this job's own")
+                    say(f"launch: {name} exists already; assuming that it belongs to this job")
                 if state.name != seen:
                     say(f"launch: {name} is {state.name}")
                 if state.name == "ACTIVE":

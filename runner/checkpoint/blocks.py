@@ -135,7 +135,7 @@ def read_blocks(
             }
             return {name: _assemble(leaf, needed[name], futures) for name, leaf in leaves.items()}
         finally:
-            # After an error nobody wants the pieces that are still queued.
+            # After an error the pieces that are still queued are not needed.
             pool.shutdown(cancel_futures=True)
 
 

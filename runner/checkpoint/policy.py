@@ -131,7 +131,7 @@ def delete_step(attempt: Attempt, step: int) -> None:
     """Delete one committed step. Process 0 only. Raises `FencedError` or `OSError`."""
     attempt.fence.check()
     directory = f"{CHECKPOINTS}/{step}"
-    # The manifest goes first: a kill in between leaves a directory that nobody takes for a checkpoint.
+    # The manifest goes first: a kill in between leaves a directory that is not taken for a checkpoint.
     uncommit(attempt.store, directory, attempt.number)
     remove_files(attempt.store, directory)
 

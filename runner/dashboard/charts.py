@@ -90,7 +90,7 @@ class SeriesReducer:
         self._num_in_last = 1
 
     def thin(self, bins_max: int, more: Iterable[Point] = ()) -> ThinnedSeries:
-        """Return at most `bins_max` bins of the series, with `more` points at its end that are not added for good."""
+        """Return at most `bins_max` bins of the series, followed by the points of `more`, which are not stored."""
         whole = SeriesReducer(self._bins_max)
         whole._bins, whole._width, whole._num_in_last = list(self._bins), self._width, self._num_in_last
         whole._first, whole._last = self._first, self._last
@@ -182,7 +182,7 @@ class RunCurves:
                 self.left_out.add(key)
 
     def thin(self, bins_max: int, newest: Iterable[Row] = ()) -> dict[str, ThinnedSeries]:
-        """Return each thinned series by its key, with `newest` rows at the end that are not added for good."""
+        """Return each thinned series by its key, followed by the `newest` rows, which are not stored."""
         more: dict[str, list[Point]] = {}
         for row in newest:
             for key, point in _list_points(row):

@@ -1,4 +1,4 @@
-"""Index of a corpus: everything about its tokens that is needed before the first step, so that nobody scans them.
+"""Index of a corpus: everything about its tokens that is needed before the first step, without a scan of them.
 
 A corpus is a directory, on a disk or in a bucket, of shards and of `index.json`, which is written last and names them.
 A shard is two files:

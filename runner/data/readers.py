@@ -15,7 +15,7 @@ Derived files are small records and the arrays they point to. The protocol of th
 3. An array is named by the digest of its content and written before the record that points to it.
 4. A record carries its own digest and the size of its array. A mismatch is a miss, and the file is rebuilt.
 
-A cache that cannot be written never stops a run: it costs a warning, and the work is repeated at the next start.
+A cache that cannot be written never stops a run: a warning is printed, and the work is repeated at the next start.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ def publish_once(path: Path, make: Callable[[], Iterable[bytes]], is_whole: Call
     temporary = path.parent / f".{path.name}.tmp"
     while not is_whole():
         with open(temporary, "ab") as file:
-            # The kernel releases the lock when its holder dies, so that a killed process blocks nobody.
+            # The kernel releases the lock when its holder dies, so that a killed process blocks no other.
             fcntl.flock(file, fcntl.LOCK_EX)
             if not _is_open_file_at(file, temporary):
                 continue  # the process that held the lock has published the file, or has given up

@@ -11,7 +11,7 @@ job is therefore noticed by the next read.
    written by two processes at once, or damaged does not match and is a miss. The same holds for a slot overwritten by
    one of another size: sources with ids of different widths share the file and its space, as do those of one width.
 3. A range longer than a slot takes several slots; a range much longer than that is not cached at all.
-4. A file that cannot be written costs a warning and the requests, and never stops a run.
+4. If a file cannot be written, a warning is printed and the requests are repeated; the run continues.
 
 **Whole copies** (`FileCopies`), for files that cannot be read by ranges. Bounded by `data.cache_bytes`.
 

@@ -78,7 +78,7 @@ class HookList:
         return keys
 
     def find_by_digest(self, digest: int) -> ListedHook | None:
-        """Return the hook with this digest; None if the spec has it no longer, or with another config."""
+        """Return the hook with this digest; None if the spec no longer has it with this config."""
         return next((each for each in self.stateful if each.digest == digest), None)
 
     def has_stopped(self, result: RunResult | None) -> bool:
@@ -95,11 +95,11 @@ class HookList:
 
 
 def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -> HookList:
-    """Import, check and make the hooks of a spec. Raises `InvalidError` with the place of what is wrong."""
+    """Import, check and make the hooks of a spec. Raises `InvalidError` with the location of the problem."""
     listed: list[ListedHook] = []
     for place, entry in enumerate(entries):
         with document.errors_at(f"{STATE_NAME}.{place}"):
-            # Names are keys in the train state, beside that of the mark.
+            # Names are keys in the train state, and `FIRED` is another key there.
             if entry.effective_name in (FIRED, *(each.name for each in listed)):
                 raise InvalidError(f"a hook is called {entry.effective_name} already; give this one a name of its own")
             hook_class: type[Hook] = load_class(entry.hook, Hook)

@@ -4,7 +4,7 @@ By the documentation of PEFT (checkpoint format), the files hold `base_model.mod
 `lora_B.weight` (out, rank) for a linear module M. Several of our leaves may be one module there, as query, key and
 value of GPT-2 are. The ranks of the adapted ones are then concatenated, and B is zero where A belongs to another leaf.
 
-Shape legend: R rank of one adapter, I inputs and O outputs of a module, n adapters that are one module.
+Shape legend: R rank of one adapter, I inputs and O outputs of a module, n adapted leaves of one module.
 """
 
 from collections import defaultdict
@@ -69,7 +69,7 @@ def export_adapter(
         weights: Weights, as for `open_checkpoint`.
 
     Raises:
-        InvalidError: There is no adapter, or PEFT has no form for it. Nothing is then at `out`.
+        InvalidError: There is no adapter, or the layout of PEFT cannot express it. Nothing is then at `out`.
     """
     with publish_directory(out) as directory:
 
@@ -132,7 +132,7 @@ def _build_modules(
         matrices: A and B by the name of the adapted leaf.
 
     Raises:
-        InvalidError: An adapted leaf is no linear module of a layer.
+        InvalidError: An adapted leaf is not a linear module of a layer.
     """
     by_tensor: dict[str, list[TensorPiece]] = defaultdict(list)
     for piece in pieces:
@@ -149,8 +149,8 @@ def _build_modules(
             is_of_one_layer = len(part.index) == 1 and part.tensor.endswith(_WEIGHT)
             if not (is_linear and is_split_by_outputs and is_of_one_layer):
                 raise InvalidError(
-                    f"{part.leaf} is {part.tensor}, which is no linear module of a layer: PEFT's files have no plain "
-                    "form for its adapter; export without --adapter, which merges"
+                    f"{part.leaf} is {part.tensor}, which is not a linear module of a layer: PEFT's files have no "
+                    "plain form for its adapter; export without --adapter, which merges"
                 )
         own = [(part, *(matrix[part.index] for matrix in matrices[part.leaf_name])) for part in adapted]
         rank, features = own[0][2].shape

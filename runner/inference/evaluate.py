@@ -301,7 +301,7 @@ class _CheckpointEvaluator:
         # All hosts decide together: a host that alone missed the checkpoint would leave the others waiting in the
         # program.
         if may_be_deleted and not self._hosts.run_on_main(functools.partial(self._run.has_checkpoint, checkpoint)):
-            warn(f"{checkpoint}: left out, the run has deleted it meanwhile")
+            warn(f"{checkpoint}: skipped, because the run has deleted it meanwhile")
             return
         score = self._scorer.score(checkpoint)
         if self._hosts.is_main:

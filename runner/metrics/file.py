@@ -7,26 +7,26 @@ checkpoint of its step is committed, and a resumed attempt first drops the rows 
 The cost of a row or a save, in time and memory, does not depend on the number of rows; only a start reads them again.
 
 **On a disk** (`LocalMetricsFile`) rows are appended one at a time. A resumed attempt replaces the file, so that a
-zombie of an earlier attempt writes to the old one, which nobody reads. Memory holds the lines that are not yet durable:
-`UNSYNCED_BYTES_MAX` at most, or, while the disk is full, as many as come until `checkpoint.max_unsaved_minutes` ends
-the run.
+zombie of an earlier attempt writes to the old one, which is no longer read. Memory holds the lines that are not yet
+durable, `UNSYNCED_BYTES_MAX` at most. While the disk is full it holds all new lines, until
+`checkpoint.max_unsaved_minutes` ends the run.
 
 **In a bucket** (`BucketMetricsFile`) no object can be appended to. `metrics.jsonl` holds the newest rows and is written
-anew in the background after each row. Before it would exceed `PART_BYTES`, its older rows are sealed: they are written
-to a part, `metrics/<attempt>.<number>.jsonl`, which never gets other content. `metrics.jsonl` then begins with a line
-that names the parts in order, `{"parts": [[name, last step], ...]}`. After `PARTS_MAX` parts the next part takes over
-that line and is named alone. A run whose rows fit into one object has no parts and no such line; all runs of early
-versions are in that form, and continue.
+again as a whole in the background after each row. Before it would exceed `PART_BYTES`, its older rows are sealed: they
+are written to a part, `metrics/<attempt>.<number>.jsonl`, which never gets other content. `metrics.jsonl` then begins
+with a line that names the parts in order, `{"parts": [[name, last step], ...]}`. After `PARTS_MAX` parts the next part
+takes over that line and is named alone. A run whose rows fit into one object has no parts and no such line; all runs of
+early versions are in that form, and continue.
 
 1. Only `metrics.jsonl` says which parts count. A kill between a part and the line that names it leaves an object that
-   nobody reads.
+   is never read.
 2. Each write of `metrics.jsonl` first checks the fence, that is, whether a newer attempt owns the run, and names the
    version that it replaces. A zombie that is suspended between the two may still win once if versions are digests of
    the content and the newer attempt has not changed the content yet. The owner then writes over it and loses nothing,
    because it holds all rows that are in no part.
 3. A part has the number of its attempt in its name, so that a zombie cannot write to another attempt's part.
 4. A new attempt deletes the parts that it drops, those beyond the restored step, once `metrics.jsonl` no longer names
-   them. A zombie that drops parts can replace only content that still names them, and that content is gone for good.
+   them. A zombie that drops parts can replace only content that still names them, and such content no longer exists.
 
 A row therefore costs one object of at most `PART_BYTES` and `PARTS_MAX` names, however long the run is, and memory
 holds the same. There is one object for each `PART_BYTES` of rows, and at most one more for each start that was killed

@@ -8,8 +8,8 @@ Meta is a dictionary by name. Each value is that of the last micro-batch, and of
 
 The name `sums` holds a dictionary of sums over the real tokens of a micro-batch, scalars or lists. They are accumulated
 over all micro-batches in float32 and divided by the number of tokens of the step, so that the split of the batch
-changes them only by rounding. A pair (sum, weight) is divided by the sum of its own weights instead. A mean over
-nothing is null in the row.
+changes them only by rounding. A pair (sum, weight) is divided by the sum of its own weights instead. A mean with
+weight 0 is null in the row.
 
 Shape legend: K bins.
 """
@@ -66,13 +66,13 @@ def accumulate_sums(meta: Mapping[str, Any], is_stacked: bool) -> Meta:
         is_stacked: True if the first axis of each leaf is the micro-batches.
 
     Raises:
-        InvalidError: `sums` is no dictionary.
+        InvalidError: `sums` is not a dictionary.
     """
     if SUMS not in meta:
         return {}
     if not isinstance(meta[SUMS], Mapping):
         kind = _describe(meta[SUMS])
-        raise InvalidError(f"forward returns as meta {SUMS!r} {kind}, needs a dictionary of sums by name")
+        raise InvalidError(f"forward returns {kind} as meta {SUMS!r}; return a dictionary of sums by name")
 
     def accumulate(leaf: Any) -> jax.Array:
         # Sums of narrow types would lose small terms.
@@ -122,10 +122,10 @@ def validate_meta(meta: Any, reserved: tuple[str, ...] = _RESERVED_NAMES) -> Non
         InvalidError: A name is reserved, or a value has a type or shape that a row does not hold.
     """
     if not isinstance(meta, Mapping):
-        raise InvalidError(f"a step's meta is a {type(meta).__name__}, needs a dictionary of scalars by name")
+        raise InvalidError(f"a step returns a {type(meta).__name__} as meta; return a dictionary of scalars by name")
     for name, value in meta.items():
         if name in reserved:
-            raise InvalidError(f"a step returns {name!r} as meta, a name of the runner's own; use another")
+            raise InvalidError(f"a step returns {name!r} as meta, which is a reserved name; use another")
         if not is_loggable(value):
             raise InvalidError(f"a step returns {name!r} as meta, {_describe(value)}; {_REQUIREMENT}")
 
@@ -158,7 +158,7 @@ def to_finite(value: Any) -> float | None:
 
 
 def to_row_value(value: Any) -> RowValue:
-    """Return a value of meta for a row. The value has been fetched from the device; what is not finite becomes None."""
+    """Return a value of meta, already fetched from the device, for a row. Numbers that are not finite become None."""
     if isinstance(value, Histogram):
         return {"counts": np.asarray(value.counts).tolist(), "edges": np.asarray(value.edges).tolist()}
     if np.ndim(value) == 1:

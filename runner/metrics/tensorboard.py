@@ -111,7 +111,7 @@ class TensorBoardWriter:
     def add(self, row: Row) -> None:
         """Write a row, and upload the file if it is time."""
         self._write_event(row["step"], _encode_summary(row), row.get(_TIME))
-        # Until then nobody reads the file, and the rows of earlier attempts are written without flushing each.
+        # Until then the file is not visible, so the rows of earlier attempts are written without flushing each.
         if self._is_published:
             self._file.flush()
             if time.monotonic() - self._uploaded_seconds >= UPLOAD_SECONDS:

@@ -2,13 +2,13 @@
 
 All attempts of a job use one run id, and each attempt gives wandb the whole trajectory.
 
-- **Offline**, that is one file per attempt. The newest file holds all rows, and the earlier files are removed:
-  `wandb sync` puts the history of a file in place of what the server has under its id, so of several files that each
-  hold a part only the last one would be visible (https://github.com/wandb/wandb/issues/5865 and 3841).
-- **Online**, that is a start without `resume`, which overwrites the run's history line by line from the first row on
-  (issue 3424). Rows of lost steps disappear as soon as the attempt has computed those steps again. With
-  `resume="allow"` the server would keep them for good and drop the recomputed ones. `resume_from`, which would cut them
-  off, is not available on every server.
+- **Offline**, each attempt writes one file. The newest file holds all rows, and the earlier files are removed:
+  `wandb sync` replaces the history that the server has under this id by that of the file, so if each file held a part
+  of the run, only the last one would be visible (https://github.com/wandb/wandb/issues/5865 and 3841).
+- **Online**, each attempt starts without `resume`, which overwrites the run's history line by line from the first row
+  on (issue 3424). Rows of lost steps disappear as soon as the attempt has computed those steps again. With
+  `resume="allow"` the server would keep them permanently and drop the recomputed ones. `resume_from`, which would
+  remove them, is not available on every server.
 
 The files of wandb are in `wandb/` of the run directory. wandb writes to local disks only, so for a run in a bucket they
 are in this machine's cache while the job runs. They are uploaded when it ends, together with those of attempts that
@@ -50,7 +50,7 @@ def upload_offline_runs(directory: Path, store: Store, deadline_seconds: float) 
     """Upload the offline runs of wandb, and then remove older ones of the same runs from the bucket.
 
     Args:
-        directory: Local directory that stands for the run directory.
+        directory: Local stand-in for the run directory.
         store: Bucket of the run. Files that it already has are not uploaded again.
         deadline_seconds: Limit for each file.
 
@@ -78,7 +78,7 @@ class WandbWriter:
         self._directory = default_cache_directory() / "wandb" / attempt.run_id if store.root is None else store.root
         mode = spec.logging.wandb
         if mode == "online" and not _has_key():
-            warn("wandb: there is no API key here; logging offline, upload the run later with `wandb sync`")
+            warn("wandb: no API key found, so the run is logged offline; upload it later with `wandb sync`")
             mode = "offline"
         folder = self._directory / FOLDER
         folder.mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,7 @@ class MetricsWindow:
     Args:
         step: Step of that row.
         carry: Contribution of the steps since that row that an earlier attempt has saved (`MetricsWindow.carry`).
-        is_whole: False if there were such steps and nothing is known of them; the next row then has no mean.
+        is_whole: False if there were such steps but their contribution is unknown; the next row then has no mean.
     """
 
     def __init__(self, step: int = 0, carry: JsonObject | None = None, is_whole: bool = True):
@@ -161,7 +161,7 @@ class MetricsWindow:
         self._loss_sum = self._weight = 0.0
         self._is_whole = True
         self.restart_clock()
-        # The runner's own values come before those of the job, since the order of keys is that of a CSV's columns.
+        # The runner's own values come before those of the job: the order of keys is the order of the columns of a CSV.
         order = [name for name in (GRAD_NORM, "learning_rate") if name in values]
         first = {f"train/{name}": values.pop(name) for name in order}
         return {

@@ -1,13 +1,13 @@
 """Displays of rows while a job runs: progress on the terminal or in a log, and asynchronous metric writers.
 
 Process 0 uses them. A **metric writer** (`MetricWriter`) keeps rows for another tool, such as TensorBoard or W&B. It
-may be slow, hang or fail, and no step may notice that. `AsyncMetricWriter` therefore runs it on a thread of its own
+may be slow, hang or fail, and must not delay a step. `AsyncMetricWriter` therefore runs it on a thread of its own
 behind a bounded queue.
 
 A metric writer only mirrors `metrics.jsonl`: each attempt first gives it the rows up to the step that it resumed from,
 and then its own rows. So it shows one trajectory, whatever was lost, recomputed with other bits, or missed while the
-writer was off, and it needs no memory of its own. The price at a start is to write those rows once more, beside the
-first steps.
+writer was off, and it needs no memory of its own. In return, each start writes those rows once more, during
+the first steps.
 
 A writer that raises, or does not keep up, is switched off for the rest of the attempt, and `on_failure` is called once.
 """
@@ -45,7 +45,7 @@ class MetricWriter(Protocol):
         """Write a row. Steps ascend; a row with the step of the row before has only the keys that are new."""
 
     def supersede(self) -> None:
-        """Remove what earlier attempts have left, since all their rows are written. Called once."""
+        """Remove the files of earlier attempts, whose rows have all been written again. Called once."""
 
     def finish(self) -> None:
         """Finish after the last row."""
@@ -97,7 +97,7 @@ class AsyncMetricWriter:
                 self._switch_off(f"it has not finished {CLOSE_SECONDS:g} s after the last row")
 
     def _put(self, row: Row | None) -> bool:
-        """Return True if the row is queued, which it is unless the writer is off."""
+        """Queue a row or the end; return False if the writer is switched off or its queue is full."""
         if self._off.locked():
             return False
         try:
@@ -201,11 +201,11 @@ def open_displays(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, 
         return (line.row for line in read_encoded_rows(attempt.store, step))
 
     def report_failure(name: str, reason: str) -> None:
-        warn(f"{name} is off: {reason}")
+        warn(f"{name} is switched off: {reason}")
         attempt.record("sink_off", None, sink=name, reason=reason)
 
     def open_wandb() -> MetricWriter:
-        # The import of wandb takes a second, which this thread may wait and the training thread may not.
+        # The import of wandb takes a second. The thread of the writer can wait for it, the training thread cannot.
         writer: MetricWriter = importlib.import_module("runner.metrics.wandb").WandbWriter(spec, attempt)
         return writer
 

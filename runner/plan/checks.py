@@ -1,4 +1,4 @@
-"""Checks of a spec, its data and its directory, all reported at once. Nothing that they write stays.
+"""Checks of a spec, its data and its directory, all reported at once. They leave no files behind.
 
 The data are opened as the job would open them: each source is reached, and its tokens are compared with the budget.
 """
@@ -40,7 +40,7 @@ class Findings:
 def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
     """Return the job of a spec, None if there are problems.
 
-    Top level, class and config are each checked, whatever the others hold.
+    Top level, class and config are checked independently of each other.
     """
     # Each check runs even if the one before failed, so that the user sees all problems at once.
     spec: ExecutionSpec | None = None
@@ -122,8 +122,8 @@ def check_grace(job: RestoreableJob, save_seconds: float, basis: str, findings: 
     grace_seconds = job.spec.checkpoint.grace_seconds
     if grace_seconds is not None and save_seconds > grace_seconds:
         message = (
-            f"a save takes {save_seconds:.1f} s ({basis}), more than the {grace_seconds:g} s of grace: a preemption "
-            "may lose up to a save interval; give more grace, or add a fast tier (checkpoint.local_directory)"
+            f"a save takes {save_seconds:.1f} s ({basis}), more than the grace period of {grace_seconds:g} s: a "
+            "preemption may lose up to a save interval; extend it, or add a fast tier (checkpoint.local_directory)"
         )
         findings.warnings.append(job.document.format_problem(("checkpoint", "grace_seconds"), message))
 

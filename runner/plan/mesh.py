@@ -14,7 +14,7 @@ openxla/xla, docs/tiled_layout.md), and the compiler chooses which axis of a mat
 with fewer elements than a tile has rows is below the tile either way.
 
 The number of meshes is bounded: `tensor` is 16 at most, `expert` divides the experts, and `sequence` leaves each device
-two stretches of at least `_MIN_STRETCH_POSITIONS` of a sequence, below which it only waits for its neighbours.
+two chunks of at least `_MIN_STRETCH_POSITIONS` of a sequence, below which it only waits for its neighbours.
 
 This is arithmetic; the module knows no job and no device.
 """
@@ -194,7 +194,7 @@ def make_small_shard_warning(shards: list[SmallShard], mesh: str, dtype: str, se
 
 
 def is_significant(warning: MeshWarning, bytes_per_second: float, step_seconds: float) -> bool:
-    """Return True if the excess traffic costs a noticeable part of a step's least time."""
+    """Return True if the excess traffic costs a noticeable part of the lower bound of the step time."""
     return warning.excess_bytes / bytes_per_second >= _MIN_STEP_SHARE * step_seconds
 
 

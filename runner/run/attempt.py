@@ -101,11 +101,11 @@ class JobReport:
 
 
 def format_end_lines(directory: str, step: int) -> list[str]:
-    """Return the lines to print after `done at step ...`: where the files are, and that a run can be resumed."""
+    """Return the lines to print after `done at step ...`: where the files are, and what a second start does."""
     return [
         f"files: {directory} (result.json, spec.yaml, checkpoints/{step} ...)",
-        "the same command again does nothing now; after a kill, at any moment, it continues from the last save",
-        "fingerprint: digest of every bit of the state; killed or not, the same spec and hardware give the same one",
+        "run the same command again: a finished job exits at once, and an interrupted one resumes from its last save",
+        "the fingerprint is a digest of the state; with the same spec and hardware, interruptions do not change it",
     ]
 
 

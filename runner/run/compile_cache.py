@@ -9,12 +9,12 @@ entry can be old but not wrong.
    a miss: the program is compiled and the entry replaced.
 2. With `topology.compile_cache: directory` a program that this host lacks is read from `compiled/` in the run's
    directory when it is requested, one at a time. Once the attempt is claimed, a thread publishes there what this
-   process has used or compiled and nobody has published. Names are `<process>.<key>` and written once. On CPUs every
-   process has keys of its own; on accelerators JAX intends the programs of a job to have the same key on every process,
-   so process 0 publishes first. A fenced attempt publishes nothing more; an entry that it had begun to write is still
-   correct, because its name determines its content.
+   process has used or compiled and no process has published. Names are `<process>.<key>` and written once. On CPUs
+   every process has keys of its own; on accelerators JAX intends the programs of a job to have the same key on every
+   process, so process 0 publishes first. A fenced attempt publishes nothing more; an entry that it had begun to write
+   is still correct, because its name determines its content.
 3. At most 64 programs of each process are kept: an attempt that lives for ten minutes deletes those that it has not
-   used. A store that is down costs a warning and a compilation, never the run.
+   used. If the store cannot be reached, a warning is printed and programs are compiled.
 
 A program is code, while everything else in a run's directory is data. Whoever can write there can run code on the
 hosts, hence the opt-in. The digest detects damage, not malice.
@@ -160,7 +160,7 @@ class CompileCache:
                 content, version = shared.read_versioned(name)
                 program = _unseal(key, content)
                 if program is not None:
-                    with contextlib.suppress(OSError):  # A full disk only costs the next start a download.
+                    with contextlib.suppress(OSError):  # On a full disk the next start downloads again.
                         self._host.write(key, content)
                     return program
                 if version != ABSENT:

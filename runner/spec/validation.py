@@ -50,7 +50,7 @@ def validate_hooks(document: Document, spec: ExecutionSpec, job_class: type) -> 
     """Return `spec` if its job class calls hooks, or if it has none.
 
     Raises:
-        SpecError: the spec has hooks that nobody would call.
+        SpecError: the spec has hooks, and the job class does not call them.
     """
     if spec.hooks and not getattr(job_class, "calls_hooks", False):
         raise document.error("hooks", f"{job_class.__name__} calls no hooks, only a BaseTrainer does; leave them out")
@@ -74,7 +74,7 @@ def _explain(
     """Yield key path and message of each problem; branches of a union that all failed become one message."""
     # Problems of a value that fits no branch of a union are collected, and reported together at the end.
     misfits: dict[KeyPath, tuple[Any, list[ErrorDetails]]] = {}
-    inside: set[KeyPath] = set()  # paths of mappings that have a wrong key; that they are mappings is no problem
+    inside: set[KeyPath] = set()  # paths of mappings that have a wrong key; being a mapping is right
     for detail in details:
         kind, (inner, value) = detail["type"], _locate(detail["loc"], data)
         path = section + inner
@@ -96,7 +96,7 @@ def _explain(
             misfits.setdefault(path, (value, []))[1].append(detail)
     for path, (value, branches) in misfits.items():
         if path in inside:
-            # The value is a mapping whose key is wrong; that it is not, say, text instead is not the problem.
+            # The value is a mapping with a wrong key, which is reported already; other branches want, say, text.
             continue
         needs = " or ".join(dict.fromkeys(_describe_need(detail) for detail in branches))
         choices = [choice for detail in branches for choice in _list_choices(detail)]

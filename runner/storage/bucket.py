@@ -4,9 +4,10 @@ A `Driver` speaks the protocol of one service through the service's own client. 
 those of the operating system, `TransientError` among them. The retries of the clients are switched off: `BucketStore`
 gives every call one deadline and tries again with exponential backoff until then, only after a transient failure.
 
-An object cannot be appended to, so a growing file is written anew, whole, each time it has changed. `BackgroundWriter`
-does this from one thread, so that nobody waits for the network: the newest content wins, and content that has been
-overtaken is never sent. A failure is kept for `flush` to raise, printed once, and tried again.
+An object cannot be appended to, so a growing file is written again as a whole each time it has changed.
+`BackgroundWriter` does this from one thread, so that no other thread waits for the network: the newest content wins,
+and content that has been overtaken is never sent. A failure is kept for `flush` to raise, printed once, and tried
+again.
 """
 
 import contextlib

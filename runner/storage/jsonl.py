@@ -70,7 +70,7 @@ def append_line(path: Path, line: bytes, is_durable: bool = False, mode: int = 0
     Raises:
         OSError: the line cannot be written.
     """
-    # O_APPEND moves to the end of the file at the write itself, whoever else has appended meanwhile.
+    # O_APPEND moves to the end of the file at the write itself, even if another process has appended meanwhile.
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -5,7 +5,7 @@ the run's directory, with parts joined by `/`.
 
 Errors are those of the operating system on every kind of store: `FileNotFoundError`, `FileExistsError`,
 `PermissionError`, and `TimeoutError` once the deadline of a call is over. A caller therefore handles a full disk and a
-bucket that is down in one `except OSError`. An error that nobody handles ends the run with one line and the exit code
+bucket that is down in one `except OSError`. An unhandled error ends the run with one line and the exit code
 of its second base class: 76 for a `StorageError`, 2 for an `InvalidError`, which only a person can repair.
 
 On a disk, `translate_errors` reduces the errors of the operating system to `FileNotFoundError`, `FileExistsError`,

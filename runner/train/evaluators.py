@@ -1,10 +1,10 @@
 """Evaluators and their schedule: metrics of the weights besides the training loss. Called on every host.
 
-A failing evaluator costs its own metrics and one line, never the run. Failures are: an exception, metrics that a row
-cannot hold, metrics that are not finite (null in the row), and metrics that differ from those of process 0 (which go
-into the row). An evaluator that raises on one host only, before it has met the others in a program over all devices,
-leaves them waiting there: every host names it at once (see the watchdog), and the deadline of a phase ends the wait
-with exit code 76.
+If an evaluator fails, its metrics are missing, one line is printed, and the run continues. Failures are: an exception,
+metrics that a row cannot hold, metrics that are not finite (null in the row), and metrics that differ from those of
+process 0 (which go into the row). An evaluator that raises on one host only, before it has met the others in a program
+over all devices, leaves them waiting there: every host names it at once (see the watchdog), and the deadline of a phase
+ends the wait with exit code 76.
 
 `Validation` is the evaluator of the mean loss over the real target tokens of fixed sets of batches, `EmaValidation`
 that of averaged weights on the same sets.

@@ -7,7 +7,7 @@ because a file reaches a job in a pod, behind a queue and beside a bucket alike.
 
 `profiles/<attempt>.<start>-<stop>/` then holds the trace of the steps after `start` up to `stop`, in the layout that
 TensorBoard's profile plugin and xprof read, and `memory.prof`, the device memory at its end, which pprof reads.
-Profiling changes no bit; a failure costs a warning. Process 0 only: elsewhere nothing happens.
+Profiling leaves the results bit-identical, and a failure only prints a warning. Process 0 only: the others do nothing.
 """
 
 import contextlib

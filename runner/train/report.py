@@ -70,7 +70,7 @@ class Report(JobReport):
     def find_problem(self, attachments: dict[str, bytes]) -> str | None:
         """Return why the rows saved beside a state cannot continue the rows of the file; None if they can.
 
-        They cannot if a later attempt, on other machines, resumed from before them. Process 0 only.
+        They cannot if a later attempt, on other machines, resumed from an earlier step. Process 0 only.
         """
         if METRICS_FILE not in attachments:
             return None
@@ -78,8 +78,9 @@ class Report(JobReport):
             after = RowTail.decode(attachments[METRICS_FILE]).after
         except ValueError as error:
             return str(error)
-        is_gap = after is not None and not self._metrics.has_step(after)
-        return f"a later attempt went back behind step {after}, which its rows follow" if is_gap else None
+        if after is None or self._metrics.has_step(after):
+            return None
+        return f"a later attempt resumed from a step before {after}, so these rows do not follow those of the file"
 
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None = None) -> None:
         """Drop the rows beyond `step`. Called once.
@@ -97,7 +98,7 @@ class Report(JobReport):
         self.window = MetricsWindow(step, carry, is_whole)
 
     def complete_row(self, weights: Any, step: int, before_write: Callable[[Row], None] = lambda row: None) -> bool:
-        """Make up for the evaluation of the step that was resumed from, or make the one at the start of the run.
+        """Run the evaluation that the step resumed from still lacks, or the one at the start of the run.
 
         A stop may have come before the evaluation of the step that was saved for it. Called before the first step.
 
@@ -124,7 +125,7 @@ class Report(JobReport):
 
     @contextlib.contextmanager
     def display(self, step: int) -> Iterator[None]:
-        """Display rows inside the context, from `step` on; the displays are closed however it is left."""
+        """Display rows inside the context, from `step` on, and close the displays on every exit from it."""
         if self._attempt.hosts.is_main:
             self._displays = open_displays(self._attempt, self._spec, self._config, step)
             self._timer = StepTimer()
@@ -141,7 +142,7 @@ class Report(JobReport):
                 display.close()
 
     def add_step(self, step: int, loss: jax.Array, meta: Meta) -> None:
-        """Add what step `step` returned. Waits for the device only where a profile begins or ends."""
+        """Add the results of step `step`. Waits for the device only where a profile begins or ends."""
         self.window.add(step, loss, meta)
         if self._timer is not None:
             self._timer.add(loss)
@@ -155,7 +156,7 @@ class Report(JobReport):
     def add_row(self, weights: Any, step: int) -> None:
         """Write the row of `step`, with an evaluation if it is due. Waits for the device.
 
-        Raises `DivergedError` if a step was not finite.
+        Raises `DivergedError` if a loss or gradient norm is not finite.
         """
         # Closing the window fetches losses and meta, which waits for the device.
         row = self.window.close(self._config.tokens_per_step) | self._get_data_metrics(step)
@@ -193,11 +194,11 @@ class Report(JobReport):
 
     @property
     def has_evaluators(self) -> bool:
-        """True if anything evaluates the weights."""
+        """True if the job has evaluators."""
         return self._evaluations.has_any
 
     def is_evaluation_missing(self, row: Row, step: int) -> bool:
-        """Return True if the row of `step` should have been evaluated, but a stop came before."""
+        """Return True if an evaluation is due at `step`, and its row has no metrics of one because the run stopped."""
         return bool(self._evaluations.list_due(step)) and not self.is_evaluated(row)
 
     def is_evaluated(self, row: Row) -> bool:
@@ -230,7 +231,7 @@ class Report(JobReport):
 
     def format_next_steps(self) -> Sequence[str]:
         """Return a line with the command that samples from the trained model."""
-        return [f"text from the model: python -m runner sample {shlex.quote(self._attempt.store.url)}"]
+        return [f"to sample from the model: python -m runner sample {shlex.quote(self._attempt.store.url)}"]
 
     def metric(self, name: str, step: int) -> float | None:
         """Return a metric of the newest row, if that is the row of `step`; else None, and on other processes than 0."""

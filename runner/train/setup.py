@@ -88,7 +88,7 @@ class TrainSetup:
         return mesh_rules.use_sharding_rules(self.mesh, self.rules)
 
     def init_state(self) -> TrainState:
-        """Return the state at step 0, born sharded. Called on every host."""
+        """Return the state at step 0, initialised with its shardings. Called on every host."""
         with self.sharding_rules():
             return train_state.init_state(self.make_state, self.key, self.abstract_state, self.mesh)
 

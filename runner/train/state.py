@@ -1,4 +1,4 @@
-"""Train state that is born sharded: abstract shapes first, then shardings, then one jit with out_shardings.
+"""Train state that is initialised sharded: abstract shapes first, then shardings, then one jit with out_shardings.
 
 The logical axis names of a parameter become mesh axes by the job's rules (`mesh.logical_rules`). Two more rules make
 any parameter fit any mesh: a mesh axis that does not divide the array axis is left out, and a parameter that is not
@@ -308,7 +308,7 @@ def make_state_from_variables(
 
 
 def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> TrainState:
-    """Return the state at step 0, every leaf born with the sharding of `abstract`. Called on every host."""
+    """Return the state at step 0, every leaf initialised with the sharding of `abstract`. Called on every host."""
     with use_sharding_rules(mesh):
         return jax.jit(lambda key: make_strongly_typed(make(key)), out_shardings=get_shardings(abstract))(key)
 

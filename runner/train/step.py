@@ -1,8 +1,8 @@
-"""Optimizer step and validation step: pure functions that know no host, no file and no spec.
+"""Optimizer step and validation step: pure functions, independent of hosts, files and the spec.
 
 The loss of a step is the mean over the real target tokens of its whole global batch. Every micro-batch contributes a
 sum divided by that one count, so that the split into micro-batches, devices and hosts changes the loss by rounding
-only; a mean of means would weigh a short micro-batch like a long one. Gradients are accumulated in float32 whatever the
+only; a mean of means would weigh a short micro-batch like a long one. Gradients are accumulated in float32 for any
 type of the parameters. Frozen parameters get no gradient; the optimizer sees zeros for them.
 
 `padding_mask` marks the real target tokens, and `loss_weight`, where the data have it, weighs them. Their total is
@@ -68,7 +68,7 @@ class StepOptions:
         auxiliary_states: auxiliary states that the step updates after the optimizer.
         rounding: rounding of bfloat16 parameters after their update in float32.
         norms: norms of gradients and parameters that the step adds to its meta.
-        num_groups: number of groups of micro-batches whose sums have a fixed order, whatever the number of devices
+        num_groups: number of groups of micro-batches whose sums have a fixed order, for any number of devices
             (`train.same_bits_devices`); None: the usual order.
     """
 
@@ -104,7 +104,7 @@ def train_step(
         micro-batch (for the last data-parallel part of it, where `data` shards it).
 
     Raises:
-        InvalidError: `forward` does not read a field that the data declare, or nothing says how many targets are real.
+        InvalidError: `forward` does not read a field that the data declare, or the number of real targets is unknown.
     """
     options = StepOptions() if options is None else options
     S, _ = _get_leading_shape(batch)
@@ -127,7 +127,7 @@ def train_step(
     else:
         (loss, grads, meta), halves = _compute_gradients_in_order(forward, options.num_groups, state, batch, key), None
         grads = reduction.replicate(grads)
-        # The order of the sums in a norm depends on the sharding, so norms are taken of parameters in one fixed layout.
+        # The order of the sums in a norm depends on the sharding, so norms are computed on one fixed layout of them.
         params_for_norms = state.params if options.norms == "none" else reduction.replicate_flat(state.params)
 
     # 2. Variables without gradient.
@@ -139,7 +139,7 @@ def train_step(
     # 3. The optimizer, which sees float32 gradients.
     own_meta = {GRAD_NORM: optax.tree.norm(grads)} | compute_norms(grads, params_for_norms, options.norms)
     if taken := sorted({*own_meta} & {*meta}):
-        raise InvalidError(f"forward returns {taken[0]!r} as meta, a name of the runner's own; use another")
+        raise InvalidError(f"forward returns {taken[0]!r} as meta, which is a reserved name; use another")
     if options.rounding == "nearest":
         state = state.apply_gradients(grads=grads)
     else:
@@ -160,14 +160,14 @@ def val_step(
 
     Args:
         forward: loss of a micro-batch, see `Forward`.
-        state: train state, of which no optimizer state is read.
+        state: train state; its optimizer state is not read.
         batch: arrays (S, B, T) by name.
         num_groups: as in `StepOptions`; any number selects the fixed order of sums.
 
     Returns:
         (loss_sum, token_count, last_meta), sums and not means, so that every token of a validation set weighs the same.
         The count is that of `padding_mask`, by the weights if there are any, or the one that `forward` returns. Meta is
-        that of the last micro-batch, but for its `sums`, which are totals: more batches may follow.
+        that of the last micro-batch, except for its `sums`, which are totals because more batches may follow.
     """
     if num_groups is not None:
         return _val_step_in_order(forward, state, batch)
@@ -312,7 +312,7 @@ def _make_gradient_function(
     """Return (function, trained parameters).
 
     The function maps trained parameters and a micro-batch to ((loss, meta), float32 gradients). Frozen parameters are
-    no argument of it, so no gradient of them is computed.
+    not arguments of it, so they get no gradient.
     """
     apply_fn, merge = bind_variables(state.apply_fn, get_variables(state)), make_params_merger(state)
     trained, add_frozen = split_frozen(params, state.opt_state)
@@ -353,7 +353,7 @@ def _get_leading_shape(batch: Batch) -> tuple[int, int]:
 
 
 def _number_examples(batch: Batch) -> Batch:
-    """Return the batch with `example` (S, B): the index of each example in the step, whatever the split."""
+    """Return the batch with `example` (S, B): the index of each example in the step, independent of the split."""
     S, B = _get_leading_shape(batch)
     return batch | {"example": jnp.arange(S * B).reshape(S, B)}
 
@@ -412,7 +412,7 @@ def apply_gradients_stochastically(state: Any, grads: Any, key: jax.Array) -> An
     """Apply gradients as `state.apply_gradients` does, but round bfloat16 parameters stochastically.
 
     Each leaf draws one number per element from a key of its own, made of the step's `key` and the leaf's index, so that
-    the bits depend on no mesh. Parameters of other types are updated as usual.
+    the bits do not depend on the mesh. Parameters of other types are updated as usual.
     """
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
     key = jax.random.fold_in(key, _ROUNDING_KEY)
@@ -430,7 +430,7 @@ def round_stochastically(values: jax.Array, key: jax.Array) -> jax.Array:
     """Round each of the float32 `values` to one of its two bfloat16 neighbours; the mean over keys is the value.
 
     The lower 16 bits of the word are the distance from the neighbour towards zero, in 1/65536 of the gap. Adding 16
-    random bits carries into the upper half with just that probability. Infinities and NaNs are converted as usual.
+    random bits carries into the upper half with exactly that probability. Infinities and NaNs are converted as usual.
     """
     words = lax.bitcast_convert_type(values, jnp.uint32)
     carried = words + jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)

@@ -51,7 +51,7 @@ def test_other_values_are_refused_in_one_line(value: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["loss", "loss_mean", "learning_rate", "tokens"])
 def test_names_of_the_runner_are_refused(name: str) -> None:
-    with pytest.raises(InvalidError, match="a name of the runner's own"):
+    with pytest.raises(InvalidError, match="a reserved name"):
         validate_meta({name: 1.0})
 
 
@@ -151,7 +151,7 @@ class RefusedInTraining(Judged):
         (
             RefusedInTraining,
             {"config.metrics.norms": "groups"},
-            "'grad_norm/table' as meta, a name of the runner's own",
+            "'grad_norm/table' as meta, which is a reserved name",
         ),
     ],
 )

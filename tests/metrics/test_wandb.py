@@ -71,7 +71,7 @@ def test_an_offline_run_holds_the_rows_of_killed_attempts(runs):
     base, outputs = runs
     (path,) = (base / "offline").rglob("*run-*.wandb")
     assert wandb_file.history(path) == parse_lines((base / "offline/metrics.jsonl").read_bytes())
-    assert "is off" not in outputs["first"] + outputs["second"]
+    assert "is switched off" not in outputs["first"] + outputs["second"]
 
 
 def test_offline_files_of_a_bucket_run_are_uploaded(tmp_path):

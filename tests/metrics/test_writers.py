@@ -221,10 +221,12 @@ def test_failing_writers_cost_a_line_and_an_event_but_no_bits(
     assert sorted(told) == sorted(SHOWN.keys() & {"tensorboard", "wandb"})
     store = LocalStore(tmp_path / "run")
     assert read_json(store, "result.json") == read_json(LocalStore(tmp_path / "undisturbed"), "result.json")
-    lines = [line for line in capsys.readouterr().err.splitlines() if " is off: " in line]
-    assert sorted(lines) == sorted(f"{name} is off: {reason}" for name, reason in told.items())
+    lines = [line for line in capsys.readouterr().err.splitlines() if " is switched off: " in line]
+    assert sorted(lines) == sorted(f"{name} is switched off: {reason}" for name, reason in told.items())
     events = [event for event in read_log(store, "events") if event["event"] == "sink_off"]
-    assert [(event["sink"], event["reason"]) for event in events] == [tuple(line.split(" is off: ")) for line in lines]
+    assert [(event["sink"], event["reason"]) for event in events] == [
+        tuple(line.split(" is switched off: ")) for line in lines
+    ]
 
 
 # Parts.
