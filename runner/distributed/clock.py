@@ -164,7 +164,7 @@ class Clock:
             store.put(reading)
 
     def send_heartbeat(self) -> bool:
-        """Store a reading as a sign of life. Any thread.
+        """Store a reading as a heartbeat. Any thread.
 
         Returns:
             False if no more heartbeats are needed: there is no store, or the job has an exit code.

@@ -153,7 +153,7 @@ def wait_for_peers(placement: Placement, deadline_seconds: float, is_elastic: bo
     if placement.process_id == 0:
         present, connections = _accept_peers(placement, end_seconds, deadline_seconds, is_elastic)
     else:
-        present, connections = _report_to_main(placement, end_seconds, deadline_seconds)
+        present, connections = _join_process_0(placement, end_seconds, deadline_seconds)
     renumbered = replace(placement, num_processes=len(present), process_id=present.index(placement.process_id))
     return RendezvousResult(
         renumbered, {present.index(process): connection for process, connection in connections.items()}
@@ -226,7 +226,7 @@ def _split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _report_to_main(placement: Placement, end_seconds: float, deadline_seconds: float) -> tuple[list[int], Connections]:
+def _join_process_0(placement: Placement, end_seconds: float, deadline_seconds: float) -> tuple[list[int], Connections]:
     """Run the rendezvous on another process; return the processes that joined, and the connection to process 0."""
     reason = "no answer"
     while (left_seconds := end_seconds - time.monotonic()) > 0:

@@ -1,7 +1,7 @@
 """Watchdog: ends a job that is stalled because a process crashed, hangs or is frozen, and reports stragglers.
 
 The training thread reports its phase and its last completed step (`clock.Progress`). The watchdog's thread only reads
-them and passes them on: it never sends a sign of life on behalf of a training thread that hangs.
+and publishes them, so its heartbeat never hides that the training thread hangs.
 
 1. Each second every process publishes a heartbeat through the job's key-value store: the phase and step of its training
    thread, since when, and whether that is overdue. It also reads the verdict, if there is one.

@@ -5,8 +5,8 @@ bias-corrected momentum, gives the other parameters to Adam with Nesterov moment
 keeps its coefficients in the state. This is the published one, with one learning rate for all parameters.
 
 **GaLore** (`project_low_rank`): moments of gradients that are projected to a low rank. Each matrix of a stack has its
-own projection. The version of optax knows no stacks, and projects the longer side of a matrix where the paper projects
-the shorter one.
+own projection. The version of optax does not support stacks, and projects the longer side of a matrix, whereas the
+paper projects the shorter one.
 
 **Schedule-free** (`average_schedule_free`): the parameters of the train state are an average of the iterates, and the
 optimizer's state holds the iterates themselves. Evaluation, sampling, export and warm starts therefore see the average

@@ -15,8 +15,8 @@ exchange activations in each layer and wait for them, `sequence` sends keys and 
 runs, `fsdp` all-gathers parameters ahead of their use, and `data` reduces gradients once a step, which may cross
 slices. An axis for pipeline stages would come before all of these.
 
-The module knows nothing of a model beyond the names of its logical axes. `list_manual_axes` and `enter_shard_map` serve
-code that runs inside `jax.shard_map`, where every device computes by itself along some axes.
+The module depends on a model only through the names of its logical axes. `list_manual_axes` and `enter_shard_map` are
+for code that runs inside `jax.shard_map`, where some axes are manual: each device computes on its own shard.
 """
 
 import contextlib

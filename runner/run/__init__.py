@@ -1,6 +1,6 @@
 """One attempt (start of a job on all its processes) in its run directory.
 
-- `clock_file`: `attempts/<number>.clock`, the time accounting of an attempt as of its last sign of life
+- `clock_file`: `attempts/<number>.clock`, the time accounting of an attempt up to its last heartbeat or step
 - `compile_cache`: compiled programs on each host's disk, and optionally shared in the run's directory
 - `environment`: versions, CPUs, git commit and hosts of a start
 - `events`: events of the ledger `events.jsonl`, with their details and writers

@@ -16,8 +16,8 @@ entry can be old but not wrong.
 3. At most 64 programs of each process are kept: an attempt that lives for ten minutes deletes those that it has not
    used. If the store cannot be reached, a warning is printed and programs are compiled.
 
-A program is code, while everything else in a run's directory is data. Whoever can write there can run code on the
-hosts, hence the opt-in. The digest detects damage, not malice.
+A program is code, while everything else in a run's directory is data. A person who can write there could run code
+on the hosts, hence the opt-in. The digest detects damage, not an attack.
 """
 
 import contextlib

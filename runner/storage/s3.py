@@ -96,7 +96,7 @@ class S3Driver:
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
         """Write an object if it has `version`; return the new version."""
-        # S3 knows only `*` for the absence of an object, and an entity tag for its presence.
+        # S3 supports two conditions: `IfNoneMatch: *` if the object must not exist, and `IfMatch` with its entity tag.
         condition = {} if version is None else {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
         with _translate_errors(key):
             return str(self._client.put_object(Bucket=self._bucket, Key=key, Body=content, **condition)["ETag"])
