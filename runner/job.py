@@ -211,7 +211,7 @@ class RestoreableJob:
                         self.finish()
                 except (DivergedError, HookError, MiscountError, StateError):
                     # The job failed, but the save in progress is of an earlier step, which was good.
-                    self.checkpointer.settle()
+                    self.checkpointer.wait_until_finished()
                     raise
                 finally:
                     clock.enter(TimeBucket.SHUTDOWN)
@@ -262,8 +262,8 @@ class RestoreableJob:
             ResumeError: the checkpoints are of another trajectory.
             InvalidError: there are none, and the weights of `checkpoint.init_from` do not fit.
         """
-        claimant = RunIdentity(self.document, self.config, self.identity(), self.unread_keys)
-        if not validate_checkpoints(self.store, claimant):
+        run_identity = RunIdentity(self.document, self.config, self.identity(), self.unread_keys)
+        if not validate_checkpoints(self.store, run_identity):
             validate_init_from(
                 self.document, self.spec.checkpoint.initial_weights, self.family, lambda: self.weights(abstract)
             )
@@ -308,7 +308,7 @@ class RestoreableJob:
         validate_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         self.save()
         # `result.json` says that the job is done, so the last state must be committed before it.
-        self.checkpointer.wait(self.step)
+        self.checkpointer.wait_until_committed(self.step)
         result = self.result()
         self.attempt.finish(self.step, result)
         self.checkpointer.close()
@@ -329,7 +329,7 @@ class RestoreableJob:
         self.checkpointer.raise_if_failing()
         if is_stopping:
             self.save()
-            self.checkpointer.wait(self.step)
+            self.checkpointer.wait_until_committed(self.step)
             self.attempt.record("preempt", self.step, saved=True)
             # No host may leave while another still needs it.
             self.attempt.hosts.barrier()

@@ -26,13 +26,13 @@ from runner.hook.listing import load_hooks
 from runner.huggingface.load import identify_adapter_base
 from runner.job import RestoreableJob
 from runner.metrics.rows import Row
-from runner.optim.groups import get_unit_rate
+from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
 from runner.run.layout import read_result
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import JsonObject
 from runner.train import state as train_state
-from runner.train import step as pure
+from runner.train import step as step_functions
 from runner.train.auxiliary import AuxiliaryState, make_ema, make_noise_scale
 from runner.train.checks import (
     find_known_micro_batch,
@@ -50,6 +50,7 @@ from runner.train.optimizer import SPEC
 from runner.train.report import Report
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.state import TrainState
+from runner.train.step import Batch
 
 
 class BaseTrainer(RestoreableJob):
@@ -75,7 +76,7 @@ class BaseTrainer(RestoreableJob):
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(train_state.keep_variables)
     weights = staticmethod(get_model_weights)
-    learning_rate_multiplier = staticmethod(get_unit_rate)
+    learning_rate_multiplier = staticmethod(get_default_multiplier)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create the instance, with a class made for this one job: a subclass that only adds `config`.
@@ -124,7 +125,7 @@ class BaseTrainer(RestoreableJob):
 
     @classmethod
     def forward(
-        cls, apply_fn: Any, params: Any, batch: pure.Batch, key: jax.Array | None
+        cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return (loss summed over the real target tokens of a micro-batch, meta). Pure.
 
@@ -196,32 +197,32 @@ class BaseTrainer(RestoreableJob):
 
     @classmethod
     def train_step(
-        cls, state: TrainState, batch: pure.Batch, key: jax.Array, accumulate_steps: int
+        cls, state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
         """Make one optimizer step over a batch (S, B, T); returns (state, loss, meta). Pure."""
         config = cls._get_config()
-        options = pure.StepOptions(
+        options = step_functions.StepOptions(
             update_variables=cls.update_variables,
             auxiliary_states=cls.auxiliary_states(),
             rounding="nearest" if config is None else config.precision.rounding,
             norms="none" if config is None else config.metrics.norms,
             num_groups=None if config is None else config.train.same_bits_devices,
         )
-        return pure.train_step(cls.forward, state, batch, key, accumulate_steps, options)
+        return step_functions.train_step(cls.forward, state, batch, key, accumulate_steps, options)
 
     @classmethod
-    def val_step(cls, state: TrainState, batch: pure.Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def val_step(cls, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return (loss_sum, token_count, last_meta) over a batch (S, B, T). Pure; reads no `opt_state`."""
         config = cls._get_config()
         num_groups = None if config is None else config.train.same_bits_devices
-        return pure.val_step(cls.forward, state, batch, num_groups=num_groups)
+        return step_functions.val_step(cls.forward, state, batch, num_groups=num_groups)
 
     @classmethod
     def _get_config(cls) -> TrainerConfig[Any] | None:
         """Return the job's config; None on a class that is not the class of one job."""
         return getattr(cls, "config", None)
 
-    def batch(self, slice: str = "train", step: int | None = None) -> pure.Batch:
+    def batch(self, slice: str = "train", step: int | None = None) -> Batch:
         """Return the global (S, B, T) batch after `step` completed steps, by default those of this job.
 
         `slice` is `train` or the name of a validation set. Raises `ValueError` for any other.
@@ -397,7 +398,7 @@ class BaseTrainer(RestoreableJob):
         self.report.window.fetch()
         best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
         validate_data_unchanged(self.dataset, self.attempt)
-        hardware = self.train_setup.hardware(hosts.num_processes)
+        hardware = self.train_setup.describe_hardware(hosts.num_processes)
         return SaveContents(
             metric=None if best is None else self.report.metric(best.metric, self.step),
             topology=hardware | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},

@@ -267,7 +267,7 @@ def test_a_name_is_saved_under_and_loaded_or_refused_with_nothing_written(tmp_pa
         def run(self):
             self.step = 12
             self.save(name)
-            self.checkpointer.wait(12)
+            self.checkpointer.wait_until_committed(12)
             self.load(name)
             raise PreemptedError("enough")
 

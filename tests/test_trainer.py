@@ -574,7 +574,7 @@ def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tm
         job()
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
-    job.checkpointer.settle()
+    job.checkpointer.wait_until_finished()
     assert list(read_committed(job.store)) == [2]
     # What may wait for a bucket is no step to the watchdog.
     assert phases == {"__next__": {DATA}, "check": {SAVE}}
@@ -641,7 +641,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     job = gpt(tmp_path / "run", **wild)
     with pytest.raises(DivergedError, match=r"step 2: training diverged: loss .*; the last good checkpoint is kept"):
         job()
-    job.checkpointer.settle()
+    job.checkpointer.wait_until_finished()
     assert list(read_committed(job.store)) == [1]
     assert [row["step"] for row in rows(job.store.root)] == [1]
     assert not job.done

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from runner.checkpoint import blocks as pieces
+from runner.checkpoint.blocks import Blocks, read_blocks, write_blocks
 from runner.checkpoint.leaves import Leaves
 from runner.checkpoint.manifest import Manifest
 from runner.distributed.agreement import Hosts
@@ -59,12 +59,12 @@ class FastTier:
             raise ValueError(f"{PART_FILE} is of step {part.step} and stands in {step}, or names no shards")
         return part, record
 
-    def write(self, manifest: Manifest, blocks: pieces.Blocks, attachments: dict[str, bytes]) -> None:
+    def write(self, manifest: Manifest, blocks: Blocks, attachments: dict[str, bytes]) -> None:
         """Write this process's part of a step, and delete all but the newest `NUM_KEPT_STEPS`. Raises `OSError`."""
         step = str(manifest.step)
         temporary = self.directory / f"{step}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
-        table = pieces.write_blocks(temporary, "pieces", blocks)
+        table = write_blocks(temporary, "pieces", blocks)
         for name, content in attachments.items():
             (temporary / name).write_bytes(content)
         part = replace(manifest, files=table.files, shards=table.shards)
@@ -85,9 +85,7 @@ class FastTier:
             OSError: it cannot be read.
         """
         part, _ = self._read_part(step)
-        arrays = pieces.read_blocks(
-            lambda name: self._store.read(f"{step}/{name}"), part.files, part.shards or {}, leaves
-        )
+        arrays = read_blocks(lambda name: self._store.read(f"{step}/{name}"), part.files, part.shards or {}, leaves)
         return arrays, part
 
     def read_attachments(self, step: int) -> dict[str, bytes]:

@@ -353,7 +353,7 @@ def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS
 # Checks before an attempt is claimed. Process 0 only.
 
 
-def validate_checkpoints(store: Store, claimant: RunIdentity) -> bool:
+def validate_checkpoints(store: Store, run_identity: RunIdentity) -> bool:
     """Return True if the run has a checkpoint. Process 0 only.
 
     Raises:
@@ -361,7 +361,7 @@ def validate_checkpoints(store: Store, claimant: RunIdentity) -> bool:
     """
     manifest = read_newest_manifest(store)
     if manifest is not None:
-        claimant.validate_trajectory(manifest.identity, f"checkpoint {manifest.name}", store.url)
+        run_identity.validate_trajectory(manifest.identity, f"checkpoint {manifest.name}", store.url)
     return manifest is not None
 
 

@@ -37,8 +37,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runner.checkpoint import blocks as pieces
 from runner.checkpoint import fingerprint
+from runner.checkpoint.blocks import Blocks, copy_to_host
 from runner.checkpoint.fast_tier import FastTier, open_fast_tier
 from runner.checkpoint.leaves import Leaves, encode_leaves, flatten_with_names, make_abstract, validate_leaf_forms
 from runner.checkpoint.manifest import CHECKPOINTS, RETIRED_SUFFIX, Manifest, commit
@@ -330,7 +330,7 @@ class Checkpointer:
         # The earlier saves must end first: there is one of each kind at a time. A fence that this host can see without
         # a network ends the attempt before anything is written.
         if is_durable:
-            self._settle()
+            self._wait_until_finished()
         if self._pending_fast is not None:
             self._pending_fast.result()
             self._pending_fast = None
@@ -355,7 +355,7 @@ class Checkpointer:
         # 1. Copy. An error here must not raise: the other hosts would wait for this one. It fails the save later, in
         # the background, where every failure of a write ends up.
         leaves = encode_leaves(dict(zip(save.layout.names, jax.tree.leaves(state), strict=True)))
-        blocks: pieces.Blocks | None = None
+        blocks: Blocks | None = None
         try:
             if is_durable:
                 if self._buffer.is_needed:
@@ -365,7 +365,7 @@ class Checkpointer:
                     save.finish = self._writer.start(save.target, leaves)
                 save.leaves = jax.tree.map(make_abstract, leaves) if self._reads_back else None
             if is_fast:
-                blocks = pieces.copy_to_host(leaves, "all")
+                blocks = copy_to_host(leaves, "all")
         except WRITE_ERRORS as caught:
             save.error = caught
 
@@ -439,7 +439,7 @@ class Checkpointer:
             self._retention.add(manifest)
         return True
 
-    def _write_fast(self, save: _Save, blocks: pieces.Blocks) -> None:
+    def _write_fast(self, save: _Save, blocks: Blocks) -> None:
         assert self._fast_tier is not None
         manifest = self._add_digests(save)
         try:
@@ -467,12 +467,12 @@ class Checkpointer:
 
     # Wait.
 
-    def wait(self, step: int) -> None:
+    def wait_until_committed(self, step: int) -> None:
         """Block until the last save is committed. Called on every host. Raises `StorageError` if it failed."""
-        if not self.settle():
+        if not self.wait_until_finished():
             raise StorageError(f"the state of step {step} could not be saved; run the same command again")
 
-    def settle(self) -> bool:
+    def wait_until_finished(self) -> bool:
         """Block until the save in progress is committed or has failed. Called on every host.
 
         Returns:
@@ -482,9 +482,9 @@ class Checkpointer:
             FencedError: a newer attempt owns the directory.
         """
         with self._attempt.progress.report_phase(SAVE):
-            return self._settle()
+            return self._wait_until_finished()
 
-    def _settle(self) -> bool:
+    def _wait_until_finished(self) -> bool:
         if self._pending is None:
             return True
         is_committed, fenced, is_removed = False, None, False

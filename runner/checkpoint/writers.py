@@ -18,7 +18,7 @@ from typing import Protocol
 import jax
 import orbax.checkpoint as ocp
 
-from runner.checkpoint import blocks as pieces
+from runner.checkpoint.blocks import Blocks, BlockTable, copy_to_host, write_blocks
 from runner.checkpoint.manifest import Files, ShardRecord
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
@@ -122,20 +122,20 @@ class BlockWriter:
 
     def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
         """Copy this process's shards to host memory; they are written and uploaded in the background."""
-        blocks = pieces.copy_to_host(leaves)
+        blocks = copy_to_host(leaves)
         # All hosts save the same steps in the same order, so that the number of the save is the same key everywhere.
         self._num_saves += 1
         key = key_value.save_folder(self._num_saves)
         return lambda deadline_seconds: self._finish(target, blocks, key, deadline_seconds)
 
-    def _finish(self, target: str, blocks: pieces.Blocks, key: str, deadline_seconds: float) -> WriteResult:
+    def _finish(self, target: str, blocks: Blocks, key: str, deadline_seconds: float) -> WriteResult:
         started = time.monotonic()
         directory, _, arrays = target.rpartition("/")
         message: JsonObject
         try:
             self._staging.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._staging) as temporary:
-                table = pieces.write_blocks(Path(temporary), f"{arrays}/{self._hosts.process_id}", blocks)
+                table = write_blocks(Path(temporary), f"{arrays}/{self._hosts.process_id}", blocks)
                 blocks.clear()  # frees the host's memory before the upload, which may take minutes
                 _upload(self._store, Path(temporary), directory, table, deadline_seconds)
             message = {"files": table.files, "shards": table.shards}
@@ -146,11 +146,11 @@ class BlockWriter:
             message = {"error": f"process {self._hosts.process_id}: {error}"}
         left_seconds = max(deadline_seconds - (time.monotonic() - started), 1.0)
         messages = self._hosts.collect(key, message, left_seconds + 10)
-        whole = pieces.BlockTable()
+        whole = BlockTable()
         for part in messages:
             if "error" in part:
                 raise OSError(part["error"])
-            whole.add(pieces.BlockTable(part["files"], part["shards"]))
+            whole.add(BlockTable(part["files"], part["shards"]))
         return WriteResult(whole.files, whole.shards)
 
     def discard(self, target: str) -> None:
@@ -161,7 +161,7 @@ class BlockWriter:
         shutil.rmtree(self._staging, ignore_errors=True)
 
 
-def _upload(store: Store, source: Path, directory: str, table: pieces.BlockTable, deadline_seconds: float) -> None:
+def _upload(store: Store, source: Path, directory: str, table: BlockTable, deadline_seconds: float) -> None:
     """Upload the files of `table` from below `source` to the same names below `directory`, in parallel."""
     started = time.monotonic()
 

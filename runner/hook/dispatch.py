@@ -312,7 +312,7 @@ class HookDispatcher:
     def _read_newest_row(self) -> Row:
         """Return the newest row, the same on every host."""
         # Only process 0 holds the rows.
-        return dict(self._attempt.hosts.agree(self._report.newest_row()))
+        return dict(self._attempt.hosts.agree(self._report.get_newest_row()))
 
     def _read_state(self, state: TrainState) -> HookState:
         if not self._hooks.stateful:

@@ -66,7 +66,7 @@ class Parameter:
         return any(axis in _TABLE_AXES for axis in self.axes) or self.name.rpartition(".")[2] == _EMBEDDING
 
 
-def get_unit_rate(parameter: Parameter) -> float:
+def get_default_multiplier(parameter: Parameter) -> float:
     """Return 1, the learning-rate factor of every parameter of a model that asks for no other.
 
     A trainer whose parameters learn at different rates, as with mu-P, replaces this function. The optimizers of the
@@ -119,7 +119,7 @@ class ParameterSettings:
     weight_decay: float | None
     frozen: frozenset[str]
 
-    def make_decay(self) -> optax.GradientTransformation:
+    def add_weight_decay(self) -> optax.GradientTransformation:
         """Return a stateless transformation that adds to each update its parameter times its weight decay."""
         # One weight decay for all matrices needs no more than the transformation of optax.
         if self.weight_decay is not None:
@@ -131,7 +131,7 @@ class ParameterSettings:
 
         return optax.GradientTransformation(optax.init_empty_state, update)
 
-    def make_descent(self, schedule: optax.Schedule) -> optax.GradientTransformation:
+    def scale_by_learning_rate(self, schedule: optax.Schedule) -> optax.GradientTransformation:
         """Return a transformation that multiplies each update by minus its learning rate."""
         inner = optax.scale_by_learning_rate(schedule)
         if self.rates is None:

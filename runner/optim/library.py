@@ -94,21 +94,25 @@ def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule,
 
 
 def _make_adamw(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
-    return optax.chain(_make_adam_moments(config), settings.make_decay(), settings.make_descent(schedule))
+    return optax.chain(
+        _make_adam_moments(config), settings.add_weight_decay(), settings.scale_by_learning_rate(schedule)
+    )
 
 
 def _make_adam(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
-    return optax.chain(settings.make_decay(), _make_adam_moments(config), settings.make_descent(schedule))
+    return optax.chain(
+        settings.add_weight_decay(), _make_adam_moments(config), settings.scale_by_learning_rate(schedule)
+    )
 
 
 def _make_lion(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
     moments = optax.scale_by_lion(config.b1, config.b2, _get_moment_dtype(config))
-    return optax.chain(moments, settings.make_decay(), settings.make_descent(schedule))
+    return optax.chain(moments, settings.add_weight_decay(), settings.scale_by_learning_rate(schedule))
 
 
 def _make_sgd(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
     trace = optax.trace(config.momentum, accumulator_dtype=_get_moment_dtype(config))
-    return optax.chain(settings.make_decay(), optax.chain(trace, settings.make_descent(schedule)))
+    return optax.chain(settings.add_weight_decay(), optax.chain(trace, settings.scale_by_learning_rate(schedule)))
 
 
 def _make_muon(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
@@ -118,8 +122,8 @@ def _make_muon(config: OptimizerConfig, settings: ParameterSettings, schedule: o
     return optax.chain(
         optax.masked(optax.chain(trace, orthogonalise()), is_matrix),
         optax.masked(_make_adam_moments(config), jax.tree.map(lambda yes: not yes, is_matrix)),
-        settings.make_decay(),
-        settings.make_descent(schedule),
+        settings.add_weight_decay(),
+        settings.scale_by_learning_rate(schedule),
     )
 
 
@@ -128,7 +132,7 @@ def _make_galore(config: OptimizerConfig, settings: ParameterSettings, schedule:
     is_matrix = _select_matrices(config, settings.parameters)
     every_steps, scale = config.projection_every_steps, config.projection_scale
     moments = project_low_rank(_make_adam_moments(config), is_matrix, config.rank, every_steps, scale)
-    return optax.chain(moments, settings.make_decay(), settings.make_descent(schedule))
+    return optax.chain(moments, settings.add_weight_decay(), settings.scale_by_learning_rate(schedule))
 
 
 def _make_schedule_free_adamw(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
@@ -139,7 +143,7 @@ def _make_schedule_free_adamw(config: OptimizerConfig, settings: ParameterSettin
     """
     # Bias-corrected as in Adam, with eps added to the root and not inside of it.
     moment = optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True)
-    inner = optax.chain(moment, settings.make_decay(), settings.make_descent(schedule))
+    inner = optax.chain(moment, settings.add_weight_decay(), settings.scale_by_learning_rate(schedule))
     return average_schedule_free(inner, schedule, config.b1)
 
 

@@ -157,7 +157,7 @@ def compile_program(
         InvalidError: the step does not fit in memory, with the numbers.
     """
     # The train step tries the largest micro-batch first.
-    first = setup_builder.largest_layout(train_setup)
+    first = setup_builder.get_largest_layout(train_setup)
 
     def compile_val(layout: BatchLayout) -> float:
         """Compile the validation step for this split of the batch, and return the seconds that it took."""

@@ -141,7 +141,7 @@ def _format_value(identity: Trajectory, key: str) -> str:
     return repr(identity[key]) if key in identity else "nothing"
 
 
-def validate_directory(store: Store, name: str, claimant: RunIdentity) -> None:
+def validate_directory(store: Store, name: str, run_identity: RunIdentity) -> None:
     """Check that a directory can be written and belongs to this job. Process 0 only; claims and changes nothing.
 
     Raises:
@@ -159,9 +159,11 @@ def validate_directory(store: Store, name: str, claimant: RunIdentity) -> None:
             raise ResumeError(
                 f"{store.url} belongs to the job {owner.name!r}, this one is {name!r}; use another directory"
             )
-        claimant.validate_trajectory(owner.identity, "this directory's job", store.url)
+        run_identity.validate_trajectory(owner.identity, "this directory's job", store.url)
     except InvalidError as error:
-        raise error if isinstance(error, ResumeError) else claimant.document.error("directory", str(error)) from error
+        raise (
+            error if isinstance(error, ResumeError) else run_identity.document.error("directory", str(error))
+        ) from error
     except OSError as error:
         raise StorageError(f"{store.url} cannot be reached: {error}") from error
 

@@ -83,7 +83,7 @@ class BatchLayout:
             sharding=self.sharding,
         )
 
-    def count(self, batch: Mapping[str, jax.Array]) -> jax.Array | None:
+    def compute_target_weight(self, batch: Mapping[str, jax.Array]) -> jax.Array | None:
         """Return the total target weight of a batch; None if it is the same for all batches. To be traced."""
         if "padding_mask" not in self.fields or not {"segment", "loss_weight"} & {*self.fields}:
             return None

@@ -120,7 +120,7 @@ def find_known_micro_batch(train_setup: TrainSetup, store: Store, hosts: Hosts) 
 
     Until this attempt has claimed the directory, an earlier one may still commit; only a call after that is final.
     """
-    hardware = train_setup.hardware(hosts.num_processes)
+    hardware = train_setup.describe_hardware(hosts.num_processes)
     ones = dict.fromkeys(AXES, 1)  # a manifest may be older than a mesh axis
     manifest = read_newest_manifest(store) if hosts.is_main else None
     record = hosts.agree(manifest and manifest.topology)

@@ -75,7 +75,7 @@ def trace_train_step(
             raise StateError(f"train_step returns the state in another form than it takes it{problems}")
         validate_meta(meta)
         # The count is part of this program, since a program of its own would be launched every step.
-        count = None if TOKEN_COUNT in meta else layout.count(batch)
+        count = None if TOKEN_COUNT in meta else layout.compute_target_weight(batch)
         counted = {} if count is None else {TOKEN_COUNT: count}
         # An optimizer of optax.inject_hyperparams keeps its rate in its state.
         rate = find_injected_rate(after.opt_state) if rate is None else rate

@@ -225,7 +225,7 @@ class Report(JobReport):
 
     def result(self, step: int) -> JsonObject:
         """Return the number of tokens, and the losses of the newest row."""
-        row: Row = self._attempt.hosts.agree(self.newest_row())
+        row: Row = self._attempt.hosts.agree(self.get_newest_row())
         tokens = count_tokens(step, self._config.tokens_per_step)
         return {"tokens": tokens, "train_loss": row.get("train/loss"), "val_loss": row.get("val/loss")}
 
@@ -235,11 +235,11 @@ class Report(JobReport):
 
     def metric(self, name: str, step: int) -> float | None:
         """Return a metric of the newest row, if that is the row of `step`; else None, and on other processes than 0."""
-        row = self.newest_row()
+        row = self.get_newest_row()
         value = row.get(name) if row.get("step") == step else None
         return None if value is None else float(value)
 
-    def newest_row(self) -> Row:
+    def get_newest_row(self) -> Row:
         """Return the newest row; empty if there is none, and on other processes than 0."""
         return self._metrics.get_newest() if self._attempt.hosts.is_main else {}
 

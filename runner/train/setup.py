@@ -21,7 +21,7 @@ from runner.checkpoint.leaves import make_strongly_typed
 from runner.config import AdapterConfig, TrainerConfig
 from runner.data import Dataset, load_dataset
 from runner.errors import InvalidError
-from runner.optim.groups import Parameter, describe_parameters, get_unit_rate
+from runner.optim.groups import Parameter, describe_parameters, get_default_multiplier
 from runner.optim.library import update_in_float32
 from runner.parallel import mesh as mesh_rules
 from runner.parallel.mesh import LOGICAL_AXIS_RULES, LogicalAxisRule, make_mesh, resolve_mesh_sizes
@@ -78,7 +78,7 @@ class TrainSetup:
         """Number of devices by mesh axis."""
         return {axis: int(size) for axis, size in self.mesh.shape.items()}
 
-    def hardware(self, num_processes: int) -> JsonObject:
+    def describe_hardware(self, num_processes: int) -> JsonObject:
         """Return the hardware that a micro-batch is chosen for, as manifests record it."""
         kind = self.mesh.devices.flat[0].device_kind
         return {"mesh": self.mesh_sizes, "device_kind": kind, "processes": num_processes}
@@ -276,7 +276,7 @@ class TrainSetupBuilder:
     auxiliary_states: Callable[[], Sequence[AuxiliaryState]] = tuple
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
     identify_base: Callable[[], Trajectory] = dict
-    learning_rate_multiplier: Callable[[Parameter], float] = get_unit_rate
+    learning_rate_multiplier: Callable[[Parameter], float] = get_default_multiplier
 
     @functools.cached_property
     def optimizer_choice(self) -> OptimizerChoice:
@@ -392,13 +392,13 @@ class TrainSetupBuilder:
             self.rules,
         )
 
-    def largest_layout(self, train_setup: TrainSetup, micro_batch: int | None = None) -> BatchLayout:
+    def get_largest_layout(self, train_setup: TrainSetup, micro_batch: int | None = None) -> BatchLayout:
         """Return the split that `compile` tries first: the one with the largest micro-batch that the spec allows."""
         return list_batch_layouts(self.config, train_setup.mesh, micro_batch)[0]
 
     def trace(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step with the largest micro-batch, which shows errors in it at little cost."""
-        train_setup.trace_train(self.train_step, self.largest_layout(train_setup, micro_batch))
+        train_setup.trace_train(self.train_step, self.get_largest_layout(train_setup, micro_batch))
 
     def validate_steps(self, train_setup: TrainSetup, micro_batch: int | None) -> None:
         """Trace the train step, and in a new run (no micro-batch chosen yet) the validation step too, for their errors.
@@ -408,7 +408,7 @@ class TrainSetupBuilder:
         self.trace(train_setup, micro_batch)
         if micro_batch is None and self.dataset.validation:
             abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
-            train_setup.trace_val(self.val_step, abstract, self.largest_layout(train_setup))
+            train_setup.trace_val(self.val_step, abstract, self.get_largest_layout(train_setup))
 
     def compile(self, train_setup: TrainSetup, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """Compile the train step with the largest micro-batch that fits in `limit_bytes` of each device.

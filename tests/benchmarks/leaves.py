@@ -49,7 +49,7 @@ def measure(num_leaves: int) -> dict[str, float]:
         def save() -> None:
             first.step = 1
             first.save()
-            first.checkpointer.wait(1)
+            first.checkpointer.wait_until_committed(1)
 
         saved = cpu_seconds(save)
         return {"init": own, "start": begun - own, "save": saved, "restore": cpu_seconds(lambda: start(second))}

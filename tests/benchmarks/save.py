@@ -58,7 +58,7 @@ def synchronous(job: PretrainGPT) -> float:
     job.step += 1
     started = time.perf_counter()
     job.save()
-    job.checkpointer.settle()
+    job.checkpointer.wait_until_finished()
     return time.perf_counter() - started
 
 
@@ -74,7 +74,7 @@ def measure(job: PretrainGPT, rounds: int, num_steps: int) -> Iterator[Costs]:
     for _ in range(rounds):
         plain, _ = steps(job, num_steps, save=False)
         saving, blocked = steps(job, num_steps, save=True)
-        job.checkpointer.settle()
+        job.checkpointer.wait_until_finished()
         yield Costs(plain, saving, blocked, synchronous(job))
 
 
@@ -92,7 +92,7 @@ def main() -> None:
             steps(job, parsed.steps, save=False)
         unsaved_peak_bytes = peak_bytes()
         steps(job, 2, save=True)
-        job.checkpointer.settle()
+        job.checkpointer.wait_until_finished()
         rows = []
         for costs in measure(job, parsed.rounds, parsed.steps):
             rows.append(costs)

@@ -60,7 +60,7 @@ def main() -> None:
                 job = start(make_job(size, Path(directory), total_steps, layer_loop=layer_loop, job_class=SlicedGPT))
                 assert isinstance(job, SlicedGPT)
                 seconds = compare(job, hand, parsed.steps)
-                job.checkpointer.settle()
+                job.checkpointer.wait_until_finished()
             mine, other = zip(*seconds[1:], strict=True)
             ratios = [a / b for a, b in seconds[1:]]
             print(

@@ -57,7 +57,7 @@ def blocked(backend: Backend, rounds: int) -> None:
                 started = time.perf_counter()
                 job.save()
                 pair.append(time.perf_counter() - started)
-                job.checkpointer.settle()
+                job.checkpointer.wait_until_finished()
             pairs.append(pair)
         ratios = [there / here for here, there in pairs[1:]]
         print(

@@ -72,7 +72,7 @@ class Attempt:
     def save_all(self, *steps):
         for step in steps:
             self.save(str(step), make_state(step))
-            assert self.saver.settle()
+            assert self.saver.wait_until_finished()
 
     def steps(self):
         return sorted(read_committed(self.store))
@@ -153,7 +153,7 @@ def test_a_state_saved_in_one_sharding_is_restored_in_any_other(first, sizes):
     state = {"w": make_state()["params"]["kernel"], "m": make_state()["moments"][0]}
     sharded = jax.device_put(state, NamedSharding(mesh, PartitionSpec(AXES)))
     first.save("1", sharded)
-    assert first.saver.settle()
+    assert first.saver.wait_until_finished()
     targets = [
         *(NamedSharding(mesh_of(*other), PartitionSpec("fsdp", ("data", "tensor"))) for other in FACTORISATIONS[::3]),
         jax.sharding.SingleDeviceSharding(jax.devices()[3]),
@@ -175,7 +175,7 @@ def test_the_saved_bits_are_those_before_the_next_step_took_the_buffers(first):
         state = first.save(str(step), state)
         for _ in range(5):
             state = advance(state)
-        assert first.saver.settle()
+        assert first.saver.wait_until_finished()
         restored = first.load(str(step), abstract(state)).state
         assert leaves_equal(restored, expected)
 
@@ -224,7 +224,7 @@ def test_what_a_newer_attempt_has_retired_can_never_be_committed(first):
         newer[0].restore()
 
     first.save("2", make_state(2), before_commit=overtaken)
-    assert not first.saver.settle()
+    assert not first.saver.wait_until_finished()
     assert newer[0].steps() == [1]
     newer[0].save_all(2)
     assert leaves_equal(newer[0].again().restore().state, make_state(2))
@@ -350,7 +350,7 @@ def test_a_committed_checkpoint_is_never_written_again(first):
     files = {name: first.store.read(f"checkpoints/1/{name}") for name in first.files("checkpoints/1")}
     again = first.again()
     again.save("1", make_state(7))
-    assert not again.saver.settle()
+    assert not again.saver.wait_until_finished()
     assert {name: first.store.read(f"checkpoints/1/{name}") for name in files} == files
     assert leaves_equal(again.restore().state, make_state(1))
 
@@ -360,7 +360,7 @@ def test_a_zombie_cannot_commit_over_a_newer_attempt(first):
     newer_ones = []
     first.save("2", make_state(2), before_commit=lambda: newer_ones.append(first.again()))
     with pytest.raises(FencedError, match="attempt 2 has taken over"):
-        first.saver.settle()
+        first.saver.wait_until_finished()
     (newer,) = newer_ones
     assert newer.steps() == [1]
     with pytest.raises(FencedError):
@@ -377,7 +377,7 @@ def test_before_and_after_the_commit_is_what_it_says(first, monkeypatch):
     seen = []
     monkeypatch.setattr(Retention, "add", lambda _, manifest: seen.append((manifest.step, first.steps())))
     first.save("1", make_state(1), before_commit=lambda: seen.append(first.steps()))
-    assert first.saver.settle()
+    assert first.saver.wait_until_finished()
     assert seen == [[], (1, [1])]
 
 
@@ -388,7 +388,7 @@ def test_a_save_that_fails_is_loud_and_leaves_the_last_commit_and_the_next_save(
         raise OSError(28, "No space left on device")
 
     first.save("2", make_state(2), before_commit=full)
-    assert not first.saver.settle()
+    assert not first.saver.wait_until_finished()
     assert "SAVE FAILED at step 2: OSError" in capsys.readouterr().err
     assert len(first.events("save_failed")) == 1
     assert first.steps() == [1]
@@ -401,7 +401,7 @@ def test_a_save_that_fails_is_loud_and_leaves_the_last_commit_and_the_next_save(
 def test_a_named_checkpoint_is_not_resumed_from(first):
     first.save_all(1)
     first.save("best", make_state(9))
-    assert first.saver.settle()
+    assert first.saver.wait_until_finished()
     assert first.steps() == [1]
     again = first.again()
     assert again.restore().manifest.step == 1
@@ -444,7 +444,7 @@ def test_memory_that_a_save_still_reads_is_taken_by_nobody(tmp_path, monkeypatch
     for _ in range(3):
         state = attempt.saver._buffer.swap(state, None)
     may_read.set()
-    assert attempt.saver.settle()
+    assert attempt.saver.wait_until_finished()
 
 
 def test_a_state_of_the_fast_tier_that_the_job_cannot_go_on_from_is_left_for_the_durable_one(tmp_path):
@@ -486,7 +486,7 @@ def test_what_a_thread_of_a_failed_save_writes_after_the_failure_is_deleted_too(
     with monkeypatch.context() as patch:
         patch.setattr(OrbaxWriter, "_finish", fail)
         attempt.save("1", make_state(1))
-        assert not attempt.saver.settle()
+        assert not attempt.saver.wait_until_finished()
     place = tmp_path / "checkpoints" / "1"
     late = place / f"arrays.{attempt.attempt.number}" / "d" / "late"
     late.parent.mkdir(parents=True)
@@ -505,7 +505,7 @@ def test_a_step_whose_save_has_failed_may_be_saved_again(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(OrbaxWriter, "_finish", fail)
         attempt.save("1", make_state(1))
-        assert not attempt.saver.settle()
+        assert not attempt.saver.wait_until_finished()
     attempt.save_all(1, 2)
     attempt.saver.close()
     assert attempt.steps() == [1, 2]

@@ -280,7 +280,7 @@ class FirstSaveIsLost(Keeper):
         return {"leaf": self.make(), "count": jnp.int32(0)}
 
     def advance(self, state):
-        self.checkpointer.settle()
+        self.checkpointer.wait_until_finished()
         return state | {"count": state["count"] + 1}
 
 

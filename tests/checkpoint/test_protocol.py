@@ -104,7 +104,7 @@ class Process:
         """Save the next step."""
         self.step += 1
         self.saver.save(state_of(self.step), self.step, SaveContents(), SaveKind.REQUIRED)
-        if self.saver.settle():
+        if self.saver.wait_until_finished():
             self.world.durable = max(self.world.durable, self.step)
 
 

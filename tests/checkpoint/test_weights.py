@@ -69,7 +69,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     attempt.where = URL if request.param == "bucket" else str(tmp_path / "run")
     for step in (1, 2):
         attempt.save(str(step), values(step))
-        assert attempt.saver.settle()
+        assert attempt.saver.wait_until_finished()
     attempt.attempt.background_writer.flush()
     store.write("spec.yaml", dump_spec(counter(tmp_path / "other").resolved_spec()).encode())
     return attempt
@@ -157,7 +157,7 @@ def test_a_step_that_the_run_deletes_while_it_is_read_is_no_damage(
     def overtaken(*arguments: Any) -> Any:
         monkeypatch.setattr(weights, "read_leaves", original)
         run.save("3", values(3))
-        assert run.saver.settle()
+        assert run.saver.wait_until_finished()
         for step in (1, 2):
             run.store.remove_tree(f"checkpoints/{step}")
         return original(*arguments)
@@ -173,7 +173,7 @@ class Watched(Counter):
 
     def save_or_stop(self) -> None:
         super().save_or_stop()
-        self.checkpointer.settle()
+        self.checkpointer.wait_until_finished()
         if self.step % 10 == 5 and self.step > 10:
             found, _ = open_checkpoint(self.store.root)
             assert int(found["count"]) == self.step // 10 * 10
@@ -192,7 +192,7 @@ def test_types_of_64_bits_stay_what_they_are(tmp_path: Path) -> None:
         run = Attempt(LocalStore(tmp_path / "run"), tmp_path / "staging")
         state = {"params": {"a": jnp.arange(5, dtype=jnp.int64) << 40, "b": jnp.float64(1) / 3}}
         run.save("1", state)
-        assert run.saver.settle()
+        assert run.saver.wait_until_finished()
     run.store.write("spec.yaml", dump_spec(counter(tmp_path / "other").resolved_spec()).encode())
     found, _ = open_checkpoint(tmp_path / "run")
     assert {name: str(leaf.dtype) for name, leaf in found["params"].items()} == {"a": "int64", "b": "float64"}
@@ -227,7 +227,7 @@ def test_what_a_bucket_itself_has_lost_is_found_by_reading_every_byte_back(tmp_p
     driver = TrustedDriver()
     run = Attempt(memory_bucket(driver), tmp_path / "staging")
     run.save("2", values(2))
-    assert run.saver.settle()
+    assert run.saver.wait_until_finished()
     driver.rot(piece(run, 2))
     assert told(run, VerifyDepth.FILES)[1] == EXIT_DONE
     text, code = told(run, VerifyDepth.BITS)
@@ -257,7 +257,7 @@ def test_the_command_looks_as_deep_as_it_is_told(tmp_path: Path, capsys: pytest.
     run = Attempt(LocalStore(tmp_path / "run"), tmp_path / "staging")
     for step in (1, 2):
         run.save(str(step), values(step))
-        assert run.saver.settle()
+        assert run.saver.wait_until_finished()
     forge(run)
     for options, code in (([], EXIT_DONE), (["--verify"], EXIT_DONE), (["--deep"], EXIT_FAILED)):
         assert run_command(["checkpoints", str(tmp_path / "run"), *options]) == code

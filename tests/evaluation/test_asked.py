@@ -50,7 +50,7 @@ def test_questions_need_a_tokenizer_and_prompts_are_ids_without_one(tmp_path: Pa
         gpt(tmp_path / "run", Judged, **tokens, **asked)()
     job = gpt(tmp_path / "run", Judged, **tokens, **{"config.eval.samples": {"prompts": ["7 8 9", ""], "tokens": 2}})
     job()
-    texts = [job.report.newest_row()[f"val/sample/{number}"] for number in range(2)]
+    texts = [job.report.get_newest_row()[f"val/sample/{number}"] for number in range(2)]
     assert [len(text.split()) for text in texts] == [5, 2]
     assert texts[0].startswith("7 8 9 ")
 

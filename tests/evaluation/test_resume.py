@@ -43,7 +43,7 @@ class Struck(JudgedByAll):
 
     def save_or_stop(self) -> None:
         super().save_or_stop()
-        self.checkpointer.settle()
+        self.checkpointer.wait_until_finished()
         if self.step == self.at:
             raise StrikeError
 

@@ -135,7 +135,7 @@ def test_a_run_that_a_hook_has_ended_is_done_whatever_kills_it_before_it_has_sai
 
     def die() -> None:
         found.save()
-        found.checkpointer.wait(found.step)
+        found.checkpointer.wait_until_committed(found.step)
         raise Killed
 
     found.finish = die  # type: ignore[method-assign]

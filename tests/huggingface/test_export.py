@@ -39,7 +39,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     for step in (1, 2):
         state = {"step": jnp.int32(step), **tree({name: jnp.asarray(leaf) for name, leaf in leaves(step).items()})}
         attempt.save(str(step), state)
-        assert attempt.saver.settle()
+        assert attempt.saver.wait_until_finished()
     attempt.attempt.background_writer.flush()
     store.write("spec.yaml", dump_spec(counter(tmp_path / "other").resolved_spec()).encode())
     return attempt
@@ -102,7 +102,7 @@ def test_another_type_is_rounded_to_nearest_and_overflow_refused(run: Attempt, t
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     large = {name: value * 1e6 for name, value in leaves(3).items()}
     run.save("3", {"step": jnp.int32(3), **tree({name: jnp.asarray(leaf) for name, leaf in large.items()})})
-    assert run.saver.settle()
+    assert run.saver.wait_until_finished()
     with pytest.raises(InvalidError, match="has values that float16 cannot hold; use another --dtype"):
         exported(run, tmp_path / "narrow", dtype="float16")
     assert sorted(path.name for path in tmp_path.iterdir() if "narrow" in path.name) == []

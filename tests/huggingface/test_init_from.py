@@ -36,7 +36,7 @@ class Exporting(PretrainGPT):
     def make_save_contents(self) -> SaveContents:
         out = self.store.root.parent / "meanwhile"
         if self.step == STEPS and not out.exists():
-            self.checkpointer.settle()  # the step before is committed, this one is not yet saved
+            self.checkpointer.wait_until_finished()  # the step before is committed, this one is not yet saved
             assert run_command(["export", str(self.store.root), "-o", str(out)]) == 0
         return super().make_save_contents()
 

@@ -165,7 +165,7 @@ def test_looking_while_a_run_trains_changes_neither_its_files_nor_its_bits(run: 
         def save_or_stop(self) -> None:
             super().save_or_stop()
             if self.step == 3:
-                self.checkpointer.settle()
+                self.checkpointer.wait_until_finished()
                 self.attempt.background_writer.flush()
                 before = without_ledger(directory)
                 program = f"sys.exit(main(['sample', {str(directory)!r}]) or main(['evaluate', {str(directory)!r}]))"

@@ -35,7 +35,7 @@ class StrikeError(Exception):
 class Struck(PretrainGPT):
     def save_or_stop(self) -> None:
         super().save_or_stop()
-        self.checkpointer.settle()
+        self.checkpointer.wait_until_finished()
         if self.step == STRUCK:
             raise StrikeError
 

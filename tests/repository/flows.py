@@ -84,7 +84,7 @@ def measure_flows(train: Callable[[], None]) -> dict[str, list[str]]:
     def recorded_save(self: Any, *arguments: Any) -> None:
         with recorder.recording(save, all_threads=True):
             plain_save(self, *arguments)
-            self.checkpointer.wait(self.step)
+            self.checkpointer.wait_until_committed(self.step)
 
     def recorded_batch(self: Any, *arguments: Any) -> Any:
         with recorder.recording(batch):

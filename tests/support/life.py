@@ -27,7 +27,7 @@ class ActAt(StopNotice):
 
     def poll(self) -> bool:
         if self._job.step == self._step:
-            self._job.checkpointer.settle()
+            self._job.checkpointer.wait_until_finished()
             self._act()
         return False
 

@@ -102,7 +102,7 @@ def save_both(store: Store, staging: Path) -> None:
     saver = Checkpointer(attempt, rule, 1, {}, abstract_state(), writer)
     for step in (OLDER, NEWEST):
         saver.save(make_state(step), step, SaveContents(), SaveKind.REQUIRED)
-        assert saver.settle()
+        assert saver.wait_until_finished()
     saver.close()
 
 

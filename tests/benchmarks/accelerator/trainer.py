@@ -66,7 +66,7 @@ def main() -> None:
     parsed = parser.parse_args()
     job = start(make_job(parsed.spec, parsed.set))
     play(job, seat)
-    job.checkpointer.settle()
+    job.checkpointer.wait_until_finished()
 
 
 if __name__ == "__main__":
