@@ -1,7 +1,7 @@
 """Config of `BaseTrainer` jobs: model, data, optimizer, schedule, train, eval, precision, memory.
 
-It holds the keys below `config`, their defaults, and the rules between them. Nothing here knows a device: how the
-global batch is split over devices follows from the topology. An experiment subclasses `ModelConfig` and declares
+It holds the keys below `config`, their defaults, and the rules between them. None of them depends on the hardware: how
+the global batch is split over devices follows from the topology. An experiment subclasses `ModelConfig` and declares
 `Config = TrainerConfig[GPTConfig]`. The descriptions of the fields become the reference in specs/README.md.
 """
 
@@ -427,16 +427,15 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     def total_steps(self) -> int:
         """Optimizer steps of the whole run; a token budget is rounded up to whole steps.
 
-        Raises `InvalidError` if the total is in epochs: their number of steps depends on the data, see
-        `resolve_epochs`.
+        Raises `InvalidError` if the total is in epochs, which only the data convert to steps (`resolve_epochs`).
         """
         if self.train.total_steps is not None:
             return self.train.total_steps
         if self.train.total_tokens is not None:
             return -(-self.train.total_tokens // self.tokens_per_step)
         raise InvalidError(
-            f"total_epochs={self.train.total_epochs:g} is no number of steps before the data are read; use total_steps "
-            "or total_tokens with whatever needs the total, such as a custom schedule"
+            f"total_epochs={self.train.total_epochs:g} cannot be converted to steps before the data are read; use "
+            "total_steps or total_tokens with code that needs the total, such as a custom schedule"
         )
 
     def resolve_epochs(self, num_examples: int) -> "TrainerConfig[ModelConfigType]":
@@ -487,13 +486,13 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     def _validate_reduction_order(self) -> "TrainerConfig[ModelConfigType]":
         """Refuse same_bits_devices with computations over whole matrices, or over halves of a batch.
 
-        Their sums depend on how devices share the matrices or the batch.
+        The order of their sums depends on how the matrices or the batch are sharded.
         """
         devices, name = self.train.same_bits_devices, self.optimizer.name
         if devices is not None and not OPTIMIZERS[name].is_elementwise:
             raise ValueError(
-                f"train.same_bits_devices={devices}: optimizer.name={name} adds up over whole matrices, which devices "
-                "share; use an element-wise optimizer, such as adamw"
+                f"train.same_bits_devices={devices}: optimizer.name={name} sums over whole matrices, which are "
+                "sharded over devices; use an element-wise optimizer, such as adamw"
             )
         if devices is not None and self.noise_scale is not None:
             raise ValueError(
@@ -519,8 +518,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             raise ValueError(f"train.total_tokens={tokens} is less than one step of {step}")
         if self.train.total_epochs is not None and self.data.mixture:
             raise ValueError(
-                f"train.total_epochs={self.train.total_epochs:g} is of one source, and data.mixture has "
-                f"{len(self.data.mixture)}, each with epochs of its own; use total_steps or total_tokens"
+                f"train.total_epochs={self.train.total_epochs:g} needs a single source, and data.mixture has "
+                f"{len(self.data.mixture)}, each with its own epochs; use total_steps or total_tokens"
             )
         if self.train.total_epochs is None:
             self._validate_schedule()

@@ -1,8 +1,12 @@
 """RestoreableJob: a job whose complete state is one pytree, which the runner saves and restores.
 
-A subclass says how the state begins (`init`) and advances it in `run`, where it calls `save_or_stop` after every step.
-The base class is the life of a job: is it done? claim the directory, restore or initialise, run, save, end. It knows
-nothing about neural networks. Everything here is called on every host; what only process 0 does says so.
+A subclass initialises the state (`init`) and advances it in `run`, where it calls `save_or_stop` after every step. The
+base class does the rest, in the order of `RestoreableJob.__call__`: stop if the job is done; check the spec and the
+directory; claim the directory; restore or initialise the state; run; save the last state. It does not depend on what
+the job computes. Every method is called on every host, unless its docstring says process 0 only.
+
+The *trajectory* of a job is the sequence of its states. It is identified by the values of the keys that determine it
+(`identity`), such as seed, model and data; a resumed job must have the same values.
 """
 
 import dataclasses
@@ -93,7 +97,7 @@ class RestoreableJob:
         self.state: Any = None
         self.step = 0
 
-    # What a subclass defines.
+    # Methods for a subclass to override.
 
     @property
     def total_steps(self) -> int:
@@ -111,15 +115,17 @@ class RestoreableJob:
         raise NotImplementedError
 
     def weights(self, state: Any) -> Any:
-        """Return the fields of `state`, which is then a dataclass, that `checkpoint.init_from` replaces."""
-        raise self.document.error("checkpoint.init_from", f"{type(self).__name__} has no weights to take over")
+        """Return the fields of `state`, a dataclass, that `checkpoint.init_from` replaces, by name."""
+        raise self.document.error(
+            "checkpoint.init_from", f"{type(self).__name__} has no weights that could be replaced; remove the key"
+        )
 
     def replace_weights(self, state: Any, weights: Any) -> Any:
-        """Return the state at step 0 with other weights, which have the fields that `weights` returns."""
+        """Return the state at step 0 with other `weights`, which has the fields that `self.weights` returns."""
         return dataclasses.replace(state, **weights)
 
     def family(self) -> Family | None:
-        """Return names and layout of the weights in Hugging Face's files; None if they have no form there."""
+        """Return names and layout of the weights in Hugging Face files; None if the job has no such format."""
         return None
 
     def abstract_state(self) -> Any:
@@ -133,17 +139,17 @@ class RestoreableJob:
     def run(self) -> None:
         """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`.
 
-        To return before `total_steps` is an error, and so is `sys.exit`.
+        It is an error to return before `total_steps`, or to call `sys.exit`.
         """
         raise NotImplementedError
 
     def identity(self) -> Trajectory:
-        """Return what defines the trajectory, by dotted key: a resumed job must have the same. Needs `setup`."""
+        """Return the values that identify the trajectory, by dotted key. Needs `setup`."""
         return compute_trajectory(self.spec, self.config)
 
     @property
     def unread_keys(self) -> frozenset[str]:
-        """Dotted keys that nothing reads with this spec. A resumed run may have other values for them."""
+        """Dotted keys that have no effect with this spec, so that a resumed run may have other values for them."""
         return frozenset()
 
     def resolved_spec(self) -> ExecutionSpec:
@@ -151,7 +157,7 @@ class RestoreableJob:
         return self.spec.model_copy(update={"config": self.config.model_dump(mode="json")})
 
     def make_save_contents(self) -> SaveContents:
-        """Return what is saved with this step besides the state. Called right before each save.
+        """Return the contents of a save besides the state, such as its metric. Called right before each save.
 
         May wait for the device.
 
@@ -181,8 +187,8 @@ class RestoreableJob:
 
         Args:
             hosts: all processes of the job; by default this one alone.
-            stop: tells that the job was asked to stop.
-            clock: accounts for the time of the attempt.
+            stop: notice that the job was asked to stop.
+            clock: accounting of the attempt's time.
 
         Raises:
             PreemptedError: the job was asked to stop; its state is saved.
@@ -210,7 +216,7 @@ class RestoreableJob:
                     with progress.report_phase(END):
                         self.finish()
                 except (DivergedError, HookError, MiscountError, StateError):
-                    # The job failed, but the save in progress is of an earlier step, which was good.
+                    # The job failed, but the save in progress is of an earlier, valid step: let it be committed.
                     self.checkpointer.wait_until_finished()
                     raise
                 finally:
@@ -240,7 +246,9 @@ class RestoreableJob:
 
         attempt = claim_attempt(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
         self.attempt = attempt
+        # A stop before the first step ends the process from another thread, which must still record the attempt's end.
         stop.on_idle_exit = lambda: attempt.record_idle_exit(self.step)
+        # The constructor opens the fast tier, whose directory may be unusable.
         with self.document.errors_at("checkpoint.local_directory"):
             self.checkpointer = Checkpointer(
                 attempt, self.spec.checkpoint, self.spec.logging.every_steps, self.identity(), abstract
@@ -251,7 +259,7 @@ class RestoreableJob:
         return attempt
 
     def validate_checkpoints(self, abstract: Any = None) -> None:
-        """Check that the directory's checkpoints, or the weights to begin with, fit this job. Process 0 only.
+        """Check that the checkpoints, or else the weights of `checkpoint.init_from`, fit this job. Process 0 only.
 
         Needs `setup`.
 
@@ -269,7 +277,7 @@ class RestoreableJob:
             )
 
     def prepare_and_restore(self) -> None:
-        """Compile, then restore or initialise the state, so that `run` may make its first step."""
+        """Compile, then restore or initialise the state."""
         attempt, started = self.attempt, time.monotonic()
         with attempt.progress.report_phase(COMPILE):
             self.prepare()
@@ -284,9 +292,9 @@ class RestoreableJob:
         attempt, started = self.attempt, time.monotonic()
         found = self.checkpointer.restore(lambda attachments: self.report.find_problem(attachments))
         if found is None:
-            self.state, rule = self.init_state(), self.spec.checkpoint.initial_weights
-            if rule is not None:
-                weights = load_init_from(self.document, rule, self.family, self.weights(self.state), attempt)
+            self.state, init_from = self.init_state(), self.spec.checkpoint.initial_weights
+            if init_from is not None:
+                weights = load_init_from(self.document, init_from, self.family, self.weights(self.state), attempt)
                 self.state = self.replace_weights(self.state, weights)
             event, details = "init", {}
         else:
@@ -294,7 +302,7 @@ class RestoreableJob:
             event, details = "restore", {"tier": found.tier}
         digest, seconds = compute_fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
-        # Written only now: `auto` is resolved, and a spec of a job that could not begin must not replace the last one.
+        # Written only now, because `auto` is resolved, and a job that cannot start must not replace the last good spec.
         if attempt.hosts.is_main:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin(self.state, self.step)
@@ -304,7 +312,7 @@ class RestoreableJob:
             self.report.resume(self.step, found.attachments, found.manifest.carry)
 
     def finish(self) -> None:
-        """Save the last state, write `result.json`, and print what a person wants to know at the end."""
+        """Save the last state, write `result.json`, and print the summary of the run."""
         validate_end(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         self.save()
         # `result.json` says that the job is done, so the last state must be committed before it.
@@ -314,7 +322,7 @@ class RestoreableJob:
         self.checkpointer.close()
         self.attempt.print_end(self.spec.name, self.step, result["fingerprint"], self.report.format_next_steps())
 
-    # What `run` calls.
+    # Methods that `run` calls.
 
     def save_or_stop(self) -> None:
         """Save if a save is due. Called after every step.
@@ -339,10 +347,10 @@ class RestoreableJob:
             self.state = self.checkpointer.save(self.state, self.step, self.make_save_contents(), kind)
 
     def save(self, suffix: str | os.PathLike[str] | None = None) -> None:
-        """Begin to save the state as `checkpoints/<suffix>`, by default the step. It is durable once committed.
+        """Start saving the state as `checkpoints/<suffix>`, by default the step. It is durable once it is committed.
 
-        Only steps are resumed from and counted by retention; a checkpoint of another name is kept until it is deleted
-        by hand.
+        A job resumes only from checkpoints that are named by their step, and only these count for retention. A
+        checkpoint with another name is kept until someone deletes it.
 
         Raises:
             InvalidError: `suffix` cannot be the name of a checkpoint.

@@ -1,10 +1,11 @@
 """BaseTrainer: a RestoreableJob that trains a Flax model on tokens. It composes state, step, data, hooks and metrics.
 
-An experiment defines the model (`model`), and may replace the loss (`forward`), the optimizer, the schedule or the
+An experiment defines the model (`model`), and may override the loss (`forward`), the optimizer, the schedule or the
 evaluation. All methods are called on every host. `BaseTrainer.run` is the training loop.
 
-The functions that make up a step are classmethods, so that a step cannot read mutable state of the job. The only part
-of the job that they see is `cls.config`, because each job has a class of its own (`BaseTrainer.__new__`).
+The functions that make up a step are classmethods, so that a compiled step cannot depend on attributes of the job that
+change. They can read only `cls.config`, which differs between jobs because each has its own class
+(`BaseTrainer.__new__`).
 """
 
 import functools
@@ -60,6 +61,9 @@ class BaseTrainer(RestoreableJob):
         config: validated config; also an attribute of the job's class, for classmethods.
         train_setup: abstract job on the devices at hand. Available after `setup`.
         compiled: compiled train step. Available after `prepare`.
+        hooks: hooks that the spec lists.
+        setup_builder: builder of `train_setup`.
+        calls_hooks: True if the class calls hooks, so that its spec may list some.
         logical_axis_rules: mesh axes of the model's own logical axis names; they precede the runner's
             (`runner.parallel.mesh`).
     """
@@ -79,11 +83,11 @@ class BaseTrainer(RestoreableJob):
     learning_rate_multiplier = staticmethod(get_default_multiplier)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Create the instance, with a class made for this one job: a subclass that only adds `config`.
+        """Create the instance from a new subclass, made for this job only, that adds nothing but `config`.
 
         `train_step`, `optimizer` and the like are classmethods by contract and read `cls.config`. Two jobs of one class
         with different configs may exist in a process (tests, `plan --search`), so the config cannot be an attribute of
-        the class that both share. The subclass has the name and the module of its base; `__init__` sets its `config`.
+        the class that they share. The subclass has the name and the module of its base; `__init__` sets its `config`.
         """
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         job_class: type[Self] = type(cls.__name__, (cls,), names)
@@ -113,13 +117,13 @@ class BaseTrainer(RestoreableJob):
             learning_rate_multiplier=self.learning_rate_multiplier,
         )
 
-    # What an experiment may define.
+    # Methods for an experiment to override.
 
     def model(self) -> nn.Module:
         """Return the Flax module; called as `module(x_BxT, deterministic=...)`, it returns logits (B, T, V).
 
-        If sequences hold several documents it is called with `segments=` and `positions=` (B, T) too: a position
-        attends to those of its own segment only. A module without these arguments is then refused.
+        If sequences hold several documents it is also called with `segments=` and `positions=` (B, T), so that
+        positions attend only within their segment. A module without these arguments is then refused.
         """
         raise NotImplementedError
 
@@ -132,10 +136,10 @@ class BaseTrainer(RestoreableJob):
         Args:
             apply_fn: `apply` of the model.
             params: parameters of the model.
-            batch: `x`, `y` and `padding_mask` (B, T), further fields that the data declare (see `runner.train.loss`; an
-                unread field is refused), and `example` (B), the index of each example in the step.
-            key: key of the step; None: deterministic. Randomness should depend on it and on `example`, so that it does
-                not depend on the split into micro-batches. This default draws one key per micro-batch.
+            batch: `x`, `y` and `padding_mask` (B, T), further fields that the data declare (see `runner.train.loss`; it
+                is an error not to read one), and `example` (B), the index of each example in the step.
+            key: key of the step; None: deterministic. Fold `example` into it to make random numbers independent of the
+                split into micro-batches. This default draws one key per micro-batch.
 
         A forward that masks targets itself returns their count as meta `token_count`. Meta `statistics` are summed for
         `update_variables`.
@@ -148,9 +152,9 @@ class BaseTrainer(RestoreableJob):
 
     @classmethod
     def optimizer(cls) -> str | optax.GradientTransformation:
-        """Return a library name, or an optax object, to which nothing is added. `SPEC` means the name in the spec.
+        """Return a library name (`SPEC`: the one in the spec), or an optax optimizer, which is used unchanged.
 
-        Keys that the spec leaves out have the defaults of the name in the spec.
+        The defaults of `config.optimizer` are those of the name in the spec, also if this returns another name.
         """
         return SPEC
 
@@ -246,7 +250,7 @@ class BaseTrainer(RestoreableJob):
                     self.save_or_stop()
 
     def start_hooks(self) -> None:
-        """Call `on_start` of hooks, then run the evaluation and hook calls of this step that a stop has prevented."""
+        """Call `on_start` of hooks; complete the evaluation and hook calls of this step if a stop interrupted them."""
         self.state = self.hook_dispatcher.start(self.state, self.step)
 
         def on_row(row: Row) -> None:
@@ -258,8 +262,8 @@ class BaseTrainer(RestoreableJob):
         self.call_hooks()
 
     def call_hooks(self) -> None:
-        """Call hooks with the row of this step, if it has one; they may request a save, or make the step the last."""
-        # Counters live in the state, so hooks return a new one.
+        """Call hooks with the row of this step, if it has one. They may request a save, or end the run at this step."""
+        # Counters are part of the state, so hooks return a new one.
         self.state = self.hook_dispatcher.on_row(self.state, self.step)
         if self.hook_dispatcher.save_step == self.step:
             self.checkpointer.request_save(self.step)
@@ -276,14 +280,14 @@ class BaseTrainer(RestoreableJob):
 
     @property
     def done(self) -> bool:
-        """True if the job has reached its end, or a hook that the spec still has with this config has ended it."""
+        """True if the job has reached its end, or was ended by a hook that is in the spec with the same config."""
         return super().done or self.hooks.has_stopped(read_result(self.store))
 
-    # Parts of the job, made when first asked for.
+    # Parts of the job, created on first access.
 
     @property
     def dataset(self) -> Dataset:
-        """Data set of the spec. Reads the data on this host when first asked for."""
+        """Data set of the spec. Reads the data on this host on first access."""
         return self.setup_builder.dataset
 
     @property
@@ -334,13 +338,13 @@ class BaseTrainer(RestoreableJob):
         )
 
     def get_evaluated_weights(self, state: Any) -> Any:
-        """Return what evaluators and hooks see of a state: its weights, and below `ema` their averages."""
+        """Return the part of a state that evaluators and hooks get: its weights, and their averages below `ema`."""
         return add_averages(self.weights, state)
 
-    # Lifecycle of the job, called by RestoreableJob.
+    # Methods that RestoreableJob calls.
 
     def setup(self, hosts: Hosts) -> None:
-        """Check devices, mesh, batch and data against the spec, and build the abstract job."""
+        """Check devices, mesh, batch and data against the spec, and build the train setup."""
         with self.document.errors_at("topology.accelerator"):
             validate_hardware(self.spec, self.topology, self.config)
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
@@ -348,7 +352,8 @@ class BaseTrainer(RestoreableJob):
         validate_same_on_all_hosts(self.dataset.fingerprint, "data", hosts, f"{self.dataset.source}: ")
         if self.evaluation_tasks.digest:
             validate_same_on_all_hosts(self.evaluation_tasks.digest, "questions", hosts)
-        hosts.run_on_main(lambda: self.setup_builder.base_identity)  # so that process 0 reports what is wrong with it
+        # Process 0 reads the frozen weights of an adapter first, so that an error in them is reported once.
+        hosts.run_on_main(lambda: self.setup_builder.base_identity)
         known = find_known_micro_batch(self.train_setup, self.store, hosts)
         self.setup_builder.validate_steps(self.train_setup, known)
 
@@ -368,20 +373,20 @@ class BaseTrainer(RestoreableJob):
         return self.train_setup.abstract_state
 
     def init_state(self) -> TrainState:
-        """Return the state at step 0, initialised with its shardings."""
+        """Return the state at step 0, each leaf created in its sharding."""
         return self.train_setup.init_state()
 
     def replace_weights(self, state: TrainState, weights: Any) -> TrainState:
-        """Return the state at step 0 with other weights, and with averages and auxiliary states restarted from them."""
+        """Return the state at step 0 with other weights; averages and auxiliary states are initialised from them."""
         return self.train_setup.restart_averages(replace_base(state, weights))
 
     @property
     def unread_keys(self) -> frozenset[str]:
-        """Keys of other optimizers and schedules than the chosen ones."""
+        """Keys that only optimizers and schedules other than the chosen ones read."""
         return frozenset(f"config.{key}" for key in self.setup_builder.optimizer_choice.find_unread_keys())
 
     def identity(self) -> Trajectory:
-        """Return the keys that define the trajectory: those of the base, of data and vocabulary, and of hooks."""
+        """Return the keys that identify the trajectory, with those of data, vocabulary, hooks and frozen weights."""
         keys = super().identity() | self.hooks.identity()
         keys |= {"config.data": self.dataset.fingerprint} | self.setup_builder.base_identity
         # `auto` in the spec stands for the size that the data have.
@@ -394,7 +399,7 @@ class BaseTrainer(RestoreableJob):
 
     def make_save_contents(self) -> SaveContents:
         """Return what is saved with the state. Raises `DivergedError`, or `DataError` if the data have changed."""
-        # Fetching the losses so far raises `DivergedError` before a diverged state is saved.
+        # Waits for the device, and raises if a loss is not finite: a diverged state must not be saved.
         self.report.window.fetch()
         best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
         validate_data_unchanged(self.dataset, self.attempt)
@@ -409,6 +414,6 @@ class BaseTrainer(RestoreableJob):
         )
 
     def result(self) -> JsonObject:
-        """Return the content of `result.json`. Calls `on_end` of hooks, now that the last step is saved."""
+        """Return the content of `result.json`. Calls `on_end` of hooks, so the last step must be saved."""
         self.hook_dispatcher.on_end(self.state, self.step)
         return super().result() | self.hook_dispatcher.result()

@@ -128,8 +128,8 @@ def test_epochs_into_which_the_schedule_does_not_fit_are_refused() -> None:
         ),
         (
             ["train.total_steps=null", "train.total_epochs=2", "data.mixture=[{name: a, source: b}]"],
-            "specs/x.yaml:19: config: train.total_epochs=2 is of one source, and data.mixture has 1, each with epochs "
-            "of its own; use total_steps or total_tokens",
+            "specs/x.yaml:19: config: train.total_epochs=2 needs a single source, and data.mixture has 1, each with "
+            "its own epochs; use total_steps or total_tokens",
         ),
         (
             ["train.total_steps=null", "train.total_tokens=4095"],

@@ -475,7 +475,9 @@ def test_what_nothing_reads_is_refused_with_its_line_and_who_would_read_it(tmp_p
     assert open_job(parse_document(text, "x.yaml"), findings) is None
     assert refused() == findings.problems == expected
     read = ("config.optimizer.name=sgd", "config.schedule.name=cosine")
-    assert refused(*read) == ["x.yaml:10: config.data.tokenizer: nothing reads it, token files hold tokens"]
+    assert refused(*read) == [
+        "x.yaml:10: config.data.tokenizer: it has no effect, because token files are tokenized already; leave it out"
+    ]
     assert refused(*read, "config.optimizer={}")[0] == "--set config.optimizer={}: missing key learning_rate"
 
 

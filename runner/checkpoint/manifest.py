@@ -1,15 +1,16 @@
-"""Manifest, commit and tombstone: the files that make a directory a checkpoint, without arrays and without jax.
+"""Manifest, commit and tombstone of a checkpoint. This module reads no arrays and imports no jax.
 
-`checkpoints/<name>/manifest.json` makes `checkpoints/<name>` a checkpoint. It holds the step, the identity of the run,
-shape, dtype and digest of every leaf, size and CRC-32C of every file, and a digest of itself.
+A directory `checkpoints/<name>` is a checkpoint if and only if it has a `manifest.json`. The manifest holds the step,
+the identity of the run, shape, dtype and digest of every leaf, size and CRC-32C of every file, and a digest of itself.
 
-Two processes may decide about the same step. A process of an earlier attempt may still be about to commit a step that
-its successor has found unfinished. Each decision is therefore an act of which only one can win:
+Two processes may decide about the same step: a process of an earlier attempt may be about to commit a step that a newer
+attempt retires because it is uncommitted. Both decisions are atomic operations of the store, and only the first
+succeeds:
 
 - `commit` creates the manifest, which can be created only once;
-- `retire_uncommitted` makes sure that the manifest can never be created. On a disk it renames the directory, which the
-  commit needs to be there. In a bucket it puts a *tombstone* in the place of the manifest: a `manifest.json` with the
-  key `void`, which says that the step was never committed and that the attempts before have lost the right to do so.
+- `retire_uncommitted` makes sure that the manifest can never be created. On a disk it renames the directory, without
+  which the commit fails. In a bucket it puts a *tombstone* in the place of the manifest: a `manifest.json` with the key
+  `void`, which says that the step was never committed and that earlier attempts can no longer commit it.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,8 @@ from runner.storage import (
 FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-TOMBSTONE = "void"  # the key of a tombstone: the attempt that has put it
-RETIRED_SUFFIX = ".retired"  # of the directory of a step whose files are being deleted
+TOMBSTONE = "void"  # key that marks a tombstone; its value is the attempt that wrote it
+RETIRED_SUFFIX = ".retired"  # suffix of the directory of a retired step, until its files are deleted
 _NUM_READERS = 8
 _REQUIRED_KEYS = ("name", "step", "arrays", "leaves", "fingerprint", "identity", "files")
 
@@ -47,40 +48,52 @@ MANIFEST_KEYS = (
     Key("format", int, "Version of this layout."),
     Key("name", str, "Name of the checkpoint: the step, or what the job called it."),
     Key("attempt", int, "Attempt that saved it."),
-    Key("time", float, "Begin of the save.", "Unix seconds"),
+    Key("time", float, "Start of the save.", "Unix seconds"),
     Key("step", int, "Optimizer steps completed."),
-    Key("job", str, "Id of the run, drawn when its directory was claimed first; the id in W&B too."),
+    Key("job", str, "Id of the run, drawn when its directory was first claimed; also the run's id in W&B."),
     Key("identity", dict, "The trajectory by dotted key, and for trainers the data's fingerprint as `config.data`."),
-    Key("topology", dict, "The hardware that saved it; trainers only."),
+    Key("topology", dict, "Hardware of the attempt that saved it; trainers only."),
     Key("topology.mesh", dict, "Axis -> size."),
-    Key("topology.device_kind", str, "What JAX calls the devices."),
-    Key("topology.processes", int, "Processes of the job."),
-    Key("topology.micro_batch_examples", int, "Examples that a device held at once; the same hardware takes it again."),
+    Key("topology.device_kind", str, "Device kind, as JAX reports it."),
+    Key("topology.processes", int, "Number of processes of the job."),
+    Key(
+        "topology.micro_batch_examples",
+        int,
+        "Micro-batch size per device; reused by later attempts on the same hardware.",
+    ),
     Key(
         "carry",
         dict,
-        "What the steps since the last row add to the next one; trainers only, where a save falls between two rows.",
+        "Sums over the steps since the last row, for the next row; trainers only, if the step has no row.",
     ),
-    Key("carry.loss_sum", float, "Their losses, each times its real target tokens (or 1, where all have as many)."),
-    Key("carry.weight", float, "Those tokens, or the number of steps."),
-    Key("environment", dict, "What the save was made with."),
+    Key(
+        "carry.loss_sum",
+        float,
+        "Sum of their losses, each weighted by its number of real target tokens (by 1 if all have the same).",
+    ),
+    Key("carry.weight", float, "Sum of these weights."),
+    Key("environment", dict, "Software and settings of the attempt that saved it."),
     *(replace(key, name=f"environment.{key.name}") for key in ENVIRONMENT_KEYS),
-    Key("metric", float | None, "Value that `checkpoint.keep_best` compares; only with that key."),
+    Key("metric", float | None, "Value that `checkpoint.keep_best` compares; only if that key is set."),
     Key("arrays", str, "Directory of the arrays, beside the manifest."),
     Key("leaves", dict, "Dotted path of a leaf of the state -> its description."),
     Key("leaves.*.shape", list, "Global shape."),
     Key("leaves.*.dtype", str, "Element type."),
-    Key("leaves.*.digest", str, "Digest of the leaf's bits, taken on the device, 16 hexadecimal digits."),
+    Key("leaves.*.digest", str, "Digest of the leaf's bits, computed on the device, 16 hexadecimal digits."),
     Key("fingerprint", str, "Digest over all leaves, 32 hexadecimal digits."),
-    Key("files", dict, "File -> [bytes, CRC-32C], of every file but this one."),
-    Key("shards", dict, "Leaf -> list of its blocks; only where arrays are stored as pieces, as in buckets."),
-    Key("shards.*.start", list, "Where the block begins on each axis."),
-    Key("shards.*.shape", list, "Its extent on each axis."),
-    Key("shards.*.pieces", list, "Files that hold it, in order."),
-    Key("seconds", float, "From the begin of the save until it was durable.", "s"),
+    Key("files", dict, "File -> [size in bytes, CRC-32C], for every file except the manifest."),
+    Key("shards", dict, "Leaf -> list of its blocks; only if arrays are stored as pieces, as in buckets."),
+    Key("shards.*.start", list, "Start index of the block on each axis."),
+    Key("shards.*.shape", list, "Size of the block on each axis."),
+    Key("shards.*.pieces", list, "Files that hold the block, in order."),
+    Key("seconds", float, "Time from the start of the save until it was durable.", "s"),
     Key("digest", str, "SHA-256 of all other keys, as canonical JSON."),
-    Key("contested", bool, "True in a bucket where an earlier attempt may still try to commit the same step."),
-    Key("void", int, "Attempt that gave the step up: this is no checkpoint. Then only `format` and `digest` beside."),
+    Key("contested", bool, "True in a bucket if an earlier attempt may still try to commit the same step."),
+    Key(
+        "void",
+        int,
+        "Attempt that wrote this tombstone: the step is no checkpoint. Its only other keys are `format` and `digest`.",
+    ),
 )
 
 
@@ -101,7 +114,7 @@ class LeafRecord(LeafShape):
 
 
 class ShardRecord(TypedDict):
-    """One block of a leaf, as JSON: its start and extent on each axis, and the files that hold it, in order."""
+    """One block of a leaf, as JSON: its start and size on each axis, and the files that hold it, in order."""
 
     start: list[int]
     shape: list[int]
@@ -109,17 +122,17 @@ class ShardRecord(TypedDict):
 
 
 class NotCommittedError(FileNotFoundError):
-    """A directory without a checkpoint: its save did not end, or was made void."""
+    """Error for a directory without a checkpoint: its save was never committed, or it was retired."""
 
 
-# Errors of a checkpoint that is bad or cannot be read now, while others may be good. The errors of a bucket that is
-# down are not among them: they say nothing about any checkpoint.
+# Errors of one checkpoint that is bad or cannot be read now, while others may be good. The errors of an unreachable
+# bucket are not among them, because they say nothing about any checkpoint.
 UNREADABLE_ERRORS = (FileNotFoundError, ValueError, DiskError, ForbiddenError, WrongKindError)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `manifest.json`, whose keys `MANIFEST_KEYS` explains one by one.
+    """Content of `manifest.json`. `MANIFEST_KEYS` describes each key.
 
     The directory of the checkpoint is `checkpoints/<name>`. The keys `format` and `digest` belong to the file alone.
     """
@@ -167,7 +180,7 @@ class Manifest:
     def from_json(cls, record: JsonObject) -> Self:
         """Return the manifest that a JSON object describes; the inverse of `to_json`.
 
-        Unknown keys are ignored, so that a later version may add some.
+        Unknown keys are ignored, so that a later version may add keys.
 
         Raises:
             ValueError: a key is missing, has another type, or names a file that is not in the manifest.
@@ -182,7 +195,7 @@ class Manifest:
         for shard in (shard for shards in (manifest.shards or {}).values() for shard in shards):
             shapes += [shard["start"], shard["shape"]]
             if not all(isinstance(piece, str) and piece in manifest.files for piece in shard["pieces"]):
-                raise ValueError("a shard names a piece that is none of the files")
+                raise ValueError("a shard names a piece that is not among the files")
         if not all(type(size) is int for shape in shapes for size in shape):
             raise ValueError("a shape is not a list of whole numbers")
         return manifest
@@ -231,10 +244,10 @@ def read_manifest(store: Store, directory: str) -> Manifest:
     if TOMBSTONE in record:
         raise NotCommittedError(f"attempt {record[TOMBSTONE]} found it unfinished")
     manifest = Manifest.from_json(record)
-    # A copied directory is whole, but its step would be restored at the wrong place in the data.
+    # The files of a copied directory are intact, but its state is not that of the step in its name.
     name = directory.removeprefix(f"{CHECKPOINTS}/")
     if manifest.name != name or parse_number(name) not in (None, manifest.step):
-        raise ValueError(f"it is of checkpoint {manifest.name}, step {manifest.step}, and stands in {name}")
+        raise ValueError(f"it is of checkpoint {manifest.name}, step {manifest.step}, but lies in the directory {name}")
     return manifest
 
 
@@ -309,7 +322,7 @@ def find_file_problems(
         return [problem for problem in problems if problem is not None]
 
 
-# Decide about a step: the commit, the tombstone, the deletion. Process 0 only.
+# Commit, tombstone and deletion of a step. Process 0 only.
 
 
 def commit(store: Store, directory: str, manifest: Manifest, attempt: int) -> None:
@@ -321,13 +334,14 @@ def commit(store: Store, directory: str, manifest: Manifest, attempt: int) -> No
     """
     name = f"{directory}/{MANIFEST}"
     if isinstance(store, LocalStore):
-        # By way of a file in the directory of the arrays: if a newer attempt has renamed `directory`, this fails.
+        # The content is written beside the arrays and then linked to its name. The link fails if a newer attempt has
+        # renamed `directory`.
         store.create_from(f"{directory}/{manifest.arrays}", name, manifest.encode())
         return
     present, version = store.read_versioned(name)
     if present == _encode_tombstone(attempt):
-        # This attempt has retired the step itself and now saves it again. An earlier attempt may still try to commit
-        # its own, so the manifest is marked: when it is deleted, a tombstone must take its place again.
+        # This attempt retired the step itself and now saves it again. An earlier attempt may still try to commit its
+        # own save of the step, so the manifest is marked: a tombstone must replace it when it is deleted.
         store.write_if(name, replace(manifest, contested=True).encode(), version)
     else:
         store.write_if(name, manifest.encode(), ABSENT)
@@ -346,14 +360,14 @@ def uncommit(store: Store, directory: str, attempt: int) -> None:
 
 
 def retire_uncommitted(store: Store, step: int, attempt: int) -> None:
-    """Delete a step that was never committed, so that no earlier attempt can commit it any more. Process 0 only.
+    """Delete an uncommitted step in such a way that no earlier attempt can still commit it. Process 0 only.
 
     A committed step is left alone.
     """
     directory = f"{CHECKPOINTS}/{step}"
     if store.root is not None:
-        # The rename decides at once. A manifest may have been created right before it: then it comes with the
-        # directory, and `finish_retirements` gives the checkpoint its name back.
+        # The rename is the atomic decision. A manifest that was created right before it moves with the directory: then
+        # the checkpoint is committed, and `finish_retirements` renames it back.
         if _is_directory(store, directory) and not store.exists(f"{directory}/{MANIFEST}"):
             store.move_tree(directory, f"{directory}{RETIRED_SUFFIX}")
             finish_retirements(store)
@@ -367,15 +381,16 @@ def retire_uncommitted(store: Store, step: int, attempt: int) -> None:
         store.write_if(name, _encode_tombstone(attempt), version)
     except FileExistsError:
         return
-    # The files may go only now: before the tombstone stood, an earlier attempt could have committed them.
+    # Only now may the files be deleted: until the tombstone existed, an earlier attempt could have committed them.
     remove_files(store, directory)
 
 
 def finish_retirements(store: Store) -> None:
     """Finish what `retire_uncommitted` had begun on a disk when it was killed. Process 0 only.
 
-    A renamed directory without a manifest is deleted, one with a manifest gets its name back. If that name is taken by
-    another committed checkpoint, both stay. Anything but a directory was not put there by a run, and stays.
+    A renamed directory without a manifest is deleted, and one with a manifest is renamed back. If its old name belongs
+    to another committed checkpoint, both are kept. Anything that is not a directory was not created by a run, and is
+    kept.
     """
     for name in store.list_names(CHECKPOINTS) if store.root is not None else []:
         step = name.removesuffix(RETIRED_SUFFIX)
@@ -390,7 +405,7 @@ def finish_retirements(store: Store) -> None:
 
 
 def remove_files(store: Store, directory: str) -> None:
-    """Delete all of a checkpoint but its manifest. On a disk the directory goes too, if it has no manifest."""
+    """Delete the files of a checkpoint except its manifest. On a disk, delete a directory without a manifest too."""
     for name in store.list_names(directory):
         if name != MANIFEST:
             store.remove_tree(f"{directory}/{name}")

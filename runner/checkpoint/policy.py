@@ -49,20 +49,20 @@ class SavePolicy:
     """Decision at each step whether a save is due, by `checkpoint` of the spec. Called on every host.
 
     Args:
-        rule: the spec's `checkpoint`.
-        logging_every_steps: steps between two looks at the clock.
-        decide: returns process 0's argument on every host. Clocks differ between hosts, so only its clock counts.
-        clock: seconds that only grow.
+        config: the spec's `checkpoint`.
+        logging_every_steps: steps between two checks of `every_minutes`.
+        decide: broadcasts process 0's argument to every host, because clocks differ between hosts.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
         self,
-        rule: CheckpointConfig,
+        config: CheckpointConfig,
         logging_every_steps: int,
         decide: Callable[[bool], bool],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._rule, self._logging_every_steps = rule, logging_every_steps
+        self._config, self._logging_every_steps = config, logging_every_steps
         self._decide, self._clock = decide, clock
         self._last_save_seconds = clock()
 
@@ -78,18 +78,18 @@ class SavePolicy:
             last_step: the step at which the job ends.
             interval_seconds: interval of `every: auto`; used only with it.
         """
-        rule = self._rule
-        if is_due(step, rule.every_steps if rule.every is None else None, last_step):
+        config = self._config
+        if is_due(step, config.every_steps if config.every is None else None, last_step):
             return SaveKind.REQUIRED if step == last_step else SaveKind.DURABLE
-        every_minutes = rule.every_minutes if rule.every is None else interval_seconds / 60
-        # `decide` is a meeting of all hosts, so it must come last: all conditions before it are the same everywhere.
+        every_minutes = config.every_minutes if config.every is None else interval_seconds / 60
+        # `decide` is a collective, so every host must reach it: the conditions before it are equal on all hosts.
         if (
             every_minutes is not None
             and is_due(step, self._logging_every_steps)
             and self._decide(is_overdue(self._clock(), self._last_save_seconds, every_minutes))
         ):
             return SaveKind.DURABLE
-        return SaveKind.FAST if is_due(step, rule.local_every_steps) else None
+        return SaveKind.FAST if is_due(step, config.local_every_steps) else None
 
 
 # What to keep.

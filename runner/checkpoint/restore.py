@@ -1,16 +1,16 @@
-"""Restore: the newest state that every host can have and that is, bit for bit, the one that was saved.
+"""Restore of the newest state that every host can read and that is bit-identical to the saved one.
 
-Everything here is called on every host, if it does not say otherwise. The candidates of a restore are the steps of the
-durable directory, as process 0 lists them, and the steps of which every host still has its part in the fast tier. They
-are tried from the newest on, and the fast tier first. Each is checked in three layers, and all hosts come to the same
-verdict:
+Every function is called on every host, unless its docstring says otherwise. The candidates of a restore are the steps
+of the durable directory, as process 0 lists them, and the steps of which every host still has its part in the fast
+tier. They are tried from the newest to the oldest; of equal steps the fast tier is tried first. Each candidate passes
+three checks, in which all hosts get the same result:
 
 1. bytes: size and CRC-32C of every file against the manifest;
 2. shape: names, shapes and types of the leaves against the job's state;
 3. bits: the fingerprint, computed again on the devices from the restored arrays.
 
-A durable checkpoint that fails is quarantined, but only after an older one has passed: if none passes, nothing is
-touched and the job refuses to start.
+A durable checkpoint that fails is quarantined, but only after an older one has passed. If none passes, nothing is
+changed and the job refuses to start.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ from runner.spec import Trajectory
 from runner.storage import DiskError, Store, open_store, parse_number, read_log, split_checkpoint
 
 Tier = Literal["durable", "fast"]
-AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # returns why a job cannot continue with attachments
+AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # returns the reason why a job cannot continue
 QUARANTINE = "quarantine"
 
 
@@ -63,8 +63,8 @@ class RestoredState:
     Attributes:
         state: the pytree.
         manifest: manifest of the checkpoint.
-        tier: where it was.
-        attachments: small files that the fast tier had beside it.
+        tier: tier that it was read from.
+        attachments: small files that the fast tier stores beside it.
     """
 
     state: Any
@@ -79,8 +79,8 @@ class RejectedCheckpoint:
 
     Attributes:
         step: its step; -1 for a checkpoint whose name is no step.
-        reason: one line for a person.
-        tier: where it is.
+        reason: one line for a message.
+        tier: tier that it lies in.
         was_committed: False if it has no manifest.
         may_be_good: True if it could not be read now, which says nothing about its content.
     """
@@ -99,7 +99,7 @@ class RestoreProblem(NamedTuple):
     may_be_good: bool = False
 
 
-# Restore of the own run.
+# Restore of the job's own run.
 
 
 def restore_newest(
@@ -117,7 +117,7 @@ def restore_newest(
         attempt: the running attempt.
         fast_tier: the fast tier, if the run has one.
         abstract: shape, dtype and sharding of every leaf. The checkpoint may have been written on any other mesh.
-        identity: the trajectory; parts of another one in the fast tier are ignored.
+        identity: values that identify the trajectory; parts of another trajectory in the fast tier are ignored.
         find_attachment_problem: called on process 0 with the attachments of a state in the fast tier.
 
     Raises:
@@ -128,12 +128,13 @@ def restore_newest(
     store, hosts = attempt.store, attempt.hosts
     if hosts.is_main:
         finish_retirements(store)
-    # A listing of a shared disk may differ between hosts, so that of process 0 counts.
+    # Listings of a shared disk may differ between hosts, so all hosts use the one of process 0.
     durable_steps = hosts.agree(list_steps(store) if hosts.is_main else [])
     parts = hosts.gather([] if fast_tier is None else fast_tier.list_steps(identity))
     fast_steps = set.intersection(*(set(own) for own in parts))
     rejected: list[RejectedCheckpoint] = []
     candidates = [(step, 0) for step in durable_steps] + [(step, 1) for step in fast_steps]
+    # Sorted by step, then by tier: the fast tier, marked 1, comes first of equal steps.
     for step, is_fast in sorted(candidates, reverse=True):
         if is_fast:
             assert fast_tier is not None, "only a fast tier has such a step"
@@ -144,8 +145,8 @@ def restore_newest(
             _set_aside(attempt, fast_tier, rejected, step)
             return found
         rejected.append(found)
-    # Nothing was restored. To start over is right only if nothing was ever committed: the ledger remembers commits
-    # whose directories somebody has deleted.
+    # Nothing was restored. The job may start from step 0 only if nothing was ever committed. The event ledger tells,
+    # even if somebody has deleted the directories of the checkpoints.
     events = read_log(store, "events") if hosts.is_main else []
     commits = [event for event in events if event.get("event") == "commit" and event.get("tier") != "fast"]
     if hosts.agree(bool(commits)) or any(other.was_committed for other in rejected):
@@ -161,7 +162,7 @@ def restore_newest(
 
 
 def load_checkpoint(attempt: Attempt, name: str, abstract: Any) -> RestoredState:
-    """Return the checkpoint `name` of the own run, checked like any other.
+    """Return the checkpoint `name` of the job's own run, after the same checks as in `restore_newest`.
 
     Raises:
         ResumeError: it cannot be restored.
@@ -186,7 +187,7 @@ def _try_fast(
         problem = None if reason is None else RestoreProblem(reason)
     except (ValueError, OSError, KeyError) as error:
         problem = RestoreProblem(f"process {hosts.process_id}: {error}")
-    # No host may compute a fingerprint, which is a collective, before all hosts have their arrays.
+    # A fingerprint is a collective, so no host may compute it before all hosts have their arrays.
     problem = _gather_first_problem(hosts, problem)
     if problem is None and part is not None:
         state = _unflatten(abstract, arrays)
@@ -223,7 +224,7 @@ def _try_durable(
     if problem is not None or manifest is None:
         problem = problem or RestoreProblem("no manifest")
         return RejectedCheckpoint(step, problem.reason, "durable", was_committed, problem.may_be_good)
-    # 2. Shape. Other leaves mean another code or spec, not damage: this ends the start, and no older one is tried.
+    # 2. Shape. Other leaves mean that code or spec have changed, which no older checkpoint would help: this raises.
     validate_manifest_leaves(manifest, abstract, weights_only)
     arrays: dict[str, jax.Array] = {}
     try:
@@ -275,15 +276,15 @@ def _set_aside(
     for other in rejected:
         attempt.fence.check()
         if other.tier == "durable" and other.was_committed:
-            # Attempts count from 1 again where their numbers were lost, so the place may be taken.
+            # Attempts are numbered from 1 again if the files of earlier attempts were lost, so the name may be taken.
             name = place = f"{other.step}.{attempt.number}"
             taken, number = set(store.list_names(QUARANTINE)), 0
             while place in taken:
                 number += 1
                 place = f"{name}.{number}"
             source, target = f"{CHECKPOINTS}/{other.step}", f"{QUARANTINE}/{place}"
-            # A bucket moves file by file, so the manifest goes first: a kill in between must not leave a checkpoint
-            # that would be picked again.
+            # A bucket moves file by file, so the manifest is moved first: a kill in between must not leave a manifest
+            # with some of its files, which the next restore would try again.
             if store.root is None and store.exists(f"{source}/{MANIFEST}"):
                 store.write(f"{target}/{MANIFEST}", store.read(f"{source}/{MANIFEST}"))
                 store.remove(f"{source}/{MANIFEST}")
@@ -292,8 +293,8 @@ def _set_aside(
             attempt.events.append("quarantine", other.step, reason=other.reason, moved_to=url)
         attempt.events.append("fallback", restored, rejected=other.step, reason=other.reason, tier=other.tier)
         warn(f"checkpoint {other.step} ({other.tier}) not restored: {other.reason}")
-    # Unfinished saves of earlier attempts. They must become void before this attempt saves: a process of such an
-    # attempt may still be running and about to commit.
+    # Uncommitted saves of earlier attempts must be retired before this attempt saves: a process of such an attempt may
+    # still be running and about to commit.
     for step in list_steps(store):
         attempt.fence.check()
         retire_uncommitted(store, step, attempt.number)
@@ -303,14 +304,14 @@ def _set_aside(
 
 
 def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS) -> Any:
-    """Return leaves like those of `weights` from another run, from its newest checkpoint that is good.
+    """Return the weights of another run, from its newest good checkpoint.
 
     Args:
         attempt: the running attempt.
-        source: directory or URL of a run, or one of its `checkpoints/<name>`, which alone is then tried.
+        source: directory or URL of a run, or one of its `checkpoints/<name>`; then no other checkpoint is tried.
         weights: arrays with the names, shapes, types and shardings of the result.
-        name: `params` for the weights that were trained, or the name of an average. An average is stored in float32
-            and comes in the types of `weights`.
+        name: `params` for the trained weights, or the name of an average. Averages are stored in float32 and cast to
+            the types of `weights`.
 
     Raises:
         ResumeError: there is no such checkpoint, or it is not good.
@@ -365,14 +366,14 @@ def validate_checkpoints(store: Store, run_identity: RunIdentity) -> bool:
     return manifest is not None
 
 
-def validate_source_run(text: str, weights: str = PARAMS) -> None:
-    """Raise `InvalidError` if another run, or one of its checkpoints, cannot give these weights. Process 0 only.
+def validate_source_run(source: str, weights: str = PARAMS) -> None:
+    """Raise `InvalidError` if another run, or one of its checkpoints, does not have these weights. Process 0 only.
 
     Args:
-        text: directory or URL of a run, or one of its `checkpoints/<name>`.
+        source: directory or URL of a run, or one of its `checkpoints/<name>`.
         weights: `params` or the name of an average.
     """
-    directory, name = split_checkpoint(text)
+    directory, name = split_checkpoint(source)
     store = open_store(directory)
     try:
         manifest = read_newest_manifest(store) if name is None else read_manifest(store, f"{CHECKPOINTS}/{name}")
@@ -380,7 +381,7 @@ def validate_source_run(text: str, weights: str = PARAMS) -> None:
             raise ResumeError(f"{store.url}: no checkpoint is here")
         if has_adapter(manifest.leaves):
             raise InvalidError(
-                f"{text} is of a run with an adapter; export it, which merges, and begin with the export"
+                f"{source} is of a run with an adapter; export it, which merges the adapter, and use the export instead"
             )
         validate_weight_name(manifest.leaves, weights)
     except InvalidError:

@@ -1,15 +1,15 @@
-"""Save and commit: the protocol that makes a checkpoint appear in one instant.
+"""Save and commit: the protocol that makes a checkpoint appear atomically.
 
 A checkpoint is `checkpoints/<name>/manifest.json` and the files below `checkpoints/<name>/arrays.<attempt>/`. The name
 is the number of its step, or a name that the job chose. A directory without a manifest is not a checkpoint, whatever
 it holds.
 
-`Checkpointer.save` is called on every host with the same step. It stops training only for the first two points:
+`Checkpointer.save` is called on every host with the same step. It blocks training only for the first two points:
 
-1. **Copy.** The writer copies what it must and returns; it writes in the background. Its target has the number of this
-   attempt, so a zombie, a process of an earlier attempt that wakes up late, never writes into files of this one. (On a
-   CPU nothing is copied and everything happens in the background: training continues in other memory, see
-   `DoubleBuffer`.)
+1. **Copy.** The writer copies the arrays off the device and returns; it writes them in the background. Its target
+   directory is named by the attempt. A *zombie*, a process of an earlier attempt that was suspended and continues late,
+   therefore never writes into files of this attempt. (On a CPU the writer copies nothing: it reads the arrays in
+   place, and training continues in other memory, see `DoubleBuffer`.)
 2. **Fingerprint.** The digest of every leaf is dispatched on the devices, from the very arrays that are being saved.
 3. **Durable.** In the background, every host's part becomes durable.
 4. **Commit.** Process 0 puts size and CRC-32C of each file into the manifest, reads its own part back if nothing of
@@ -17,13 +17,14 @@ it holds.
    created only once. That instant is the commit.
 5. **Retention.** Only then are older checkpoints deleted: first the manifest, then the files, and never the newest.
 
-A zombie may have passed the check of point 4 and been stopped right before it creates the manifest. A newer attempt
-therefore retires every unfinished step when it starts (`manifest.retire_uncommitted`), by an act of which only one can
-win, that or the commit. So either the checkpoint of the zombie is whole and counts, or it can never be committed.
+A zombie may have passed the check of point 4 and been suspended right before it creates the manifest. A newer attempt
+therefore retires every uncommitted step when it starts (`manifest.retire_uncommitted`). Retiring and committing a step
+exclude each other, by an atomic operation of the store. So the checkpoint of the zombie is either complete and valid,
+or it can never be committed.
 
-In a bucket training never waits for a save: while one is in progress, a save that falls due is left out and the ledger
-says so. A save that fails is reported and training continues. If `max_unsaved_minutes` pass from the begin of a save
-without any commit, the run ends with exit code 76.
+In a bucket training never waits for a save: a save that becomes due while another one is in progress is skipped, and
+the event ledger records that. A save that fails is reported and training continues. If `max_unsaved_minutes` pass after
+the start of a save without any commit, the run ends with exit code 76.
 """
 
 import functools
@@ -60,14 +61,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class SaveContents:
-    """Content of a save besides the state, and what else must happen with it.
+    """Contents of a save besides the state, and callbacks that belong to it.
 
     Attributes:
         metric: the value that `checkpoint.keep_best` compares; None if this step has none.
         topology: for the manifest: the hardware, and what was chosen for it.
-        carry: for the manifest: what the job needs besides the state to write its next row; None if nothing.
-        attachments: makes the small files that a state in the fast tier must have beside it. Called on process 0.
-        flush: makes durable what must not be behind a checkpoint; may raise `OSError`. Called in the background.
+        carry: for the manifest: sums over the steps since the last row of metrics, for the next row; None if there are
+            none.
+        attachments: returns small files to store beside a state in the fast tier. Called on process 0.
+        flush: makes files durable that must not be older than a committed checkpoint, such as metrics. Called in the
+            background; may raise `OSError`.
         announce: called before a step is written into the run's directory, on every host, by the training thread.
     """
 
@@ -81,17 +84,18 @@ class SaveContents:
 
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
 def _copy(leaves: list[jax.Array], spare: list[jax.Array] | None) -> list[jax.Array]:
-    """Copy `leaves` by all threads of the device, into the memory of `spare`, or into fresh memory if it is None."""
+    """Copy `leaves` into the memory of `spare`, or into fresh memory if it is None. XLA uses all threads of a CPU."""
     return [jnp.copy(leaf) for leaf in leaves]
 
 
 class DoubleBuffer:
     """Second buffer for the state, on CPUs only, so that training continues while a save reads the first.
 
-    On a CPU a save reads from the very memory of the arrays, and the step to which they are donated next would have to
-    copy them into fresh memory, on one thread. So training continues with a copy in the memory that the save before has
-    read (in fresh memory while it still reads), and leaves the memory of this save for the next. On other devices a
-    save copies out of the device first, and none of this is needed.
+    On a CPU a save reads the arrays in place, so the next step could not reuse their memory although they are donated
+    to it: it would copy them, on a single thread. Therefore `swap` copies the state into a second buffer, with all
+    threads, and training continues there. The two buffers alternate: the buffer that one save reads becomes the target
+    of the copy at the next save. If the earlier save has not finished reading by then, fresh memory is allocated
+    instead. On other devices a save copies the arrays to the host first, and no second buffer is needed.
     """
 
     def __init__(self) -> None:
@@ -100,7 +104,7 @@ class DoubleBuffer:
         self._reader: Future[Any] | None = None  # the save that may still read the spare memory
 
     def swap(self, state: Any, reader: Future[Any] | None) -> Any:
-        """Return the state to continue with: the same bits, in memory that `reader`, the save of it, does not read."""
+        """Return a copy of the state to continue training with, in memory that its save, `reader`, does not read."""
         if not self.is_needed:
             return state
         spare = self._spare if self._reader is None or self._reader.done() else None
@@ -122,12 +126,12 @@ class _Save:
         manifest: without digests and files, which are not known yet.
         layout: names, shapes and shardings of the leaves.
         contents: what is saved besides the state.
-        started_seconds: begin of the save, by the monotonic clock.
+        started_seconds: start of the save, by the monotonic clock.
         attachments: small files for the fast tier.
         leaves: for the read-back, the abstract leaves as they are stored; None without a read-back.
         finish: blocks until the arrays of all hosts are durable.
-        error: why the arrays could not even be copied.
-        digests: digests of the leaves, still being computed.
+        error: error of the copy; it fails the save in the background.
+        digests: digests of the leaves, which the device may still be computing.
     """
 
     manifest: Manifest
@@ -154,15 +158,15 @@ class _Save:
 
 
 class Checkpointer:
-    """Checkpoints of one attempt: restore, decide, save, commit, retain.
+    """Checkpoints of one attempt: restore, save policy, save, commit, retention.
 
     Made and called on every host, from the training thread alone. At most one durable save is in progress at a time.
 
     Args:
         attempt: the running attempt.
-        rule: `checkpoint` of the spec.
-        logging_every_steps: steps between two looks at the clock.
-        identity: what defines the trajectory.
+        config: `checkpoint` of the spec.
+        logging_every_steps: steps between two checks of `every_minutes`.
+        identity: values that identify the trajectory.
         abstract: shape, dtype and sharding of every leaf of the state.
         writer: writes the arrays; by default the one for the run's store.
 
@@ -173,37 +177,37 @@ class Checkpointer:
     def __init__(
         self,
         attempt: Attempt,
-        rule: CheckpointConfig,
+        config: CheckpointConfig,
         logging_every_steps: int,
         identity: Trajectory,
         abstract: Any,
         writer: ArrayWriter | None = None,
     ):
-        self._attempt, self._rule, self._identity, self._abstract = attempt, rule, identity, abstract
+        self._attempt, self._config, self._identity, self._abstract = attempt, config, identity, abstract
         self._fast_tier: FastTier | None = None
-        if rule.local_directory is not None:
-            own_directory = local_directory(rule.local_directory) / attempt.run_id / str(attempt.hosts.process_id)
+        if config.local_directory is not None:
+            own_directory = local_directory(config.local_directory) / attempt.run_id / str(attempt.hosts.process_id)
             leaves = encode_leaves(flatten_with_names(abstract))
             self._fast_tier = open_fast_tier(own_directory, attempt.hosts, leaves)
         self._writer = writer or make_writer(attempt.store, attempt.hosts, attempt.run_id)
-        self._policy = SavePolicy(rule, logging_every_steps, attempt.hosts.agree)
-        best = None if rule.keep_best is None else rule.keep_best.mode
-        self._retention = Retention(attempt, rule.keep_last, rule.keep_every_steps, best)
-        self._max_unsaved_seconds = rule.max_unsaved_minutes * 60
+        self._policy = SavePolicy(config, logging_every_steps, attempt.hosts.agree)
+        best = None if config.keep_best is None else config.keep_best.mode
+        self._retention = Retention(attempt, config.keep_last, config.keep_every_steps, best)
+        self._max_unsaved_seconds = config.max_unsaved_minutes * 60
 
         self._buffer = DoubleBuffer()
-        # One thread each, so that saves are committed in the order in which they began.
+        # One thread each, so that saves are committed in the order in which they were started.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._fast_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fast")
         self._pending: Future[bool] | None = None
         self._pending_fast: Future[None] | None = None
 
-        self._reads_back = False  # nothing of this run was ever committed
+        self._reads_back = False  # True until the first commit of a run: that save is read back before it is committed
         self._requested_step: int | None = None
         self._saved_step: int | None = None  # durable, or in progress
-        self._unsaved_since_seconds: float | None = None
-        self._stall_seconds: float | None = None  # that the last save has stopped training; None before the first
-        self._durable_seconds = 0.0  # from the begin of the last durable save to its commit
+        self._unsaved_since_seconds: float | None = None  # start of the first save since the last commit
+        self._stall_seconds: float | None = None  # time that the last save blocked training; None before the first
+        self._durable_seconds = 0.0  # from the start of the last durable save to its commit
         self._reported_interval_seconds = 1e-9
         self._has_warned_of_grace = False
 
@@ -245,10 +249,10 @@ class Checkpointer:
             self._retention.scan()
         self._policy.record_save()
 
-    # Decide.
+    # Save policy.
 
     def request_save(self, step: int) -> None:
-        """Make a save of `step` due, whatever the spec says."""
+        """Make a save due at `step`, regardless of the schedule in the spec."""
         self._requested_step = step
 
     def find_due_save(self, step: int, last_step: int) -> SaveKind | None:
@@ -256,9 +260,9 @@ class Checkpointer:
         if step == self._requested_step:
             return SaveKind.REQUIRED
         interval_seconds = 0.0
-        # `every: auto` saves at once for the first time, which measures what a save costs.
-        if self._rule.every is not None and self._stall_seconds is not None:
-            hours = self._rule.mean_time_between_failures_hours
+        # With `every: auto` the first save is due at once, because it measures the cost of a save.
+        if self._config.every is not None and self._stall_seconds is not None:
+            hours = self._config.mean_time_between_failures_hours
             interval_seconds = compute_best_interval_seconds(self._stall_seconds, self._durable_seconds, hours)
             if not 0.5 < interval_seconds / self._reported_interval_seconds < 2:
                 self._reported_interval_seconds = interval_seconds
@@ -273,13 +277,13 @@ class Checkpointer:
     # Save.
 
     def save(self, state: Any, step: int, contents: SaveContents, kind: SaveKind, name: str | None = None) -> Any:
-        """Begin to save `state` as `checkpoints/<name>`, by default the step. Called on every host.
+        """Start saving `state` as `checkpoints/<name>`, by default the step. Called on every host.
 
         A step that is saved already is not saved again. Waits for an earlier save that is still in progress, unless
-        this one is left out for it.
+        this one is skipped (`_should_skip`).
 
         Returns:
-            The state to continue with. Only this one may be donated.
+            The state to continue training with. The caller may donate this one, but not `state`.
 
         Raises:
             StateError: a restore would refuse this state; nothing was written.
@@ -290,7 +294,7 @@ class Checkpointer:
             return state
         if name is not None:
             _validate_name(name, step)
-        # A state that cannot come back must never become the newest checkpoint.
+        # A state that could not be restored must never become the newest checkpoint.
         validate_leaf_forms(state, self._abstract, step)
         manifest = Manifest(
             name=name or str(step),
@@ -301,7 +305,7 @@ class Checkpointer:
         )
         with self._attempt.progress.report_phase(SAVE):
             is_fast = self._fast_tier is not None and manifest.is_step
-            is_durable = kind is not SaveKind.FAST and not self._leave_out(step, kind)
+            is_durable = kind is not SaveKind.FAST and not self._should_skip(step, kind)
             if is_durable or is_fast:
                 state = self._start(manifest, state, contents, is_durable, is_fast)
         self._warn_of_grace(self._durable_seconds, step)
@@ -311,8 +315,8 @@ class Checkpointer:
                 self._saved_step = step
         return state
 
-    def _leave_out(self, step: int, kind: SaveKind) -> bool:
-        """Return True if this save is left out since training would have to wait, in a bucket, for an earlier one."""
+    def _should_skip(self, step: int, kind: SaveKind) -> bool:
+        """Return True if training would have to wait for an earlier save into a bucket, and this one is optional."""
         if kind is SaveKind.REQUIRED or self._attempt.store.root is not None:
             return False
         # The progress of the background differs between hosts, so process 0 decides for all of them.
@@ -322,13 +326,16 @@ class Checkpointer:
         return True
 
     def _start(self, manifest: Manifest, state: Any, contents: SaveContents, is_durable: bool, is_fast: bool) -> Any:
-        """Do points 1 and 2 of the protocol and hand the rest to the background; return the state to continue with."""
+        """Do points 1 and 2 of the protocol and start the rest in the background.
+
+        Returns the state to continue training with.
+        """
         attempt, step = self._attempt, manifest.step
         if is_durable and manifest.is_step:
             contents.announce()
 
-        # The earlier saves must end first: there is one of each kind at a time. A fence that this host can see without
-        # a network ends the attempt before anything is written.
+        # Earlier saves must end first, because only one of each kind may be in progress. The local check of the fence
+        # costs no network access, and ends a superseded attempt before it writes anything.
         if is_durable:
             self._wait_until_finished()
         if self._pending_fast is not None:
@@ -353,7 +360,7 @@ class Checkpointer:
         save = _Save(manifest, fingerprint.LeafLayout(state), contents, started_seconds, attachments)
 
         # 1. Copy. An error here must not raise: the other hosts would wait for this one. It fails the save later, in
-        # the background, where every failure of a write ends up.
+        # the background, where every failure of a write is handled.
         leaves = encode_leaves(dict(zip(save.layout.names, jax.tree.leaves(state), strict=True)))
         blocks: Blocks | None = None
         try:
@@ -400,28 +407,28 @@ class Checkpointer:
 
             # 4. Commit, on process 0.
             if attempt.hosts.is_main:
-                whole = replace(manifest, files=written.files, shards=written.shards, seconds=save.seconds)
+                complete = replace(manifest, files=written.files, shards=written.shards, seconds=save.seconds)
                 if save.leaves is not None:
                     digests = save.layout.digests_on(jax.local_devices()[0], save.digests)
-                    verify_read_back(attempt.store, save.directory, whole, save.leaves, digests)
+                    verify_read_back(attempt.store, save.directory, complete, save.leaves, digests)
                 # The check of the fence comes as late as possible. What may still happen between it and the commit is
                 # decided by the commit itself, which fails if a newer attempt has retired this step.
                 attempt.fence.check()
                 try:
-                    commit(attempt.store, save.directory, whole, attempt.number)
+                    commit(attempt.store, save.directory, complete, attempt.number)
                 except (FileExistsError, FileNotFoundError):
                     attempt.fence.check()  # if a newer attempt was first, this raises the better error
                     raise
                 attempt.events.append(
                     "commit",
-                    whole.step,
-                    fingerprint=whole.fingerprint,
+                    complete.step,
+                    fingerprint=complete.fingerprint,
                     seconds_to_durable=save.seconds,
-                    bytes=whole.num_bytes,
+                    bytes=complete.num_bytes,
                     read_back=save.leaves is not None,
                 )
         except WRITE_ERRORS as failure:
-            # Say it loudly and free the space. Training continues, and the next save is tried.
+            # Warn and free the space. Training continues, and the next due save is tried.
             if attempt.hosts.is_main:
                 attempt.fence.check()
             self._writer.discard(save.target)
@@ -522,14 +529,14 @@ class Checkpointer:
                 )
 
     def close(self) -> None:
-        """Stop the background threads. The save in progress must have been waited for."""
+        """Stop the background threads. Call `wait_until_finished` first."""
         self._fast_worker.shutdown()
         self._worker.shutdown()
         self._writer.close()
 
     def _warn_of_grace(self, save_seconds: float, step: int) -> None:
         """Warn, once, if a save takes longer than the scheduler gives after SIGTERM."""
-        grace_seconds = self._rule.grace_seconds
+        grace_seconds = self._config.grace_seconds
         if grace_seconds is None or save_seconds <= grace_seconds or self._has_warned_of_grace:
             return
         self._has_warned_of_grace = True

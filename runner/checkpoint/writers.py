@@ -1,8 +1,8 @@
-"""Writing the arrays of a checkpoint: through Orbax on a disk, as pieces into a bucket.
+"""Writers of the arrays of a checkpoint: through Orbax on a disk, as pieces into a bucket.
 
-A writer copies what it must and returns a function that does the rest in the background. Orbax writes where all hosts
-share a disk. For a bucket, each process writes its pieces to its own disk and then uploads them, in parallel. A
-manifest with `shards` says that the checkpoint was written as pieces.
+A writer copies the arrays off the device and returns a function that finishes the write in the background. Orbax writes
+to a disk that all hosts share. For a bucket, each process writes its pieces to its own disk and then uploads them, in
+parallel. The manifest of a checkpoint that was written as pieces has the key `shards`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ NUM_UPLOADS = 8
 
 @dataclass(frozen=True)
 class WriteResult:
-    """Keys of the manifest that describe the arrays of a writer."""
+    """Values of the manifest's keys `files` and `shards` for the arrays that a writer has written."""
 
     files: Files = field(default_factory=dict)
     shards: dict[str, list[ShardRecord]] | None = None
@@ -73,7 +73,7 @@ class OrbaxWriter:
         self._orbax.wait_until_finished()
         if not self._hosts.is_main:
             return WriteResult()
-        # Orbax reports no sizes or digests, so process 0 reads all files once. They are in the page cache.
+        # Orbax reports no sizes or digests, so process 0 reads all files once. They are still in the page cache.
         arrays = target.rpartition("/")[2]
         sizes = self._store.list_sizes(target)
         return WriteResult(
@@ -82,17 +82,17 @@ class OrbaxWriter:
 
     def discard(self, target: str) -> None:
         """Delete what a failed write has left, now and again before the next write."""
-        self._orbax = _make_orbax(self._hosts)  # the old one would report this failure again
+        self._orbax = _make_orbax(self._hosts)  # the old one would raise the same error again at the next save
         self._failed.add(target)
         self._delete_failed()
 
     def _delete_failed(self) -> None:
-        # Orbax ends a write at the first failure, while its other threads still write. What they leave after that is
-        # deleted when the next save begins, or at the end.
+        # After its first failure Orbax returns while other threads of it still write. The files that they leave are
+        # deleted when the next save starts, or in `close`.
         if not self._hosts.is_main:
             return
         for path in (self._root / target for target in self._failed):
-            with contextlib.suppress(OSError):  # then it stays until the next attempt
+            with contextlib.suppress(OSError):  # a directory that cannot be deleted stays until the next attempt
                 for leftover in path.parent.glob(f"{path.name}*"):
                     shutil.rmtree(leftover, ignore_errors=True)
                 path.parent.rmdir()
@@ -104,10 +104,10 @@ class OrbaxWriter:
 
 
 def _make_orbax(hosts: Hosts) -> ocp.AsyncCheckpointer:
-    # Named processes make Orbax meet at the coordinator. By default it meets in collectives, which from a background
-    # thread would mix with those of a step.
+    # With explicit `active_processes` Orbax synchronizes through the coordinator. By default it uses collectives, which
+    # a background thread would interleave with those of the train step.
     processes = ocp.options.MultiprocessingOptions(active_processes=set(range(hosts.num_processes)))
-    # Compression costs seconds of the cores that train, and weights hardly shrink.
+    # Compression takes seconds of CPU time that training needs, and weights hardly compress.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)
     return ocp.AsyncCheckpointer(handler, multiprocessing_options=processes)
 
@@ -123,7 +123,7 @@ class BlockWriter:
     def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
         """Copy this process's shards to host memory; they are written and uploaded in the background."""
         blocks = copy_to_host(leaves)
-        # All hosts save the same steps in the same order, so that the number of the save is the same key everywhere.
+        # All hosts save the same steps in the same order, so the number of the save gives them the same key.
         self._num_saves += 1
         key = key_value.save_folder(self._num_saves)
         return lambda deadline_seconds: self._finish(target, blocks, key, deadline_seconds)
@@ -144,14 +144,15 @@ class BlockWriter:
                 raise
             # Process 0 waits for a message of every process, so that it learns of a failure at once.
             message = {"error": f"process {self._hosts.process_id}: {error}"}
+        # Process 0 must outlast the deadline of the slowest upload, to report that failure and not a missing message.
         left_seconds = max(deadline_seconds - (time.monotonic() - started), 1.0)
         messages = self._hosts.collect(key, message, left_seconds + 10)
-        whole = BlockTable()
+        merged = BlockTable()
         for part in messages:
             if "error" in part:
                 raise OSError(part["error"])
-            whole.add(BlockTable(part["files"], part["shards"]))
-        return WriteResult(whole.files, whole.shards)
+            merged.add(BlockTable(part["files"], part["shards"]))
+        return WriteResult(merged.files, merged.shards)
 
     def discard(self, target: str) -> None:
         """Do nothing: uploaded pieces stay until the next attempt or retention deletes them."""
@@ -181,5 +182,5 @@ def make_writer(store: Store, hosts: Hosts, run_id: str) -> ArrayWriter:
     if store.root is not None:
         return OrbaxWriter(store, hosts)
     staging = default_cache_directory() / "staging" / f"{run_id}.{hosts.process_id}"
-    shutil.rmtree(staging, ignore_errors=True)  # of an attempt that was killed
+    shutil.rmtree(staging, ignore_errors=True)  # files of an attempt that was killed
     return BlockWriter(store, hosts, staging)

@@ -1,7 +1,8 @@
-"""Hook state: the counters of hooks, and a mark of their calls that the train state already contains.
+"""Hook state: the counters of hooks, and a record of the calls that these counters include.
 
-The state is replicated, passed through by steps, and read and replaced between steps by the training thread. A train
-state that was saved in the middle of a step's calls (a stop came during its evaluation) says so itself: `FiredCalls`.
+The hook state is an auxiliary state: replicated, unchanged by the train step, and read and replaced by the training
+thread between two steps. A state may be saved between two hook calls of one step, if the job is asked to stop during
+the evaluation. The record of calls (`FiredCalls`) then tells the next attempt which calls are missing.
 """
 
 import base64
@@ -23,13 +24,13 @@ _MAX_ITEM_BYTES = 4
 
 @dataclass(frozen=True)
 class FiredCalls:
-    """Calls that the train state contains. All values but the last are steps; 0: none yet.
+    """Last calls that the counters include. All values but the last are steps; 0: none yet.
 
     The field names are leaf names in checkpoints (`riders.hooks.fired.<field>`).
 
     Attributes:
-        row: last step whose row the hooks have seen.
-        evaluation: last step whose evaluation they have seen.
+        row: last step for which `on_row` was called.
+        evaluation: last step for which `on_evaluation` was called.
         asked: last step for which a hook requested an evaluation.
         stopped: `digest` of the hook that has ended the run; 0: none has.
     """
@@ -45,7 +46,7 @@ class HookState:
     """Hook state on the host.
 
     Attributes:
-        fired: calls that the state contains.
+        fired: record of the calls that the counters include.
         counters: counters by hook name, of the hooks that have some.
     """
 
@@ -77,7 +78,7 @@ class HookState:
 
 
 def make_first_counters(counters: Any) -> Any:
-    """Return what `Hook.init` has returned as arrays. Raises `InvalidError` if the train state cannot hold it."""
+    """Return the counters of `Hook.init` as arrays. Raises `InvalidError` if the train state cannot hold them."""
     arrays = jax.tree.map(np.asarray, counters)
     for leaf in jax.tree.leaves(arrays):
         if leaf.dtype.kind not in _KINDS or leaf.dtype.itemsize > _MAX_ITEM_BYTES:
@@ -109,7 +110,7 @@ def encode_counters(counters: Any, first: Any) -> list[str]:
 
 
 def decode_counters(encoded: list[str], first: Any) -> Any:
-    """Decode the counters of `encode_counters`, in memory of their own."""
+    """Decode the counters of `encode_counters` into new arrays."""
     leaves = [
         np.frombuffer(base64.b64decode(text), like.dtype).reshape(like.shape).copy()
         for text, like in zip(encoded, jax.tree.leaves(first), strict=True)

@@ -1,18 +1,24 @@
-"""Dispatch of hooks: when they are called, and how their verdicts act on the run.
+"""Dispatch of hooks: when they are called, and how their verdicts affect the run.
 
-**Order at step k, on every host.** The row of k is made, with its evaluation if one is due; `on_row`; the evaluation
-that a hook has requested; `on_evaluation`; the new counters go into the train state, with a mark of the calls
-(`FiredCalls`); then the state may be saved. A saved state therefore lacks calls of its own step in one case only: a
-stop came during the evaluation of the step. An attempt that resumes there evaluates first, and then makes the calls
-that the mark lacks. Observers have no mark: for them a row counts as seen once it is complete in the file.
+**Order at step k, on every host:**
 
-The stop of a hook is in the mark too, so an attempt that resumes the last step, after a kill before `result.json`, ends
-there as well.
+1. The row of step k is made, with its evaluation if one is due.
+2. `on_row` of each hook.
+3. The evaluation that a hook has requested, if it was not due.
+4. `on_evaluation` of each hook, if the step was evaluated.
+5. The new counters go into the train state, with a record of the calls made (`FiredCalls`).
+6. The state may be saved.
 
-**One call.** Process 0's verdict counts for everyone. The processes synchronize once after each call, whether it has
-raised or not, so that all of them know the outcome: a hook that raises on one host ends the run on all of them, and
-each names the hook. If the failure leaves the others waiting inside a program over all devices, the watchdog names it
-and ends them. A hook that hangs is named by the watchdog too, by the phase of its host.
+A saved state therefore lacks calls of its own step in one case only: the job was asked to stop during the evaluation.
+An attempt that resumes there evaluates first, and then makes the calls that are missing in `FiredCalls`. There is no
+such record of observers: they count as called for a row once the row is complete in the file. `FiredCalls` also records
+that a hook has stopped the run, so an attempt that resumes at the last step, after a kill before `result.json`, ends
+there.
+
+**One call.** The verdict of process 0 applies on every host. All processes synchronize once after each call, even if it
+raised, so that all of them know the outcome: a hook that raises on one host ends the run on all hosts, and each prints
+the hook's name. If the other hosts hang in a collective because of the failure, the watchdog prints it and ends them.
+The watchdog also prints the name of a hook that hangs.
 """
 
 import json
@@ -50,8 +56,8 @@ _RESULT_KEYS = (
 def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObject, str | None]:
     """Call a method of a hook on this host.
 
-    Failures of the infrastructure inside a hook are raised, since they are not the hook's fault and the waiting hosts
-    learn of them in another way.
+    Infrastructure failures inside a hook are raised, because they are no errors of the hook and are reported to the
+    other hosts in another way.
 
     Returns:
         (return value for JSON, None), or (neutral value, reason why the run cannot go on).
@@ -69,7 +75,7 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
 
 
 def _encode_returned(listed: ListedHook, method: str, returned: Any) -> JsonObject:
-    """Encode the return value of a method. Raises `TypeError` or `ValueError` if it may not return that."""
+    """Encode the return value of a method as JSON. Raises `TypeError` or `ValueError` if it is invalid."""
     if method == "on_end" and (returned is None or isinstance(returned, Mapping)):
         return dict(json.loads(json.dumps(dict(returned or {}), allow_nan=False)))
     if method not in _VERDICT_METHODS and returned is None:
@@ -81,7 +87,7 @@ def _encode_returned(listed: ListedHook, method: str, returned: Any) -> JsonObje
         raise TypeError(f"returned a {type(returned).__name__}, needs {needs.get(method, 'None')}")
     # An observer may come and go between attempts, so it must not influence the trajectory.
     if listed.counters is None and (returned.act is not Act.GO_ON or returned.counters is not None):
-        raise TypeError("returned a verdict, and an Observer only looks; derive it from Hook")
+        raise TypeError("returned a verdict, which an Observer cannot; derive the class from Hook")
     counters = None if returned.counters is None else encode_counters(returned.counters, listed.counters)
     return {"act": returned.act.value, "counters": counters, "reason": str(returned.reason)}
 
@@ -116,7 +122,7 @@ class HookCaller:
         return dict(self._call_on_all(listed, method, moment)[0])
 
     def _call_on_all(self, listed: ListedHook, method: str, moment: Moment) -> list[JsonObject]:
-        """Return the return value of every host, for JSON."""
+        """Return the encoded return value of every host."""
         hosts, progress = self.attempt.hosts, self.attempt.progress
         began_seconds = time.monotonic()
         with progress.report_phase(Phase(f"hook {listed.name}.{method}", TimeBucket.EVALUATION)):
@@ -178,27 +184,29 @@ class HookDispatcher:
     ) -> None:
         self._hooks, self._attempt, self._report, self._get_weights = hooks, attempt, report, get_weights
         self._caller = HookCaller(attempt)
-        self._seen = FiredCalls()  # the mark of observers, which is not part of the train state
+        self._seen = FiredCalls()  # calls of observers, which the train state does not record
         self._result: JsonObject = {}
         self._run_began = 0.0
         self.stop: HookStop | None = None
         self.save_step = 0
 
     def start(self, state: TrainState, step: int) -> TrainState:
-        """Find out whether a hook has stopped the run already, and call `on_start`. Once, before the first step.
+        """Restore a stop by a hook in an earlier attempt, and call `on_start`. Called before the first step.
 
-        Raises `InvalidError` if a hook waits for evaluations and nothing evaluates the job.
+        Raises `InvalidError` if a hook has `on_evaluation` and the job has no evaluators.
         """
         if not self._hooks.listed:
             return state
         waiting = self._hooks.list_implementing("on_evaluation")
         if waiting and not self._report.has_evaluators:
-            raise InvalidError(f"hooks: {waiting[0].name} waits for evaluations, and nothing evaluates this job")
+            raise InvalidError(
+                f"hooks: {waiting[0].name} waits for evaluations, and this job has no evaluators; remove the hook"
+            )
         hosts, row = self._attempt.hosts, self._read_newest_row()
         owner = read_owner(self._attempt.store) if hosts.is_main else None
         self._run_began = hosts.agree(0.0 if owner is None else owner.time)
 
-        # Observers have seen the row that the attempt resumes from, unless its evaluation is still to come.
+        # Observers were called for the row that the attempt resumes from, unless its evaluation is missing.
         is_own_row = row.get("step") == step
         is_open = is_own_row and self._report.is_evaluation_missing(row, step)
         is_evaluated = is_own_row and self._report.is_evaluated(row)
@@ -209,7 +217,7 @@ class HookDispatcher:
             stopper = self._hooks.find_by_digest(hook_state.fired.stopped)
             if stopper is not None:
                 self.stop = HookStop(stopper, step, hosts.agree(self._read_stop_reason(step)))
-            else:  # the spec has the hook no longer, or with another config, so the run goes on
+            else:  # the hook was removed from the spec, or its config changed, so the run continues
                 running = replace(hook_state, fired=replace(hook_state.fired, stopped=0))
                 state = self._write_state(state, hook_state, running)
         for each in self._hooks.list_implementing("on_start"):
@@ -240,11 +248,11 @@ class HookDispatcher:
         return self._write_state(state, before, after)
 
     def on_checkpoint(self, state: TrainState, step: int) -> None:
-        """Call `on_checkpoint`: the state of `step` is about to be saved in the run's directory."""
+        """Call `on_checkpoint`, right before the state of `step` is saved in the run's directory."""
         self._call_all("on_checkpoint", state, step)
 
     def on_end(self, state: TrainState, step: int) -> None:
-        """Call `on_end`: the last step is complete. Raises `HookError` if a hook repeats a key of the result."""
+        """Call `on_end`, after the last step. Raises `HookError` if two values for one key of `result.json` result."""
         for name, returned in self._call_all("on_end", state, step).items():
             if taken := [key for key in returned if key in _RESULT_KEYS or key in self._result]:
                 raise HookError(f"hook {name}: result.json has {taken[0]} already; use another key")
@@ -270,7 +278,7 @@ class HookDispatcher:
     ) -> HookState:
         """Call a method of all hooks that have not been called for `step`, and note what their verdicts request.
 
-        `mark` is the field of `FiredCalls` for the method. Returns the hook state with the new counters.
+        `mark` is the field of `FiredCalls` that belongs to the method. Returns the hook state with the new counters.
         """
         fired, counters, is_marked = before.fired, dict(before.counters), False
         for each in self._hooks.list_implementing(method):
@@ -289,7 +297,7 @@ class HookDispatcher:
             if verdict.act is Act.SAVE:
                 self.save_step = step
             if verdict.act is Act.EVALUATE and not self._report.has_evaluators:
-                warn(f"hook {each.name} asks for an evaluation at step {step}, and nothing evaluates this job")
+                warn(f"hook {each.name} requests an evaluation at step {step}, and this job has no evaluators")
             # The first hook that stops the run is named; later ones in the same step change nothing.
             if verdict.act is Act.STOP and self.stop is None:
                 self.stop = HookStop(each, step, verdict.reason)
@@ -302,7 +310,7 @@ class HookDispatcher:
         return HookState(replace(fired, **{mark: step}) if is_marked else fired, counters)
 
     def _make_moment(self, each: ListedHook, state: TrainState, step: int, row: Row, counters: Any = None) -> Moment:
-        """Return what a hook is shown, with copies of row and counters: what it writes there changes nothing."""
+        """Return the argument of a hook's call, with copies of row and counters that the hook may modify."""
         if counters is None and each.counters is not None:
             counters = self._read_state(state).counters[each.name]
         # Copies, because a hook may write into what it is shown.

@@ -1,4 +1,4 @@
-"""Hook protocol: five calls, a verdict, and counters that live in the train state. Imports no jax.
+"""Hook protocol: five calls, a verdict, and counters in the train state. Imports no jax.
 
 The runner makes each hook of the spec once per process. The training thread of every host calls it between two steps,
 in the order of the spec:
@@ -10,9 +10,9 @@ in the order of the spec:
 4. `on_end` when the last step is complete and saved.
 
 Counters are arrays of fixed shape and type in the train state, so they are saved, restored and fingerprinted with it. A
-saved step has the counters after its own calls: each step of the surviving trajectory is counted exactly once, however
-often the job was killed. Steps that were lost are computed again, and so are their calls. Whatever a hook keeps
-elsewhere (an attribute, a file that grows) is forgotten or repeated; `verify-resume` finds such hooks.
+saved step has the counters after its own calls, so each step is counted exactly once, however often the job was killed.
+Steps that were lost are computed again, and their calls are made again. State that a hook keeps elsewhere does not
+follow this: an attribute is lost, an append to a file is repeated. `verify-resume` finds such hooks.
 """
 
 import enum
@@ -58,14 +58,14 @@ class Act(enum.Enum):
     """Request of a verdict, carried out after all hooks have been called."""
 
     GO_ON = "go on"
-    SAVE = "save"  # this step, whether a save is due or not
-    EVALUATE = "evaluate"  # the weights of this step, unless done already; then `on_evaluation` is called
-    STOP = "stop"  # end the run as done: this step is the last, evaluated and saved as such
+    SAVE = "save"  # save this step, even if no save is due
+    EVALUATE = "evaluate"  # evaluate this step, if it was not evaluated; then `on_evaluation` is called
+    STOP = "stop"  # end the run as done: this step becomes the last one, and is evaluated and saved
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Return value of `on_row` and `on_evaluation`; None means `Verdict()`. Process 0's verdict counts on every host.
+    """Return value of `on_row` and `on_evaluation`; None means `Verdict()`. Process 0's verdict applies on every host.
 
     Attributes:
         act: request to the run.
@@ -84,13 +84,13 @@ class Moment:
 
     Attributes:
         step: completed steps.
-        row: metrics of this step as in `metrics.jsonl`, the same on every host; in calls that are not about a row, the
-            newest row (empty before the first).
-        weights: `params`, and `variables` of a model that has others: global arrays with the shardings of the mesh, so
-            computations with them are called on every host. Not to be kept: the next step overwrites their memory.
+        row: metrics of this step as in `metrics.jsonl`, the same on every host; in calls other than `on_row` and
+            `on_evaluation`, the newest row (empty before the first).
+        weights: `params`, and `variables` if the model has any: global arrays with the shardings of the mesh, so
+            computations with them must run on every host. Do not keep them: the next step overwrites their memory.
         counters: the hook's own counters as numpy arrays, in the structure of `init`.
-        hosts: processes of the job. Effects outside (a file, a message) belong under `if hosts.is_main`; nothing that
-            waits for other hosts does.
+        hosts: processes of the job. Put side effects (a file, a message) under `if hosts.is_main`, and never a
+            collective.
         run_began: time when the run's directory was first claimed, in Unix seconds.
     """
 
@@ -103,10 +103,10 @@ class Moment:
 
 
 class Hook:
-    """Base of every hook. Override the methods that are needed; the others cost nothing.
+    """Base of every hook. Override the methods that are needed; methods that are not overridden are never called.
 
-    A method may take its time: it counts in no step's speed and trips no step's deadline. An exception on any host ends
-    the run with exit code 1 and names the hook; the last checkpoint stays as it is.
+    The time of a call is excluded from the speed and the deadline of steps. An exception on any host ends the run with
+    exit code 1 and a message with the name of the hook; the last checkpoint remains.
     """
 
     Config: ClassVar[type[HookConfig]] = HookConfig
@@ -120,16 +120,16 @@ class Hook:
         return {}
 
     def on_start(self, moment: Moment) -> None:
-        """React to the begin of an attempt at `moment.step`. Not part of the trajectory: failures add such calls."""
+        """React to the start of an attempt at `moment.step`. Not part of the trajectory: each restart adds a call."""
 
     def on_row(self, moment: Moment) -> Verdict | None:
         """React to a new row of metrics. The verdict may depend on row, weights and counters only."""
 
     def on_evaluation(self, moment: Moment) -> Verdict | None:
-        """React to an evaluation, whose metrics are in the row. The verdict may depend on the same as in `on_row`."""
+        """React to an evaluation, whose metrics are in the row. The same rule as in `on_row`."""
 
     def on_checkpoint(self, moment: Moment) -> None:
-        """React to a save that is about to begin. Not part of the trajectory: saves depend on clocks and failures."""
+        """React to a save that is about to start. Not part of the trajectory: saves depend on clocks and failures."""
 
     def on_end(self, moment: Moment) -> Mapping[str, str | float | int | None] | None:
         """React to the end of the run, once the last step is saved.

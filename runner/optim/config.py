@@ -1,7 +1,7 @@
 """Config models of optimizers and schedules, and tables of their keys, defaults and sources.
 
-`runner.optim.library` implements them. To add an optimizer or a schedule, add an entry to the table here, its name to
-the `Literal` of its section, and a function there. This module imports no jax.
+`runner.optim.library` implements them. A new optimizer or schedule needs an entry in the table of this module, its name
+in the `Literal` of its config model, and a function in `runner.optim.library`. This module imports no jax.
 """
 
 from collections.abc import Mapping
@@ -130,7 +130,7 @@ class ParameterGroup(FrozenModel):
         description="Glob of dotted parameter names, such as `blocks.*.kernel` or `*embedding`; `*` also matches dots. "
         "It must match at least one parameter, and none that another group matches.",
     )
-    rate: PositiveFloat = Field(default=1.0, description="Factor on the learning rate.")
+    rate: PositiveFloat = Field(default=1.0, description="Learning-rate multiplier of the group.")
     weight_decay: NonNegativeFloat | None = Field(
         default=None, description="Weight decay of the group's matrices; null: that of all other matrices."
     )

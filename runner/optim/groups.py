@@ -1,4 +1,4 @@
-"""Per-parameter optimizer settings: learning-rate factor, weight decay, gradient clipping and frozen parameters.
+"""Per-parameter optimizer settings: learning-rate multiplier, weight decay, gradient clipping and frozen parameters.
 
 `describe_parameters` turns the abstract parameters of a model into a tree of `Parameter`, and `make_parameter_settings`
 applies the groups of a spec to it.
@@ -25,7 +25,7 @@ from runner.optim.config import OptimizerConfig, ParameterGroup
 
 STACK_AXES = ("layers", "expert")  # axes along which a parameter stacks several matrices or vectors
 _TABLE_AXES = ("vocab", "positions")  # axes of tables whose rows are looked up one by one
-_EMBEDDING = "embedding"  # the name that flax gives to the table of an `nn.Embed`
+_EMBEDDING = "embedding"  # name of the table of flax's `nn.Embed`
 _NAMES_SHOWN = 4  # in an error
 
 
@@ -37,7 +37,7 @@ class Parameter:
         name: Dotted name.
         shape: Shape of the array.
         axes: Logical axes, None for an axis without a name.
-        rate: Factor on the learning rate that the model asks for, whatever the parameter's group says.
+        rate: Learning-rate multiplier that the model sets; the multiplier of the parameter's group comes on top of it.
     """
 
     name: str
@@ -67,11 +67,11 @@ class Parameter:
 
 
 def get_default_multiplier(parameter: Parameter) -> float:
-    """Return 1, the learning-rate factor of every parameter of a model that asks for no other.
+    """Return 1, the default learning-rate multiplier of a parameter.
 
-    A trainer whose parameters learn at different rates, as with mu-P, replaces this function. The optimizers of the
-    library multiply the learning rate by the factor and divide the weight decay by it, so that adamw subtracts the same
-    share of the parameter as without the factor.
+    A trainer whose parameters have different learning rates, as with mu-P, replaces this function. The optimizers of
+    the library multiply the learning rate by the multiplier and divide the weight decay by it, so that adamw subtracts
+    the same share of the parameter as without the multiplier.
     """
     return 1.0
 
@@ -106,7 +106,7 @@ class ParameterSettings:
     Attributes:
         parameters: The trained parameters.
         decays: Weight decay of each.
-        rates: Factor on the learning rate of each; None if all are 1.
+        rates: Learning-rate multiplier of each; None if all are 1.
         clips: Pairs of a norm and a tree of bools that selects the parameters clipped together to that norm.
         weight_decay: Weight decay of all matrices; None if groups differ in it.
         frozen: Dotted names of the frozen parameters.
@@ -120,8 +120,8 @@ class ParameterSettings:
     frozen: frozenset[str]
 
     def add_weight_decay(self) -> optax.GradientTransformation:
-        """Return a stateless transformation that adds to each update its parameter times its weight decay."""
-        # One weight decay for all matrices needs no more than the transformation of optax.
+        """Return a stateless transformation that adds weight decay times parameter to each update."""
+        # If all matrices have the same weight decay, the transformation of optax is enough.
         if self.weight_decay is not None:
             is_matrix = jax.tree.map(lambda parameter: parameter.is_matrix, self.parameters)
             return optax.add_decayed_weights(self.weight_decay, is_matrix)
@@ -132,7 +132,7 @@ class ParameterSettings:
         return optax.GradientTransformation(optax.init_empty_state, update)
 
     def scale_by_learning_rate(self, schedule: optax.Schedule) -> optax.GradientTransformation:
-        """Return a transformation that multiplies each update by minus its learning rate."""
+        """Return a transformation that multiplies each update by its negative learning rate."""
         inner = optax.scale_by_learning_rate(schedule)
         if self.rates is None:
             return inner
@@ -144,14 +144,14 @@ class ParameterSettings:
         return optax.GradientTransformation(inner.init, update)
 
     def multiply_by_rates(self, updates: Any) -> Any:
-        """Multiply each update by the factor of its parameter."""
+        """Multiply each update by the learning-rate multiplier of its parameter."""
         return updates if self.rates is None else jax.tree.map(lambda u, rate: u * rate, updates, self.rates)
 
     def add_clipping(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return `optimizer` behind the clipping of gradients, each set of `clips` to its norm."""
+        """Return `optimizer` preceded by gradient clipping, of each set in `clips` to its norm."""
         for norm, is_clipped in self.clips:
             clip: Any = optax.clip_by_global_norm(norm)
-            # A mask is needed only for a set that leaves parameters out.
+            # A set that contains all parameters needs no mask.
             is_whole = all(jax.tree.leaves(is_clipped))
             optimizer = optax.chain(clip if is_whole else optax.masked(clip, is_clipped), optimizer)
         return optimizer
@@ -161,7 +161,7 @@ def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> Paramet
     """Return the settings of `parameters`, a tree of `Parameter`.
 
     Raises:
-        InvalidError: A group matches no parameter, or one that another group matches, or sets a key to no effect.
+        InvalidError: A group matches no parameter, matches that of another group, or sets a key without effect.
     """
     group_by_name = _match_groups(config.groups, jax.tree.leaves(parameters))
     # Parameters without a group have the settings of the optimizer.
@@ -208,16 +208,16 @@ def _match_groups(groups: Sequence[ParameterGroup], parameters: Sequence[Paramet
         fitting = [p for p in parameters if fnmatchcase(p.name, group.pattern)]
         if not fitting:
             names = _format_nearest(group.pattern, parameters)
-            raise InvalidError(f"groups: {group.pattern!r} fits no parameter; {names}")
-        # Zero weight decay is accepted for any parameter: it is what vectors have.
+            raise InvalidError(f"groups: {group.pattern!r} matches no parameter; {names}")
+        # A weight decay of 0 is accepted for vectors, because they have none anyway.
         if group.weight_decay and not any(p.is_matrix for p in fitting):
             raise InvalidError(
-                f"groups: {group.pattern!r} fits no matrix, and only matrices decay; leave out weight_decay"
+                f"groups: {group.pattern!r} matches no matrix, and only matrices decay; leave out weight_decay"
             )
         for parameter in fitting:
             if (other := matched.get(parameter.name)) is not None:
                 raise InvalidError(
-                    f"groups: {parameter.name} fits both {other.pattern!r} and {group.pattern!r}; needs one group"
+                    f"groups: {parameter.name} matches both {other.pattern!r} and {group.pattern!r}; change one of them"
                 )
             matched[parameter.name] = group
     return matched
@@ -239,7 +239,7 @@ def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
     for pattern in patterns:
         if not any(fnmatchcase(p.name, pattern) for p in leaves):
             names = _format_nearest(pattern, leaves)
-            raise InvalidError(f"{key}: {pattern!r} fits no parameter that is trained; {names}")
+            raise InvalidError(f"{key}: {pattern!r} matches no trained parameter; {names}")
     return jax.tree.map(lambda p: any(fnmatchcase(p.name, pattern) for pattern in patterns), parameters)
 
 

@@ -60,8 +60,8 @@ _RATE = "learning_rate"
 def find_injected_rate(opt_state: Any) -> jax.Array | None:
     """Return the learning rate that `optax.inject_hyperparams` keeps in an optimizer's state, a float32 scalar.
 
-    It is the rate of the update that led to this state. An optimizer of the job's own that keeps its rate in a
-    function, or has several rates by groups, has none: the result is None. The function can be traced.
+    It is the rate of the update that led to this state. The result is None for an optimizer without such a state, and
+    for one with several rates for groups of parameters. The function can be traced.
     """
 
     def is_injected(node: Any) -> bool:
@@ -69,7 +69,7 @@ def find_injected_rate(opt_state: Any) -> jax.Array | None:
 
     nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=is_injected) if is_injected(node)]
     rates = [node.hyperparams[_RATE] for node in nodes if _RATE in node.hyperparams]
-    # Several rates belong to several groups of parameters; none of them is that of the whole step.
+    # Several rates belong to groups of parameters; none of them is the rate of the whole step.
     is_scalar = len(rates) == 1 and jnp.shape(rates[0]) == ()
     return jnp.asarray(rates[0], jnp.float32) if is_scalar else None
 
@@ -138,8 +138,8 @@ def _make_galore(config: OptimizerConfig, settings: ParameterSettings, schedule:
 def _make_schedule_free_adamw(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
     """Return schedule-free AdamW.
 
-    It has the second moment only, since the average takes the place of the first. Weight decay is that of the point
-    where the gradient is taken.
+    It keeps only the second moment, because the average replaces the first. Weight decay is applied to the point where
+    the gradient is taken.
     """
     # Bias-corrected as in Adam, with eps added to the root and not inside of it.
     moment = optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True)
@@ -150,7 +150,7 @@ def _make_schedule_free_adamw(config: OptimizerConfig, settings: ParameterSettin
 def _make_adafactor(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
     """Return Adafactor with weight decay that is multiplied by the learning rate.
 
-    The weight decay of `optax.adafactor` is applied after the learning rate, and so is a share per step.
+    `optax.adafactor` applies its own weight decay after the learning rate, so that it would not follow the schedule.
     """
     inner = optax.adafactor(schedule)
     # Each distinct weight decay is multiplied by the learning rate once, not once per parameter.
@@ -201,8 +201,8 @@ def _select_matrices(config: OptimizerConfig, parameters: Any) -> Any:
         leaves = zip(jax.tree.leaves(parameters), jax.tree.leaves(selected), strict=True)
         if other := next((p for p, yes in leaves if yes and not p.holds_matrices), None):
             raise InvalidError(
-                f"matrices: {other.name} of shape {other.shape} is none: all axes before its last two must be named "
-                "layers or expert; name other parameters"
+                f"matrices: {other.name} of shape {other.shape} is no stack of matrices: all axes before its last two "
+                "must be named layers or expert; name other parameters"
             )
         return selected
 
@@ -212,7 +212,9 @@ def _select_matrices(config: OptimizerConfig, parameters: Any) -> Any:
 
     selected = jax.tree.map(is_selected, parameters)
     if not any(jax.tree.leaves(selected)):
-        raise InvalidError(f"{config.name} finds no matrix among the parameters but embeddings; name some by matrices")
+        raise InvalidError(
+            f"{config.name} finds no matrix among the parameters except embeddings; name some in matrices"
+        )
     return selected
 
 

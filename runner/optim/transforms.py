@@ -5,14 +5,13 @@ bias-corrected momentum, gives the other parameters to Adam with Nesterov moment
 keeps its coefficients in the state. This is the published one, with one learning rate for all parameters.
 
 **GaLore** (`project_low_rank`): moments of gradients that are projected to a low rank. Each matrix of a stack has its
-own projection. The version of optax does not support stacks, and projects the longer side of a matrix, whereas the
-paper projects the shorter one.
+own projection. optax's version does not support stacks, and projects the longer side of a matrix where the paper
+projects the shorter one.
 
 **Schedule-free** (`average_schedule_free`): the parameters of the train state are an average of the iterates, and the
-optimizer's state holds the iterates themselves. Evaluation, sampling, export and warm starts therefore see the average
-without further work; only the train step asks for the point between the two where the gradient is taken
-(`compute_gradient_point`). The version of optax keeps that point as the parameters, and computes the average on
-request.
+optimizer's state holds the iterates themselves. Evaluation, sampling, export and warm starts therefore use the average
+without special code; only the train step needs the point between the two at which the gradient is taken
+(`compute_gradient_point`). optax's version keeps that point as the parameters, and computes the average on request.
 
 Shape legend: M x N a matrix, S its shorter side, R the rank of the projection. Leading axes stack matrices.
 """
@@ -30,7 +29,7 @@ from jax import lax
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_ITERATIONS = 5
 _NORM_MIN = 1e-7
-_RMS = 0.2  # that of an update of adamw, so that learning rate and weight decay of adamw suit Muon
+_RMS = 0.2  # root mean square of an adamw update, so that learning rate and weight decay of adamw suit Muon
 
 
 def orthogonalise() -> optax.GradientTransformation:

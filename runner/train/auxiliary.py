@@ -4,22 +4,23 @@ An auxiliary state is a pytree below `riders` of the train state, by name; it is
 fingerprinted like every leaf. A leaf with the name and the shape of a parameter is sharded like that parameter, all
 other leaves are replicated. A job without auxiliary states has no such leaf, and its program is the one without them.
 
-An auxiliary state with an `update` changes in every step, inside the compiled program, after the optimizer. One without
-is passed through by the step, and replaced on the host between two steps.
+An auxiliary state with an `update` changes in every step, inside the compiled program, after the optimizer. The step
+passes one without `update` through unchanged; code on the host may replace it between two steps (hooks do).
 
-**Exponential moving averages** (`make_ema`) are float32 and begin as the parameters. A step takes the difference
-before it scales it, so that the average of constant parameters stays equal to them, to the bit.
+**Exponential moving averages** (`make_ema`) are float32 and start as a copy of the parameters. A step computes
+`average + (1 - decay) * (parameter - average)`, in this form, so that the average of constant parameters stays
+bit-identical to them.
 
 **Gradient-noise scale** (`make_noise_scale`): the batch size, in tokens, above which more data per step gains little
 (McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A). The expected squared norm of a gradient over n
 tokens is |G|^2 + tr / n, with G the gradient over all data and tr the trace of its covariance for one token; two batch
 sizes determine both, and their ratio tr / |G|^2 is the scale. The two sizes here are the global batch and its two
-halves, by the order of its examples: the result follows from the trajectory, whatever devices and micro-batches share
-a step. The formulas of the paper then come to
+halves, by the order of its examples, so that the result does not depend on devices or micro-batches. The formulas of
+the paper then become
 
     |G|^2 = g1 . g2,    tr = mean of n_i (|g_i|^2 - g1 . g2),    g_i the mean gradient over the n_i tokens of half i.
 
-Each estimate alone is noise, so both are averaged over steps before they are divided.
+A single estimate is very noisy, so both are averaged over steps before they are divided.
 """
 
 from collections import Counter
@@ -110,7 +111,7 @@ def update_auxiliary(
 
 
 def validate_auxiliary(auxiliary_states: Sequence[AuxiliaryState], before: Any, after: Any) -> None:
-    """Raise `InvalidError` if a traced step returns an auxiliary state unchanged although it has an update.
+    """Raise `InvalidError` if a traced step returns an auxiliary state with an `update` unchanged.
 
     A custom `train_step` of an experiment may forget to call `update_auxiliary`.
     """
@@ -118,7 +119,7 @@ def validate_auxiliary(auxiliary_states: Sequence[AuxiliaryState], before: Any, 
         pairs = list(zip(jax.tree.leaves(before[each.name]), jax.tree.leaves(after.get(each.name)), strict=False))
         if each.update is not None and pairs and all(old is new for old, new in pairs):
             raise InvalidError(
-                f"train_step of the job leaves riders.{each.name} as it is; call train_step of BaseTrainer, or "
+                f"train_step of the job leaves riders.{each.name} as it is; call BaseTrainer.train_step, or "
                 "update_auxiliary of runner.train.auxiliary after the optimizer"
             )
 
@@ -159,7 +160,7 @@ def make_noise_scale(decay: float) -> AuxiliaryState:
         assert halves is not None, "an auxiliary state with needs_halves gets them"
         trace = jnp.mean(halves.counts * (halves.squares - halves.product))
         estimates = {"square": halves.product, "trace": trace}
-        is_known = jnp.all(halves.counts > 0)  # a half of nothing but padding has no gradient
+        is_known = jnp.all(halves.counts > 0)  # a half that holds only padding has no gradient
 
         def move(average: jax.Array, value: jax.Array) -> jax.Array:
             return jnp.where(is_known, average + jnp.float32(1 - decay) * (value - average), average)
@@ -178,8 +179,9 @@ def compare_halves(first: Any, both: Any, counts: jax.Array, divisor: jax.Array 
         first: gradients summed over the first half.
         both: gradients summed over both halves.
         counts: total target weight of each half; float32[2].
-        divisor: number by which the summed losses were divided, if they were.
+        divisor: number by which the summed losses were divided; None if they were not.
     """
+    # Counts of 0, of a half that holds only padding, would give NaN; `tiny` keeps the division finite.
     second = jax.tree.map(jnp.subtract, both, first)
     shares = jnp.maximum(counts, jnp.finfo(jnp.float32).tiny) / (1.0 if divisor is None else divisor)
     products = [

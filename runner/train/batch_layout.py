@@ -34,7 +34,7 @@ class BatchLayout:
         sequence_length: tokens of a sequence, T.
         fields: dtype of each array of a batch by name, as the data declare them; all are (S, B, T).
         is_ordered: True if sums have an order independent of the number of devices (`train.same_bits_devices`): then
-            each micro-batch lies on one device, which computes its share of the micro-batches one after another.
+            each micro-batch is placed on one device, and a device computes its micro-batches one after another.
     """
 
     mesh: Mesh
@@ -51,7 +51,7 @@ class BatchLayout:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Sharding of (S, B, T) batches: B over the devices, or S where each device has micro-batches of its own."""
+        """Sharding of (S, B, T) batches: over B, or over S if each device has its own micro-batches (`is_ordered`)."""
         if self.is_ordered:
             return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
         return make_batch_sharding(self.mesh)
@@ -107,7 +107,7 @@ def list_batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | Non
     shards, axes = count_batch_shards(mesh), format_batch_axes(mesh)
     sizes = list_micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards, axes)
     if config.noise_scale is not None:
-        # Half of the batch must be half of the micro-batches, so only an even number of them will do.
+        # The first half of the batch must be the first half of the micro-batches, so their number must be even.
         examples = train.global_batch_examples
         share, smallest = examples // shards, sizes[0]
         sizes = [size for size in sizes if share // size % 2 == 0]

@@ -1,8 +1,8 @@
 """Checks of a training job against the hardware, the other hosts and earlier attempts. Called on every host.
 
-A job that is sized for other hardware is refused, with the options that make it run here, if slowly. All hosts must
-train on the same data from the first step to the last. The micro-batch of an earlier attempt on the same hardware is
-used again, because another one would change bits.
+A job that is sized for other hardware is refused, with options that make a small version of it run on the local
+devices. All hosts must train on the same data, which must not change during the run. The micro-batch size of an earlier
+attempt on the same hardware is used again, because another one would change bits.
 """
 
 import shlex
@@ -67,27 +67,28 @@ def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerCo
 
 
 def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:
-    """Share the ids in the token files with every host; only process 0 reads all files to find them.
+    """Give every host the range of token ids in the data; only process 0 reads all token files to find it.
 
-    An earlier attempt on the same data has recorded them in its manifests: then files with many ids are not read again.
+    Manifests of an earlier attempt on the same data record the vocabulary size. Then the files need not be read again.
     """
 
     def find() -> JsonObject:
         manifest = read_newest_manifest(store) if dataset.needs_id_scan else None
         known = {} if manifest is None else manifest.identity
         is_same = known.get("config.data") == dataset.fingerprint
-        believed = known.get("config.model.vocabulary_size") if is_same else None
-        return {"believed": believed, "found": dataset.find_id_ranges(believed)}
+        recorded = known.get("config.model.vocabulary_size") if is_same else None
+        return {"recorded": recorded, "found": dataset.find_id_ranges(recorded)}
 
     ids = hosts.run_on_main(find)
     if not hosts.is_main:
-        dataset.set_id_ranges(ids["believed"], ids["found"])
+        dataset.set_id_ranges(ids["recorded"], ids["found"])
 
 
 def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str = "") -> None:
-    """Raise `DataError` on every host if the digest of what one has read differs from that of process 0.
+    """Raise `DataError` on every host if the digest of one differs from that of process 0.
 
-    Hosts with other data would make another batch, hosts with other questions another number of evaluation steps.
+    `name` says what was digested. Hosts with other data would make another batch, and hosts with other questions would
+    run another number of evaluation steps, which would deadlock in a collective.
     """
     digests = hosts.gather(digest)
     different = [process for process, other in enumerate(digests) if other != digests[0]]
@@ -100,16 +101,16 @@ def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str
 def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
     """Raise `DataError` if a token file has changed since the start. Called before a state is saved.
 
-    Every host checks and learns what process 0 has found: where hosts share the files, all of them end with exit code
-    2. A host that alone sees a change, in a copy of its own, ends alone; the others then lose a peer.
+    Every host checks, and also gets the result of process 0. If hosts share the files, all of them therefore end with
+    exit code 2. A host with its own copy of the files that alone has changed ends alone; the others then lose a peer.
     """
     problem = None
     with attempt.progress.report_phase(SAVE):
         try:
             dataset.check()
         except DataError as error:
-            problem = f"{error}; what was trained since the last commit is not saved"
-        # Process 0 decides, so that hosts which share the files end the same way; an own problem ends this host too.
+            problem = f"{error}; the steps since the last commit are not saved"
+        # Process 0 decides, so that hosts which share the files end the same way; a problem of its own ends this host too.
         problem = attempt.hosts.agree(problem) or problem
     if problem is not None:
         raise DataError(problem)
@@ -121,7 +122,7 @@ def find_known_micro_batch(train_setup: TrainSetup, store: Store, hosts: Hosts) 
     Until this attempt has claimed the directory, an earlier one may still commit; only a call after that is final.
     """
     hardware = train_setup.describe_hardware(hosts.num_processes)
-    ones = dict.fromkeys(AXES, 1)  # a manifest may be older than a mesh axis
+    ones = dict.fromkeys(AXES, 1)  # an older manifest may lack an axis that was added since
     manifest = read_newest_manifest(store) if hosts.is_main else None
     record = hosts.agree(manifest and manifest.topology)
     if not record or hardware != {key: record.get(key) for key in hardware} | {"mesh": ones | record.get("mesh", {})}:

@@ -1,10 +1,10 @@
 """Evaluators and their schedule: metrics of the weights besides the training loss. Called on every host.
 
-If an evaluator fails, its metrics are missing, one line is printed, and the run continues. Failures are: an exception,
-metrics that a row cannot hold, metrics that are not finite (null in the row), and metrics that differ from those of
-process 0 (which go into the row). An evaluator that raises on one host only, before it has met the others in a program
-over all devices, leaves them waiting there: every host names it at once (see the watchdog), and the deadline of a phase
-ends the wait with exit code 76.
+If an evaluator fails, its metrics are left out, a line is printed, and the run continues. Failures are: an exception,
+metrics that a row cannot hold, metrics that are not finite (null in the row), and metrics that differ between hosts
+(the row has those of process 0). If an evaluator raises on one host before a collective, the other hosts hang in that
+collective: every host then prints the evaluator's name at once (see the watchdog), and the deadline of a phase ends the
+wait with exit code 76.
 
 `Validation` is the evaluator of the mean loss over the real target tokens of fixed sets of batches, `EmaValidation`
 that of averaged weights on the same sets.
@@ -54,8 +54,8 @@ class Evaluator(Protocol):
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
         """Return metrics by their key in a row (`val/...`); None if the job was asked to stop meanwhile.
 
-        A metric is a number, a text, a list of at most 64 numbers, a histogram as rows have it, or None; the same on
-        every host.
+        A metric is a number, a text, a list of at most 64 numbers, a histogram in the form that rows have, or None. It
+        must be the same on every host.
         """
 
 
@@ -100,7 +100,7 @@ class EvaluatorSchedule:
         return metrics
 
     def _call(self, evaluator: Evaluator, weights: Any, step: int, before: Row) -> EvaluationMetrics | None:
-        """Return process 0's metrics; none if a host has failed; None if the job was asked to stop."""
+        """Return process 0's metrics; empty if the evaluator failed on a host; None if the job was asked to stop."""
         hosts = self._attempt.hosts
         name = str(getattr(evaluator, "name", None) or type(evaluator).__name__)
         problem = None
@@ -108,7 +108,7 @@ class EvaluatorSchedule:
         try:
             metrics = evaluator.evaluate(weights, step, hosts)
         except RunnerError:
-            raise  # not the fault of the evaluator
+            raise  # an error of the runner, such as a lost peer, and not of the evaluator
         except Exception as error:  # noqa: BLE001 - code of a user, whose result training does not need
             problem = format_error(error)
         is_stopping = metrics is None and problem is None
@@ -129,11 +129,11 @@ class EvaluatorSchedule:
         if raised:
             process, reason = min(raised.items())
             where = f" on process {process}" if hosts.num_processes > 1 else ""
-            self._report_problem(name, step, f"{reason}{where}; the row of this step has none of its figures")
+            self._report_problem(name, step, f"{reason}{where}; its metrics are not in the row of this step")
             return {}
         others = [process for process, (_, digest, _) in enumerate(outcomes) if digest != outcomes[0][1]]
         if others:
-            reason = f"process {others[0]} has other figures than process 0, whose stand in the row"
+            reason = f"process {others[0]} has other metrics than process 0; the row has those of process 0"
             self._report_problem(name, step, reason)
         if not_finite := [key for key, value in (metrics or {}).items() if _has_non_finite(value)]:
             self._report_problem(name, step, f"{', '.join(not_finite)}: not finite; null in the row")
@@ -148,10 +148,10 @@ class EvaluatorSchedule:
 def _find_problem(metrics: Any, before: Row) -> str | None:
     """Return why a row cannot hold these metrics beside those of other evaluators; None if it can."""
     if not isinstance(metrics, Mapping):
-        return f"it returns a {type(metrics).__name__}, needs a dictionary of figures by their key in a row"
+        return f"it returns a {type(metrics).__name__}, needs a dictionary of metrics by their key in a row"
     for key, value in metrics.items():
         if not (isinstance(key, str) and _KEY.fullmatch(key)) or key.startswith(_RESERVED_PREFIXES):
-            return f"it returns a figure named {key!r}, needs a key such as val/accuracy"
+            return f"it returns a metric named {key!r}, needs a key such as val/accuracy"
         if key in before:
             return f"it returns {key}, which another evaluator has returned"
         if not _is_metric(value):
@@ -209,7 +209,7 @@ def _to_json_values(metrics: EvaluationMetrics) -> EvaluationMetrics:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Validation set: batches 0 to `num_batches` - 1, which `batch` makes by index."""
+    """Validation set: its number of batches, and the function `batch` that returns one by its index."""
 
     name: str
     num_batches: int
@@ -285,7 +285,7 @@ class Validation:
         self._step: Future[jax.stages.Compiled] | None = None
 
     def start_compiling(self) -> None:
-        """Compile in the background. Not before the first row: tracing would slow down what the first steps need."""
+        """Compile in the background. Called after the first row, because tracing would slow down the first steps."""
         if self._step is None:
             compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
             self._step = compiler.submit(self._compile_val, self._abstract)
@@ -299,15 +299,16 @@ class Validation:
         return self._step.result()
 
     def make_val_state(self, weights: Any, step: int) -> TrainState:
-        """Return the state that `val_step` sees: the weights of `step` without optimizer state."""
+        """Return the state to pass to `val_step`: the weights of `step` without optimizer state."""
         variables = weights.get(VARIABLES, {})
         return self._abstract.replace(params=weights[PARAMS], variables=variables, step=np.int32(step))
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
         """Return the mean loss over all tokens of all sets, by its key in a row; None if the job was asked to stop.
 
-        With several sets, that of each set too, by its name. For each set also the meta of `val_step` for its last
-        batch, the means of its `sums` over all batches, and the bits per byte, if sizes are measured.
+        If there are several sets, the metrics include the loss of each. They also include, for each set, the meta of
+        `val_step` for the last batch, the means of its `sums` over all batches, and, if sizes are measured, the bits
+        per byte.
         """
         state = self.make_val_state(weights, step)
         metrics: EvaluationMetrics = {}
@@ -332,16 +333,16 @@ class Validation:
         return metrics
 
     def _find_num_bytes(self, name: str, sums: ValidationSums, hosts: Hosts) -> int | None:
-        """Return the bytes of the text of a set, if the loss is over just its targets; warns once if unknown.
+        """Return the bytes of the text of a set, if the loss covers exactly its targets; warns once if unknown.
 
-        Process 0 counts. The first time this may take as long as decoding the set.
+        Only process 0 counts. The first call for a set decodes it.
         """
         if self._measure is None:
             return None
         size = self._measure(name) if hosts.is_main else ValidationSize(0, None)
         reason = size.reason
         if size.num_bytes is not None and size.num_targets != sums.num_tokens:
-            reason = f"it has {size.num_targets} targets, and the loss is of {sums.num_tokens:g}"
+            reason = f"it has {size.num_targets} targets, and the loss is a sum over {sums.num_tokens:g}"
         if hosts.is_main and reason and name not in self._warned:
             self._warned.add(name)
             warn(f"{name}: bits per byte are not known: {reason}")
@@ -355,7 +356,7 @@ class Validation:
         for index in range(validation_set.num_batches):
             if self._is_stopping():
                 return None
-            # At most one batch ahead of the device: a stop must not wait for a whole evaluation that is queued.
+            # Queue at most one batch ahead of the device, so that a stop need not wait for a whole queued evaluation.
             jax.block_until_ready(loss_sum)
             loss, count, meta = self.compiled(state, validation_set.batch(index))
             loss_sum, token_count = loss_sum + loss, token_count + count

@@ -71,7 +71,7 @@ def _match_targets(leaves: Sequence[Parameter], patterns: Sequence[str]) -> list
         near = ", ".join(list_nearest_names(pattern.replace("*", ""), matrices)[:_MAX_SUGGESTIONS])
         if not by_module and not by_name:
             raise InvalidError(
-                f"config.adapter.targets: {pattern!r} fits no parameter; the nearest matrices are {near}"
+                f"config.adapter.targets: {pattern!r} matches no parameter; the nearest matrices are {near}"
             )
         # A module may hold vectors beside its matrices (a bias), but a vector that is named itself is a mistake.
         wrong = [leaf for leaf in by_name if not is_matrix(leaf)]

@@ -1,8 +1,12 @@
-"""Choice of optimizer and schedule: those of the library that the spec names, or objects of the job's own.
+"""Choice of optimizer and schedule: from the library, by the names in the spec, or custom objects of the job.
 
-`config.optimizer.learning_rate` takes this way from YAML to optax: `OptimizerConfig` (runner.optim.config) -> here
-`OptimizerChoice.build_schedule` -> `make_schedule` (runner.optim.library) -> `OptimizerChoice.build_optimizer` ->
-`make_optimizer` (runner.optim.library). `TrainSetupBuilder.build_on_mesh` makes both calls.
+The path of `config.optimizer.learning_rate` from YAML to optax:
+
+1. `OptimizerConfig` (`runner.optim.config`) validates it.
+2. `OptimizerChoice.build_schedule` passes it as the peak to `make_schedule` (`runner.optim.library`).
+3. `OptimizerChoice.build_optimizer` passes the schedule to `make_optimizer` (`runner.optim.library`).
+
+`TrainSetupBuilder.build_on_mesh` (`runner.train.setup`) makes the calls of steps 2 and 3.
 """
 
 from collections.abc import Callable
@@ -17,7 +21,7 @@ from runner.errors import InvalidError
 from runner.optim.config import READERS, OptimizerConfig, ScheduleConfig
 from runner.optim.library import make_optimizer, make_schedule
 
-SPEC = "spec"  # `BaseTrainer.optimizer` and `schedule` return it for the name in the spec
+SPEC = "spec"  # returned by `BaseTrainer.optimizer` and `schedule` to choose the name in the spec
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,9 @@ class OptimizerChoice:
     """Optimizer and schedule of a job. Made by `choose_optimizer`.
 
     Attributes:
-        optimizer: library name, or an optax transformation of the job's own, to which nothing is added.
-        schedule: library name, or an optax schedule of the job's own.
-        overridden: `optimizer`, `schedule`: those for which the job returns a library name instead of the spec's.
+        optimizer: library name, or a custom optax transformation, which is used unchanged.
+        schedule: library name, or a custom optax schedule.
+        overridden: names of the methods (`optimizer`, `schedule`) that return a library name other than `SPEC`.
     """
 
     optimizer: str | optax.GradientTransformation
@@ -37,12 +41,12 @@ class OptimizerChoice:
     def build_schedule(
         self, config: TrainerConfig, get_config_in_steps: Callable[[], TrainerConfig] | None = None
     ) -> optax.Schedule | None:
-        """Return the learning rate by completed steps; None if an optimizer of the job's own has its own.
+        """Return the learning rate by completed steps; None if a custom optimizer contains its own.
 
         Args:
             config: config of the trainer.
-            get_config_in_steps: function that returns the config with a total in steps, for a total in epochs. It reads
-                the data, and is called only when a train step is traced: read-only tools trace none and need no data.
+            get_config_in_steps: function that converts a total in epochs to steps and returns that config. It reads the
+                data, so it is called only when a train step is traced, which read-only tools never do.
         """
         if callable(self.schedule):
             return self.schedule
@@ -56,22 +60,22 @@ class OptimizerChoice:
         return make_schedule(name, schedule_config, peak, config.total_steps)
 
     def build_optimizer(self, config: TrainerConfig, schedule: optax.Schedule | None, parameters: Any) -> Any:
-        """Return the whole transformation: the library's with the groups of the spec, or the job's own unchanged.
+        """Return the transformation: that of the library with the groups of the spec, or the custom one unchanged.
 
         `parameters` is a tree of `Parameter`. Raises `InvalidError` if groups or learning-rate multipliers do not fit.
         """
         if not isinstance(self.optimizer, str):
             if any(parameter.rate != 1 for parameter in jax.tree.leaves(parameters)):
                 raise InvalidError(
-                    "an optax object of the job's own does not read the learning-rate multipliers of the model's "
-                    "parameters; use an optimizer of the library, or multipliers of 1"
+                    "a custom optax optimizer does not apply the learning-rate multipliers of the model's parameters; "
+                    "use an optimizer of the library, or multipliers of 1"
                 )
             return self.optimizer
         assert schedule is not None, "the library's optimizers have a schedule"
         return make_optimizer(self.optimizer, config.optimizer, schedule, parameters)
 
     def find_unread_keys(self) -> dict[str, str]:
-        """Return the unread keys below `config` and why; an object of the job's own may read any of them."""
+        """Return the keys below `config` that have no effect, with the reason; a custom optimizer may read any key."""
         found = {f"{section}.name": f"{section}() of the job names its own" for section in self.overridden}
         for key, readers in READERS.items():
             name = self.optimizer if key.startswith("optimizer.") else self.schedule
@@ -80,7 +84,7 @@ class OptimizerChoice:
         return found
 
     def find_problems(self, config: TrainerConfig) -> dict[str, str]:
-        """Return by key below `config` what is wrong with it: an unread key must have its default value."""
+        """Return the problem of each wrong key below `config`; a key without effect must have its default value."""
         found = {key: why for key, why in self.find_unread_keys().items() if not config.is_default(key)}
         is_rate_read = isinstance(self.optimizer, str) and isinstance(self.schedule, str)
         if is_rate_read and config.optimizer.learning_rate is None:
@@ -91,7 +95,7 @@ class OptimizerChoice:
 def choose_optimizer(
     optimizer: str | optax.GradientTransformation, schedule: str | optax.Schedule | None, config: TrainerConfig
 ) -> OptimizerChoice:
-    """Resolve what `optimizer` and `schedule` of a job return, `SPEC` and None included.
+    """Resolve the return values of a job's `optimizer` and `schedule`, including `SPEC` and None.
 
     Raises `InvalidError` for an unknown name.
     """

@@ -70,7 +70,8 @@ class Report(JobReport):
     def find_problem(self, attachments: dict[str, bytes]) -> str | None:
         """Return why the rows saved beside a state cannot continue the rows of the file; None if they can.
 
-        They cannot if a later attempt, on other machines, resumed from an earlier step. Process 0 only.
+        They cannot if a later attempt, on other machines, resumed from an earlier step and so removed the row that they
+        follow. Process 0 only.
         """
         if METRICS_FILE not in attachments:
             return None
@@ -83,12 +84,12 @@ class Report(JobReport):
         return f"a later attempt resumed from a step before {after}, so these rows do not follow those of the file"
 
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None = None) -> None:
-        """Drop the rows beyond `step`. Called once.
+        """Remove the rows after `step`, and continue the metrics window of the save. Called once.
 
         Args:
             step: step that the attempt resumes from.
             attachments: rows that were saved beside the state and may be ahead of the file.
-            carry: state of the metrics window in which the save was made.
+            carry: sums of the metrics window at the save (`Manifest.carry`); None if `step` has a row.
         """
         if self._attempt.hosts.is_main:
             tail = RowTail.decode(attachments[METRICS_FILE]) if METRICS_FILE in attachments else None
@@ -98,9 +99,10 @@ class Report(JobReport):
         self.window = MetricsWindow(step, carry, is_whole)
 
     def complete_row(self, weights: Any, step: int, before_write: Callable[[Row], None] = lambda row: None) -> bool:
-        """Run the evaluation that the step resumed from still lacks, or the one at the start of the run.
+        """Evaluate the step that the attempt resumes from if its evaluation is missing, or step 0 if that is due.
 
-        A stop may have come before the evaluation of the step that was saved for it. Called before the first step.
+        An evaluation is missing if the previous attempt was asked to stop: it then saves the step without evaluating
+        it. Called before the first step.
 
         Args:
             weights: weights to evaluate.
@@ -108,7 +110,7 @@ class Report(JobReport):
             before_write: function called with the complete row on every host, before it is written.
 
         Returns:
-            False if the job was asked to stop meanwhile.
+            False if the job was asked to stop during the evaluation.
         """
         row = self._attempt.hosts.agree(self._resumed_row)
         if row is not None:
@@ -125,7 +127,7 @@ class Report(JobReport):
 
     @contextlib.contextmanager
     def display(self, step: int) -> Iterator[None]:
-        """Display rows inside the context, from `step` on, and close the displays on every exit from it."""
+        """Display rows inside the context, from `step` on; the displays are closed at its end."""
         if self._attempt.hosts.is_main:
             self._displays = open_displays(self._attempt, self._spec, self._config, step)
             self._timer = StepTimer()
@@ -142,7 +144,7 @@ class Report(JobReport):
                 display.close()
 
     def add_step(self, step: int, loss: jax.Array, meta: Meta) -> None:
-        """Add the results of step `step`. Waits for the device only where a profile begins or ends."""
+        """Add the results of step `step`. Waits for the device only if a profile starts or ends at this step."""
         self.window.add(step, loss, meta)
         if self._timer is not None:
             self._timer.add(loss)
@@ -198,7 +200,7 @@ class Report(JobReport):
         return self._evaluations.has_any
 
     def is_evaluation_missing(self, row: Row, step: int) -> bool:
-        """Return True if an evaluation is due at `step`, and its row has no metrics of one because the run stopped."""
+        """Return True if an evaluation is due at `step` but the row has none, because of a stop."""
         return bool(self._evaluations.list_due(step)) and not self.is_evaluated(row)
 
     def is_evaluated(self, row: Row) -> bool:
@@ -234,19 +236,19 @@ class Report(JobReport):
         return [f"to sample from the model: python -m runner sample {shlex.quote(self._attempt.store.url)}"]
 
     def metric(self, name: str, step: int) -> float | None:
-        """Return a metric of the newest row, if that is the row of `step`; else None, and on other processes than 0."""
+        """Return a metric of the row of `step`, if it is the newest row; else None. None on processes other than 0."""
         row = self.get_newest_row()
         value = row.get(name) if row.get("step") == step else None
         return None if value is None else float(value)
 
     def get_newest_row(self) -> Row:
-        """Return the newest row; empty if there is none, and on other processes than 0."""
+        """Return the newest row; empty if there is none. Empty on processes other than 0."""
         return self._metrics.get_newest() if self._attempt.hosts.is_main else {}
 
     def attachments(self) -> dict[str, bytes]:
-        """Return the rows to save beside a state in the fast tier: they may not be durable yet. Process 0 only."""
+        """Return the rows to save beside a state in the fast tier; they may not be durable yet. Process 0 only."""
         return {METRICS_FILE: self._metrics.get_tail().encode()}
 
     def sync(self) -> None:
-        """Wait until the rows are durable: they are never behind a checkpoint. Thread-safe; raises `OSError`."""
+        """Wait until the rows are durable. Called before each commit. Thread-safe; raises `OSError`."""
         self._metrics.sync()

@@ -1,8 +1,8 @@
 """Training job on a mesh: abstract train state, shardings, optimizer and compiled steps.
 
-`TrainSetupBuilder` is the job without devices. It is made with the job, and reads data only when they are first needed.
-`build` makes the `TrainSetup` for given devices: the real ones for `run`, and for `plan` faked
-ones or those of a TPU topology.
+`TrainSetupBuilder` describes the job independently of devices. It is constructed with the job, and reads data only when
+they are first needed. Its method `build` returns the `TrainSetup` for given devices: the real ones in a run; faked
+ones, or those of an abstract TPU topology, in `plan`.
 """
 
 import contextlib
@@ -52,14 +52,14 @@ class TrainSetup:
     Attributes:
         mesh: device mesh, which may be abstract.
         key: random key of the run; the key of step k is `fold_in(key, k)`.
-        schedule: learning rate by completed steps; None if the job's own optimizer has its own.
+        schedule: learning rate by completed steps; None if a custom optimizer contains its own.
         optimizer: whole optax transformation, clipping included; it works in float32.
         abstract_state: shape, dtype and sharding of every leaf.
         make_state: function from a key to the state at step 0, to be jitted with the shardings of `abstract_state`.
         auxiliary_states: auxiliary states of the train state.
         rules: logical axis rules of the model.
-        traced: traced train steps by micro-batch, which are not compiled yet; nothing is traced twice.
-        traced_val: traced validation steps, likewise.
+        traced: traced, uncompiled train steps by micro-batch size, kept so that compilation need not trace again.
+        traced_val: traced, uncompiled validation steps, likewise.
     """
 
     mesh: Mesh
@@ -79,7 +79,7 @@ class TrainSetup:
         return {axis: int(size) for axis, size in self.mesh.shape.items()}
 
     def describe_hardware(self, num_processes: int) -> JsonObject:
-        """Return the hardware that a micro-batch is chosen for, as manifests record it."""
+        """Return the hardware for which a micro-batch size is chosen, as manifests record it."""
         kind = self.mesh.devices.flat[0].device_kind
         return {"mesh": self.mesh_sizes, "device_kind": kind, "processes": num_processes}
 
@@ -88,12 +88,12 @@ class TrainSetup:
         return mesh_rules.use_sharding_rules(self.mesh, self.rules)
 
     def init_state(self) -> TrainState:
-        """Return the state at step 0, initialised with its shardings. Called on every host."""
+        """Return the state at step 0, each leaf created in its sharding. Called on every host."""
         with self.sharding_rules():
             return train_state.init_state(self.make_state, self.key, self.abstract_state, self.mesh)
 
     def restart_averages(self, state: TrainState) -> TrainState:
-        """Return a state whose parameters were replaced with averages and auxiliary states begun at the new ones.
+        """Initialise averages and auxiliary states again from the parameters of `state`, which were replaced.
 
         Called on every host.
         """
@@ -182,11 +182,12 @@ def build_train_setup(
     def init(init_function: Callable[..., Any], key: jax.Array, **options: Any) -> Any:
         return init_function(key, jax.numpy.zeros(example.shape, example.dtype), deterministic=True, **options)
 
-    # 1. Shapes and shardings of the model's variables.
+    # 1. Shapes and shardings of the model's variables, from `model.init`, which needs no devices. A custom sharded_init
+    # chooses its own, so it is traced as well.
     init_sharded = functools.partial(init, functools.partial(sharded_init, model), mesh=mesh)
     boxed = jax.eval_shape(functools.partial(init, model.init), key)
     shapes, shardings = nn.unbox(boxed), train_state.compute_variable_shardings(boxed, mesh, rules)
-    if sharded_init is not train_state.sharded_init:  # a custom one must be traced to learn the same
+    if sharded_init is not train_state.sharded_init:
         shapes, shardings = _trace_sharded_init(init_sharded, key, mesh, rules)
         if _list_names(shapes) != _list_names(nn.unbox(boxed)):
             raise InvalidError(
@@ -194,7 +195,7 @@ def build_train_setup(
                 "model.init"
             )
 
-    # 2. What is trained, and the optimizer of that.
+    # 2. The trained parameters (those of an adapter, if there is one), and their optimizer.
     trained = boxed[PARAMS] if adapter is None else make_abstract_adapter(boxed[PARAMS], adapter)
     merge = None if adapter is None else make_merge(adapter, compute)
     optimizer = update_in_float32(make_optimizer(describe_parameters(trained)))
@@ -212,14 +213,14 @@ def build_train_setup(
 
     abstract = train_state.make_abstract_state(make_state, shapes, shardings[PARAMS], mesh, drop_params(shardings))
     return TrainSetup(
-        mesh,
-        key,
-        schedule,
-        optimizer,
-        abstract,
-        lambda key: make_state(init_variables(key)),
-        auxiliary_states,
-        rules,
+        mesh=mesh,
+        key=key,
+        schedule=schedule,
+        optimizer=optimizer,
+        abstract_state=abstract,
+        make_state=lambda key: make_state(init_variables(key)),
+        auxiliary_states=auxiliary_states,
+        rules=rules,
     )
 
 
@@ -227,6 +228,7 @@ def _trace_sharded_init(
     init_sharded: Callable[[jax.Array], tuple[Any, Any]], key: jax.Array, mesh: Mesh, rules: Sequence[LogicalAxisRule]
 ) -> tuple[Any, Any]:
     """Return shapes and shardings of the variables of a custom `sharded_init`, which is traced and not run."""
+    # `eval_shape` can return arrays only, so the shardings leave the traced function through this list.
     found: list[Any] = []
 
     def init_variables(key: jax.Array) -> Any:
@@ -244,22 +246,22 @@ def _list_names(tree: Any) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class TrainSetupBuilder:
-    """Training job without devices, which builds its `TrainSetup` on a mesh.
+    """Training job independent of devices; builds its `TrainSetup` on a mesh.
 
     Attributes:
         document: origin of the spec, for errors with a line.
         config: config of the trainer.
         topology: topology of the spec.
         seed: seed of the run.
-        model: function that makes the module; like `optimizer` and `schedule` called when first needed.
-        optimizer: what `BaseTrainer.optimizer` returns.
-        schedule: what `BaseTrainer.schedule` returns.
+        model: function that makes the module. It, `optimizer` and `schedule` are called when first needed.
+        optimizer: `BaseTrainer.optimizer`.
+        schedule: `BaseTrainer.schedule`.
         sharded_init: initialisation of variables with their shardings.
         train_step: train step of the job's class.
         val_step: validation step of the job's class.
         auxiliary_states: function that returns the auxiliary states of the train state.
         rules: logical axis rules.
-        identify_base: function that returns the trajectory keys of the weights beside an adapter. May read them.
+        identify_base: function that returns the trajectory keys of the frozen weights of an adapter, which it may read.
         learning_rate_multiplier: function that returns a parameter's learning-rate multiplier.
     """
 
@@ -280,12 +282,12 @@ class TrainSetupBuilder:
 
     @functools.cached_property
     def optimizer_choice(self) -> OptimizerChoice:
-        """Optimizer and schedule, of the library or of the job's own."""
+        """Optimizer and schedule, from the library or custom."""
         return choose_optimizer(self.optimizer(), self.schedule(), self.config)
 
     @functools.cached_property
     def base_identity(self) -> Trajectory:
-        """Trajectory keys that identify the weights beside an adapter, which it may read; empty without an adapter."""
+        """Trajectory keys of the frozen weights of an adapter; empty without one. May read the weights."""
         return self.identify_base()
 
     @functools.cached_property
@@ -300,7 +302,9 @@ class TrainSetupBuilder:
             )
         # An unread key is an error, and only now is it known that the sources are token files.
         if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
-            raise self.document.error("config.data.tokenizer", "nothing reads it, token files hold tokens")
+            raise self.document.error(
+                "config.data.tokenizer", "it has no effect, because token files are tokenized already; leave it out"
+            )
         if self.config.data.mixture:
             with self.document.errors_at("config.data.mixture"):
                 dataset.validate_epochs(self.config.total_steps * self.config.train.global_batch_examples)
@@ -331,14 +335,14 @@ class TrainSetupBuilder:
         return not self.has_vocabulary_size or self.config.train.total_epochs is not None
 
     def validate_keys_read(self) -> None:
-        """Raise `InvalidError` with a line for each key that optimizer and schedule leave unread, or lack.
+        """Raise `InvalidError` with a line for each key that optimizer and schedule do not read, or that they miss.
 
-        Also if an adapter has no weights to be trained beside.
+        Also raised if the spec has an adapter, but no weights for it.
         """
         self.document.raise_problems(self.optimizer_choice.find_problems(self.config), "config.")
         if self.config.adapter is not None and not (self.document.data.get("checkpoint") or {}).get("init_from"):
-            needs = "an adapter is trained beside frozen weights; set checkpoint.init_from to them"
-            raise self.document.error("config.adapter", needs)
+            reason = "an adapter is trained beside frozen weights; set checkpoint.init_from to them"
+            raise self.document.error("config.adapter", reason)
 
     def make_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
         """Return the mesh over these devices; the batch must divide over it. Reads no data."""
@@ -352,7 +356,8 @@ class TrainSetupBuilder:
     def build(self, devices: Sequence[jax.Device], share_ids: Callable[[Dataset], None] | None = None) -> TrainSetup:
         """Build the setup on these devices. Allocates nothing.
 
-        `share_ids` is called with the data once the spec is checked, before the vocabulary size is needed.
+        `share_ids` gives every host the range of token ids in the data, which only process 0 reads. It is called after
+        the checks of the spec, and before the vocabulary size is needed, which follows from the ids.
         """
         # Cheap checks first: reading the data may take minutes.
         self.validate_keys_read()
@@ -362,10 +367,10 @@ class TrainSetupBuilder:
         return self.build_on_mesh(mesh, jax.random.key(self.seed))
 
     def build_on_mesh(self, mesh: Mesh, key: jax.Array, example_length: int | None = None) -> TrainSetup:
-        """Build the setup on a mesh. Mesh and key may be abstract: then no backend is started.
+        """Build the setup on a mesh. If mesh and key are abstract, no JAX backend is started.
 
-        `example_length` is the length of the sequence that the model is traced with, by default that of the data: the
-        attention kernels of long sequences take long to trace.
+        `example_length` is the sequence length with which the model is traced to find its shapes, by default that of
+        the data. A shorter one saves time, because attention kernels of long sequences are slow to trace.
         """
         # Schedule and optimizer are made here from `config.optimizer.learning_rate`, see `runner.train.optimizer`.
         self.validate_keys_read()
@@ -379,17 +384,17 @@ class TrainSetupBuilder:
                 return self.optimizer_choice.build_optimizer(self.config, schedule, parameters)
 
         return build_train_setup(
-            self.model(),
-            self.sharded_init,
-            jax.ShapeDtypeStruct((1, example_length or self.config.data.sequence_length), jnp.int32),
-            make_optimizer,
-            schedule,
-            mesh,
-            key,
-            tuple(self.auxiliary_states()),
-            self.config.adapter,
-            self.config.precision.compute,
-            self.rules,
+            model=self.model(),
+            sharded_init=self.sharded_init,
+            example=jax.ShapeDtypeStruct((1, example_length or self.config.data.sequence_length), jnp.int32),
+            make_optimizer=make_optimizer,
+            schedule=schedule,
+            mesh=mesh,
+            key=key,
+            auxiliary_states=tuple(self.auxiliary_states()),
+            adapter=self.config.adapter,
+            compute=self.config.precision.compute,
+            rules=self.rules,
         )
 
     def get_largest_layout(self, train_setup: TrainSetup, micro_batch: int | None = None) -> BatchLayout:
@@ -401,9 +406,10 @@ class TrainSetupBuilder:
         train_setup.trace_train(self.train_step, self.get_largest_layout(train_setup, micro_batch))
 
     def validate_steps(self, train_setup: TrainSetup, micro_batch: int | None) -> None:
-        """Trace the train step, and in a new run (no micro-batch chosen yet) the validation step too, for their errors.
+        """Trace the train step to find its errors before compilation; in a new run the validation step too.
 
-        A run with a micro-batch has evaluated before, or fails when it first does: no restart waits for the trace.
+        A run is new if no micro-batch was chosen yet. A restart does not trace the validation step, because it would
+        delay every restart: an error in it is then found by the first evaluation.
         """
         self.trace(train_setup, micro_batch)
         if micro_batch is None and self.dataset.validation:
@@ -415,7 +421,8 @@ class TrainSetupBuilder:
 
         With `micro_batch` only that size is tried, if the spec allows it.
         """
-        self.trace(train_setup, micro_batch)  # outside of errors_at: a faulty step is not the fault of the topology
+        # Outside of `errors_at`, because an error in the step is no error of the key `topology`.
+        self.trace(train_setup, micro_batch)
         layouts = list_batch_layouts(self.config, train_setup.mesh, micro_batch)
         with self.document.errors_at("topology"):
             return train_setup.compile_to_fit(self.train_step, layouts, limit_bytes)

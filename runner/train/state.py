@@ -1,14 +1,15 @@
-"""Train state that is initialised sharded: abstract shapes first, then shardings, then one jit with out_shardings.
+"""Train state, created in its shardings: abstract shapes first, then shardings, then one jit with out_shardings.
 
-The logical axis names of a parameter become mesh axes by the job's rules (`mesh.logical_rules`). Two more rules make
-any parameter fit any mesh: a mesh axis that does not divide the array axis is left out, and a parameter that is not
-sharded over fsdp yet is sharded over it along its largest axis that divides.
+The job's logical axis rules (`runner.parallel.mesh.LogicalAxisRule`) map the logical axis names of a parameter to mesh
+axes. Two more rules make any parameter fit any mesh: a mesh axis that does not divide the array axis is left out, and a
+parameter that is not sharded over fsdp yet is sharded over it, along the largest axis that fsdp divides.
 
 **Variables without gradient.** Collections that `init` of the model returns besides `params`, such as the biases that
-balance the load of experts, are part of the train state: `forward` reads them and each step replaces them. A model
-without such collections has no leaf for them. A step updates them from sums over its whole global batch: `forward`
-returns a pytree for one micro-batch as meta `statistics`, and `BaseTrainer.update_variables` makes the next variables
-of their total. Counts are summed as integers, so that no split of the batch changes a bit; all else in float32.
+balance the load of experts, are part of the train state: `forward` reads them and each step replaces them. The train
+state of a model without such collections has no leaf for them. A step updates them from sums over its whole global
+batch: `forward` returns a pytree for one micro-batch as meta `statistics`, and `BaseTrainer.update_variables` computes
+the next variables from the total. Counts are summed as integers, so that the split of the batch does not change a bit;
+other statistics are summed in float32.
 
 Nothing here does I/O.
 """
@@ -34,9 +35,9 @@ from runner.parallel.mesh import LogicalAxisRule, get_active_rules, select_divid
 from runner.train.auxiliary import AuxiliaryState, Scalars, init_auxiliary
 
 PARAMS, VARIABLES = "params", "variables"
-RIDERS = "riders"  # auxiliary states; checkpoints name their leaves `riders.<name>...`, so the word stays
+RIDERS = "riders"  # field of the auxiliary states; part of leaf names in checkpoints, so it cannot be renamed
 STATISTICS = "statistics"
-_OVERWRITTEN_BY_GRADIENT = "_overwrite_with_gradient"  # collection of flax.linen.fp8_ops
+_OVERWRITTEN_BY_GRADIENT = "_overwrite_with_gradient"  # collection in which flax.linen.fp8_ops keeps its scales
 # (variables, statistics summed over the step) -> (variables of the next step, scalars for the step's metrics)
 UpdateVariables = Callable[[Any, Any], tuple[Any, Scalars]]
 
@@ -69,13 +70,13 @@ def get_merge(state: Any) -> AdapterMerge | None:
 
 
 def get_variables(state: Any) -> Any:
-    """Return the model's variables besides its parameters; none if the state is Flax's own, made by a caller."""
+    """Return the model's variables besides its parameters; none for a plain Flax `TrainState`."""
     variables = getattr(state, VARIABLES, {})
     return variables if get_merge(state) is None else {name: own for name, own in variables.items() if name != BASE}
 
 
 def replace_variables(state: TrainState, variables: Any) -> TrainState:
-    """Return the state with other variables of its model; the base of an adapter stays."""
+    """Return the state with other variables of its model; the frozen weights of an adapter stay."""
     return state.replace(variables=variables if state.merge is None else {**variables, BASE: state.variables[BASE]})
 
 
@@ -106,7 +107,7 @@ def bind_variables(apply_fn: Callable[..., Any], variables: Any) -> Callable[...
 
 
 def get_bound_module(apply_fn: Callable[..., Any]) -> Any:
-    """Return the object whose method `apply_fn` is, also after `bind_variables`; None for a plain function."""
+    """Return the module that `apply_fn` is a method of, also after `bind_variables`; None for a plain function."""
     method = inspect.unwrap(apply_fn, stop=lambda function: hasattr(function, "__self__"))
     return getattr(method, "__self__", None)
 
@@ -153,17 +154,17 @@ def sum_statistics(meta: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
 def _fit_sharding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
     """Return the sharding nearest to `spec` that divides `shape`, sharded over fsdp too if any axis allows it."""
     entries = (*spec, *[None] * (len(shape) - len(spec)))
-    # What the rules ask for, without the mesh axes that do not divide.
-    cuts = [select_dividing_axes(size, entry, mesh.shape) for size, entry in zip(shape, entries, strict=True)]
-    if all("fsdp" not in axes for axes in cuts):
-        num_shards = [math.prod(mesh.shape[axis] for axis in axes) for axes in cuts]
+    # Mesh axes of each dimension by the rules, without those that do not divide it.
+    mesh_axes = [select_dividing_axes(size, entry, mesh.shape) for size, entry in zip(shape, entries, strict=True)]
+    if all("fsdp" not in axes for axes in mesh_axes):
+        num_shards = [math.prod(mesh.shape[axis] for axis in axes) for axes in mesh_axes]
         sizes = [size // number for size, number in zip(shape, num_shards, strict=True)]
         # Shards over fsdp are cut from what other axes have left, hence sizes per shard.
         fitting = [index for index, size in enumerate(sizes) if size % mesh.shape["fsdp"] == 0]
         if fitting:
             largest = max(fitting, key=lambda index: sizes[index])
-            cuts[largest] = (*cuts[largest], "fsdp")
-    return NamedSharding(mesh, PartitionSpec(*cuts))
+            mesh_axes[largest] = (*mesh_axes[largest], "fsdp")
+    return NamedSharding(mesh, PartitionSpec(*mesh_axes))
 
 
 def compute_variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[LogicalAxisRule] | None = None) -> Any:
@@ -172,7 +173,7 @@ def compute_variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[LogicalAx
     Args:
         boxed: abstract variables, with or without logical axis names (`nn.LogicallyPartitioned` boxes).
         mesh: device mesh.
-        rules: logical axis rules; None: those in force.
+        rules: logical axis rules; None: the active ones (`use_sharding_rules`).
     """
     specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules or get_active_rules())
     return jax.tree.map(
@@ -239,8 +240,8 @@ def make_abstract_state(
 def reshard_abstract_state(abstract: Any, mesh: Mesh) -> Any:
     """Return an abstract state, built on a mesh whose axes are all 1, with the shardings it would have on another mesh.
 
-    On such a mesh every axis divides, so its specs name every axis that may shard a leaf. This takes milliseconds,
-    building a state tenths of a second.
+    On a mesh of ones every axis divides every leaf, so the partition specs name each axis that may shard a leaf. This
+    takes milliseconds; building an abstract state takes tenths of a second.
     """
 
     def reshard(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -256,10 +257,9 @@ def reshard_abstract_state(abstract: Any, mesh: Mesh) -> Any:
 
 
 def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwargs: Any) -> tuple[Any, Any]:
-    """Initialise a model's variables sharded over `mesh`; no array is ever whole on one device.
+    """Initialise a model's variables sharded over `mesh`, without materialising a whole array on one device.
 
-    Called on every host. It may be traced, as it is for the state at step 0, whose parameters and moments come from one
-    program.
+    Called on every host. It may be traced: parameters and moments of the state at step 0 are computed by one program.
 
     Args:
         model: Flax module.
@@ -289,7 +289,7 @@ def make_state_from_variables(
     auxiliary_states: Sequence[AuxiliaryState] = (),
     merge: AdapterMerge | None = None,
 ) -> TrainState:
-    """Return the state at step 0 with variables as `init` of the model makes them.
+    """Return the state at step 0 with variables like those that `init` of the model returns.
 
     With `merge`, their `params` are an adapter.
     """
@@ -308,13 +308,13 @@ def make_state_from_variables(
 
 
 def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> TrainState:
-    """Return the state at step 0, every leaf initialised with the sharding of `abstract`. Called on every host."""
+    """Return the state at step 0, each leaf created in the sharding of `abstract`. Called on every host."""
     with use_sharding_rules(mesh):
         return jax.jit(lambda key: make_strongly_typed(make(key)), out_shardings=get_shardings(abstract))(key)
 
 
 def restart_averages(state: TrainState) -> TrainState:
-    """Return a state at step 0, whose parameters may have been replaced, with its optimizer's average begun at them."""
+    """Initialise the optimizer's average of a state at step 0 again, after its parameters were replaced."""
     if not is_averaged(state.opt_state):
         return state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)

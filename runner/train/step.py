@@ -1,17 +1,19 @@
-"""Optimizer step and validation step: pure functions, independent of hosts, files and the spec.
+"""Optimizer step and validation step: pure functions without I/O.
 
 The loss of a step is the mean over the real target tokens of its whole global batch. Every micro-batch contributes a
 sum divided by that one count, so that the split into micro-batches, devices and hosts changes the loss by rounding
-only; a mean of means would weigh a short micro-batch like a long one. Gradients are accumulated in float32 for any
-type of the parameters. Frozen parameters get no gradient; the optimizer sees zeros for them.
+only; a mean of means would give a micro-batch with few target tokens the weight of one with many. Gradients are
+accumulated in float32, whatever the type of the parameters. Frozen parameters get no gradient; the optimizer sees zeros
+for them.
 
-`padding_mask` marks the real target tokens, and `loss_weight`, where the data have it, weighs them. Their total is
-known before `forward` is called, so each share of the loss is divided by it at once. A forward that masks targets
+`padding_mask` marks the real target tokens, and `loss_weight`, if the data have it, weighs them. Their total is known
+before `forward` is called, so the loss of each micro-batch is divided by it immediately. A forward that masks targets
 itself returns the count as meta `token_count`; then the sums are divided at the end. Its meta `statistics` are summed
 (see `runner.train.state`), and so are `sums` (see `runner.metrics.meta`); other meta is that of the last micro-batch.
 
-There are two ways to sum over micro-batches (see `runner.parallel.reduction`): the usual one, with one gradient
-all-reduce over `data` per step, and one whose order of additions does not depend on the number of devices.
+There are two ways to sum over micro-batches (see `runner.parallel.reduction`): gradient accumulation with one gradient
+all-reduce over `data` per step, and a reduction whose order of additions does not depend on the number of devices
+(`train.same_bits_devices`).
 
 Shape legend: S accumulation steps (micro-batches), B examples, T sequence length.
 """
@@ -104,7 +106,8 @@ def train_step(
         micro-batch (for the last data-parallel part of it, where `data` shards it).
 
     Raises:
-        InvalidError: `forward` does not read a field that the data declare, or the number of real targets is unknown.
+        InvalidError: `forward` does not read a field that the data declare, or neither the data nor `forward` give the
+            number of real target tokens.
     """
     options = StepOptions() if options is None else options
     S, _ = _get_leading_shape(batch)
@@ -125,7 +128,8 @@ def train_step(
         loss, grads, meta, halves = _compute_gradients(forward, state, batch, key, accumulate_steps, needs_halves)
         params_for_norms = state.params
     else:
-        (loss, grads, meta), halves = _compute_gradients_in_order(forward, options.num_groups, state, batch, key), None
+        loss, grads, meta = _compute_gradients_in_order(forward, options.num_groups, state, batch, key)
+        halves = None  # the config excludes the noise scale with same_bits_devices
         grads = reduction.replicate(grads)
         # The order of the sums in a norm depends on the sharding, so norms are computed on one fixed layout of them.
         params_for_norms = state.params if options.norms == "none" else reduction.replicate_flat(state.params)
@@ -145,7 +149,7 @@ def train_step(
     else:
         state = apply_gradients_stochastically(state, grads, key)
 
-    # 4. Auxiliary states, which see the new parameters.
+    # 4. Auxiliary states. They come last, because averages of weights take the new parameters.
     if options.auxiliary_states:
         observation = StepObservation(jnp.asarray(state.step), state.params, grads, halves)
         after, scalars = update_auxiliary(options.auxiliary_states, state.riders, observation)
@@ -160,14 +164,14 @@ def val_step(
 
     Args:
         forward: loss of a micro-batch, see `Forward`.
-        state: train state; its optimizer state is not read.
+        state: train state, whose optimizer state is not read.
         batch: arrays (S, B, T) by name.
         num_groups: as in `StepOptions`; any number selects the fixed order of sums.
 
     Returns:
         (loss_sum, token_count, last_meta), sums and not means, so that every token of a validation set weighs the same.
-        The count is that of `padding_mask`, by the weights if there are any, or the one that `forward` returns. Meta is
-        that of the last micro-batch, except for its `sums`, which are totals because more batches may follow.
+        The count is the total target weight of the batch, or the one that `forward` returns. Meta is that of the last
+        micro-batch, except for its `sums`: they are totals, so that the caller can add those of further batches.
     """
     if num_groups is not None:
         return _val_step_in_order(forward, state, batch)
@@ -195,15 +199,15 @@ def _val_step_in_order(
         here = _replace_arrays(state, *whole)
         apply_fn, params = bind_variables(here.apply_fn, get_variables(here)), make_params_merger(here)(here.params)
 
-        # Barriers isolate each micro-batch, as in the train step below.
-        def one(_: None, micro: Batch) -> tuple[None, Any]:
+        def evaluate_micro_batch(_: None, micro: Batch) -> tuple[None, Any]:
+            # Barriers, as in `_compute_gradients_in_order`.
             params_here, micro = lax.optimization_barrier((params, micro))
             loss_sum, meta = lax.optimization_barrier(forward(apply_fn, params_here, micro, None))
             count = meta[TOKEN_COUNT] if TOKEN_COUNT in meta else _sum_target_weights(micro)
             return None, (loss_sum, count, drop_statistics(meta))
 
-        _, found = lax.scan(one, None, batch)
-        losses_S, counts_S, metas = reduction.gather_micro_batches(found, num_devices)
+        _, outputs = lax.scan(evaluate_micro_batch, None, batch)
+        losses_S, counts_S, metas = reduction.gather_micro_batches(outputs, num_devices)
         last_meta = jax.tree.map(lambda leaf: leaf[-1], metas)
         return jnp.sum(losses_S), jnp.sum(counts_S), {**last_meta, **accumulate_sums(metas, is_stacked=True)}
 
@@ -237,6 +241,7 @@ def _compute_gradients(
             return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], grads)), meta
 
         first_half = None  # (loss, gradients) summed over the first half of the micro-batches
+        # A single micro-batch needs no scan, and no zeros to which its gradients are added.
         if num_steps == 1:
             (loss, metas), grads = value_and_grad(trained, jax.tree.map(lambda leaf: leaf[0], batch))
         elif not needs_halves:
@@ -311,8 +316,8 @@ def _make_gradient_function(
 ) -> tuple[Callable[[Any, Batch], Any], Any]:
     """Return (function, trained parameters).
 
-    The function maps trained parameters and a micro-batch to ((loss, meta), float32 gradients). Frozen parameters are
-    not arguments of it, so they get no gradient.
+    The function maps trained parameters and a micro-batch to ((loss, meta), float32 gradients). It closes over the
+    frozen parameters, so that no gradient is computed for them.
     """
     apply_fn, merge = bind_variables(state.apply_fn, get_variables(state)), make_params_merger(state)
     trained, add_frozen = split_frozen(params, state.opt_state)
@@ -363,7 +368,8 @@ def _sum_target_weights(batch: Batch) -> jax.Array:
 
 
 def _make_divisor(batch: Batch, count: jax.Array) -> jax.Array:
-    """Return `count`, or 1 where it is 0, so that a batch of padding has loss 0. Weights may add up to less than 1."""
+    """Return `count`, or 1 if it is 0, so that a batch of padding has loss 0."""
+    # Weights may add up to less than 1, so only counts of tokens may be raised to 1 by `maximum`.
     return jnp.where(count > 0, count, 1.0) if "loss_weight" in batch else jnp.maximum(count, 1.0)
 
 
@@ -376,7 +382,7 @@ def _sum_meta(metas: Any, num_steps: int) -> Meta:
 def _divide_by_token_count(
     batch: Batch, loss: jax.Array, grads: Any, meta: Meta, num_tokens: jax.Array | None
 ) -> tuple[jax.Array, Any, Meta]:
-    """Divide loss and gradients by the `token_count` of the meta; without one they have been divided already."""
+    """Divide loss and gradients by the `token_count` of the meta; without one they were divided by `num_tokens`."""
     if TOKEN_COUNT not in meta:
         return loss, grads, replace_sums_by_means(meta, num_tokens)
     divisor = _make_divisor(batch, meta[TOKEN_COUNT])
@@ -389,7 +395,7 @@ def _divide_by_token_count(
 def compute_norms(grads: Any, params: Any, norms: Norms) -> dict[str, jax.Array]:
     """Return `param_norm`, and `grad_norm/<group>` and `param_norm/<group>` of each group; nothing for `none`.
 
-    A group is all that lies below a top-level module (`groups`), or one parameter (`parameters`).
+    A group holds all parameters of a top-level module (`groups`), or one parameter (`parameters`).
     """
     if norms == "none":
         return {}
@@ -411,8 +417,8 @@ def _cast_to_float32(tree: Any) -> Any:
 def apply_gradients_stochastically(state: Any, grads: Any, key: jax.Array) -> Any:
     """Apply gradients as `state.apply_gradients` does, but round bfloat16 parameters stochastically.
 
-    Each leaf draws one number per element from a key of its own, made of the step's `key` and the leaf's index, so that
-    the bits do not depend on the mesh. Parameters of other types are updated as usual.
+    Each leaf draws one number per element from its own key, made of the step's `key` and the leaf's index, so that the
+    bits do not depend on the mesh. Parameters of other types are updated as usual.
     """
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
     key = jax.random.fold_in(key, _ROUNDING_KEY)

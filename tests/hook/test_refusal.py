@@ -111,7 +111,7 @@ def test_a_job_that_calls_no_hooks_refuses_them(tmp_path) -> None:
 
 
 def test_a_hook_that_waits_for_evaluations_is_refused_where_nothing_is_evaluated(tmp_path) -> None:
-    with pytest.raises(InvalidError, match="hooks: EarlyStopping waits for evaluations, and nothing evaluates"):
+    with pytest.raises(InvalidError, match="hooks: EarlyStopping waits for evaluations"):
         job(tmp_path / "run", early(), job_class=Unjudged)()
 
 
@@ -170,7 +170,7 @@ def test_a_hook_that_fails_ends_the_run_with_1_and_what_was_saved_is_good(method
 
 def test_an_observer_has_no_say(tmp_path) -> None:
     (listed,) = job(tmp_path / "run", f"{HERE}:Bossy").hooks.listed
-    assert "TypeError: returned a verdict, and an Observer only looks" in str(outcome(listed, "on_row"))
+    assert "TypeError: returned a verdict, which an Observer cannot" in str(outcome(listed, "on_row"))
 
 
 def test_a_row_without_the_metric_is_passed_over_and_the_first_is_told_with_the_nearest(capsys) -> None:

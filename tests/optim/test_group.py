@@ -83,9 +83,9 @@ def test_a_group_with_its_own_norm_is_clipped_alone():
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([{"pattern": "embeding"}], r"'embeding' fits no parameter; there are embedding, bias, wide, tall$"),
-        ([{"pattern": "*"}, {"pattern": "tall"}], r"tall fits both '\*' and 'tall'; needs one group"),
-        ([{"pattern": "bias", "weight_decay": 0.1}], "'bias' fits no matrix, and only matrices decay"),
+        ([{"pattern": "embeding"}], r"'embeding' matches no parameter; there are embedding, bias, wide, tall$"),
+        ([{"pattern": "*"}, {"pattern": "tall"}], r"tall matches both '\*' and 'tall'"),
+        ([{"pattern": "bias", "weight_decay": 0.1}], "'bias' matches no matrix"),
         ([{"pattern": "*", "frozen": True}], "groups freeze every parameter; leave one to train"),
     ],
 )
@@ -98,9 +98,9 @@ def test_groups_that_do_not_fit_the_parameters_are_refused(groups, message):
 @pytest.mark.parametrize(
     ("matrices", "message"),
     [
-        (["tall", "heads.*"], r"matrices: 'heads.\*' fits no parameter that is trained"),
+        (["tall", "heads.*"], r"matrices: 'heads.\*' matches no trained parameter"),
         (["cube"], r"matrices: cube of shape \(2, 3, 4\) is none"),
-        (None, "finds no matrix among the parameters but embeddings; name some by matrices"),
+        (None, "finds no matrix among the parameters except embeddings"),
     ],
 )
 def test_patterns_that_match_no_matrix_are_refused(name, matrices, message):
@@ -118,7 +118,7 @@ def test_keys_without_effect_in_a_frozen_group_are_refused():
 
 def test_a_pattern_that_matches_nothing_is_refused_by_key(tmp_path):
     job = gpt(tmp_path / "run", **{"config.optimizer.groups": [{"pattern": "no.such"}]})
-    with pytest.raises(SpecError, match=r"^[^\n]*config.optimizer: groups: 'no.such' fits no parameter[^\n]*$"):
+    with pytest.raises(SpecError, match=r"^[^\n]*config.optimizer: groups: 'no.such' matches no parameter[^\n]*$"):
         job.setup_builder.build(jax.devices())
 
 

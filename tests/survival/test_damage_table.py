@@ -302,7 +302,7 @@ def test_a_copy_under_the_name_of_another_step_is_told_by_its_name(tmp_path: Pat
     lines, code = format_report(LocalStore(tmp_path / "run"), VerifyDepth.MANIFEST)
     assert code == EXIT_FAILED
     assert "50  DAMAGED" in lines[2]
-    assert "it is of checkpoint 3, step 3, and stands in 50" in lines[3]
+    assert "it is of checkpoint 3, step 3, but lies in the directory 50" in lines[3]
 
 
 def test_a_committed_step_that_was_renamed_gets_its_name_back(tmp_path: Path) -> None:

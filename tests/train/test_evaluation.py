@@ -37,7 +37,7 @@ def evaluations(directory: Path, *evaluators: Any, **changes: Any) -> EvaluatorS
 
 
 LINES: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "raises": (ValueError("no\nsuch"), "ValueError: no; the row of this step has none of its figures", {}),
+    "raises": (ValueError("no\nsuch"), "ValueError: no; its metrics are not in the row of this step", {}),
     "divides by zero": (lambda: 1 / 0, "ZeroDivisionError: division by zero; the row", {}),
     "divides numpy by zero": (
         {"val/a": np.float64("nan"), "val/b": 1.0},
@@ -50,9 +50,9 @@ LINES: dict[str, tuple[Any, str, dict[str, Any]]] = {
         {"val/a": [1.0, None]},
     ),
     "no dictionary": ([1.0], "it returns a list, needs a dictionary", {}),
-    "a key of the runner's": ({"train/loss": 1.0}, "it returns a figure named 'train/loss', needs a key such as", {}),
-    "a key of no kind": ({"loss": 1.0}, "it returns a figure named 'loss', needs a key such as", {}),
-    "a key that is no text": ({7: 1.0}, "it returns a figure named 7, needs a key such as", {}),
+    "a key of the runner's": ({"train/loss": 1.0}, "it returns a metric named 'train/loss', needs a key such as", {}),
+    "a key of no kind": ({"loss": 1.0}, "it returns a metric named 'loss', needs a key such as", {}),
+    "a key that is no text": ({7: 1.0}, "it returns a metric named 7, needs a key such as", {}),
     "a matrix": ({"val/a": np.ones((2, 2))}, "it returns as val/a a ndarray; a row needs a number", {}),
     "a long list": ({"val/a": [0.0] * 65}, "it returns as val/a a list; a row needs a number", {}),
     "a long text": ({"val/a": "x" * 20_000}, "it returns as val/a a text of 20,000 characters; a row needs", {}),
@@ -143,7 +143,7 @@ class Several:
 @pytest.mark.parametrize(
     ("others", "line", "row"),
     [
-        ({"val/a": 2.0}, "process 1 has other figures than process 0, whose stand in the row", {"val/a": 1.0}),
+        ({"val/a": 2.0}, "process 1 has other metrics than process 0; the row has those of process 0", {"val/a": 1.0}),
         (ValueError("here alone"), "ValueError: here alone on process 1; the row of this step has none", {}),
         (lambda: None, None, None),
     ],

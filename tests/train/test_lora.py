@@ -218,8 +218,11 @@ def test_who_looks_sees_the_sum(whole, weights):
 RULE: dict[str, Any] = {"targets": ["blocks.query"]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no base": ({"checkpoint.init_from": None}, "config.adapter: an adapter is trained beside .* set checkpoint.init_"),
-    "nothing fits": ({"config.adapter": {"targets": ["blocks.qery"]}}, "'blocks.qery' fits no .* blocks.query.kernel"),
-    "one of two": ({"config.adapter": {"targets": ["blocks.query", "x"]}}, "'x' fits no parameter; the nearest"),
+    "nothing fits": (
+        {"config.adapter": {"targets": ["blocks.qery"]}},
+        "'blocks.qery' matches no .* blocks.query.kernel",
+    ),
+    "one of two": ({"config.adapter": {"targets": ["blocks.query", "x"]}}, "'x' matches no parameter; the nearest"),
     "no matrix": (
         {"config.adapter": {"targets": ["*.bias"]}},
         r"bias. fits blocks.* no matrix: .* needs matrices, such as",

@@ -150,7 +150,10 @@ class OwnOptimizer(PretrainDecoder):
             {"config.optimizer.name": "lion"},
             r"config.optimizer: base_width=32: mu-P is implemented for adamw, not for lion",
         ),
-        ({"job_class": OwnOptimizer}, r"config.optimizer: an optax object of the job's own does not read the rates"),
+        (
+            {"job_class": OwnOptimizer},
+            r"config.optimizer: a custom optax optimizer does not apply the learning-rate multipliers",
+        ),
         (
             {"config.model.moe": {"experts": 4, "experts_per_token": 2}},
             r"base_width=32: mu-P does not scale the matrices that moe adds",
