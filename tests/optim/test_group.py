@@ -99,7 +99,7 @@ def test_groups_that_do_not_fit_the_parameters_are_refused(groups, message):
     ("matrices", "message"),
     [
         (["tall", "heads.*"], r"matrices: 'heads.\*' matches no trained parameter"),
-        (["cube"], r"matrices: cube of shape \(2, 3, 4\) is none"),
+        (["cube"], r"matrices: cube of shape \(2, 3, 4\) is no stack"),
         (None, "finds no matrix among the parameters except embeddings"),
     ],
 )

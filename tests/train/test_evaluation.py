@@ -38,7 +38,7 @@ def evaluations(directory: Path, *evaluators: Any, **changes: Any) -> EvaluatorS
 
 LINES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "raises": (ValueError("no\nsuch"), "ValueError: no; its metrics are not in the row of this step", {}),
-    "divides by zero": (lambda: 1 / 0, "ZeroDivisionError: division by zero; the row", {}),
+    "divides by zero": (lambda: 1 / 0, "ZeroDivisionError: division by zero; its metrics are not in the row", {}),
     "divides numpy by zero": (
         {"val/a": np.float64("nan"), "val/b": 1.0},
         "val/a: not finite; null in the row",
@@ -144,7 +144,7 @@ class Several:
     ("others", "line", "row"),
     [
         ({"val/a": 2.0}, "process 1 has other metrics than process 0; the row has those of process 0", {"val/a": 1.0}),
-        (ValueError("here alone"), "ValueError: here alone on process 1; the row of this step has none", {}),
+        (ValueError("here alone"), "ValueError: here alone on process 1; its metrics are not in the row", {}),
         (lambda: None, None, None),
     ],
 )
