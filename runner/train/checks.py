@@ -110,7 +110,7 @@ def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
             dataset.check()
         except DataError as error:
             problem = f"{error}; the steps since the last commit are not saved"
-        # Process 0 decides, so that hosts which share the files end the same way; a problem of its own ends this host too.
+        # Process 0 decides, so that hosts which share the files end alike; a host with a problem of its own ends too.
         problem = attempt.hosts.agree(problem) or problem
     if problem is not None:
         raise DataError(problem)

@@ -159,7 +159,7 @@ def _fit_sharding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Na
     if all("fsdp" not in axes for axes in mesh_axes):
         num_shards = [math.prod(mesh.shape[axis] for axis in axes) for axes in mesh_axes]
         sizes = [size // number for size, number in zip(shape, num_shards, strict=True)]
-        # Shards over fsdp are cut from what other axes have left, hence sizes per shard.
+        # fsdp shards what the other axes have left, so its divisibility is that of the sizes per shard.
         fitting = [index for index, size in enumerate(sizes) if size % mesh.shape["fsdp"] == 0]
         if fitting:
             largest = max(fitting, key=lambda index: sizes[index])
