@@ -1,9 +1,9 @@
 """Server of the dashboard: one shared reader of all runs, and waitress, which responds to clients in threads.
 
-One reader serves all clients, so a run is read at most once per second however many look, and not at all if none does:
+One reader serves all clients. A run is read at most once per second for any number of clients, and never without one:
 
-1. A request names a page and gets what was last read for it at once. It waits, up to a deadline, only where nothing has
-   been read yet, or where that was long ago and no other request waits.
+1. A request names a page and at once gets the newest data that were read for it. It waits, up to a deadline, only if
+   there are none yet, or if they are old and no other request waits.
 2. One loop reads the pages that were requested since its last round. It rests after each round, so that it takes no
    more than a fixed share of one core from a job that trains on this machine.
 3. A run that cannot be read is data too: the page shows the reason. A bug in the reader ends the loop.
@@ -46,14 +46,14 @@ from runner.history.reader import HistoryReader
 from runner.history.records import History, RunState
 from runner.storage import JsonObject, Store, parse_number
 
-# Of the loop and its cache.
+# Settings of the loop and its cache.
 REST_SECONDS_MIN = 1.0
 REST_TIMES = 4  # rest of the loop after a round, in times of the round's duration
 FRESH_SECONDS = 10.0
 KEEP_SECONDS = 600.0
 WAIT_SECONDS = 30.0
 
-# Of reading runs.
+# Limits of reading runs.
 SEARCH_SECONDS = 10.0
 LIVING_SECONDS = 5.0
 BUCKET_SECONDS = 15.0
@@ -64,7 +64,7 @@ _NUM_THREADS_PER_TABLE = 8
 _TREND_MAX = 100
 _WATCHED_FILES = ("events.jsonl", "metrics.jsonl", "result.json", "spec.yaml", "job.json", "checkpoints", "attempts")
 
-# Of waitress.
+# Settings of waitress.
 _NUM_THREADS = 16
 _CONNECTIONS_MAX = 500
 _REQUEST_BYTES_MAX = 1 << 14

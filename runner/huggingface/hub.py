@@ -1,17 +1,17 @@
 """Push of an export to the Hugging Face Hub, with a model card.
 
 **Model card** (`format_model_card`): README.md with the front matter that the Hub reads. It is a function of the
-checkpoint, the spec and the rows up to its step, so a step has the same card however often it is pushed. The duration
+checkpoint, the spec and the rows up to its step, so every push of a step has the same card. The duration
 of a run is on the card only after the run has ended, when it no longer changes.
 
 **Push** (`HubRepository`). The repository is checked before anything is exported, and changed in one commit:
 
 1. `check` asks whether the token may write, and whether an existing repository is as public as the user said. Nothing
    is created yet.
-2. `push` creates the repository if it is missing and uploads the large files. Files that the Hub has by their digest,
-   as from a push that was killed, are not uploaded again.
-3. One commit contains all changes, and deletes what an earlier export has left and this one does not have. Of a model
-   that had two shards and now has one file, readers would otherwise find both, and one of them would be wrong. The
+2. `push` creates the repository if it is missing and uploads the large files. Files whose digest the Hub
+   already has, for example from a push that was killed, are not uploaded again.
+3. One commit contains all changes, and deletes files of an earlier export that this one does not have. If a model had
+   two shards and now has one file, readers would otherwise find both, and one of them would be wrong. The
    commit is based on the commit that was read before, so one of two concurrent pushes has to be repeated.
 4. The content of the repository is compared with the export.
 
@@ -46,7 +46,7 @@ from runner.storage import JsonObject
 # Model card.
 
 CARD_FILE = "README.md"
-EVALUATIONS_MAX = 12  # lines of the table of losses; of more evaluations some are shown, evenly spaced, and the last
+EVALUATIONS_MAX = 12  # lines of the table of losses; if there are more, evenly spaced ones and the last are shown
 _LOSS = re.compile(r"val/(.+/)?loss")
 _HUB_CACHE = re.compile(r"(?:^|/)models--([^/]+)--([^/]+)(?:/|$)")  # path of a download of the Hub's own library
 _TEXT_GENERATION = ("ForCausalLM", "LMHeadModel")
@@ -73,7 +73,7 @@ class ExportedCheckpoint:
 
     Attributes:
         spec: Resolved spec.
-        data: Data config; None for a job that is no trainer.
+        data: Data config; None for a job that is not a trainer.
         manifest: Manifest of the checkpoint.
         rows: Rows of the surviving trajectory up to the step.
         history: History of the whole run.
@@ -128,7 +128,7 @@ def _make_front_matter(
         found["license"] = words.license
     base = words.base_model
     if not base:
-        # A download of the Hub's own library has the name of the model in its path; other paths tell nothing.
+        # A download of the Hub's own library has the name of the model in its path; other paths do not name a model.
         rule = checkpoint.spec.checkpoint.initial_weights
         download = None if rule is None else _HUB_CACHE.search(rule.path)
         base = None if download is None else "/".join(download.groups())
