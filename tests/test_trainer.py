@@ -539,10 +539,10 @@ def test_rows_carry_the_scalars_that_a_step_returns_and_need_no_norm_of_the_grad
         ("nothing", lambda loss: None, "'nothing' as meta, a NoneType"),
         ("wave", lambda loss: loss + 1j, "'wave' as meta, complex64"),
         ("key", lambda loss: jax.random.key(0), "'key' as meta, key<fry>"),
-        ("loss", lambda loss: loss, "'loss' as meta, a name of the runner's own"),
-        ("tokens", lambda loss: loss, "'tokens' as meta, a name of the runner's own"),
-        ("learning_rate", lambda loss: loss, "'learning_rate' as meta, a name of the runner's own"),
-        ("grad_norm", lambda loss: loss, "'grad_norm' as meta, a name of the runner's own"),
+        ("loss", lambda loss: loss, "'loss' as meta, which is a reserved name"),
+        ("tokens", lambda loss: loss, "'tokens' as meta, which is a reserved name"),
+        ("learning_rate", lambda loss: loss, "'learning_rate' as meta, which is a reserved name"),
+        ("grad_norm", lambda loss: loss, "'grad_norm' as meta, which is a reserved name"),
     ],
 )
 def test_meta_that_no_row_can_hold_is_refused_before_the_directory_is_claimed(tmp_path, name, make, message):
