@@ -1,6 +1,9 @@
-"""runner: a spec describes a job, a job is a class whose whole state is one pytree, and that pytree survives anything.
+"""Restorable job runner for cluster pretraining.
 
-The map, in layers; each imports only from those above it, and the same holds inside each folder.
+A spec describes a job, a job is a class whose complete state is one pytree, and the runner makes sure that this pytree
+survives preemptions, crashes and hangs.
+
+Modules and packages, in layers: each imports only from those above it, and the same holds within each package.
 
 errors        exceptions and the exit code of each
 records       keys of the JSON files of a run
@@ -55,7 +58,7 @@ __all__ = ["BaseTrainer", "ExecutionSpec", "RestoreableJob", "Topology", "open_c
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for, so that checking a spec does not wait for jax."""
+    """Import a public class on first use, so that validating a spec does not import jax."""
     if name not in _HOMES:
         raise AttributeError(f"module 'runner' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
