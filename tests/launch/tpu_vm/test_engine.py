@@ -214,7 +214,7 @@ def test_a_launch_that_is_left_leaves_the_job_running_and_the_next_one_attaches(
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 75
-    assert "goes on" in output
+    assert "continues" in output
     assert "gcloud compute tpus queued-resources delete tiny-run --zone=z --force --quiet" in output
     assert world.is_there
     (repository / "specs" / "tiny.yaml").write_text(SPEC + "seed: 5\n")
