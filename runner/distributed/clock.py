@@ -45,10 +45,10 @@ class TimeBucket(enum.Enum):
     COMPILE = "compile", "The train step is traced and compiled, or loaded from a cache."
     RESTORE = "restore", "A checkpoint is read and verified, or the state is initialized."
     DATA_WAIT = "data_wait", "The training thread waits for a batch."
-    STEPS = "steps", "Steps of the final trajectory: the training loop without the buckets above and below."
+    STEPS = "steps", "Steps of the final trajectory: the training loop without the categories above and below."
     LOST_STEPS = "lost_steps", "Steps that a later attempt repeated, because no save contained them."
     EVALUATION = "evaluation", "Evaluators and hooks run."
-    SAVE_STALL = "save_stall", "Training is blocked by a save. Work that a save does in the background is not counted."
+    SAVE_STALL = "save_stall", "Training is blocked by a save. The background part of a save is not counted."
     SHUTDOWN = "shutdown", "From the last step, or the failure, to the end of the process."
     UNATTRIBUTED = "unattributed", "Nothing is recorded about this time."
 
