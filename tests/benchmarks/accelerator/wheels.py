@@ -16,6 +16,7 @@ from pathlib import Path
 THERE = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "pyyaml", "rich")
 # What a run imports beside that: dependencies of the project, and those of theirs that nobody there brings.
 CARRIED = (
+    "annotated-doc",
     "annotated-types",
     "array_record",
     "cloudpathlib",
@@ -26,7 +27,9 @@ CARRIED = (
     "pydantic",
     "pydantic-core",
     "safetensors",
+    "shellingham",
     "tokenizers",
+    "typer",
     "typing-extensions",
     "typing-inspection",
     "zstandard",
