@@ -370,12 +370,3 @@ class DecoderConfig(WidthScaledConfig):
 
 class DecoderTrainerConfig(TrainerConfig[DecoderConfig]):
     """The `config` section of a job that trains a decoder."""
-
-    @model_validator(mode="after")
-    def _validate_window_length(self) -> "DecoderTrainerConfig":
-        window, length = self.model.window, self.data.sequence_length
-        if window is not None and window > length:
-            raise ValueError(
-                f"model.window={window} is larger than data.sequence_length={length}; use at most {length}"
-            )
-        return self

@@ -38,6 +38,7 @@ def parse_config_json(config: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         InvalidError: the family is unknown, or the file describes no decoder of it; the message is one line.
     """
+    config = find_text_config(config)
     name = config.get("model_type")
     if name not in FAMILIES:
         raise InvalidError(f"model_type: got {str(name)[:60]!r}{suggest_choices(str(name), list(FAMILIES))}")
@@ -61,6 +62,15 @@ def parse_config_json(config: Mapping[str, Any]) -> DecoderConfig:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "model"
         raise InvalidError(f"{key}: {first['msg']}") from None
+
+
+def find_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json that describes the decoder of text.
+
+    Models that also read images, such as Gemma 3 from 4B on, nest it in `text_config`.
+    """
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) and text.get("model_type") in FAMILIES else config
 
 
 # Parts that several families share: rotary positions, the MLP's activation, windows, experts.
@@ -311,7 +321,10 @@ def _write_gemma3(config: DecoderConfig) -> Json:
 
 
 def _read_gemma3(config: Mapping[str, Any]) -> Json:
+    # Files of the family leave out keys that have the defaults of its 4B model.
+    config = {"num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096, **config}
     keys = _read_gemma(config, config.get("sliding_window_pattern", 6), None) | {"query_key_norm": "head"}
+    keys |= {"heads": config["num_attention_heads"], "key_value_heads": config["num_key_value_heads"]}
     keys["rope"] = _read_rope(config, 1_000_000.0, "full_attention")
     if "window" in keys["layer_pattern"]:
         given = (config.get("rope_parameters") or {}).get("sliding_attention", {})

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.model.config import DecoderConfig
-from experiments.model.config_json import FAMILIES, ConfigFormat, Json, parse_config_json
+from experiments.model.config_json import FAMILIES, ConfigFormat, Json, find_text_config, parse_config_json
 from experiments.model.moe import BALANCE
 from runner.errors import InvalidError
 from runner.huggingface.mapping import Family, TensorPiece
@@ -56,6 +56,9 @@ _EXPERTS = {
     False: ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     True: ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
+# Names in models that also read images: prefixes of the decoder, and the parts for images.
+_TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
+_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 class DecoderFiles(Family):
@@ -98,7 +101,7 @@ class DecoderFiles(Family):
 
         The vocabulary and the presence of a head are left to the tensors, which show them.
         """
-        name, differences = config.get("model_type"), self._compare(config)
+        name, differences = find_text_config(config).get("model_type"), self._compare(config)
         if not differences or name not in FAMILIES or name in self._families:
             return differences
         families = " or ".join(self._families) or "no such family"
@@ -108,7 +111,14 @@ class DecoderFiles(Family):
         """Return the tensor's name in `pieces`, or None to skip it.
 
         Old files also contain the frequencies of rotary positions, and some a second copy of the embedding as the head.
+        Models that also read images have further parts, which are skipped, and prefix the names of the decoder.
         """
+        if tensor.startswith(_IMAGE_PARTS):
+            return None
+        for prefix, own in _TEXT_PREFIXES.items():
+            if tensor.startswith(prefix):
+                tensor = own + tensor.removeprefix(prefix)
+                break
         is_repeated = tensor == "lm_head.weight" and self._config.tied_embedding
         return None if is_repeated or tensor.endswith(".rotary_emb.inv_freq") else tensor
 

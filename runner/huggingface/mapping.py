@@ -184,11 +184,11 @@ def match_tensors(
     def is_allowed(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.allow_missing)
 
-    found, problems = _rename_tensors(published, family, rule)
+    found, skipped, problems = _rename_tensors(published, family, rule)
     needed = compute_tensor_shapes(pieces, shapes)
     # The parts of a shared tensor cannot be located in a shorter one.
     shared = {piece.tensor for piece in pieces if piece.part is not None}
-    notes: list[str] = []
+    notes = _describe_skipped_parts(published, skipped)
     for line in family.differences(published.config):
         key = f"config.{line.partition(':')[0]}"
         (notes if is_allowed(key) else problems).append(f"{CONFIG_FILE}: {line}")
@@ -235,8 +235,8 @@ def _choose_tensor(tensor: TensorLocation | None, needed: Shape, may_be_shorter:
 
 def _rename_tensors(
     published: PublishedWeights, family: Family, rule: InitFromConfig
-) -> tuple[dict[str, TensorLocation], list[str]]:
-    """Return the tensors by their names in the table, and the problems of `rename`, one line each."""
+) -> tuple[dict[str, TensorLocation], list[str], list[str]]:
+    """Return the tensors by their names in the table, the names of skipped ones, and the problems of `rename`."""
 
     def has_beginning(name: str, beginning: str) -> bool:
         return f"{name}.".startswith(f"{beginning}.")  # whole parts of dotted names
@@ -248,6 +248,7 @@ def _rename_tensors(
     ]
     found: dict[str, TensorLocation] = {}
     originals: dict[str, str] = {}
+    skipped: list[str] = []
     for name, tensor in published.tensors.items():
         renamed: str | None = name
         fitting = [beginning for beginning in rule.rename if has_beginning(name, beginning)]
@@ -258,8 +259,26 @@ def _rename_tensors(
             renamed = None if target is None else (target + name[len(longest) :]).lstrip(".")
         known = None if renamed is None else family.known_as(renamed)
         if known is None:
+            skipped.append(name)
             continue
         if known in found:
             problems.append(f"{known}: both {originals[known]} and {name} have this name after renaming")
         found[known], originals[known] = tensor, name
-    return found, problems
+    return found, skipped, problems
+
+
+def _describe_skipped_parts(published: PublishedWeights, skipped: list[str]) -> list[str]:
+    """Return a line for each part of the published model, such as a vision tower, of which no tensor is read."""
+
+    def get_part(name: str) -> str:
+        first, _, rest = name.partition(".")
+        return f"{first}.{rest.partition('.')[0]}" if first == "model" else first
+
+    sizes = Counter(map(get_part, published.tensors))
+    counts = Counter(map(get_part, skipped))
+    # Single tensors that every model of a family skips, such as a repeated head, are not worth a line.
+    return [
+        f"{part}: its {count} tensors are left out, the model has no such part"
+        for part, count in sorted(counts.items())
+        if count == sizes[part] > 1
+    ]

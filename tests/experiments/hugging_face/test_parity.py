@@ -10,11 +10,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from experiments.model.config_json import FAMILIES, parse_config_json
 from experiments.model.decoder import Decoder
 from experiments.model.huggingface import DecoderFiles
+from runner.checkpoint.leaves import flatten_with_names
+from runner.huggingface.mapping import match_tensors
+from runner.huggingface.safetensors import open_published_weights
+from runner.spec import InitFromConfig
 from tests.experiments.hugging_face.cases import CASES, DAILY
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -79,6 +83,55 @@ def test_a_written_config_describes_the_same_decoder(name):
     written = files.config()
     assert (written["model_type"], written["architectures"]) == (found["model_type"], found["architectures"])
     assert files.differences(found) == files.differences(written) == []
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_with_images_is_read(prefix, tmp_path):
+    text = json.loads((FIXTURES / "gemma3" / "config.json").read_text())
+    tensors = load_file(FIXTURES / "gemma3" / "model.safetensors")
+    images = {f"vision_tower.{name}": np.zeros(2, np.float32) for name in "abc"}
+    nested = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()} | images
+    save_file(nested, tmp_path / "model.safetensors")
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    files = files_of(parse_config_json(config))
+    assert files.differences(config) == []
+    leaves = flatten_with_names({"params": params_from(tensors, files)})
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    rule = InitFromConfig(path=str(tmp_path))
+    match = match_tensors(open_published_weights(str(tmp_path)), files, shapes, rule)
+    assert all(tensor is not None for pieces in match.pieces.values() for _, tensor in pieces)
+    assert match.notes == ("vision_tower: its 3 tensors are left out, the model has no such part",)
+
+
+def test_keys_that_a_published_gemma3_leaves_out_have_their_defaults():
+    # The text_config of gemma-3-4b-it.
+    text = {
+        **{"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34},
+        **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+    }
+    config = parse_config_json({"model_type": "gemma3", "text_config": text})
+    assert (config.heads, config.key_heads, config.head_size, config.window) == (8, 4, 256, 1024)
+    assert config.layer_kinds[4:7] == ["window", "full", "window"]
+    assert config.tied_embedding
+
+
+@pytest.mark.soak
+def test_a_model_with_images_of_live_transformers_is_read(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs pip install '.[parity]'")
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision | {"num_attention_heads": 2})
+    model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    model.save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    files = files_of(parse_config_json(found))
+    named = {files.known_as(name): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    del named[None]
+    logits_BxTxV = our_logits(parse_config_json(found), params_from(named, files))
+    write = importlib.import_module("tests.experiments.hugging_face.write")
+    assert_same_logits(logits_BxTxV, write.logits_of(model, TOKENS_BxT))
 
 
 @pytest.mark.soak

@@ -17,8 +17,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from pydantic import ValidationError
 
-from experiments.model.config import DecoderConfig, DecoderTrainerConfig
+from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder, PretrainDecoder
+from experiments.model.huggingface import DecoderFiles
 from experiments.model.presets import PRESETS
 from runner.config import MemoryConfig
 from runner.errors import InvalidError
@@ -173,15 +174,15 @@ def test_inconsistent_keys_are_refused_with_their_values(changes, message):
         DecoderConfig(**LLAMA | changes)
 
 
-def test_a_window_larger_than_the_sequence_is_refused():
-    config = {
-        "model": LLAMA | {"layer_pattern": ["window"], "window": 65},
-        "data": {"source": "python-stdlib", "sequence_length": 64},
-        "optimizer": {"learning_rate": 0.1},
-        "train": {"total_steps": 200, "global_batch_examples": 8},
-    }
-    with pytest.raises(ValidationError, match=r"window=65 is larger than data.sequence_length=64"):
-        DecoderTrainerConfig(**config)
+def test_a_window_larger_than_the_sequence_is_full_attention():
+    windows = MODELS["llama"] | {"layer_pattern": ["window"], "window": TOKENS_BxT.shape[1] + 1}
+    results = [
+        make_decoder(keys).apply(params_of("llama"), TOKENS_BxT, deterministic=True)
+        for keys in (MODELS["llama"], windows)
+    ]
+    np.testing.assert_array_equal(*results)
+    # The window is written as it came.
+    assert DecoderFiles(DecoderConfig(**windows), 64, 8).config()["sliding_window"] == windows["window"]
 
 
 def test_heads_that_do_not_divide_over_devices_are_refused():
