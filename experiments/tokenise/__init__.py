@@ -7,8 +7,7 @@
 - `documents`: documents of an input file, and the split of the input into pieces
 - `pipeline`: concurrent fetching, reading and encoding
 - `corpus`: output files: shards, piece records, owner, index
-- `vocabulary`: tokenizers, loaded from a file or trained
-- `job`: the job itself
+- `job`: the job itself, and its tokenizers, loaded from a file or trained
 """
 
 from experiments.tokenise.job import Tokenise

@@ -1,7 +1,8 @@
-"""The manifest of a JobSet: the nodes that the pods need, their container, and what follows the end of a pod.
+"""Engine `jobset`: the manifest of a JobSet, and its submission with kubectl.
 
-The spec travels as text in an annotation of the pods, which the kubelet presents to them as a file. So a single object
-holds everything that a run is, and a restart cannot get another spec than the one that was submitted.
+The manifest describes the nodes that the pods need, their container, and what follows the end of a pod; JobSet carries
+all of it out. The spec travels as text in an annotation of the pods, which the kubelet presents to them as a file. So a
+single object holds everything that a run is, and a restart cannot get another spec than the one that was submitted.
 
 How an exit code gets the right answer, though JobSet never sees exit codes:
 
@@ -22,10 +23,12 @@ Kubernetes' own (apimachinery's `util/validation` and `api/resource`, `core/vali
 
 import json
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -42,8 +45,9 @@ from launch.options import (
     runner_arguments,
 )
 from runner.accelerator import Accelerator, parse_accelerator
-from runner.errors import EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, InvalidError
-from runner.spec import ExecutionSpec
+from runner.console import say
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, FailedError, InvalidError
+from runner.spec import ExecutionSpec, load_document, validate_spec
 
 CONTAINER = "runner"
 SLICE = "slice"  # name of the replicated job: its pods are called NAME-slice-SLICE-HOST
@@ -470,3 +474,57 @@ _Dumper.add_representer(str, _represent_text)
 def dump(manifest: dict[str, Any]) -> str:
     """Return a manifest as YAML."""
     return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=sys.maxsize)
+
+
+def run(arguments: JobSetArguments) -> int:
+    """Submit the job, or print what would be submitted."""
+    spec = validate_spec(load_document(arguments.spec, arguments.overrides))
+    text = Path(arguments.spec).read_text(encoding="utf-8-sig")
+    manifest = render(spec, text, arguments, None)
+    if not arguments.dry_run:
+        metadata = manifest["metadata"]
+        manifest = render(spec, text, arguments, _find_submit_time(metadata["name"], metadata.get("namespace")))
+    validate_size(manifest, len(text.encode()))
+    if arguments.dry_run:
+        say(dump(manifest).rstrip("\n"))
+    else:
+        _kubectl("apply", "-f", "-", text=dump(manifest))
+    return EXIT_DONE
+
+
+def _find_submit_time(name: str, namespace: str | None) -> str | None:
+    """Return when the JobSet was submitted, in Unix seconds.
+
+    That is now for a new JobSet. The environment of pods cannot be changed, so an existing JobSet keeps its time, or
+    None if its pods were given none.
+    """
+    where = [] if namespace is None else [f"--namespace={namespace}"]
+    get = ["get", "jobset", name, *where, "--ignore-not-found", "--output=json"]
+    output = _kubectl(*get, stdout=subprocess.PIPE)
+    if not output.strip():
+        return str(int(time.time()))
+    try:
+        for replicated in json.loads(output)["spec"]["replicatedJobs"]:
+            for container in replicated["template"]["spec"]["template"]["spec"]["containers"]:
+                for variable in container.get("env", []) if container["name"] == CONTAINER else []:
+                    if variable["name"] == SUBMIT_TIME_VARIABLE:
+                        return variable.get("value")
+        return None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise FailedError(f"kubectl get: the JobSet {name} was not made by this command: {output!r:.100}") from None
+
+
+def _kubectl(*arguments: str, text: str = "", stdout: int | None = None) -> str:
+    """Run kubectl and return its output if `stdout` is a pipe.
+
+    Raises:
+        InvalidError: kubectl cannot be run.
+        FailedError: kubectl has failed; it has printed why.
+    """
+    try:
+        result = subprocess.run(["kubectl", *arguments], input=text, stdout=stdout, text=True)
+    except OSError as error:
+        raise InvalidError(f"cannot run kubectl: {error.strerror}; --dry-run prints the manifest instead") from None
+    if result.returncode != 0:
+        raise FailedError(f"kubectl {arguments[0]} ended with {result.returncode}")
+    return result.stdout or ""

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from runner.checkpoint import fingerprint
+from runner.checkpoint.arrays import read_leaves
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -19,7 +20,6 @@ from runner.checkpoint.manifest import (
     read_manifest,
     read_newest_manifest,
 )
-from runner.checkpoint.readers import read_leaves
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
 from runner.storage import Store, compute_crc32c, create_file
 

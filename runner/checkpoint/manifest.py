@@ -19,7 +19,7 @@ from typing import Any, Self, TypedDict
 
 from runner.errors import NewerFormatError
 from runner.records import Key, validate_record
-from runner.run.environment import ENVIRONMENT_KEYS
+from runner.run.events import ENVIRONMENT_KEYS
 from runner.spec import Trajectory, hash_record
 from runner.storage import (
     ABSENT,

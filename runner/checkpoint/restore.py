@@ -20,14 +20,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from runner.checkpoint import fingerprint, readers
+from runner.checkpoint import arrays as readers
+from runner.checkpoint import fingerprint
 from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.leaves import (
     decode_leaves,
     encode_leaves,
     flatten_with_names,
+    has_adapter,
     make_abstract,
+    map_weight_names,
     validate_manifest_leaves,
+    validate_weight_name,
 )
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
@@ -41,7 +45,6 @@ from runner.checkpoint.manifest import (
     read_newest_manifest,
     retire_uncommitted,
 )
-from runner.checkpoint.weight_names import has_adapter, map_weight_names, validate_weight_name
 from runner.console import warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError

@@ -39,14 +39,13 @@ import jax
 import jax.numpy as jnp
 
 from runner.checkpoint import fingerprint
+from runner.checkpoint.arrays import ArrayWriter, WriteResult, make_writer, verify_read_back
 from runner.checkpoint.blocks import Blocks, copy_to_host
 from runner.checkpoint.fast_tier import FastTier, open_fast_tier
 from runner.checkpoint.leaves import Leaves, encode_leaves, flatten_with_names, make_abstract, validate_leaf_forms
 from runner.checkpoint.manifest import CHECKPOINTS, RETIRED_SUFFIX, Manifest, commit
 from runner.checkpoint.policy import Retention, SaveKind, SavePolicy, compute_best_interval_seconds
-from runner.checkpoint.readers import verify_read_back
 from runner.checkpoint.restore import AttachmentCheck, RestoredState, load_checkpoint, restore_newest
-from runner.checkpoint.writers import ArrayWriter, WriteResult, make_writer
 from runner.console import warn
 from runner.distributed.clock import SAVE
 from runner.errors import FencedError, InvalidError, RemovedError, StorageError, format_error

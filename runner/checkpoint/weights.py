@@ -11,13 +11,22 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.checkpoint import fingerprint, readers
+from runner.checkpoint import arrays as readers
+from runner.checkpoint import fingerprint
+from runner.checkpoint.arrays import read_leaves
 from runner.checkpoint.leaves import (
+    AdapterMerge,
+    AdapterSplit,
     decode_leaves,
     encode_leaves,
+    find_adapter_merge,
     flatten_with_names,
+    has_adapter,
+    map_weight_names,
     parse_dtype,
+    split_adapter,
     validate_manifest_leaves,
+    validate_weight_name,
 )
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
@@ -30,16 +39,6 @@ from runner.checkpoint.manifest import (
     read_manifest,
 )
 from runner.checkpoint.policy import find_best_step
-from runner.checkpoint.readers import read_leaves
-from runner.checkpoint.weight_names import (
-    AdapterMerge,
-    AdapterSplit,
-    find_adapter_merge,
-    has_adapter,
-    map_weight_names,
-    split_adapter,
-    validate_weight_name,
-)
 from runner.console import warn
 from runner.errors import InvalidError, StorageError
 from runner.records import PARAMS

@@ -5,9 +5,8 @@ out. A function takes the dataclass of its arguments and returns the exit code. 
 that they work beside a running job.
 
 - `arguments`: arguments and options of each command, without jax
-- `runs`: access to a run for read-only commands
 - `run`: `runner SPEC`
-- `status`: `status`
+- `status`: `status`, and access to a run for read-only commands
 - `inspect`: `metrics`, `report`, `dashboard`, without jax
 - `checkpoints`: `checkpoints`, `checkpoints copy`, `profile`
 - `weights`: `sample`, `evaluate`, `export`

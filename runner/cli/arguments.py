@@ -144,7 +144,7 @@ class DashboardArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleArguments:
-    """Arguments of `sample`; the defaults are those of `runner.inference.sample.SampleRequest`."""
+    """Arguments of `sample`; the defaults are those of `runner.inference.open_run.SampleRequest`."""
 
     where: RunLocation
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text that the model continues.")] = ""

@@ -3,7 +3,7 @@
 from runner.checkpoint.inspect import VerifyDepth, copy_checkpoint, format_report
 from runner.checkpoint.weights import find_best_name
 from runner.cli.arguments import CheckpointsArguments, CopyArguments, ProfileArguments
-from runner.cli.runs import convert_read_errors, find_directory, open_run_store
+from runner.cli.status import convert_read_errors, find_directory, open_run_store
 from runner.console import say
 from runner.errors import EXIT_DONE, InvalidError
 from runner.spec import MAX_PROFILE_STEPS

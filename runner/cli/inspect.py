@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from runner.cli.arguments import DashboardArguments, MetricsArguments, ReportArguments
-from runner.cli.runs import convert_read_errors, find_directory, open_run_store
+from runner.cli.status import convert_read_errors, find_directory, open_run_store
 from runner.console import say, write_text
 from runner.dashboard.report import write_report
 from runner.dashboard.server import serve

@@ -1,16 +1,19 @@
-"""The command `status`: the history of a run as one screen of a terminal, or as JSON. Writes nothing.
+"""The command `status`, and access to a run for read-only commands, which claim no attempt.
 
-The screen is plain text where there is no terminal, and never wider than the terminal. Control characters in anything
-that a run has recorded are not passed on.
+`status` shows the history of a run as one screen of a terminal, or as JSON, and writes nothing. The screen is plain
+text where there is no terminal, and never wider than the terminal. Control characters in anything that a run has
+recorded are not passed on.
 """
 
+import contextlib
 import datetime
 import json
 import math
+import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
@@ -19,14 +22,15 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.cli.arguments import StatusArguments
-from runner.cli.runs import convert_read_errors, find_directory
 from runner.distributed.clock import TimeBucket
-from runner.errors import EXIT_DONE
+from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
 from runner.history.records import History, RunState, Verification, to_json
 from runner.process import STOP_SIGNALS
-from runner.storage import JsonObject, open_store
+from runner.run.layout import read_owner
+from runner.spec import load_document, validate_spec
+from runner.storage import JsonObject, Store, open_store
 
 WATCH_SECONDS = 2.0
 _MAX_ATTEMPTS, _MAX_CHECKPOINTS, _MAX_NOTICES, _MAX_HOSTS = 8, 5, 5, 4
@@ -46,6 +50,38 @@ _VERIFICATION_COLOURS = {
     Verification.UNSEEN: "",
     Verification.UNCOMMITTED: "yellow",
 }
+
+
+def find_directory(where: str) -> str:
+    """Return the directory that a spec names, or `where` itself, which is a directory or URL then."""
+    if not where.endswith((".yaml", ".yml")):
+        return where
+    return str(validate_spec(load_document(where)).directory)
+
+
+def open_run_store(where: str) -> Store:
+    """Open the directory of a run by its spec, path or URL. Raises `InvalidError` if it holds no run."""
+    store = open_store(find_directory(where))
+    if read_owner(store) is None:
+        raise InvalidError(f"{store.url} holds no run: it has no job.json; give a run's directory, or its spec")
+    return store
+
+
+@contextlib.contextmanager
+def convert_read_errors(*normal_ends: type[BaseException]) -> Iterator[None]:
+    """Convert an `OSError` of a read-only command into a `RetryableError`.
+
+    Args:
+        normal_ends: exceptions that end the command without an error, such as a closed pipe behind its output.
+    """
+    try:
+        yield
+    except normal_ends:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes standard output when it exits
+    except RunnerError:
+        raise
+    except OSError as error:
+        raise RetryableError(str(error)) from error
 
 
 def print_status(arguments: StatusArguments) -> int:

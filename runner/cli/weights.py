@@ -10,7 +10,7 @@ from pathlib import Path
 from runner.checkpoint.weights import read_document
 from runner.cli.arguments import EvaluateArguments, ExportArguments, SampleArguments
 from runner.cli.run import find_placement
-from runner.cli.runs import convert_read_errors, find_directory
+from runner.cli.status import convert_read_errors, find_directory
 from runner.config import TrainerConfig
 from runner.console import say, warn, write_text
 from runner.distributed.agreement import Hosts
@@ -24,8 +24,7 @@ from runner.huggingface.hub import CARD_FILE, ExportedCheckpoint, HubRepository,
 from runner.huggingface.peft import export_adapter
 from runner.huggingface.safetensors import CONFIG_FILE
 from runner.inference.evaluate import EvaluationRequest, evaluate, follow, format_record, parse_source
-from runner.inference.open_run import NEWEST, ReadOnlyRun, open_run
-from runner.inference.sample import SampleRequest, sample
+from runner.inference.open_run import NEWEST, ReadOnlyRun, SampleRequest, open_run, sample
 from runner.job import RestoreableJob
 from runner.metrics.file import read_encoded_rows
 from runner.spec import load_job_class, validate_spec

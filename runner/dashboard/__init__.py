@@ -4,11 +4,9 @@ Python decides what is drawn and bounds its size; `static/page.js` draws it with
 package claims no attempt, writes nothing to a run's directory, and knows no jax.
 
 - `charts`: bounded, thinned series of a run's metrics, and their charts
-- `discovery`: runs below a directory or prefix, and differences of their specs
-- `html`: HTML pages that no text of a run can break out of
-- `app`: WSGI application, access policy and responses
-- `reader`: incremental reader of one run
+- `reader`: runs below a directory or prefix, differences of their specs, and an incremental reader of one run
 - `view`: JSON that `page.js` draws
-- `report`: one self-contained page about one or several runs
+- `report`: HTML pages that no text of a run can break out of, and the report
+- `app`: WSGI application, access policy and responses
 - `server`: shared reader of all runs, and the server
 """

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from runner.dashboard.html import read_plotly, read_static, render_live_page
+from runner.dashboard.report import read_plotly, read_static, render_live_page
 from runner.errors import InvalidError
 
 COOKIE = "runner_token"

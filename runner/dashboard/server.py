@@ -29,9 +29,8 @@ import waitress
 
 from runner.console import say
 from runner.dashboard.app import DashboardApp, ResponseBody, is_loopback, make_access_policy, parse_address
-from runner.dashboard.discovery import DiscoveredRun, DiscoveryResult, find_runs
-from runner.dashboard.html import encode_json
-from runner.dashboard.reader import RunReader
+from runner.dashboard.reader import DiscoveredRun, DiscoveryResult, RunReader, find_runs
+from runner.dashboard.report import encode_json
 from runner.dashboard.view import (
     build_view,
     format_duration,

@@ -5,8 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from runner.dashboard.charts import CHARTS, Point, find_chart
-from runner.dashboard.discovery import find_differences
-from runner.dashboard.reader import RunSnapshot
+from runner.dashboard.reader import RunSnapshot, find_differences
 from runner.distributed.clock import TimeBucket
 from runner.history.records import AttemptRecord, History, RunState
 from runner.storage import JsonObject

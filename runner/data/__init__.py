@@ -23,8 +23,7 @@ Importing the package imports jax and grain (half a second and more): do so when
 - `array_record`: ArrayRecord files
 - `mds`: MosaicML's MDS
 - `tokenizers`: byte, character, Hugging Face, sentencepiece and tiktoken tokenizers
-- `text`: text files, tokenised once on each host
-- `open_source`: from the keys of a spec to a `Source`
+- `open_source`: from the keys of a spec to a `Source`; text files, tokenised once on each host
 - `dataset`: training stream and validation sets as examples by number
 - `batches`: global batch of a step, and prefetch
 """

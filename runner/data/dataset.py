@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runner.data.corpus import LOSS_WEIGHT
-from runner.data.open_source import load_source_class, open_source, validate_shared_keys
+from runner.data.open_source import TextTokens, load_source_class, open_source, validate_shared_keys
 from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, Sequences
 from runner.data.sampling import LocalShuffle, Mixture, TokenSplit, probe_order, split_tokens
 from runner.data.source import Source
 from runner.data.source_files import is_class_path
-from runner.data.text import TextTokens
 from runner.data.token_files import IdRange, TokenFiles
 from runner.data.tokenizers import Tokenizer
 from runner.errors import DataError

@@ -39,7 +39,7 @@ from runner.evaluation.likelihood import (
     read_questions,
 )
 from runner.spec import Document
-from runner.train.batch_layout import BatchLayout
+from runner.train.compile import BatchLayout
 from runner.train.evaluators import Evaluator, Validation, ValidationSize, make_validation_sets
 from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup, TrainSetupBuilder

@@ -28,10 +28,9 @@ from jax.typing import DTypeLike
 from runner.config import DataConfig, TokenSource
 from runner.data import ByteTokenizer, Tokenizer
 from runner.data.corpus_index import INDEX, CorpusIndex
-from runner.data.open_source import SEPARATORS
+from runner.data.open_source import SEPARATORS, load_text
 from runner.data.remote import CacheSettings
 from runner.data.source_files import find_corpus, find_source, is_class_path, wrap_source_errors
-from runner.data.text import load_text
 from runner.data.tokenizers import BatchTokenizer, load_tokenizer
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError

@@ -31,7 +31,7 @@ from runner.history.records import (
 )
 from runner.metrics.file import read_sample
 from runner.run.clock_file import decode_clock_file, get_clock_file_name
-from runner.run.environment import ENVIRONMENT_KEYS
+from runner.run.events import ENVIRONMENT_KEYS
 from runner.run.layout import read_owner, read_result
 from runner.storage import DiskError, JsonObject, Store, parse_number, read_json
 

@@ -1,9 +1,8 @@
 """Hooks: read-only or steering views of a run's rows and weights. See README.md in this folder.
 
-- `counters`: counters of hooks in the train state
 - `protocol`: base classes, verdicts and arguments of hooks
 - `builtin`: early stopping, stop at a loss or a time, best checkpoint
-- `listing`: hooks of a spec
+- `listing`: hooks of a spec, and their counters in the train state
 - `dispatch`: calls of hooks, and the effect of their verdicts
 """
 

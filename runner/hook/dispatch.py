@@ -35,8 +35,15 @@ import numpy as np
 from runner.console import warn
 from runner.distributed.clock import LocalFailure, Phase, TimeBucket
 from runner.errors import FencedError, HookError, InvalidError, RetryableError, format_error
-from runner.hook.counters import FiredCalls, HookState, decode_counters, encode_counters
-from runner.hook.listing import STATE_NAME, HookList, ListedHook
+from runner.hook.listing import (
+    STATE_NAME,
+    FiredCalls,
+    HookList,
+    HookState,
+    ListedHook,
+    decode_counters,
+    encode_counters,
+)
 from runner.hook.protocol import Act, Moment, Verdict
 from runner.metrics.rows import Row
 from runner.run.attempt import Attempt

@@ -1,19 +1,128 @@
-"""Hooks of a spec, made and checked before any device is used."""
+"""Hooks of a spec, made and checked before any device is used, and their counters in the train state.
 
+The hook state is an auxiliary state: replicated, unchanged by the train step, and read and replaced by the training
+thread between two steps. A state may be saved between two hook calls of one step, if the job is asked to stop during
+the evaluation. The record of calls (`FiredCalls`) then tells the next attempt which calls are missing.
+"""
+
+import base64
 import functools
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
+import numpy as np
+
 from runner.errors import InvalidError
-from runner.hook.counters import FIRED, FiredCalls, HookState, make_first_counters
 from runner.hook.protocol import Hook, Observer, SeenJob
 from runner.run.layout import RunResult
 from runner.spec import Document, HookEntry, Trajectory, hash_record, load_class, validate_config
 from runner.train.auxiliary import AuxiliaryState
+from runner.train.state import TrainState
 
+FIRED = "fired"
+COUNTERS_MAX_BYTES = 64 * 1024  # per hook, since process 0 sends its counters to all processes by the coordinator
+_KINDS = "biuf"  # numpy kinds: bool, int, unsigned, float
+_MAX_ITEM_BYTES = 4
 STATE_NAME = "hooks"  # of the auxiliary state; also the key in the spec and in the trajectory
+
+
+@dataclass(frozen=True)
+class FiredCalls:
+    """Last calls that the counters include. All values but the last are steps; 0: none yet.
+
+    The field names are leaf names in checkpoints (`riders.hooks.fired.<field>`).
+
+    Attributes:
+        row: last step for which `on_row` was called.
+        evaluation: last step for which `on_evaluation` was called.
+        asked: last step for which a hook requested an evaluation.
+        stopped: `digest` of the hook that has ended the run; 0: none has.
+    """
+
+    row: int = 0
+    evaluation: int = 0
+    asked: int = 0
+    stopped: int = 0
+
+
+@dataclass(frozen=True)
+class HookState:
+    """Hook state on the host.
+
+    Attributes:
+        fired: record of the calls that the counters include.
+        counters: counters by hook name, of the hooks that have some.
+    """
+
+    fired: FiredCalls
+    counters: Mapping[str, Any]
+
+    @classmethod
+    def from_arrays(cls, arrays: Any) -> "HookState":
+        """Return a copy of the arrays of a train state, whose memory the next step overwrites. Waits for the device."""
+        # device_get may return views of device memory on CPUs, hence the copies.
+        copies = jax.tree.map(np.array, jax.device_get(arrays))
+        fired = FiredCalls(**{name: int(value) for name, value in copies.pop(FIRED).items()})
+        return cls(fired, copies)
+
+    def to_arrays(self) -> Mapping[str, Any]:
+        """Return the numpy arrays that the train state holds."""
+        # Types are part of the checkpoint format.
+        types = {"stopped": np.uint32}
+        fired = {name: np.array(value, types.get(name, np.int32)) for name, value in asdict(self.fired).items()}
+        return {FIRED: fired, **self.counters}
+
+    def replace_in(self, state: TrainState, name: str) -> TrainState:
+        """Return the train state with this hook state as its auxiliary state `name`, on the same devices."""
+
+        def place(value: np.ndarray, old: jax.Array) -> jax.Array:
+            return jax.make_array_from_callback(value.shape, old.sharding, lambda index: value[index])
+
+        return state.replace(riders=state.riders | {name: jax.tree.map(place, self.to_arrays(), state.riders[name])})
+
+
+def make_first_counters(counters: Any) -> Any:
+    """Return the counters of `Hook.init` as arrays. Raises `InvalidError` if the train state cannot hold them."""
+    arrays = jax.tree.map(np.asarray, counters)
+    for leaf in jax.tree.leaves(arrays):
+        if leaf.dtype.kind not in _KINDS or leaf.dtype.itemsize > _MAX_ITEM_BYTES:
+            raise InvalidError(
+                f"init returns an array of {leaf.dtype}; use numpy arrays of at most 32 bits a number, such as "
+                "np.int32(0)"
+            )
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+    if num_bytes > COUNTERS_MAX_BYTES:
+        raise InvalidError(f"init returns {num_bytes:,} bytes of counters; a hook may have {COUNTERS_MAX_BYTES:,}")
+    return arrays
+
+
+def encode_counters(counters: Any, first: Any) -> list[str]:
+    """Encode counters for JSON. Raises `ValueError` if structure, shapes or types differ from the `first` ones."""
+    found, needed = str(jax.tree.structure(counters)), str(jax.tree.structure(first))
+    if found != needed:
+        raise ValueError(f"returned counters of {found}, init of {needed}")
+    encoded = []
+    for leaf, like in zip(jax.tree.leaves(counters), jax.tree.leaves(first), strict=True):
+        value = np.asarray(leaf)
+        if value.shape != like.shape or not np.can_cast(value.dtype, like.dtype, "same_kind"):
+            raise ValueError(
+                f"returned counters with {value.dtype} of shape {value.shape}, where init has {like.dtype} of shape "
+                f"{like.shape}"
+            )
+        encoded.append(base64.b64encode(value.astype(like.dtype).tobytes()).decode())
+    return encoded
+
+
+def decode_counters(encoded: list[str], first: Any) -> Any:
+    """Decode the counters of `encode_counters` into new arrays."""
+    leaves = [
+        np.frombuffer(base64.b64decode(text), like.dtype).reshape(like.shape).copy()
+        for text, like in zip(encoded, jax.tree.leaves(first), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(first), leaves)
 
 
 @dataclass(frozen=True)

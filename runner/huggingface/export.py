@@ -31,9 +31,8 @@ from runner.config import DataConfig, TokenSource
 from runner.console import warn
 from runner.data.corpus_index import INDEX as CORPUS_INDEX
 from runner.data.corpus_index import CorpusIndex, read_tokenizer
-from runner.data.open_source import open_source
+from runner.data.open_source import TextTokens, open_source
 from runner.data.source_files import find_corpus, find_source, is_class_path
-from runner.data.text import TextTokens
 from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.huggingface.mapping import Family, Shape, TensorPiece, compute_tensor_shapes, find_table_problems

@@ -31,7 +31,7 @@ from runner.run.layout import read_result
 from runner.spec import Document, SpecLocation, validate_config
 from runner.spec.document import parse_yaml
 from runner.storage import JsonObject
-from runner.train.batch_layout import BatchLayout
+from runner.train.compile import BatchLayout
 from runner.train.evaluators import Validation, ValidationSet, ValidationSize
 
 DATA_SET = "data"  # name of the set that the command line gives

@@ -3,8 +3,7 @@
 - `meta`: step metadata that `forward` returns, and its form in a row
 - `rows`: keys of a row, selection of surviving rows, CSV
 - `file`: `metrics.jsonl` on a disk and in a bucket: writers; readers of all rows, of a sample, and of new rows
-- `tensorboard`: metric writer for TensorBoard
 - `window`: metrics of the steps since the last row
 - `wandb`: metric writer for Weights & Biases
-- `writers`: progress on the terminal, and asynchronous metric writers
+- `writers`: progress on the terminal, asynchronous metric writers, and the one for TensorBoard
 """

@@ -4,12 +4,10 @@
 - `checks`: checks of spec, data and directory, all reported at once
 - `forecast`: step time and memory, op by op, from the compiled program's text
 - `mesh`: meshes to choose from, and warnings about inefficient ones
-- `machine`: devices of an accelerator without having it, by libtpu or fake CPU devices
-- `program`: compiled steps, their collectives, and the roofline of a step
+- `program`: compiled steps for devices that are absent, by libtpu or fake CPU devices; collectives and roofline
 - `prediction`: memory, traffic and step time by arithmetic, before compiling
-- `estimate`: first estimate of a job, mesh warnings, and better meshes nearby
 - `profile`: forecast of a step as sections, as a trace, and against a run
-- `report`: sections of a plan, each number with its basis
+- `report`: first estimate of a job with mesh warnings, and sections of a plan, each number with its basis
 - `search`: best meshes, micro-batches and job settings by predicted step time
 - `preflight`: the command from end to end
 """

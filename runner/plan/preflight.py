@@ -17,10 +17,8 @@ from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
 from runner.job import RestoreableJob
 from runner.plan import checks, report
 from runner.plan.checks import Findings
-from runner.plan.estimate import EarlyEstimate, build_first_setup, estimate_early, format_first_estimate
 from runner.plan.figures import Section, format_amount, format_sections, report_progress, sections_to_json
 from runner.plan.forecast.sources import find_largest_arrays
-from runner.plan.machine import TargetMachine, open_machine
 from runner.plan.mesh import MeshWarning
 from runner.plan.profile import (
     forecast_program,
@@ -29,7 +27,8 @@ from runner.plan.profile import (
     read_timed_rows,
     write_trace,
 )
-from runner.plan.program import CompiledProgram, compile_program
+from runner.plan.program import CompiledProgram, TargetMachine, compile_program, open_machine
+from runner.plan.report import EarlyEstimate, build_first_setup, estimate_early, format_first_estimate
 from runner.plan.search import CompiledCandidate, Search, find_smallest_slice
 from runner.spec import Document, load_document
 from runner.train.compile import StepTooLargeError

@@ -13,8 +13,7 @@ from runner.metrics.file import read_sample
 from runner.plan.figures import Basis, Section, format_amount
 from runner.plan.forecast import DeviceRates, Forecast, build_trace, compute_forecast, get_live_bytes
 from runner.plan.forecast.collectives import Collective
-from runner.plan.machine import TargetMachine
-from runner.plan.program import CompiledProgram, compute_sent_bytes
+from runner.plan.program import CompiledProgram, TargetMachine, compute_sent_bytes
 from runner.storage import JsonObject, open_store
 from runner.train.compile import ProgramMemory
 

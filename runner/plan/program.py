@@ -1,31 +1,229 @@
-"""Compiled steps of a job: memory, collectives, compile time; roofline of a step by the chip's peak figures.
+"""Compiled steps of a job for devices that this machine does not have: memory, collectives, compile time, roofline.
 
-A step cannot be faster than its matmuls at peak FLOP/s, its memory traffic at HBM bandwidth, or its collectives at the
-bandwidth of their network. If all of these overlap, it is as fast as the slowest of them.
+libtpu compiles for any TPU topology on any machine. Without libtpu, and for GPUs, the same program is partitioned for
+as many fake CPU devices: sharding and collectives are then those of the mesh, and temporaries those of XLA for CPU.
+
+The roofline is a bound: a step cannot be faster than its matmuls at peak FLOP/s, its memory traffic at HBM bandwidth,
+or its collectives at the bandwidth of their network. If all of these overlap, it is as fast as the slowest of them.
+
+`uses_all_reduce` probes how the compiler treats one parameter on a mesh: gathered for a matmul and its gradient
+scattered, or reduced whole. Compiling one matmul takes a second or two, where a step takes minutes.
 """
 
+import contextlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.accelerator import PeakRates
-from runner.parallel.mesh import AXES, split_axes_over_slices
+from runner.accelerator import Accelerator, PeakRates
+from runner.errors import InvalidError
+from runner.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    STATE_AXES,
+    make_mesh,
+    read_device_memory_bytes,
+    split_axes_over_slices,
+)
 from runner.plan.forecast.collectives import Collective, find_collectives
-from runner.plan.machine import TargetMachine
-from runner.train.batch_layout import BatchLayout
-from runner.train.compile import MEMORY_SHARE, CompiledStep
+from runner.plan.mesh import MeshSizes
+from runner.train.compile import MEMORY_SHARE, BatchLayout, CompiledStep
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 
+# libtpu would otherwise ask the metadata server of a TPU host, which is not there, and log at length.
+_LIBTPU_VARIABLES = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+# Two devices per chip of the largest slice. XLA takes 12 s to fake that many, and four times as long for twice as many.
+_MAX_FAKE_DEVICES = 8192
+_FAKE_DEVICE_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
+
+_PROBE_TOKENS = 4096  # of one device, in the matmul of a probe
 # Speeds of one host, assumed and not measured: writing to a bucket or a shared disk, and copying out of its devices.
 DURABLE_BYTES_PER_SECOND = 1e9
 STALL_BYTES_PER_SECOND = 10e9
 
 # Share of the best speed that a tuned step is assumed to reach where a time is promised and not only bounded.
 TYPICAL_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class TargetMachine:
+    """Devices to compile for.
+
+    Attributes:
+        devices: devices in jax's order.
+        stand_ins: the same number of CPU devices; equal to `devices` where these are fake.
+        accelerator: accelerator that the devices represent, None for the devices of this machine.
+        compiler: name of the compiler, for the user.
+        is_faked: the devices are CPU devices that represent others.
+        hbm_bytes: memory of one device.
+    """
+
+    devices: Sequence[jax.Device]
+    stand_ins: Sequence[jax.Device]
+    accelerator: Accelerator | None
+    compiler: str
+    is_faked: bool
+    hbm_bytes: int
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts of the job."""
+        if self.accelerator is None:
+            return 1
+        return self.accelerator.hosts_per_slice * self.accelerator.num_slices
+
+    @property
+    def devices_per_domain(self) -> int:
+        """Number of devices that the fast interconnect joins: those of a slice, or of a GPU node."""
+        found = self.accelerator
+        if found is None or found.num_chips is None:
+            return len(self.devices)
+        chips = found.num_chips if found.chip.is_tpu else min(found.num_chips, found.chip.chips_per_host or 1)
+        return chips * found.chip.devices_per_chip
+
+
+def is_libtpu_installed() -> bool:
+    """Return True if libtpu can be imported."""
+    found = importlib.util.find_spec("libtpu")
+    return found is not None and found.loader is not None
+
+
+def open_machine(accelerator: Accelerator | None) -> TargetMachine:
+    """Return the devices of an accelerator.
+
+    To be called before jax has started a backend. A caller that opens several machines opens the largest first, since
+    the number of fake devices is fixed when the backend starts.
+
+    Args:
+        accelerator: None, or a CPU without a number, for the devices of this machine.
+
+    Raises:
+        InvalidError: there is no such topology, or libtpu cannot compile for it.
+    """
+    if accelerator is None or (accelerator.name == "cpu" and accelerator.num_chips is None):
+        local = jax.devices()
+        compiler = f"XLA for {local[0].device_kind}"
+        return TargetMachine(local, local, accelerator, compiler, False, read_device_memory_bytes())
+    if accelerator.num_devices is None:
+        raise InvalidError(
+            f"{accelerator.name}: a plan needs the number of chips; add it, for example {accelerator.name}-8"
+        )
+    if accelerator.num_devices > _MAX_FAKE_DEVICES:
+        raise InvalidError(
+            f"{accelerator}: {accelerator.num_devices} devices; plan can stand in for at most {_MAX_FAKE_DEVICES}, "
+            "so plan for fewer slices"
+        )
+    jax.config.update("jax_platforms", "cpu")
+    shape = accelerator.shape if accelerator.chip.is_tpu else ""  # raises for a number of chips that is no slice
+
+    # The number of devices in XLA_FLAGS would win over the one that is set here. If a backend has been started, its
+    # number is fixed, and the first of its devices are used.
+    os.environ["XLA_FLAGS"] = _FAKE_DEVICE_FLAG.sub("", os.environ.get("XLA_FLAGS", ""))
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", accelerator.num_devices)
+    cpu_devices = jax.devices("cpu")
+    assert len(cpu_devices) >= accelerator.num_devices, "the largest machine is opened first"
+    stand_ins = cpu_devices[: accelerator.num_devices]
+
+    speeds = accelerator.chip.speeds
+    hbm_bytes = read_device_memory_bytes() if speeds is None else speeds.hbm_bytes // accelerator.chip.devices_per_chip
+    if shape and is_libtpu_installed():
+        devices, compiler = _open_libtpu_devices(accelerator, shape)
+        return TargetMachine(devices, stand_ins, accelerator, compiler, False, hbm_bytes)
+    is_cpu = accelerator.name == "cpu"
+    reason = ", since libtpu is not installed (extra tpu-plan)" if accelerator.chip.is_tpu else ""
+    compiler = "XLA for CPU" if is_cpu else f"XLA for {len(stand_ins)} fake CPU devices{reason}"
+    return TargetMachine(stand_ins, stand_ins, accelerator, compiler, not is_cpu, hbm_bytes)
+
+
+def _open_libtpu_devices(accelerator: Accelerator, shape: str) -> tuple[Sequence[jax.Device], str]:
+    """Return libtpu's devices for a topology, and the name of the compiler."""
+    for name, value in _LIBTPU_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    chip = accelerator.chip
+    options: dict[str, Any] = {}
+    if chip.libtpu_name == "v4":  # jax runs its two cores as one device
+        options["chip_config_name"] = "megacore"
+    if accelerator.num_chips == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    if accelerator.num_slices > 1:
+        options["num_slices"] = accelerator.num_slices
+    name = f"{chip.libtpu_name}:{shape}"
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    except (jax.errors.JaxRuntimeError, RuntimeError, AttributeError) as error:
+        message = str(error)
+        line = message.split("\n", 1)[0][:300]
+        # libtpu guards its device by a lock file, also for compilation alone.
+        if "lockfile" in message or "already in use" in message:
+            raise InvalidError(
+                f"another process holds libtpu ({line}); wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1"
+            ) from error
+        required = [text for text in importlib.metadata.requires("jax") or () if text.startswith("libtpu")]
+        needed = required[0].partition(";")[0].strip() if required else "the libtpu of jax[tpu]"
+        raise InvalidError(
+            f"libtpu {importlib.metadata.version('libtpu')} cannot compile for {name}: {line}; "
+            f"jax {jax.__version__} needs {needed}"
+        ) from error
+    return devices, f"libtpu {importlib.metadata.version('libtpu')}"
+
+
+def uses_all_reduce(devices: Sequence[jax.Device], sizes: MeshSizes, leaf: Any, dtype: str) -> bool:
+    """Return True if the compiler moves a parameter over `STATE_AXES` by all-reduce instead of gather and scatter.
+
+    Compiles one matmul and its weight gradient. Of a parameter that stacks layers or experts, one matrix is tried.
+
+    Args:
+        devices: devices to compile for.
+        sizes: mesh over these devices.
+        leaf: abstract parameter with a sharding on that mesh.
+        dtype: type in which the parameter is sent.
+    """
+    # T: tokens of all devices, K and N: rows and columns of the matrix.
+    mesh = make_mesh(dict(sizes), devices)
+    shape = leaf.shape[-2:]
+    spec = [None] * leaf.ndim
+    spec[: len(leaf.sharding.spec)] = leaf.sharding.spec
+    token_axes = (*BATCH_AXES, "sequence")
+    num_tokens = _PROBE_TOKENS * mesh.size // mesh.shape["tensor"]
+
+    def make_argument(shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    weight_KxN = make_argument(shape, leaf.dtype, *spec[-2:])
+    x_TxK, dy_TxN = (make_argument((num_tokens, width), jnp.dtype(dtype), token_axes) for width in shape)
+
+    def step(weight_KxN: jax.Array, x_TxK: jax.Array, dy_TxN: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient_KxN = (x_TxK.T @ dy_TxN).astype(weight_KxN.dtype)
+        return x_TxK @ weight_KxN.astype(x_TxK.dtype), weight_KxN - gradient_KxN
+
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(dy_TxN.sharding, weight_KxN.sharding))
+        text = jitted.lower(weight_KxN, x_TxK, dy_TxN).compile().as_text() or ""
+    found = find_collectives(text, {axis: int(size) for axis, size in mesh.shape.items()})
+    reduced = [one for one in found if one.kind == "all-reduce" and {*one.axes} & {*STATE_AXES}]
+    # An array of half the parameter or less is not the whole parameter that is reduced.
+    return any(2 * math.prod(array) > math.prod(shape) for one in reduced for array in one.shapes)
 
 
 @dataclass(frozen=True)

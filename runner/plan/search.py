@@ -19,11 +19,10 @@ from runner.accelerator import Accelerator
 from runner.errors import InvalidError
 from runner.plan import checks, report
 from runner.plan.checks import Findings, load_data
-from runner.plan.machine import TargetMachine
 from runner.plan.mesh import MeshSizes, iter_meshes
 from runner.plan.prediction import SINGLE_DEVICE, Prediction, Predictor, build_abstract
 from runner.plan.profile import forecast_step_seconds
-from runner.plan.program import TYPICAL_SHARE, CompiledProgram, Roofline, compile_program
+from runner.plan.program import TYPICAL_SHARE, CompiledProgram, Roofline, TargetMachine, compile_program
 from runner.spec import Document, load_document
 from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops

@@ -2,11 +2,9 @@
 
 - `clock_file`: `attempts/<number>.clock`, the time accounting of an attempt up to its last heartbeat or step
 - `compile_cache`: compiled programs on each host's disk, and optionally shared in the run's directory
-- `environment`: versions, CPUs, git commit and hosts of a start
-- `events`: events of the ledger `events.jsonl`, with their details and writers
+- `events`: events of the ledger `events.jsonl`, with their details and writers; environment of a start
 - `layout`: file names in a run's directory, and the records `job.json` and `result.json`
 - `fence`: single-writer rule, and the check that a spec continues the run in the directory
 - `logs`: `logs/<attempt>.<process>.log`, the log file of a process
-- `notifications`: notifications by command or webhook
-- `attempt`: `Attempt`: claim of the directory, outcome of the attempt, reports to the user
+- `attempt`: `Attempt`: claim of the directory, outcome of the attempt, reports and notifications to the user
 """

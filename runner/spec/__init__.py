@@ -14,8 +14,7 @@ Later stages report a problem of a key in the same form through `Document.error`
 - `model`: models of the sections
 - `document`: YAML with locations, overrides, messages
 - `imports`: classes by name, packages that are extras
-- `trajectory`: keys on which the bits of a run depend
-- `validation`: documents against models; specs as YAML and JSON Schema
+- `validation`: documents against models; keys on which the bits of a run depend; specs as YAML and JSON Schema
 """
 
 from runner.errors import suggest_choices
@@ -45,10 +44,13 @@ from runner.spec.model import (
     NotifyConfig,
     Topology,
 )
-from runner.spec.trajectory import Trajectory, compute_trajectory, fill_in_defaults, hash_record
 from runner.spec.validation import (
     SpecModel,
+    Trajectory,
+    compute_trajectory,
     dump_spec,
+    fill_in_defaults,
+    hash_record,
     json_schema,
     read_spec,
     validate_config,

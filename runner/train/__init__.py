@@ -5,9 +5,8 @@
 - `auxiliary`: auxiliary train state (averages of weights, noise scale)
 - `state`: train state, variables and shardings
 - `loss`: cross-entropy and fields of a batch
-- `batch_layout`: split of the global batch
 - `step`: optimizer step and validation step
-- `compile`: traced and compiled steps, and the micro-batch that fits
+- `compile`: split of the global batch, compiled steps, and the micro-batch that fits
 - `lora`: LoRA adapters
 - `evaluators`: evaluators, their schedule, and validation
 - `report`: rows of metrics

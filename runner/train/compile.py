@@ -1,7 +1,9 @@
-"""Compilation of the train and validation steps, from abstract shapes and ahead of the first step.
+"""Split of the global batch into micro-batches, and compilation of the train and validation steps for it.
 
-Steps are traced, lowered and compiled once, so that nothing is traced again during training. The compiler's own memory
-figures determine the largest micro-batch that fits in device memory. Nothing here knows a model or data.
+`BatchLayout` is arithmetic: how the global batch is split over the devices of a mesh and over gradient accumulation
+steps. Steps are traced, lowered and compiled once, from abstract shapes and ahead of the first step, so that nothing is
+traced again during training. The compiler's own memory figures determine the largest micro-batch that fits in device
+memory. Nothing here knows a model or data.
 """
 
 import functools
@@ -15,17 +17,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from runner.accelerator import make_compiler_options
 from runner.checkpoint.leaves import find_form_problems, make_strongly_typed
+from runner.config import TrainerConfig
+from runner.data import Dataset, get_batch_fields, load_global_batch
 from runner.errors import InvalidError, StateError
 from runner.metrics.meta import TOKEN_COUNT, replace_sums_by_means, validate_meta
 from runner.optim.library import find_injected_rate
 from runner.parallel.canonical import canonicalise
-from runner.parallel.mesh import use_sharding_rules
+from runner.parallel.mesh import (
+    BATCH_AXES,
+    count_batch_shards,
+    format_batch_axes,
+    list_micro_batch_sizes,
+    make_batch_sharding,
+    use_sharding_rules,
+    validate_same_bits_mesh,
+    validate_sequence_sharding,
+)
 from runner.train.auxiliary import AuxiliaryState, validate_auxiliary
-from runner.train.batch_layout import BatchLayout
+from runner.train.loss import target_weights
 from runner.train.state import TrainState, get_shardings
 from runner.train.step import Batch
 
@@ -35,6 +49,111 @@ CompilerOptions = Mapping[str, str | bool | int]  # options of XLA by name
 # can depend on the other operations of its part, and these depend on the number of devices.
 _CODE_PARTS = "xla_cpu_parallel_codegen_split_count"
 _VAL_RESERVED = ("loss", "bits_per_byte")  # the runner's own metrics below `val/`
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Split of the global batch into S accumulation steps, each a micro-batch of B examples over all devices.
+
+    Attributes:
+        mesh: device mesh.
+        global_batch_examples: examples of an optimizer step.
+        micro_batch_examples: examples of a micro-batch per device.
+        sequence_length: tokens of a sequence, T.
+        fields: dtype of each array of a batch by name, as the data declare them; all are (S, B, T).
+        is_ordered: True if sums have an order independent of the number of devices (`train.same_bits_devices`): then
+            each micro-batch is placed on one device, and a device computes its micro-batches one after another.
+    """
+
+    mesh: Mesh
+    global_batch_examples: int
+    micro_batch_examples: int
+    sequence_length: int
+    fields: Mapping[str, DTypeLike]
+    is_ordered: bool = False
+
+    @property
+    def micro_batch(self) -> int:
+        """Examples of one micro-batch over all its devices: B."""
+        return self.micro_batch_examples * (1 if self.is_ordered else count_batch_shards(self.mesh))
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Sharding of (S, B, T) batches: over B, or over S if each device has its own micro-batches (`is_ordered`)."""
+        if self.is_ordered:
+            return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+        return make_batch_sharding(self.mesh)
+
+    @property
+    def accumulate_steps(self) -> int:
+        """Micro-batches of a step: S."""
+        return self.global_batch_examples // self.micro_batch
+
+    @property
+    def micro_batches_per_device(self) -> int:
+        """Micro-batches that each device computes in a step, one after another."""
+        return self.global_batch_examples // (self.micro_batch_examples * count_batch_shards(self.mesh))
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shape, dtype and sharding of a (S, B, T) batch."""
+        shape = (self.accumulate_steps, self.micro_batch, self.sequence_length)
+        sharding = self.sharding
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in self.fields.items()}
+
+    def batch(self, dataset: Dataset, slice: str, step: int) -> dict[str, jax.Array]:
+        """Return the (S, B, T) batch of a split after `step` completed steps. Called on every host."""
+        return load_global_batch(
+            dataset,
+            slice,
+            step,
+            accumulate_steps=self.accumulate_steps,
+            micro_batch=self.micro_batch,
+            sharding=self.sharding,
+        )
+
+    def compute_target_weight(self, batch: Mapping[str, jax.Array]) -> jax.Array | None:
+        """Return the total target weight of a batch; None if it is the same for all batches. To be traced."""
+        if "padding_mask" not in self.fields or not {"segment", "loss_weight"} & {*self.fields}:
+            return None
+        return jnp.sum(target_weights(batch), dtype=jnp.float32)
+
+
+def list_batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = None) -> list[BatchLayout]:
+    """Return every split of the global batch over `mesh` that the config allows, the largest micro-batch first.
+
+    Args:
+        config: config of the trainer.
+        mesh: device mesh.
+        micro_batch: examples per device of the only split to return, if the config allows it.
+
+    Raises:
+        InvalidError: no split exists, or sequences do not divide over the devices that share one; the error has the
+            nearest valid numbers.
+    """
+    train, data = config.train, config.data
+    validate_sequence_sharding(mesh, data.sequence_length, config.memory.loss_chunk_positions)
+    shards, axes = count_batch_shards(mesh), format_batch_axes(mesh)
+    sizes = list_micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards, axes)
+    if config.noise_scale is not None:
+        # The first half of the batch must be the first half of the micro-batches, so their number must be even.
+        examples = train.global_batch_examples
+        share, smallest = examples // shards, sizes[0]
+        sizes = [size for size in sizes if share // size % 2 == 0]
+        if not sizes:
+            split = f"{examples} examples over {shards} devices, micro_batch_examples={smallest}"
+            fix = f"micro_batch_examples={share // 2}" if share % 2 == 0 else f"multiples of {2 * shards} examples"
+            raise InvalidError(
+                f"noise_scale compares two halves of each batch, and needs an even number of micro-batches; {split} "
+                f"make {share // smallest}; use {fix}"
+            )
+    sizes = [micro_batch] if micro_batch in sizes else sizes
+    is_ordered = train.same_bits_devices is not None
+    if train.same_bits_devices is not None:
+        validate_same_bits_mesh(mesh, train.same_bits_devices)
+    fields = get_batch_fields(data)
+    return [
+        BatchLayout(mesh, train.global_batch_examples, size, data.sequence_length, fields, is_ordered) for size in sizes
+    ]
 
 
 def trace_train_step(

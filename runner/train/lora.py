@@ -17,7 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from runner.checkpoint.weight_names import BASE, LORA_A, LORA_B, AdapterMerge, merge_params
+from runner.checkpoint.leaves import BASE, LORA_A, LORA_B, AdapterMerge, merge_params
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
 from runner.optim.groups import Parameter, describe_parameters, list_nearest_names

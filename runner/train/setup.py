@@ -29,13 +29,14 @@ from runner.spec import Document, ExecutionSpec, Topology, Trajectory
 from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train.auxiliary import AuxiliaryState, init_auxiliary
-from runner.train.batch_layout import BatchLayout, list_batch_layouts
 from runner.train.compile import (
+    BatchLayout,
     CompiledStep,
     compile_lowered,
     compile_to_fit,
     compute_program_digest,
     get_program_memory,
+    list_batch_layouts,
     lower_step,
     trace_train_step,
     trace_val_step,

@@ -27,8 +27,7 @@ from flax import struct
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runner.checkpoint.leaves import make_strongly_typed
-from runner.checkpoint.weight_names import BASE, AdapterMerge, merge_params
+from runner.checkpoint.leaves import BASE, AdapterMerge, make_strongly_typed, merge_params
 from runner.errors import InvalidError
 from runner.optim.transforms import is_averaged, restart_average
 from runner.parallel.mesh import LogicalAxisRule, get_active_rules, select_dividing_axes, use_sharding_rules

@@ -17,9 +17,8 @@ import jax
 from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
-from runner.plan.machine import open_machine
-from runner.train.batch_layout import list_batch_layouts
-from runner.train.compile import ProgramMemory
+from runner.plan.program import open_machine
+from runner.train.compile import ProgramMemory, list_batch_layouts
 from tests.support.tiny import gpt
 
 DEVICES = 8

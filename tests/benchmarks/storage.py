@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runner.checkpoint import blocks, fingerprint, readers, writers
+from runner.checkpoint import arrays, blocks, fingerprint
 from runner.checkpoint.fast_tier import FastTier
 from runner.distributed.agreement import Hosts
 from runner.spec import CheckpointConfig
@@ -128,7 +128,7 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        piece_writer = writers.BlockWriter(store, Hosts.single_process(), directory / "staging")
+        piece_writer = arrays.BlockWriter(store, Hosts.single_process(), directory / "staging")
         files = []
         for name, leaf in leaves.items():
             files.append(directory / name)
@@ -138,11 +138,11 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
             written = piece_writer.start(f"c/{number}/arrays", leaves)(600.0)
             ours_up = time.perf_counter() - started
             started = time.perf_counter()
-            with ThreadPoolExecutor(writers.NUM_UPLOADS) as pool:
+            with ThreadPoolExecutor(arrays.NUM_UPLOADS) as pool:
                 list(pool.map(lambda file: up(file, f"plain/{file.name}"), files))
             plain_up = time.perf_counter() - started
             started = time.perf_counter()
-            jax.block_until_ready(readers.read_arrays(store, f"c/{number}", written, abstract))
+            jax.block_until_ready(arrays.read_arrays(store, f"c/{number}", written, abstract))
             ours_down = time.perf_counter() - started
             started = time.perf_counter()
             with ThreadPoolExecutor(blocks.NUM_READERS) as pool:
@@ -169,13 +169,13 @@ def tiers(backend: Backend, rounds: int) -> None:
         fast = FastTier(directory / "fast")
         fast.write({"step": 1, "identity": {}}, blocks.copy_to_host(leaves, "all"), {})
         store = open_store(backend.url("tiers"))
-        written = writers.BlockWriter(store, Hosts.single_process(), directory / "staging").start("c/1/arrays", leaves)(
+        written = arrays.BlockWriter(store, Hosts.single_process(), directory / "staging").start("c/1/arrays", leaves)(
             600.0
         )
         backend.proxy.faults.latency_seconds = LATENCY_SECONDS
         ratios = [
             seconds_of(lambda: fast.read(1, abstract)[0])
-            / seconds_of(lambda: readers.read_arrays(store, "c/1", written, abstract))
+            / seconds_of(lambda: arrays.read_arrays(store, "c/1", written, abstract))
             for _ in range(rounds)
         ]
         backend.proxy.reset()

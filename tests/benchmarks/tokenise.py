@@ -22,8 +22,8 @@ from experiments.tokenise import corpus
 from experiments.tokenise.config import BpeConfig
 from experiments.tokenise.documents import cut_into_pieces
 from experiments.tokenise.inputs import find_files
+from experiments.tokenise.job import sample_documents, train_bpe
 from experiments.tokenise.pipeline import encode_pieces
-from experiments.tokenise.vocabulary import sample_documents, train_bpe
 from runner.data.tokenizers import HuggingFaceTokenizer
 from runner.storage import LocalStore
 

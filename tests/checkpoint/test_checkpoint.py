@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from runner.checkpoint.arrays import BlockWriter, OrbaxWriter
 from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.policy import Retention, SaveKind, delete_step
 from runner.checkpoint.restore import load_checkpoint, restore_newest
 from runner.checkpoint.save import Checkpointer, DoubleBuffer, SaveContents
-from runner.checkpoint.writers import BlockWriter, OrbaxWriter
 from runner.errors import FencedError, ResumeError
 from runner.spec import CheckpointConfig, hash_record
 from runner.storage import LocalStore, compute_crc32c, read_log

@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runner import ExecutionSpec, RestoreableJob
-from runner.checkpoint import readers
+from runner.checkpoint import arrays
+from runner.checkpoint.arrays import read_leaves
 from runner.checkpoint.fingerprint import (
     CHUNK_LEAVES,
     _digest_shards,
@@ -27,7 +28,6 @@ from runner.checkpoint.fingerprint import (
 )
 from runner.checkpoint.leaves import make_strongly_typed
 from runner.checkpoint.manifest import read_committed
-from runner.checkpoint.readers import read_leaves
 from runner.checkpoint.save import _copy
 from runner.errors import InvalidError, StateError
 from runner.storage import LocalStore, read_log
@@ -286,9 +286,9 @@ class FirstSaveIsLost(Keeper):
 
 def test_the_first_save_of_a_run_is_read_back_before_it_is_committed(make_store, capsys, monkeypatch):
     read = []
-    real = readers.read_stored_block
+    real = arrays.read_stored_block
     monkeypatch.setattr(
-        readers,
+        arrays,
         "read_stored_block",
         lambda store, directory, *args: read.append(directory) or real(store, directory, *args),
     )

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runner.checkpoint import arrays as writer
 from runner.checkpoint import blocks, inspect, manifest
-from runner.checkpoint import writers as writer
+from runner.checkpoint.arrays import BlockWriter
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import restore_newest
 from runner.checkpoint.save import Checkpointer, SaveContents
-from runner.checkpoint.writers import BlockWriter
 from runner.errors import FencedError
 from runner.spec import CheckpointConfig
 from runner.storage import TransientError, bucket

@@ -17,7 +17,7 @@ from runner import errors
 from runner.cli import app, arguments
 from runner.cli.app import COMMANDS, main
 from runner.errors import InvalidError
-from runner.inference.sample import SampleRequest
+from runner.inference.open_run import SampleRequest
 from runner.spec import ExecutionSpec
 from tests.support import life
 

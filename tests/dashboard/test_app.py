@@ -8,7 +8,7 @@ import pytest
 import waitress
 
 from runner.dashboard.app import DashboardApp, ResponseBody, is_loopback, make_access_policy
-from runner.dashboard.html import encode_json
+from runner.dashboard.report import encode_json
 from runner.errors import InvalidError
 
 RUN = "0123456789abcdef"

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from runner.cli.app import main
-from runner.dashboard import discovery, server
+from runner.dashboard import reader as discovery
+from runner.dashboard import server
 from runner.dashboard.app import ResponseBody
-from runner.dashboard.discovery import find_runs
+from runner.dashboard.reader import find_runs
 from runner.dashboard.server import PageData, SharedReader
 from runner.history.reader import HistoryReader
 from runner.storage import JsonObject, LocalStore, Store, encode_line, jsonl

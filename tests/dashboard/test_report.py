@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli.app import main
-from runner.dashboard import html
+from runner.dashboard import report
 from runner.dashboard import report as report_module
 from runner.dashboard.report import make_run_names, render_report
 from runner.storage import JsonObject, LocalStore
@@ -48,7 +48,7 @@ PLACES = {
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
     """Replace plotly.js, of 4.8 MB, in all tests but one."""
-    monkeypatch.setattr(html, "read_plotly", lambda: "globalThis.Plotly = {};")
+    monkeypatch.setattr(report, "read_plotly", lambda: "globalThis.Plotly = {};")
 
 
 class Walk(HTMLParser):
@@ -99,7 +99,7 @@ def data_of(page: str) -> JsonObject:
     (style,) = walk.all("style")
     assert "url(" not in style[1]
     assert "@import" not in style[1]
-    rest = page.replace(html.read_plotly(), "")
+    rest = page.replace(report.read_plotly(), "")
     assert set(re.findall(r"https?://[^\"' ]*", rest)) <= {"http://www.w3.org/2000/svg"}
     data: JsonObject = json.loads(scripts[0][1])
     return data

@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from runner.data.open_source import TokenisedText, load_text
 from runner.data.source_files import find_source
-from runner.data.text import TokenisedText, load_text
 from runner.errors import DataError
 
 
@@ -44,7 +44,7 @@ def test_a_separator_stands_between_two_files_and_nowhere_else(
 def test_the_second_start_reads_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("hello wörld")
     first = load(tmp_path / "a.txt", tmp_path / "cache")
-    monkeypatch.delattr("runner.data.text.tokenise")
+    monkeypatch.delattr("runner.data.open_source.tokenise")
     second = load(tmp_path / "a.txt", tmp_path / "cache")
     assert isinstance(second.ids, np.memmap)
     assert second.ids.tolist() == first.ids.tolist()
@@ -97,7 +97,7 @@ def test_processes_that_race_for_one_cache_agree_and_leave_no_litter(tmp_path: P
     (tmp_path / "a.txt").write_text("the quick brown fox " * 50_000)
     program = (
         "import hashlib, sys; from pathlib import Path\n"
-        "from runner.data.source_files import find_source; from runner.data.text import load_text\n"
+        "from runner.data.source_files import find_source; from runner.data.open_source import load_text\n"
         "print('ready', flush=True); sys.stdin.readline(); kept = []\n"
         "for _ in range(10):\n"
         "    for _ in range(2):  # built, then mapped, while the other process publishes the same array anew\n"

@@ -18,8 +18,7 @@ from experiments.tokenise import inputs as input_files
 from experiments.tokenise.corpus import FinishedPiece
 from experiments.tokenise.documents import BadRecord, cut_into_pieces, read_documents
 from experiments.tokenise.inputs import find_files, open_store
-from experiments.tokenise.job import Tally
-from experiments.tokenise.vocabulary import sample_documents, train_bpe
+from experiments.tokenise.job import Tally, sample_documents, train_bpe
 from runner.data.corpus_index import CorpusShard
 from runner.errors import DataError, InvalidError, StorageError
 from runner.storage import DeadlineError

@@ -14,10 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from runner.dashboard.charts import RunCurves
 from runner.metrics.rows import EncodedRow, format_csv, select_surviving
-from runner.metrics.tensorboard import TensorBoardWriter
 from runner.metrics.wandb import convert_value
 from runner.metrics.window import StepTimer
-from runner.metrics.writers import PlainProgress
+from runner.metrics.writers import PlainProgress, TensorBoardWriter
 from runner.parallel import mesh
 from runner.storage import LocalStore
 

@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from experiments.gpt import PretrainGPT
 from runner.cli.app import run_command
-from runner.metrics import tensorboard, writers
+from runner.metrics import writers
+from runner.metrics import writers as tensorboard
 from runner.metrics.rows import Row
-from runner.metrics.tensorboard import TensorBoardWriter
-from runner.metrics.writers import AsyncMetricWriter
+from runner.metrics.writers import AsyncMetricWriter, TensorBoardWriter
 from runner.storage import LocalStore, encode_line, parse_lines, read_json, read_log
 from tests.support import wandb_file
 from tests.support.memory_bucket import memory_bucket

@@ -25,10 +25,9 @@ from runner.parallel.mesh import AXES
 from runner.plan.forecast.collectives import Collective, find_collectives
 from runner.plan.forecast.hlo import get_output_shape, iter_instructions, parse_shape_sizes
 from runner.plan.forecast.sources import find_largest_arrays
-from runner.plan.machine import TargetMachine, open_machine
 from runner.plan.prediction import ParameterPayload, predict_collectives, predict_ordered_collectives, sum_sent_bytes
-from runner.plan.program import compute_sent_bytes
-from runner.train.batch_layout import list_batch_layouts
+from runner.plan.program import TargetMachine, compute_sent_bytes, open_machine
+from runner.train.compile import list_batch_layouts
 from runner.trainer import BaseTrainer
 from tests.plan.tpu_program import shapes_in
 from tests.support.libtpu import printed_by

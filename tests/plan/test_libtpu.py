@@ -133,7 +133,7 @@ def test_a_libtpu_that_does_not_work_is_one_line(module: str, message: str, tmp_
 @pytest.mark.soak
 def test_a_libtpu_that_another_process_holds_is_one_line() -> None:
     holder = (
-        "import time; from runner.accelerator import parse_accelerator; from runner.plan.machine import open_machine\n"
+        "import time; from runner.accelerator import parse_accelerator; from runner.plan.program import open_machine\n"
         "open_machine(parse_accelerator('v5e-4')); print('held', flush=True); time.sleep(10_000)"
     )
     process = subprocess.Popen([sys.executable, "-c", holder], cwd=ROOT, stdout=subprocess.PIPE, env=environment(1))

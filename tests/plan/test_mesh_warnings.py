@@ -9,13 +9,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES, STATE_AXES, resolve_mesh_sizes
-from runner.plan import estimate
+from runner.plan import report
 from runner.plan.checks import Findings, open_job
-from runner.plan.estimate import EarlyEstimate
 from runner.plan.forecast.collectives import find_collectives
-from runner.plan.machine import TargetMachine
 from runner.plan.mesh import ParameterPasses, find_mesh_warnings, find_small_shards, is_significant, order_sizes
 from runner.plan.prediction import Predictor, build_abstract
+from runner.plan.program import TargetMachine
+from runner.plan.report import EarlyEstimate
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
 from tests.plan.test_hlo import STATED, computation, module
@@ -109,8 +109,8 @@ def test_meshes_near_are_tried_until_one_gathers_and_scatters(monkeypatch: pytes
         assert (dtype, leaf.ndim) in {("bfloat16", 2), ("bfloat16", 3)}
         return dict(sizes)["fsdp"] != tried[0]["fsdp"] // 2
 
-    monkeypatch.setattr(estimate, "uses_all_reduce", fake_uses_all_reduce)
-    monkeypatch.setattr(estimate, "_NUM_PROBED_MESHES", 100)
+    monkeypatch.setattr(report, "uses_all_reduce", fake_uses_all_reduce)
+    monkeypatch.setattr(report, "_NUM_PROBED_MESHES", 100)
     (fault,) = found[1].small_shard_warnings
     real = EarlyEstimate(
         found[1].predictor,

@@ -14,9 +14,9 @@ from runner import BaseTrainer
 from runner.accelerator import CHIPS, Accelerator, parse_accelerator
 from runner.cli.app import run_command
 from runner.errors import InvalidError
-from runner.plan import figures, machine
+from runner.plan import figures, program
 from runner.plan.checks import Findings, check_directory
-from runner.plan.machine import open_machine
+from runner.plan.program import open_machine
 from tests.support.attempt import start
 from tests.support.harness import ROOT, Job, command, environment, unoptimized
 from tests.support.tiny import gpt, stop_after
@@ -100,7 +100,7 @@ def test_the_largest_slice_of_every_chip_can_be_stood_in_for() -> None:
     for name, chip in CHIPS.items():
         largest = Accelerator(name, chip.slice_sizes[-1]).num_devices
         assert largest is not None
-        assert largest <= machine._MAX_FAKE_DEVICES
+        assert largest <= program._MAX_FAKE_DEVICES
 
 
 @pytest.mark.soak
@@ -170,7 +170,7 @@ PEAK = """
 import ctypes, sys
 from pathlib import Path
 import jax
-from runner.plan.machine import open_machine
+from runner.plan.program import open_machine
 from runner.accelerator import parse_accelerator
 from runner.spec import load_document, validate_spec
 from experiments.gpt import PretrainGPT
@@ -257,12 +257,12 @@ def test_a_first_estimate_comes_on_standard_error_before_anything_is_compiled(
 SMALL_CHIPS = """
 import dataclasses, sys
 from runner import accelerator
-from runner.plan import machine
+from runner.plan import program
 
 chip = accelerator.CHIPS["v5e"]
 speeds = dataclasses.replace(chip.speeds, hbm_bytes=int(sys.argv.pop(1)))
 accelerator.CHIPS["v5e"] = dataclasses.replace(chip, speeds=speeds)
-machine.is_libtpu_installed = lambda: False
+program.is_libtpu_installed = lambda: False
 from runner.cli.app import main
 sys.exit(main(["plan", *sys.argv[1:]]))
 """

@@ -12,7 +12,6 @@ from runner.accelerator import CHIPS, parse_accelerator
 from runner.cli.app import run_command
 from runner.errors import InvalidError
 from runner.plan.figures import Section, format_sections, sections_to_json
-from runner.plan.machine import TargetMachine
 from runner.plan.profile import (
     forecast_program,
     forecast_step_seconds,
@@ -21,6 +20,7 @@ from runner.plan.profile import (
     read_timed_rows,
     write_trace,
 )
+from runner.plan.program import TargetMachine
 from runner.plan.search import CompiledCandidate
 from runner.train.compile import ProgramMemory
 from tests.plan.forecast.text import MESH, module, negate

@@ -21,8 +21,7 @@ from runner.checkpoint.leaves import flatten_with_names
 from runner.plan.checks import Findings, open_job
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.forecast.hlo import ARRAY_PATTERN, get_output_shape, iter_instructions, parse_program
-from runner.plan.machine import open_machine
-from runner.plan.program import CompiledProgram, compile_program
+from runner.plan.program import CompiledProgram, compile_program, open_machine
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
 

@@ -23,7 +23,7 @@ PACKAGES = sorted(
 
 
 def layer_of(path: Path) -> str:
-    """`data` for runner/data/text.py, `spec` for runner/spec.py."""
+    """`data` for runner/data/corpus.py, `spec` for runner/spec.py."""
     return path.relative_to(ROOT / "runner").with_suffix("").parts[0]
 
 

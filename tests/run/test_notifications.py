@@ -11,9 +11,9 @@ import pytest
 
 from experiments.counter import Counter
 from runner.errors import DivergedError
-from runner.run import notifications
+from runner.run import attempt as notifications
+from runner.run.attempt import HOUR_SECONDS, NOTIFIED_EVENTS, Notifier
 from runner.run.events import EVENTS
-from runner.run.notifications import HOUR_SECONDS, NOTIFIED_EVENTS, Notifier
 from runner.spec import NotifyConfig, read_spec
 from runner.storage import LocalStore, read_json
 from tests.support.tiny import counter, stop_after

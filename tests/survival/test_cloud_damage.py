@@ -16,11 +16,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint import inspect
+from runner.checkpoint.arrays import BlockWriter, OrbaxWriter
 from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import restore_newest
 from runner.checkpoint.save import Checkpointer, SaveContents
-from runner.checkpoint.writers import BlockWriter, OrbaxWriter
 from runner.errors import EXIT_DONE
 from runner.spec import CheckpointConfig
 from runner.storage import LocalStore, Store, open_store

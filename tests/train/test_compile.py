@@ -9,8 +9,7 @@ import pytest
 
 from runner.accelerator import CHIPS
 from runner.errors import InvalidError
-from runner.train.batch_layout import BatchLayout
-from runner.train.compile import StepTooLargeError, compile_lowered, compile_to_fit, get_program_memory
+from runner.train.compile import BatchLayout, StepTooLargeError, compile_lowered, compile_to_fit, get_program_memory
 from tests.support.tiny import mesh_of
 
 GIB = 2**30

@@ -13,7 +13,7 @@ from flax import linen as nn
 from runner import BaseTrainer
 from runner.data import get_batch_fields
 from runner.errors import InvalidError
-from runner.train import batch_layout
+from runner.train import compile
 from runner.train.state import make_state
 from tests.support.tiny import gpt
 
@@ -137,7 +137,7 @@ class Text(BaseTrainer):
 
 def test_a_model_that_knows_of_no_documents_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     declared = {"segment": np.int32, "position": np.int32}
-    monkeypatch.setattr(batch_layout, "get_batch_fields", lambda config: get_batch_fields(config) | declared)
+    monkeypatch.setattr(compile, "get_batch_fields", lambda config: get_batch_fields(config) | declared)
     job = gpt(tmp_path / "run", Text, **{"config.model": {}})
     with pytest.raises(InvalidError, match="Plain takes no segments"):
         job()

@@ -19,8 +19,7 @@ from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.huggingface.load import ADAPTER_BASE
 from runner.inference.evaluate import EvaluationRequest, evaluate
-from runner.inference.open_run import open_run
-from runner.inference.sample import SampleRequest, sample
+from runner.inference.open_run import SampleRequest, open_run, sample
 from runner.parallel.mesh import STATE_AXES
 from runner.storage import parse_lines
 from runner.train.lora import get_model_weights, merge_adapter, replace_base

@@ -10,9 +10,9 @@ import os
 import jax
 
 from runner import BaseTrainer
+from runner.__main__ import restart_with_huge_pages
 from runner.accelerator import add_deterministic_flags
 from runner.checkpoint.fingerprint import compute_fingerprint
-from runner.huge_pages import restart_with_huge_pages
 from runner.parallel.mesh import read_peak_memory_bytes
 from runner.spec import load_document, load_job_class, validate_spec
 from tests.benchmarks.accelerator.turn import Ending, Ready, Seat, Turn

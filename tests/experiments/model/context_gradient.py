@@ -17,7 +17,7 @@ from experiments.model.ring_attention import scatter_gradients
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import make_mesh
 from runner.plan.forecast.collectives import find_collectives
-from runner.plan.machine import open_machine
+from runner.plan.program import open_machine
 
 SIZES = {"data": 8, "fsdp": 2, "sequence": 16}
 B, T, K, H = 2, 131_072, 8, 128

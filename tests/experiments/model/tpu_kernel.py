@@ -20,7 +20,7 @@ from experiments.model import attention
 from experiments.model.rotary import Rope, rotation_at
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import make_mesh, use_sharding_rules
-from runner.plan.machine import open_machine
+from runner.plan.program import open_machine
 
 WIDTHS = [(8, 8), (32, 32), (64, 64), (64, 32), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 LENGTHS = [128, 1000, 4096, "the tightest"]

@@ -28,7 +28,7 @@ import yaml
 from launch.__main__ import main
 from launch.kubernetes.jobset import escape_references
 from runner.accelerator import CHIPS
-from runner.run.environment import SUBMITTED
+from runner.run.events import SUBMITTED
 from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[3]

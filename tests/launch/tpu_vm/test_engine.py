@@ -13,6 +13,8 @@ import pytest
 
 from launch.__main__ import main
 from launch.tpu_vm import engine
+from launch.tpu_vm.engine import find_exit_code
+from launch.tpu_vm.gcloud import HostStatus
 from tests.support.harness import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -354,3 +356,23 @@ def test_the_environment_file_reaches_every_host_of_every_slice_and_no_command(r
 )
 def test_the_name_of_a_run_becomes_one_that_google_cloud_accepts(name, resource):
     assert engine.make_resource_name(name) == resource
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([None, None], None),
+        ([None, 0], None),
+        ([0, None], 0),
+        ([0, 0], 0),
+        ([None, 76], 76),
+        ([76, 1], 1),
+        ([0, 2], 2),
+        ([None, 137], 1),
+    ],
+)
+def test_the_job_has_ended_when_its_first_host_is_done_or_any_has_given_up(codes, code):
+    hosts = {
+        (0, index): HostStatus("running" if value is None else "ended", value) for index, value in enumerate(codes)
+    }
+    assert find_exit_code(hosts) == code

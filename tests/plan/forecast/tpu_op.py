@@ -14,8 +14,8 @@ from jax.sharding import SingleDeviceSharding
 
 from runner.accelerator import parse_accelerator
 from runner.plan.forecast import compute_forecast
-from runner.plan.machine import open_machine
 from runner.plan.profile import get_device_rates
+from runner.plan.program import open_machine
 
 Shape = tuple[int, ...]
 BF16, F32 = jnp.bfloat16, jnp.float32

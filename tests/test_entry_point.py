@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.huge_pages import add_huge_page_tunable
+from runner.__main__ import add_huge_page_tunable
 
 MADVISE = "always [madvise] never\n"
 ASKED = {"HOME": "/root", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

@@ -1,6 +1,6 @@
 """Differences of specs, key by key, also of damaged ones."""
 
-from runner.dashboard.discovery import ABSENT, UNREADABLE, find_differences
+from runner.dashboard.reader import ABSENT, UNREADABLE, find_differences
 
 ONE = "name: a\ndirectory: runs/a\nseed: 0\nconfig: {model: {layers: 2, heads: 4}, list: [1, 2], empty: {}}\n"
 
