@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from launch import local
-from launch.kubernetes import jobset as kubernetes
-from launch.kubernetes.jobset import JobSetArguments
+from launch.kubernetes import engine as kubernetes
+from launch.kubernetes.engine import JobSetArguments
 from launch.local import LocalArguments
 from launch.slurm import engine as slurm
 from launch.slurm.engine import SlurmArguments

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from launch.__main__ import main
-from launch.kubernetes import jobset
-from launch.kubernetes.jobset import JobSetArguments
+from launch.kubernetes import engine as jobset
+from launch.kubernetes.engine import JobSetArguments
 from launch.slurm.engine import SlurmArguments
 from launch.tpu_vm.engine import TpuVmArguments
 from tests.support.harness import ROOT

@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 from launch.__main__ import main
-from launch.kubernetes.jobset import escape_references
+from launch.kubernetes.engine import escape_references
 from runner.accelerator import CHIPS
 from runner.run.events import SUBMITTED
 from tests.support.harness import DEADLINE_SECONDS
