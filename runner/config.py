@@ -54,7 +54,8 @@ class TokenSource(FrozenModel):
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
         default=None,
-        description="Type of the little-endian ids in .bin files; null: uint16, and files with wider ids are refused.",
+        description="Type of the little-endian ids in .bin and .npy files without a header; null: uint16 in .bin files "
+        "(those with wider ids are refused), and .npy files have a header.",
     )
     train_on: Literal["answers", "all"] | None = Field(
         default=None,

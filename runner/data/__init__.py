@@ -17,6 +17,7 @@ Importing the package imports jax and grain (half a second and more): do so when
 - `readers`: readers of byte ranges, and the cache of derived files
 - `remote`: reader of objects in a bucket, cache of ranges, whole copies
 - `packing`: examples: token windows, packed documents, padded documents
+- `token_headers`: recognition of token files by their first bytes
 - `token_files`: token files as one long sequence
 - `corpus`: corpus of shards with an index
 - `megatron`: Megatron's indexed token files

@@ -284,14 +284,12 @@ def _parse_index(index: File, raw: bytes) -> list[JsonObject]:
     try:
         content = parse_json(raw)
         validate_record(content, (Key("version", int, ""), Key("shards", list, "")), ("version", "shards"))
-        # A shard without a version is reported by the check of its keys below.
-        for number in {content["version"], *(shard.get("version", VERSION) for shard in content["shards"])}:
-            if number != VERSION:
-                raise ValueError(f"has version {number!r}, needs {VERSION}")
+        _validate_version(content)
         for record in content["shards"]:
             if record.get("format") != "mds":
                 raise ValueError(f"has a shard of format {str(record.get('format'))[:20]!r}, needs mds")
             validate_record(record, _SHARD_KEYS, [key.name for key in _SHARD_KEYS])
+            _validate_version(record)
             for file in (record["raw_data"], record["zip_data"]):
                 if file is None:
                     continue
@@ -311,6 +309,12 @@ def _parse_index(index: File, raw: bytes) -> list[JsonObject]:
         raise DataError(f"{index} is not an index of MDS: {error}") from error
     shards: list[JsonObject] = content["shards"]
     return shards
+
+
+def _validate_version(record: JsonObject) -> None:
+    """Raise ValueError if an index, or a shard in it, is of another version of the format."""
+    if record["version"] != VERSION:
+        raise ValueError(f"has version {record['version']!r}, needs {VERSION}")
 
 
 def _find_column(names: Sequence[str], column: str) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 
 from runner.data.readers import ByteRange, Reader, run_in_parallel
 from runner.data.source_files import File
-from runner.data.token_files import DocumentFile, DocumentFiles
+from runner.data.token_files import DocumentFile, DocumentFiles, TokenFile, TokenFiles
 from runner.errors import DataError
 
 MAGIC = b"MMIDIDX\0\0"
@@ -55,6 +55,28 @@ def open_megatron(
         for (_, tokens), (dtype, bounds) in zip(pairs, parsed, strict=True)
     ]
     return DocumentFiles(parts, cache_directory, trusted_vocabulary_size)
+
+
+def validate_pairs(source: TokenFiles) -> None:
+    """Raise `DataError` if a `.bin` file of a source has an index of Megatron's that says ids of another width.
+
+    Without its index, such a file looks like raw ids.
+    """
+    tokens = [part for part in source.parts if isinstance(part, TokenFile) and str(part.file).endswith(".bin")]
+    if not tokens:
+        return
+    reader = tokens[0].reader
+    found = reader.find([f"{str(part.file).removesuffix('.bin')}.idx" for part in tokens])
+    pairs = [(part, index) for part, index in zip(tokens, found, strict=True) if index is not None]
+    heads = reader.read([ByteRange(index, 0, min(HEADER.size, index.size_bytes)) for _, index in pairs])
+    for (part, index), head in zip(pairs, heads, strict=True):
+        if head.startswith(MAGIC) and len(head) == HEADER.size:
+            dtype = DTYPES.get(HEADER.unpack(head)[2])
+            if dtype is None or np.dtype(dtype).itemsize != part.dtype.itemsize:
+                raise DataError(
+                    f"{part.file}: is not {part.dtype.name} ids: {index} beside it is an index of Megatron's; name "
+                    "that as data.source"
+                )
 
 
 def _read_index(index: File, tokens: File, reader: Reader) -> tuple[np.dtype, np.ndarray]:

@@ -19,7 +19,7 @@ import numpy as np
 from runner.data.array_record import open_array_record
 from runner.data.corpus import TrainOn, open_corpus
 from runner.data.mds import open_mds
-from runner.data.megatron import open_megatron
+from runner.data.megatron import open_megatron, validate_pairs
 from runner.data.readers import cache_key, publish, read_record, warn_unwritable, write_record
 from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import CheckedSource, Source
@@ -256,7 +256,8 @@ def open_source(
             source = open_format(files, token_source.options, cache_directory, vocabulary_size, cache)
         elif files.holds_tokens:
             _validate_unread_keys(token_source, "names token files", "options", "train_on")
-            source = open_token_files(files, cache_directory, token_source.dtype, vocabulary_size, cache)
+            source = tokens = open_token_files(files, cache_directory, token_source.dtype, vocabulary_size, cache)
+            validate_pairs(tokens)
         else:
             _validate_unread_keys(token_source, "names text files", "dtype", "options", "train_on")
             separator = SEPARATORS[config.document_separator]

@@ -5,16 +5,14 @@
 - `TokenSequence`: several files or arrays, read as if they were concatenated.
 - `TokenFiles`, `DocumentFiles`: a sequence of files as a `Source`.
 
-`open_token_files` opens `.bin` files (nothing but ids) and `.npy` files (one dimension). The modules `megatron`, `mds`
-and `array_record` open files of other tools and return `DocumentFiles`.
+`open_token_files` opens `.bin` and `.npy` files, whose kinds `token_headers` lists. The modules `megatron`, `mds` and
+`array_record` open files of other tools and return `DocumentFiles`.
 """
 
 import bisect
 import functools
 import hashlib
-import io
 import itertools
-import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,11 +33,10 @@ from runner.data.readers import (
 from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import Source, find_invalid_id
 from runner.data.source_files import BucketFile, BucketFiles, File, SourceFile, SourceFiles
+from runner.data.token_headers import HEAD_BYTES, parse_head
 from runner.errors import DataError
 
 ID_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-NPY_HEADER_BYTES = 1 << 12
-ZIP_MAGIC = b"PK\x03\x04"  # the first bytes of what `np.savez` writes, whatever its name
 SCAN_CHUNK_TOKENS = 1 << 22
 SCANNED_TOKENS_MAX = 1 << 28  # takes a second or two to scan; more are scanned only if the spec names no vocabulary
 PROBE_BLOCKS = 1024
@@ -50,37 +47,6 @@ HALVES_BLOCKS = 16
 HALVES_BLOCK_TOKENS = 2048
 HALVES_PAIRS_MIN = 64
 HALVES_OBJECTS = 16  # number of objects that are sampled if a bucket holds more
-
-
-def count_ids(file: File, dtype: np.dtype) -> int:
-    """Return the number of ids in a `.bin` file. Raises DataError if its size is not a multiple of the id's size."""
-    if file.size_bytes % dtype.itemsize:
-        raise DataError(
-            f"{file}: {file.size_bytes} bytes are not a whole number of {dtype.itemsize}-byte ({dtype.name}) token "
-            "ids; the file is truncated, or data.dtype is wrong"
-        )
-    return file.size_bytes // dtype.itemsize
-
-
-def parse_npy(file: File, head: bytes) -> tuple[np.dtype, int, int]:
-    """Return dtype, number and byte offset of the ids from the first bytes of a `.npy` file. Raises DataError."""
-    stream = io.BytesIO(head)
-    # An `.npz` that was renamed gets a message of its own, because it is a common mistake.
-    if head.startswith(ZIP_MAGIC):
-        raise DataError(f"{file}: needs a 1-D array of integers, holds an archive of arrays")
-    try:
-        version = np.lib.format.read_magic(stream)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(stream)
-    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise DataError(f"{file}: is not a complete .npy file of numbers ({reason})") from error
-    if len(shape) != 1 or dtype.kind not in "iu" or shape[0] < 0:
-        raise DataError(f"{file}: needs a 1-D array of integers, holds {dtype} of shape {shape}")
-    num_tokens, offset = int(shape[0]), stream.tell()
-    if offset + num_tokens * dtype.itemsize > file.size_bytes:
-        raise DataError(f"{file}: is not a complete .npy file of numbers (it is cut: {file.size_bytes} bytes)")
-    return dtype, num_tokens, offset
 
 
 def parse_dtype(name: str) -> np.dtype:
@@ -131,7 +97,7 @@ class TokenFile:
     @property
     def encoding(self) -> str:
         """Name of the encoding, which keeps scans of one file under different encodings apart in the cache."""
-        return self.dtype.name
+        return f"{self.dtype.name}-{self.offset_bytes}" if self.offset_bytes else self.dtype.name
 
     @property
     def bytes_fetched_per_token(self) -> int:
@@ -495,43 +461,44 @@ def open_token_files(
     trusted_vocabulary_size: int | None = None,
     cache: CacheSettings | None = None,
 ) -> TokenFiles:
-    """Open `.bin` files (little-endian ids of `dtype`) and `.npy` files (1-D integers). Raises DataError otherwise.
+    """Open `.bin` and `.npy` files. Raises DataError on any other content.
 
     Args:
         source: files to open, in order.
         cache_directory: directory of derived records.
-        dtype: type of the ids in `.bin` files. Without it they are uint16, and refused if they look like halves of
-            wider ids.
+        dtype: type of the little-endian ids in files without a header. Without it those in `.bin` files are uint16, and
+            refused if they look like halves of wider ids.
         trusted_vocabulary_size: vocabulary that the spec names, if it does.
         cache: cache of ranges of objects.
     """
     reader = open_reader(source, cache or CacheSettings(cache_directory, 0, 1))
-    bin_dtype = np.dtype(dtype or "uint16").newbyteorder("<")
     sources: Sequence[File] = source.files
-    arrays = [file for file in sources if str(file).endswith(".npy")]
-    heads = reader.read([ByteRange(file, 0, min(file.size_bytes, NPY_HEADER_BYTES)) for file in arrays])
-    layouts = {file: parse_npy(file, head) for file, head in zip(arrays, heads, strict=True)}
-    for file in sources:
-        if file not in layouts:
-            layouts[file] = bin_dtype, count_ids(file, bin_dtype), 0
-    reader = reader.for_id_width(max(dtype.itemsize for dtype, _, _ in layouts.values()))
-    files = [TokenFile(file, *layouts[file], reader) for file in sources]
+    heads = reader.read([ByteRange(file, 0, min(file.size_bytes, HEAD_BYTES)) for file in sources])
+    layouts = [parse_head(file, head, dtype) for file, head in zip(sources, heads, strict=True)]
+    reader = reader.for_id_width(max(layout.dtype.itemsize for layout in layouts))
+    files = [
+        TokenFile(file, layout.dtype, layout.num_tokens, layout.offset_bytes, reader)
+        for file, layout in zip(sources, layouts, strict=True)
+    ]
 
-    bins = [file for file in files if str(file.file).endswith(".bin")]
-    if dtype is None:
-        for sampled in bins[:: max(1, -(-len(bins) // HALVES_OBJECTS))] if reader.is_remote else bins:
-            if _looks_like_halves(sampled):
-                raise DataError(
-                    f"{sampled.file}: looks like uint32 ids read as uint16 (every other one is tiny); say which: "
-                    "data.dtype: uint32, or uint16"
-                )
-    elif not bins:
+    raw = [file for file, layout in zip(files, layouts, strict=True) if layout.is_raw]
+    if dtype is not None and all(str(file).endswith(".npy") for file in sources) and not raw:
         raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own; leave it out")
+    for sampled in raw[:: max(1, -(-len(raw) // HALVES_OBJECTS))] if reader.is_remote else raw:
+        if dtype is None and _looks_like_halves(sampled, HALVES_BELOW):
+            raise DataError(
+                f"{sampled.file}: looks like uint32 ids read as uint16 (every other one is tiny); say which: "
+                "data.dtype: uint32, or uint16"
+            )
+        if dtype == "uint32" and _looks_like_halves(sampled, 0):
+            raise DataError(
+                f"{sampled.file}: looks like ids of 8 bytes read as uint32 (every other one is 0); write them as uint32"
+            )
     return TokenFiles(files, cache_directory, trusted_vocabulary_size)
 
 
-def _looks_like_halves(file: TokenFile) -> bool:
-    """Return True if every other id, in blocks all over the file, is so small that it must be an upper half."""
+def _looks_like_halves(file: TokenFile, limit: int) -> bool:
+    """Return True if every other id, in blocks all over the file, is 0, or below `limit` and far below the others."""
     if len(file) < 2 * HALVES_PAIRS_MIN:
         return False
     block = min(len(file), HALVES_BLOCK_TOKENS) // 2 * 2
@@ -539,7 +506,7 @@ def _looks_like_halves(file: TokenFile) -> bool:
     starts = {(len(file) - block) * i // (HALVES_BLOCKS - 1) // 2 * 2 for i in range(HALVES_BLOCKS)}
     pairs = TokenSequence([file]).read_many(sorted(starts), block).reshape(-1, 2)
     low, high = pairs.max(axis=0)
-    return bool(high < HALVES_BELOW <= low or high == 0 < low)
+    return bool(high < limit <= low or high == 0 < low)
 
 
 def scan_cached(tokens: TokenSequence, cache_directory: Path) -> IdRange:
