@@ -1,4 +1,4 @@
-"""What is in circulation under the suffixes `.bin` and `.npy`: it trains on the right ids, or is refused in one line."""
+"""Files under the suffixes `.bin` and `.npy`: they train on the right ids, or are refused by name in one line."""
 
 import gzip
 import io
