@@ -129,9 +129,9 @@ def _refuse_foreign(file: File, head: bytes) -> None:
     # A file that begins like an archive of NumPy gets a message of its own, because it is a common mistake.
     if head.startswith(b"PK\x03\x04") and str(file).endswith(".npy"):
         raise DataError(f"{file}: needs a 1-D array of integers, holds an archive of arrays")
-    for pattern, name in _FOREIGN:
+    for pattern, kind in _FOREIGN:
         if pattern.match(head):
-            raise DataError(f"{file}: is {name}, not token ids")
+            raise DataError(f"{file}: is {kind}, not token ids")
     numbers = np.frombuffer(head[: len(head) // 4 * 4], "<u4").astype(np.int64)
     if len(numbers) >= 2 and (name := _OTHER_HEADERS.get(int(numbers[0]))) and numbers[1] < 16:
         raise DataError(f"{file}: is {name}, not token ids")
@@ -194,10 +194,10 @@ def _parse_int32_header(file: File, head: bytes) -> TokenLayout | None:
         )
     # llm.c limits the number of ids to 31 bits, but other writers use the 32nd.
     num_tokens, width = np.frombuffer(head, "<u4", 2, offset=8).tolist()
-    name = _ID_TYPES[magic][version] or _ID_WIDTHS.get(width)
-    if name is None:
+    dtype_name = _ID_TYPES[magic][version] or _ID_WIDTHS.get(width)
+    if dtype_name is None:
         raise DataError(f"{file}: its header says ids of {width} bytes, needs 2 or 4")
-    dtype = np.dtype(name)
+    dtype = np.dtype(dtype_name)
     needs_bytes = _HEADER_BYTES + num_tokens * dtype.itemsize
     if file.size_bytes != needs_bytes:
         raise DataError(
