@@ -483,6 +483,16 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             free |= {"train.total_steps", "train.total_tokens", "train.total_epochs"}
         return frozenset(free)
 
+    @property
+    def content_keys(self) -> frozenset[str]:
+        """Places of the training data, and options of a source that are paths: the data's fingerprint is compared."""
+        keys = {"data.source", "data.dtype", "data.mixture.source", "data.mixture.dtype"}
+        sources: list[tuple[str, TokenSource]] = [("data", self.data)]
+        for prefix, source in [*sources, *(("data.mixture", source) for source in self.data.mixture)]:
+            options = source.options.items()
+            keys |= {f"{prefix}.options.{name}" for name, value in options if isinstance(value, str) and "/" in value}
+        return frozenset(keys)
+
     @model_validator(mode="after")
     def _validate_reduction_order(self) -> "TrainerConfig[ModelConfigType]":
         """Refuse same_bits_devices with computations over whole matrices, or over halves of a batch.

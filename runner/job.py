@@ -12,6 +12,7 @@ The *trajectory* of a job is the sequence of its states. It is identified by the
 import dataclasses
 import os
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -48,6 +49,7 @@ from runner.spec import (
     Trajectory,
     compute_trajectory,
     dump_spec,
+    list_former_paths,
     make_document,
     validate_config,
     validate_hooks,
@@ -61,6 +63,7 @@ class RestoreableJob:
     Attributes:
         Config: pydantic model of the spec's `config`, which a subclass overrides.
         needs_topology: True if the spec must have a `topology`.
+        former_paths: paths (`module:Class`) that this class had earlier, whose runs it continues. Not inherited.
         attempt: the running attempt; exists once the directory is claimed.
         checkpointer: saves and restores; exists once the directory is claimed.
         document: where the spec came from, for errors with a line.
@@ -74,6 +77,7 @@ class RestoreableJob:
 
     Config: ClassVar[type[JobConfig]] = JobConfig
     needs_topology: ClassVar[bool] = False
+    former_paths: ClassVar[Sequence[str]] = ()
 
     attempt: Attempt
     checkpointer: Checkpointer
@@ -151,6 +155,16 @@ class RestoreableJob:
     def unread_keys(self) -> frozenset[str]:
         """Dotted keys that have no effect with this spec, so that a resumed run may have other values for them."""
         return frozenset()
+
+    @property
+    def former_values(self) -> Mapping[str, Sequence[str]]:
+        """Earlier values of keys of the identity that mean the present one: former paths of renamed classes."""
+        with self.document.errors_at("job"):
+            return {"job": list_former_paths(type(self))}
+
+    def make_run_identity(self, identity: Trajectory) -> RunIdentity:
+        """Return what is compared with a saved trajectory; `identity` is this job's, as far as it is known yet."""
+        return RunIdentity(self.document, self.config, identity, self.unread_keys, self.former_values)
 
     def resolved_spec(self) -> ExecutionSpec:
         """Return the spec with every default and `auto` filled in, as it is written to `spec.yaml`. Needs `prepare`."""
@@ -231,9 +245,7 @@ class RestoreableJob:
             StorageError: it cannot be reached.
         """
         identity = compute_trajectory(self.spec, self.config)
-        validate_directory(
-            self.store, self.spec.name, RunIdentity(self.document, self.config, identity, self.unread_keys)
-        )
+        validate_directory(self.store, self.spec.name, self.make_run_identity(identity))
         return self.done
 
     def claim_directory(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
@@ -251,7 +263,12 @@ class RestoreableJob:
         # The constructor opens the fast tier, whose directory may be unusable.
         with self.document.errors_at("checkpoint.local_directory"):
             self.checkpointer = Checkpointer(
-                attempt, self.spec.checkpoint, self.spec.logging.every_steps, self.identity(), abstract
+                attempt,
+                self.spec.checkpoint,
+                self.spec.logging.every_steps,
+                self.identity(),
+                abstract,
+                is_own=self.make_run_identity(self.identity()).is_continued,
             )
         devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
         attempt.start(self.spec.name, total_steps=self.total_steps, **devices)
@@ -270,8 +287,7 @@ class RestoreableJob:
             ResumeError: the checkpoints are of another trajectory.
             InvalidError: there are none, and the weights of `checkpoint.init_from` do not fit.
         """
-        run_identity = RunIdentity(self.document, self.config, self.identity(), self.unread_keys)
-        if not validate_checkpoints(self.store, run_identity):
+        if not validate_checkpoints(self.store, self.make_run_identity(self.identity())):
             validate_init_from(
                 self.document, self.spec.checkpoint.initial_weights, self.family, lambda: self.weights(abstract)
             )
@@ -299,6 +315,7 @@ class RestoreableJob:
             event, details = "init", {}
         else:
             self.state, self.step = found.state, found.manifest.step
+            attempt.report_moves(self.make_run_identity(self.identity()).list_moves(found.manifest.identity), self.step)
             event, details = "restore", {"tier": found.tier}
         digest, seconds = compute_fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)

@@ -89,7 +89,8 @@ class BaseTrainer(RestoreableJob):
         with different configs may exist in a process (tests, `plan --search`), so the config cannot be an attribute of
         the class that they share. The subclass has the name and the module of its base; `__init__` sets its `config`.
         """
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        names["former_paths"] = vars(cls).get("former_paths", ())
         job_class: type[Self] = type(cls.__name__, (cls,), names)
         return super().__new__(job_class)
 
@@ -384,6 +385,11 @@ class BaseTrainer(RestoreableJob):
     def unread_keys(self) -> frozenset[str]:
         """Keys that only optimizers and schedules other than the chosen ones read."""
         return frozenset(f"config.{key}" for key in self.setup_builder.optimizer_choice.find_unread_keys())
+
+    @property
+    def former_values(self) -> Mapping[str, Sequence[str]]:
+        """Former paths of the classes of the job and of its hooks."""
+        return {**super().former_values, **self.hooks.former_values}
 
     def identity(self) -> Trajectory:
         """Return the keys that identify the trajectory, with those of data, vocabulary, hooks and frozen weights."""

@@ -9,6 +9,7 @@ directory. A part is written under a temporary name and renamed as a whole.
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,12 +39,12 @@ class FastTier:
         self.directory = directory
         self._store = LocalStore(directory)
 
-    def list_steps(self, identity: Trajectory) -> list[int]:
-        """Return the steps of which this process has a whole part of this trajectory, ascending."""
+    def list_steps(self, is_own: Callable[[Trajectory], bool]) -> list[int]:
+        """Return the steps of which this process has a whole part whose trajectory `is_own`, ascending."""
         found = []
         for step in self._list_present():
             with contextlib.suppress(OSError, ValueError):
-                if self._read_part(step)[0].identity == identity:
+                if is_own(self._read_part(step)[0].identity):
                     found.append(step)
         return found
 

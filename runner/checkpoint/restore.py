@@ -109,7 +109,7 @@ def restore_newest(
     attempt: Attempt,
     fast_tier: FastTier | None,
     abstract: Any,
-    identity: Trajectory,
+    is_own: Callable[[Trajectory], bool],
     find_attachment_problem: AttachmentCheck = lambda _: None,
 ) -> RestoredState | None:
     """Return the newest state that passes every check; None if nothing was ever committed.
@@ -120,7 +120,7 @@ def restore_newest(
         attempt: the running attempt.
         fast_tier: the fast tier, if the run has one.
         abstract: shape, dtype and sharding of every leaf. The checkpoint may have been written on any other mesh.
-        identity: values that identify the trajectory; parts of another trajectory in the fast tier are ignored.
+        is_own: returns True for the trajectory of this run; parts of another one in the fast tier are ignored.
         find_attachment_problem: called on process 0 with the attachments of a state in the fast tier.
 
     Raises:
@@ -133,7 +133,7 @@ def restore_newest(
         finish_retirements(store)
     # Listings of a shared disk may differ between hosts, so all hosts use the one of process 0.
     durable_steps = hosts.agree(list_steps(store) if hosts.is_main else [])
-    parts = hosts.gather([] if fast_tier is None else fast_tier.list_steps(identity))
+    parts = hosts.gather([] if fast_tier is None else fast_tier.list_steps(is_own))
     fast_steps = set.intersection(*(set(own) for own in parts))
     rejected: list[RejectedCheckpoint] = []
     candidates = [(step, 0) for step in durable_steps] + [(step, 1) for step in fast_steps]

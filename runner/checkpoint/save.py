@@ -168,6 +168,7 @@ class Checkpointer:
         identity: values that identify the trajectory.
         abstract: shape, dtype and sharding of every leaf of the state.
         writer: writes the arrays; by default the one for the run's store.
+        is_own: returns True for a saved trajectory that this one continues; by default for an equal one.
 
     Raises:
         InvalidError: on every host, if the fast tier of one cannot hold its parts.
@@ -181,7 +182,9 @@ class Checkpointer:
         identity: Trajectory,
         abstract: Any,
         writer: ArrayWriter | None = None,
+        is_own: Callable[[Trajectory], bool] | None = None,
     ):
+        self._is_own = is_own or identity.__eq__
         self._attempt, self._config, self._identity, self._abstract = attempt, config, identity, abstract
         self._fast_tier: FastTier | None = None
         if config.local_directory is not None:
@@ -221,7 +224,7 @@ class Checkpointer:
         Raises:
             ResumeError, StorageError, NewerFormatError: as `restore_newest`.
         """
-        found = restore_newest(self._attempt, self._fast_tier, self._abstract, self._identity, find_attachment_problem)
+        found = restore_newest(self._attempt, self._fast_tier, self._abstract, self._is_own, find_attachment_problem)
         self._reads_back = found is None
         if found is not None:
             step = found.manifest.step

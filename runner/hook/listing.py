@@ -18,7 +18,7 @@ import numpy as np
 from runner.errors import InvalidError
 from runner.hook.protocol import Hook, Observer, SeenJob
 from runner.run.layout import RunResult
-from runner.spec import Document, HookEntry, Trajectory, hash_record, load_class, validate_config
+from runner.spec import Document, HookEntry, Trajectory, hash_record, list_former_paths, load_class, validate_config
 from runner.train.auxiliary import AuxiliaryState
 from runner.train.state import TrainState
 
@@ -125,6 +125,10 @@ def decode_counters(encoded: list[str], first: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(first), leaves)
 
 
+def _compute_digest(entry: HookEntry) -> int:
+    return zlib.crc32(hash_record(entry.model_dump(mode="json")).encode())
+
+
 @dataclass(frozen=True)
 class ListedHook:
     """One hook of the spec.
@@ -147,7 +151,17 @@ class ListedHook:
     @property
     def digest(self) -> int:
         """32 bits that distinguish hook, class and config; the train state holds those of the hook that stopped it."""
-        return zlib.crc32(hash_record(self.entry.model_dump(mode="json")).encode())
+        return _compute_digest(self.entry)
+
+    @property
+    def former_paths(self) -> tuple[str, ...]:
+        """Paths that the class of the hook had earlier."""
+        return list_former_paths(type(self.hook))
+
+    def has_digest(self, digest: int) -> bool:
+        """Return True if this is the digest of the hook, now or under a former path of its class."""
+        former = [self.entry.model_copy(update={"hook": path}) for path in self.former_paths]
+        return digest in map(_compute_digest, [self.entry, *former])
 
     def implements(self, method: str) -> bool:
         """Return True if the hook's class overrides a method."""
@@ -186,9 +200,14 @@ class HookList:
             keys |= {f"{prefix}.config.{key}": value for key, value in config.items()}
         return keys
 
+    @property
+    def former_values(self) -> dict[str, tuple[str, ...]]:
+        """Former paths of the classes of hooks with counters, by the key of the trajectory that has the present one."""
+        return {f"{STATE_NAME}.{each.name}.hook": each.former_paths for each in self.stateful}
+
     def find_by_digest(self, digest: int) -> ListedHook | None:
         """Return the hook with this digest; None if the spec no longer has it with this config."""
-        return next((each for each in self.stateful if each.digest == digest), None)
+        return next((each for each in self.stateful if each.has_digest(digest)), None)
 
     def has_stopped(self, result: RunResult | None) -> bool:
         """Return True if a hook, with the config it has now, ended the run with this result."""
@@ -215,6 +234,7 @@ def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -
             hook = hook_class(validate_config(document, hook_class.Config, place), job)
             # Defaults are filled in, since the resolved spec must not depend on a later version's defaults.
             entry = entry.model_copy(update={"config": hook.config.model_dump(mode="json")})
+            list_former_paths(hook_class)  # raises if they are not paths
             counters = None if isinstance(hook, Observer) else make_first_counters(hook.init())
             listed.append(ListedHook(hook, entry, counters))
     return HookList(tuple(listed))

@@ -16,7 +16,7 @@ follow this: an attribute is lost, an append to a file is repeated. `verify-resu
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -107,9 +107,14 @@ class Hook:
 
     The time of a call is excluded from the speed and the deadline of steps. An exception on any host ends the run with
     exit code 1 and a message with the name of the hook; the last checkpoint remains.
+
+    Attributes:
+        former_paths: paths (`module:Class`) that this class had earlier. A run with counters of a hook of such a path
+            goes on with this class. Not inherited.
     """
 
     Config: ClassVar[type[HookConfig]] = HookConfig
+    former_paths: ClassVar[Sequence[str]] = ()
 
     def __init__(self, config: Any, job: SeenJob):
         """Keep `config`, an instance of `Config`, and the job. Raise `InvalidError` if they do not fit together."""

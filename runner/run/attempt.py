@@ -331,6 +331,12 @@ class Attempt:
         for line in (*format_end_lines(self.store.url, step), *next_steps):
             self.say(line)
 
+    def report_moves(self, moves: Sequence[str], step: int) -> None:
+        """Print and record that data or classes have other names than when `step` was saved, and are the same."""
+        if moves:
+            self.say(f"moved since step {step} was saved, with the same content: {'; '.join(moves)}")
+            self.record("moved", step, changes=list(moves))
+
     def report_environment_changes(self, saved_environment: JsonObject | None, step: int) -> None:
         """Print and record how the environment differs from the one in which `step` was saved.
 

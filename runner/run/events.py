@@ -185,6 +185,12 @@ EVENTS = (
         (Key("changes", list, "The differences, a few words each."),),
     ),
     EventType(
+        "moved",
+        "The data are at another place, or a class has another path, than when the restored checkpoint was saved.",
+        "process 0",
+        (Key("changes", list, "Key, former and present value of each, as text."),),
+    ),
+    EventType(
         "compile",
         "The train step is compiled; trainers only.",
         "process 0",

@@ -10,15 +10,16 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 
 from runner.errors import FencedError, InvalidError, RemovedError, ResumeError, StorageError
 from runner.run.layout import read_owner, read_result, validate_entry_kinds
-from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults
+from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_below
 from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json
 
 _ATTEMPTS = "attempts"
+_RENAMED_HINT = "; if only its name changed, list the former path in its class attribute former_paths"
 
 
 class Fence:
@@ -101,18 +102,34 @@ class RunIdentity:
         config: validated config of the job, with the defaults of keys that an older run did not record.
         identity: keys that define the trajectory, as far as they are known yet.
         unread: dotted keys that nothing reads with this spec, which therefore change no trajectory.
+        former_values: earlier values by dotted key that mean the present one, such as former paths of a class.
     """
 
     document: Document
     config: JobConfig
     identity: Trajectory
     unread: Container[str]
+    former_values: Mapping[str, Container[str]] = field(default_factory=dict)
+
+    def is_continued(self, saved: Trajectory) -> bool:
+        """Return True if the spec continues a saved trajectory; see `validate_trajectory`."""
+        saved = fill_in_defaults(saved, self.identity, self.config)
+        return all(self._is_moved(saved, key) for key in self._list_differences(saved))
+
+    def list_moves(self, saved: Trajectory) -> list[str]:
+        """Return the differences that are moves: other places of the same content, and former paths of a class."""
+        saved = fill_in_defaults(saved, self.identity, self.config)
+        return [
+            f"{key}: {_format_value(saved, key)} became {_format_value(self.identity, key)}"
+            for key in self._list_differences(saved)
+            if self._is_moved(saved, key)
+        ]
 
     def validate_trajectory(self, saved: Trajectory, owner: str, url: str) -> None:
         """Check that the spec continues a saved trajectory.
 
         A key that is `auto` on one side is not known there yet and is not compared; the identity in a checkpoint has
-        the value that `auto` led to.
+        the value that `auto` led to. Places of content are not compared either, because its digest is.
 
         Args:
             saved: the saved trajectory.
@@ -126,15 +143,28 @@ class RunIdentity:
         lines = [
             self.document.format_problem(
                 tuple(key.split(".")),
-                f"{owner} has {_format_value(saved, key)}, the spec {_format_value(present, key)}",
+                f"{owner} has {_format_value(saved, key)}, the spec {_format_value(present, key)}"
+                f"{_RENAMED_HINT if key in self.former_values else ''}",
             )
+            for key in self._list_differences(saved)
+            if not self._is_moved(saved, key)
+        ]
+        if lines:
+            raise ResumeError("\n".join(lines) + f"\n{url}: this would be another trajectory; use another directory")
+
+    def _list_differences(self, saved: Trajectory) -> list[str]:
+        """Return the keys that have known values on both sides, are read, and differ."""
+        present = self.identity
+        return [
+            key
             for key in saved | present
             if key not in self.unread
             and _format_value(saved, key) != _format_value(present, key)
             and "auto" not in (saved.get(key), present.get(key))
         ]
-        if lines:
-            raise ResumeError("\n".join(lines) + f"\n{url}: this would be another trajectory; use another directory")
+
+    def _is_moved(self, saved: Trajectory, key: str) -> bool:
+        return is_below(key, self.config.content_keys) or saved.get(key) in self.former_values.get(key, ())
 
 
 def _format_value(identity: Trajectory, key: str) -> str:

@@ -26,7 +26,7 @@ from runner.spec.document import (
     make_document,
     parse_document,
 )
-from runner.spec.imports import load_class, load_job_class
+from runner.spec.imports import list_former_paths, load_class, load_job_class
 from runner.spec.model import (
     JOB_PATTERN,
     MAX_PROFILE_STEPS,
@@ -51,6 +51,7 @@ from runner.spec.validation import (
     dump_spec,
     fill_in_defaults,
     hash_record,
+    is_below,
     json_schema,
     read_spec,
     validate_config,
@@ -83,7 +84,9 @@ __all__ = [
     "dump_spec",
     "fill_in_defaults",
     "hash_record",
+    "is_below",
     "json_schema",
+    "list_former_paths",
     "load_class",
     "load_document",
     "load_job_class",

@@ -3,12 +3,14 @@
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from types import ModuleType
 
 from runner.errors import InvalidError, suggest_choices, suggest_nearest
 from runner.spec.document import Document
+from runner.spec.model import JOB_PATTERN
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
@@ -51,6 +53,20 @@ def load_class(text: str, base: type) -> type:
         others = [name for name in fitting if name != base.__name__]
         raise InvalidError(f"{text} is not a subclass of {base.__name__}{suggest_choices(class_name, others)}")
     return found
+
+
+def list_former_paths(found: type) -> tuple[str, ...]:
+    """Return the `module:Class` paths that a class had earlier, by its own attribute `former_paths`.
+
+    A subclass does not inherit them: a run of the class is no run of the subclass.
+
+    Raises:
+        InvalidError: the attribute is not a sequence of such paths.
+    """
+    paths = vars(found).get("former_paths", ())
+    if not isinstance(paths, tuple | list) or not all(re.fullmatch(JOB_PATTERN, str(path)) for path in paths):
+        raise InvalidError(f"{found.__name__}.former_paths is {paths!r}, needs paths, as ('old_module:Class',)")
+    return tuple(paths)
 
 
 def _describe_import_error(module_name: str, error: BaseException) -> str:

@@ -45,6 +45,14 @@ class JobConfig(FrozenModel):
         return frozenset()
 
     @property
+    def content_keys(self) -> frozenset[str]:
+        """Dotted keys or sections of `config` that say where content is, and may change on resume while it is the same.
+
+        Their values are not compared: the job's `identity` must have a digest of the content.
+        """
+        return frozenset()
+
+    @property
     def output_keys(self) -> frozenset[str]:
         """Dotted keys of `config` that lead output of the job out of its directory, unless they are null."""
         return frozenset()

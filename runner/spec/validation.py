@@ -212,9 +212,13 @@ def json_schema(config_model: type[BaseModel] | None = None, *, any_other: bool 
 
 def compute_trajectory(spec: ExecutionSpec, config: JobConfig) -> Trajectory:
     """Return all keys on which the state's bits depend; everything else may change on resume."""
-    free = tuple(f"config.{key}." for key in config.free_keys)
     flat = {"job": spec.job, "seed": spec.seed, **_flatten(config.model_dump(mode="json"), "config.")}
-    return {key: value for key, value in flat.items() if not f"{_INDEX.sub('', key)}.".startswith(free)}
+    return {key: value for key, value in flat.items() if not is_below(key, config.free_keys)}
+
+
+def is_below(key: str, sections: Iterable[str]) -> bool:
+    """Return True if a key of a trajectory is one of these dotted keys of `config`, or below one."""
+    return f"{_INDEX.sub('', key)}.".startswith(tuple(f"config.{section}." for section in sections))
 
 
 def fill_in_defaults(saved: Trajectory, present: Trajectory, config: JobConfig) -> Trajectory:

@@ -94,7 +94,7 @@ class Process:
         writer = BlockWriter(store, self.attempt.hosts, world.staging)
         rule = CheckpointConfig(keep_last=KEEP_LAST, max_unsaved_minutes=1.0)
         self.saver = Checkpointer(self.attempt, rule, 1, {}, abstract(), writer)
-        found = restore_newest(self.attempt, None, abstract(), {})
+        found = restore_newest(self.attempt, None, abstract(), {}.__eq__)
         self.step = 0 if found is None else found.manifest.step
         if found is not None:
             assert_right(found.state, self.step)

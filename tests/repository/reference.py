@@ -26,6 +26,7 @@ from runner.spec import (
     ExecutionSpec,
     JobConfig,
     compute_trajectory,
+    is_below,
     load_document,
     load_job_class,
     validate_config,
@@ -141,6 +142,7 @@ class ResumeRule:
         self._given = [given for section, given in GIVEN.items() if section in config.model_fields]
         self._mappings = {key.name for key in keys if key.type == WORDS["dict"] and "*" not in key.name}
         self._usual = self._trajectory() or set()
+        self._content = validate_config(load_document(path, self._given), config).content_keys
         choices = [(key.name, choice) for key in keys for choice in key.choices]
         tried = {f"{name}: {choice}": self._trajectory(f"{name}={choice}") for name, choice in choices}
         self._others = {choice: keys for choice, keys in tried.items() if keys is not None}
@@ -161,11 +163,13 @@ class ResumeRule:
         return {parent if (parent := key.rpartition(".")[0]) in self._mappings else key for key in found}
 
     def __call__(self, name: str) -> str:
-        """Return `free` or `compute_trajectory`, with the choices of other keys that change the answer."""
+        """Return the word for a key, with the choices of other keys that change the answer."""
         if name == OWNER_KEY:
             return "stays"
         if name in OF_HOOKS:
             return OF_HOOKS[name]
+        if is_below(name.replace("*", "0"), self._content):
+            return "content"
         if any(key.startswith(f"{name}.") for key in self._usual):
             return "by key"
         words = {True: "trajectory", False: "free"}

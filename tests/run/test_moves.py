@@ -1,0 +1,199 @@
+"""Data and classes that have moved, and are the same, continue a run; other data and other classes do not."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.counter import Counter
+from experiments.gpt import PretrainGPT
+from runner.config import DataConfig
+from runner.errors import InvalidError, ResumeError
+from runner.hook.listing import ListedHook
+from runner.hook.protocol import Hook, HookConfig
+from runner.run.fence import RunIdentity
+from runner.spec import HookEntry, compute_trajectory, make_document
+from runner.storage import LocalStore, read_log
+from tests.data.buckets import URL, put_in_bucket
+from tests.data.corpus import write_bin, write_npy
+from tests.support.tiny import counter, gpt, gpt_spec, name_of, outcome, stop_after
+
+SAME, OTHER = "same", "other"
+
+
+def validate(saved: dict[str, Any], present: dict[str, Any], content: str = SAME) -> RunIdentity:
+    """Compare two specs whose data have the fingerprints `same` and `content`."""
+
+    def identify(data: dict[str, Any], fingerprint: str) -> RunIdentity:
+        spec = gpt_spec(Path("run"), **{"config.data": {"sequence_length": 16} | data})
+        config = PretrainGPT.Config.model_validate(spec.config)
+        identity = compute_trajectory(spec, config) | {"config.data": fingerprint}
+        return RunIdentity(make_document(spec), config, identity, ())
+
+    found = identify(present, content)
+    found.validate_trajectory(identify(saved, SAME).identity, "checkpoint 4", "run")
+    return found
+
+
+def mixture(*sources: str, **changes: Any) -> dict[str, Any]:
+    named = [{"name": f"s{i}", "source": source} for i, source in enumerate(sources)]
+    return {"mixture": [named[0] | changes, *named[1:]]}
+
+
+MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "path": ({"source": "/a/x.bin"}, {"source": "/b/y.bin"}),
+    "to_a_bucket": ({"source": "/a/x.bin"}, {"source": "gs://bucket/x.bin"}),
+    "between_buckets": ({"source": "s3://a/web"}, {"source": "az://b/web"}),
+    "class": ({"source": "mine.data:Web"}, {"source": "mine.corpora.web:Web"}),
+    "path_of_a_class": (
+        {"source": "mine:Web", "options": {"path": "/a/x", "seed": 1}},
+        {"source": "mine:Web", "options": {"path": "s3://b/x", "seed": 1}},
+    ),
+    "mixture": (mixture("/a/x.bin", "/a/y.bin"), mixture("/a/x.bin", "/b/y.bin")),
+    "header": ({"source": "/a/x.bin", "dtype": "uint32"}, {"source": "/a/x.npy"}),
+}
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "seed_of_a_class": (
+        {"source": "mine:Web", "options": {"path": "/a/x", "seed": 1}},
+        {"source": "mine:Web", "options": {"path": "/a/x", "seed": 2}},
+        "options.seed",
+    ),
+    "length": ({"source": "/a/x.bin"}, {"source": "/b/x.bin", "sequence_length": 32}, "sequence_length"),
+    "weight": (mixture("/a/x.bin"), mixture("/b/x.bin", weight=2), "weight"),
+    "train_on": ({"source": "/a"}, {"source": "/b", "train_on": "all"}, "train_on"),
+    "one_source_more": (mixture("/a/x.bin"), mixture("/a/x.bin", "/a/y.bin"), r"mixture\.1\.name"),
+}
+
+
+@pytest.mark.parametrize("kind", MOVES)
+def test_data_that_moved_are_the_same_by_their_fingerprint(kind: str) -> None:
+    saved, present = MOVES[kind]
+    validate(saved, present)
+    with pytest.raises(ResumeError, match=r"config\.data: checkpoint 4 has 'same', the spec 'other'"):
+        validate(saved, present, OTHER)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_key_that_changes_batches_is_compared_wherever_the_data_are(kind: str) -> None:
+    saved, present, key = CHANGES[kind]
+    with pytest.raises(ResumeError, match=key):
+        validate(saved, present)
+
+
+def test_a_move_names_key_and_places() -> None:
+    saved, present = ({"source": f"/{place}/x.bin"} for place in "ab")
+    found = validate(saved, present)
+    assert found.list_moves(validate(saved, saved).identity) == ["config.data.source: '/a/x.bin' became '/b/x.bin'"]
+    assert found.list_moves(found.identity) == []
+    assert found.is_continued(validate(saved, saved).identity)
+    assert not found.is_continued(found.identity | {"seed": 77})
+
+
+@pytest.mark.soak
+def test_a_run_goes_on_with_its_data_and_its_directory_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = np.random.default_rng(0).integers(0, 60, 3000)
+
+    def job(directory: str, source: str) -> Any:
+        return gpt(tmp_path / directory, **{"config.data": {"source": source, "sequence_length": 16}})
+
+    old, new = (write_bin(tmp_path / place / "x.bin", ids) for place in ("old", "new"))
+    job("whole", str(old))()
+    stop_after(job("run", str(old)), 2)
+    old.unlink()
+    shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    other = write_bin(tmp_path / "other.bin", ids[::-1])
+    with pytest.raises(InvalidError, match=r"config\.data: checkpoint 2 has"):
+        job("elsewhere", str(other))()
+    stop_after(job("elsewhere", str(new)), 5)
+    put_in_bucket(monkeypatch, tmp_path / "new")
+    job("elsewhere", f"{URL}/x.bin")()
+    assert outcome(tmp_path / "elsewhere") == outcome(tmp_path / "whole")
+    events = read_log(LocalStore(tmp_path / "elsewhere"), "events")
+    moved = [(event["step"], event["changes"]) for event in events if event["event"] == "moved"]
+    assert moved == [
+        (2, [f"config.data.source: {str(old)!r} became {str(new)!r}"]),
+        (5, [f"config.data.source: {str(new)!r} became '{URL}/x.bin'"]),
+    ]
+
+
+class RenamedCounter(Counter):
+    former_paths = ("lost.module:Counter", "experiments.counter:Counter")
+
+
+class DerivedCounter(RenamedCounter):
+    pass
+
+
+class OtherCounter(Counter):
+    pass
+
+
+class MistakenCounter(Counter):
+    former_paths = "experiments.counter:Counter"  # type: ignore[assignment]
+
+
+def test_a_renamed_class_goes_on_and_another_class_does_not(tmp_path: Path) -> None:
+    stop_after(counter(tmp_path), 10)
+    for other in (OtherCounter, DerivedCounter):
+        with pytest.raises(InvalidError, match=r"job: .* has 'experiments.counter:Counter'.* former_paths"):
+            counter(tmp_path, other, job=name_of(other))()
+    with pytest.raises(InvalidError, match=r"job: MistakenCounter\.former_paths"):
+        counter(tmp_path, MistakenCounter, job=name_of(MistakenCounter))()
+    job = counter(tmp_path, RenamedCounter, job=name_of(RenamedCounter))
+    job()
+    assert job.step == 40
+    events = read_log(LocalStore(tmp_path), "events")
+    (moved,) = [event for event in events if event["event"] == "moved"]
+    assert moved["changes"] == [f"job: 'experiments.counter:Counter' became {name_of(RenamedCounter)!r}"]
+
+
+class RenamedGPT(PretrainGPT):
+    former_paths = ("experiments.gpt:PretrainGPT",)
+
+
+def test_a_trainer_knows_its_former_paths_and_not_those_of_its_base(tmp_path: Path) -> None:
+    class Derived(RenamedGPT):
+        pass
+
+    assert gpt(tmp_path, RenamedGPT).former_values["job"] == RenamedGPT.former_paths
+    assert gpt(tmp_path, Derived).former_values["job"] == ()
+
+
+class RenamedHook(Hook):
+    former_paths = ("lost.module:Stop",)
+
+
+def test_a_renamed_hook_is_the_one_that_stopped_the_run() -> None:
+    def listed(path: str, hook_class: type[Hook] = RenamedHook) -> ListedHook:
+        entry = HookEntry(hook=path, name="stop")
+        return ListedHook(hook_class(HookConfig(), None), entry, {})  # type: ignore[arg-type]
+
+    former = listed("lost.module:Stop")
+    assert listed("here:RenamedHook").has_digest(former.digest)
+    assert not listed("here:RenamedHook").has_digest(listed("else:Where").digest)
+    assert not listed("here:RenamedHook", Hook).has_digest(former.digest)
+
+
+def test_a_class_of_data_and_a_format_may_change_if_the_ids_do_not(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 60, 900).astype("<u2")
+    write_bin(tmp_path / "a.bin", ids)
+    write_npy(tmp_path / "a.npy", ids, "<u2")
+    fingerprints = {
+        gpt(
+            tmp_path / "run", **{"config.data": {"source": f"{tmp_path}/{name}", "sequence_length": 16}}
+        ).dataset.fingerprint
+        for name in ("a.bin", "a.npy")
+    }
+    assert len(fingerprints) == 1
+
+
+def test_content_keys_are_keys_of_the_config() -> None:
+    config = PretrainGPT.Config.model_validate(gpt_spec(Path("run")).config)
+    for key in config.content_keys:
+        section, _, name = key.removeprefix("data.").rpartition(".")
+        assert section in ("", "mixture")
+        assert name in DataConfig.model_fields
