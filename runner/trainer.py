@@ -24,6 +24,7 @@ from runner.distributed.agreement import Hosts
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
+from runner.huggingface.assets import record_assets
 from runner.huggingface.load import identify_adapter_base
 from runner.job import RestoreableJob
 from runner.metrics.rows import Row
@@ -368,6 +369,12 @@ class BaseTrainer(RestoreableJob):
         examples = self.compiled.layout.micro_batch_examples
         given = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples, **given)
+
+    def restore_or_init(self) -> None:
+        """Restore or initialise the state. A run that begins records the assets of its exports."""
+        super().restore_or_init()
+        if self.step == 0 and self.attempt.hosts.is_main and self.family() is not None:
+            record_assets(self.store, self.config.data, self.spec.checkpoint.initial_weights)
 
     def abstract_state(self) -> TrainState:
         """Return shape, dtype and sharding of every leaf."""

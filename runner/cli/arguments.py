@@ -233,6 +233,17 @@ class ExportArguments:
     is_adapter: Annotated[
         bool, typer.Option("--adapter", help="Export the adapter alone, in PEFT's layout, instead of merging it.")
     ] = False
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Context length to write. Default: that of the weights the run started from, or the sequence length.",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Directory or URL with another tokenizer in Hugging Face's files.")
+    ] = None
     output: Annotated[
         str | None, typer.Option("-o", metavar="OUT", help="Directory or URL to create; nothing may exist there.")
     ] = None
@@ -252,6 +263,8 @@ class ExportArguments:
             raise InvalidError("export has no target; give -o OUT, --push OWNER/NAME, or both")
         if self.is_adapter and (self.push is not None or self.output is None):
             raise InvalidError("--adapter needs -o OUT, and excludes --push")
+        if self.is_adapter and (self.context is not None or self.tokenizer is not None):
+            raise InvalidError("--adapter excludes --context and --tokenizer, which belong to a whole model")
         given = {"--public": self.is_public, "--license": self.license, "--base-model": self.base_model}
         for option, value in given.items():
             if value and self.push is None:

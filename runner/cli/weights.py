@@ -19,7 +19,7 @@ from runner.distributed.rendezvous import join_job
 from runner.errors import EXIT_DONE, EXIT_RETRYABLE, InvalidError, RunnerError
 from runner.evaluation.generation import Sampler
 from runner.history.reader import read_history
-from runner.huggingface.export import export_into, publish_directory
+from runner.huggingface.export import ExportOptions, export_into, publish_directory
 from runner.huggingface.hub import CARD_FILE, ExportedCheckpoint, HubRepository, ModelCardText, format_model_card
 from runner.huggingface.peft import export_adapter
 from runner.huggingface.safetensors import CONFIG_FILE
@@ -166,7 +166,14 @@ def export(arguments: ExportArguments) -> int:
         repository.check()
     # The output gets its name only after the push. If the push fails, nothing is left, and the command can run again.
     with _open_output(arguments.output) as output:
-        manifest = export_into(output, where, arguments.step, family, data, arguments.dtype, weights=arguments.weights)
+        options = ExportOptions(
+            arguments.dtype,
+            weights=arguments.weights,
+            base=spec.checkpoint.initial_weights,
+            context=arguments.context,
+            tokenizer=arguments.tokenizer,
+        )
+        manifest = export_into(output, where, arguments.step, family, data, options)
         if repository is not None and arguments.push is not None:
             exported = ExportedCheckpoint(
                 spec,

@@ -2,7 +2,8 @@
 
 - `safetensors`: files of weights: headers, index and directories
 - `mapping`: mapping between leaves of the train state and tensors of the files
-- `export`: export of weights and tokenizer
+- `assets`: tokenizer, special tokens and context of an export, and the run's record of them
+- `export`: export of weights and assets
 - `hub`: model card and push to the Hub
 - `load`: import by `checkpoint.init_from`, and the base of adapters
 - `peft`: export of an adapter alone

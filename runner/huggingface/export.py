@@ -1,4 +1,4 @@
-"""Export of a run's weights in Hugging Face's layout, with the tokenizer, so that `transformers` opens them unchanged.
+"""Export of a run's weights in Hugging Face's layout, with its assets, so that `transformers` opens them unchanged.
 
 An export is read-only for the run, which may continue meanwhile. Shapes and types of all tensors are known before the
 first one is written: each file gets its header and its size at once, and then each piece is written to its place.
@@ -15,26 +15,31 @@ import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import safetensors
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from runner.checkpoint.leaves import parse_dtype
 from runner.checkpoint.manifest import LeafRecord, Manifest
 from runner.checkpoint.weights import find_weight_names, read_weights, use_checkpoint
-from runner.config import DataConfig, TokenSource
+from runner.config import DataConfig
 from runner.console import warn
-from runner.data.corpus_index import INDEX as CORPUS_INDEX
-from runner.data.corpus_index import CorpusIndex, read_tokenizer
-from runner.data.open_source import TextTokens, open_source
-from runner.data.source_files import find_corpus, find_source, is_class_path
-from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
+from runner.data.tokenizers import TOKENIZER_FILES
 from runner.errors import DataError, InvalidError
+from runner.huggingface.assets import (
+    BASE_TOKENIZER_FILES,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    ExportAssets,
+    TokenizerFiles,
+    find_assets,
+    read_assets,
+    replace_tokenizer,
+)
 from runner.huggingface.mapping import Family, Shape, TensorPiece, compute_tensor_shapes, find_table_problems
 from runner.huggingface.safetensors import (
     CONFIG_FILE,
@@ -47,123 +52,10 @@ from runner.huggingface.safetensors import (
     encode_header,
 )
 from runner.records import PARAMS
-from runner.storage import JsonObject, Store, default_cache_directory, encode_json, open_store, probe_store
+from runner.spec import InitFromConfig
+from runner.storage import Store, encode_json, open_store, parse_json, probe_store
 from runner.storage.local import fsync
 from runner.storage.store import make_directory, translate_errors
-
-# Tokenizer files.
-
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """Tokenizer of a run in the form that `transformers` reads.
-
-    Attributes:
-        files: Content of the files by name.
-        vocabulary_size: Every id is below it.
-        end: Id that ends every document, if there is one.
-        problem: Reason why there is no `tokenizer.json`; None if there is one.
-    """
-
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    vocabulary_size: int = 0
-    end: int | None = None
-    problem: str | None = None
-
-
-def make_tokenizer_files(config: DataConfig) -> TokenizerFiles:
-    """Return the tokenizer of the first source that has one.
-
-    It reads the index of a corpus, and for the tokenizer `characters` the text.
-
-    Raises:
-        DataError: The source has changed.
-        OSError: The source cannot be reached.
-    """
-    for source in config.sources:
-        found = _make_source_tokenizer(source, config)
-        if found is not None:
-            return found
-    return TokenizerFiles(
-        problem=f"data.source={config.sources[0].source} holds ids, and it is unknown which tokenizer made them"
-    )
-
-
-def _make_source_tokenizer(source: TokenSource, config: DataConfig) -> TokenizerFiles | None:
-    """Return the tokenizer of one source; None if the source holds ids and does not name a tokenizer."""
-    if is_class_path(source.source):
-        return None
-    length = config.sequence_length
-    # A corpus records its own tokenizer, whatever the spec says.
-    corpus = find_corpus(source.source)
-    if corpus is not None:
-        return _make_corpus_tokenizer(corpus, length)
-    if find_source(source.source).holds_tokens:
-        return None
-    if config.tokenizer == "bytes":
-        return _make_files(_make_byte_tokenizer(), 256, length)
-    text = open_source(source, config, default_cache_directory(), None)
-    assert isinstance(text, TextTokens), "only text has characters"
-    characters = text.tokenizer.characters or ""
-    # An id is a character: a word of one letter. The tokenizer fails on a character without an id.
-    vocabulary = {character: number for number, character in enumerate(characters)}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=""))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return _make_files(_encode_tokenizer(tokenizer), len(characters), length)
-
-
-def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
-    store = open_store(where)
-    index = CorpusIndex.decode(store.read(CORPUS_INDEX), f"{store.url}/{CORPUS_INDEX}")
-    kind, size, end = index.tokenizer.get("kind"), index.vocabulary_size, index.separator
-    if kind == "bytes":
-        return _make_files(_make_byte_tokenizer(), size, sequence_length, end)
-    if kind not in TOKENIZER_FILES:
-        return TokenizerFiles(problem=f"{store.url}/{CORPUS_INDEX} names a tokenizer of unknown kind {kind!r}")
-    content = read_tokenizer(index.tokenizer, store)
-    if kind == "hf":
-        words = {
-            number: word for word, number in parse_tokenizer(index.tokenizer, content, store).list_tokens().items()
-        }
-        return _make_files(content, size, sequence_length, end, None if end is None else words.get(end))
-    problem = (
-        f"the tokenizer is of {kind}: its file is copied, and {TOKENIZER} must be made from it with the tools of {kind}"
-    )
-    return TokenizerFiles({TOKENIZER_FILES[kind]: content}, size, end, problem)
-
-
-def _make_files(
-    content: bytes, size: int, sequence_length: int, end: int | None = None, end_word: str | None = None
-) -> TokenizerFiles:
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": sequence_length,
-        "clean_up_tokenization_spaces": False,
-    }
-    if end_word is not None:
-        config["eos_token"] = end_word
-    return TokenizerFiles({TOKENIZER: content, TOKENIZER_CONFIG: encode_json(config)}, size, end)
-
-
-def _encode_tokenizer(tokenizer: tokenizers.Tokenizer) -> bytes:
-    return tokenizer.to_str(pretty=True).encode()
-
-
-def _make_byte_tokenizer() -> bytes:
-    """Return the tokenizer whose ids are bytes: byte-level BPE without merges."""
-    # Byte-level BPE writes a byte as its own character if that is visible, else as the next letter from U+0100 on.
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    vocabulary = {chr(byte if byte in visible else 0x100 + hidden.index(byte)): byte for byte in range(256)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return _encode_tokenizer(tokenizer)
-
 
 # Files of tensors.
 
@@ -294,18 +186,39 @@ def _validate_output_empty(store: Store) -> None:
 
 # Export.
 
-GENERATION_CONFIG = "generation_config.json"
+_CONTEXT = "max_position_embeddings"
 _NAMES = {
     CONFIG_FILE,
     GENERATION_CONFIG,
     INDEX_FILE,
     SINGLE_FILE,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
+    *BASE_TOKENIZER_FILES,
     *TOKENIZER_FILES.values(),
 }
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of an export.
+
+    Attributes:
+        dtype: Type of the files; by default that of each leaf.
+        shard_bytes: Size of a file.
+        weights: Weights, as for `open_checkpoint`.
+        base: `checkpoint.init_from` of the run, for runs that have not recorded their assets.
+        context: Context length to write; by default that of the published weights that the run started from, if the
+            model still has their positions, else the sequence length.
+        tokenizer: Directory or URL of another tokenizer.
+    """
+
+    dtype: Dtype | None = None
+    shard_bytes: int = SHARD_BYTES
+    weights: str = PARAMS
+    base: InitFromConfig | None = None
+    context: int | None = None
+    tokenizer: str | None = None
 
 
 def export(
@@ -314,9 +227,7 @@ def export(
     family: Family,
     data: DataConfig | None,
     out: str,
-    dtype: Dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    weights: str = PARAMS,
+    options: ExportOptions | None = None,
 ) -> int:
     """Write the weights of a checkpoint to `out`, and return their step.
 
@@ -324,29 +235,20 @@ def export(
         where: Run directory or URL, as for `open_checkpoint`.
         step: Step, as for `open_checkpoint`.
         family: Mapping of the job.
-        data: Data config, which determines the tokenizer.
+        data: Data config, which determines the tokenizer of a run that has not recorded it.
         out: Path or URL, at which there is nothing yet.
-        dtype: Type of the files; by default that of each leaf.
-        shard_bytes: Size of a file.
-        weights: Weights, as for `open_checkpoint`.
+        options: Options of the export.
 
     Raises:
         InvalidError: The weights cannot be exported in this form. Nothing is then at `out`.
         StorageError: A store cannot be reached. Nothing is then at `out`.
     """
     with publish_directory(out) as directory:
-        return export_into(directory, where, step, family, data, dtype, shard_bytes, weights).step
+        return export_into(directory, where, step, family, data, options or ExportOptions()).step
 
 
 def export_into(
-    directory: Path,
-    where: str,
-    step: int | str,
-    family: Family,
-    data: DataConfig | None,
-    dtype: Dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    weights: str = PARAMS,
+    directory: Path, where: str, step: int | str, family: Family, data: DataConfig | None, options: ExportOptions
 ) -> Manifest:
     """Write the weights of a checkpoint into an existing empty directory on this disk, and return its manifest.
 
@@ -354,29 +256,64 @@ def export_into(
     """
 
     def write(store: Store, manifest: Manifest) -> Manifest:
-        names = find_weight_names(manifest, weights)
+        names = find_weight_names(manifest, options.weights)
         leaves = {name: manifest.leaves[saved] for name, saved in names.items()}
-        pieces, tensors = _plan_tensors(manifest.name, leaves, family, dtype)
-        tokenizer = _find_tokenizer(data, family.config())
-        writer = SafetensorsWriter(directory, tensors, shard_bytes)
-        for name, array in read_weights(store, manifest, weights):
+        pieces, tensors = _plan_tensors(manifest.name, leaves, family, options.dtype)
+        # Everything that may be refused comes before the weights, which take long.
+        dtype = max((dtype for dtype, _ in tensors.values()), key=lambda dtype: dtype.itemsize)
+        files = _make_files(store, family, data, options, dtype)
+        writer = SafetensorsWriter(directory, tensors, options.shard_bytes)
+        for name, array in read_weights(store, manifest, options.weights):
             values = np.asarray(array)
             for piece in pieces[name]:
                 writer.put(piece, values[piece.index])
         # A damaged export is found here, before it is published.
         writer.verify()
-        config = dict(family.config())
-        # transformers loads all tensors in one type; the widest one loses nothing.
-        config["torch_dtype"] = max((dtype for dtype, _ in tensors.values()), key=lambda dtype: dtype.itemsize).name
-        if tokenizer.end is not None:
-            config["eos_token_id"] = tokenizer.end
-        ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-        files = {CONFIG_FILE: encode_json(config), GENERATION_CONFIG: encode_json({"_from_model_config": True, **ends})}
-        for name, content in {**tokenizer.files, **files}.items():
+        for name, content in files.items():
             (directory / name).write_bytes(content)
         return manifest
 
     return use_checkpoint(where, step, write)[0]
+
+
+def _make_files(
+    store: Store, family: Family, data: DataConfig | None, options: ExportOptions, dtype: np.dtype
+) -> dict[str, bytes]:
+    """Return the files beside the weights: configs and tokenizer. Without a tokenizer a warning says why."""
+    try:
+        assets = read_assets(store) or find_assets(data, options.base)
+    except DataError as error:
+        assets = ExportAssets(TokenizerFiles(problem=str(error)))
+    if options.tokenizer is not None:
+        assets = replace_tokenizer(assets, options.tokenizer)
+    config = dict(family.config())
+    size = config.get("vocab_size")
+    if size is not None and assets.tokenizer.vocabulary_size > size:
+        raise InvalidError(
+            f"the tokenizer has {assets.tokenizer.vocabulary_size:,} ids, the model a vocabulary of {size:,}"
+        )
+    if assets.tokenizer.problem is not None:
+        warn(f"no {TOKENIZER} is written: {assets.tokenizer.problem}")
+    # transformers loads all tensors in one type; the widest one loses nothing.
+    config["torch_dtype"] = dtype.name
+    files = dict(assets.tokenizer.files)
+    if options.context is not None and _CONTEXT not in config:
+        raise InvalidError(f"--context {options.context}: the positions of {config.get('model_type')} are a tensor")
+    if options.context is not None:
+        config[_CONTEXT] = options.context
+        if TOKENIZER_CONFIG in files:
+            settings = parse_json(files[TOKENIZER_CONFIG]) | {"model_max_length": options.context}
+            files[TOKENIZER_CONFIG] = encode_json(settings)
+    elif _CONTEXT in config and assets.config is not None and not family.differences(assets.config):
+        # Training on shorter sequences does not take the context of the published weights away.
+        text_config = assets.config.get("text_config")
+        context = (text_config if isinstance(text_config, dict) else assets.config).get(_CONTEXT)
+        config[_CONTEXT] = max(config[_CONTEXT], context) if type(context) is int else config[_CONTEXT]
+    ids = assets.list_ids()
+    config |= ids
+    files[CONFIG_FILE] = encode_json(config)
+    files[GENERATION_CONFIG] = encode_json({"_from_model_config": True, **assets.generation, **ids})
+    return files
 
 
 def is_export_file(name: str) -> bool:
@@ -402,17 +339,3 @@ def _plan_tensors(
             raise InvalidError(f"{piece.leaf_name} is of type {own}, which cannot be exported; use --dtype")
         dtypes[piece.tensor] = own
     return by_leaf, {name: (dtypes[name], shape) for name, shape in compute_tensor_shapes(pieces, shapes).items()}
-
-
-def _find_tokenizer(data: DataConfig | None, config: JsonObject) -> TokenizerFiles:
-    """Return the files of the tokenizer. Without one a warning says why, and the weights are exported alone."""
-    try:
-        found = TokenizerFiles(problem="the job has no data") if data is None else make_tokenizer_files(data)
-    except DataError as error:
-        found = TokenizerFiles(problem=str(error))
-    size = config.get("vocab_size")
-    if size is not None and found.vocabulary_size > size:
-        raise InvalidError(f"the tokenizer has {found.vocabulary_size:,} ids, the model a vocabulary of {size:,}")
-    if found.problem is not None:
-        warn(f"no tokenizer.json is written: {found.problem}")
-    return found

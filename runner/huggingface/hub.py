@@ -36,7 +36,8 @@ from runner.config import SOURCE_NAME, DataConfig
 from runner.console import hide_secret
 from runner.errors import InvalidError, RetryableError, RunnerError, format_reason
 from runner.history.records import History, RunState
-from runner.huggingface.export import TOKENIZER, is_export_file
+from runner.huggingface.assets import TOKENIZER
+from runner.huggingface.export import is_export_file
 from runner.metrics.rows import Row
 from runner.records import PARAMS
 from runner.spec import ExecutionSpec

@@ -38,6 +38,7 @@ LAYOUT = {
     "quarantine": "a directory",
     "stacks": "a directory",
     "logs": "a directory",
+    "assets": "a directory",
     "profiles": "a directory",
     "tensorboard": "a directory",
     "wandb": "a directory",

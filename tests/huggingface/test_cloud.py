@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load
 
 from runner import BaseTrainer
-from runner.huggingface.export import export
+from runner.huggingface.export import ExportOptions, export
 from runner.storage import parse_json
 from tests.huggingface.test_init_from import AtTheStart, first
 from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
 
 def exported(run: BaseTrainer, where: str) -> str:
     """Where the weights have gone."""
-    export(str(run.store.root), "newest", run.family(), run.config.data, where, None, SHARD_BYTES)
+    export(str(run.store.root), "newest", run.family(), run.config.data, where, ExportOptions(shard_bytes=SHARD_BYTES))
     return where
 
 

@@ -15,7 +15,7 @@ from runner.checkpoint import weights
 from runner.config import DataConfig
 from runner.errors import InvalidError, StorageError
 from runner.huggingface import export as write
-from runner.huggingface.export import export
+from runner.huggingface.export import ExportOptions, export
 from runner.spec import dump_spec
 from runner.storage import LocalStore, Store, open_store
 from tests.checkpoint.test_checkpoint import Attempt
@@ -47,7 +47,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 def exported(run: Attempt, out: Path, step: int | str = "newest", **options: Any) -> dict[str, np.ndarray]:
     """The tensors of all files, as the library reads them."""
-    export(run.where, step, SmallFiles(), None, str(out), **options)
+    export(run.where, step, SmallFiles(), None, str(out), ExportOptions(**options))
     found: dict[str, np.ndarray] = {}
     for path in sorted(out.glob("*.safetensors")):
         with safe_open(path, framework="np") as file:
@@ -159,7 +159,7 @@ def test_the_config_is_uploaded_last(run: Attempt, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(write, "open_store", lambda text: out)
     sent: list[str] = []
     driver.before = lambda verb, key: sent.append(key) if verb == "put" else None
-    export(run.where, "newest", SmallFiles(), None, "gs://bucket/out", shard_bytes=4000)
+    export(run.where, "newest", SmallFiles(), None, "gs://bucket/out", ExportOptions(shard_bytes=4000))
     assert sent[-1].endswith("config.json")
     assert sum(key.endswith("config.json") and "generation" not in key for key in sent) == 1
     found = load(out, born(leaves(5), (2, 2, 2)))

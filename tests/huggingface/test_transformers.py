@@ -11,7 +11,7 @@ from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, open_checkpoint
 from runner.evaluation.generation import make_variables
-from runner.huggingface.export import export
+from runner.huggingface.export import ExportOptions, export
 from tests.huggingface.test_init_from import weights_begun_with
 from tests.support.tiny import TEXT, gpt, leaves_equal
 
@@ -54,7 +54,7 @@ def test_transformers_opens_exports_and_its_files_are_imported(
 ):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     where, out = str(run.store.root), tmp_path / "out"
-    export(where, "newest", run.family(), run.config.data, str(out), dtype, shard_bytes)
+    export(where, "newest", run.family(), run.config.data, str(out), ExportOptions(dtype, shard_bytes))
     model, told = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(told.values()), told
     assert model.dtype == getattr(torch, dtype or "float32")

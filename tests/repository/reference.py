@@ -17,6 +17,7 @@ from runner import RestoreableJob
 from runner.checkpoint.manifest import MANIFEST_KEYS
 from runner.errors import SpecError
 from runner.hook import Hook, builtin
+from runner.huggingface.assets import ASSET_KEYS
 from runner.metrics.rows import ROW_KEYS
 from runner.optim.config import OPTIMIZERS, SCHEDULES, LibraryEntry
 from runner.records import Key
@@ -301,6 +302,7 @@ def reference() -> str:
     lines += [*table(("event", "written by", "meaning", "details"), [event_row(event) for event in EVENTS])]
     lines += ["## Reference: `checkpoints/<step>/manifest.json`", "", *key_table(MANIFEST_KEYS)]
     lines += ["## Reference: `result.json`", "", *key_table(RESULT_KEYS)]
+    lines += ["## Reference: `assets/assets.json`", "", *key_table(ASSET_KEYS)]
     return "\n".join(lines)
 
 

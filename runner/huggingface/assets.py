@@ -1,0 +1,459 @@
+"""What an export has beside the weights: tokenizer, chat template, special tokens and context length.
+
+They come from two places: the corpus or text that the run trains on, and the published weights that it starts from.
+Both may be gone when the run is exported, so the first attempt records them below `assets` in the run's directory;
+exports of older runs read the sources again.
+
+The tokenizer is that of the data. Where the data are ids that do not say which tokenizer made them, it is that of the
+published weights. If the tokenizer of the data and that of the published weights have the same vocabulary, the files of
+the published weights are used, since they have special tokens and settings that a corpus does not record.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from runner.config import DataConfig, TokenSource
+from runner.console import warn
+from runner.data.corpus_index import INDEX as CORPUS_INDEX
+from runner.data.corpus_index import CorpusIndex, read_tokenizer
+from runner.data.open_source import TextTokens, open_source
+from runner.data.source_files import find_corpus, find_source, is_class_path
+from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
+from runner.errors import InvalidError
+from runner.huggingface.safetensors import CONFIG_FILE
+from runner.records import Key, validate_record
+from runner.spec import InitFromConfig
+from runner.storage import (
+    JsonObject,
+    Store,
+    default_cache_directory,
+    encode_json,
+    open_store,
+    parse_json,
+    split_checkpoint,
+)
+
+# Tokenizer of the data.
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+# Files of published weights that an export gives back; the names of the format's readers.
+BASE_TOKENIZER_FILES = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    CHAT_TEMPLATE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+FILE_BYTES_MAX = 100 << 20  # of a tokenizer file; the largest ones known have 33 MB
+END_OF_TURN = "end_of_turn_token"  # key of a corpus's tokenizer_config.json
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Tokenizer of a run in the form that `transformers` reads.
+
+    Attributes:
+        files: Content of the files by name.
+        vocabulary_size: Every id is below it.
+        end: Id that ends every document, if there is one.
+        end_of_turn: Id that ends a completion by the chat template, if there is one.
+        pad: Id for padding, if one is known.
+        problem: Reason why there is no `tokenizer.json`; None if there is one.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    vocabulary_size: int = 0
+    end: int | None = None
+    end_of_turn: int | None = None
+    pad: int | None = None
+    problem: str | None = None
+
+
+def make_tokenizer_files(config: DataConfig) -> TokenizerFiles:
+    """Return the tokenizer of the first source that has one.
+
+    It reads the index of a corpus, and for the tokenizer `characters` the text.
+
+    Raises:
+        DataError: The source has changed.
+        OSError: The source cannot be reached.
+    """
+    for source in config.sources:
+        found = _make_source_tokenizer(source, config)
+        if found is not None:
+            return found
+    return TokenizerFiles(
+        problem=f"data.source={config.sources[0].source} holds ids, and it is unknown which tokenizer made them"
+    )
+
+
+def _make_source_tokenizer(source: TokenSource, config: DataConfig) -> TokenizerFiles | None:
+    """Return the tokenizer of one source; None if the source holds ids and does not name a tokenizer."""
+    if is_class_path(source.source):
+        return None
+    length = config.sequence_length
+    # A corpus records its own tokenizer, whatever the spec says.
+    corpus = find_corpus(source.source)
+    if corpus is not None:
+        return _make_corpus_tokenizer(corpus, length)
+    if find_source(source.source).holds_tokens:
+        return None
+    if config.tokenizer == "bytes":
+        return _make_byte_files(256, length, None)
+    text = open_source(source, config, default_cache_directory(), None)
+    assert isinstance(text, TextTokens), "only text has characters"
+    characters = text.tokenizer.characters or ""
+    # An id is a character: a word of one letter. The tokenizer fails on a character without an id.
+    vocabulary = {character: number for number, character in enumerate(characters)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=""))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    files = {TOKENIZER: _encode_tokenizer(tokenizer), TOKENIZER_CONFIG: _encode_tokenizer_config(length)}
+    return TokenizerFiles(files, len(characters))
+
+
+def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
+    store = open_store(where)
+    index = CorpusIndex.decode(store.read(CORPUS_INDEX), f"{store.url}/{CORPUS_INDEX}")
+    kind, size, end = index.tokenizer.get("kind"), index.vocabulary_size, index.separator
+    if kind == "bytes":
+        return _make_byte_files(size, sequence_length, end)
+    if kind not in TOKENIZER_FILES:
+        return TokenizerFiles(problem=f"{store.url}/{CORPUS_INDEX} names a tokenizer of unknown kind {kind!r}")
+    content = read_tokenizer(index.tokenizer, store)
+    if kind != "hf":
+        problem = (
+            f"the tokenizer is of {kind}: its file is copied, and {TOKENIZER} must be made from it with the tools of "
+            f"{kind}"
+        )
+        return TokenizerFiles({TOKENIZER_FILES[kind]: content}, size, end, problem=problem)
+    ids = parse_tokenizer(index.tokenizer, content, store).list_tokens()
+    words = {number: word for word, number in ids.items()}
+    chat = _read_chat_settings(store)
+    end_of_turn = chat.pop(END_OF_TURN, None)
+    eos_token = end_of_turn if end_of_turn in ids else None if end is None else words.get(end)
+    settings = {key: text for key, text in chat.items() if key == "chat_template" or text in ids}
+    settings |= {} if eos_token is None else {"eos_token": eos_token}
+    return TokenizerFiles(
+        {TOKENIZER: content, TOKENIZER_CONFIG: _encode_tokenizer_config(sequence_length, settings)},
+        size,
+        end,
+        None if end_of_turn is None else ids.get(end_of_turn),
+        ids.get(settings.get("pad_token", "")),
+    )
+
+
+def _read_chat_settings(store: Store) -> dict[str, str]:
+    """Return the chat template of a corpus of dialogues and its special tokens; nothing if it has none."""
+    settings = _read_optional_object(store, TOKENIZER_CONFIG) or {}
+    return {
+        key: value
+        for key, value in settings.items()
+        if isinstance(value, str) and (key == "chat_template" or key.endswith("_token"))
+    }
+
+
+def _encode_tokenizer_config(sequence_length: int, settings: Mapping[str, str] | None = None) -> bytes:
+    common = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": sequence_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    return encode_json(common | dict(settings or {}))
+
+
+def _make_byte_files(size: int, sequence_length: int, end: int | None) -> TokenizerFiles:
+    """Return the tokenizer whose ids are bytes: byte-level BPE without merges."""
+    # Byte-level BPE writes a byte as its own character if that is visible, else as the next letter from U+0100 on.
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    vocabulary = {chr(byte if byte in visible else 0x100 + hidden.index(byte)): byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    files = {TOKENIZER: _encode_tokenizer(tokenizer), TOKENIZER_CONFIG: _encode_tokenizer_config(sequence_length)}
+    # No id is free for padding, so it is that of the byte 0, which no text has. It is no special token of the
+    # tokenizer, which would look for its character, U+0100, in texts.
+    return TokenizerFiles(files, size, end, pad=0)
+
+
+def _encode_tokenizer(tokenizer: tokenizers.Tokenizer) -> bytes:
+    return tokenizer.to_str(pretty=True).encode()
+
+
+# Published weights that a run starts from.
+
+GENERATION_CONFIG = "generation_config.json"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class BaseAssets:
+    """What published weights have beside the tensors.
+
+    Attributes:
+        path: Their path or URL.
+        config: Content of `config.json`; None if the run that they are of started from random weights.
+        ids: Special tokens, as `config.json` has them.
+        generation: Content of `generation_config.json`; empty if there is none.
+        files: Tokenizer files by name.
+    """
+
+    path: str
+    config: JsonObject | None
+    ids: JsonObject
+    generation: JsonObject
+    files: Mapping[str, bytes]
+
+
+def read_base_assets(path: str) -> BaseAssets | None:
+    """Return what the weights at `path` have beside the tensors; None if that is no directory of published weights.
+
+    Raises:
+        InvalidError: A file is damaged.
+        OSError: The store cannot be read.
+    """
+    store = open_store(path)
+    config = _read_optional_object(store, CONFIG_FILE)
+    if config is None:
+        return None
+    # Models that also read images nest the config of the decoder of text.
+    text = config.get("text_config")
+    every = (text if isinstance(text, dict) else {}) | config
+    ids = {key: every[key] for key in _IDS if every.get(key) is not None}
+    return BaseAssets(path, config, ids, _read_optional_object(store, GENERATION_CONFIG) or {}, read_files(store))
+
+
+def read_files(store: Store) -> dict[str, bytes]:
+    """Return the tokenizer files of a directory by name, without those that are too large for one."""
+    listed = store.list_files("")
+    found = {}
+    for name in BASE_TOKENIZER_FILES:
+        if name in listed and listed[name].size_bytes > FILE_BYTES_MAX:
+            warn(f"{store.url}/{name} has {listed[name].size_bytes:,} bytes, too many for a tokenizer; it is left out")
+        elif name in listed:
+            found[name] = store.read(name)
+    return found
+
+
+def _read_optional_object(store: Store, name: str) -> JsonObject | None:
+    try:
+        return parse_json(store.read(name))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InvalidError(f"{store.url}/{name} cannot be read: {error}") from error
+
+
+def _read_vocabulary(content: bytes | None) -> dict[str, int] | None:
+    """Return the ids of all tokens of a `tokenizer.json`; None if there is none, or it cannot be read."""
+    if content is None:
+        return None
+    try:
+        return tokenizers.Tokenizer.from_str(content.decode()).get_vocab(with_added_tokens=True)
+    except Exception:  # noqa: BLE001 - the library raises nothing more specific
+        return None
+
+
+# Assets of a run.
+
+ASSETS = "assets"
+_RECORD = f"{ASSETS}/assets.json"
+_FORMAT = 1
+ASSET_KEYS = (
+    Key("format", int, "Version of the format of this file."),
+    Key("base", str | None, "Path or URL of the published weights that the run started from; null: none."),
+    Key("config", dict | None, "Content of their `config.json`."),
+    Key("ids", dict, "Special tokens of the tokenizer, as `config.json` has them."),
+    Key("generation", dict, "Content of their `generation_config.json`, if the tokenizer is theirs."),
+    Key("vocabulary_size", int, "Every id of the tokenizer is below it; 0 if that is unknown."),
+    Key("end", int | None, "Id that ends every document; null: none."),
+    Key("end_of_turn", int | None, "Id that ends a completion by the chat template; null: none."),
+    Key("pad", int | None, "Id for padding; null: unknown."),
+    Key("problem", str | None, "Reason why there is no `tokenizer.json`; null: there is one."),
+    Key("files", dict, "SHA-256 of each file below `assets`, by its name."),
+)
+
+
+@dataclass(frozen=True)
+class ExportAssets:
+    """What an export has beside the weights.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        base: Path or URL of the published weights that the run started from; None if there are none.
+        config: Their `config.json`.
+        ids: Special tokens of the tokenizer, as `config.json` has them.
+        generation: Their `generation_config.json`, if the tokenizer is theirs.
+    """
+
+    tokenizer: TokenizerFiles
+    base: str | None = None
+    config: JsonObject | None = None
+    ids: JsonObject = field(default_factory=dict)
+    generation: JsonObject = field(default_factory=dict)
+
+    def list_ids(self) -> JsonObject:
+        """Return the keys of special tokens for `config.json` and `generation_config.json`."""
+        ids: JsonObject = dict.fromkeys(_IDS) | self.ids
+        ends = [self.tokenizer.end_of_turn]
+        for given in (ids["eos_token_id"], self.generation.get("eos_token_id")):
+            ends += given if isinstance(given, list) else [given]
+        ends.append(self.tokenizer.end)
+        ends = list(dict.fromkeys(end for end in ends if end is not None))
+        ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+        if ids["pad_token_id"] is None:
+            # Without an id of its own padding is commonly an end token.
+            ids["pad_token_id"] = self.tokenizer.pad if self.tokenizer.pad is not None else (ends or [None])[0]
+        return {key: value for key, value in ids.items() if value is not None}
+
+
+def find_assets(data: DataConfig | None, rule: InitFromConfig | None) -> ExportAssets:
+    """Return the assets of a run by reading its sources.
+
+    Args:
+        data: Data config of the run; None for a job without data.
+        rule: `checkpoint.init_from`; None if the run starts from random weights.
+
+    Raises:
+        InvalidError: A file is damaged.
+        OSError: A source cannot be reached.
+    """
+    tokenizer = TokenizerFiles(problem="the job has no data") if data is None else make_tokenizer_files(data)
+    if rule is None:
+        return ExportAssets(tokenizer)
+    directory, _ = split_checkpoint(rule.path)
+    earlier = read_assets(open_store(directory))
+    if earlier is not None:
+        # The run that this one starts from has recorded what it started from itself.
+        path = earlier.base or directory
+        base: BaseAssets | None = BaseAssets(
+            path, earlier.config, earlier.list_ids(), earlier.generation, earlier.tokenizer.files
+        )
+    else:
+        base = read_base_assets(directory)
+    return ExportAssets(tokenizer) if base is None else _combine(tokenizer, base)
+
+
+def _combine(tokenizer: TokenizerFiles, base: BaseAssets) -> ExportAssets:
+    own, theirs = (_read_vocabulary(files.get(TOKENIZER)) for files in (tokenizer.files, base.files))
+    is_known = bool(tokenizer.files)
+    if is_known and (own is None or own != theirs) and dict(tokenizer.files).items() - base.files.items():
+        return ExportAssets(tokenizer, base.path, base.config)
+    settings: JsonObject = {}
+    if TOKENIZER_CONFIG in base.files:
+        try:
+            settings = parse_json(base.files[TOKENIZER_CONFIG])
+        except ValueError as error:
+            raise InvalidError(f"{base.path}/{TOKENIZER_CONFIG} cannot be read: {error}") from error
+    files = dict(base.files)
+    if is_known and TOKENIZER_CONFIG in tokenizer.files:
+        made = parse_json(tokenizer.files[TOKENIZER_CONFIG])
+        if "chat_template" in made:
+            # The data were rendered with this template, so it replaces that of the published weights.
+            files.pop(CHAT_TEMPLATE, None)
+            settings |= {key: made[key] for key in ("chat_template", "eos_token") if key in made}
+        settings = settings or made
+    if settings:
+        files[TOKENIZER_CONFIG] = encode_json(settings)
+    size = tokenizer.vocabulary_size or (max(theirs.values()) + 1 if theirs else 0)
+    problem = tokenizer.problem
+    if TOKENIZER in files:
+        problem = None
+    elif not is_known:
+        problem = f"{base.path} has no {TOKENIZER}"
+    found = TokenizerFiles(files, size, tokenizer.end, tokenizer.end_of_turn, tokenizer.pad, problem)
+    return ExportAssets(found, base.path, base.config, base.ids, base.generation)
+
+
+def record_assets(store: Store, data: DataConfig, rule: InitFromConfig | None) -> None:
+    """Record the assets of a run that begins. Process 0 calls it; a failure costs no more than a warning."""
+    try:
+        save_assets(store, find_assets(data, rule))
+    except (InvalidError, OSError) as error:
+        warn(f"{store.url}/{ASSETS} is not written, an export will read the sources again: {error}")
+
+
+def save_assets(store: Store, assets: ExportAssets) -> None:
+    """Record assets in a run's directory. Process 0 calls it, before the first step."""
+    tokenizer = assets.tokenizer
+    for name, content in tokenizer.files.items():
+        store.write(f"{ASSETS}/{name}", content)
+    record = {
+        "format": _FORMAT,
+        "base": assets.base,
+        "config": assets.config,
+        "ids": assets.ids,
+        "generation": assets.generation,
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "end": tokenizer.end,
+        "end_of_turn": tokenizer.end_of_turn,
+        "pad": tokenizer.pad,
+        "problem": tokenizer.problem,
+        "files": {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()},
+    }
+    # Written last: without it the files are not read.
+    store.write(_RECORD, encode_json(record))
+
+
+def read_assets(store: Store) -> ExportAssets | None:
+    """Return the assets that a run has recorded; None if it has none.
+
+    Raises:
+        InvalidError: They are damaged.
+        OSError: The store cannot be read.
+    """
+    record = _read_optional_object(store, _RECORD)
+    if record is None:
+        return None
+    try:
+        if record.get("format") != _FORMAT:
+            raise ValueError(f"its format is {str(record.get('format'))[:20]}, needs {_FORMAT}")
+        validate_record(record, ASSET_KEYS, [key.name for key in ASSET_KEYS])
+        strange = [name for name in record["files"] if name not in (*BASE_TOKENIZER_FILES, *TOKENIZER_FILES.values())]
+        if strange:
+            raise ValueError(f"{strange[0][:60]!r} is not the name of a tokenizer file")
+        files = {name: store.read(f"{ASSETS}/{name}") for name in record["files"]}
+        for name, content in files.items():
+            if hashlib.sha256(content).hexdigest() != record["files"][name]:
+                raise ValueError(f"{name} is not the file that was recorded")
+    except (ValueError, FileNotFoundError) as error:
+        raise InvalidError(f"{store.url}/{_RECORD} is damaged: {error}") from error
+    ids = {key: record[key] for key in ("vocabulary_size", "end", "end_of_turn", "pad", "problem")}
+    tokenizer = TokenizerFiles(files, **ids)
+    return ExportAssets(tokenizer, record["base"], record["config"], record["ids"], record["generation"])
+
+
+def replace_tokenizer(assets: ExportAssets, where: str) -> ExportAssets:
+    """Return assets with the tokenizer files of a directory or URL.
+
+    Raises:
+        InvalidError: The directory has no `tokenizer.json` that can be read.
+    """
+    store = open_store(where)
+    files = read_files(store)
+    vocabulary = _read_vocabulary(files.get(TOKENIZER))
+    if vocabulary is None:
+        raise InvalidError(f"--tokenizer {where}: needs a directory with a {TOKENIZER} of the tokenizers library")
+    generation = _read_optional_object(store, GENERATION_CONFIG) or {}
+    settings = _read_optional_object(store, TOKENIZER_CONFIG) or {}
+
+    def find_id(key: str) -> int | None:
+        # A special token is a string, or an object with the string as its content.
+        token = settings.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        return vocabulary.get(text) if isinstance(text, str) else None
+
+    ids = {f"{key}_id": find_id(key) for key in ("bos_token", "eos_token", "pad_token")}
+    tokenizer = TokenizerFiles(files, max(vocabulary.values(), default=-1) + 1)
+    known = {key: value for key, value in ids.items() if value is not None}
+    return ExportAssets(tokenizer, assets.base, assets.config, known, generation)
