@@ -9,7 +9,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -284,6 +284,21 @@ class Renderer:
 def _replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON can hold and UTF-8 cannot."""
     return text.encode(errors="replace").decode()
+
+
+def find_end_of_turn(template: ChatTemplate, special_tokens: Collection[str]) -> str | None:
+    """Return the special token that ends an assistant's message; None if the template writes none there."""
+    content = "This is the end of the message."
+    messages = [{"role": "user", "content": "Hello"}, {"role": ASSISTANT, "content": content}]
+    try:
+        with Renderer(template) as renderer:
+            dialogue = renderer.render(ChatRecord(messages))
+    except DataError:
+        return None  # The first dialogue of the data gives the same error, with its file and line.
+    if isinstance(dialogue, str):
+        return None
+    rest = dialogue.text.rpartition(content)[2].lstrip()
+    return max((token for token in special_tokens if rest.startswith(token)), key=len, default=None)
 
 
 @dataclass(frozen=True)

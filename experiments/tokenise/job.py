@@ -22,7 +22,14 @@ import numpy as np
 import tokenizers
 
 from experiments.tokenise import corpus
-from experiments.tokenise.chat import ChatReader, combine_digests, format_long_dialogues, load_chat, validate_keys
+from experiments.tokenise.chat import (
+    ChatReader,
+    combine_digests,
+    find_end_of_turn,
+    format_long_dialogues,
+    load_chat,
+    validate_keys,
+)
 from experiments.tokenise.config import BpeConfig, BytesConfig, TiktokenConfig, TokeniseConfig, TokenizerConfig
 from experiments.tokenise.corpus import FinishedPiece
 from experiments.tokenise.documents import BadRecord, Piece, cut_into_pieces
@@ -34,8 +41,9 @@ from runner.data.tokenizers import TOKENIZER_FILES, BatchTokenizer, ByteBatchTok
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Phase, TimeBucket
 from runner.errors import DataError, InvalidError
+from runner.huggingface.assets import END_OF_TURN, TOKENIZER_CONFIG
 from runner.spec import Trajectory
-from runner.storage import JsonObject, Store, open_store, probe_store
+from runner.storage import JsonObject, Store, encode_json, open_store, parse_json, probe_store
 
 _MIN_SAMPLE_BYTES = 1 << 20  # from each sampled piece
 ROUNDS = 1000  # Steps of a job: enough to notice a stop soon, few enough that an empty step costs nothing.
@@ -58,6 +66,13 @@ class Vocabulary:
     def sha256(self) -> str:
         """SHA-256 of the file; "" without one."""
         return str(self.record.get("sha256", ""))
+
+    def list_special_tokens(self) -> list[str]:
+        """Return the texts of the special tokens of a `tokenizer.json`; nothing for other kinds of tokenizers."""
+        if self.content is None or self.record.get("kind") != "hf":
+            return []
+        added = parse_json(self.content).get("added_tokens", [])
+        return [token["content"] for token in added if token.get("special")]
 
     def find_separator(self, separator: int | str | None) -> int | None:
         """Return the id of the separator. Raises `InvalidError` with the nearest token if there is none."""
@@ -346,6 +361,13 @@ class Tokenise(RestoreableJob):
             corpus.validate_same_tokenizer(output, self.tokenizer_digest)
         if self.vocabulary.content is not None:
             corpus.write_once(output, self.vocabulary.record["file"], self.vocabulary.content)
+        if self.chat is not None and self.chat.template is not None:
+            # Exports of runs that train on the corpus give the template back.
+            template, special = self.chat.template, self.vocabulary.list_special_tokens()
+            settings = template.names | {"chat_template": template.source}
+            if (end_of_turn := find_end_of_turn(template, special)) is not None:
+                settings[END_OF_TURN] = end_of_turn
+            corpus.write_once(output, TOKENIZER_CONFIG, encode_json(settings))
 
     def _find_unfinished(self) -> str:
         """Return a bit for each piece without a record, packed, in hexadecimal. Process 0 only."""

@@ -22,14 +22,17 @@ from experiments.tokenise.chat import (
     Dialogue,
     Renderer,
     compute_marks,
+    find_end_of_turn,
     mark_tokens,
     read_template,
 )
 from experiments.tokenise.documents import InputPart, read_documents
 from experiments.tokenise.inputs import find_files
 from runner import BaseTrainer
+from runner.config import DataConfig
 from runner.data.tokenizers import HuggingFaceTokenizer
 from runner.errors import DataError, InvalidError
+from runner.huggingface.assets import find_assets
 from tests.support.inputs import SEPARATOR, Bucket, content_of, index_of, make_hf, read_corpus, tokenise
 from tests.support.tiny import gpt, leaves_equal, stop_after
 
@@ -191,6 +194,40 @@ def test_a_special_token_of_the_template_is_one_of_the_tokenizer(tmp_path):
     tokenise(tmp_path / "run", **{"config.source": source}, **chat)()
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert read_corpus(tmp_path / "run/corpus")[0][0] == library.token_to_id(SEPARATOR)
+
+
+# Template -> the token that ends an assistant's message; `SEPARATOR` and `<|pad|>` are special tokens.
+TURN_ENDS = {
+    "{% for m in messages %}{{ m.content }}<|pad|>\n{% endfor %}": "<|pad|>",
+    "{% for m in messages %}{{ m.content }}{{ bos_token }}{% endfor %}": SEPARATOR,
+    "{% for m in messages %}<|pad|>{{ m.content }}\n {{ bos_token }}{% endfor %}": SEPARATOR,
+    "{% for m in messages %}<|pad|>{{ m.content }}.{% endfor %}": None,
+    "{{ raise_exception('no system message') }}": None,
+    "{% for m in messages %}{{ m.content[::-1] }}<|pad|>{% endfor %}": None,
+}
+
+
+@pytest.mark.parametrize("source", TURN_ENDS)
+def test_the_end_of_a_turn_is_the_special_token_after_a_message(source):
+    assert find_end_of_turn(ChatTemplate(source, {"bos_token": SEPARATOR}), [SEPARATOR, "<|pad|>"]) == TURN_ENDS[source]
+
+
+def test_a_corpus_keeps_its_template_for_exports(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(make_hf())
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|pad|>{% endfor %}"
+    changes = {
+        "config.source": write_lines(tmp_path / "lines.jsonl", [{"messages": TURNS}]),
+        "config.chat.template": write_template(tmp_path, template),
+        "config.tokenizer": {"kind": "hf", "file": f"{tmp_path}/tokenizer.json"},
+        "config.separator": SEPARATOR,
+    }
+    tokenise(tmp_path / "run", **changes)()
+    data = DataConfig(source=f"{tmp_path}/run/corpus", sequence_length=16)
+    assets = find_assets(data, None)
+    settings = json.loads(assets.tokenizer.files["tokenizer_config.json"])
+    assert (settings["chat_template"], settings["eos_token"]) == (template, "<|pad|>")
+    ids = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab()
+    assert assets.list_ids()["eos_token_id"] == [ids["<|pad|>"], ids[SEPARATOR]]
 
 
 # Where templates and lines lie, and what may not change.
