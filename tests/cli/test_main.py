@@ -49,7 +49,7 @@ OPTIONS = {
     ("sample",): "--prompt --step --weights --tokens --temperature --top-p --seed",
     ("evaluate",): "--data --step --all --weights --follow -o --output --harness --include-path --json --coordinator "
     "--num-processes --process-id",
-    ("export",): "--step --weights --dtype --adapter -o --push --public --license --base-model",
+    ("export",): "--step --weights --dtype --adapter --context --tokenizer -o --push --public --license --base-model",
     ("checkpoints",): "--verify --deep",
     ("checkpoints", "copy"): "",
     ("verify-resume",): "--set --steps --kills --processes --devices-per-process --seed",
