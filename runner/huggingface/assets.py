@@ -1,4 +1,4 @@
-"""What an export has beside the weights: tokenizer, chat template, special tokens and context length.
+"""Assets of an export, which accompany the weights: tokenizer, chat template, special tokens and context length.
 
 They come from two places: the corpus or text that the run trains on, and the published weights that it starts from.
 Both may be gone when the run is exported, so the first attempt records them below `assets` in the run's directory;
@@ -198,7 +198,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class BaseAssets:
-    """What published weights have beside the tensors.
+    """Assets of published weights.
 
     Attributes:
         path: Their path or URL.
@@ -216,7 +216,7 @@ class BaseAssets:
 
 
 def read_base_assets(path: str) -> BaseAssets | None:
-    """Return what the weights at `path` have beside the tensors; None if that is no directory of published weights.
+    """Return the assets of the weights at `path`; None if that is no directory of published weights.
 
     Raises:
         InvalidError: A file is damaged.
@@ -286,7 +286,7 @@ ASSET_KEYS = (
 
 @dataclass(frozen=True)
 class ExportAssets:
-    """What an export has beside the weights.
+    """Assets of the exports of a run.
 
     Attributes:
         tokenizer: The tokenizer.
