@@ -21,6 +21,7 @@ the hook's name. If the other hosts hang in a collective because of the failure,
 The watchdog also prints the name of a hook that hangs.
 """
 
+import copy
 import json
 import statistics
 import time
@@ -49,6 +50,7 @@ from runner.metrics.rows import Row
 from runner.run.attempt import Attempt
 from runner.run.layout import read_owner
 from runner.storage import JsonObject, read_log
+from runner.train.lora import DONATED, are_donated, copy_containers
 from runner.train.report import Report
 from runner.train.state import TrainState
 
@@ -133,7 +135,9 @@ class HookCaller:
         hosts, progress = self.attempt.hosts, self.attempt.progress
         began_seconds = time.monotonic()
         with progress.report_phase(Phase(f"hook {listed.name}.{method}", TimeBucket.EVALUATION)):
+            leaves = jax.tree.leaves(moment.weights)
             returned, problem = call_hook(listed, method, moment)
+            problem = DONATED if are_donated(leaves) else problem
         self._warn_if_slow(listed, method, moment.step, time.monotonic() - began_seconds)
 
         # Every host gets here, whatever its call did, so this gather cannot deadlock on a failure.
@@ -317,12 +321,12 @@ class HookDispatcher:
         return HookState(replace(fired, **{mark: step}) if is_marked else fired, counters)
 
     def _make_moment(self, each: ListedHook, state: TrainState, step: int, row: Row, counters: Any = None) -> Moment:
-        """Return the argument of a hook's call, with copies of row and counters that the hook may modify."""
+        """Return the argument of a hook's call, with copies of row, weights and counters that the hook may modify."""
         if counters is None and each.counters is not None:
             counters = self._read_state(state).counters[each.name]
         # Copies, because a hook may write into what it is shown.
-        own = jax.tree.map(np.copy, counters)
-        return Moment(step, dict(row), self._get_weights(state), own, self._attempt.hosts, self._run_began)
+        own, weights = jax.tree.map(np.copy, counters), copy_containers(self._get_weights(state))
+        return Moment(step, copy.deepcopy(row), weights, own, self._attempt.hosts, self._run_began)
 
     def _read_newest_row(self) -> Row:
         """Return the newest row, the same on every host."""

@@ -27,14 +27,14 @@ from runner.console import warn
 from runner.data import Dataset
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import EVALUATION, LocalFailure, Phase
-from runner.errors import RunnerError, format_error
+from runner.errors import FailedError, RunnerError, format_error
 from runner.metrics.meta import LIST_MAX, SUMS, RowValue, compute_means, find_bins, to_finite, to_row_value
 from runner.metrics.rows import Row
 from runner.periodic import is_due
 from runner.run.attempt import Attempt
 from runner.spec import hash_record
 from runner.train.auxiliary import EMA
-from runner.train.lora import make_lazy_weights
+from runner.train.lora import DONATED, are_donated, copy_containers, make_lazy_weights
 from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge
 from runner.train.step import Batch
 
@@ -106,7 +106,8 @@ class EvaluatorSchedule:
         problem = None
         metrics: EvaluationMetrics | None = {}
         try:
-            metrics = evaluator.evaluate(weights, step, hosts)
+            # In containers of its own, so that nothing it writes there reaches training or other evaluators.
+            metrics = evaluator.evaluate(copy_containers(weights), step, hosts)
         except RunnerError:
             raise  # an error of the runner, such as a lost peer, and not of the evaluator
         except Exception as error:  # noqa: BLE001 - code of a user, whose result training does not need
@@ -121,17 +122,19 @@ class EvaluatorSchedule:
         failure = None if problem is None else LocalFailure(message, is_end=False)
         wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.bucket)
         with self._attempt.progress.report_wait(wait, failure):
-            outcomes = hosts.gather([problem, digest, is_stopping])
+            outcomes = hosts.gather([problem, digest, is_stopping, are_donated(weights)])
+        if any(donated for *_, donated in outcomes):
+            raise FailedError(f"evaluator {name} at step {step}: {DONATED}")
         # One host that was asked to stop ends the evaluation on all, or the others would wait for it later.
-        if any(is_stopping for _, _, is_stopping in outcomes):
+        if any(is_stopping for _, _, is_stopping, _ in outcomes):
             return None
-        raised = {process: each for process, (each, _, _) in enumerate(outcomes) if each is not None}
+        raised = {process: each for process, (each, *_) in enumerate(outcomes) if each is not None}
         if raised:
             process, reason = min(raised.items())
             where = f" on process {process}" if hosts.num_processes > 1 else ""
             self._report_problem(name, step, f"{reason}{where}; its metrics are not in the row of this step")
             return {}
-        others = [process for process, (_, digest, _) in enumerate(outcomes) if digest != outcomes[0][1]]
+        others = [process for process, (_, digest, *_) in enumerate(outcomes) if digest != outcomes[0][1]]
         if others:
             reason = f"process {others[0]} has other metrics than process 0; the row has those of process 0"
             self._report_problem(name, step, reason)

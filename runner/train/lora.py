@@ -9,13 +9,14 @@ parameters.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from runner.checkpoint.leaves import BASE, LORA_A, LORA_B, AdapterMerge, merge_params
 from runner.config import AdapterConfig
@@ -26,6 +27,7 @@ from runner.train.state import PARAMS, VARIABLES, TrainState, drop_params, get_m
 
 _INIT_KEY = 2**32 - 1  # folded into the run's key for A; no step has this number
 _MAX_SUGGESTIONS = 3
+DONATED = "it has donated the weights that it was given, which the next step needs; donate a copy of them"
 
 
 def make_merge(config: AdapterConfig, compute: str) -> AdapterMerge:
@@ -143,20 +145,50 @@ def get_model_weights(state: TrainState) -> Any:
     return get_weights(merge_adapter(state))
 
 
-class LazyMergedWeights(Mapping[str, Any]):
+class LazyMergedWeights(MutableMapping[str, Any]):
     """Weights by name that are merged on first access, since most rows are not evaluated."""
 
     def __init__(self, make_by_name: Mapping[str, Callable[[], Any]]):
-        self._make_by_name = {name: functools.cache(make) for name, make in make_by_name.items()}
+        self._make = {name: functools.cache(make) for name, make in make_by_name.items()}
 
     def __getitem__(self, name: str) -> Any:
-        return self._make_by_name[name]()
+        return self._make[name]()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._make[name] = functools.cache(lambda: value)
+
+    def __delitem__(self, name: str) -> None:
+        del self._make[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._make_by_name)
+        return iter(self._make)
 
     def __len__(self) -> int:
-        return len(self._make_by_name)
+        return len(self._make)
+
+    def copy_containers(self) -> "LazyMergedWeights":
+        """Return a copy that shares what is merged, and nothing that can be written to."""
+        own = {name: functools.partial(lambda make: copy_containers(make()), make) for name, make in self._make.items()}
+        return LazyMergedWeights(own)
+
+
+def copy_containers(weights: Any) -> Any:
+    """Return weights in new containers, for code of a user, which may write into them.
+
+    Arrays of JAX are shared, because nobody can write into them; those of NumPy are copied.
+    """
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, LazyMergedWeights):
+            return leaf.copy_containers()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return jax.tree.map(copy, weights)
+
+
+def are_donated(weights: Any) -> bool:
+    """Return True if a function has taken over the memory of weights, as `donate_argnums` of `jax.jit` does."""
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(weights))
 
 
 def make_lazy_weights(state: TrainState) -> Mapping[str, Any]:

@@ -2,19 +2,28 @@
 
 import math
 import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import flax
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from runner.distributed.clock import EVALUATION
-from runner.errors import InvalidError, PeerLostError
+from runner.errors import FailedError, InvalidError, PeerLostError
+from runner.hook import Observer
 from runner.storage import LocalStore, parse_lines
 from runner.train.evaluators import EvaluatorSchedule
+from runner.train.lora import LazyMergedWeights
 from tests.support.attempt import make_attempt
-from tests.support.tiny import gpt
+from tests.support.scribble import Vandal
+from tests.support.tiny import gpt, leaves_equal, trajectory
+from tests.test_values import TrainLookup
 
 
 class Returns:
@@ -167,3 +176,122 @@ def test_hosts_hear_of_one_that_differs(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == (line is not None)
     assert line is None or told[0].startswith(f"evaluator some at step 8: {line}")
+
+
+@flax.struct.dataclass
+class Node:
+    """A dataclass that is a container, as a train state is."""
+
+    leaf: Any
+    inner: Any = ()
+
+
+def leaf(value: float) -> Any:
+    return jnp.full(3, value)
+
+
+LAZY = "weights that are merged when they are read"
+SHOWN: dict[str, Callable[[Any], Any]] = {
+    "a dictionary": lambda inner: {"leaf": leaf(0.5), "inner": inner},
+    "an ordered dictionary": lambda inner: OrderedDict(leaf=leaf(0.5), inner=inner),
+    "a default dictionary": lambda inner: defaultdict(dict, leaf=leaf(0.5), inner=inner),
+    "a frozen dictionary": lambda inner: flax.core.FrozenDict(leaf=leaf(0.5), inner=inner),
+    "a list": lambda inner: [leaf(0.5), inner],
+    "a tuple": lambda inner: (leaf(0.5), inner),
+    "a dataclass": lambda inner: Node(leaf(0.5), inner),
+    LAZY: lambda inner: LazyMergedWeights({"leaf": lambda: inner}),
+    "an array of NumPy": lambda inner: {"leaf": np.full(3, 0.5), "inner": inner},
+}
+
+
+def unfold(tree: Any) -> Any:
+    return {key: unfold(value) for key, value in tree.items()} if isinstance(tree, LazyMergedWeights | dict) else tree
+
+
+@pytest.mark.parametrize("outer", SHOWN)
+def test_an_evaluator_that_writes_into_the_weights_changes_none_of_others(outer: str, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Reader:
+        def evaluate(self, weights: Any, step: int, hosts: Any) -> dict[str, Any]:
+            seen.append(jax.tree.map(np.array, unfold(weights)))
+            return {}
+
+    schedule = evaluations(tmp_path, Vandal(), Reader())
+    for inner in [kind for kind in SHOWN if kind != LAZY]:
+
+        def make(inner: str = inner) -> Any:
+            return {"params": SHOWN[outer](SHOWN[inner]({"deep": [leaf(1.5), {"deeper": leaf(2.5)}]}))}
+
+        weights = make()
+        assert schedule.evaluate(weights, 8) == {"val/vandal": 8.0}
+        for found in (seen.pop(), unfold(weights)):
+            assert str(jax.tree.structure(found)) == str(jax.tree.structure(unfold(make()))), inner
+            assert leaves_equal(found, unfold(make())), inner
+
+
+class VandalGPT(TrainLookup):
+    """A job with such an evaluator."""
+
+    def evaluator(self) -> Any:
+        return [Vandal(), *self.builtin_evaluators, Vandal()]
+
+
+@pytest.mark.parametrize("kind", ["plain", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("ema", "adapter"))])
+def test_a_run_whose_evaluators_and_hooks_write_into_what_they_see_ends_in_the_same_bits(
+    kind: str, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"config.eval": {"every_steps": 2, "at_start": True, "batches": 1}}
+    changes |= {"config.train.total_steps": 4, "checkpoint.every_steps": 2}
+    if kind != "plain":
+        changes["config.ema"] = {"decays": [0.9], "evaluate": True}
+    if kind == "adapter":
+        base = gpt(tmp_path / "base", TrainLookup, **{"config.train.total_steps": 1, "config.schedule": {}})
+        base()
+        changes |= {"checkpoint.init_from": str(tmp_path / "base"), "config.adapter": {"targets": ["Embed_0"]}}
+    plain = gpt(tmp_path / "plain", TrainLookup, **changes)
+    plain()
+    hooks = ["tests.support.scribble:VandalHook", "tests.support.scribble:VandalObserver"]
+    shown = gpt(tmp_path / "shown", VandalGPT, **changes, hooks=hooks)
+    shown()
+    assert leaves_equal(plain.state.params, shown.state.params)
+    assert leaves_equal(plain.state.opt_state, shown.state.opt_state)
+    assert leaves_equal(plain.state.riders, {name: shown.state.riders[name] for name in plain.state.riders})
+    rows = [{key: row[key] for key in row if key != "val/vandal"} for row in trajectory(tmp_path / "shown")]
+    assert rows == trajectory(tmp_path / "plain")
+
+
+class Donates:
+    """An evaluator, and a method of a hook, that gives away the memory of the weights."""
+
+    name = "donor"
+
+    def evaluate(self, weights: Any, step: int, hosts: Any) -> dict[str, Any]:
+        jax.jit(lambda tree: jax.tree.map(jnp.add, tree, tree), donate_argnums=0)(weights["params"])
+        return {}
+
+
+class DonatesGPT(TrainLookup):
+    """A job with it."""
+
+    def evaluator(self) -> Any:
+        return Donates()
+
+
+class DonatesHook(Observer):
+    """The hook."""
+
+    def on_row(self, moment: Any) -> None:
+        Donates().evaluate(moment.weights, moment.step, moment.hosts)
+
+
+@pytest.mark.parametrize(
+    ("job_class", "hooks", "culprit"),
+    [
+        (DonatesGPT, [], "evaluator donor at step 4"),
+        (TrainLookup, [f"{__name__}:DonatesHook"], "hook DonatesHook in on_row at step 1"),
+    ],
+)
+def test_whoever_donates_the_weights_is_named(job_class: Any, hooks: Any, culprit: str, tmp_path: Path) -> None:
+    with pytest.raises(FailedError, match=f"{culprit}: it has donated the weights"):
+        gpt(tmp_path / "run", job_class, hooks=hooks)()
