@@ -237,7 +237,9 @@ class VandalGPT(TrainLookup):
         return [Vandal(), *self.builtin_evaluators, Vandal()]
 
 
-@pytest.mark.parametrize("kind", ["plain", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("ema", "adapter"))])
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("ema", "adapter"))]
+)
 def test_a_run_whose_evaluators_and_hooks_write_into_what_they_see_ends_in_the_same_bits(
     kind: str, tmp_path: Path
 ) -> None:
