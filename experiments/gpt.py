@@ -217,6 +217,7 @@ class GPT(nn.Module):
         config, (B, T) = self.config, tokens_BxT.shape
         examples_B = jnp.arange(B) if examples_B is None else examples_B
         D, V = config.width, self.vocabulary_size
+        # Embedding and output head are one matrix, as in GPT-2.
         embedding_init = with_axes(nn.initializers.normal(INIT_STDDEV), "vocab", "embed")
         positions_init = with_axes(nn.initializers.normal(INIT_STDDEV), "positions", "embed")
         embedding_VxD = self.param("embedding", embedding_init, (V, D), self.param_dtype).astype(self.compute_dtype)
@@ -326,6 +327,7 @@ class GPT2Files(Family):
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Return how the config.json of given weights differs from this model, one line each."""
+        # Sizes that show in the shapes of tensors are compared there; the number of heads does not.
         needed = {"model_type": "gpt2", "n_head": self.heads, **_DEFAULTS}
         found = {key: config.get(key, _DEFAULTS.get(key)) for key in needed}
         return [
@@ -366,8 +368,10 @@ class PretrainGPT(BaseTrainer):
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the summed cross entropy; with a key each example has its own dropout and noise."""
+        # Validation passes no key, and so has neither dropout nor noise.
         rngs = None if key is None else {"dropout": key}
         targets = batch["y"], target_weights(batch)
+        # The sum and not the mean: the step divides by the tokens of the whole global batch.
         loss_sum = apply_fn(
             {"params": params},
             batch["x"],

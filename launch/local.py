@@ -61,6 +61,7 @@ class LocalProcesses:
     def forward_stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a request to stop: forward it, and kill the processes that are alive after the grace period."""
         if not self.is_stopping:
+            # The grace period runs from the first request; a repeated one must not extend it.
             killer = threading.Timer(self._grace_seconds, self._signal_all, [signal.SIGKILL])
             killer.daemon = True
             killer.start()
@@ -100,6 +101,7 @@ def run(arguments: LocalArguments) -> int:
     """Run the job as several processes, restart all after 75 and 76, and return its exit code."""
     spec, overrides = arguments.spec, arguments.overrides
     command = [sys.executable, *runner_arguments(spec, overrides)]
+    # Lines must arrive when they are printed: a pipe makes Python buffer them otherwise.
     environment = make_environment(arguments.devices_per_process) | {"PYTHONUNBUFFERED": "1"}
     try:
         checkpoint = validate_spec(load_document(spec, overrides)).checkpoint
@@ -117,6 +119,7 @@ def run(arguments: LocalArguments) -> int:
         arguments.max_restarts,
     )
     code, attempts = supervisor.run()
+    # A job that ran through in one attempt has already said everything in its last line.
     history = find_history(spec, overrides) if len(attempts) > 1 else None
     for line in [] if history is None else format_summary(history):
         say(line)

@@ -64,6 +64,7 @@ class LaunchArguments:
                     text, equals, given = text.partition("=")
                     if not text or not equals:
                         raise InvalidError(f"{option} {text + equals + given!r:.100}: needs the form NAME=VALUE")
+                # Python presents bytes that are not UTF-8 as lone surrogates, which no manifest can hold.
                 if any("\ud800" <= character <= "\udfff" for character in text):
                     raise InvalidError(f"{option} {text!r:.100}: is not UTF-8")
                 is_plain = text.isprintable() and text == text.strip() and text
@@ -107,8 +108,10 @@ def fill_program(program: str, **values: Value) -> str:
             of letters, digits and `_.,-`. The line of a placeholder whose value is None is left out.
     """
     found = _PLACEHOLDER.findall(program)
+    # A placeholder that was forgotten on either side would run as shell text on every host.
     assert set(found) == set(values), f"placeholders for {found}, values for {list(values)}"
     absent = {name for name, value in values.items() if value is None}
+    # A program has one line per optional value, which drops out as a whole: no `if` is sent to hosts.
     lines = [line for line in program.splitlines() if not absent & set(_PLACEHOLDER.findall(line))]
 
     def format_value(value: Value) -> str:

@@ -57,6 +57,7 @@ def find_newest_step(spec: str, overrides: Sequence[str]) -> int | None:
     An error is not reported here, since the job itself reports it.
     """
     try:
+        # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket.
         rows = iterate_log(open_job_store(spec, overrides), "events")
         return max((row["step"] for row in rows if row.get("event") == "commit"), default=None)
     except (RunnerError, OSError):
@@ -124,11 +125,13 @@ class Supervisor:
         """Run the job until it is done, and return its exit code and all attempts."""
         attempts: list[LaunchAttempt] = []
         num_restarts = num_stuck = 0
+        # A job that resumes has commits of earlier launches, which are no progress of this one.
         newest = self.find_newest_step()
         while True:
             began = time.time()
             code = self.start()
             attempts.append(LaunchAttempt(began, time.time(), code, self.find_newest_step()))
+            # A job that was asked to stop ends with 75 too, and must not be started again.
             if code not in (EXIT_PREEMPTED, EXIT_RETRYABLE) or self.is_stopping():
                 return code, attempts
             previous, newest = newest, attempts[-1].newest_step

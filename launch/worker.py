@@ -49,6 +49,7 @@ def main(words: Sequence[str]) -> int:
     command = [sys.executable, *runner_arguments(arguments.spec, arguments.overrides)]
     signals: list[int] = []
     for number in list_stop_signals():
+        # The handler only notes the signal: the job has got its own, and the supervisor looks here before it restarts.
         signal.signal(number, lambda number, frame: signals.append(number))
 
     def start() -> int:

@@ -112,6 +112,7 @@ class Attention(nn.Module):
             a_BxTxNxH = causal_attention(*qkv, info.segments, *rotation, **options, row_attention=self.row_attention)
         else:
             assert info.start is not None, "a call with a cache needs start"
+            # The cache holds rotated keys: their positions are known now and never change.
             q_BxTxNxH, k_BxTxKxH = (_rotate(x, info, config, self.kind) for x in (q_BxTxNxH, k_BxTxKxH))
             cache = LayerCache(_update(cache.keys, k_BxTxKxH, info.start), _update(cache.values, v_BxTxKxH, info.start))
             a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, info.start, **options).astype(q_BxTxNxH.dtype)
@@ -153,6 +154,7 @@ class LatentAttention(nn.Module):
         has_bias = config.bias.query_key_value  # only the projections to latents can have one
         validate_head_sharding(N)
         x_BTxD = flatten_tokens(gather_stream(x_BxTxD))
+        # Small models project to queries directly; large ones through a latent of their own.
         if latent.query_rank is None:
             q_BTxNH = self._dense("query", N * config.head_size, ("embed", "heads"))(x_BTxD)
         else:
@@ -167,7 +169,9 @@ class LatentAttention(nn.Module):
         up = Matrix((C, N * (P + latent.value_head_dim)), ("latent", "heads"), *self.precision, name="key_value_up")
         up_CxNPW = up()
         if cache is None:
+            # In training all keys and values are projected anyway, so plain attention on them is cheapest.
             kv_BxTxNxPW = _constrain_heads((c_BTxC @ up_CxNPW).reshape(B, T, N, -1))
+            # The rotated part of a key is shared by all heads.
             k_BxTxNxR = jnp.broadcast_to(k_BxTx1xR, q_BxTxNxR.shape)
             q_BxTxNxH, k_BxTxNxH = _concatenate(q_BxTxNxP, q_BxTxNxR), _concatenate(kv_BxTxNxPW[..., :P], k_BxTxNxR)
             options = _make_options(config, self.kind)
@@ -177,6 +181,7 @@ class LatentAttention(nn.Module):
             assert info.start is not None, "a call with a cache needs start"
             new = _concatenate(c_BTxC.reshape(B, T, 1, C), k_BxTx1xR)
             cache = LatentCache(_update(cache.latents, new, info.start))
+            # With a cache the projection moves to the few new queries, so that keys and values are never made.
             a_BxTxNxW = self._attend_to_latents(q_BxTxNxP, q_BxTxNxR, up_CxNPW, cache, info.start)
         axes = ("heads", "embed")
         out = FromHeads(D, axes, residual_stddev(config), *self.precision, config.bias.attention_out, name="out")

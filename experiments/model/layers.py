@@ -86,6 +86,7 @@ def _rms_norm_forward(epsilon: float, x: jax.Array, scale_D: jax.Array) -> tuple
 def _rms_norm_backward(epsilon: float, residuals: Residuals, dy: jax.Array) -> Residuals:
     x, inverse, scale_D = residuals
     normal, dnormal = x.astype(jnp.float32) * inverse, dy * scale_D
+    # The gradient of the norm itself removes the component along the normalised input.
     dx = inverse * (dnormal - normal * _mean(dnormal * normal))
     return dx.astype(x.dtype), _sum_over_tokens(dy * normal, scale_D)
 

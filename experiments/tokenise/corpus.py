@@ -55,6 +55,7 @@ class FinishedPiece(CorpusShards):
         """Return the content of the record file."""
         record = asdict(self) | {"shards": [shard.to_json() for shard in self.shards]}
         optional = {key.name for key in _DIALOGUE_KEYS}
+        # A corpus of plain text has the same bytes as one that a version without dialogues wrote.
         return {key: value for key, value in record.items() if value or key not in optional}
 
     @classmethod
@@ -99,6 +100,7 @@ def validate_sources_unchanged(store: Store, files: Iterable[InputFile]) -> None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{store.url}/{SOURCES} is damaged ({error}); remove {store.url} and run again") from error
     present = {file.label: [file.size_bytes, file.version] for file in files}
+    # In the order of the files, so that every host and every attempt reports the same difference.
     for label in [*begun, *present]:
         if begun.get(label) != present.get(label):
             how = "is gone" if label not in present else "is new" if label not in begun else "has changed"
@@ -139,12 +141,14 @@ def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[Encod
         encoded = next(stream)
         assert encoded.batch.piece == piece
         ids.append(encoded.ids)
+        # Ends count from the start of the shard, and a batch counts from its own start.
         ends.append(encoded.ends + num_tokens)
         completions += [] if encoded.completions is None else [encoded.completions]
         num_tokens += len(encoded.ids)
         num_left_out += encoded.num_left_out
         num_dropped += encoded.num_dropped
         num_cut += encoded.num_cut
+        # A shard whose documents were all left out is not written.
         if encoded.batch.ends_shard and num_tokens:
             shards.append(_write_shard(store, f"{name}-{len(shards):03}", ids, ends, completions))
             ids, ends, completions, num_tokens = [], [], [], 0
@@ -167,6 +171,7 @@ def _write_shard(
     store.write(f"{name}.bin", all_ids.tobytes())
     store.write(f"{name}.ends", all_ends.tobytes())
     if marks is not None:
+        # The suffix is that of earlier versions, whose corpora are still read.
         store.write(f"{name}.answers", marks.tobytes())
     return CorpusShard.from_arrays(name, all_ids, all_ends, marks)
 
@@ -183,6 +188,7 @@ def read_finished(store: Store, num_pieces: int, tokenizer: str, itemsize: int) 
     Raises:
         DataError: a record, or a shard that it lists, is missing, damaged or made with another tokenizer.
     """
+    # One listing instead of a request per shard; it tells a missing and a truncated file alike.
     sizes = store.list_sizes("")
 
     def read(piece: int) -> FinishedPiece:
@@ -207,6 +213,7 @@ def read_finished(store: Store, num_pieces: int, tokenizer: str, itemsize: int) 
 
 def validate_same_tokenizer(store: Store, tokenizer: str) -> None:
     """Raise `DataError` if the first finished piece was made with another tokenizer. Process 0 only."""
+    # One record is enough here and is found before any work; all records are compared before the index is written.
     first = min((name for name in list_finished(store) if name.isdecimal()), default=None)
     if first is None:
         return

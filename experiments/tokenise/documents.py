@@ -81,6 +81,7 @@ def read_documents(
     Raises:
         DataError: the file cannot be read, is damaged or truncated, or has changed since the source was resolved.
     """
+    # The split into pieces was made for the size and version that the file had at the start.
     part.file.validate_unchanged()
     try:
         if content is not None:
@@ -166,6 +167,7 @@ def _read_lines(part: InputPart, file: BinaryIO) -> Iterator[bytes]:
     if part.file.compression:
         rest: list[bytes] = []
         for chunk in _decompress(part.file, file):
+            # `rest` collects the parts of a line that spans chunks, which is joined once: quadratic time otherwise.
             first, *others = chunk.split(b"\n")
             rest.append(first)
             if others:
@@ -240,6 +242,7 @@ def _read_texts(part: InputPart, file: BinaryIO, field: str) -> Iterator[bytes |
             raise DataError(f"{part.file.where}: column {field!r} is {column.type}, needs string")
         for text in column:
             number += 1
+            # The column holds UTF-8 already, which is what a tokenizer takes.
             value = text.as_buffer()
             yield (
                 value.to_pybytes() if value is not None else BadRecord(_format_row(part, number), f"{field!r} is null")
@@ -294,6 +297,7 @@ def _read_batches(part: InputPart, file: BinaryIO, select: Callable[[list[str]],
         yield from table.iter_batches(row_groups=groups, columns=names)
         return
     ipc = import_extra("pyarrow.ipc", "parquet")
+    # Arrow has a file format with a footer and a stream format without; both use the suffix `.arrow`.
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
     reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
@@ -341,8 +345,10 @@ def _split_file(file: InputFile, shard_bytes: int) -> Iterator[InputPart]:
     is_large = file.bucket_url is None and file.size_bytes > shard_bytes
     if is_large and file.format == "jsonl" and not file.compression:
         num_parts = -(-file.size_bytes // shard_bytes)
+        # Edges need not fall between lines: a line belongs to the range in which it begins.
         edges = [file.size_bytes * i // num_parts for i in range(num_parts + 1)]
         yield from (InputPart(file, stop - start, start, stop) for start, stop in itertools.pairwise(edges))
+    # Only the footer is read here, with the sizes of the row groups.
     elif is_large and file.format == "parquet":
         arrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
         try:
@@ -351,6 +357,7 @@ def _split_file(file: InputFile, shard_bytes: int) -> Iterator[InputPart]:
             raise DataError(f"{file.where} is not a valid parquet file: {format_reason(error)}") from error
         start, size_bytes = 0, 0
         for group in range(table.num_row_groups):
+            # The size without compression, which is closer to the work and to the tokens than the size on disk.
             group_bytes = table.row_group(group).total_byte_size
             if size_bytes and size_bytes + group_bytes > shard_bytes:
                 yield InputPart(file, size_bytes, start, group)

@@ -102,6 +102,7 @@ def find_files(source: str) -> tuple[InputFile, ...]:
     """
     if source == PYTHON_STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
+        # The same files that the source `python-stdlib` of a training job has.
         found = find_source(source)
         assert isinstance(found, SourceFiles)
         return tuple(
@@ -172,11 +173,13 @@ def _find_in_bucket(source: str) -> tuple[InputFile, ...]:
         listing: dict[str, FileInfo] = open_store(bucket_url).list_files(get_glob_prefix(patterns))
     except FileNotFoundError as error:
         raise DataError(f"{bucket_url} does not exist: {error}") from error
+    # It is a `PermissionError` too, but its message already says what this user may not read.
     except ForbiddenError:
         raise
     except PermissionError as error:
         raise DataError(f"cannot read {bucket_url}: no permission ({error})") from error
     exact = "/".join(patterns)
+    # The name of an object may contain `*` or `[`, so an exact match comes before any pattern.
     is_prefix = exact not in listing and not _WILDCARD.search(exact)
     names = match_objects([*patterns, "**"] if is_prefix else patterns, listing, [exact])
     return tuple(
@@ -282,6 +285,7 @@ class ObjectFile(io.RawIOBase):
         if number >= num_blocks:
             return b""
         wanted = range(number, min(number + 1 + _BLOCKS_AHEAD, num_blocks))
+        # A seek leaves blocks behind, which are dropped so that memory stays bounded.
         for old in self._blocks.keys() - set(wanted):
             self._blocks.pop(old).cancel()
         for block in wanted:

@@ -136,6 +136,8 @@ def train_bpe(config: BpeConfig, separator: int | str | None, sample: Generator[
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=config.vocabulary_size,
         special_tokens=[separator] if isinstance(separator, str) else [],
+        # All 256 bytes are in the vocabulary, so that any text can be encoded; sorted, so that ids do not depend on a
+        # set's order.
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -151,6 +153,7 @@ def sample_documents(
     piece_bytes = -(-sample_bytes // num_sampled)
     bad: list[BadRecord] = []
     for index in range(num_sampled):
+        # Pieces are spread evenly, since sources are often sorted by language or date.
         piece = pieces[index * len(pieces) // num_sampled]
         left_bytes = piece_bytes
         for document in read_piece(piece, fetch_piece(piece), field_name, skip_bad, bad):
@@ -193,6 +196,7 @@ class Tally:
         pieces, documents, tokens, _ = (sum(column) for column in zip(*hosts, strict=True))
         seconds = now_seconds - self._start_seconds
         finished = self._num_earlier + pieces
+        # The rate is that of this attempt alone; earlier attempts may have had other machines.
         left_seconds = seconds / max(pieces, 1) * (self._num_pieces - finished)
         if left_seconds < 120:
             left = f"{left_seconds:.0f} s"
@@ -273,6 +277,7 @@ class Tokenise(RestoreableJob):
                 "or another directory and output",
             )
         validate_keys(self.config, self.files[0].format, self.document)
+        # Compared on all hosts, since the pieces are distributed by their number: each host must cut the same ones.
         inputs = [compute_fingerprint(self.files), len(self.pieces)]
         if not isinstance(self.config.tokenizer, BpeConfig):
             _ = self.separator
@@ -318,6 +323,7 @@ class Tokenise(RestoreableJob):
         tally.begin(len(self.pieces) - len(unfinished))
         with contextlib.closing(self._encode(own)) as stream:
             while self.step < ROUNDS:
+                # With fewer pieces than steps most steps make nothing, and cost next to nothing.
                 end = len(self.pieces) * (self.step + 1) // ROUNDS
                 while own and own[0] < end:
                     tally.add(self._make_piece(own.pop(0), stream))

@@ -124,6 +124,7 @@ def encode_dialogues(
     ]
     # A dialogue that was cut before its first completion token has no token that counts in the loss.
     kept = [tokens for tokens in marked if not tokens.is_cut or (chat.cuts_longer and tokens.marks.any())]
+    # A document without tokens would be an empty range, which the index of a corpus does not have.
     full = [tokens for tokens in kept if len(tokens.ids)]
     ids = np.concatenate([np.empty(0, tokenizer.dtype), *(tokens.ids for tokens in full)])
     completions = np.concatenate([np.empty(0, COMPLETION_DTYPE), *(tokens.marks for tokens in full)])
@@ -183,11 +184,13 @@ def _read_batches(
                 batch.append(document)
                 batch_bytes += len(document)
                 in_shard_bytes += len(document)
+                # Bytes of text are counted and not tokens, so that shards depend on the documents alone.
                 is_shard = in_shard_bytes >= shard_bytes
                 if is_shard or batch_bytes >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
                     yield DocumentBatch(number, batch, (), is_shard, False)
                     batch, batch_bytes = [], 0
                     in_shard_bytes = 0 if is_shard else in_shard_bytes
+            # Even an empty last batch is passed on: it tells the writer that the piece is complete.
             yield DocumentBatch(number, batch, tuple(bad), True, True)
 
 
@@ -203,6 +206,7 @@ def map_in_order(function: Callable[[In], Out], items: Generator[In], num_thread
     with contextlib.closing(items), ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
         for item in items:
             waiting.append(pool.submit(function, item))
+            # Bounds the memory: a slow writer stops the reading.
             if len(waiting) > _BATCHES_AHEAD:
                 yield waiting.popleft().result()
         while waiting:

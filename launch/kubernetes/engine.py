@@ -63,6 +63,7 @@ _ESCAPED_BY_GO = "<>&\u2028\u2029"  # characters that Go writes as 6 bytes in JS
 _SPOT = "cloud.google.com/gke-spot"
 _SECRET_NAME = r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$"
 
+# Kubernetes names the index of the rule in its message; `JOBSET_FAILURE_RULES` below matches the text around it.
 POD_FAILURE_RULES = [
     {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": values}}
     for values in ([EXIT_FAILED, EXIT_INVALID], [EXIT_PREEMPTED])
@@ -84,6 +85,7 @@ JOBSET_FAILURE_RULES = [
             "has condition DisruptionTarget matching FailJob rule",
         ],
     },
+    # The last rule has no condition, so it catches every end that the rules above do not know.
     {"name": "retryable", "action": "RestartJobSet"},
 ]
 
@@ -201,6 +203,7 @@ class JobSetArguments(LaunchArguments):
             LABEL_VALUE.validate(f"--node-selector {label}", value)
         for name, _ in _split_pairs(self.env):
             VARIABLE.validate("--env", name)
+            # Manifests are kept in repositories and shown by `kubectl get`, so a key must not be a value in one.
             if re.search(_SECRET_NAME, name.upper()):
                 raise InvalidError(
                     f"--env {name} would be visible to all in the manifest; use --env-from-secret SECRET"
@@ -321,6 +324,7 @@ def make_kubernetes_name(name: str, pods: PodAllocation) -> str:
 
     Pods are called NAME-slice-SLICE-HOST-xxxxx, which must be a DNS label.
     """
+    # The longest name of a pod: its highest numbers, and the five characters that Kubernetes adds.
     suffix = f"-{SLICE}-{pods.num_slices - 1}-{pods.hosts_per_slice - 1}-xxxxx"
     max_characters = MAX_LABEL_CHARACTERS - len(suffix)
     result = re.sub(r"[._]", "-", name.lower())
@@ -336,6 +340,7 @@ def _render_pod(
     spec: ExecutionSpec, text: str, arguments: JobSetArguments, pods: PodAllocation, name: str, submit_time: str | None
 ) -> dict[str, Any]:
     """Return the template of every pod of the JobSet `name`. The other arguments are those of `render`."""
+    # A relative directory is relative to the working directory of the container.
     path = PurePosixPath(arguments.workdir or "", spec.directory)
     if "://" not in spec.directory and not any(path.is_relative_to(mount) for _, mount in arguments.mounts):
         raise InvalidError(
@@ -385,6 +390,7 @@ def _render_container(
     arguments: JobSetArguments, pods: PodAllocation, name: str, submit_time: str | None
 ) -> dict[str, Any]:
     """Return the container of every pod, without its volumes."""
+    # The DNS name of the first pod, which is known before any pod exists; `enableDNSHostnames` promises it.
     first_host = f"{name}-{SLICE}-0-0.{name}"
     words = runner_arguments(str(SPEC_DIRECTORY / SPEC_FILE), arguments.overrides)
     command = [escape_references(word) for word in words]
@@ -396,6 +402,7 @@ def _render_container(
     variables: dict[str, dict[str, Any]] = {"PYTHONUNBUFFERED": {"value": "1"}}
     if submit_time is not None:
         variables[SUBMIT_TIME_VARIABLE] = {"value": submit_time}
+    # An image with a GPU or TPU build of JAX would look for such a device first.
     if not pods.chips:
         variables["JAX_PLATFORMS"] = {"value": "cpu"}
     if pods.num_slices > 1:
@@ -426,6 +433,7 @@ def validate_mounts(paths: Sequence[str]) -> None:
         PATH.validate("the mount at", path)
         if ".." in PurePosixPath(path).parts:
             raise InvalidError(f"the mount at {path}: needs a path without '..'")
+    # Paths are compared in parts, since `/data` and `/data/` are one place.
     twins = [path for path in paths if sum(PurePosixPath(other) == PurePosixPath(path) for other in paths) > 1]
     if twins:
         raise InvalidError(f"{twins[0]} would be mounted twice; needs a path for each volume")
@@ -434,6 +442,7 @@ def validate_mounts(paths: Sequence[str]) -> None:
 def validate_size(manifest: Mapping[str, object], spec_bytes: int) -> None:
     """Raise `InvalidError` if the manifest does not fit into the annotation where kubectl keeps a copy of it."""
     text = json.dumps(manifest, separators=(",", ":"), ensure_ascii=False)
+    # Go escapes these characters as six bytes, so that each is up to five bytes longer in kubectl's copy than here.
     size = len(text.encode()) + 5 * sum(map(text.count, _ESCAPED_BY_GO)) + len(_LAST_APPLIED)
     if size > _MAX_ANNOTATION_BYTES:
         raise InvalidError(
@@ -480,6 +489,7 @@ def run(arguments: JobSetArguments) -> int:
     """Submit the job, or print what would be submitted."""
     spec = validate_spec(load_document(arguments.spec, arguments.overrides))
     text = Path(arguments.spec).read_text(encoding="utf-8-sig")
+    # Rendered without a time first: every option is checked before the cluster is asked for anything.
     manifest = render(spec, text, arguments, None)
     if not arguments.dry_run:
         metadata = manifest["metadata"]
@@ -501,6 +511,7 @@ def _find_submit_time(name: str, namespace: str | None) -> str | None:
     where = [] if namespace is None else [f"--namespace={namespace}"]
     get = ["get", "jobset", name, *where, "--ignore-not-found", "--output=json"]
     output = _kubectl(*get, stdout=subprocess.PIPE)
+    # `--ignore-not-found` makes an absent JobSet an empty answer, while a cluster that cannot be reached is an error.
     if not output.strip():
         return str(int(time.time()))
     try:

@@ -94,6 +94,7 @@ def run(arguments: SlurmArguments) -> int:
     result = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
     complaint = result.stderr.strip()
     if result.returncode != 0:
+        # sbatch gives hints first and the error last.
         line = complaint.rpartition("\n")[2] or f"sbatch ended with {result.returncode}"
         raise (RetryableError if any(words in complaint for words in _UNREACHABLE) else InvalidError)(line)
     if complaint:
@@ -128,9 +129,11 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
             raise document.error(key, f"{name} has no GPUs; leave out --gpus-per-node")
         return Allocation(num_nodes or 1)
     per_node = gpus_per_node or accelerator.num_chips_per_host or chip.chips_per_host
+    # A job that takes all GPUs of a node may take its cores and memory too; one that takes some must share.
     is_whole_node = per_node == chip.chips_per_host
     if accelerator.num_chips is None:
         return Allocation(num_nodes or 1, per_node, is_whole_node)
+    # A slice is a notion of TPUs; for GPUs `2xh100-8` is simply 16 of them.
     num_gpus = accelerator.num_slices * accelerator.num_chips
     if num_gpus % per_node:
         raise document.error(
@@ -161,10 +164,12 @@ def render(spec: ExecutionSpec, allocation: Allocation, arguments: SlurmArgument
         f"--output={arguments.output}",
         f"--signal=TERM@{notice_seconds}",
     ]
+    # srun must not kill the other tasks at once: they end by themselves, with the code that tells why.
     step_options = ["--label", "--kill-on-bad-exit=0", f"--wait={LINGER_SECONDS}"]
     if allocation.gpus_per_node is not None:
         options.append(f"--gpus-per-node={allocation.gpus_per_node}")
     if allocation.takes_whole_nodes:
+        # 0 stands for all memory of the node; sbatch would else give the default for one task.
         options += ["--exclusive", "--mem=0"]
     if arguments.cpus_per_task is not None:
         options.append(f"--cpus-per-task={arguments.cpus_per_task}")
@@ -191,6 +196,7 @@ def _parse_time(text: str) -> int:
     if match is None:
         raise InvalidError(f"--time {text}: needs MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
     days, first, second, third = (int(part or 0) for part in match.groups())
+    # One or two numbers without days are minutes and seconds, unlike the hours and minutes of any longer form.
     if match[1] is None and match[4] is None:
         return 60 * first + second
     return 86400 * days + 3600 * first + 60 * second + third

@@ -96,6 +96,7 @@ class TpuVmJob:
         commands = [resource.describe(), resource.create(), resource.describe()]
         commands += [resource.describe_node(node) for node in nodes]
         for node in nodes:
+            # The first attendance finds the hosts empty, the second one starts the job on them.
             ship = [resource.scp(node, *file) for file in self.files.items()]
             attend = self._attend_command(node, CREATE_TIME)
             commands += [attend, *ship, attend]
@@ -151,6 +152,7 @@ class TpuVmJob:
                     say(f"launch: {name} is {state.name}")
                 if state.name == "ACTIVE":
                     return
+                # A failure that was there before this launch belongs to an earlier one, and is replaced below.
                 if state.name == "FAILED" and (is_requested or seen is not None):
                     if not self.keeps_machines:
                         self.gcloud.delete()
@@ -186,6 +188,8 @@ class TpuVmJob:
                 log_tail = log_tail or self._start_log_tail(hosts[0, 0])
                 code = find_exit_code(hosts)
                 if code is not None:
+                    # The log is that of the first host; if another host failed, this one may wait for it, and print
+                    # nothing more.
                     if hosts[0, 0].code is not None:
                         log_tail.finish(_DRAIN_SECONDS)
                     self._show_failed_log(hosts)
@@ -203,6 +207,7 @@ class TpuVmJob:
             raise self._make_deleted_error()
         nodes = [self.gcloud.read_node(node) for node in self.resource.nodes]
         sizes = [node.num_workers for node in nodes if node is not None and node.state not in _LOST]
+        # A job needs all of its slices, so the loss of one is the loss of the machines.
         if state.name != "ACTIVE" or len(sizes) < len(nodes):
             return None
         return _Machines(sizes, state.created)
@@ -399,6 +404,7 @@ def _git(directory: Path, *arguments: str) -> bytes:
 
 def run(arguments: TpuVmArguments) -> int:
     """Run the job to its end on machines of its own; return its exit code, or 75 if only this command was stopped."""
+    # The spec is validated as committed, since that is what the hosts will read.
     commit = read_checked_out_commit(arguments.spec)
     document = parse_document(commit.spec_text, arguments.spec, arguments.overrides)
     spec = validate_spec(document)
@@ -426,6 +432,7 @@ def run(arguments: TpuVmArguments) -> int:
         """Make the launch, with the archive in a directory of this machine."""
         files = {str(Path(directory, programs.archive)): programs.archive}
         if arguments.environment_file is not None and programs.environment is not None:
+            # It goes before the archive: a host that has the archive starts the job, which reads this file.
             files = {arguments.environment_file: programs.environment} | files
         return TpuVmJob(resource, programs, files, gcloud, arguments.poll_seconds, arguments.keep)
 

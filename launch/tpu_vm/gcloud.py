@@ -167,6 +167,7 @@ class Gcloud:
         answer = self._describe(self._resource.describe_node(node))
         if answer is None:
             return None
+        # A node has one network endpoint per host; an answer without the list counts as one host.
         return NodeState(answer.get("state", ""), len(answer.get("networkEndpoints") or [None]))
 
     def create(self) -> None:
@@ -176,6 +177,7 @@ class Gcloud:
     def delete(self) -> None:
         """Delete the resource with its machines, and wait until it is gone."""
         exists = self.read_state() is not None
+        # The command returns before the machines are gone, and a new request needs the name.
         while exists:
             self._execute_with_retries(self._resource.delete(), f"{_MISSING.pattern}|DELETING")
             exists = self.read_state() is not None
@@ -191,6 +193,7 @@ class Gcloud:
 
     def _execute_with_retries(self, command: Sequence[str], expected_error: str) -> str | None:
         """Return the output of a command, or None if it fails with an error that matches `expected_error`."""
+        # The cloud's interface fails now and then for minutes; a job that runs for weeks must not end for that.
         for retries_left in reversed(range(MAX_TRIES)):
             code, output, errors = execute(command)
             if code == 0:
@@ -348,6 +351,7 @@ def parse_log_start(line: str) -> int | None:
 def parse_log_lines(output: str) -> list[str]:
     """Return the lines of the log in the output of `tail`."""
     lines = output.splitlines()
+    # gcloud's own lines, such as notes about SSH keys, come before the log.
     starts = [number for number, line in enumerate(lines, start=1) if parse_log_start(line) is not None]
     return lines[starts[0] :] if starts else []
 
@@ -399,6 +403,7 @@ class LogTail:
 
     def _run(self) -> None:
         while not self._is_abandoned:
+            # Read before the connection: lines that are written during it are shown by it or by one more.
             is_last = self._has_ended.is_set()
             self._show()
             if is_last:
@@ -423,6 +428,7 @@ class LogTail:
                 start = self._parse_start(line.rstrip())
                 has_started = start is not None
                 self._next_line = start if has_started else self._next_line
+            # Only whole lines count, so that the next connection begins with the one that was cut short.
             elif line.endswith("\n") and not self._is_abandoned:
                 say(line.rstrip())
                 self._next_line = (self._next_line or 1) + 1

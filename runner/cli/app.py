@@ -161,6 +161,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _carry_out(arguments: object) -> int:
+    # The class of the arguments identifies the command, so its words are parsed in one place only.
     module, function = _IMPLEMENTATIONS[type(arguments)]
     return int(getattr(_import(module), function)(arguments))
 

@@ -18,6 +18,7 @@ def list_checkpoints(arguments: CheckpointsArguments) -> int:
     """
     with convert_read_errors():
         store = open_store(find_directory(arguments.where))
+        # `--deep` includes what `--verify` checks, so it decides last.
         depth = VerifyDepth.FILES if arguments.is_verify else VerifyDepth.MANIFEST
         depth = VerifyDepth.BITS if arguments.is_deep else depth
         lines, code = format_report(store, depth, find_best_name(store))
@@ -39,6 +40,7 @@ def request_steps(arguments: ProfileArguments) -> int:
     if not 0 < arguments.steps <= MAX_PROFILE_STEPS:
         raise InvalidError(f"--steps {arguments.steps}: needs a number from 1 to {MAX_PROFILE_STEPS}")
     with convert_read_errors():
+        # A request in a directory that holds no run would never be read, and nobody would be told.
         store = open_run_store(arguments.where)
         request_profile(store, arguments.steps)
     say(

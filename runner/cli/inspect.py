@@ -15,6 +15,7 @@ from runner.storage import LocalStore, local_directory, open_store
 
 def print_metrics(arguments: MetricsArguments) -> int:
     """Print the metrics of the surviving trajectory, or write them into a file."""
+    # `runner metrics RUN | head` closes the pipe early, which is not an error.
     with convert_read_errors(BrokenPipeError):
         rows = list(read_encoded_rows(open_run_store(arguments.where)))
         lines = format_csv(rows) if arguments.is_csv else (row.text.decode() for row in rows)
@@ -30,6 +31,7 @@ def print_metrics(arguments: MetricsArguments) -> int:
 def write_report_page(arguments: ReportArguments) -> int:
     """Write one self-contained page about one or several runs."""
     path = Path(arguments.output)
+    # The output is checked first: reading the runs may take a minute.
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise InvalidError(f"-o {arguments.output}: needs the name of a file in a directory that exists")
     with convert_read_errors():
@@ -41,6 +43,7 @@ def write_report_page(arguments: ReportArguments) -> int:
 def serve_dashboard(arguments: DashboardArguments) -> int:
     """Serve the dashboard of all runs below a directory or URL until the process is asked to stop."""
     root = open_store(arguments.root)
+    # A bucket has no directories, so an empty prefix cannot be told from a mistyped one.
     if root.root is not None and not root.root.is_dir():
         raise InvalidError(f"{root.url}: no such directory")
     serve(root, arguments.host, arguments.port, arguments.token)

@@ -12,6 +12,7 @@ from runner.spec import JobConfig, json_schema, load_document, load_job_class, v
 
 def print_plan(arguments: PlanArguments) -> int:
     """Print what a job would do on its hardware, which need not be present; the exit code is 2 if it would not run."""
+    # `--topology` is an override like any other, applied last so that it outranks a `--set` of the same key.
     topology = [] if not arguments.topology else [f"topology.accelerator={arguments.topology}"]
     return plan(
         PlanRequest(
@@ -33,6 +34,7 @@ def print_schema(arguments: SchemaArguments) -> int:
     With a spec, `config` has the keys of that spec's job class; without one, the keys of a trainer or any others. Only
     the top level of the spec must be valid, so `config` may be unfinished.
     """
+    # Most specs are of trainers, so an editor without a spec at hand gets their keys.
     config: type[JobConfig] = TrainerConfig
     if arguments.spec is not None:
         document = load_document(arguments.spec)

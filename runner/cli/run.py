@@ -34,6 +34,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
     if job_class.needs_topology and spec.topology is None:
         raise document.error("", f"missing key topology: {job_class.__name__} needs one")
+    # The whole `config` is validated here, before this process waits for any other.
     job = job_class(spec, document)
     placement = find_placement(
         arguments.coordinator, arguments.num_processes, arguments.process_id, spec.deadlines.start_seconds
@@ -51,6 +52,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     # Records are collected from here on; the file opens once the attempt has claimed the directory.
     install_log_file()
     is_elastic = spec.topology is not None and spec.topology.elastic
+    # The wait for slow hosts is accounted to its own category, apart from the set-up.
     clock.enter(TimeBucket.DISTRIBUTED_INIT)
     hosts = join_job(placement, spec.deadlines, is_elastic)
     clock.enter(TimeBucket.SET_UP)
@@ -62,6 +64,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     sys.excepthook, sys.unraisablehook = _end_on_bug, _drop_late_write_errors
     stop.join_peers(hosts if hosts.num_processes > 1 else None)
     preemption.watch_gcp_preemption(stop.request_stop)
+    # From here on every way out must name a code to the peers, which otherwise wait for this process.
     code = EXIT_DONE
     try:
         job(hosts, stop, clock)
@@ -93,6 +96,7 @@ def find_placement(
         process_id: number of this process; None together with `coordinator`.
         deadline_seconds: time that the engine has to answer.
     """
+    # The three options are given together or not at all; `JobArguments` has checked it.
     if coordinator is None or num_processes is None or process_id is None:
         return detect_placement(deadline_seconds)
     return None if num_processes == 1 else Placement(coordinator, num_processes, process_id)

@@ -54,6 +54,7 @@ _VERIFICATION_COLOURS = {
 
 def find_directory(where: str) -> str:
     """Return the directory that a spec names, or `where` itself, which is a directory or URL then."""
+    # The ending decides without touching the file system, so that a bucket and a missing spec get errors of their own.
     if not where.endswith((".yaml", ".yml")):
         return where
     return str(validate_spec(load_document(where)).directory)
@@ -62,6 +63,7 @@ def find_directory(where: str) -> str:
 def open_run_store(where: str) -> Store:
     """Open the directory of a run by its spec, path or URL. Raises `InvalidError` if it holds no run."""
     store = open_store(find_directory(where))
+    # `job.json` is written first, by the claim of the directory, so it exists even if no step was ever saved.
     if read_owner(store) is None:
         raise InvalidError(f"{store.url} holds no run: it has no job.json; give a run's directory, or its spec")
     return store
@@ -106,6 +108,7 @@ def print_status(arguments: StatusArguments) -> int:
                 signal.signal(stop_signal, signal.default_int_handler)
         history = reader.read()
         if arguments.is_watch and console.is_terminal and not arguments.as_json:
+            # A terminal gets one screen that is redrawn, and keeps the last one in its scrollback (`show` below).
             with Live(draw(history), console=console, auto_refresh=False, screen=True) as live:
                 while history.state is not RunState.DONE:
                     time.sleep(WATCH_SECONDS)
@@ -128,6 +131,7 @@ def draw(history: History) -> RenderableType:
     table = _table("left", "right", "right", "left")
     for bucket, seconds in history.seconds.items():
         if seconds >= _MIN_SHOWN_SECONDS or bucket in (TimeBucket.STEPS, TimeBucket.UNATTRIBUTED):
+            # A run that has just been claimed has a wall time of 0.
             share = seconds / (history.wall_seconds or 1.0)
             bar = Text(_bar(share), "green" if bucket is TimeBucket.STEPS else "yellow")
             table.add_row(bucket.value.replace("_", " "), format_duration(seconds), f"{share:.1%}", bar)
@@ -152,6 +156,7 @@ def draw(history: History) -> RenderableType:
         size = "" if checkpoint.num_bytes is None else f"{format_amount(checkpoint.num_bytes)}B"
         age = "" if checkpoint.time is None else f"{format_duration(history.now - checkpoint.time)} ago"
         trust = Text(checkpoint.trust.value, _VERIFICATION_COLOURS.get(checkpoint.trust, "red"))
+        # Uncommitted parts have a reason too, but a save in progress is nothing to worry about.
         if checkpoint.problem is not None and checkpoint.trust is Verification.DAMAGED:
             trust.append_text(Text(f": {to_single_line(checkpoint.problem)}", "default"))
         table.add_row(to_single_line(checkpoint.name), size, age, trust)
@@ -179,6 +184,7 @@ def _draw_summary(history: History) -> Text:
     """Return name, state, progress, quality and pace."""
     summary = Text().append_text(Text(f"{history.name or '?'}  ", "bold"))
     summary.append_text(Text(history.state.value, _STATE_COLOURS.get(history.state, "red")))
+    # For a run that stands still, the time since it stopped says whether somebody should look.
     if history.state not in (RunState.RUNNING, RunState.DONE):
         age = format_duration(history.now - history.since)
         summary.append(f" since {_format_time(history.since)}, {age} ago")
@@ -230,6 +236,7 @@ def _plot_loss(rows: Sequence[JsonObject]) -> list[RenderableType]:
     cells = [[0] * _PLOT_COLUMNS for _ in range(_PLOT_ROWS)]  # of 2 x 4 dots each
     for step, loss in points:
         x = round((step - first) / (last - first) * (2 * _PLOT_COLUMNS - 1))
+        # A constant loss is drawn in the middle instead of dividing by zero.
         share = 0.5 if high <= low else (min(loss, high) - low) / (high - low)
         y = round((1 - share) * (4 * _PLOT_ROWS - 1))
         cells[y // 4][x // 2] |= _BRAILLE[y % 4][x % 2]
@@ -244,6 +251,7 @@ def format_duration(seconds: float) -> str:
     """Return `8.2 s`, `4 min 10 s`, `3 h 5 min` or `12 d 4 h`."""
     if seconds < 60:
         return f"{max(seconds, 0.0):.1f} s"
+    # Upper limit of a form, then the unit, size and remainder that it shows: minutes up to 100 min, hours up to 3 days.
     limits = ((6000, "min", 60, "s", 1), (72 * 3600, "h", 3600, "min", 60), (math.inf, "d", 86400, "h", 3600))
     _, large, size, small, part = next(limit for limit in limits if seconds < limit[0])
     return f"{seconds // size:,.0f} {large} {seconds % size // part:.0f} {small}"
@@ -266,6 +274,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _bar(share: float) -> str:
+    # Unicode has blocks of one to eight eighths of a column: U+258F to U+2588.
     eighths = round(min(max(share, 0.0), 1.0) * _BAR_COLUMNS * 8)
     return "█" * (eighths // 8) + ("" if eighths % 8 == 0 else chr(0x2590 - eighths % 8))
 

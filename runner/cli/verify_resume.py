@@ -107,8 +107,11 @@ class TrialRun:
             **dict.fromkeys(trial.output_keys, "null"),
         }
         options = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
+        # The user's own `--set` options come first, so that the overrides above outrank them.
         command = [sys.executable, "-m", "runner", *trial.arguments, *options]
         counts = trial.devices_per_process
+        # The killed run changes its number of devices from start to start, which proves that it resumes on another
+        # mesh.
         num_devices = counts[0 if self._is_undisturbed else self._num_starts % len(counts)] if counts else None
         self._num_starts += 1
         with self._log.open("ab") as log:
@@ -136,6 +139,7 @@ class TrialRun:
             for process in self._processes:
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
+            # The last save is committed, so a stop now loses nothing; the job may be longer than the trial.
             codes = [process.wait() for process in self._processes]
             if all(code in (EXIT_DONE, EXIT_PREEMPTED) for code in codes):
                 return
@@ -165,6 +169,7 @@ class TrialRun:
         is_retryable = all(code in _RETRYABLE for code in codes)
         if self._num_retries == _MAX_RETRIES or not is_retryable:
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+            # All processes refuse a wrong spec alike; a mixture of codes is a failure.
             if all(code == EXIT_INVALID for code in codes):
                 raise InvalidError(tail)
             if is_retryable:
@@ -193,11 +198,13 @@ class TrialRun:
 
     def is_saving(self) -> bool:
         """Return True if a step beyond the newest committed one is being written."""
+        # A directory of a step appears with its first array, long before the manifest that commits it.
         newest = self.find_newest_step()
         return any(step > newest for step in list_steps(LocalStore(self.directory)))
 
     def read_metrics(self) -> dict[int, JsonObject]:
         """Return the metrics by step, without speeds."""
+        # Speeds are measured, so they differ between any two runs.
         rows = read_rows(LocalStore(self.directory))
         return {row["step"]: {key: row[key] for key in row if not key.startswith("perf/")} for row in rows}
 
@@ -231,6 +238,7 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
             last_step = undisturbed.find_newest_step()
             if last_step < trial.steps:
                 raise InvalidError(f"the job ends at step {last_step}; --steps {trial.steps} needs to be at most that")
+            # `every_steps` spreads about `kills + 3` saves over the run.
             interval_seconds = (time.monotonic() - began - first_commit_seconds) / (trial.kills + 3)
             say(
                 f"verify-resume: undisturbed: {len(undisturbed.read_leaf_digests())} checkpoints, "
@@ -267,6 +275,7 @@ def _run_with_kills(run: TrialRun, trial: Trial, first_commit_seconds: float, in
     chance = random.Random(trial.seed)
     first_kill = 0 if trial.kills else trial.steps
     for number in range(trial.kills):
+        # The moments take turns, so that few kills cover every kind.
         moment = KILL_MOMENTS[number % len(KILL_MOMENTS)]
         before = run.find_newest_step()
         run.start()
@@ -279,6 +288,7 @@ def _run_with_kills(run: TrialRun, trial: Trial, first_commit_seconds: float, in
             else:
                 time.sleep(chance.uniform(0, interval_seconds))
         victim = run.kill(chance)
+        # A kill before the first commit makes the run start from scratch, which is no resume yet.
         first_kill = first_kill or run.find_newest_step()
         say(
             f"verify-resume: kill {number + 1} of {trial.kills}: -9 to process {victim} {moment}, "
@@ -297,6 +307,7 @@ def find_difference(undisturbed: TrialRun, killed: TrialRun, last_step: int, fir
         step for step in sorted(expected_rows | rows) if step <= last_step and expected_rows.get(step) != rows.get(step)
     ]
     expected, found = undisturbed.read_leaf_digests(), killed.read_leaf_digests()
+    # A kill may have prevented a save that the other run made; the rows cover the steps between.
     common = [step for step in expected if step in found and step <= last_step]
     if not common:
         return "no checkpoint of the same step in both runs"

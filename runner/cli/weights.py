@@ -76,6 +76,7 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
         code = EXIT_DONE
         try:
             _print_records(run, request, hosts, arguments)
+            # Process 0 still writes its last record when the others are done; all leave together.
             hosts.barrier()
         except (RunnerError, OSError) as error:
             warn(str(error))
@@ -97,6 +98,7 @@ def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, a
                 say(line)
         return
     path = arguments.output
+    # Only process 0 reads the file: all processes must skip the same steps, or their collectives would not match.
     known: list[int] = hosts.run_on_main(lambda: [] if path is None else read_recorded_steps(path))
     if arguments.is_follow:
         records = follow(run, request.data, hosts, known.__contains__, weights=request.weights)
@@ -149,6 +151,7 @@ def export(arguments: ExportArguments) -> int:
     document = read_document(store)
     spec = validate_spec(document)
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
+    # The job is never set up: its class alone knows how its leaves map to Hugging Face's names.
     job = job_class(spec, document)
     family = job.family()
     if family is None:
@@ -163,6 +166,7 @@ def export(arguments: ExportArguments) -> int:
         say(f"exported the adapter of step {step} of {directory} to {arguments.output}")
         return EXIT_DONE
     if repository is not None:
+        # Missing permission or a wrong name is found before gigabytes are read.
         repository.check()
     # The output gets its name only after the push. If the push fails, nothing is left, and the command can run again.
     with _open_output(arguments.output) as output:

@@ -46,11 +46,6 @@ class TokenSplit:
         """Number of whole windows."""
         return max(0, self.num_tokens - 1) // self.sequence_length
 
-    def window_start(self, window: int) -> int:
-        """Return the position in the source of the first token of a window."""
-        assert 0 <= window < self.num_windows
-        return self.start + window * self.sequence_length
-
 
 def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length: int) -> tuple[TokenSplit, TokenSplit]:
     """Return the training split (the head) and the validation split (the last `validation_fraction` of the tokens).

@@ -210,6 +210,7 @@ class EvaluationData:
         codec, fields = self.codecs[name], self.dataset.fields
         if isinstance(codec, str):
             return ValidationSize(0, None, codec)
+        # Bits per byte divide a sum over all tokens by the bytes of all text, so every token must weigh 1.
         if "padding_mask" not in fields or "loss_weight" in fields:
             return ValidationSize(0, None, "its tokens do not count alike")
         num_targets = num_bytes = 0
@@ -217,11 +218,13 @@ class EvaluationData:
         chunk_examples = max(1, _DECODED_TOKENS // self.dataset.sequence_length)
         for first in range(0, num_examples, chunk_examples):
             sequences = self.dataset.read(name, first, min(chunk_examples, num_examples - first))
+            # Only targets count: the first token of a sequence is predicted from nothing.
             ids = sequences["y"][sequences["padding_mask"]]
             num_targets += len(ids)
             if codec.is_of_bytes:
                 num_bytes += len(ids)
             else:
+                # Separators are targets with a loss, but no part of the text.
                 text_ids = ids if codec.separator is None else ids[ids != codec.separator]
                 num_bytes += len(codec.tokenizer.decode(text_ids).encode())
         return ValidationSize(num_targets, num_bytes)
@@ -230,6 +233,7 @@ class EvaluationData:
 def select_run_data(dataset: Dataset, config: TrainerConfig[Any]) -> EvaluationData:
     """Return a run's own validation sets, each with as many examples as the run evaluates."""
     data = config.data
+    # The same examples as in the run, so that the loss is the one of its rows.
     limit = config.eval.batches * config.train.global_batch_examples
     sets = {
         name: LeadingExamples(examples, min(limit, examples.num_examples))
@@ -305,6 +309,7 @@ class BuiltinEvaluators:
         """Iterate over all evaluators, the same objects each time."""
         if self._has_sets:
             yield self.validation
+        # The loss comes first: it is cheap, and hooks and `keep_best` wait for it.
         for evaluators in self._by_key.values():
             yield from evaluators
 

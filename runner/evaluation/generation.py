@@ -154,11 +154,13 @@ def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[
         ids.append(token)
         # Decoding ids one by one would lose spaces and break characters that span tokens.
         before, text = decode(ids[:num_yielded]), decode(ids)
+        # The last character is still incomplete; the next token may complete it.
         if text.endswith(_REPLACEMENT):
             continue
         yield text[len(before) :]
         ids = ids[-_CONTEXT_TOKENS:]
         num_yielded = len(ids)
+    # What is incomplete at the end is shown as replacement characters.
     yield decode(ids)[len(decode(ids[:num_yielded])) :]
 
 
@@ -259,6 +261,7 @@ class CachedDecoder:
         self._mesh, self._chunk = mesh, min(CHUNK_TOKENS, length)
         # Whole chunks: the last one may be padded, and no token attends to what it writes behind the window.
         num_positions = -(-length // self._chunk) * self._chunk
+        # One sequence per batch shard, because a smaller batch cannot be sharded.
         self._make_cache = lambda: model.init_cache(count_batch_shards(mesh), num_positions, dtype)
         self._weights, self._cache = weights, None if weights is None else self._make_cache()
 

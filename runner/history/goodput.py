@@ -54,6 +54,7 @@ class AttemptTimeline:
             return self.clock.began
         known = [self.events.first]
         began = self.events.start.get("began")
+        # A beginning after the first event comes from a clock that was set meanwhile, and is ignored.
         if isinstance(began, float) and began <= self.events.first:
             known.append(began)
         if self.claimed is not None:
@@ -123,6 +124,7 @@ def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> 
     # A job that was requeued reports a later submission, so the first one counts.
     submitted = min((timeline.submitted for timeline in timelines), default=math.inf)
     for timeline, newer, floor in zip(timelines, [*timelines[1:], None], floors, strict=True):
+        # Only the newest attempt can be alive, so only its window reaches to now.
         share = _compute_share(timeline, floor, now if newer is None else None)
         claimed = math.inf
         if newer is not None:
@@ -151,6 +153,7 @@ def _compute_share(timeline: AttemptTimeline, floor: int | None, now: float | No
     seconds = dict.fromkeys(TimeBucket, 0.0)
     if clock is not None:
         seconds |= dict(zip(COUNTED_BUCKETS, clock.reading.seconds, strict=True))
+        # Time since the last reading continues in the bucket that the attempt was in then.
         if now is not None and clock.reading.code is None:
             seconds[clock.reading.bucket] += max(ended - clock.reading.time, 0.0)
     else:
@@ -161,6 +164,7 @@ def _compute_share(timeline: AttemptTimeline, floor: int | None, now: float | No
 
     reached, resumed, lost_steps = timeline.reached_step, events.resumed_step, 0
     if reached is not None and resumed is not None and floor is not None and floor < reached:
+        # Steps before the attempt's own beginning are the loss of an earlier attempt.
         kept_step = max(floor, resumed)
         steps_seconds = seconds[TimeBucket.STEPS]
         lost_seconds = steps_seconds - events.interpolate_steps_seconds(kept_step, reached, steps_seconds)
@@ -235,6 +239,7 @@ def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now:
         state = _STATES_BY_CODE.get(code, RunState.FAILED) if code is not None else _STATES_BY_EVENT[str(events.end)]
         return AttemptOutcome(state, ended, False, code, events.reason)
     if newer is not None:
+        # An attempt that was still active when the next one claimed the directory was not killed, but shut out.
         is_fenced = newer.claimed is not None and ended > newer.claimed
         return AttemptOutcome(RunState.FENCED if is_fenced else RunState.KILLED, ended)
     if clock is not None and clock.is_process_alive is False:

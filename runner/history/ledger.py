@@ -74,6 +74,7 @@ class AttemptEvents:
             reached_step: last completed step of the attempt.
             reached_seconds: time spent on steps when that was completed.
         """
+        # Between two saves the pace is assumed to be even, which is off by a fraction of one interval at most.
         before, after = (self.resumed_step or 0, 0.0), (reached_step, reached_seconds)
         for mark in self.marks:
             if mark[0] <= step:
@@ -125,6 +126,7 @@ class LedgerSummary:
 def get_int(row: JsonObject, key: str) -> int | None:
     """Return the value of a key if it is a whole number, else None."""
     value = row.get(key)
+    # `bool` is an `int` in Python, and a damaged line may hold a number that no array or date can.
     return value if type(value) is int and abs(value) < 1 << 62 else None
 
 
@@ -158,6 +160,7 @@ class LedgerReader:
         Raises:
             OSError: the store does not answer.
         """
+        # An error in the previous call may have lost events between the tail and the summary: all are read again.
         if not self._is_consistent:
             self._tail.restart()
         self._is_consistent = False
@@ -184,6 +187,7 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
     """Add events that follow those in the summary, and return the summary."""
     for row in rows:
         number, moment, event = get_int(row, "attempt"), get_float(row, "time"), row.get("event")
+        # A line of a later version, or a damaged one, must not hide the history around it.
         if number is None or number < 1 or moment is None or not isinstance(event, str):
             continue
         summary.events.append(row)
@@ -202,6 +206,8 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                 attempt.resumed_step = step
                 if step is not None:
                     _drop_steps_after(summary, step)
+                    # A restore computes every fingerprint, but a state of the fast tier is no checkpoint in the
+                    # directory.
                     if event == "restore" and row.get("tier") != "fast":
                         summary.verified.add(step)
             case "save":
@@ -219,12 +225,14 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
             case "evaluate":
                 figures = row.get("figures")
                 loss = get_float(figures, "val/loss") if isinstance(figures, dict) else None
+                # An evaluation is repeated if a run was killed between it and the next save.
                 is_new = not summary.validation or step is None or step > summary.validation[-1][0]
                 if step is not None and loss is not None and is_new:
                     summary.validation.append((step, loss))
                     if summary.best_validation is None or loss < summary.best_validation[1]:
                         summary.best_validation = (step, loss)
                     if len(summary.validation) > _POINTS_MAX:
+                        # Half of the points are dropped; `best_validation` was noted before.
                         summary.validation = summary.validation[::2]
             case "failed":
                 # The first failure counts, and that of process 0 before others: later ones are often its consequence.
@@ -255,6 +263,7 @@ def _apply_commit(summary: LedgerSummary, attempt: AttemptEvents, row: JsonObjec
     size = get_int(row, "bytes")
     summary.saves.append(SaveRecord(moment, attempt.number, step, size, get_float(row, "seconds_to_durable")))
     if len(summary.saves) > _POINTS_MAX:
+        # Half of the points are dropped, and the newest stays: a chart of a long run needs no more.
         summary.saves = summary.saves[1::2]
     if size is None:
         return

@@ -78,6 +78,7 @@ class HookState:
     def replace_in(self, state: TrainState, name: str) -> TrainState:
         """Return the train state with this hook state as its auxiliary state `name`, on the same devices."""
 
+        # Every host has the same counters, so each makes its own shards and no communication is needed.
         def place(value: np.ndarray, old: jax.Array) -> jax.Array:
             return jax.make_array_from_callback(value.shape, old.sharding, lambda index: value[index])
 
@@ -102,6 +103,7 @@ def make_first_counters(counters: Any) -> Any:
 def encode_counters(counters: Any, first: Any) -> list[str]:
     """Encode counters for JSON. Raises `ValueError` if structure, shapes or types differ from the `first` ones."""
     found, needed = str(jax.tree.structure(counters)), str(jax.tree.structure(first))
+    # A compiled step has one structure of the train state, so counters cannot change theirs during a run.
     if found != needed:
         raise ValueError(f"returned counters of {found}, init of {needed}")
     encoded = []
@@ -112,6 +114,7 @@ def encode_counters(counters: Any, first: Any) -> list[str]:
                 f"returned counters with {value.dtype} of shape {value.shape}, where init has {like.dtype} of shape "
                 f"{like.shape}"
             )
+        # Bytes and not decimal numbers, so that every host gets the same bits.
         encoded.append(base64.b64encode(value.astype(like.dtype).tobytes()).decode())
     return encoded
 
@@ -230,6 +233,7 @@ def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -
             # Names are keys in the train state, and `FIRED` is another key there.
             if entry.effective_name in (FIRED, *(each.name for each in listed)):
                 raise InvalidError(f"a hook is called {entry.effective_name} already; give this one a name of its own")
+            # The class is imported before its config is validated, because it declares the config's keys.
             hook_class: type[Hook] = load_class(entry.hook, Hook)
             hook = hook_class(validate_config(document, hook_class.Config, place), job)
             # Defaults are filled in, since the resolved spec must not depend on a later version's defaults.

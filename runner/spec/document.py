@@ -42,6 +42,7 @@ class SpecLocation:
         """Return `location: key: message` as one line, without a key that the location already contains."""
         key = ".".join(path)
         line = ": ".join([self.text, message] if key in ("", self.key) else [self.text, key, message])
+        # A message is one line even if a key or value of the spec holds a line break or a control sequence.
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
@@ -69,6 +70,8 @@ def parse_yaml(text: str, locate: Callable[[int], SpecLocation]) -> tuple[Any, d
         return SpecError(locate(line).format_problem((), f"unreadable YAML: {reason}"))
 
     try:
+        # The node is composed first and built by `_Loader.build`, since PyYAML's own constructors drop locations and
+        # accept duplicate keys.
         loader = _Loader(text, locate)
         node = loader.get_single_node()
         data = None if node is None else loader.build(node, ())
@@ -98,6 +101,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
+        # With them one line could stand for many keys, so that no location would be right, or name a Python class.
         if getattr(event, "anchor", None) or getattr(event, "tag", None):
             raise yaml.composer.ComposerError(None, None, "anchors, aliases and tags are refused", event.start_mark)
         return super().compose_node(parent, index)
@@ -171,6 +175,7 @@ class Document:
 
     def locate(self, path: KeyPath) -> SpecLocation:
         """Return the location of `path`, or of the innermost mapping around it that was written."""
+        # The empty path is always known, so this finds something.
         return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
     def format_problem(self, path: KeyPath, message: str) -> str:
@@ -259,10 +264,12 @@ def _apply(override: str, document: Document) -> None:
     location = SpecLocation(f"--set {override}", key=".".join(path))
     if not equals or not all(path):
         raise SpecError(location.format_problem((), "needs the form dotted.key=value"))
+    # The value is YAML, so `--set a.b=[1, 2]` and `null` mean what they mean in the file.
     value, _ = parse_yaml(text, lambda line: location)
     # Sections on the way are created; the override is then the location of each.
     parent = document.data
     for n, part in enumerate(path[:-1], start=1):
+        # A section that is absent, or present without keys, becomes an empty one.
         if parent.get(part) is None:
             parent[part] = {}
             document.locations[path[:n]] = location

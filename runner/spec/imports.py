@@ -46,6 +46,7 @@ def load_class(text: str, base: type) -> type:
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything, and it ends here
         raise InvalidError(_describe_import_error(module_name, error)) from None
     found = getattr(module, class_name, None)
+    # Only classes that would be accepted are suggested.
     fitting = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
     if found is None:
         raise InvalidError(f"module {module_name} has no {class_name}{suggest_choices(class_name, fitting)}")
@@ -71,6 +72,7 @@ def list_former_paths(found: type) -> tuple[str, ...]:
 
 def _describe_import_error(module_name: str, error: BaseException) -> str:
     """Return why an import failed: no such module, or the error that the user's code raised, and where."""
+    # Only a part of the requested name means a wrong name; any other missing module is a bug inside the user's module.
     if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
         package, _, missing = str(error.name).rpartition(".")
         search = getattr(sys.modules.get(package), "__path__", []) if package else [os.getcwd()]
@@ -80,6 +82,7 @@ def _describe_import_error(module_name: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         where, reason = f"{error.filename}:{error.lineno}", error.msg
     else:
+        # Frames of the import machinery would hide the line of the user's file.
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
         where, reason = f"{frames[-1].filename}:{frames[-1].lineno}", str(error).partition("\n")[0]
     return f"importing {module_name} raised {type(error).__name__}: {reason} (at {where})"

@@ -93,6 +93,7 @@ def _validate(document: Document, model: type[SpecModel], data: Any, section: Ke
         return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
         problems = list(_explain(document, model, data, section, error.errors(include_url=False)))
+    # In the order of the file, as a person works through it; pydantic's order is that of the model.
     problems.sort(key=lambda problem: document.locate(problem[0]).line)
     raise SpecError("\n".join(document.format_problem(path, message) for path, message in problems))
 
@@ -205,6 +206,7 @@ def json_schema(config_model: type[BaseModel] | None = None, *, any_other: bool 
     schema = defs.pop(refs[ExecutionSpec, "validation"]["$ref"].rpartition("/")[2])
     if config_model is not None:
         config = schema["properties"]["config"]
+        # `config` of the top level is any mapping, which stays as one alternative if other jobs are allowed.
         other = {"type": config.pop("type")}
         config["anyOf"] = [refs[config_model, "validation"], *([other] if any_other else [])]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "$defs": defs}
@@ -218,6 +220,7 @@ def compute_trajectory(spec: ExecutionSpec, config: JobConfig) -> Trajectory:
 
 def is_below(key: str, sections: Iterable[str]) -> bool:
     """Return True if a key of a trajectory is one of these dotted keys of `config`, or below one."""
+    # The index of a section in a list is left out, so that a section is meant at every index.
     return f"{_INDEX.sub('', key)}.".startswith(tuple(f"config.{section}." for section in sections))
 
 
@@ -242,10 +245,12 @@ def _find_missing_defaults(saved: Trajectory, model: BaseModel, prefix: str) -> 
     found: Trajectory = {}
     for name, field in type(model).model_fields.items():
         key, value = f"{prefix}.{name}", getattr(model, name)
+        # The version that saved it knew this section, but perhaps not yet every key in it.
         if any(f"{other}.".startswith(f"{key}.") for other in saved):
             for place, section in _list_sections(key, value):
                 found |= _find_missing_defaults(saved, section, place)
         elif not field.is_required():
+            # Validation is skipped: the other required fields of the model are not needed for one default.
             default = type(model).model_construct(**{name: field.get_default(call_default_factory=True)})
             found |= _flatten(default.model_dump(mode="json", include={name}), f"{prefix}.")
     return found
@@ -253,6 +258,7 @@ def _find_missing_defaults(saved: Trajectory, model: BaseModel, prefix: str) -> 
 
 def hash_record(record: dict[str, Any]) -> str:
     """Return the SHA-256 of the canonical JSON of a record, in hexadecimal."""
+    # Digests are stored in checkpoints: this form must never change.
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -268,6 +274,7 @@ def _list_sections(key: str, value: Any) -> Iterator[tuple[str, BaseModel]]:
 def _flatten(data: Trajectory, prefix: str) -> Trajectory:
     flat: Trajectory = {}
     for key, value in data.items():
+        # Sections in a list become keys with their index, so that a message can name the one key that differs.
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             value = {str(index): item for index, item in enumerate(value)}
         flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.plan.forecast.collectives import Collective, find_collectives, sum_sent_bytes_by_axes
+from runner.plan.forecast.collectives import Collective, find_collectives
 from runner.plan.forecast.sources import Buffer, find_largest_arrays
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -262,17 +262,6 @@ def test_the_line_of_the_source_and_the_shapes_are_told(metadata, source):
     line = all_reduce("{}") + f', metadata={{op_name="jit(step)/add" {metadata}}}'
     (found,) = find_collectives(module(line).replace("%add", TABLES, 1), MESH)
     assert (found.source, found.shapes) == (source, ((8, 16),))
-
-
-def test_sent_bytes_are_summed_over_runs_by_kind_and_axes():
-    found = [
-        Collective("all-reduce", ("data",), 2, 100, 3, ""),
-        Collective("all-gather", ("fsdp",), 4, 1000, 2, ""),
-        Collective("all-reduce", ("data",), 2, 10, 1, ""),
-    ]
-    sums = sum_sent_bytes_by_axes(found)
-    assert sums == {("all-gather", ("fsdp",)): 1500, ("all-reduce", ("data",)): 310}
-    assert next(iter(sums)) == ("all-gather", ("fsdp",))
 
 
 # How often.

@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -129,14 +129,6 @@ def locate_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[R
         )
         located.append((raw, collective))
     return located
-
-
-def sum_sent_bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
-    """Return the bytes that one device sends in one run of the module, by kind and axes, largest first."""
-    sums: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
-    for collective in collectives:
-        sums[collective.kind, collective.axes] += collective.count * collective.sent_bytes_per_device
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def _find_axes_and_group_size(
