@@ -10,7 +10,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -88,6 +88,10 @@ class ArrayRecordFile(RecordFile):
             raise make_changed_error(self.file)
         return ids[start - begin : stop - begin]
 
+    def reopen(self, file: SourceFile) -> "ArrayRecordFile":
+        """Return this part of the file in its present state, which is its own copy on a disk."""
+        return replace(self, file=file, copy=file)
+
     @property
     def encoding(self) -> str:
         """Name of the encoding in the cache of scans."""
@@ -133,7 +137,7 @@ class _RecordReader:
 @functools.lru_cache(maxsize=OPEN_FILES_MAX)
 def _open_records(file: File, copy: SourceFile) -> _RecordReader:
     # The key includes size and modification time, so a replaced file is never read through the old handle.
-    if describe_file(copy.path) != copy:
+    if describe_file(copy.path).identity != copy.identity:
         raise make_changed_error(copy)
     return _RecordReader(file, copy)
 

@@ -8,7 +8,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,15 +25,25 @@ from runner.data.corpus_index import (
 from runner.data.readers import ByteRange, DiskReader, Reader, run_in_parallel
 from runner.data.remote import BucketReader, CacheSettings
 from runner.data.source import Source
-from runner.data.source_files import File, describe_file, make_bucket_file, wrap_source_errors
+from runner.data.source_files import File, SourceFile, describe_file, make_bucket_file, wrap_source_errors
 from runner.data.token_files import TokenFile, TokenSequence
 from runner.errors import DataError
-from runner.storage import ChangedError, DeniedError, FileInfo, ForbiddenError, Store, compute_crc32c, open_store
+from runner.storage import (
+    ChangedError,
+    DeniedError,
+    FileInfo,
+    ForbiddenError,
+    LocalStore,
+    Store,
+    compute_crc32c,
+    open_store,
+)
 
 TrainOn = Literal["answers", "all"]
 LOSS_WEIGHT = "loss_weight"
 VERIFIED_BYTES_MAX = 1 << 27  # shards on a disk, up to this size in all, are read whole at the start (0.1 s)
 SAMPLED_HEADS_MAX = 1024  # of more shards in a bucket the heads of this many, evenly spaced, are checked at the start
+COMPARED_BYTES_MAX = 1 << 30  # shards that were possibly replaced under a running job, up to this size, are read whole
 ENDS_BYTES_MAX = (
     1 << 28
 )  # of a corpus on a disk with no more bytes of document ends, whole shards of ends stay in memory
@@ -41,11 +51,24 @@ ENDS_BYTES_MAX = (
 Listing = dict[str, FileInfo]
 
 
+class _MarkFiles(TokenSequence):
+    """Files of a completion mask."""
+
+    def __init__(self, parts: Sequence[TokenFile], digests: Sequence[str | None]) -> None:
+        super().__init__(parts)
+        self._digests = [digest for part, digest in zip(parts, digests, strict=False) if len(part)]
+
+    def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
+        """Compare the files whole with the digests of the index."""
+        return next((part.file for i, part in replaced.items() if not _has_digest(part.file, self._digests[i])), None)
+
+
 class CompletionMask:
     """The `.answers` files of a corpus as one sequence beside its tokens. Thread-safe."""
 
-    def __init__(self, parts: Sequence[TokenFile]) -> None:
-        self._marks = TokenSequence(parts)
+    def __init__(self, parts: Sequence[TokenFile], digests: Sequence[str | None] = ()) -> None:
+        """Make the mask of these files; `digests` are their CRC-32C on a disk."""
+        self._marks = _MarkFiles(parts, digests)
         self.bytes_fetched_per_token = self._marks.bytes_fetched_per_token
 
     def read_weights(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
@@ -143,6 +166,19 @@ class Corpus(TokenSequence, Source):
     def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
         """Return the loss weights of one range."""
         return self.read_field_ranges(name, [(start, stop)])[0]
+
+    def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
+        """Compare shards with the digests of the index: whole if they are not too many, else their heads."""
+        is_small = sum(part.file.size_bytes for part in replaced.values()) <= COMPARED_BYTES_MAX
+        for number, part in replaced.items():
+            shard, head_tokens = self._shards[number], HEAD_BYTES // part.dtype.itemsize
+            if is_small:
+                is_same = _has_digest(part.file, shard.tokens_crc32c)
+            else:
+                is_same = compute_crc32c(part[:head_tokens].tobytes()) == shard.head_crc32c
+            if not is_same:
+                return part.file
+        return None
 
     def check(self) -> None:
         """Check the files of the tokens and of the completion mask."""
@@ -281,6 +317,12 @@ def _validate_digest(where: str, found: str, expected: str) -> None:
         raise DataError(f"{where} is not the file that {INDEX} was written for: CRC-32C {found}, needs {expected}")
 
 
+def _has_digest(file: File, digest: str | None) -> bool:
+    """Return True if a file on a disk has this CRC-32C, or if none is known."""
+    assert isinstance(file, SourceFile), "objects of a bucket have versions"
+    return digest is None or LocalStore(file.path.parent).compute_digest(file.path.name) == digest
+
+
 def _validate_readable(path: Path) -> None:
     if not os.access(path, os.R_OK):
         raise DataError(f"{path} cannot be read: no permission")
@@ -342,4 +384,4 @@ def _open_mask(name: str, store: Store, index: CorpusIndex, listing: Listing, ca
             if index.num_tokens <= VERIFIED_BYTES_MAX and shard.answers_crc32c is not None:
                 _validate_digest(str(file), store.compute_digest(file_name), shard.answers_crc32c)
         parts.append(TokenFile(file, COMPLETION_DTYPE, shard.num_tokens, 0, reader))
-    return CompletionMask(parts)
+    return CompletionMask(parts, [shard.answers_crc32c for shard in index.shards])

@@ -137,8 +137,8 @@ class Dataset:
     def check(self) -> None:
         """Raise DataError if the tokens have changed since the job started. Cheap, so that each save can call it.
 
-        Token files are compared by size and modification time. Text files may change, because they are tokenised once,
-        at the start.
+        Token files are compared by size and modification time, and by content if another sign tells that they may have
+        been replaced. Text files may change, because they are tokenised once, at the start.
         """
         for source in self._sources.values():
             source.check()
@@ -324,6 +324,8 @@ def load_dataset(
     # The sets in `data.validation` are used whole, without a split.
     for name, validation_source in config.validation.items():
         source = open_labelled(f"data.validation.{name}={validation_source.source}", validation_source)
+        if not source.bytes_fetched_per_token:
+            _ = source.fingerprint  # with which `check` compares files on a disk that were possibly replaced
         validation[name] = make_examples(source, TokenSplit(0, len(source), config.sequence_length))
     validate_shared_keys(config, sources.values())
     fields = get_batch_fields(config)

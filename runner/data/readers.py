@@ -202,8 +202,12 @@ class Reader(Protocol):
     def find(self, places: Sequence[str]) -> list[File | None]:
         """Return the files at these paths or URLs, which are stored where the source is; None for a missing one."""
 
-    def check(self, files: Sequence[File]) -> None:
-        """Raise `DataError` if a file has changed. Reads no content."""
+    def check(self, files: Sequence[File]) -> list[File]:
+        """Return the files in their present state. Reads no content.
+
+        A file with another change time or inode may have other content of the same size and time. Raises `DataError` if
+        one has changed for certain.
+        """
 
     def copies(self, files: Sequence[File]) -> list[SourceFile]:
         """Return the files, or whole copies on this host's disk, for a library that opens nothing but paths."""
@@ -231,11 +235,14 @@ class DiskReader:
         """Return the files at these paths."""
         return [describe_file(Path(place)) if os.path.exists(place) else None for place in places]
 
-    def check(self, files: Sequence[File]) -> None:
+    def check(self, files: Sequence[File]) -> list[File]:
         """Compare sizes and modification times with those of the start."""
+        found: list[File] = []
         for file in self.copies(files):
-            if describe_file(file.path) != file:
+            found.append(describe_file(file.path))
+            if found[-1].identity != file.identity:
                 raise make_changed_error(file)
+        return found
 
     def copies(self, files: Sequence[File]) -> list[SourceFile]:
         """Return the files themselves."""
@@ -291,8 +298,8 @@ def fill_from_file(file: SourceFile, targets: Sequence[tuple[int, np.ndarray]]) 
 
 @functools.lru_cache(maxsize=OPEN_FILES_MAX)
 def _open_file(file: SourceFile) -> FileIO:
-    # The key includes size and modification time, so a replaced file is never read through the old descriptor.
-    if describe_file(file.path) != file:
+    # The key includes the times and the inode, so a replaced file is never read through the old descriptor.
+    if describe_file(file.path).identity != file.identity:
         raise make_changed_error(file)
     try:
         return file.path.open("rb", buffering=0)

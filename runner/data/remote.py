@@ -385,12 +385,13 @@ class BucketReader:
             listing = self._store.list_files(prefix) if names else {}
         return [make_bucket_file(self._store.url, name, listing[name]) if name in listing else None for name in names]
 
-    def check(self, files: Sequence[File]) -> None:
+    def check(self, files: Sequence[File]) -> list[File]:
         """Compare versions with those of the start, by one listing. Copies on this host's disk need no check."""
         objects = [file for file in files if isinstance(file, BucketFile)]
         for present, file in zip(self.find([str(file) for file in objects]), objects, strict=True):
             if present != file:
                 raise make_changed_error(file)
+        return list(files)  # a version tells one content from another for certain
 
     def fetch(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range from the bucket itself, without the cache. Raises as `read` does."""

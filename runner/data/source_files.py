@@ -43,18 +43,31 @@ _STDLIB_GENERATED = ("config-", "_sysconfigdata", "sitecustomize", "usercustomiz
 
 @dataclass(frozen=True)
 class SourceFile:
-    """File on a disk in the state it had when the source was resolved."""
+    """File on a disk in the state it had when the source was resolved.
+
+    Attributes:
+        path: the file.
+        size_bytes: its size.
+        mtime_ns: its modification time.
+        ctime_ns: time of the last change of content or metadata, which no tool can set back.
+        inode: its number in the file system, which another file in its place does not have.
+    """
 
     path: Path
     size_bytes: int
     mtime_ns: int
+    ctime_ns: int = 0
+    inode: int = 0
 
     def __str__(self) -> str:
         return str(self.path)
 
     @property
     def identity(self) -> list[str | int]:
-        """Values that differ for another content; part of the cache key of derived files."""
+        """Values that differ for another content; part of the cache key of derived files.
+
+        Change time and inode are not among them: they also differ after a copy, a chmod or a new hard link.
+        """
         return [str(self.path), self.size_bytes, self.mtime_ns]
 
 
@@ -319,7 +332,7 @@ def describe_file(path: Path) -> SourceFile:
         stat = path.stat()
     except OSError as error:
         raise DataError(f"data.source: cannot read {path}: {error.strerror}") from error
-    return SourceFile(path, stat.st_size, stat.st_mtime_ns)
+    return SourceFile(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 def match_files(pattern: str) -> list[Path]:

@@ -13,10 +13,10 @@ import bisect
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from runner.data.readers import (
     Reader,
     cache_key,
     fill_from_file,
+    make_changed_error,
     read_record,
     run_in_parallel,
     warn_unwritable,
@@ -84,6 +85,10 @@ class TokenFile:
             return np.empty(0, self.dtype)
         (content,) = self.reader.read([self.locate(start, stop)])
         return self.decode(content, start, stop)
+
+    def reopen(self, file: SourceFile) -> Self:
+        """Return this part of the file in its present state."""
+        return replace(self, file=file)
 
     def locate(self, start: int, stop: int) -> ByteRange:
         """Return the byte range of the ids `start .. stop`, which must not be empty."""
@@ -181,6 +186,8 @@ class TokenSequence:
         dtypes = {part.dtype for part in self.parts}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
         self._files = [part for part in self.parts if isinstance(part, TokenFile)]
+        self._start_probe: str | None = None
+        self._has_unstable_inodes = False
         self.bytes_fetched_per_token = max((part.bytes_fetched_per_token for part in self._files), default=0)
         self.bytes_copied = sum(part.bytes_copied for part in self._files)
 
@@ -319,12 +326,46 @@ class TokenSequence:
         )
 
     def check(self) -> None:
-        """Raise DataError if size or time of a file has changed since the job started. Reads no content.
+        """Raise DataError if a file has changed since the job started. Usually reads no content.
 
-        In a bucket this is one listing, of sizes and versions.
+        In a bucket this is one listing, of sizes and versions. On a disk size and modification time tell a change, and
+        another change time or inode makes it possible: then the content is compared, once. A change of mode, a new hard
+        link or a restored backup is therefore no change.
         """
-        if self._files:
-            self._files[0].reader.check([part.file for part in self._files])
+        if not self._files:
+            return
+        replaced: dict[int, TokenFile] = {}
+        present = iter(self._files[0].reader.check([part.file for part in self._files]))
+        for index, part in enumerate(self.parts):
+            if isinstance(part, TokenFile) and isinstance(file := next(present), SourceFile):
+                assert isinstance(part.file, SourceFile), "a file does not move into a bucket"
+                is_same_inode = self._has_unstable_inodes or file.inode == part.file.inode
+                if file.ctime_ns != part.file.ctime_ns or not is_same_inode:
+                    replaced[index] = part.reopen(file)
+        if not replaced:
+            return
+        if (changed := self.find_changed(replaced)) is not None:
+            raise make_changed_error(changed)
+        # Some network file systems number their files anew at each look, and comparing each time would cost too much.
+        self._has_unstable_inodes |= all(
+            part.file.ctime_ns == old.file.ctime_ns
+            for index, part in replaced.items()
+            for old in [self.parts[index]]
+            if isinstance(part.file, SourceFile) and isinstance(old, TokenFile) and isinstance(old.file, SourceFile)
+        )
+        for index, part in replaced.items():
+            self.parts[index] = part
+        self._files = [part for part in self.parts if isinstance(part, TokenFile)]
+
+    def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
+        """Return a file whose content has changed, None if none has; `replaced` are possibly other files by part.
+
+        Compares the sample of `probe`, if one was taken.
+        """
+        if self._start_probe is None:
+            return None
+        present = TokenSequence([replaced.get(index, part) for index, part in enumerate(self.parts)])
+        return None if present.probe() == self._start_probe else next(iter(replaced.values())).file
 
     def describe_position(self, position: int) -> str:
         """Return a description of a position for error messages, such as 'position 7 of corpus.bin'."""
@@ -390,7 +431,8 @@ class TokenFiles(TokenSequence, Source):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Digest of sizes, dtypes and a sample of the ids."""
-        return self.probe()
+        self._start_probe = self.probe()
+        return self._start_probe
 
     @property
     def vocabulary_size(self) -> int:
@@ -445,7 +487,7 @@ class DocumentFiles(TokenFiles):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Digest of sizes, dtypes, a sample of the ids, and the end of each document."""
-        digest = hashlib.sha256(self.probe().encode())
+        digest = hashlib.sha256(super().fingerprint.encode())
         for file in self._document_files:
             # Empty documents are left out, because they change nothing in what a model sees.
             ends = file.bounds[1:][np.diff(file.bounds) > 0].astype("<i8")

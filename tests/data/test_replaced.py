@@ -1,0 +1,156 @@
+"""A file that is replaced under a running job, with its size and time kept, is found by its content; a touch is not."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.data.token_files import TokenSequence
+from runner.errors import DataError
+from tests.data.buckets import random_shards, write_corpus
+from tests.data.corpus import is_third, load, write_bin, write_npy
+from tests.data.golden import copy_golden, write_records
+
+IDS = np.random.default_rng(0).integers(0, 250, 5000)
+
+
+def _corpus(root: Path, **changes: Any) -> str:
+    return str(write_corpus(root / "corpus", random_shards([[300, 200], [700]], 250), vocabulary_size=250, **changes))
+
+
+def _golden(root: Path, place: str) -> str:
+    return f"{copy_golden(root / 'golden')}/{place}"
+
+
+def _records(root: Path) -> str:
+    write_records(root / "a.array_record", [IDS[:3000].tolist(), IDS[3000:].tolist()])
+    return f"{root}/a.array_record"
+
+
+def _several(root: Path) -> str:
+    for number in range(3):
+        write_bin(root / f"{number}.bin", IDS)
+    return f"{root}/*.bin"
+
+
+# What a source is made of, the file of it that is replaced, and keys of the spec.
+SOURCES: dict[str, tuple[Callable[[Path], str], str, dict[str, Any]]] = {
+    "bin": (lambda root: str(write_bin(root / "a.bin", IDS)), "a.bin", {}),
+    "npy": (lambda root: str(write_npy(root / "a.npy", IDS)), "a.npy", {}),
+    "one_of_several": (_several, "1.bin", {}),
+    "megatron": (lambda root: _golden(root, "megatron/int32.idx"), "golden/megatron/int32.bin", {}),
+    "mds": (lambda root: _golden(root, "mds/ndarray_int32"), "golden/mds/ndarray_int32/shard.00000.mds", {}),
+    "array_record": (_records, "a.array_record", {"options": {"dtype": "uint16"}}),
+    "corpus": (_corpus, "corpus/00001.bin", {}),
+    "mask": (lambda root: _corpus(root, marks_of=is_third), "corpus/00001.answers", {"train_on": "answers"}),
+}
+
+
+def damage(content: bytes) -> bytes:
+    """Other ids everywhere but at the start, where a header may be."""
+    middle = len(content) // 2
+    return content[:middle] + bytes(byte ^ 1 for byte in content[middle:])
+
+
+def rewrite(path: Path, content: bytes) -> None:
+    """Replace the content in place, and give the file its time back."""
+    time = path.stat().st_mtime_ns
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(time, time))
+
+
+def rename_over(path: Path, content: bytes) -> None:
+    """Put another file of the same time in its place."""
+    time = path.stat().st_mtime_ns
+    other = path.with_name("other.tmp")
+    other.write_bytes(content)
+    os.utime(other, ns=(time, time))
+    os.replace(other, path)
+
+
+def chmod(path: Path, content: bytes) -> None:
+    path.chmod(0o600)
+
+
+def link(path: Path, content: bytes) -> None:
+    os.link(path, path.with_name("link.tmp"))
+
+
+def restore_from_backup(path: Path, content: bytes) -> None:
+    rename_over(path, path.read_bytes())
+
+
+def open_source(kind: str, root: Path) -> tuple[Any, Path]:
+    make, name, changes = SOURCES[kind]
+    dataset = load(make(root), cache=root / "cache", **changes)
+    dataset.read("train", 0, 4)
+    dataset.check()
+    return dataset, root / name
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("replace", [rewrite, rename_over], ids=lambda replace: replace.__name__)
+def test_other_content_of_the_same_size_and_time_is_found(
+    kind: str, replace: Callable[[Path, bytes], None], tmp_path: Path
+) -> None:
+    dataset, path = open_source(kind, tmp_path)
+    replace(path, damage(path.read_bytes()))
+    with pytest.raises(DataError, match=rf"{path.name}: changed since the job started|{path.name}: ") as caught:
+        dataset.check()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("touch", [chmod, link, restore_from_backup], ids=lambda touch: touch.__name__)
+def test_the_same_content_raises_no_alarm_and_is_compared_once(
+    kind: str, touch: Callable[[Path, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, path = open_source(kind, tmp_path)
+    before = dataset.read("train", 0, 40)
+    touch(path, b"")
+    dataset.check()
+    monkeypatch.setattr(TokenSequence, "probe", lambda tokens: pytest.fail("compared again"))
+    dataset.check()
+    for field, values in dataset.read("train", 0, 40).items():
+        np.testing.assert_array_equal(values, before[field])
+    monkeypatch.undo()
+    rewrite(path, damage(path.read_bytes()))
+    with pytest.raises(DataError, match=path.name):
+        dataset.check()
+
+
+def test_inodes_that_are_not_stable_are_ignored_after_one_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, _ = open_source("bin", tmp_path)
+    fresh = iter(range(1, 100))
+    status = os.stat
+
+    def unstable(path: Any, **options: Any) -> os.stat_result:
+        found = list(status(path, **options))
+        return os.stat_result([found[0], next(fresh), *found[2:]], vars_of(status(path, **options)))
+
+    def vars_of(found: os.stat_result) -> dict[str, Any]:
+        return {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+
+    monkeypatch.setattr("os.stat", unstable)
+    dataset.check()
+    monkeypatch.setattr(TokenSequence, "probe", lambda tokens: pytest.fail("compared again"))
+    dataset.check()
+
+
+def test_a_validation_set_is_watched_too(tmp_path: Path) -> None:
+    write_bin(tmp_path / "train.bin", IDS)
+    path = write_bin(tmp_path / "held_out.bin", IDS)
+    dataset = load(tmp_path / "train.bin", cache=tmp_path / "cache", validation={"other": str(path)})
+    path.chmod(0o600)
+    dataset.check()
+    rewrite(path, damage(path.read_bytes()))
+    with pytest.raises(DataError, match=r"held_out\.bin: changed since the job started"):
+        dataset.check()
+    shutil.rmtree(tmp_path)
