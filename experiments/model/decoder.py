@@ -165,8 +165,10 @@ class Decoder(nn.Module):
         if not config.tied_embedding:
             head_VxD = self.param("head", init, shape, self.param_dtype).astype(self.compute_dtype)
 
+        # By default the place in the sequence, which continues after what is cached.
         if positions is None:
             positions = jnp.arange(tokens_BxT.shape[1])[None] + (0 if start is None else start)
+        # Sines and cosines are computed once per kind of layer, and not in each layer.
         ropes = {kind: config.get_rope(kind) for kind in config.layer_pattern}
         rotations = {
             kind: None if rope is None else rotation_at(positions, rope, config.rotary_size)
@@ -205,8 +207,10 @@ class Decoder(nn.Module):
             z_loss = 0.0 if deterministic else config.z_loss
             chunk = self.memory.loss_chunk_positions
             loss_sum = loss_sum_of(compute_logits, head_VxD, x_BxTxD, targets, chunk_positions=chunk, z_loss=z_loss)
+            # An evaluation reports the cross entropy alone, so that runs with and without experts compare.
             if deterministic or router_loss_B is None:
                 return loss_sum
+            # Weighted by the targets of each sequence, so that the split into micro-batches changes nothing.
             return loss_sum + jnp.sum(router_loss_B * jnp.sum(targets[1], axis=1, dtype=jnp.float32))
         logits_BxTxV = compute_logits(head_VxD, x_BxTxD)
         return logits_BxTxV if cache is None else (logits_BxTxV, new_cache)
@@ -285,6 +289,7 @@ class PretrainDecoder(BaseTrainer):
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the summed cross entropy, in training plus z-loss and losses of routers, and their statistics."""
+        # Without noise nothing draws random numbers, so no key is passed.
         is_noisy = key is not None and cls.config.model.neftune_alpha > 0
         loss_sum, sown = apply_fn(
             {"params": params},
@@ -310,6 +315,7 @@ class PretrainDecoder(BaseTrainer):
             for repeat in range(stage.repeats)
             for name in list_layer_names(stage.kinds)
         ]
+        # Layers without experts come first, so the others are numbered from the end.
         first = config.layers - len(places)
         by_layer = {
             first + number: {name: leaf[repeat] for name, leaf in layer.items()}
@@ -334,6 +340,7 @@ class PretrainDecoder(BaseTrainer):
         For sequences of several documents this is an upper bound: no implementation skips other documents.
         """
         config, memory, length = self.config.model, self.config.memory, self.config.data.sequence_length
+        # A window longer than the sequence is full attention.
         windows = [min(config.get_window(kind) or length, length) for kind in config.layer_kinds]
         keys = [window - window**2 / (2 * length) for window in windows]
         has_post_norm = config.norm != "pre"  # its gradient needs the result of the layer's last matmul

@@ -141,6 +141,7 @@ def route(
     else:
         gates_BxTxE = jax.nn.sigmoid(logits_BxTxE)
         normalised_BxTxE = gates_BxTxE / (jnp.sum(gates_BxTxE, axis=-1, keepdims=True) + 1e-20)
+    # The choice of experts has no gradient; the router learns by the weights of the chosen ones.
     scores_BxTxE = jax.lax.stop_gradient(gates_BxTxE if bias_E is None else gates_BxTxE + bias_E)
     if config.groups_per_token < config.groups:
         # Experts outside a token's best groups cannot be chosen.
@@ -151,11 +152,13 @@ def route(
         scores_BxTxE = jnp.where(is_best_BxTxG[..., None], scores_BxTxGxI, -jnp.inf).reshape(scores_BxTxE.shape)
     _, experts_BxTxK = jax.lax.top_k(scores_BxTxE, config.experts_per_token)
     is_expert_BxTxKxE = experts_BxTxK[..., None] == jnp.arange(config.experts)
+    # A masked sum in the place of a gather, whose gradient would be a scatter.
     weights_BxTxK = jnp.sum(jnp.where(is_expert_BxTxKxE, gates_BxTxE[:, :, None], 0.0), axis=-1)
     if config.normalise_gates:
         weights_BxTxK /= jnp.sum(weights_BxTxK, axis=-1, keepdims=True) + 1e-20
     is_chosen_BxTxE = jnp.any(is_expert_BxTxKxE, axis=2) & real_BxT[..., None]
     is_kept_BxTxK = jnp.broadcast_to(real_BxT[..., None], experts_BxTxK.shape)
+    # Capacity is a number of tokens of the whole sequence, however it is sharded.
     length = logits_BxTxE.shape[1] * (jax.lax.axis_size(axes) if axes else 1)
     if config.capacity(length) < length:
         # In order of position, so that no token is dropped for the sake of a later one.
@@ -226,6 +229,7 @@ class MixtureOfExperts(nn.Module):
         validate_expert_sharding(config.experts)
         router_DxE = self._param("router", INIT_STDDEV, (D, config.experts), ("embed", "expert"))
         router_DxE = _replicate(router_DxE)
+        # In float32: rounding could change which expert is chosen.
         logits_BxTxE = jnp.einsum("btd,de->bte", x_BxTxD.astype(jnp.float32), router_DxE.astype(jnp.float32))
         if _is_sharded():
             logits_BxTxE = constrain(logits_BxTxE, "batch", "stream", "experts_act")

@@ -1,23 +1,23 @@
-# What a batch script does below its options: run the command on every node, and act on its exit code.
+# Body of the batch script, below the options for sbatch: runs the command on every node, and acts on its exit code.
 #
-# - The tasks get SIGTERM from SLURM, once: ahead of the time limit, or when it ends the job. srun must never get one
-#   of its own, for it would kill the tasks. SIGUSR1 and SIGUSR2, which `--signal` can name instead, are heard alike.
-# - After 75 (preempted) the job is requeued; after 76 (retryable) too, and counted; after all else it ends.
-# - If SLURM itself is ending the job, as its state says, the script waits for the tasks and leaves the rest to SLURM.
+# - SLURM sends SIGTERM to the tasks once, ahead of the time limit or when it ends the job. srun must not get a signal,
+#   because it would kill the tasks. SIGUSR1 and SIGUSR2, which `--signal` can name instead, are handled like SIGTERM.
+# - After 75 (preempted) the job is requeued. After 76 (retryable) it is requeued and counted. Any other code ends it.
+# - If SLURM itself is ending the job, as the job's state says, the script waits for the tasks and does nothing else.
 #
-# Given, in variables: name, command, step_options, max_restarts.
+# Variables that the lines above this program set: name, command, step_options, max_restarts.
 
 export PYTHONUNBUFFERED=1
-# So that the time in the queue is counted: of the first start or, in a job that was queued again, since then.
+# The time in the queue counts too: before the first start or, after a requeue, since that.
 submit_time=$(timeout 20 squeue --noheader --states=all --format=%V --jobs="$SLURM_JOB_ID")
 RUNNER_SUBMITTED=$([[ -z $submit_time ]] || date --date="$submit_time" +%s)
 export RUNNER_SUBMITTED
 restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76
 [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file"
 
-# What runs on each node. srun ends with the largest code of its tasks, so the codes are ordered by what they tell:
-# a failure (202) and an invalid job (201), which only a person can mend, above 76, 75 and 0. A process that was killed
-# is one to start again. SLURM signals this shell together with the command, and it has to outlive it.
+# Program of each node. srun ends with the largest code of its tasks, so the codes are ordered by what they say: a
+# failure (202) and an invalid job (201), which only a person can fix, rank above 76, 75 and 0. A process that was
+# killed is started again. SLURM signals this shell together with the command, which the shell has to outlive.
 run_task='
 trap : TERM HUP USR1 USR2
 "$@"

@@ -1,6 +1,7 @@
-# Start the job unless it runs or has ended; say which. One that was asked to stop (75) is started again.
-# Given: commit; archive of it in the home directory, and its sha256; submitted, when the machines were asked for: its
-# line is left out where that is not known; job, the text of job.sh as one word.
+# Start the job unless it is running or has ended, and print its status. A job that ended with 75 is started again.
+#
+# Placeholders: commit; archive, its file in the home directory; sha256, the digest of that file; submitted, the time of
+# the request for the machines, whose line is left out if it is not known; job, the text of job.sh as one word.
 
 if ! flock -n 9; then answer running of "$(cat commit)"; exit; fi
 if [ -e exit_code ] && [ "$(cat exit_code)" != 75 ]; then

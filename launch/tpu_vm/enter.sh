@@ -1,5 +1,6 @@
-# Enter the job's directory and learn which worker this host is; attend.sh and stop.sh begin with this.
-# Given: name of the directory.
+# Enter the job's directory and look up the number of this worker. Comes before attend.sh and stop.sh.
+#
+# Placeholder: name, that of the directory.
 
 mkdir -p "$HOME/@{name}" && cd "$HOME/@{name}" || exit
 url=http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number

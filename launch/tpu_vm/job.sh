@@ -1,7 +1,10 @@
-# Set up and run the job, and write down how it ended. Runs detached, in the job's directory.
-# Given: commit, archive; extras of the project's package, with commas; arguments of the worker; environment, a file in
-# the home directory with NAME=value lines for the job: without one its line is left out.
-# JAX needs a newer Python than the images of TPU VMs have; uv brings one.
+# Set up and run the job, and record its exit code. Runs detached, in the job's directory.
+#
+# JAX needs a newer Python than the images of TPU VMs have, so uv installs one if none is found.
+#
+# Placeholders: commit; archive, its file in the home directory; extras of the project's package, separated by commas;
+# arguments of the worker; environment, a file of NAME=value lines in the home directory, whose line is left out if
+# there is no such file.
 
 commit=@{commit}
 archive=@{archive}

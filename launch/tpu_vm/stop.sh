@@ -1,6 +1,6 @@
-# End the job if it runs, at once if it must be, and forget how it ended: the next look starts it anew, as a job that
-# did not wait for machines.
-# Given: nothing.
+# Stop the job if it is running, and delete its exit code, so that attend.sh starts it anew.
+#
+# The job gets SIGTERM, and SIGKILL 30 s later. `submitted` is emptied, because the next job does not wait for machines.
 
 if ! flock -n 9; then
   kill -TERM -- "-$(cat pid)"

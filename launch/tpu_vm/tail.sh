@@ -1,5 +1,6 @@
-# Print the log until the job ends: from first_line on, or the last lines of it. The other of the two is left out.
-# Given: name of the directory; first_line or last_lines.
+# Print the log until the job ends, either from a given line on or from the last few lines on.
+#
+# Placeholders: name, that of the directory; first_line or last_lines. The line of the other one is left out.
 
 cd "$HOME/@{name}" || exit
 lines=$(wc -l <log)

@@ -175,6 +175,7 @@ class DashboardApp:
 
     def _respond(self, environ: WSGIEnvironment) -> Response:
         no_store = ("Cache-Control", "no-store")
+        # A page of another site could reach this server by a name of its own (DNS rebinding).
         if not self.access.accepts_host(environ.get("HTTP_HOST", "")):
             return Response(http.HTTPStatus.MISDIRECTED_REQUEST, headers=(no_store,))
         if environ["REQUEST_METHOD"] not in _METHODS:
@@ -194,6 +195,7 @@ class DashboardApp:
             name, _, value = part.strip().partition("=")
             if name == COOKIE:
                 tokens.append(value)
+        # Checked before the path, so that a stranger learns nothing of which runs exist.
         if not self.access.accepts_tokens(tokens):
             return Response(http.HTTPStatus.UNAUTHORIZED, headers=(("WWW-Authenticate", "Bearer"), no_store))
 

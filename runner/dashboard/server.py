@@ -123,12 +123,14 @@ class SharedReader:
                 self._changed.wait_for(lambda: self._wanted)
             began = time.monotonic()
             self.read_wanted()
+            # The rest grows with the work, so reading takes a fifth of one core at most, however many runs there are.
             time.sleep(max(REST_SECONDS_MIN, REST_TIMES * (time.monotonic() - began)))
 
     def read_wanted(self) -> None:
         """Read once what has been requested by now."""
         with self._changed:
             wanted, self._wanted = self._wanted, set()
+            # What nobody has requested for a while is dropped, which bounds the memory by the number of viewers.
             oldest = time.monotonic() - KEEP_SECONDS
             self._cache = {name: cached for name, cached in self._cache.items() if cached.when > oldest}
         # Reading happens outside of the lock, so requests for other pages are served meanwhile.
@@ -159,6 +161,7 @@ class RunSummary:
 
     def is_current(self, signature: Signature | None, now: float) -> bool:
         """Return True if a run whose files now have this signature need not be read again."""
+        # In a bucket each look at a file is a request, so there age decides.
         if signature is None:
             return now - self.when < BUCKET_SECONDS
         return signature == self.signature and not (self.is_living and now - self.when >= LIVING_SECONDS)
@@ -233,6 +236,7 @@ class PageData:
         stale.sort(key=lambda run: self._summaries[run.id].when if run.id in self._summaries else 0.0)
         with ThreadPoolExecutor(_NUM_THREADS_PER_TABLE if self._root.root is None else 1) as pool:
             for start in range(0, len(stale), _NUM_THREADS_PER_TABLE):
+                # A large root is read over several rounds, and the page shows what is known so far.
                 if time.monotonic() - began > ROUND_SECONDS:
                     break
                 some = stale[start : start + _NUM_THREADS_PER_TABLE]
@@ -249,6 +253,7 @@ class PageData:
         history = _try_reading(reader.read)
         if isinstance(history, str):
             line = {"id": run.id, "name": _make_title(run), "state": history, "kind": "bad", "trend": []}
+            # A run that cannot be read counts as living, so that it is tried again.
             return RunSummary(line, time.monotonic(), signature, is_living=True, reader=None)
         is_living = history.state in (RunState.RUNNING, RunState.STALLED)
         line = _build_line(run, history)
@@ -298,6 +303,7 @@ def serve(root: Store, host: str, port: int, token: str | None) -> None:
     watcher = SharedReader(PageData(root).read)
     access = make_access_policy(host, token)
     try:
+        # The limits bound memory and threads, whatever clients send.
         server = waitress.create_server(
             DashboardApp(access, watcher.get_data),
             host=host,

@@ -18,7 +18,7 @@ from runner.job import RestoreableJob
 from runner.plan import checks, report
 from runner.plan.checks import Findings
 from runner.plan.figures import Section, format_amount, format_sections, report_progress, sections_to_json
-from runner.plan.forecast.sources import find_largest_arrays
+from runner.plan.forecast.module import find_largest_arrays
 from runner.plan.mesh import MeshWarning
 from runner.plan.profile import (
     forecast_program,

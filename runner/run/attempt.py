@@ -292,6 +292,7 @@ class Attempt:
     def end(self, code: int) -> None:
         """Record the exit code of this process, and give uploads and notifications some seconds. Any thread."""
         self.progress.clock.end(code)
+        # Uploads come first: they hold the record of the end, which notifications only point at.
         self.background_writer.drain(DRAIN_SECONDS)
         self.notifier.drain(DRAIN_SECONDS)
 

@@ -42,6 +42,8 @@ class Fence:
         claim_id = uuid.uuid4().hex
         record = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "id": claim_id}
         while True:
+            # Creating the file is atomic and fails if it exists: of two attempts one gets the number, the other tries
+            # the next.
             number = self.find_newest() + 1
             try:
                 create_file(self._store, f"{_ATTEMPTS}/{number}", encode_json(record))

@@ -155,6 +155,7 @@ def _find_problem(metrics: Any, before: Row) -> str | None:
     for key, value in metrics.items():
         if not (isinstance(key, str) and _KEY.fullmatch(key)) or key.startswith(_RESERVED_PREFIXES):
             return f"it returns a metric named {key!r}, needs a key such as val/accuracy"
+        # One row holds the metrics of all evaluators, so a key belongs to one of them.
         if key in before:
             return f"it returns {key}, which another evaluator has returned"
         if not _is_metric(value):
@@ -349,6 +350,7 @@ class Validation:
         if hosts.is_main and reason and name not in self._warned:
             self._warned.add(name)
             warn(f"{name}: bits per byte are not known: {reason}")
+        # Process 0 decides and all learn, so that rows of all hosts stay equal.
         known: int | None = hosts.agree(None if reason else size.num_bytes)
         return known
 
@@ -361,6 +363,7 @@ class Validation:
                 return None
             # Queue at most one batch ahead of the device, so that a stop need not wait for a whole queued evaluation.
             jax.block_until_ready(loss_sum)
+            # The sums stay on the device; only the wait above and the end of the set need the host.
             loss, count, meta = self.compiled(state, validation_set.batch(index))
             loss_sum, token_count = loss_sum + loss, token_count + count
             if SUMS in meta:
@@ -380,6 +383,7 @@ class EmaValidation:
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
         """Return the metrics of `Validation` by keys of this average, such as `val/ema_0.999/loss`."""
+        # Averages are kept in float32; the compiled step takes the dtype of the parameters.
         averages = cast_like(weights[EMA][self._decay], weights[PARAMS])
         metrics = self._validation.evaluate({**weights, PARAMS: averages}, step, hosts)
         if metrics is None:

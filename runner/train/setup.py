@@ -101,6 +101,7 @@ class TrainSetup:
         state = train_state.restart_averages(state)
         if not self.auxiliary_states:
             return state
+        # Jitted with the shardings of the state, so that no leaf is ever whole on one device.
         begin = jax.jit(
             lambda params: make_strongly_typed(init_auxiliary(self.auxiliary_states, params)),
             out_shardings=train_state.get_shardings(self.abstract_state.riders),
@@ -190,6 +191,7 @@ def build_train_setup(
     shapes, shardings = nn.unbox(boxed), train_state.compute_variable_shardings(boxed, mesh, rules)
     if sharded_init is not train_state.sharded_init:
         shapes, shardings = _trace_sharded_init(init_sharded, key, mesh, rules)
+        # Rules, parameter groups and checkpoints go by name, so the two must agree.
         if _list_names(shapes) != _list_names(nn.unbox(boxed)):
             raise InvalidError(
                 "sharded_init returns other parameters or variables than the model, by their names; return those of "
@@ -199,6 +201,7 @@ def build_train_setup(
     # 2. The trained parameters (those of an adapter, if there is one), and their optimizer.
     trained = boxed[PARAMS] if adapter is None else make_abstract_adapter(boxed[PARAMS], adapter)
     merge = None if adapter is None else make_merge(adapter, compute)
+    # Only what is trained has optimizer state; the frozen base of an adapter has none.
     optimizer = update_in_float32(make_optimizer(describe_parameters(trained)))
     if adapter is not None:
         shapes = combine_with_base(shapes, nn.unbox(trained))

@@ -22,16 +22,16 @@ step_options=(--label --kill-on-bad-exit=0 --wait=120)
 max_restarts=7
 
 export PYTHONUNBUFFERED=1
-# So that the time in the queue is counted: of the first start or, in a job that was queued again, since then.
+# The time in the queue counts too: before the first start or, after a requeue, since that.
 submit_time=$(timeout 20 squeue --noheader --states=all --format=%V --jobs="$SLURM_JOB_ID")
 RUNNER_SUBMITTED=$([[ -z $submit_time ]] || date --date="$submit_time" +%s)
 export RUNNER_SUBMITTED
 restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76
 [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file"
 
-# What runs on each node. srun ends with the largest code of its tasks, so the codes are ordered by what they tell:
-# a failure (202) and an invalid job (201), which only a person can mend, above 76, 75 and 0. A process that was killed
-# is one to start again. SLURM signals this shell together with the command, and it has to outlive it.
+# Program of each node. srun ends with the largest code of its tasks, so the codes are ordered by what they say: a
+# failure (202) and an invalid job (201), which only a person can fix, rank above 76, 75 and 0. A process that was
+# killed is started again. SLURM signals this shell together with the command, which the shell has to outlive.
 run_task='
 trap : TERM HUP USR1 USR2
 "$@"

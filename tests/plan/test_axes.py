@@ -24,7 +24,7 @@ from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
 from runner.plan.forecast.collectives import Collective, find_collectives
 from runner.plan.forecast.hlo import get_output_shape, iter_instructions, parse_shape_sizes
-from runner.plan.forecast.sources import find_largest_arrays
+from runner.plan.forecast.module import find_largest_arrays
 from runner.plan.prediction import ParameterPayload, predict_collectives, predict_ordered_collectives, sum_sent_bytes
 from runner.plan.program import TargetMachine, compute_sent_bytes, open_machine
 from runner.train.compile import list_batch_layouts

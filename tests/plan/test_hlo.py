@@ -3,7 +3,7 @@
 import pytest
 
 from runner.plan.forecast.collectives import Collective, find_collectives
-from runner.plan.forecast.sources import Buffer, find_largest_arrays
+from runner.plan.forecast.module import Buffer, find_largest_arrays
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 AXES = tuple(MESH)

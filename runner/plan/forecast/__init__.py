@@ -19,8 +19,7 @@ Rules of the count:
 5. An op without an estimate counts by its roofline at both ends of the range.
 
 - `hlo`: parser of HLO text: instructions, shapes, calls and loop trip counts
-- `module`: instructions of a module by computation, in scheduled order
-- `sources`: source lines of ops, and the largest arrays of a module
+- `module`: instructions of a module by computation, in scheduled order; their source lines; its largest arrays
 - `collectives`: collectives with their mesh axes, sizes and run counts
 - `cost`: matmul FLOPs, HBM traffic and roofline of an op
 - `schedule`: simulation of the schedule with its asynchronous transfers

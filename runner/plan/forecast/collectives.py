@@ -18,7 +18,7 @@ from runner.plan.forecast.hlo import (
     parse_program,
     parse_shape_sizes,
 )
-from runner.plan.forecast.sources import parse_sources
+from runner.plan.forecast.module import parse_sources
 
 # `[2,4]<=[4,2]T(1,0)`
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")

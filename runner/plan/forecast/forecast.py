@@ -23,7 +23,7 @@ from runner.plan.forecast.cost import (
 )
 from runner.plan.forecast.hlo import parse_op_name
 from runner.plan.forecast.memory import LiveMemory, compute_live_memory
-from runner.plan.forecast.module import HloModule, Op, load_module
+from runner.plan.forecast.module import HloModule, Op, StackFrame, find_source_line, load_module, parse_sources
 from runner.plan.forecast.schedule import (
     COPIES,
     OpKey,
@@ -33,7 +33,6 @@ from runner.plan.forecast.schedule import (
     find_transfers,
     simulate_schedule,
 )
-from runner.plan.forecast.sources import StackFrame, find_source_line, parse_sources
 
 MATMULS, ATTENTION, ELEMENTWISE = "matmuls", "attention", "elementwise and reductions"
 ACTIVATIONS, LAYOUT, GATHERS = "saving and reading slices", "layout changes", "gathers and scatters"

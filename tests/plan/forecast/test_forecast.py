@@ -3,7 +3,7 @@
 import pytest
 
 from runner.plan.forecast import OpTime, compute_forecast
-from runner.plan.forecast.sources import find_source_line, parse_sources
+from runner.plan.forecast.module import find_source_line, parse_sources
 from tests.plan.forecast.text import MESH, computation, module, rates
 
 FILES = (
