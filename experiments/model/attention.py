@@ -113,6 +113,7 @@ def causal_attention(
         InvalidError: sizes or options that no implementation supports.
     """
     _validate(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, window, softcap)
+    # Such a window masks nothing, and without one more implementations can be selected.
     if window is not None and window >= q_BxTxNxH.shape[1]:
         window = None
     options: AttentionOptions = {"window": window, "softcap": softcap, "scale": scale}
@@ -125,12 +126,14 @@ def causal_attention(
     arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
     if rotating is not None:
         return rotating.attend(*arrays, rotation=rotation, **options)
+    # With positions on several devices the choice is another one: ring or all-gather.
     layout = make_sequence_layout(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, **options)
     if layout is not None:
         attend = sharded_attention
         if layout.has_kernel:
             attend = import_for_tpu("experiments.model.context_splash").sharded_splash_attention
         return cast(jax.Array, attend(layout, *arrays))
+    # All of them are traced, but only the one of the platform that the program is lowered for is compiled.
     implementations = {
         name: functools.partial(select_implementation(name, arrays, softcap).attend, **options)
         for name in IMPLEMENTATIONS
@@ -205,6 +208,7 @@ def blocked_attention(
     which is faster than writing them out and reading them back in a scan over layers.
     """
     T = q_BxTxNxH.shape[1]
+    # More blocks skip more of the square, but are smaller matmuls and a larger program.
     block_tokens = max(MIN_BLOCK_TOKENS, -(-T // MAX_BLOCKS))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -213,6 +217,7 @@ def blocked_attention(
         blocks = []
         for start in range(0, T, block_tokens):
             stop = min(start + block_tokens, T)
+            # Keys to the left of the first query's window are seen by no query of the block.
             first = 0 if window is None else max(0, start - window + 1)
             mask = _causal_mask(jnp.arange(start, stop)[:, None], jnp.arange(first, stop), window)
             for ids_BxT in arrays[3:]:
@@ -243,6 +248,7 @@ def _attend(
     if softcap is not None:
         scores_BxNxQxS = softcap * jnp.tanh(scores_BxNxQxS / softcap)
     scores_BxNxQxS = jnp.where(mask, scores_BxNxQxS, -jnp.inf)
+    # In float32, since bfloat16 has too few digits for a sum over thousands of keys.
     weights_BxNxQxS = jax.nn.softmax(scores_BxNxQxS, axis=-1).astype(v_BxKxSxW.dtype)
     out = jnp.einsum("bkrs,bksw->bkrw", weights_BxNxQxS.reshape(*grouped, -1), v_BxKxSxW)
     return out.reshape(B, N, Q, -1)

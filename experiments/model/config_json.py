@@ -55,6 +55,7 @@ def parse_config_json(config: Mapping[str, Any]) -> DecoderConfig:
             "norm_epsilon": config.get("rms_norm_eps", family.epsilon),
             "tied_embedding": config.get("tie_word_embeddings", family.is_tied),
         }
+        # The family comes last, since it may replace a common key by its own meaning of it.
         return DecoderConfig(**common | family.read(config))
     except KeyError as error:
         raise InvalidError(f"{error.args[0]}: is missing from config.json") from None
@@ -117,6 +118,7 @@ def _read_scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> Json |
         return None
     if kind == "linear":
         return {"name": "linear", "factor": given["factor"]}
+    # Files that leave it out mean the positions of the model as it was trained.
     original = given.get("original_max_position_embeddings", config.get("max_position_embeddings"))
     if kind == "llama3":
         factors = {"low_frequency_factor": given["low_freq_factor"], "high_frequency_factor": given["high_freq_factor"]}
@@ -172,6 +174,7 @@ def _read_windows(config: Mapping[str, Any], default: Callable[[int], LayerKind]
 
 def _find_pattern(kinds: list[LayerKind]) -> list[LayerKind]:
     """Return the shortest pattern that repeats to these layers."""
+    # The shortest pattern compiles fastest, because layers are looped over by repetitions of it.
     lengths = range(1, len(kinds) + 1)
     return next(kinds[:n] for n in lengths if all(kind == kinds[layer % n] for layer, kind in enumerate(kinds)))
 
@@ -355,6 +358,7 @@ def _read_qwen3_moe(config: Mapping[str, Any]) -> Json:
         raise InvalidError("moe.dense_layers: layers without experts must be the first ones in this decoder")
     width = config.get("moe_intermediate_size", 768)
     keys = _read_experts(config, 128, 8, config.get("norm_topk_prob", False))
+    # Without dense layers `mlp_width` is the width of an expert, and no second width is needed.
     if not dense:
         return _read_qwen3(config) | keys | {"mlp_width": width}
     return _read_qwen3(config) | {"moe": keys["moe"] | {"dense_layers": len(dense), "expert_width": width}}
@@ -397,6 +401,7 @@ def _write_deepseek(config: DecoderConfig) -> Json:
     written: Json = _write_activation(config) | _write_rope(config.rope) | biases
     if latent is not None:
         written |= {name: getattr(latent, key) for name, key in _LATENT_KEYS.items()}
+        # transformers computes the rotation from this key, and only these dimensions are rotated.
         written |= {"head_dim": latent.rotary_head_dim}
     # These families alone write the factor on scores as a part of the scaling: `mscale_all_dim`.
     if config.query_scale != "auto" and scaling is not None and scaling.factor > 1:

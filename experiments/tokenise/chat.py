@@ -86,6 +86,7 @@ def parse_dialogue(record: Any) -> ChatRecord | str:
     """
     if not isinstance(record, dict):
         return "is not a JSON object with messages, or a prompt and a completion"
+    # Other keys, such as ids and sources of data sets, are ignored.
     found = [key for key in FORMS if key in record]
     if found == ["messages"]:
         return _parse_messages(record)
@@ -112,6 +113,7 @@ def _parse_messages(record: JsonObject) -> ChatRecord | str:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"message {place} is not an object with a role: {str(message)[:40]}"
         content = message.get("content")
+        # A message that only calls tools may have no content.
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             return f"the content of message {place} is not a string: {str(content)[:40]}"
     if tools is not None and not isinstance(tools, list):
@@ -217,6 +219,7 @@ class Renderer:
         self._process: subprocess.Popen[str] | None = None
         if template is None:
             return
+        # The process imports it; a missing package is reported here, where the error can name the extra.
         import_extra("jinja2", "chat")
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(_TEMPLATE_PROCESS)],
@@ -225,6 +228,7 @@ class Renderer:
             text=True,
             env={},
         )
+        # A template is a program of a stranger: it gets no environment, little time and memory, and no files.
         limits = {"seconds": RENDER_SECONDS, "memory_bytes": MEMORY_BYTES}
         response = self._request({"template": template.source, "names": template.names, **limits})
         if "error" in response:
@@ -258,6 +262,7 @@ class Renderer:
             return Dialogue(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
         response = self._request({"messages": record.messages, "tools": record.tools})
         if "error" in response:
+            # An attempt to break out ends the job, while a record that a template rejects is skipped like any bad line.
             if response["is_hostile"]:
                 raise DataError(f"the chat template is not rendered: {response['error']}")
             return f"the chat template refuses it: {response['error']}"
@@ -275,6 +280,7 @@ class Renderer:
             response: JsonObject = json.loads(self._process.stdout.readline())
         except (BrokenPipeError, ValueError) as error:
             code = self._process.wait()
+            # The kernel's timer ends the process by this signal, see `_limit_cpu` in `template_process.py`.
             if code == -signal.SIGPROF:
                 raise DataError(f"the chat template takes more than {RENDER_SECONDS:g} s for one dialogue") from error
             raise DataError(f"the chat template ends the process that renders it ({code})") from error
@@ -325,6 +331,7 @@ class ChatCounts(Protocol):
 def load_chat(config: ChatConfig) -> ChatReader:
     """Read and compile the template. Raises `DataError` if it cannot be used."""
     template = None if config.template is None else read_template(config.template)
+    # Compiled once here, so that a bad template is found before any data is read.
     Renderer(template).close()
     return ChatReader(template, config.max_tokens, config.longer == "cut")
 

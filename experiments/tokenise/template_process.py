@@ -73,6 +73,7 @@ def _compile(source: str) -> tuple[jinja2.Template, bool]:
     sandbox = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], cache_size=0
     )
+    # The text of a dialogue must be the same each time, and these two draw random numbers.
     del sandbox.globals["lipsum"], sandbox.filters["random"]
     sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = _raise_exception
@@ -101,6 +102,7 @@ def _remove_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
     text, spans, start = "", [], None
     for part in re.split(f"({_OPEN}|{_CLOSE})", rendered):
         if part == _OPEN:
+            # Marks of nested blocks are ignored: the outermost block is the completion.
             start = len(text) if start is None else start
         elif part == _CLOSE:
             if start is not None:
@@ -126,6 +128,7 @@ def _find_spans_by_prefix(render: Callable[..., str], messages: list[Any], text:
             continue
         prompt = render(messages[:place], add_generation_prompt=True)
         until = render(messages[: place + 1])
+        # Some templates, such as those that drop earlier reasoning, render a message by what follows it.
         if not (until.startswith(prompt) and text.startswith(until)):
             raise _InconsistentTemplateError(
                 f"it renders message {place + 1}, a completion, differently as the last message and within the "
@@ -178,6 +181,7 @@ def main() -> None:
         compiled.append(_compile(first["template"]))
         return {"has_generation": compiled[0][1]}
 
+    # Everything is imported by now; from here on no file can be opened, not even by a bug of the sandbox.
     _limit_resources(first["memory_bytes"])
     print(json.dumps(_respond(compile_template, seconds)), flush=True)
     for line in sys.stdin if compiled else ():

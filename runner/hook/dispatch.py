@@ -78,6 +78,7 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
     except (Exception, SystemExit) as error:  # a user's hook may raise anything
         if isinstance(error, jax.errors.JaxRuntimeError) and moment.hosts.num_processes > 1:
             raise  # a collective broken by a lost peer, which the watchdog reports
+        # The last frame is in the hook's own code, which is what its author needs.
         frame = traceback.extract_tb(error.__traceback__)[-1]
         neutral = {"act": Act.GO_ON.value, "counters": None, "reason": ""}
         return neutral, f"{format_error(error)} (at {frame.filename}:{frame.lineno})"
@@ -135,6 +136,7 @@ class HookCaller:
         hosts, progress = self.attempt.hosts, self.attempt.progress
         began_seconds = time.monotonic()
         with progress.report_phase(Phase(f"hook {listed.name}.{method}", TimeBucket.EVALUATION)):
+            # Taken before the call: a hook that donates arrays could also remove them from the containers.
             leaves = jax.tree.leaves(moment.weights)
             returned, problem = call_hook(listed, method, moment)
             problem = DONATED if are_donated(leaves) else problem
@@ -243,6 +245,7 @@ class HookDispatcher:
         """Make the calls for `step` with a row that is the same on every host; returns the state with new counters."""
         if row.get("step") != step or self._report.is_evaluation_missing(row, step) or not self._hooks.listed:
             return state
+        # Reading waits for the device, which it has reached anyway: the row of this step is complete.
         before = self._read_state(state)
         after = self._get_verdicts("on_row", "row", before, state, step, row)
 

@@ -305,6 +305,7 @@ class HubRepository:
                 self._api.create_repo(self._name, private=not self._is_public, exist_ok=True)
             # The commit names its parent, so a concurrent push fails instead of mixing both exports.
             before = self._api.repo_info(self._name)
+            # Files of an earlier export are removed; any others belong to the owner of the repository.
             left = sorted(each.rfilename for each in before.siblings or [] if each.rfilename not in paths)
             operations = [self._hub.CommitOperationDelete(name) for name in left if is_export_file(name)]
             operations += [self._hub.CommitOperationAdd(name, path) for name, path in paths.items()]

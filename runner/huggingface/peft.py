@@ -159,5 +159,6 @@ def _build_modules(
         for number, (part, _, own_b) in enumerate(own):
             start = part.part[1] if part.part else 0
             b[start : start + own_b.shape[1], number * rank : (number + 1) * rank] = own_b.T
+        # Leaves that share a module become one adapter of their joint rank, block by block.
         a = np.concatenate([own_a.T for _, own_a, _ in own])
         yield _Module(tensor.removesuffix(_WEIGHT), a, b, len(own), not adapted[0].transpose)

@@ -79,6 +79,7 @@ def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> 
         if not dataset.validation:
             raise InvalidError(f"{run.store.url}: its spec keeps no validation set; name a source with --data")
         return select_run_data(dataset, job.config)
+    # Losses on ids of another tokenizer would be numbers without meaning.
     codec = load_codec_or_reason(token_source, data)
     try:
         run_codec: TextCodec | None = load_data_codec(data)
@@ -172,6 +173,7 @@ def _make_batch_layout(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLay
     train, num_shards = run.job.config.train, count_batch_shards(mesh)
     shard_examples = -(-train.global_batch_examples // num_shards)
     largest = shard_examples if train.micro_batch_examples == "auto" else int(train.micro_batch_examples)
+    # A micro-batch of the run fits its memory, and so does any smaller one.
     micro_batch = max(
         size for size in range(1, shard_examples + 1) if shard_examples % size == 0 and size <= max(1, largest)
     )
@@ -278,6 +280,7 @@ def follow(
             seen.add(step)
             yield from evaluator.evaluate(run.get_checkpoint(step), may_be_deleted=True)
         if not steps:
+            # Only now: checkpoints that were committed right before the result are evaluated first.
             if is_done:
                 return
             wait()

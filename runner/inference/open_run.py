@@ -131,6 +131,7 @@ def open_run(directory: str) -> ReadOnlyRun:
     document = read_document(store)
     spec = validate_spec(document)
     job_class = load_job_class(document, RestoreableJob)
+    # Other jobs have a state, but no model that could be applied to tokens.
     if not issubclass(job_class, BaseTrainer):
         raise InvalidError(f"{store.url}: its job {spec.job} trains no model of tokens; needs a run of a BaseTrainer")
     # Checkpoints are opened with the adapter merged into the weights, so the model must have none.
@@ -185,6 +186,7 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
             break
 
     model = job.model()
+    # The model itself is asked, because a custom one may ignore the vocabulary of the data.
     num_ids = infer_vocabulary_size(model, make_variables(abstract), length)
     if codec is not None and codec.tokenizer.vocabulary_size > num_ids:
         size = codec.tokenizer.vocabulary_size

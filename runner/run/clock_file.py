@@ -67,6 +67,7 @@ class ClockRecord:
     @property
     def is_process_alive(self) -> bool | None:
         """True if process 0 is alive, None if this machine cannot tell."""
+        # Ids of processes mean nothing on another machine, or after a reboot of this one.
         if not self.machine or self.machine != read_machine_id() or self.created is None:
             return None
         return read_creation_ticks(self.pid) == self.created
@@ -96,6 +97,7 @@ def encode_header(clock: Clock) -> bytes:
         "created": read_creation_ticks(os.getpid()),
         "buckets": [bucket.value for bucket in COUNTED_BUCKETS],
     }
+    # Of fixed size, so that slots have fixed places; and a line, so that a person can read it with `head`.
     return json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n"
 
 
@@ -105,6 +107,7 @@ def encode_slot(number: int, reading: ClockReading) -> bytes:
     content = _SLOT.pack(
         number, reading.time, reading.step, reading.since, reading.bucket.index, code, *reading.seconds
     )
+    # A power cut may leave a part of a slot; the checksum tells, and the other slots remain.
     return _CHECKSUM.pack(zlib.crc32(content)) + content
 
 
@@ -153,6 +156,7 @@ class _LocalClockFile:
         path = store.root / name
         path.unlink(missing_ok=True)  # Attempts count from 1 again if their claims were deleted.
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        # The file gets its size now, so that a reader finds every slot, and a write never changes the length.
         os.ftruncate(self._file, HEADER_BYTES + NUM_SLOTS * (_CHECKSUM.size + _SLOT.size))
         os.pwrite(self._file, header, 0)
         self._numbers, self._places = itertools.count(), itertools.cycle(range(NUM_SLOTS - 1))

@@ -87,12 +87,14 @@ class CompileCache:
         """Make JAX use this cache. Called on every process before anything is compiled."""
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
+        # A user who has set up JAX's own cache keeps it.
         if os.environ.get(_ENVIRONMENT):
             return
         jax.config.update("jax_compilation_cache_dir", str(self._path))
         if self._shared is not None:
             # XLA's own caches are on this host, and their path would be part of every key.
             jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+        # JAX has no public way to plug in a cache of one's own.
         compilation_cache.get_file_cache = lambda path: (self, path)  # type: ignore[assignment,return-value]
         write, state = compiler._cache_write, distributed.global_state
 
@@ -173,6 +175,7 @@ class CompileCache:
 
     def _publish(self, shared: Store, raise_if_fenced: Callable[[], None], process: int) -> None:
         """Publish programs, and prune once. Runs on the publisher's thread until `close`."""
+        # By then a job has compiled what it needs, so that an entry it has not used belongs to an earlier version.
         prune_at, has_warned = time.monotonic() + _PRUNE_SECONDS, False
         while True:
             self._wait(max(prune_at - time.monotonic(), 0.0), until_used=True)
@@ -204,6 +207,7 @@ class CompileCache:
             self._changed.wait_for(lambda: self._is_closing or (until_used and self._unpublished), seconds)
 
     def _publish_missing(self, shared: Store, process: int) -> None:
+        # Listed anew, because another process may have published the same program meanwhile.
         present = _list_entries(shared)
         for key in sorted(self._unpublished):
             program = self._read_host(key)
@@ -232,6 +236,7 @@ def _list_entries(shared: Store) -> dict[str, list[str]]:
     """Return the names of entries in the run's directory by key, each key's in the order of the processes."""
     found: dict[str, list[str]] = {}
     matches = filter(None, map(_NAME.fullmatch, shared.list_names(_DIRECTORY)))
+    # Every host tries the entries in the same order, so that all of them run the same program.
     for match in sorted(matches, key=lambda match: int(match[1])):
         found.setdefault(match[2], []).append(f"{_DIRECTORY}/{match[0]}")
     return found
@@ -247,6 +252,7 @@ def _unseal(key: str, content: bytes) -> bytes | None:
 
 
 def _compute_digest(key: str, program: bytes) -> bytes:
+    # The key is part of the digest: an entry that was renamed does not fit another program.
     digest = hashlib.sha256(key.encode())
     digest.update(program)
     return digest.digest()

@@ -95,6 +95,7 @@ class LogFile(logging.Handler):
             record = self._records.get()
             appender.handle(record)
             self._records.task_done()
+            # A warning may be the last line before the process is lost, so it is uploaded sooner.
             wait_seconds = UPLOAD_SECONDS if record.levelno < logging.WARNING else _UPLOAD_AFTER_WARNING_SECONDS
             is_due = time.monotonic() - self._last_upload_seconds >= wait_seconds
             if self._background_writer is not None and is_due:

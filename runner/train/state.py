@@ -141,6 +141,7 @@ def sum_statistics(meta: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
 
     def add(leaf: Any) -> jax.Array:
         is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        # Narrow types would overflow or round when many micro-batches are added.
         wide = jnp.asarray(leaf, jnp.float32 if is_float else jnp.int32)
         return wide if num_steps == 1 else jnp.sum(wide, axis=0)
 
@@ -161,6 +162,7 @@ def _fit_sharding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Na
         # fsdp shards what the other axes have left, so its divisibility is that of the sizes per shard.
         fitting = [index for index, size in enumerate(sizes) if size % mesh.shape["fsdp"] == 0]
         if fitting:
+            # The largest dimension, so that shards stay large and the same rule fits every parameter.
             largest = max(fitting, key=lambda index: sizes[index])
             mesh_axes[largest] = (*mesh_axes[largest], "fsdp")
     return NamedSharding(mesh, PartitionSpec(*mesh_axes))
@@ -309,6 +311,7 @@ def make_state_from_variables(
 def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> TrainState:
     """Return the state at step 0, each leaf created in the sharding of `abstract`. Called on every host."""
     with use_sharding_rules(mesh):
+        # One program makes the whole state, so no leaf exists unsharded on any device.
         return jax.jit(lambda key: make_strongly_typed(make(key)), out_shardings=get_shardings(abstract))(key)
 
 
