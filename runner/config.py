@@ -145,6 +145,7 @@ class DataConfig(TokenSource):
         names = [source.name for source in self.mixture]
         if duplicates := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"mixture names {duplicates[0]} twice; give each source a name of its own")
+        # All of these names stand in keys of metrics, so they must differ.
         taken = {*names, "train", "validation"}
         for name in self.validation:
             if name in taken or not re.fullmatch(SOURCE_NAME, name):
@@ -156,6 +157,7 @@ class DataConfig(TokenSource):
             raise ValueError(f"mixture has a source named {min(reserved)}, the name of a split; use another name")
         fields = type(self).model_fields
         given = [key for key in TokenSource.model_fields if getattr(self, key) != fields[key].default]
+        # Keys of a single source beside a mixture would be read by nobody.
         if self.mixture and given:
             raise ValueError(f"got both {given[0]} and mixture; move {given[0]} into the sources of the mixture")
         if self.tokenizer == "characters" and (self.mixture or self.validation):
@@ -454,6 +456,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         train = self.train.model_copy(update={"total_epochs": None, "total_steps": steps})
         resolved = self.model_copy(update={"train": train})
         try:
+            # Validated only now, because warm-up and decay are compared with the steps that the epochs give.
             resolved._validate_schedule()
         except ValueError as error:
             raise InvalidError(f"{num_examples:,} examples an epoch: {error}") from error
@@ -475,6 +478,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
         The total is free too if no learning rate depends on it.
         """
+        # What only looks at the run, or changes results by rounding, may change while it runs.
         free = {"eval", "metrics", "memory", "ema.evaluate"}
         free |= {"data.validation", "data.cache_bytes", "data.mixture.max_epochs"}
         # With same_bits_devices the micro-batch determines the order of sums, and so the bits.
@@ -523,6 +527,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     @model_validator(mode="after")
     def _validate_sections_together(self) -> "TrainerConfig[ModelConfigType]":
         tokens = self.train.total_tokens
+        # Such a budget is rounded up to one step, far more than was asked for.
         if tokens is not None and tokens < self.tokens_per_step:
             batch, length = self.train.global_batch_examples, self.data.sequence_length
             step = f"{batch} examples x {length} tokens = {self.tokens_per_step}"
@@ -541,6 +546,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             )
         chunk, length = self.memory.loss_chunk_positions, self.data.sequence_length
         if chunk is not None and length % chunk:
+            # The message names the nearest divisor on either side.
             divisors = [size for size in range(1, length + 1) if length % size == 0]
             below, above = divisors[bisect(divisors, chunk) - 1], divisors[bisect(divisors, chunk) :][:1]
             raise ValueError(

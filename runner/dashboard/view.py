@@ -204,6 +204,7 @@ def _build_goodput(
         first_step = _compute_first_step_time(attempt)
         for moment, more in ((first_step, 0.0), (attempt.ended, attempt.seconds.get(TimeBucket.STEPS, 0.0))):
             good += more
+            # At the very beginning there is no time that a share could be of.
             if began is not None and moment > began:
                 found.append((round(moment, 2), round_value(min(good / (moment - began), 1.0))))
     return found[-2 * attempts_max :]

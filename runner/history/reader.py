@@ -72,6 +72,7 @@ class HistoryReader:
         self._unread = []
         no_names: list[str] = []
         children = self._try(lambda: store.list_names(CHECKPOINTS), no_names)
+        # Checkpoints are listed before the ledger is read: one that is committed in between has its commit event there.
         steps = sorted(step for step in map(parse_number, children) if step is not None)
         names = sorted(name for name in children if parse_number(name) is None and not name.startswith("."))
         ledger = self._try(lambda: self._ledger_reader.read(set(steps)), LedgerSummary())
@@ -79,6 +80,7 @@ class HistoryReader:
         if not timelines:
             raise InvalidError(f"{store.url}: no run is here" + "".join(f"; {line}" for line in self._unread[:1]))
         sample: tuple[JsonObject, ...] = self._try(lambda: read_sample(store), ())
+        # Read without validation, since a later version of the runner may have written it.
         spec_content = self._try(lambda: store.read("spec.yaml"), b"")
         spec = self._try(lambda: yaml.load(spec_content, _YAML_LOADER), None)  # noqa: S506 - both are safe loaders
         spec = spec if isinstance(spec, dict) else {}
@@ -213,6 +215,7 @@ class HistoryReader:
     ) -> list[CheckpointRecord]:
         """Return the checkpoints of these steps and names."""
         records = []
+        # Reading manifests costs a request each, so only those of the newest checkpoints are read.
         for step in steps[:-SEEN_MAX]:
             commit = ledger.commits.get(step)
             known = (None, None, None) if commit is None else commit
@@ -234,6 +237,7 @@ class HistoryReader:
                 raise  # A bucket that does not answer says nothing about its content.
             return CheckpointRecord(name, parse_number(name), Verification.DAMAGED, problem=str(error))
         problem = None
+        # Sizes come with the listing; checksums would need every byte and are left to `checkpoints --verify`.
         for file, (size, _) in manifest.files.items():
             if sizes.get(file) != size:
                 problem = f"{file} is missing" if file not in sizes else f"{file} has {sizes[file]} bytes, needs {size}"
@@ -254,6 +258,7 @@ def _find_total_steps(timelines: Sequence[AttemptTimeline], spec: JsonObject) ->
     config = spec.get("config")
     sections = [config, config.get("train")] if isinstance(config, dict) else []
     known = [get_int(section, "total_steps") for section in sections if isinstance(section, dict)]
+    # A spec with `total_tokens` alone needs the job's class to compute the steps, which is not imported here.
     return next((found for found in known if found is not None), None)
 
 
@@ -264,6 +269,7 @@ def _compute_throughput(sample: Sequence[JsonObject], attempt: AttemptRecord, to
     seconds, tokens = (_compute_increase(newest, key) for key in ("perf/time", "train/tokens"))
     reported, mfu = get_float(row, "perf/tokens_per_second"), get_float(row, "perf/mfu")
     step_seconds, tokens_per_second = None, reported
+    # Differences of clock times include stalls between rows, which a person who waits for the run has to wait for too.
     if seconds:
         step_seconds = seconds / (newest[-1]["step"] - newest[0]["step"])
         tokens_per_second = tokens / seconds if tokens else reported

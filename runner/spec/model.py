@@ -75,6 +75,7 @@ class MeshConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _validate_autos(self) -> "MeshConfig":
+        # Two of them would leave the split of the devices undetermined.
         autos = [axis for axis, size in self if size == "auto"]
         if len(autos) > 1:
             raise ValueError(f"axes {', '.join(autos)} are auto, but only one may be; give the others a size")
@@ -205,6 +206,7 @@ class CheckpointConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _validate_intervals(self) -> "CheckpointConfig":
+        # A default is not a wish of the user, so only keys that were written count.
         given = {key for key in self.model_fields_set & {"every_steps", "every_minutes"} if getattr(self, key)}
         if self.every is not None and given:
             raise ValueError("every: auto chooses the interval; leave out every_steps and every_minutes")
@@ -241,6 +243,7 @@ class NotifyConfig(FrozenModel):
 
     @field_serializer("webhook")
     def _redact_url(self, webhook: str | None) -> str | None:
+        # The resolved spec lies in the run's directory, which more people can read than may post.
         return webhook if webhook is None or webhook.startswith("$") else REDACTED_URL
 
 
