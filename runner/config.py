@@ -50,7 +50,7 @@ class TokenSource(FrozenModel):
     options: dict[str, str | int | float | bool] = Field(
         default={},
         description="Keyword arguments of a custom source class; for MDS `column` (default `tokens`) and `dtype`, for "
-        "ArrayRecord `dtype`, the type of the ids.",
+        "ArrayRecord `dtype`, the type of the ids; for Parquet and Arrow `column` (default `input_ids`) and `mask`.",
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
         default=None,
@@ -59,8 +59,8 @@ class TokenSource(FrozenModel):
     )
     train_on: Literal["answers", "all"] | None = Field(
         default=None,
-        description="Tokens of a dialogue corpus that count in the loss: those of the answers (assistant tokens) or "
-        "all. Required for a dialogue corpus, unused otherwise.",
+        description="Tokens of dialogues that count in the loss: those of the answers (assistant tokens) or all. "
+        "Required for a corpus of dialogues, and for tables with a mask or labels; unused otherwise.",
     )
 
 

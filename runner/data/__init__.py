@@ -23,6 +23,7 @@ Importing the package imports jax and grain (half a second and more): do so when
 - `megatron`: Megatron's indexed token files
 - `array_record`: ArrayRecord files
 - `mds`: MosaicML's MDS
+- `tables`: Parquet and Arrow files of ids
 - `tokenizers`: byte, character, Hugging Face, sentencepiece and tiktoken tokenizers
 - `open_source`: from the keys of a spec to a `Source`; text files, tokenised once on each host
 - `dataset`: training stream and validation sets as examples by number

@@ -68,7 +68,7 @@ class CompletionMask:
 
     def __init__(self, parts: Sequence[TokenFile], digests: Sequence[str | None] = ()) -> None:
         """Make the mask of these files; `digests` are their CRC-32C on a disk."""
-        self._marks = _MarkFiles(parts, digests)
+        self._marks = _MarkFiles(parts, digests or [None] * len(parts))
         self.bytes_fetched_per_token = self._marks.bytes_fetched_per_token
 
     def read_weights(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
@@ -86,6 +86,10 @@ class CompletionMask:
                     "the file is not the one that the corpus was written with"
                 )
         return [marks.astype(np.float32) for marks in found]
+
+    def probe(self) -> str:
+        """Return a digest of a sample of the marks."""
+        return self._marks.probe()
 
     def check(self) -> None:
         """Raise `DataError` if a file has changed since the job started."""

@@ -32,6 +32,7 @@ from runner.data.source_files import (
     is_class_path,
     read_source_file,
 )
+from runner.data.tables import open_tables
 from runner.data.token_files import DocumentFiles, TokenSequence, open_token_files
 from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
 from runner.errors import DataError, InvalidError
@@ -51,7 +52,10 @@ FORMAT_OPENERS: Mapping[str, Callable[..., DocumentFiles]] = {
     "megatron": open_megatron,
     "mds": open_mds,
     "array_record": open_array_record,
+    "parquet": open_tables,
+    "arrow": open_tables,
 }
+TABLE_FORMATS = ("parquet", "arrow")  # their openers also take `train_on`
 
 
 @dataclass(frozen=True)
@@ -252,8 +256,10 @@ def open_source(
     else:
         files = find_source(token_source.source)
         if files.format:
-            _validate_unread_keys(token_source, f"is of {files.format}", "dtype", "train_on")
-            source = open_format(files, token_source.options, cache_directory, vocabulary_size, cache)
+            unread = ("dtype",) if files.format in TABLE_FORMATS else ("dtype", "train_on")
+            _validate_unread_keys(token_source, f"is of {files.format}", *unread)
+            train_on = token_source.train_on, default_train_on
+            source = open_format(files, token_source.options, cache_directory, vocabulary_size, cache, train_on)
         elif files.holds_tokens:
             _validate_unread_keys(token_source, "names token files", "options", "train_on")
             source = tokens = open_token_files(files, cache_directory, token_source.dtype, vocabulary_size, cache)
@@ -281,8 +287,9 @@ def open_format(
     cache_directory: Path,
     trusted_vocabulary_size: int | None = None,
     cache: CacheSettings | None = None,
+    train_on: tuple[TrainOn | None, TrainOn | None] = (None, None),
 ) -> DocumentFiles:
-    """Open token files in another tool's format (Megatron, MDS or ArrayRecord), as resolved by `find_source`.
+    """Open token files in another tool's format, as resolved by `find_source`.
 
     Args:
         source: files, whose `format` is set.
@@ -291,6 +298,7 @@ def open_format(
         trusted_vocabulary_size: vocabulary of the model, if the spec names it. Each id is then checked when it is read,
             and a long source is not scanned in advance.
         cache: cache of byte ranges of objects in a bucket; by default nothing is cached.
+        train_on: tokens that count in the loss by the spec, and by default, for the formats that may say it.
 
     Raises:
         DataError: the content is of another format, or the options do not fit.
@@ -300,9 +308,8 @@ def open_format(
     opener = FORMAT_OPENERS[source.format]
     try:
         # Options are bound before the call, so that a TypeError inside an opener is not taken for bad options.
-        bound = inspect.signature(opener).bind(
-            source.files, reader, cache_directory, trusted_vocabulary_size, **options
-        )
+        given = (source.files, reader, cache_directory, trusted_vocabulary_size)
+        bound = inspect.signature(opener).bind(*given, *(train_on if source.format in TABLE_FORMATS else ()), **options)
     except TypeError as error:
         raise DataError(f"data.source={source.name} is of {source.format}: data.options: {error}") from error
     return opener(*bound.args, **bound.kwargs)

@@ -34,7 +34,12 @@ TEXT_SUFFIXES = frozenset({
 # fmt: on
 
 # Formats of other tools that are recognised by file names. MDS, a directory, is recognised by its index.
-FORMATS = {"megatron": re.compile(r".\.idx$"), "array_record": re.compile(r".\.array_?record(-\d+-of-\d+)?$")}
+FORMATS = {
+    "megatron": re.compile(r".\.idx$"),
+    "array_record": re.compile(r".\.array_?record(-\d+-of-\d+)?$"),
+    "parquet": re.compile(r".\.parquet$"),
+    "arrow": re.compile(r".\.arrow$"),
+}
 
 # Installed packages are not the standard library, and generated files differ between machines of one version.
 _STDLIB_FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -106,7 +111,7 @@ class SourceFiles:
         name: name as in the spec, for messages.
         files: files in reading order; of MDS these are the indexes.
         holds_tokens: True for token ids, False for text.
-        format: `megatron`, `mds` or `array_record`; None for text, `.bin` and `.npy`.
+        format: `megatron`, `mds`, `array_record`, `parquet` or `arrow`; None for text, `.bin` and `.npy`.
     """
 
     name: str
@@ -232,8 +237,8 @@ def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
     if unknown:
         raise DataError(
             f"data.source={name}: {len(unknown)} of {len(paths)} files are of a kind that is not read, the first is "
-            f"{unknown[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy), or nothing but .idx or "
-            ".array_record"
+            f"{unknown[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy), or nothing but .idx, "
+            ".array_record, .parquet or .arrow"
         )
     num_token_files = sum(path.suffix in TOKEN_SUFFIXES for path in paths)
     if num_token_files not in (0, len(paths)):

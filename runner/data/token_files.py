@@ -86,6 +86,11 @@ class TokenFile:
         (content,) = self.reader.read([self.locate(start, stop)])
         return self.decode(content, start, stop)
 
+    @property
+    def label(self) -> str:
+        """Name of the file in messages."""
+        return str(self.file)
+
     def reopen(self, file: SourceFile) -> Self:
         """Return this part of the file in its present state."""
         return replace(self, file=file)
@@ -372,7 +377,7 @@ class TokenSequence:
         index = bisect.bisect_right(self._ends, position)
         part = self.parts[index]
         offset = position - (self._ends[index - 1] if index else 0)
-        return f"position {offset} of {'the text' if isinstance(part, np.ndarray) else part.file}"
+        return f"position {offset} of {'the text' if isinstance(part, np.ndarray) else part.label}"
 
     def probe(self) -> str:
         """Return a digest of the parts' sizes and dtypes, and of 1,024 evenly spaced 4 KiB blocks of ids.

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from runner.config import DataConfig
 from runner.data import Dataset, Source, load_dataset
@@ -81,6 +83,17 @@ def _answers(directory: Path) -> str:
     return str(write_corpus(directory, shards, vocabulary_size=1000, marks_of=is_third))
 
 
+def _tables(directory: Path) -> str:
+    """Two Parquet files of rows of ids with labels."""
+    random = np.random.default_rng(8)
+    directory.mkdir(parents=True)
+    for number in range(2):
+        rows = [random.integers(0, 1000, size).tolist() for size in random.zipf(1.4, 150).clip(1, 400)]
+        labels = [[token if token % 3 else -100 for token in row] for row in rows]
+        pq.write_table(pa.table({"input_ids": rows, "labels": labels}), directory / f"{number}.parquet")
+    return f"{directory}/*.parquet"
+
+
 def _corpus(directory: Path) -> str:
     sizes = np.random.default_rng(5).zipf(1.4, 300).clip(1, 400).tolist()
     shards = [sizes[:100], sizes[100:], [3]]
@@ -95,6 +108,7 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "corpus": lambda directory: {"source": _corpus(directory), "packing": "documents"},
     "documents": lambda directory: {"source": write_documents(directory / "text", 200, 2), "packing": "documents"},
     "answers": lambda directory: {"source": _answers(directory), "packing": "documents", "train_on": "answers"},
+    "tables": lambda directory: {"source": _tables(directory), "packing": "documents", "train_on": "answers"},
     "pad": lambda directory: {"source": write_documents(directory / "text", 80, 2), "packing": "pad"},
 }
 

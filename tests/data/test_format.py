@@ -467,7 +467,7 @@ def test_threads_read_the_same_at_once(root: Path, name: str) -> None:
 @pytest.mark.parametrize("extra", ["b.txt", "b.bin", "b.array_record"])
 def test_files_of_a_format_are_named_alone(root: Path, extra: str) -> None:
     (root / "megatron" / extra).write_text("text")
-    with pytest.raises(DataError, match=r"\d of \d+ files are of a kind .* or nothing but \.idx or \.array_record"):
+    with pytest.raises(DataError, match=r"\d of \d+ files are of a kind .* or nothing but \.idx, \.array_record,"):
         find_source(f"{root}/megatron/*")
 
 
