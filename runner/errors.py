@@ -32,6 +32,10 @@ class HookError(FailedError):
     """A hook raised an error, or returned a value that it may not return."""
 
 
+class PhaseError(FailedError, RuntimeError):
+    """A method of a job was called at a moment at which it cannot work, such as `save` before the job runs."""
+
+
 class StateError(FailedError):
     """The state has a form that could not be restored."""
 

@@ -11,6 +11,7 @@ The *trajectory* of a job is the sequence of its states. It is identified by the
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -24,10 +25,10 @@ from runner.checkpoint.restore import validate_checkpoints
 from runner.checkpoint.save import Checkpointer, SaveContents
 from runner.console import say
 from runner.distributed.agreement import Hosts
-from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, Clock, Progress, TimeBucket
+from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, STEP, Clock, Progress, TimeBucket
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
-from runner.errors import DivergedError, HookError, MiscountError, PreemptedError, StateError
+from runner.errors import DivergedError, HookError, InvalidError, MiscountError, PhaseError, PreemptedError, StateError
 from runner.huggingface.load import load_init_from, validate_init_from
 from runner.huggingface.mapping import Family
 from runner.run.attempt import (
@@ -100,6 +101,8 @@ class RestoreableJob:
         self.compile_cache = CompileCache(self.store if spec.shares_compiled_programs else None)
         self.state: Any = None
         self.step = 0
+        self._thread: int | None = None  # on which the job runs
+        self._has_ended = False
 
     # Methods for a subclass to override.
 
@@ -229,11 +232,12 @@ class RestoreableJob:
                     self.run()
                     with progress.report_phase(END):
                         self.finish()
-                except (DivergedError, HookError, MiscountError, StateError):
+                except (DivergedError, HookError, MiscountError, PhaseError, StateError):
                     # The job failed, but the save in progress is of an earlier, valid step: let it be committed.
                     self.checkpointer.wait_until_finished()
                     raise
                 finally:
+                    self._has_ended = True
                     clock.enter(TimeBucket.SHUTDOWN)
                     self.compile_cache.close(DRAIN_SECONDS)
 
@@ -250,6 +254,7 @@ class RestoreableJob:
 
     def claim_directory(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
         """Check everything that can be checked, then claim the next attempt, which fences every earlier one."""
+        self._thread, self._has_ended = threading.get_ident(), False
         # All checks come before the claim: a job that cannot start must not stop one that is running.
         self.setup(hosts)
         identity, abstract = compute_trajectory(self.spec, self.config), self.abstract_state()
@@ -346,7 +351,9 @@ class RestoreableJob:
 
         Raises:
             PreemptedError: the job was asked to stop; its state is saved and committed.
+            PhaseError: the job is not running.
         """
+        self.validate_running("save_or_stop")
         validate_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         self.attempt.progress.report_step(self.step)
         # `poll` gives every host the same answer at the same step, so all of them save and stop together.
@@ -371,13 +378,47 @@ class RestoreableJob:
 
         Raises:
             InvalidError: `suffix` cannot be the name of a checkpoint.
+            PhaseError: the job is not running.
         """
+        self.validate_running("save")
         validate_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
-        name = None if suffix is None else os.fspath(suffix)
+        name = None if suffix is None else _parse_name(suffix)
         self.state = self.checkpointer.save(self.state, self.step, self.make_save_contents(), SaveKind.REQUIRED, name)
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
-        """Replace state and step by those of `checkpoints/<suffix>`. Raises `ResumeError` if it is not good."""
-        found = self.checkpointer.load(os.fspath(suffix))
-        self.state, self.step = found.state, found.manifest.step
+        """Replace state and step by those of `checkpoints/<suffix>`; the run goes on from there. Called between steps.
+
+        The run is then one that was restored at this step: later checkpoints are moved to `quarantine/`, and later rows
+        are removed.
+
+        Raises:
+            InvalidError: no checkpoint can have that name.
+            ResumeError: the checkpoint is not good, or there is none.
+            PhaseError: the job is not running, or this is no moment between two steps of its thread.
+        """
+        self.validate_running("load")
+        if threading.get_ident() != self._thread or self.attempt.progress.phase != STEP:
+            phase = self.attempt.progress.phase.name if threading.get_ident() == self._thread else "the work of a thread"
+            raise PhaseError(f"{type(self).__name__}.load: it was called during {phase}; call it between two steps of run")
+        name, before = _parse_name(suffix), self.step
+        found = self.checkpointer.load(name)
+        self.state, self.step = self.checkpointer.go_back(found), found.manifest.step
+        self.report.resume(self.step, {}, found.manifest.carry)
+        self.attempt.record("load", self.step, name=name, before=before)
         self.attempt.progress.report_step(self.step)
+
+    def validate_running(self, method: str) -> None:
+        """Raise `PhaseError` if `method` is called before the state is restored or after the end of the job."""
+        if self._has_ended:
+            raise PhaseError(f"{type(self).__name__}.{method}: the job has ended; call it inside of run")
+        if "checkpointer" not in vars(self) or self.state is None:
+            raise PhaseError(
+                f"{type(self).__name__}.{method}: the job is not running yet; call the job, and {method} inside of run"
+            )
+
+
+def _parse_name(suffix: str | os.PathLike[str]) -> str:
+    """Return the name of a checkpoint. Raises `InvalidError` for what is neither a text nor a path."""
+    if not isinstance(suffix, str | os.PathLike):
+        raise InvalidError(f"a checkpoint cannot be called {suffix!r}: its name is a text, such as '5'")
+    return os.fspath(suffix)

@@ -9,7 +9,7 @@ change. They can read only `cls.config`, which differs between jobs because each
 """
 
 import functools
-import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -19,8 +19,9 @@ import optax
 
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
-from runner.data import Dataset, Prefetcher, get_batch_fields
+from runner.data import Dataset, SeekablePrefetcher, get_batch_fields
 from runner.distributed.agreement import Hosts
+from runner.errors import PhaseError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
@@ -231,8 +232,10 @@ class BaseTrainer(RestoreableJob):
     def batch(self, slice: str = "train", step: int | None = None) -> Batch:
         """Return the global (S, B, T) batch after `step` completed steps, by default those of this job.
 
-        `slice` is `train` or the name of a validation set. Raises `ValueError` for any other.
+        `slice` is `train` or the name of a validation set. Raises `ValueError` for any other, and `PhaseError` before
+        the job is compiled.
         """
+        self.validate_compiled("batch")
         return self.compiled.layout.batch(self.dataset, slice, self.step if step is None else step)
 
     def run(self) -> None:
@@ -240,16 +243,23 @@ class BaseTrainer(RestoreableJob):
         train_step, key, report = self.compiled.executable, self.train_setup.key, self.report
         with report.display(self.step):
             self.start_hooks()
-            with Prefetcher(self.batch("train", step) for step in itertools.count(self.step)) as batches:
+            with SeekablePrefetcher(functools.partial(self.batch, "train")) as batches:
                 while self.step < self.total_steps:
                     # The state is donated to the step. Nothing here waits for the device: the host runs ahead of it.
-                    self.state, loss, meta = train_step(self.state, self.attempt.progress.take_batch(batches), key)
+                    # Where `load` has set the step back, the batches follow it.
+                    following = batches.seek(self.step)
+                    self.state, loss, meta = train_step(self.state, self.attempt.progress.take_batch(following), key)
                     self.step += 1
                     report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
                         report.add_row(self.get_evaluated_weights(self.state), self.step)
                         self.call_hooks()
                     self.save_or_stop()
+
+    def load(self, suffix: str | os.PathLike[str]) -> None:
+        """Replace state and step by those of `checkpoints/<suffix>`, see `RestoreableJob.load`; batches follow."""
+        super().load(suffix)
+        self.state = self.hook_dispatcher.go_to(self.state, self.step)
 
     def start_hooks(self) -> None:
         """Call `on_start` of hooks; complete the evaluation and hook calls of this step if a stop interrupted them."""
@@ -297,6 +307,14 @@ class BaseTrainer(RestoreableJob):
         """Vocabulary size of the spec, or that of the data if the spec says `auto`."""
         return self.setup_builder.vocabulary_size
 
+    def validate_compiled(self, name: str) -> None:
+        """Raise `PhaseError` if the step is not compiled yet, which what is called `name` needs."""
+        if "compiled" not in vars(self):
+            raise PhaseError(
+                f"{type(self).__name__}.{name}: the job is not compiled yet; call the job, and {name} inside of run or "
+                "after it"
+            )
+
     @functools.cached_property
     def hook_dispatcher(self) -> HookDispatcher:
         """Dispatcher of the hooks in this attempt."""
@@ -320,6 +338,7 @@ class BaseTrainer(RestoreableJob):
     @property
     def validation(self) -> Validation:
         """Evaluator of the loss on each validation set, on `eval.batches` batches, or fewer if the set has fewer."""
+        self.validate_compiled("validation")
         return self.builtin_evaluators.validation
 
     @functools.cached_property
@@ -330,6 +349,7 @@ class BaseTrainer(RestoreableJob):
     @functools.cached_property
     def builtin_evaluators(self) -> BuiltinEvaluators:
         """Evaluators of the loss on the validation sets and of the tasks of `config.eval`. Iterate to get them."""
+        self.validate_compiled("evaluator")
         return BuiltinEvaluators(
             self.setup_builder,
             self.train_setup,

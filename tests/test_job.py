@@ -19,6 +19,7 @@ from runner.errors import (
     FencedError,
     InvalidError,
     MiscountError,
+    PhaseError,
     PreemptedError,
     RemovedError,
     ResumeError,
@@ -300,8 +301,30 @@ def test_loading_what_is_not_there_is_refused(tmp_path):
         def run(self):
             self.load("nothing")
 
-    with pytest.raises(ResumeError, match=r"nothing: .*never committed"):
+    with pytest.raises(ResumeError, match=r"nothing: .*never committed; the run has none"):
         counter(tmp_path, Lost)()
+
+
+@pytest.mark.parametrize("name", [*NAMES, 7, None, b"best", 7.0], ids=repr)
+def test_a_load_of_any_other_name_is_refused_in_one_line(tmp_path, name):
+    class Lost(Counter):
+        def run(self):
+            self.load(name)
+
+    with pytest.raises(InvalidError, match=r"cannot be called|never committed") as caught:
+        counter(tmp_path, Lost)()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["save", "load", "save_or_stop"])
+def test_a_job_that_does_not_run_says_so(tmp_path, call):
+    job = counter(tmp_path)
+    arguments = () if call == "save_or_stop" else ("name",)
+    with pytest.raises(PhaseError, match=rf"Counter\.{call}: the job is not running yet"):
+        getattr(job, call)(*arguments)
+    job()
+    with pytest.raises(PhaseError, match=rf"Counter\.{call}: the job has ended"):
+        getattr(job, call)(*arguments)
 
 
 class FullDisk(Counter):

@@ -22,10 +22,21 @@ from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.manifest import read_committed
 from runner.config import TrainerConfig
-from runner.data import Dataset, is_available, load_dataset, token_files
+from runner.data import Dataset, Prefetcher, is_available, load_dataset, token_files
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import DATA, SAVE
-from runner.errors import DataError, DivergedError, InvalidError, PreemptedError, SpecError, StateError
+from runner.distributed.preemption import StopNotice
+from runner.errors import (
+    DataError,
+    DivergedError,
+    HookError,
+    InvalidError,
+    PhaseError,
+    PreemptedError,
+    SpecError,
+    StateError,
+)
+from runner.hook import Observer
 from runner.optim.groups import Parameter
 from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
@@ -570,7 +581,7 @@ def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tm
     job = gpt(tmp_path / "run", Overwritten, **changes)
     phases = {
         place: note_phases(monkeypatch, job, holder, place)
-        for holder, place in ((trainer.Prefetcher, "__next__"), (Dataset, "check"))
+        for holder, place in ((Prefetcher, "__next__"), (Dataset, "check"))
     }
     with pytest.raises(DataError, match=r"tokens\.bin: changed since the job started") as caught:
         job()
@@ -610,30 +621,169 @@ def test_a_bad_id_among_many_ends_the_run_with_2_when_it_is_met(tmp_path, monkey
 # Saved, loaded, lost.
 
 
-class Naming(PretrainGPT):
-    """Saves under a name at step 3 and loads it once, at step 6."""
+class Loading(TrainLookup):
+    """Saves under a name at step 3 and loads a checkpoint once, at step 6."""
 
+    name = "three"
+    place = "save_or_stop"
     loaded = None
 
+    def act(self, place):
+        if place == self.place and self.step == 6 and self.loaded is None:
+            self.state = jax.tree.map(jnp.zeros_like, self.state)
+            self.load(self.name)
+            self.loaded = jax.device_get(self.state), self.step
+
     def save_or_stop(self):
-        if self.step == 3:
+        if self.step == 3 and self.loaded is None:
             self.kept = jax.device_get(self.state)
             self.save("three")
-        if self.step == 6 and self.loaded is None:
-            self.state, state = jax.tree.map(jnp.zeros_like, self.state), self.state
-            self.load("three")
-            self.loaded = jax.device_get(self.state), self.step
-            self.state, self.step = state, 6
+        self.act("save_or_stop")
         super().save_or_stop()
 
+    def call_hooks(self):
+        super().call_hooks()
+        self.act("call_hooks")
 
-def test_a_named_checkpoint_round_trips_and_is_no_step(tmp_path):
-    job = gpt(tmp_path / "run", Naming, **{"checkpoint.every_steps": 4, "checkpoint.keep_last": 1})
+    def evaluator(self):
+        return [*super().evaluator(), Acting(self)]
+
+    def batch(self, slice="train", step=None):
+        if slice == "train" and step == 6 and self.place == "batch":
+            self.load(self.name)
+        return super().batch(slice, step)
+
+
+class Acting:
+    """An evaluator that acts on its job."""
+
+    def __init__(self, job):
+        self.job = job
+
+    def evaluate(self, weights, step, hosts):
+        self.job.act("evaluate")
+        return {}
+
+
+class ActingHook(Observer):
+    """A hook that acts on its job."""
+
+    def on_row(self, moment):
+        self.job.act("on_row")
+
+
+LOADING = {"config.eval.every_steps": 2, "logging.every_steps": 2, "logging.tensorboard": True}
+LOADING["hooks"] = ["tests.support.hooked:Counts", "tests.support.hooked:Watcher"]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "changes", "step"),
+    [
+        ("three", "save_or_stop", {"checkpoint.every_steps": 100}, 3),
+        pytest.param("4", "save_or_stop", {"checkpoint.every_steps": 2}, 4, marks=pytest.mark.soak),
+        pytest.param(
+            *("three", "call_hooks", {"checkpoint.every_steps": 4, "checkpoint.keep_last": 1}, 3), marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_a_job_that_loads_goes_on_as_one_that_was_restored_there(name, place, changes, step, tmp_path):
+    plain = gpt(tmp_path / "plain", TrainLookup, **LOADING | changes)
+    plain()
+    job = gpt(tmp_path / "run", Loading, **LOADING | changes)
+    job.name, job.place = name, place
     job()
-    state, step = job.loaded
-    assert step == 3
-    assert leaves_equal(state, job.kept)
-    assert sorted(path.name for path in (job.store.root / "checkpoints").iterdir()) == ["8", "three"]
+    state, loaded_step = job.loaded
+    assert loaded_step == step
+    assert name != "three" or leaves_equal(state, job.kept)
+    assert trajectory(tmp_path / "run") == trajectory(tmp_path / "plain")
+    assert leaves_equal(job.state, plain.state)
+    assert "8" in os.listdir(tmp_path / "run" / "checkpoints")
+    (event,) = [each for each in read_log(job.store, "events") if each["event"] == "load"]
+    assert (event["step"], event["name"], event["before"]) == (step, name, 6)
+    # Observers, which keep nothing, are called again too; TensorBoard begins again with the rows that are left.
+    seen = [int(line.split()[-1]) for line in (tmp_path / "run" / "diary").read_text().splitlines() if "row" in line]
+    assert seen == [2, 4, 6, *range(step + 2 - step % 2, 9, 2)]
+
+
+@pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.soak)])
+def test_a_job_that_ends_after_a_load_is_resumed_from_what_it_has_loaded(kind, tmp_path):
+    changes = {"checkpoint.every_steps": 5, "checkpoint.keep_last": 1}
+    plain = gpt(tmp_path / "plain", TrainLookup, **LOADING | changes)
+    plain()
+
+    class Ending(Loading):
+        def save_or_stop(self):
+            super().save_or_stop()
+            if self.loaded and kind == "kill":
+                raise KeyboardInterrupt
+
+    job = gpt(tmp_path / "run", Ending, **LOADING | changes)
+    with pytest.raises(KeyboardInterrupt if kind == "kill" else PreemptedError):
+        job(stop=None if kind == "kill" else StopAfterLoad(job))
+    again = gpt(tmp_path / "run", TrainLookup, **LOADING | changes)
+    again()
+    (restored,) = [each for each in read_log(job.store, "events") if each["event"] == "restore"]
+    assert restored["step"] == 3
+    assert trajectory(tmp_path / "run") == trajectory(tmp_path / "plain")
+    assert leaves_equal(again.state, plain.state)
+
+
+class StopAfterLoad(StopNotice):
+    """A notice that comes when `job` has loaded."""
+
+    def __init__(self, job):
+        super().__init__()
+        self._job = job
+
+    def poll(self):
+        return self._job.loaded is not None
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("evaluate", "evaluation"),
+        pytest.param("on_row", "hook ActingHook.on_row", marks=pytest.mark.soak),
+        pytest.param("batch", "the work of a thread", marks=pytest.mark.soak),
+    ],
+)
+def test_a_load_that_is_not_between_two_steps_is_refused(place, words, tmp_path):
+    job = gpt(tmp_path / "run", Loading, **LOADING | {"hooks": [f"{__name__}:ActingHook"]})
+    job.place = place
+    with pytest.raises((PhaseError, HookError), match=f"load: it was called during {words}"):
+        job()
+
+
+PHASES = {
+    "before": (lambda job: None, "not (running|compiled) yet"),
+    "done": (lambda job: job(), "has ended"),
+    "stopped": (lambda job: stop_after(job, 2), "has ended"),
+}
+METHODS = {
+    "batch": lambda job: job.batch(),
+    "evaluator": lambda job: job.evaluator(),
+    "validation": lambda job: job.validation,
+    "save": lambda job: job.save("name"),
+    "load": lambda job: job.load("2"),
+    "save_or_stop": lambda job: job.save_or_stop(),
+}
+
+
+@pytest.mark.parametrize("phase", ["before", "done", pytest.param("stopped", marks=pytest.mark.soak)])
+def test_a_method_at_the_wrong_time_says_so(phase, tmp_path):
+    reach, words = PHASES[phase]
+    job = gpt(tmp_path / "run", TrainLookup)
+    reach(job)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    for name, call in METHODS.items():
+        if phase != "before" and name in ("batch", "evaluator", "validation"):
+            assert call(job)  # what needs no running job is still there
+            continue
+        with pytest.raises(PhaseError, match=f"TrainLookup.{name}: the job .*{words}") as caught:
+            call(job)
+        assert caught.value.exit_code == 1
+        assert "\n" not in str(caught.value)
+    assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
 @pytest.mark.soak

@@ -154,6 +154,13 @@ class Retention:
         self._metrics[manifest.step] = manifest.metric
         self._prune()
 
+    def forget_after(self, step: int) -> list[int]:
+        """Forget the steps beyond `step`, which is loaded again, and return them."""
+        later = sorted(other for other in self._metrics if other > step)
+        for other in later:
+            del self._metrics[other]
+        return later
+
     def _prune(self) -> None:
         for step in find_superfluous_steps(self._metrics, *self._rule):
             try:

@@ -57,6 +57,7 @@ from runner.storage import DiskError, Store, open_store, parse_number, read_log,
 Tier = Literal["durable", "fast"]
 AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # returns the reason why a job cannot continue
 QUARANTINE = "quarantine"
+_MAX_NAMES = 20  # of checkpoints in a message
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,9 @@ def load_checkpoint(attempt: Attempt, name: str, abstract: Any) -> RestoredState
     """
     found = _try_durable(attempt.hosts, attempt.store, name, abstract)
     if isinstance(found, RejectedCheckpoint):
-        raise ResumeError(f"{attempt.store.url}/{CHECKPOINTS}/{name}: {found.reason}")
+        names = sorted(attempt.store.list_names(CHECKPOINTS)) if attempt.hosts.is_main else []
+        has = ", ".join(attempt.hosts.agree(names)[:_MAX_NAMES]) or "none"
+        raise ResumeError(f"{attempt.store.url}/{CHECKPOINTS}/{name}: {found.reason}; the run has {has}")
     return found
 
 
@@ -279,21 +282,7 @@ def _set_aside(
     for other in rejected:
         attempt.fence.check()
         if other.tier == "durable" and other.was_committed:
-            # Attempts are numbered from 1 again if the files of earlier attempts were lost, so the name may be taken.
-            name = place = f"{other.step}.{attempt.number}"
-            taken, number = set(store.list_names(QUARANTINE)), 0
-            while place in taken:
-                number += 1
-                place = f"{name}.{number}"
-            source, target = f"{CHECKPOINTS}/{other.step}", f"{QUARANTINE}/{place}"
-            # A bucket moves file by file, so the manifest is moved first: a kill in between must not leave a manifest
-            # with some of its files, which the next restore would try again.
-            if store.root is None and store.exists(f"{source}/{MANIFEST}"):
-                store.write(f"{target}/{MANIFEST}", store.read(f"{source}/{MANIFEST}"))
-                store.remove(f"{source}/{MANIFEST}")
-            store.move_tree(source, target)
-            url = f"{store.url}/{target}"
-            attempt.events.append("quarantine", other.step, reason=other.reason, moved_to=url)
+            quarantine(attempt, other.step, other.reason)
         attempt.events.append("fallback", restored, rejected=other.step, reason=other.reason, tier=other.tier)
         warn(f"checkpoint {other.step} ({other.tier}) not restored: {other.reason}")
     # Uncommitted saves of earlier attempts must be retired before this attempt saves: a process of such an attempt may
@@ -301,6 +290,26 @@ def _set_aside(
     for step in list_steps(store):
         attempt.fence.check()
         retire_uncommitted(store, step, attempt.number)
+
+
+def quarantine(attempt: Attempt, step: int, reason: str) -> None:
+    """Move a committed step out of the run's checkpoints, into `quarantine/`. Process 0 only."""
+    attempt.fence.check()
+    store = attempt.store
+    # Attempts are numbered from 1 again if the files of earlier attempts were lost, so the name may be taken.
+    name = place = f"{step}.{attempt.number}"
+    taken, number = set(store.list_names(QUARANTINE)), 0
+    while place in taken:
+        number += 1
+        place = f"{name}.{number}"
+    source, target = f"{CHECKPOINTS}/{step}", f"{QUARANTINE}/{place}"
+    # A bucket moves file by file, so the manifest is moved first: a kill in between must not leave a manifest with
+    # some of its files, which the next restore would try again.
+    if store.root is None and store.exists(f"{source}/{MANIFEST}"):
+        store.write(f"{target}/{MANIFEST}", store.read(f"{source}/{MANIFEST}"))
+        store.remove(f"{source}/{MANIFEST}")
+    store.move_tree(source, target)
+    attempt.events.append("quarantine", step, reason=reason, moved_to=f"{store.url}/{target}")
 
 
 # Weights of another run.

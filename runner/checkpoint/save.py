@@ -43,15 +43,15 @@ from runner.checkpoint.arrays import ArrayWriter, WriteResult, make_writer, veri
 from runner.checkpoint.blocks import Blocks, copy_to_host
 from runner.checkpoint.fast_tier import FastTier, open_fast_tier
 from runner.checkpoint.leaves import Leaves, encode_leaves, flatten_with_names, make_abstract, validate_leaf_forms
-from runner.checkpoint.manifest import CHECKPOINTS, RETIRED_SUFFIX, Manifest, commit
+from runner.checkpoint.manifest import CHECKPOINTS, RETIRED_SUFFIX, Manifest, commit, read_committed
 from runner.checkpoint.policy import Retention, SaveKind, SavePolicy, compute_best_interval_seconds
-from runner.checkpoint.restore import AttachmentCheck, RestoredState, load_checkpoint, restore_newest
+from runner.checkpoint.restore import AttachmentCheck, RestoredState, load_checkpoint, quarantine, restore_newest
 from runner.console import warn
 from runner.distributed.clock import SAVE
 from runner.errors import FencedError, InvalidError, RemovedError, StorageError, format_error
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig, Trajectory
-from runner.storage import JsonObject, local_directory
+from runner.storage import JsonObject, local_directory, parse_number
 
 # Errors of a write that fails. They cost one save; anything else is a bug and ends the run.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
@@ -237,8 +237,51 @@ class Checkpointer:
         return found
 
     def load(self, name: str) -> RestoredState:
-        """Return the checkpoint `name` of this run. Raises `ResumeError` if it is not good."""
+        """Return the checkpoint `name` of this run, which a save in progress may be about to commit.
+
+        Raises:
+            InvalidError: no checkpoint can have that name.
+            ResumeError: it is not good.
+        """
+        if parse_number(name) is None:
+            _validate_name(name)
+        self.wait_until_finished()
         return load_checkpoint(self._attempt, name, self._abstract)
+
+    def go_back(self, found: RestoredState) -> Any:
+        """Continue from a state of `load`: a restart must not resume from a later step.
+
+        Later checkpoints are moved to `quarantine/`. The state is saved if no other would be left.
+
+        Returns:
+            The state to continue training with.
+
+        Raises:
+            StorageError: the step could not be saved.
+        """
+        step, hosts, state = found.manifest.step, self._attempt.hosts, found.state
+        if self._pending_fast is not None:
+            self._pending_fast.result()
+            self._pending_fast = None
+        self._requested_step = None
+        # Later checkpoints are moved only when there is an earlier one, so that a kill in between leaves one to resume
+        # from. Retention must not count them any more, or it would delete this step as an old one.
+        later = self._retention.forget_after(step) if hosts.is_main else []
+        committed = hosts.run_on_main(lambda: list(read_committed(self._attempt.store)))
+        self._saved_step = step if step in committed else None
+        if committed and min(committed) > step:
+            manifest = found.manifest
+            contents = SaveContents(manifest.metric, manifest.topology, manifest.carry)
+            state = self.save(state, step, contents, SaveKind.REQUIRED)
+            self.wait_until_committed(step)
+        if self._fast_tier is not None:
+            self._fast_tier.delete_after(step)
+        if hosts.is_main:
+            for other in later:
+                quarantine(self._attempt, other, f"checkpoint {found.manifest.name}, of step {step}, was loaded")
+        hosts.barrier()
+        self._policy.record_save()
+        return state
 
     def begin(self, state: Any, step: int) -> None:
         """Prepare for the first step: delete what a killed attempt should have deleted, and start the clock.
@@ -551,7 +594,7 @@ class Checkpointer:
         self._attempt.record("grace", step, reason=reason)
 
 
-def _validate_name(name: str, step: int) -> None:
+def _validate_name(name: str, step: int | None = None) -> None:
     if name == str(step):
         return
     if not _NAME.fullmatch(name) or name.endswith(RETIRED_SUFFIX):
@@ -561,4 +604,5 @@ def _validate_name(name: str, step: int) -> None:
         )
     # A number would be restored, and counted by retention, as the checkpoint of that step.
     if name.isdecimal():
-        raise InvalidError(f"step {step} cannot be saved as {name!r}: numbers are names of steps")
+        what = "a checkpoint cannot be called" if step is None else f"step {step} cannot be saved as"
+        raise InvalidError(f"{what} {name!r}: numbers are names of steps")

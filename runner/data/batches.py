@@ -8,9 +8,10 @@ There is no iterator state to checkpoint: the batch of any step is computed from
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -139,3 +140,46 @@ class Prefetcher(Generic[Item]):
         with self._changed:
             self._error, self._is_exhausted = error, True
             self._changed.notify_all()
+
+
+class SeekablePrefetcher(Generic[Item]):
+    """Iterator over `make(step)` for consecutive steps, made ahead by a `Prefetcher`, that can be moved to any step.
+
+    Args:
+        make: function that makes the item of a step, called on the thread of the prefetcher.
+    """
+
+    def __init__(self, make: Callable[[int], Item]) -> None:
+        self._make = make
+        self._step: int | None = None  # of the next item
+        self._prefetcher: Prefetcher[Item] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        assert self._prefetcher is not None and self._step is not None, "seek comes first"
+        item = next(self._prefetcher)
+        self._step += 1
+        return item
+
+    def seek(self, step: int) -> Self:
+        """Make the item of `step` the next one, and return the iterator. Items made for other steps are dropped."""
+        if step != self._step:
+            self.close()
+            self._step = step
+            self._prefetcher = Prefetcher(self._make(each) for each in itertools.count(step))
+        return self
+
+    def close(self) -> None:
+        """Stop the thread and drop its items."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()

@@ -218,6 +218,17 @@ class HookDispatcher:
         hosts, row = self._attempt.hosts, self._read_newest_row()
         owner = read_owner(self._attempt.store) if hosts.is_main else None
         self._run_began = hosts.agree(0.0 if owner is None else owner.time)
+        state = self.go_to(state, step)
+        for each in self._hooks.list_implementing("on_start"):
+            self._caller.call(each, "on_start", self._make_moment(each, state, step, row))
+        return state
+
+    def go_to(self, state: TrainState, step: int) -> TrainState:
+        """Continue after `step`, which was restored or loaded; returns the state, whose stop may be void."""
+        if not self._hooks.listed:
+            return state
+        hosts, row = self._attempt.hosts, self._read_newest_row()
+        self.stop, self.save_step = None, 0
 
         # Observers were called for the row that the attempt resumes from, unless its evaluation is missing.
         is_own_row = row.get("step") == step
@@ -233,8 +244,6 @@ class HookDispatcher:
             else:  # the hook was removed from the spec, or its config changed, so the run continues
                 running = replace(hook_state, fired=replace(hook_state.fired, stopped=0))
                 state = self._write_state(state, hook_state, running)
-        for each in self._hooks.list_implementing("on_start"):
-            self._caller.call(each, "on_start", self._make_moment(each, state, step, row))
         return state
 
     def on_row(self, state: TrainState, step: int) -> TrainState:

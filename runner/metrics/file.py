@@ -71,7 +71,7 @@ class MetricsFile(Protocol):
     """Rows of one run directory. Used by process 0; `sync` and `append` may run on different threads."""
 
     def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
-        """Keep the rows up to `step` and open the file for more.
+        """Keep the rows up to `step` and open the file for more. Called again if a running job loads an earlier step.
 
         Args:
             step: Step that was restored.
@@ -133,9 +133,12 @@ class LocalMetricsFile:
 
     def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
         """Replace the file by one with the rows up to `step`; return the row of `step`."""
-        own = select_surviving(self._store.lines(METRICS_FILE), find_last_own_step(step, tail))
-        more = () if tail is None else tail.lines
-        self._replace(itertools.chain(own, (line for line in more if line.step <= step)))
+        with self._syncing, self._lock:
+            if self._file is not None:  # a job that runs
+                self._write()
+            own = select_surviving(self._store.lines(METRICS_FILE), find_last_own_step(step, tail))
+            more = () if tail is None else tail.lines
+            self._replace(itertools.chain(own, (line for line in more if line.step <= step)))
         return None if self._newest is None or self._newest.step != step else self._newest.row
 
     def has_step(self, step: int) -> bool:
@@ -367,6 +370,8 @@ class BucketMetricsFile:
 
     def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
         """Write `metrics.jsonl` with the rows up to `step`, delete dropped parts, and return the row of `step`."""
+        if self._lines:  # a job that runs
+            self.sync()
         content, self._version = self._store.read_versioned(METRICS_FILE)
         self._parts, self._lines = self._select_rows(find_last_own_step(step, tail), content)
         self._lines += [] if tail is None else [line for line in tail.lines if line.step <= step]

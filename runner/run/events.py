@@ -222,6 +222,15 @@ EVENTS = (
     ),
     EventType("init", "The state was initialized at step 0.", "process 0", (_SECONDS, _FINGERPRINT)),
     EventType(
+        "load",
+        "The running job has loaded a checkpoint; `step` is its step. Later rows and checkpoints were set aside.",
+        "process 0",
+        (
+            Key("name", str, "Name of the checkpoint."),
+            Key("before", int, "Step before."),
+        ),
+    ),
+    EventType(
         "save",
         "A save has begun.",
         "process 0",
@@ -272,7 +281,8 @@ EVENTS = (
     ),
     EventType(
         "quarantine",
-        "A committed checkpoint failed its verification and was moved to `quarantine/`.",
+        "A committed checkpoint was moved to `quarantine/`: it failed its verification, or the job has loaded an earlier "
+        "step.",
         "process 0",
         (_REASON, Key("moved_to", str, "New path of the checkpoint.")),
     ),

@@ -84,7 +84,10 @@ class Report(JobReport):
         return f"a later attempt resumed from a step before {after}, so these rows do not follow those of the file"
 
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None = None) -> None:
-        """Remove the rows after `step`, and continue the metrics window of the save. Called once.
+        """Remove the rows after `step`, and continue the metrics window of the save.
+
+        Called before the first step, and again if the running job loads a checkpoint. Displays then begin again with
+        the rows that are left.
 
         Args:
             step: step that the attempt resumes from.
@@ -97,6 +100,11 @@ class Report(JobReport):
         # Without carry the window would lack the steps before the save, so its means would be of fewer steps.
         is_whole = carry is not None or step == 0 or self._resumed_row is not None
         self.window = MetricsWindow(step, carry, is_whole)
+        if self._displays:
+            for display in self._displays:
+                display.close()
+            self._displays = open_displays(self._attempt, self._spec, self._config, step)
+        self.restart_clock()
 
     def complete_row(self, weights: Any, step: int, before_write: Callable[[Row], None] = lambda row: None) -> bool:
         """Evaluate the step that the attempt resumes from if its evaluation is missing, or step 0 if that is due.
