@@ -398,8 +398,12 @@ class RestoreableJob:
         """
         self.validate_running("load")
         if threading.get_ident() != self._thread or self.attempt.progress.phase != STEP:
-            phase = self.attempt.progress.phase.name if threading.get_ident() == self._thread else "the work of a thread"
-            raise PhaseError(f"{type(self).__name__}.load: it was called during {phase}; call it between two steps of run")
+            phase = (
+                self.attempt.progress.phase.name if threading.get_ident() == self._thread else "the work of a thread"
+            )
+            raise PhaseError(
+                f"{type(self).__name__}.load: it was called during {phase}; call it between two steps of run"
+            )
         name, before = _parse_name(suffix), self.step
         found = self.checkpointer.load(name)
         self.state, self.step = self.checkpointer.go_back(found), found.manifest.step

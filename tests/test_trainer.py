@@ -682,7 +682,8 @@ LOADING["hooks"] = ["tests.support.hooked:Counts", "tests.support.hooked:Watcher
         ("three", "save_or_stop", {"checkpoint.every_steps": 100}, 3),
         pytest.param("4", "save_or_stop", {"checkpoint.every_steps": 2}, 4, marks=pytest.mark.soak),
         pytest.param(
-            *("three", "call_hooks", {"checkpoint.every_steps": 4, "checkpoint.keep_last": 1}, 3), marks=pytest.mark.soak
+            *("three", "call_hooks", {"checkpoint.every_steps": 4, "checkpoint.keep_last": 1}, 3),
+            marks=pytest.mark.soak,
         ),
     ],
 )
