@@ -166,7 +166,8 @@ class SeekablePrefetcher(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        assert self._prefetcher is not None and self._step is not None, "seek comes first"
+        assert self._prefetcher is not None, "seek comes first"
+        assert self._step is not None, "seek comes first"
         item = next(self._prefetcher)
         self._step += 1
         return item
