@@ -348,6 +348,40 @@ def test_a_failed_save_does_not_stop_the_job_and_the_next_is_tried(tmp_path, und
     assert result(tmp_path) == undisturbed
 
 
+class StoppedAtAFailure(FullDisk):
+    """Saves step 20 under a name too, once its save has failed, and is then asked to stop."""
+
+    def run(self):
+        while self.step < 20:
+            self.state, self.step = advance(self.state), self.step + 1
+            if self.step == 20:
+                self.save()
+                self.save("mine")  # waits for the save before it
+                self.attempt.stop.request_stop("asked by the test")
+            self.save_or_stop()
+
+
+def test_a_stop_at_a_step_whose_save_has_failed_saves_it_again(tmp_path):
+    with pytest.raises(PreemptedError):
+        counter(tmp_path, StoppedAtAFailure)()
+    assert [event["step"] for event in events(tmp_path, "save_failed")] == [20]
+    assert (tmp_path / "checkpoints" / "20" / "manifest.json").exists()
+
+
+def test_the_automatic_interval_is_measured_by_a_durable_save(tmp_path):
+    counter(
+        tmp_path / "run",
+        **{
+            "checkpoint.every_steps": None,
+            "checkpoint.every": "auto",
+            "checkpoint.local_directory": str(tmp_path / "fast"),
+            "checkpoint.local_every_steps": 1,
+        },
+    )()
+    saves = [event for event in events(tmp_path / "run", "save", "cadence") if event.get("tier") != "fast"]
+    assert saves[0]["event"] == "save"
+
+
 class FullAtTheEnd(FullDisk):
     full_at = 40
 

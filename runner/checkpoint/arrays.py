@@ -67,7 +67,7 @@ class OrbaxWriter:
     """Writer through Orbax, on a disk that all hosts share."""
 
     def __init__(self, store: Store, hosts: Hosts):
-        assert store.root is not None, "orbax writes to a disk"
+        assert isinstance(store, LocalStore), "orbax writes to a disk"
         self._store, self._root, self._hosts = store, store.root, hosts
         self._orbax = _make_orbax(hosts)
         self._failed: set[str] = set()  # targets of failed writes that were not written since
@@ -83,6 +83,9 @@ class OrbaxWriter:
         self._orbax.wait_until_finished()
         if not self._hosts.is_main:
             return WriteResult()
+        # Orbax flushes the data files and not the small ones beside them, such as `_METADATA`, nor the directories. All
+        # hosts have written and closed their files by now, so a flush by process 0 covers those of the others too.
+        self._store.flush_tree(target)
         # Orbax reports no sizes or digests, so process 0 reads all files once. They are still in the page cache.
         arrays = target.rpartition("/")[2]
         sizes = self._store.list_sizes(target)

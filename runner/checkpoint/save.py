@@ -207,8 +207,9 @@ class Checkpointer:
         self._reads_back = False  # True until the first commit of a run: that save is read back before it is committed
         self._requested_step: int | None = None
         self._saved_step: int | None = None  # durable, or in progress
+        self._pending_step: int | None = None  # the step of `_pending`; None for a checkpoint with another name
         self._unsaved_since_seconds: float | None = None  # start of the first save since the last commit
-        self._stall_seconds: float | None = None  # time that the last save blocked training; None before the first
+        self._stall_seconds: float | None = None  # the last durable save blocked training; None: none yet
         self._durable_seconds = 0.0  # from the start of the last durable save to its commit
         self._reported_interval_seconds = 1e-9
         self._has_warned_of_grace = False
@@ -358,6 +359,7 @@ class Checkpointer:
             self._policy.record_save()
             if manifest.is_step:
                 self._saved_step = step
+            self._pending_step = step if manifest.is_step else None
         return state
 
     def _should_skip(self, step: int, kind: SaveKind) -> bool:
@@ -430,10 +432,12 @@ class Checkpointer:
         if is_durable:
             self._pending = self._worker.submit(self._commit, save)
 
-        self._stall_seconds = time.monotonic() - started_seconds
+        stall_seconds = time.monotonic() - started_seconds
+        if is_durable:  # the interval of `every: auto` is one of durable saves
+            self._stall_seconds = stall_seconds
         tier = {} if is_durable else {"tier": "fast"}
         clock = attempt.progress.clock.read_step_seconds()
-        attempt.record("save", step, blocked_seconds=round(self._stall_seconds, 4), clock=clock, **tier)
+        attempt.record("save", step, blocked_seconds=round(stall_seconds, 4), clock=clock, **tier)
         return self._buffer.swap(state, self._pending if is_durable else None)
 
     # The background part of a save.
@@ -449,6 +453,8 @@ class Checkpointer:
             assert save.finish is not None
             written = save.finish(self._max_unsaved_seconds)
             save.contents.flush()
+            if attempt.hosts.is_main:
+                attempt.events.flush()
 
             # 4. Commit, on process 0.
             if attempt.hosts.is_main:
@@ -549,6 +555,8 @@ class Checkpointer:
         is_committed, fenced, is_removed = self._attempt.hosts.agree([is_committed, fenced, is_removed])
         if fenced is not None:
             raise (RemovedError if is_removed else FencedError)(fenced)
+        if not is_committed and self._saved_step == self._pending_step:
+            self._saved_step = None  # a later save of the step, such as that of a stop, must not be skipped
         return bool(is_committed)
 
     def raise_if_failing(self) -> None:

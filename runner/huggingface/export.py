@@ -54,8 +54,7 @@ from runner.huggingface.safetensors import (
 from runner.records import PARAMS
 from runner.spec import InitFromConfig
 from runner.storage import Store, encode_json, open_store, parse_json, probe_store
-from runner.storage.local import fsync
-from runner.storage.store import make_directory, translate_errors
+from runner.storage.store import fsync, make_directory, translate_errors
 
 # Files of tensors.
 

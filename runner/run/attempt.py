@@ -324,6 +324,8 @@ class Attempt:
             self.fence.check()
             self.store.write(RESULT, encode_json(result))
         self.record("done", step, fingerprint=result["fingerprint"])
+        if self.hosts.is_main:
+            self.events.flush()
         self.hosts.barrier()
 
     def print_end(self, name: str, step: int, fingerprint: str, next_steps: Sequence[str]) -> None:

@@ -4,11 +4,12 @@ The file has a fixed size, so that updates are cheap: a JSON line with the const
 slot has a sequence number and a CRC. Readings of the training thread rotate through all slots but the last, which holds
 the newest heartbeat. A reader takes the newest complete slot, so a torn write loses only that reading.
 
-On a disk the slots are written in place, at each step and each phase, without fsync: the data survive a kill, and a
-power cut loses a second or two. In a bucket the background writer uploads the whole file again, every `PERIOD_SECONDS`
-while the job makes progress and every `IDLE_SECONDS` otherwise.
+On a disk the slots are written in place, at each step and each phase, so the data survive a kill. The thread of the
+heartbeat flushes them every `FLUSH_SECONDS`, which is what a power cut loses. In a bucket the background writer uploads
+the whole file again, every `PERIOD_SECONDS` while the job makes progress and every `IDLE_SECONDS` otherwise.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -25,9 +26,11 @@ from runner.distributed.clock import COUNTED_BUCKETS, Clock, ClockReading, Clock
 from runner.process import read_creation_ticks, read_machine_id
 from runner.records import Key, validate_record
 from runner.storage import BackgroundWriter, Store, parse_json
+from runner.storage.store import fsync
 
 FORMAT = 1
 HEARTBEAT_SECONDS = 1.0
+FLUSH_SECONDS = 10.0
 PERIOD_SECONDS, IDLE_SECONDS = 2.0, 10.0
 HEADER_BYTES = 1024
 NUM_SLOTS = 4
@@ -161,6 +164,8 @@ class _LocalClockFile:
         os.pwrite(self._file, header, 0)
         self._numbers, self._places = itertools.count(), itertools.cycle(range(NUM_SLOTS - 1))
         self._has_warned = False
+        self._directory = path.parent
+        self._next_flush_seconds = 0.0  # by the monotonic clock
 
     def put(self, reading: ClockReading) -> None:
         self._write(reading, next(self._places))
@@ -171,6 +176,15 @@ class _LocalClockFile:
         if reading.code is not None:
             # Written to a second slot, because a delayed heartbeat could overwrite the exit code in the last one.
             self.put(reading)
+        if reading.code is not None or time.monotonic() >= self._next_flush_seconds:
+            self._flush()
+
+    def _flush(self) -> None:
+        is_first, self._next_flush_seconds = not self._next_flush_seconds, time.monotonic() + FLUSH_SECONDS
+        with contextlib.suppress(OSError):  # a disk that fails is reported where a slot is written
+            os.fdatasync(self._file)
+            if is_first:
+                fsync(self._directory)
 
     def _write(self, reading: ClockReading, place: int) -> None:
         slot = encode_slot(next(self._numbers), reading)

@@ -413,3 +413,12 @@ class EventLog:
         except OSError as error:
             warn(f"the ledger cannot be written ({error}): {event} at step {step} {details}")
         self._on_append(event, step, details)
+
+    def flush(self) -> None:
+        """Make the events of all processes durable. A disk that fails causes a warning, and the run continues."""
+        try:
+            self._log.flush()
+        except FileNotFoundError:
+            pass  # someone has deleted the ledger; the next event creates it again
+        except OSError as error:
+            warn(f"the ledger cannot be flushed ({error})")

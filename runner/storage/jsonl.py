@@ -39,7 +39,16 @@ from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from runner.storage.bucket import BackgroundWriter
 from runner.storage.local import LocalStore
-from runner.storage.store import JsonObject, Store, Version, open_file, parse_json, translate_errors
+from runner.storage.store import (
+    JsonObject,
+    Store,
+    Version,
+    fsync,
+    make_directory,
+    open_file,
+    parse_json,
+    translate_errors,
+)
 
 PART_BYTES = 1 << 20  # a part of a bucket's log is written anew at each append, so it must stay small
 NUM_READERS = 16
@@ -77,11 +86,11 @@ def append_line(path: Path, line: bytes, is_durable: bool = False, mode: int = 0
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         content = b"\n" * is_torn + line
-        num_bytes = os.write(descriptor, content)
+        # A disk that is almost full takes a part of the line, and raises an error only at the next write.
+        num_bytes = 0
+        while num_bytes < len(content):
+            num_bytes += os.write(descriptor, content[num_bytes:])
         if is_durable:
-            # A disk that is almost full takes a part of the line, and raises an error only at the next write.
-            while num_bytes < len(content):
-                num_bytes += os.write(descriptor, content[num_bytes:])
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -93,6 +102,9 @@ class JsonlLog(Protocol):
     def append(self, row: JsonObject) -> None:
         """Append one row. On a disk it is written when this returns, in a bucket soon after. Raises `OSError`."""
 
+    def flush(self) -> None:
+        """Make durable what all writers have appended on a disk. Raises `OSError`."""
+
 
 class LocalJsonlLog:
     """Log in one local file `<name>.jsonl`, shared by all writers."""
@@ -103,8 +115,14 @@ class LocalJsonlLog:
 
     def append(self, row: JsonObject) -> None:
         """Append one row, under a lock on the file."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self._path.parent)
         append_line(self._path, encode_line(row))
+
+    def flush(self) -> None:
+        """Flush the file and its name."""
+        with translate_errors(self._path):
+            fsync(self._path)
+            fsync(self._path.parent)
 
 
 class BucketJsonlLog:
@@ -126,6 +144,9 @@ class BucketJsonlLog:
             self._content += encode_line(row)
             name, content = f"{self._stem}.{self._part:04}.jsonl", self._content
             self._background.mark(name, lambda: self._store.write(name, content))
+
+    def flush(self) -> None:
+        """Do nothing: every object that the background writer has sent is durable."""
 
 
 def open_log(store: Store, name: str, writer: str, background: BackgroundWriter) -> JsonlLog:

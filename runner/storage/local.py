@@ -12,6 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from runner.storage.store import (
@@ -21,6 +22,7 @@ from runner.storage.store import (
     Version,
     WrongKindError,
     compute_chunked_crc32c,
+    fsync,
     make_directory,
     open_file,
     translate_errors,
@@ -28,6 +30,7 @@ from runner.storage.store import (
 
 _CHUNK_BYTES = 1 << 18
 _REMOVE_TRIES = 10
+_NUM_FLUSHES = 8
 
 
 def default_cache_directory() -> Path:
@@ -186,6 +189,19 @@ class LocalStore:
             make_directory(path.parent)
             shutil.copyfile(source, path)
             fsync(path)
+            fsync(path.parent)
+
+    def flush_tree(self, prefix: str) -> None:
+        """Make durable what other libraries have written below `prefix`, and its name in every directory above."""
+        top = self.root / prefix
+        with translate_errors(top):
+            tree = [(Path(directory), names) for directory, _, names in os.walk(top)]
+            files = [directory / name for directory, names in tree for name in names]
+            above = [path for path in top.parents if path.is_relative_to(self.root)]
+            # Files come before the directories that name them, as after a rename. The disk orders the requests.
+            with ThreadPoolExecutor(_NUM_FLUSHES, thread_name_prefix="flush") as pool:
+                list(pool.map(fsync, files))
+                list(pool.map(fsync, [*(directory for directory, _ in tree), *above]))
 
     def move_tree(self, source: str, target: str) -> None:
         """Rename everything below `source` by one atomic call."""
@@ -236,15 +252,6 @@ def _write_temporary(path: Path, chunks: Iterable[bytes], make_parents: bool = T
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def fsync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

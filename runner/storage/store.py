@@ -316,8 +316,24 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents. Raises `WrongKindError` if something else is in the way."""
+    """Create a directory and its missing parents durably. Raises `WrongKindError` if something else is in the way."""
+    missing: list[Path] = []
     try:
+        if not path.is_dir():
+            missing = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise WrongKindError(f"{error.filename} is {find_kind(Path(error.filename))}, needs a directory") from error
+    for each in missing:
+        # A directory that may be entered but not listed cannot be opened, and so not be flushed.
+        with contextlib.suppress(PermissionError):
+            fsync(each.parent)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,148 @@
+"""What a name promises is on the disk before the name is: files, and the directories that name them."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.cli.app import run_command
+from runner.storage import LocalStore, append_line
+from runner.storage.store import ABSENT
+from tests.support.inputs import tokenise, write_texts
+from tests.support.tiny import counter, gpt
+
+
+def get_key(path: Path | int) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+class Flushes:
+    """Notes every flush by Python, and asks at the moment of a publication what was not flushed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._times: dict[tuple[int, int], int] = {}
+        self._published: dict[tuple[int, int], int] = {}  # when a name was last published in a directory
+        self.checked: list[str] = []
+        self._publish, self._fsync = {name: getattr(os, name) for name in ("link", "replace", "rename")}, os.fsync
+        self._watched: dict[str, Callable[[Path, Path], Path]] = {}
+        monkeypatch.setattr(os, "fsync", self._record)
+        for name in self._publish:
+            monkeypatch.setattr(os, name, self._make_publisher(name))
+
+    def _record(self, descriptor: int) -> None:
+        self._fsync(descriptor)
+        self._times[get_key(descriptor)] = time.time_ns()
+
+    def _make_publisher(self, name: str) -> Callable[..., Any]:
+        def publish(source: Any, target: Any, *more: Any, **options: Any) -> Any:
+            find_tree = self._watched.get(Path(target).name)
+            if find_tree is not None:
+                assert self.list_unflushed(find_tree(Path(source), Path(target))) == []
+                self.checked.append(Path(target).name)
+            result = self._publish[name](source, target, *more, **options)
+            self._published[get_key(Path(target).parent)] = time.time_ns()
+            return result
+
+        return publish
+
+    def watch(self, name: str, find_tree: Callable[[Path, Path], Path]) -> None:
+        """Demand that a tree is flushed when `name` is published; `find_tree` gets the temporary and the final path."""
+        self._watched[name] = find_tree
+
+    def list_unflushed(self, tree: Path) -> list[str]:
+        """List the files and directories below `tree` that were written since their last flush, or had none."""
+        paths = [tree, *tree.rglob("*")] if tree.is_dir() else [tree]
+        late = []
+        for path in paths:
+            # Publishing changes the directory of the temporary file itself; it is flushed right afterwards.
+            if self._is_late(path) and not (path.is_dir() and any(path.glob(".*.tmp"))):
+                late.append(str(path.relative_to(tree)))
+        return late
+
+    def _is_late(self, path: Path) -> bool:
+        # Of a directory in which names were published, the removal of temporary names does not count.
+        key = get_key(path)
+        return self._times.get(key, 0) < self._published.get(key, path.stat().st_mtime_ns)
+
+    def list_late_parents(self, path: Path, root: Path) -> list[str]:
+        """List the directories from that of `path` up to `root` that were changed since their last flush."""
+        return [str(each) for each in path.parents if each.is_relative_to(root) and self._is_late(each)]
+
+
+@pytest.fixture
+def flushes(monkeypatch: pytest.MonkeyPatch) -> Flushes:
+    return Flushes(monkeypatch)
+
+
+def test_a_manifest_is_committed_after_all_that_it_names(flushes: Flushes, tmp_path: Path) -> None:
+    flushes.watch("manifest.json", lambda _, manifest: manifest.parent)
+    flushes.watch("result.json", lambda temporary, _: temporary)
+    root = tmp_path / "above" / "run"
+    counter(root, **{"config.total_steps": 20, "checkpoint.every_steps": 10})()
+    assert flushes.checked == ["manifest.json", "manifest.json", "result.json"]
+    assert flushes.list_late_parents(root / "checkpoints" / "20" / "manifest.json", root) == []
+    assert flushes.list_late_parents(root / "result.json", tmp_path) == []
+    assert flushes.list_unflushed(root / "events.jsonl") == []
+
+
+def test_metrics_are_on_the_disk_before_the_commit(flushes: Flushes, tmp_path: Path) -> None:
+    flushes.watch("manifest.json", lambda _, manifest: manifest.parents[2] / "metrics.jsonl")
+    job = gpt(tmp_path / "run", **{"checkpoint.every_steps": 4, "config.train.total_steps": 4})
+    job()
+    assert flushes.checked == ["manifest.json"]
+    flushes.watch("out", lambda temporary, _: temporary)
+    assert run_command(["export", str(job.store.root), "-o", str(tmp_path / "out")]) == 0
+    assert flushes.checked[-1] == "out"
+    assert flushes.list_late_parents(tmp_path / "out", tmp_path) == []
+
+
+def test_a_corpus_is_on_the_disk_before_its_index(flushes: Flushes, tmp_path: Path) -> None:
+    flushes.watch("index.json", lambda _, index: index.parent)
+    source = write_texts(tmp_path / "texts", ["one", "two", "three"])
+    tokenise(tmp_path / "run", **{"config.source": source})()
+    assert flushes.checked == ["index.json"]
+
+
+def upload(store: LocalStore, name: str) -> None:
+    source = store.root.parents[1] / "source"
+    source.write_bytes(b"content")
+    store.upload(source, name, 60.0)
+
+
+def create_from(store: LocalStore, name: str) -> None:
+    store.write("a/beside/other", b"other")
+    store.create_from("a/beside", name, b"content")
+
+
+def replace_if(store: LocalStore, name: str) -> None:
+    store.write_if(name, b"content", store.write_if(name, b"other", ABSENT))
+
+
+WRITES: dict[str, Callable[[LocalStore, str], Any]] = {
+    "write": lambda store, name: store.write(name, b"content"),
+    "write_chunks": lambda store, name: store.write_chunks(name, [b"con", b"tent"]),
+    "write_if, absent": lambda store, name: store.write_if(name, b"content", ABSENT),
+    "write_if": replace_if,
+    "create_from": create_from,
+    "upload": upload,
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_every_write_is_on_the_disk_with_its_directories(kind: str, flushes: Flushes, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "new" / "run")
+    (tmp_path / "source").write_bytes(b"content")
+    WRITES[kind](store, "a/b.txt" if kind == "create_from" else "a/b/c.txt")
+    assert flushes.list_unflushed(store.root / "a") == []
+    assert flushes.list_late_parents(store.root / "a", tmp_path / "new") == []
+
+
+def test_a_short_write_of_a_line_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:3]))
+    append_line(tmp_path / "log.jsonl", b'{"a": 1}\n')
+    assert (tmp_path / "log.jsonl").read_bytes() == b'{"a": 1}\n'
