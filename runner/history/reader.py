@@ -72,7 +72,7 @@ class HistoryReader:
         self._unread = []
         no_names: list[str] = []
         children = self._try(lambda: store.list_names(CHECKPOINTS), no_names)
-        # Checkpoints are listed before the ledger is read: one that is committed in between has its commit event there.
+        # Checkpoints are listed before the ledger is read, so that each of them has its commit event there.
         steps = sorted(step for step in map(parse_number, children) if step is not None)
         names = sorted(name for name in children if parse_number(name) is None and not name.startswith("."))
         ledger = self._try(lambda: self._ledger_reader.read(set(steps)), LedgerSummary())
