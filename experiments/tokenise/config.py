@@ -112,6 +112,11 @@ class TokeniseConfig(JobConfig):
         return frozenset({"skip_bad"})
 
     @property
+    def content_keys(self) -> frozenset[str]:
+        """Places of the input files, the tokenizer and the template, whose digests are compared."""
+        return frozenset({"source", "tokenizer.file", "chat.template"})
+
+    @property
     def output_keys(self) -> frozenset[str]:
         """Keys that name outputs: the corpus."""
         return frozenset({"output"})

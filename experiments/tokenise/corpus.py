@@ -7,8 +7,9 @@
 4. `index.json` is written when every piece has a record. It completes the corpus.
 """
 
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Self
@@ -20,7 +21,8 @@ from experiments.tokenise.pipeline import EncodedBatch
 from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard, CorpusShards, parse_shard
 from runner.errors import DataError, InvalidError
 from runner.records import Key, validate_record
-from runner.storage import JsonObject, Store, create_file, encode_json, read_json
+from runner.run.layout import read_owner
+from runner.storage import JsonObject, Store, Version, create_file, encode_json, open_store, read_json
 
 OWNER, SOURCES = "owner.json", "sources.json"
 NAMES = (OWNER, INDEX, "00000-000.bin", "00000-000.ends")  # one name of each kind of file
@@ -66,7 +68,10 @@ class FinishedPiece(CorpusShards):
 
 
 def validate_owner(store: Store, directory: str, run_id: str | None = None) -> None:
-    """Raise `InvalidError` if the corpus belongs to another run: in another directory, or with another id."""
+    """Raise `InvalidError` if the corpus belongs to another run: in another directory, or with another id.
+
+    A run that was moved, and with it its id, still owns its corpus. A copy of a run owns only one that was copied too.
+    """
     try:
         owner = read_json(store, OWNER)
     except FileNotFoundError:
@@ -76,30 +81,68 @@ def validate_owner(store: Store, directory: str, run_id: str | None = None) -> N
             f"{store.url}/{OWNER} is damaged ({error}), so the owner of the corpus is unknown; use another output, or "
             "remove it first"
         ) from error
-    if owner.get("directory") != directory or run_id not in (None, owner.get("run")):
+    is_own = run_id in (None, owner.get("run"))
+    if owner.get("directory") != directory and is_own:
+        is_below = store.url.startswith(f"{directory}/")
+        is_own = run_id is not None and (is_below or _read_run_id(str(owner.get("directory"))) != run_id)
+    if not is_own:
         raise InvalidError(
             f"{store.url} is the corpus of the run {owner.get('name')!r} in {owner.get('directory')}; use another "
             "output, or remove it first"
         )
 
 
+def _read_run_id(directory: str) -> str | None:
+    """Return the id of the run in a directory; None if there is none."""
+    found = read_owner(open_store(directory))
+    return None if found is None else found.id
+
+
 def take_ownership(store: Store, directory: str, name: str, run_id: str) -> None:
     """Make this run the owner of the corpus. Raises `InvalidError` if another run owns it. Process 0 only."""
+    content = encode_json({"run": run_id, "name": name, "directory": directory})
     try:
-        create_file(store, OWNER, encode_json({"run": run_id, "name": name, "directory": directory}))
+        create_file(store, OWNER, content)
     except FileExistsError:
         validate_owner(store, directory, run_id)
+        write_once(store, OWNER, content)  # the run may have been moved
+
+
+SourceEntry = tuple[str, int, Version]  # label, size and version of an input file
+
+
+def identify_sources(store: Store, files: Iterable[InputFile]) -> list[SourceEntry]:
+    """Return the input files for the job's identity: as they were when the corpus was begun, if they only have moved.
+
+    They have moved if their paths below a common directory, their sizes and their versions are the same.
+    """
+    present = [(file.label, file.size_bytes, file.version) for file in files]
+    begun = _read_sources(store)
+    return present if begun is None or _make_relative(begun) != _make_relative(present) else begun
+
+
+def _make_relative(files: Sequence[SourceEntry]) -> list[SourceEntry]:
+    directories = [label.rpartition("/")[0].split("/") for label, _, _ in files]
+    num_common = len(os.path.commonprefix(directories))  # noqa: RUF071 - of lists of parts, not of texts
+    return [("/".join(label.split("/")[num_common:]), size, version) for label, size, version in files]
+
+
+def _read_sources(store: Store) -> list[SourceEntry] | None:
+    """Return the files from which the corpus was begun; None if it was not. Raises DataError if the list is damaged."""
+    try:
+        return [(label, size, version) for label, size, version in read_json(store, SOURCES)["files"]]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{store.url}/{SOURCES} is damaged ({error}); remove {store.url} and run again") from error
 
 
 def validate_sources_unchanged(store: Store, files: Iterable[InputFile]) -> None:
     """Raise `DataError`, with the first difference, if the corpus was begun from other files. Process 0 only."""
-    try:
-        begun = {label: other for label, *other in read_json(store, SOURCES)["files"]}
-    except FileNotFoundError:
+    begun = {label: other for label, *other in _read_sources(store) or ()}
+    if not begun:
         return
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{store.url}/{SOURCES} is damaged ({error}); remove {store.url} and run again") from error
-    present = {file.label: [file.size_bytes, file.version] for file in files}
+    present = {label: other for label, *other in identify_sources(store, files)}
     # In the order of the files, so that every host and every attempt reports the same difference.
     for label in [*begun, *present]:
         if begun.get(label) != present.get(label):
@@ -108,8 +151,8 @@ def validate_sources_unchanged(store: Store, files: Iterable[InputFile]) -> None
 
 
 def write_sources(store: Store, files: Iterable[InputFile]) -> None:
-    """Record the input files. Process 0 only."""
-    content = {"files": [[file.label, file.size_bytes, file.version] for file in files]}
+    """Record the input files; files that have moved keep their first record. Process 0 only."""
+    content = {"files": [list(entry) for entry in identify_sources(store, files)]}
     write_once(store, SOURCES, encode_json(content))
 
 

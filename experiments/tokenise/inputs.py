@@ -124,8 +124,12 @@ def find_files(source: str) -> tuple[InputFile, ...]:
 
 def compute_fingerprint(files: Sequence[InputFile]) -> str:
     """Return a digest that changes if a file is added, removed, replaced or renamed."""
-    content = [[file.label, file.size_bytes, file.version] for file in files]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return hash_entries([(file.label, file.size_bytes, file.version) for file in files])
+
+
+def hash_entries(entries: Sequence[tuple[str, int, Version]]) -> str:
+    """Return the digest of files that are given by label, size and version."""
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=8)

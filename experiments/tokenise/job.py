@@ -33,7 +33,7 @@ from experiments.tokenise.chat import (
 from experiments.tokenise.config import BpeConfig, BytesConfig, TiktokenConfig, TokeniseConfig, TokenizerConfig
 from experiments.tokenise.corpus import FinishedPiece
 from experiments.tokenise.documents import BadRecord, Piece, cut_into_pieces
-from experiments.tokenise.inputs import InputFile, compute_fingerprint, find_files, read_file, would_match
+from experiments.tokenise.inputs import InputFile, compute_fingerprint, find_files, hash_entries, read_file, would_match
 from experiments.tokenise.pipeline import EncodedBatch, encode_pieces, fetch_piece, format_too_many, read_piece
 from runner import ExecutionSpec, RestoreableJob
 from runner.data.corpus_index import CorpusIndex
@@ -42,6 +42,7 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Phase, TimeBucket
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import END_OF_TURN, TOKENIZER_CONFIG
+from runner.run.layout import read_owner
 from runner.spec import Trajectory
 from runner.storage import JsonObject, Store, encode_json, open_store, parse_json, probe_store
 
@@ -302,7 +303,9 @@ class Tokenise(RestoreableJob):
 
     def identity(self) -> Trajectory:
         """Return the keys of the trajectory and digests of the files that they name."""
-        found = super().identity() | {"config.source.files": compute_fingerprint(self.files)}
+        found = super().identity() | {
+            "config.source.files": hash_entries(corpus.identify_sources(self.output, self.files))
+        }
         if self.chat is not None and self.chat.template is not None:
             found |= {"config.chat.template.sha256": self.chat.template.sha256}
         if isinstance(self.config.tokenizer, BpeConfig):
@@ -344,7 +347,8 @@ class Tokenise(RestoreableJob):
     def _validate_output(self) -> None:
         """Refuse an output of another run, or one begun from other files. Process 0 only; writes nothing."""
         with self.document.errors_at("config.output"):
-            corpus.validate_owner(self.output, self.store.url)
+            owner = read_owner(self.store)
+            corpus.validate_owner(self.output, self.store.url, None if owner is None else owner.id)
         with self.document.errors_at("config.source"):
             corpus.validate_sources_unchanged(self.output, self.files)
 

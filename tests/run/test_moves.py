@@ -1,5 +1,6 @@
 """Data and classes that have moved, and are the same, continue a run; other data and other classes do not."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from runner.spec import HookEntry, compute_trajectory, make_document
 from runner.storage import LocalStore, read_log
 from tests.data.buckets import URL, put_in_bucket
 from tests.data.corpus import write_bin, write_npy
+from tests.support.inputs import DOCUMENTS, content_of, make_tokenizer_files, tokenise, write_texts
 from tests.support.tiny import counter, gpt, gpt_spec, name_of, outcome, stop_after
 
 SAME, OTHER = "same", "other"
@@ -176,6 +178,73 @@ def test_a_renamed_hook_is_the_one_that_stopped_the_run() -> None:
     assert listed("here:RenamedHook").has_digest(former.digest)
     assert not listed("here:RenamedHook").has_digest(listed("else:Where").digest)
     assert not listed("here:RenamedHook", Hook).has_digest(former.digest)
+
+
+def _tokenise(tmp_path: Path, run: str, place: str) -> Any:
+    """A job on the files in a directory, with the tokenizer that is there."""
+    return tokenise(
+        tmp_path / run,
+        **{
+            "config.source": f"{tmp_path}/{place}/in/*.txt",
+            "config.tokenizer": {"kind": "hf", "file": f"{tmp_path}/{place}/t.json"},
+        },
+    )
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """A tokenise job that was stopped in the middle, its input and its tokenizer in `old`."""
+    (tmp_path / "old").mkdir()
+    write_texts(tmp_path / "old/in", DOCUMENTS)
+    shutil.copy(make_tokenizer_files(tmp_path / "old")["hf"]["file"], tmp_path / "old/t.json")
+    _tokenise(tmp_path, "whole", "old")()
+    stop_after(_tokenise(tmp_path, "run", "old"), 500)
+    return tmp_path
+
+
+def test_a_corpus_is_continued_with_input_tokenizer_and_directory_elsewhere(stopped: Path) -> None:
+    shutil.move(stopped / "old", stopped / "new")
+    shutil.move(stopped / "run", stopped / "elsewhere")
+    made = {path: path.stat().st_mtime_ns for path in (stopped / "elsewhere/corpus").glob("0*")}
+    job = _tokenise(stopped, "elsewhere", "new")
+    stop_after(job, 700)
+    shutil.move(stopped / "new", stopped / "newer")
+    _tokenise(stopped, "elsewhere", "newer")()
+    assert made == {path: path.stat().st_mtime_ns for path in made}
+    assert content_of(stopped / "elsewhere/corpus") == content_of(stopped / "whole/corpus")
+    events = read_log(LocalStore(stopped / "elsewhere"), "events")
+    assert [len(event["changes"]) for event in events if event["event"] == "moved"] == [2, 2]
+
+
+def test_other_input_or_another_tokenizer_elsewhere_is_refused(stopped: Path) -> None:
+    shutil.copytree(stopped / "old", stopped / "new")  # with the times of the files
+    first = stopped / "new/in/00000.txt"
+    status, content = first.stat(), first.read_bytes()
+    first.write_bytes(b"another text, of another length")
+    with pytest.raises(InvalidError, match=r"old/in/00000\.txt is gone since this job began"):
+        _tokenise(stopped, "run", "new")()
+    first.write_bytes(content)
+    os.utime(first, ns=(status.st_atime_ns, status.st_mtime_ns))
+    path = stopped / "new/t.json"
+    path.write_bytes(path.read_bytes().replace(b"<|pad|>", b"<|PAD|>"))
+    with pytest.raises(InvalidError, match=r"config\.tokenizer\.sha256|differs from the one"):
+        _tokenise(stopped, "run", "new")()
+
+
+def test_a_copy_of_a_run_does_not_write_the_corpus_of_the_original(tmp_path: Path) -> None:
+    def job(run: str) -> Any:
+        source = {"config.source": f"{tmp_path}/in/*.txt", "config.output": f"{tmp_path}/corpus"}
+        return tokenise(tmp_path / run, **source)
+
+    write_texts(tmp_path / "in", DOCUMENTS)
+    stop_after(job("run"), 500)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with pytest.raises(InvalidError, match="is the corpus of the run"):
+        job("copy")()
+    shutil.rmtree(tmp_path / "run")
+    job("copy")()
+    with pytest.raises(InvalidError, match=r"is the corpus of the run 'tokenise' in .*/copy"):
+        job("other")()
 
 
 def test_a_class_of_data_and_a_format_may_change_if_the_ids_do_not(tmp_path: Path) -> None:
