@@ -68,6 +68,10 @@ class DataError(InvalidError):
     """The data cannot be used with this spec: empty, too short, or with token ids beyond the vocabulary."""
 
 
+class EncodeError(DataError):
+    """A tokenizer cannot encode a document."""
+
+
 class ResumeError(InvalidError):
     """The directory contains something that this spec must not continue."""
 

@@ -6,7 +6,7 @@
 - `chat`: dialogues, chat templates, and the marking of completion tokens
 - `documents`: documents of an input file, and the split of the input into pieces
 - `pipeline`: concurrent fetching, reading and encoding
-- `corpus`: output files: shards, piece records, owner, index
+- `corpus`: output files: shards, piece records, owner, index; exact duplicates
 - `job`: the job itself, and its tokenizers, loaded from a file or trained
 """
 

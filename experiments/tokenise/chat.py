@@ -139,14 +139,22 @@ def compute_marks(spans: np.ndarray, completions: Sequence[tuple[int, int]]) -> 
 
 
 def mark_tokens(
-    dialogue: Dialogue, ids: np.ndarray, spans: np.ndarray, separator: int | None, max_tokens: int | None
+    dialogue: Dialogue,
+    ids: np.ndarray,
+    spans: np.ndarray,
+    begin: int | None,
+    separator: int | None,
+    max_tokens: int | None,
 ) -> MarkedTokens:
-    """Return the marked tokens of a dialogue, with the separator last.
+    """Return the marked tokens of a dialogue, with `begin` first unless its template has put it there, separator last.
 
     Tokens beyond `max_tokens` are cut off before the separator. The separator counts as a completion token if a
     completion precedes it and nothing was cut off, so that the model learns to end its completions.
     """
     marks, tail = compute_marks(spans, dialogue.completions), 0 if separator is None else 1
+    if begin is not None and ids[:1].tolist() not in ([], [begin]):
+        ids = np.concatenate([np.array([begin], ids.dtype), ids])
+        marks = np.concatenate([np.array([False], marks.dtype), marks])
     is_cut = max_tokens is not None and len(ids) + tail > max_tokens
     if is_cut and max_tokens is not None:
         ids, marks = ids[: max_tokens - tail], marks[: max_tokens - tail]
@@ -220,7 +228,7 @@ class Renderer:
         if template is None:
             return
         # The process imports it; a missing package is reported here, where the error can name the extra.
-        import_extra("jinja2", "chat")
+        import_extra("jinja2")
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(_TEMPLATE_PROCESS)],
             stdin=subprocess.PIPE,
@@ -338,17 +346,15 @@ def load_chat(config: ChatConfig) -> ChatReader:
 
 def validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Document) -> None:
     """Raise a spec error for keys that do not apply to this file format, or that files and tokenizer do not allow."""
-    unread = {"field": file_format == "text" or config.chat is not None, "skip_bad": file_format == "text"}
-    for key, is_unread in unread.items():
-        value = getattr(config, key)
-        if is_unread and value != TokeniseConfig.model_fields[key].default:
-            reason = f"{config.source} names text files" if file_format == "text" else "config.chat reads whole records"
-            raise document.error(f"config.{key}", f"is {value}, but nothing reads it: {reason}; remove it")
+    is_read = file_format != "text" and config.chat is None
+    if not is_read and config.field != TokeniseConfig.model_fields["field"].default:
+        reason = f"{config.source} names text files" if file_format == "text" else "config.chat reads whole records"
+        raise document.error("config.field", f"is {config.field}, but nothing reads it: {reason}; remove it")
     if config.chat is None:
         return
     if file_format == "text":
         raise document.error(
-            "config.chat", f"needs lines of .jsonl or rows of a table, but {config.source} names text files"
+            "config.chat", f"needs lines of JSON or rows of a table, but {config.source} names text files"
         )
     if config.tokenizer.kind not in KINDS_WITH_SPANS:
         raise document.error(

@@ -36,6 +36,15 @@ class TiktokenConfig(FrozenModel):
     special_tokens: dict[str, NonNegativeInt] = Field(default={}, description="Ids of special tokens by their text.")
 
 
+class SampleSource(FrozenModel):
+    """Files to train a vocabulary on."""
+
+    source: str = Field(min_length=1, description="As config.source.")
+    field: str = Field(
+        default="text", min_length=1, description="Key of a line, or column of a table, that holds the text."
+    )
+
+
 class BpeConfig(FrozenModel):
     """Byte-level BPE vocabulary that the job trains before it tokenises."""
 
@@ -43,6 +52,11 @@ class BpeConfig(FrozenModel):
     vocabulary_size: int = Field(ge=257, le=1 << 24, description="Maximum number of tokens, including the separator.")
     sample_bytes: PositiveInt = Field(
         default=256 << 20, description="Bytes of text to train on, sampled evenly over the source."
+    )
+    sources: tuple[SampleSource, ...] = Field(
+        default=(),
+        description="Sources to train on instead of config.source, each for an equal share of sample_bytes, so that "
+        "the corpora of a mixture get one vocabulary.",
     )
 
 
@@ -79,17 +93,30 @@ class TokeniseConfig(JobConfig):
 
     source: str = Field(
         min_length=1,
-        description="python-stdlib, or a path, glob, or gs://, s3:// or az:// prefix or glob, of text files, .jsonl "
-        "(.gz, .zst), .parquet or .arrow files.",
+        description="python-stdlib, or a path, glob, or gs://, s3:// or az:// prefix or glob, of text files, lines of "
+        "JSON (.jsonl, .json, .ndjson, also with .gz, .zst, .zstd, .bz2, .xz), .parquet or .arrow files.",
     )
     field: str = Field(
-        default="text", min_length=1, description="Key of a .jsonl line, or column of a table, that holds the text."
+        default="text", min_length=1, description="Key of a line, or column of a table, that holds the text."
     )
     skip_bad: NonNegativeInt = Field(
         default=0,
-        description="Maximum number of lines without text to skip in the whole source; one more ends the job.",
+        description="Maximum number of lines without text, and of documents that the tokenizer cannot encode, to skip "
+        "in the whole source; one more ends the job.",
+    )
+    deduplicate: bool = Field(
+        default=False, description="Keep only the first of documents with exactly the same text, in a pass of its own."
+    )
+    shuffle: bool = Field(
+        default=False,
+        description="Mix the documents by the seed: pieces of sixteen random parts of the source, and the documents of "
+        "each shard in random order.",
     )
     tokenizer: TokenizerConfig = Field(description="Tokenizer, or how to train one.")
+    begin: NonNegativeInt | str | None = Field(
+        default=None,
+        description="Id or text of the token to put before every document that does not begin with it; null: none.",
+    )
     separator: NonNegativeInt | str | None = Field(
         default=None, description="Id or text of the token to append to every document; null appends none."
     )

@@ -5,38 +5,61 @@
 3. The shards of piece 7 are `00007-000`, `00007-001`, ...; its record `00007.json`, written after them, lists them. A
    piece without a record is not finished. Each write is atomic, and making a piece again writes the same bytes.
 4. `index.json` is written when every piece has a record. It completes the corpus.
+
+Exact duplicates are found before any token is made:
+
+1. For each piece a host computes a digest of 16 bytes of each document, and writes them sorted: `00007.digests`.
+2. Process 0 reads the digests of all pieces, one range of digests at a time, and marks every document whose digest
+   occurs before it in reading order. `duplicates.bin` holds a bit for each document.
+
+Both are pure functions of the input, and each file is written at once, so a kill loses only work. They are removed when
+the corpus is complete. Memory: step 1 holds 60 bytes for each document of a piece. Step 2 holds about 150 bytes for
+each document of a range, which are 4 million, or a 256th of all documents if that is more. Every host holds a bit for
+each document.
 """
 
+import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Self
 
 import numpy as np
 
+from experiments.tokenise.chat import Dialogue
+from experiments.tokenise.documents import BadRecord, Document, DocumentSet
 from experiments.tokenise.inputs import InputFile
 from experiments.tokenise.pipeline import EncodedBatch
 from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard, CorpusShards, parse_shard
 from runner.errors import DataError, InvalidError
+from runner.huggingface.assets import TOKENIZER_CONFIG
 from runner.records import Key, validate_record
 from runner.run.layout import read_owner
 from runner.storage import JsonObject, Store, Version, create_file, encode_json, open_store, read_json
 
 OWNER, SOURCES = "owner.json", "sources.json"
-NAMES = (OWNER, INDEX, "00000-000.bin", "00000-000.ends")  # one name of each kind of file
+# One name of each kind of file.
+NAMES = (OWNER, SOURCES, INDEX, "00000.json", "00000-000.bin", "00000-000.ends", "tokenizer.json", TOKENIZER_CONFIG)
 _NUM_READERS = 16
+DUPLICATES = "duplicates.bin"
+DIGESTS = ".digests"
+_RANGE_DOCUMENTS = 1 << 22
+_NUM_RANGES = 256  # the digests of a piece are found by their first byte
+_HEADER = np.dtype(("<u8", _NUM_RANGES + 1))  # number of the first digest of each range, and the number of digests
+_DIGEST = np.dtype([("high", ">u8"), ("low", ">u8"), ("number", "<u4")])  # `number` is of the document in its piece
 _PIECE_KEYS = (
     Key("tokenizer", str, "SHA-256 of its file"),
     Key("shards", list, "the shards of the piece"),
-    Key("num_bad", int, "lines without a text"),
+    Key("num_bad", int, "lines without a text, and documents that the tokenizer cannot encode"),
     Key("first_bad", str, "where the first of them is, and what it lacks"),
     Key("num_left_out", int, "documents without tokens"),
 )
-_DIALOGUE_KEYS = (
+_OPTIONAL_KEYS = (
     Key("num_dropped", int, "dialogues that were too long, or had no completion left; absent if 0"),
     Key("num_cut", int, "dialogues whose end was cut off; absent if 0"),
+    Key("num_duplicates", int, "documents that repeat an earlier one; absent if 0"),
 )
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # unfinished write of a local store
 
@@ -52,18 +75,19 @@ class FinishedPiece(CorpusShards):
     num_left_out: int
     num_dropped: int = 0
     num_cut: int = 0
+    num_duplicates: int = 0
 
     def to_json(self) -> JsonObject:
         """Return the content of the record file."""
         record = asdict(self) | {"shards": [shard.to_json() for shard in self.shards]}
-        optional = {key.name for key in _DIALOGUE_KEYS}
+        optional = {key.name for key in _OPTIONAL_KEYS}
         # A corpus of plain text has the same bytes as one that a version without dialogues wrote.
         return {key: value for key, value in record.items() if value or key not in optional}
 
     @classmethod
     def from_json(cls, record: JsonObject) -> Self:
         """Parse a record. Raises `ValueError` or `TypeError` if it is damaged."""
-        validate_record(record, (*_PIECE_KEYS, *_DIALOGUE_KEYS), [key.name for key in _PIECE_KEYS])
+        validate_record(record, (*_PIECE_KEYS, *_OPTIONAL_KEYS), [key.name for key in _PIECE_KEYS])
         return cls(**record | {"shards": tuple(map(parse_shard, record["shards"]))})
 
 
@@ -179,6 +203,7 @@ def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[Encod
     ids: list[np.ndarray] = []
     ends: list[np.ndarray] = []
     completions: list[np.ndarray] = []
+    bad: list[BadRecord] = []
     num_tokens = num_left_out = num_dropped = num_cut = 0
     while True:
         encoded = next(stream)
@@ -191,15 +216,16 @@ def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[Encod
         num_left_out += encoded.num_left_out
         num_dropped += encoded.num_dropped
         num_cut += encoded.num_cut
+        bad += encoded.bad
         # A shard whose documents were all left out is not written.
         if encoded.batch.ends_shard and num_tokens:
             shards.append(_write_shard(store, f"{name}-{len(shards):03}", ids, ends, completions))
             ids, ends, completions, num_tokens = [], [], [], 0
         if encoded.batch.ends_piece:
             break
-    bad = encoded.batch.bad
+    bad += encoded.batch.bad
     first_bad = str(bad[0]) if bad else ""
-    counts = (num_left_out, num_dropped, num_cut)
+    counts = (num_left_out, num_dropped, num_cut, encoded.batch.num_duplicates)
     finished = FinishedPiece(tokenizer, tuple(shards), len(bad), first_bad, *counts)
     # The record comes last: it declares that the shards it lists are complete.
     store.write(f"{name}.json", encode_json(finished.to_json()))
@@ -277,12 +303,100 @@ def read_index(store: Store) -> CorpusIndex:
 
 
 def remove_leftovers(store: Store) -> None:
-    """Remove files of writes that were interrupted. Process 0 only, when all pieces are finished."""
+    """Remove files of interrupted writes and of the duplicate filter. Process 0 only, when all pieces are finished."""
     for name in store.list_names(""):
-        if _LEFTOVER.fullmatch(name):
+        if _LEFTOVER.fullmatch(name) or name == DUPLICATES or name.endswith(DIGESTS):
             store.remove(name)
 
 
 def write_index(store: Store, index: CorpusIndex) -> None:
     """Write the index, which completes the corpus. Process 0 only."""
     store.write(INDEX, index.encode())
+
+
+def compute_digests(documents: Iterator[Document]) -> bytes:
+    """Return the content of the digest file of a piece."""
+    found = bytearray()
+    for number, document in enumerate(documents):
+        content = document
+        if isinstance(document, Dialogue):
+            # Two dialogues of one text may differ in what is to be learned.
+            content = f"{document.completions}\0{document.text}".encode()
+        assert isinstance(content, bytes)
+        found += hashlib.blake2b(content, digest_size=16).digest() + number.to_bytes(4, "little")
+    digests = np.frombuffer(found, _DIGEST)
+    digests = digests[np.lexsort((digests["low"], digests["high"]))]
+    first_bytes = (digests["high"] >> np.uint64(56)).astype(np.int64)
+    starts = np.searchsorted(first_bytes, np.arange(_NUM_RANGES + 1)).astype("<u8")
+    return starts.tobytes() + digests.tobytes()
+
+
+def mark_duplicates(store: Store, names: Sequence[str], report: Callable[[int, int], None]) -> DocumentSet:
+    """Return the documents that repeat an earlier one, from the digest files of all pieces in order.
+
+    Args:
+        store: where the files are.
+        names: names of the files.
+        report: function that is called with the number of digests read and the number of all, now and then.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    versions = {name: found.version for name, found in store.list_files("").items() if name.endswith(DIGESTS)}
+
+    def read(piece: int, start: int, stop: int) -> bytes:
+        return store.read_range(names[piece], start, stop, versions[names[piece]]) if start < stop else b""
+
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        try:
+            headers = list(pool.map(lambda piece: read(piece, 0, _HEADER.itemsize), range(len(names))))
+            starts = np.stack([np.frombuffer(header, "<u8").astype(np.int64) for header in headers])
+            found = DocumentSet(starts[:, -1].tolist())
+            totals = np.cumsum([0, *np.diff(starts, axis=1).sum(axis=0)])
+            first = 0
+            while first < _NUM_RANGES:
+                # At least one range, and more while they are small.
+                stop = max(first + 1, int(np.searchsorted(totals, totals[first] + _RANGE_DOCUMENTS, "right")) - 1)
+                places = _HEADER.itemsize + starts[:, [first, stop]] * _DIGEST.itemsize
+                contents = list(pool.map(read, range(len(names)), *places.T.tolist()))
+                digests = [np.frombuffer(content, _DIGEST) for content in contents]
+                _mark_range(digests, found)
+                report(int(totals[stop]), int(totals[-1]))
+                first = stop
+        except (ValueError, KeyError) as error:
+            raise DataError(
+                f"{store.url}: a file *{DIGESTS} is damaged or missing ({error}); remove all of them and run again"
+            ) from error
+    return found
+
+
+def _mark_range(digests: Sequence[np.ndarray], found: DocumentSet) -> None:
+    """Add the documents of one range of digests that repeat an earlier one."""
+    pieces = np.repeat(np.arange(len(digests)), [len(each) for each in digests])
+    joined = np.concatenate(digests)
+    high, low = joined["high"].astype("<u8"), joined["low"].astype("<u8")
+    # The sort is stable, so among equal digests the first document comes first.
+    order = np.lexsort((low, high))
+    high, low = high[order], low[order]
+    is_repeated = np.zeros(len(order), bool)
+    is_repeated[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
+    repeated = order[is_repeated]
+    found.add(pieces[repeated], joined["number"][repeated].astype(np.int64))
+
+
+def encode_set(documents: DocumentSet) -> bytes:
+    """Return the content of `duplicates.bin`: the number of pieces, the documents of each, the bits."""
+    return np.int64(len(documents.counts)).tobytes() + documents.counts.tobytes() + documents.bits.tobytes()
+
+
+def decode_set(content: bytes, where: str) -> DocumentSet:
+    """Parse the content of `duplicates.bin`. Raises `DataError` if it is damaged."""
+    size = int(np.frombuffer(content[:8], np.int64)[0]) if len(content) >= 8 else -1
+    bits = content[8 + 8 * max(size, 0) :]
+    if size < 0 or len(content) < 8 + 8 * size:
+        raise DataError(f"{where} is damaged; remove it and run again")
+    found = DocumentSet(np.frombuffer(content, np.int64, size, 8).tolist())
+    if len(bits) != len(found.bits):
+        raise DataError(f"{where} is damaged; remove it and run again")
+    found.bits = np.frombuffer(bits, np.uint8)
+    return found

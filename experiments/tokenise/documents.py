@@ -4,16 +4,19 @@ A piece is the unit of work. The split is a pure function of the files and of `s
 of hosts and cores.
 """
 
+import bz2
 import difflib
 import io
 import itertools
 import json
+import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import numpy as np
 import zstandard
 
 from experiments.tokenise.chat import DIALOGUE_KEYS, FORMS, Dialogue, Renderer, parse_dialogue
@@ -22,6 +25,7 @@ from runner.errors import DataError, RetryableError, format_reason
 from runner.spec.imports import import_extra
 
 _CHUNK_BYTES = 1 << 20
+_HEAD_BYTES = 1 << 12
 _LONGEST_WINDOW_BYTES = 1 << 31  # the largest window of zstd, used by --ultra --long=31
 
 
@@ -47,6 +51,36 @@ class InputPart:
 
 
 Piece = tuple[InputPart, ...]
+_PARTS_PER_PIECE = 16  # of a source that is shuffled
+
+
+def shuffle_indices(size: int, seed: int, *place: int) -> list[int]:
+    """Return the numbers below `size` in an order that `seed` and `place` determine, the same in every version.
+
+    NumPy promises this of the raw values of a bit generator, and not of its `permutation`.
+    """
+    keys = np.random.PCG64(np.random.SeedSequence([seed, *place])).random_raw(size)
+    return [int(index) for index in np.argsort(keys, kind="stable")]
+
+
+class DocumentSet:
+    """Set of documents: a bit for each document of the source."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        """Make an empty set. `counts` are the numbers of documents of each piece."""
+        self.counts = np.array(counts, np.int64)
+        self._starts = np.cumsum([0, *counts])
+        self.bits = np.zeros(-(-int(self._starts[-1]) // 8), np.uint8)
+
+    def add(self, pieces: np.ndarray, numbers: np.ndarray) -> None:
+        """Add documents, given by arrays of their pieces and of their numbers in them."""
+        places = self._starts[pieces] + numbers
+        np.bitwise_or.at(self.bits, places // 8, np.left_shift(1, places % 8).astype(np.uint8))
+
+    def contains(self, piece: int, number: int) -> bool:
+        """Return True if a document is in the set."""
+        place = int(self._starts[piece]) + number
+        return bool(self.bits[place // 8] >> (place % 8) & 1)
 
 
 @dataclass(frozen=True)
@@ -81,6 +115,38 @@ def read_documents(
     Raises:
         DataError: the file cannot be read, is damaged or truncated, or has changed since the source was resolved.
     """
+    for number, found in _read_records(part, content, field, renderer):
+        yield BadRecord(_format_place(part, number), found) if isinstance(found, str) else found
+
+
+def find_documents(piece: Piece, wanted: Sequence[int], field: str, renderer: Renderer | None = None) -> list[str]:
+    """Return where documents of a piece are, such as `file:line`, given their ascending numbers in the piece from 0.
+
+    Reads the piece again: places are needed only for messages, so nobody keeps them.
+
+    Raises:
+        DataError: as `read_documents`.
+    """
+    places: list[str] = []
+    index, left = 0, iter(wanted)
+    target = next(left, None)
+    for part in piece:
+        for number, found in _read_records(part, fetch_small(part), field, renderer):
+            if target is None:
+                return places
+            if isinstance(found, str):
+                continue
+            if index == target:
+                places.append(_format_place(part, number))
+                target = next(left, None)
+            index += 1
+    return places
+
+
+def _read_records(
+    part: InputPart, content: bytes | None, field: str, renderer: Renderer | None
+) -> Iterator[tuple[int, Document | str]]:
+    """Yield the number of each line or row from 1 with its document, or with a string that says what it lacks."""
     # The split into pieces was made for the size and version that the file had at the start.
     part.file.validate_unchanged()
     try:
@@ -92,7 +158,7 @@ def read_documents(
             opened = io.BufferedReader(ObjectFile(part.file), _CHUNK_BYTES)
         with opened as file:
             if part.file.format == "text":
-                yield file.read()
+                yield 1, file.read()
             elif part.file.format == "jsonl":
                 yield from _read_jsonl(part, file, field, renderer)
             else:
@@ -105,20 +171,27 @@ def read_documents(
 
 def _read_jsonl(
     part: InputPart, file: BinaryIO, field: str, renderer: Renderer | None
-) -> Iterator[Document | BadRecord]:
+) -> Iterator[tuple[int, Document | str]]:
     for number, line in enumerate(_read_lines(part, file), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield BadRecord(_format_line(part, number), f"is not JSON ({error})")
+            yield number, f"is not JSON ({error})"
             continue
         try:
-            found = _extract_text(record, field) if renderer is None else _render(record, renderer)
+            yield number, _extract_text(record, field) if renderer is None else _render(record, renderer)
         except DataError as error:
-            raise DataError(f"{_format_line(part, number)}: {error}") from error
-        yield BadRecord(_format_line(part, number), found) if isinstance(found, str) else found
+            raise DataError(f"{_format_place(part, number)}: {error}") from error
+
+
+def _validate_lines(part: InputPart, head: bytes) -> None:
+    """Raise `DataError` if a file that begins with `head` is one JSON array, which would be read into memory whole."""
+    if not part.start and head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
+        raise DataError(
+            f"{part.file.where} is one JSON array; needs a JSON object on each line, which jq -c '.[]' makes of it"
+        )
 
 
 def _extract_text(record: Any, field: str) -> bytes | str:
@@ -145,12 +218,17 @@ def _format_names(names: list[str]) -> str:
     return ", ".join(repr(name[:40]) for name in names[:8]) or "none"
 
 
-def _format_line(part: InputPart, number: int) -> str:
-    """Format `file:line` for line `number` of a part.
+def _format_place(part: InputPart, number: int) -> str:
+    """Format the place of line or row `number` of a part: `file:line`, or the file and the row.
 
     A part that does not begin at the start of its file does not know how many lines precede it: they are counted only
     now, for the message.
     """
+    if part.file.format == "text":
+        return part.file.where
+    if part.file.format != "jsonl":
+        groups = f" of row groups {part.start} to {part.stop}" if part.start is not None else ""
+        return f"{part.file.where}, row {number}{groups}"
     if part.start:
         with open(part.file.name, "rb") as file:
             file.seek(part.start - 1)
@@ -166,7 +244,10 @@ def _format_line(part: InputPart, number: int) -> str:
 def _read_lines(part: InputPart, file: BinaryIO) -> Iterator[bytes]:
     if part.file.compression:
         rest: list[bytes] = []
-        for chunk in _decompress(part.file, file):
+        chunks = _decompress(part.file, file)
+        head = next(chunks, b"")
+        _validate_lines(part, head)
+        for chunk in itertools.chain([head], chunks):
             # `rest` collects the parts of a line that spans chunks, which is joined once: quadratic time otherwise.
             first, *others = chunk.split(b"\n")
             rest.append(first)
@@ -176,6 +257,8 @@ def _read_lines(part: InputPart, file: BinaryIO) -> Iterator[bytes]:
                 rest = [others[-1]]
         yield b"".join(rest)
         return
+    _validate_lines(part, file.read(_HEAD_BYTES))
+    file.seek(0)
     if part.start:
         # Seek one byte back: a line that begins exactly at `start` belongs to this part and must not be skipped.
         file.seek(part.start - 1)
@@ -185,7 +268,7 @@ def _read_lines(part: InputPart, file: BinaryIO) -> Iterator[bytes]:
 
 
 class _Decompressor(Protocol):
-    """Common interface of the decompressors of `zlib` and `zstandard`."""
+    """Common interface of the decompressors of `zlib`, `bz2`, `lzma` and `zstandard`."""
 
     @property
     def eof(self) -> bool: ...
@@ -199,6 +282,10 @@ class _Decompressor(Protocol):
 def _make_decompressor(compression: str) -> _Decompressor:
     if compression == ".gz":
         return zlib.decompressobj(wbits=31)
+    if compression == ".bz2":
+        return bz2.BZ2Decompressor()
+    if compression == ".xz":
+        return lzma.LZMADecompressor()
     return zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW_BYTES).decompressobj()
 
 
@@ -211,7 +298,9 @@ def _decompress(source: InputFile, file: BinaryIO) -> Iterator[bytes]:
             data = frame.unused_data if frame.eof else file.read(_CHUNK_BYTES)
             if frame.eof and (data := data or file.read(_CHUNK_BYTES)):
                 frame = _make_decompressor(source.compression)
-    except (zlib.error, zstandard.ZstdError) as error:
+    except RetryableError:
+        raise
+    except (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError) as error:
         raise DataError(f"{source.where} is not a valid {source.compression} file: {error}") from error
     if not frame.eof:
         raise DataError(f"{source.where} is not a valid {source.compression} file: it is truncated")
@@ -219,8 +308,8 @@ def _decompress(source: InputFile, file: BinaryIO) -> Iterator[bytes]:
 
 def _read_table(
     part: InputPart, file: BinaryIO, field: str, renderer: Renderer | None
-) -> Iterator[Document | BadRecord]:
-    arrow = import_extra("pyarrow", "parquet")
+) -> Iterator[tuple[int, Document | str]]:
+    arrow = import_extra("pyarrow")
     try:
         yield from _read_texts(part, file, field) if renderer is None else _read_dialogues(part, file, renderer)
     except (DataError, RetryableError):
@@ -229,27 +318,34 @@ def _read_table(
         raise DataError(f"{part.file.where} is not a valid {part.file.format} file: {format_reason(error)}") from error
 
 
-def _read_texts(part: InputPart, file: BinaryIO, field: str) -> Iterator[bytes | BadRecord]:
-    types, number = import_extra("pyarrow", "parquet").types, 0
+def _read_texts(part: InputPart, file: BinaryIO, field: str) -> Iterator[tuple[int, bytes | str]]:
+    number = 0
 
     def select(names: list[str]) -> list[str]:
         _validate_column(part, field, names)
         return [field]
 
     for batch in _read_batches(part, file, select):
-        column = batch.column(field)
-        if not (types.is_string(column.type) or types.is_large_string(column.type)):
-            raise DataError(f"{part.file.where}: column {field!r} is {column.type}, needs string")
-        for text in column:
+        for text in _cast_to_bytes(part, field, batch.column(field)):
             number += 1
             # The column holds UTF-8 already, which is what a tokenizer takes.
             value = text.as_buffer()
-            yield (
-                value.to_pybytes() if value is not None else BadRecord(_format_row(part, number), f"{field!r} is null")
-            )
+            yield number, value.to_pybytes() if value is not None else f"{field!r} is null"
 
 
-def _read_dialogues(part: InputPart, file: BinaryIO, renderer: Renderer) -> Iterator[Dialogue | BadRecord]:
+def _cast_to_bytes(part: InputPart, field: str, column: Any) -> Any:
+    """Return a column of text in any of Arrow's encodings as `large_binary`, which has no limit of 2 GiB."""
+    arrow = import_extra("pyarrow")
+    kind, text = column.type, ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
+    if arrow.types.is_dictionary(kind):
+        kind = kind.value_type
+        column = column.cast(kind)
+    if str(kind) not in text:
+        raise DataError(f"{part.file.where}: column {field!r} is {column.type}, needs string")
+    return column.cast(arrow.large_binary())
+
+
+def _read_dialogues(part: InputPart, file: BinaryIO, renderer: Renderer) -> Iterator[tuple[int, Dialogue | str]]:
     """Yield the dialogues in the rows of a table. Nulls at any depth are dropped, as a JSON line would omit them."""
     number = 0
 
@@ -271,12 +367,11 @@ def _read_dialogues(part: InputPart, file: BinaryIO, renderer: Renderer) -> Iter
             record = _drop_nulls(row)
             try:
                 json.dumps(record)  # A template may only see what a .jsonl file could hold, such as no dates or bytes.
-                found = _render(record, renderer)
+                yield number, _render(record, renderer)
             except TypeError as error:
-                found = f"holds a value that JSON does not have ({error})"
+                yield number, f"holds a value that JSON does not have ({error})"
             except DataError as error:
-                raise DataError(f"{_format_row(part, number)}: {error}") from error
-            yield BadRecord(_format_row(part, number), found) if isinstance(found, str) else found
+                raise DataError(f"{_format_place(part, number)}: {error}") from error
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -291,12 +386,12 @@ def _read_batches(part: InputPart, file: BinaryIO, select: Callable[[list[str]],
     `select` gets the names of all columns and returns those to read; only Parquet can leave out the others.
     """
     if part.file.format == "parquet":
-        table = import_extra("pyarrow.parquet", "parquet").ParquetFile(file)
+        table = import_extra("pyarrow.parquet").ParquetFile(file)
         names = select(table.schema_arrow.names)
         groups = None if part.start is None or part.stop is None else list(range(part.start, part.stop))
         yield from table.iter_batches(row_groups=groups, columns=names)
         return
-    ipc = import_extra("pyarrow.ipc", "parquet")
+    ipc = import_extra("pyarrow.ipc")
     # Arrow has a file format with a footer and a stream format without; both use the suffix `.arrow`.
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
@@ -315,16 +410,16 @@ def _validate_column(part: InputPart, field: str, names: list[str]) -> None:
         raise DataError(f"{part.file.where} has no column {field!r}; {hint}")
 
 
-def _format_row(part: InputPart, number: int) -> str:
-    groups = f" of row groups {part.start} to {part.stop}" if part.start is not None else ""
-    return f"{part.file.where}, row {number}{groups}"
-
-
-def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int) -> list[Piece]:
-    """Return pieces of about `shard_bytes` of input, in reading order.
+def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int, seed: int | None = None) -> list[Piece]:
+    """Return pieces of about `shard_bytes` of input, in reading order, or of random parts of the source.
 
     Small files share a piece. A large local .jsonl is split into byte ranges, and a large local .parquet between its
     row groups. Compressed files, files in buckets and text files stay whole.
+
+    Args:
+        files: the input files.
+        shard_bytes: size of a piece.
+        seed: if given, parts are smaller, and this seed determines their order.
 
     Raises:
         DataError: a large file is not a valid Parquet file.
@@ -332,7 +427,10 @@ def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int) -> list[Piece]
     pieces: list[Piece] = []
     piece: list[InputPart] = []
     size_bytes = 0
-    for part in (part for file in files for part in _split_file(file, shard_bytes)):
+    part_bytes = shard_bytes if seed is None else max(1, shard_bytes // _PARTS_PER_PIECE)
+    parts = [part for file in files for part in _split_file(file, part_bytes)]
+    order = range(len(parts)) if seed is None else shuffle_indices(len(parts), seed)
+    for part in (parts[index] for index in order):
         if piece and size_bytes + part.size_bytes > shard_bytes:
             pieces.append(tuple(piece))
             piece, size_bytes = [], 0
@@ -341,16 +439,16 @@ def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int) -> list[Piece]
     return [*pieces, tuple(piece)] if piece else pieces
 
 
-def _split_file(file: InputFile, shard_bytes: int) -> Iterator[InputPart]:
-    is_large = file.bucket_url is None and file.size_bytes > shard_bytes
+def _split_file(file: InputFile, part_bytes: int) -> Iterator[InputPart]:
+    is_large = file.bucket_url is None and file.size_bytes > part_bytes
     if is_large and file.format == "jsonl" and not file.compression:
-        num_parts = -(-file.size_bytes // shard_bytes)
+        num_parts = -(-file.size_bytes // part_bytes)
         # Edges need not fall between lines: a line belongs to the range in which it begins.
         edges = [file.size_bytes * i // num_parts for i in range(num_parts + 1)]
         yield from (InputPart(file, stop - start, start, stop) for start, stop in itertools.pairwise(edges))
     # Only the footer is read here, with the sizes of the row groups.
     elif is_large and file.format == "parquet":
-        arrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
+        arrow, parquet = import_extra("pyarrow"), import_extra("pyarrow.parquet")
         try:
             table = parquet.read_metadata(Path(file.name))
         except (arrow.ArrowException, OSError) as error:
@@ -359,7 +457,7 @@ def _split_file(file: InputFile, shard_bytes: int) -> Iterator[InputPart]:
         for group in range(table.num_row_groups):
             # The size without compression, which is closer to the work and to the tokens than the size on disk.
             group_bytes = table.row_group(group).total_byte_size
-            if size_bytes and size_bytes + group_bytes > shard_bytes:
+            if size_bytes and size_bytes + group_bytes > part_bytes:
                 yield InputPart(file, size_bytes, start, group)
                 start, size_bytes = group, 0
             size_bytes += group_bytes

@@ -43,10 +43,10 @@ from runner.storage import (
 FileFormat = Literal["text", "jsonl", "parquet", "arrow"]
 BLOCK_BYTES = 8 << 20
 _BLOCKS_AHEAD = 3
+_COMPRESSIONS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst", ".bz2": ".bz2", ".xz": ".xz"}  # kind by suffix
+_LINES = (".jsonl", ".json", ".ndjson")  # corpora are published as lines of JSON under all three
 _SUFFIXES: dict[str, FileFormat] = {
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".jsonl.zst": "jsonl",
+    **dict.fromkeys([lines + compression for lines in _LINES for compression in ("", *_COMPRESSIONS)], "jsonl"),
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
@@ -81,9 +81,8 @@ class InputFile:
 
     @property
     def compression(self) -> str:
-        """Suffix of the compression: `.gz`, `.zst` or ""."""
-        suffix = Path(self.name).suffix.lower()
-        return suffix if suffix in (".gz", ".zst") else ""
+        """Kind of compression, as its usual suffix; "" for none."""
+        return _COMPRESSIONS.get(Path(self.name).suffix.lower(), "")
 
     def validate_unchanged(self) -> None:
         """Raise `DataError` if a local file has changed since the source was resolved."""
@@ -217,7 +216,11 @@ def _detect_format(name: str) -> FileFormat:
             return file_format
     if Path(lower).suffix in TEXT_SUFFIXES:
         return "text"
-    raise DataError(f"{name}: unsupported file type; needs text, {', '.join(_SUFFIXES)}")
+    compressed = ", ".join(_COMPRESSIONS)
+    raise DataError(
+        f"{name}: unsupported file type; needs text, lines of JSON ({', '.join(_LINES)}, also with {compressed}), "
+        ".parquet or .arrow"
+    )
 
 
 def read_object(file: InputFile, start: int, stop: int) -> bytes:

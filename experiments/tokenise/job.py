@@ -11,8 +11,10 @@ import contextlib
 import difflib
 import functools
 import hashlib
+import itertools
+import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,17 +26,32 @@ import tokenizers
 from experiments.tokenise import corpus
 from experiments.tokenise.chat import (
     ChatReader,
+    Renderer,
     combine_digests,
     find_end_of_turn,
     format_long_dialogues,
     load_chat,
     validate_keys,
 )
-from experiments.tokenise.config import BpeConfig, BytesConfig, TiktokenConfig, TokeniseConfig, TokenizerConfig
+from experiments.tokenise.config import (
+    BpeConfig,
+    BytesConfig,
+    SampleSource,
+    TiktokenConfig,
+    TokeniseConfig,
+    TokenizerConfig,
+)
 from experiments.tokenise.corpus import FinishedPiece
-from experiments.tokenise.documents import BadRecord, Piece, cut_into_pieces
+from experiments.tokenise.documents import BadRecord, DocumentSet, Piece, cut_into_pieces, read_documents
 from experiments.tokenise.inputs import InputFile, compute_fingerprint, find_files, hash_entries, read_file, would_match
-from experiments.tokenise.pipeline import EncodedBatch, encode_pieces, fetch_piece, format_too_many, read_piece
+from experiments.tokenise.pipeline import (
+    EncodedBatch,
+    Recipe,
+    encode_pieces,
+    fetch_piece,
+    format_too_many,
+    read_piece,
+)
 from runner import ExecutionSpec, RestoreableJob
 from runner.data.corpus_index import CorpusIndex
 from runner.data.tokenizers import TOKENIZER_FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
@@ -44,6 +61,7 @@ from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import END_OF_TURN, TOKENIZER_CONFIG
 from runner.run.layout import read_owner
 from runner.spec import Trajectory
+from runner.spec.imports import import_extra
 from runner.storage import JsonObject, Store, encode_json, open_store, parse_json, probe_store
 
 _MIN_SAMPLE_BYTES = 1 << 20  # from each sampled piece
@@ -52,7 +70,10 @@ _PROGRESS_SECONDS = 10.0
 _DIGEST_WORDS = 8
 _TOKENISE = Phase("tokenise", TimeBucket.STEPS)
 _INDEX = Phase("the index", TimeBucket.STEPS)
-_RUN_FILES = ("events.jsonl", "metrics.jsonl", "spec.yaml")  # files of a run that have the suffix of an input
+# Files of a run that have the suffix of an input.
+_RUN_FILES = ("events.jsonl", "metrics.jsonl", "spec.yaml", "job.json", "result.json", "checkpoints/1000/manifest.json")
+_PROBED_RECORDS = 1000  # lines of the source that are tried before the directory is claimed
+_HASH_ROUNDS = 100
 
 
 @dataclass(frozen=True)
@@ -75,25 +96,25 @@ class Vocabulary:
         added = parse_json(self.content).get("added_tokens", [])
         return [token["content"] for token in added if token.get("special")]
 
-    def find_separator(self, separator: int | str | None) -> int | None:
-        """Return the id of the separator. Raises `InvalidError` with the nearest token if there is none."""
-        if separator is None:
+    def find_token(self, token: int | str | None) -> int | None:
+        """Return the id of a token. Raises `InvalidError` with the nearest token if there is none."""
+        if token is None:
             return None
-        if isinstance(separator, int):
-            if separator >= self.tokenizer.vocabulary_size:
-                raise InvalidError(f"is {separator}; the largest id is {self.tokenizer.vocabulary_size - 1:,}")
-            return separator
+        if isinstance(token, int):
+            if token >= self.tokenizer.vocabulary_size:
+                raise InvalidError(f"is {token}; the largest id is {self.tokenizer.vocabulary_size - 1:,}")
+            return token
         tokens = self.tokenizer.list_tokens()
-        if separator in tokens:
-            return tokens[separator]
+        if token in tokens:
+            return tokens[token]
         if not tokens:
-            raise InvalidError(f"a tokenizer of kind {self.tokenizer.name} has no token {separator!r}; give an id")
-        special = [token for token in tokens if token.startswith("<")]
-        near = difflib.get_close_matches(separator, special, n=1) or difflib.get_close_matches(separator, tokens, n=1)
+            raise InvalidError(f"a tokenizer of kind {self.tokenizer.name} has no token {token!r}; give an id")
+        special = [known for known in tokens if known.startswith("<")]
+        near = difflib.get_close_matches(token, special, n=1) or difflib.get_close_matches(token, tokens, n=1)
         hint = (
             f"; did you mean {near[0]!r}?" if near else f"; its special tokens are {', '.join(special[:8]) or 'none'}"
         )
-        raise InvalidError(f"the tokenizer has no token {separator!r}{hint}")
+        raise InvalidError(f"the tokenizer has no token {token!r}{hint}")
 
 
 def load_vocabulary(config: TokenizerConfig) -> Vocabulary:
@@ -129,20 +150,49 @@ def _make_vocabulary(kind: str, content: bytes, more: JsonObject) -> Vocabulary:
     return Vocabulary(tokenizer, record | {"vocabulary_size": tokenizer.vocabulary_size}, content)
 
 
-def train_bpe(config: BpeConfig, separator: int | str | None, sample: Generator[bytes]) -> bytes:
-    """Train a byte-level BPE and return its `tokenizer.json`; deterministic in the sample, for any number of cores."""
+def train_bpe(
+    config: BpeConfig, special: Sequence[int | str | None], sample: Iterable[bytes], report: Callable[[str], None]
+) -> bytes:
+    """Train a byte-level BPE and return its `tokenizer.json`; deterministic in the sample, for any number of cores.
+
+    Args:
+        config: size of the vocabulary and of the sample.
+        special: special tokens, of which only texts are added to the vocabulary.
+        sample: documents to train on.
+        report: function that is called with a line of progress every ten seconds, from another thread.
+    """
+    started, read_bytes, is_done = time.monotonic(), 0, threading.Event()
+
+    def read_sample() -> Iterator[str]:
+        nonlocal read_bytes
+        for document in sample:
+            read_bytes += len(document)
+            yield document.decode(errors="replace")
+
+    def report_progress() -> None:
+        # The library trains in one call, so the size of the sample and the time are all that is known.
+        while not is_done.wait(_PROGRESS_SECONDS):
+            seconds = time.monotonic() - started
+            report(f"training a BPE: {read_bytes / 1e6:,.1f} MB of text read, {seconds:.0f} s so far")
+
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=config.vocabulary_size,
-        special_tokens=[separator] if isinstance(separator, str) else [],
+        special_tokens=[token for token in dict.fromkeys(special) if isinstance(token, str)],
         # All 256 bytes are in the vocabulary, so that any text can be encoded; sorted, so that ids do not depend on a
         # set's order.
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    library.train_from_iterator((document.decode(errors="replace") for document in sample), trainer)
+    thread = threading.Thread(target=report_progress, name="progress", daemon=True)
+    thread.start()
+    try:
+        library.train_from_iterator(read_sample(), trainer)
+    finally:
+        is_done.set()
+        thread.join()
     return str(library.to_str()).encode()
 
 
@@ -235,7 +285,24 @@ class Tokenise(RestoreableJob):
     def pieces(self) -> list[Piece]:
         """Pieces of the input, the units of work."""
         with self.document.errors_at("config.source"):
-            return cut_into_pieces(self.files, self.config.shard_bytes)
+            return cut_into_pieces(self.files, self.config.shard_bytes, self.order_seed)
+
+    @property
+    def order_seed(self) -> int | None:
+        """Seed of the order of documents; None for the order in which they are read."""
+        return self.spec.seed if self.config.shuffle else None
+
+    @functools.cached_property
+    def sample_files(self) -> list[tuple[SampleSource, tuple[InputFile, ...]]]:
+        """Files of each source that the vocabulary is trained on, if they are not those of `config.source`."""
+        config = self.config.tokenizer
+        if not isinstance(config, BpeConfig):
+            return []
+        found = []
+        for index, sample in enumerate(config.sources):
+            with self.document.errors_at(f"config.tokenizer.sources.{index}.source"):
+                found.append((sample, find_files(sample.source)))
+        return found
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -249,7 +316,13 @@ class Tokenise(RestoreableJob):
     def separator(self) -> int | None:
         """Id of the token that ends every document."""
         with self.document.errors_at("config.separator"):
-            return self.vocabulary.find_separator(self.config.separator)
+            return self.vocabulary.find_token(self.config.separator)
+
+    @functools.cached_property
+    def begin(self) -> int | None:
+        """Id of the token that begins every document."""
+        with self.document.errors_at("config.begin"):
+            return self.vocabulary.find_token(self.config.begin)
 
     @functools.cached_property
     def chat(self) -> ChatReader | None:
@@ -278,10 +351,13 @@ class Tokenise(RestoreableJob):
                 "or another directory and output",
             )
         validate_keys(self.config, self.files[0].format, self.document)
+        with self.document.errors_at("config.source"):
+            if {self.files[0].format, *(files[0].format for _, files in self.sample_files)} & {"parquet", "arrow"}:
+                import_extra("pyarrow")
         # Compared on all hosts, since the pieces are distributed by their number: each host must cut the same ones.
-        inputs = [compute_fingerprint(self.files), len(self.pieces)]
+        inputs = [compute_fingerprint(self.files), len(self.pieces), self._sample_fingerprint()]
         if not isinstance(self.config.tokenizer, BpeConfig):
-            _ = self.separator
+            _ = self.separator, self.begin
             inputs.append(self.tokenizer_digest)
         gathered = hosts.gather(inputs)
         different = [process for process, other in enumerate(gathered) if other != gathered[0]]
@@ -292,7 +368,7 @@ class Tokenise(RestoreableJob):
     def prepare(self) -> None:
         """Take ownership of the output and write the tokenizer, which process 0 trains if need be; others wait."""
         self.attempt.hosts.run_on_main(self._begin_output)
-        _ = self.separator
+        _ = self.separator, self.begin
 
     def init(self) -> Any:
         """Return the state at step 0: a digest of the corpus, zero until the corpus is complete.
@@ -309,7 +385,8 @@ class Tokenise(RestoreableJob):
         if self.chat is not None and self.chat.template is not None:
             found |= {"config.chat.template.sha256": self.chat.template.sha256}
         if isinstance(self.config.tokenizer, BpeConfig):
-            return found
+            sample = self._sample_fingerprint()
+            return found | ({"config.tokenizer.sources.files": sample} if sample else {})
         return found | {"config.tokenizer.sha256": self.vocabulary.sha256}
 
     def resolved_spec(self) -> ExecutionSpec:
@@ -323,8 +400,9 @@ class Tokenise(RestoreableJob):
         # Process 0 decides which pieces are unfinished, so that all hosts distribute the same list.
         unfinished = _unpack_bits(hosts.run_on_main(self._find_unfinished))
         own = unfinished[hosts.process_id :: hosts.num_processes]
+        duplicates = self._find_duplicates() if self.config.deduplicate and unfinished else None
         tally.begin(len(self.pieces) - len(unfinished))
-        with contextlib.closing(self._encode(own)) as stream:
+        with contextlib.closing(self._encode(own, duplicates)) as stream:
             while self.step < ROUNDS:
                 # With fewer pieces than steps most steps make nothing, and cost next to nothing.
                 end = len(self.pieces) * (self.step + 1) // ROUNDS
@@ -351,6 +429,35 @@ class Tokenise(RestoreableJob):
             corpus.validate_owner(self.output, self.store.url, None if owner is None else owner.id)
         with self.document.errors_at("config.source"):
             corpus.validate_sources_unchanged(self.output, self.files)
+        if not self.output.exists(corpus.OWNER):
+            self._probe_source()
+
+    def _probe_source(self) -> None:
+        """Read the source up to its first document, so that a wrong key is refused before anything is claimed."""
+        rendering = contextlib.nullcontext() if self.chat is None else Renderer(self.chat.template)
+        bad: list[BadRecord] = []
+        with rendering as renderer:
+            parts = (read_documents(part, None, self.config.field, renderer) for piece in self.pieces for part in piece)
+            for found in itertools.islice(itertools.chain.from_iterable(parts), _PROBED_RECORDS):
+                if not isinstance(found, BadRecord):
+                    return
+                bad.append(found)
+                if len(bad) > self.config.skip_bad:
+                    raise DataError(format_too_many(str(bad[0]), len(bad), self.config.skip_bad))
+
+    def _sample_fingerprint(self) -> str:
+        """Return a digest of the files that the vocabulary is trained on; "" if they are those of `config.source`."""
+        files = [file for _, files in self.sample_files for file in files]
+        return compute_fingerprint(files) if files else ""
+
+    def _sample_documents(self, config: BpeConfig) -> Iterator[bytes]:
+        """Yield the documents to train a vocabulary on."""
+        key, skip_bad = self.config.field, self.config.skip_bad
+        if not config.sources:
+            yield from sample_documents(self.pieces, config.sample_bytes, key, skip_bad)
+        for sample, files in self.sample_files:
+            pieces = cut_into_pieces(files, self.config.shard_bytes)
+            yield from sample_documents(pieces, config.sample_bytes // len(config.sources), sample.field, skip_bad)
 
     def _begin_output(self) -> None:
         """Take ownership of the output, train the tokenizer if need be, and write it. Process 0 only."""
@@ -365,8 +472,9 @@ class Tokenise(RestoreableJob):
         corpus.write_sources(output, self.files)
         if isinstance(config.tokenizer, BpeConfig) and not output.exists(TOKENIZER_FILES["hf"]):
             attempt.say(f"{self.spec.name}: training a BPE of {config.tokenizer.vocabulary_size:,} tokens")
-            sample = sample_documents(self.pieces, config.tokenizer.sample_bytes, config.field, config.skip_bad)
-            output.write(TOKENIZER_FILES["hf"], train_bpe(config.tokenizer, config.separator, sample))
+            sample, added = self._sample_documents(config.tokenizer), (config.separator, config.begin)
+            content = train_bpe(config.tokenizer, added, sample, lambda line: attempt.say(f"{self.spec.name}: {line}"))
+            output.write(TOKENIZER_FILES["hf"], content)
         with self.document.errors_at("config.tokenizer"):
             corpus.validate_same_tokenizer(output, self.tokenizer_digest)
         if self.vocabulary.content is not None:
@@ -385,11 +493,60 @@ class Tokenise(RestoreableJob):
         bits = [corpus.format_piece(piece) not in finished for piece in range(len(self.pieces))]
         return np.packbits(bits).tobytes().hex()
 
-    def _encode(self, pieces: Sequence[int]) -> Generator[EncodedBatch]:
+    def _find_duplicates(self) -> DocumentSet:
+        """Return the documents to leave out. Every host computes digests of its pieces; process 0 compares them."""
+        hosts, output, total = self.attempt.hosts, self.output, len(self.pieces)
+        names = [f"{corpus.format_piece(piece)}{corpus.DIGESTS}" for piece in range(total)]
+
+        def find_missing() -> str:
+            present = {*output.list_names("")}
+            is_found = corpus.DUPLICATES in present
+            return np.packbits([not is_found and name not in present for name in names]).tobytes().hex()
+
+        def compare() -> None:
+            if not output.exists(corpus.DUPLICATES):
+                output.write(corpus.DUPLICATES, corpus.encode_set(corpus.mark_duplicates(output, names, report)))
+
+        def report(done: int, number: int) -> None:
+            self.attempt.say(f"{self.spec.name}: compared {done:,} of {number:,} documents")
+
+        missing, printed_seconds = _unpack_bits(hosts.run_on_main(find_missing)), time.monotonic()
+        rendering = contextlib.nullcontext() if self.chat is None else Renderer(self.chat.template)
+        with rendering as renderer:
+            # The hosts meet now and then, so that none waits long for the others.
+            for number in range(_HASH_ROUNDS if missing else 0):
+                first, last = (len(missing) * (number + i) // _HASH_ROUNDS for i in range(2))
+                for piece in missing[first:last][hosts.process_id :: hosts.num_processes]:
+                    with self.attempt.progress.report_phase(_TOKENISE):
+                        parts = self.pieces[piece]
+                        documents = read_piece(
+                            parts, fetch_piece(parts), self.config.field, self.config.skip_bad, [], renderer
+                        )
+                        output.write(names[piece], corpus.compute_digests(documents))
+                if first < last:
+                    with self.attempt.progress.report_phase(_TOKENISE):
+                        hosts.barrier()
+                if time.monotonic() - printed_seconds > _PROGRESS_SECONDS:
+                    printed_seconds = time.monotonic()
+                    self.attempt.say(f"{self.spec.name}: hashed {total - len(missing) + last:,} of {total:,} pieces")
+        with self.attempt.progress.report_phase(_TOKENISE):
+            hosts.run_on_main(compare)
+        return corpus.decode_set(output.read(corpus.DUPLICATES), f"{output.url}/{corpus.DUPLICATES}")
+
+    def _encode(self, pieces: Sequence[int], duplicates: DocumentSet | None) -> Generator[EncodedBatch]:
         config = self.config
         work = [(piece, self.pieces[piece]) for piece in pieces]
-        options = config.field, config.shard_bytes, config.skip_bad, self.chat
-        return encode_pieces(work, self.vocabulary.tokenizer, self.separator, *options)
+        recipe = Recipe(
+            field=config.field,
+            shard_bytes=config.shard_bytes,
+            skip_bad=config.skip_bad,
+            begin=self.begin,
+            separator=self.separator,
+            chat=self.chat,
+            seed=self.order_seed,
+            duplicates=duplicates,
+        )
+        return encode_pieces(work, self.vocabulary.tokenizer, recipe)
 
     def _make_piece(self, piece: int, stream: Iterator[EncodedBatch]) -> corpus.FinishedPiece:
         """Write the next piece of the stream."""
@@ -439,13 +596,17 @@ class Tokenise(RestoreableJob):
         if num_bad > self.config.skip_bad:
             raise DataError(format_too_many(first_bad, num_bad, self.config.skip_bad))
         shards = tuple(shard for piece in finished for shard in piece.shards)
-        index = CorpusIndex(dtype.name, vocabulary.tokenizer.vocabulary_size, vocabulary.record, separator, shards)
+        size, begin = vocabulary.tokenizer.vocabulary_size, self.begin
+        index = CorpusIndex(dtype.name, size, vocabulary.record, separator, shards, begin)
         if not index.num_tokens:
             raise self.document.error("config.source", f"{self.config.source} holds no document, so no token")
         corpus.remove_leftovers(self.output)
         corpus.write_index(self.output, index)
         if num_bad:
             self.attempt.say(f"{name}: skipped {num_bad} lines without text, the first is {first_bad}")
+        if self.config.deduplicate:
+            num_duplicates = sum(piece.num_duplicates for piece in finished)
+            self.attempt.say(f"{name}: left out {num_duplicates:,} documents that repeat an earlier one")
         if num_left_out := sum(piece.num_left_out for piece in finished):
             self.attempt.say(f"{name}: left out {num_left_out} empty documents, since there is no separator")
         if long_dialogues := format_long_dialogues(finished, self.chat):

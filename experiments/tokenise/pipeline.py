@@ -7,19 +7,28 @@ the timing of the threads.
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from experiments.tokenise.chat import ChatReader, Dialogue, Renderer, mark_tokens
-from experiments.tokenise.documents import BadRecord, Document, Piece, fetch_small, read_documents
+from experiments.tokenise.documents import (
+    BadRecord,
+    Document,
+    DocumentSet,
+    Piece,
+    fetch_small,
+    find_documents,
+    read_documents,
+    shuffle_indices,
+)
 from runner.data.batches import Prefetcher
 from runner.data.corpus_index import COMPLETION_DTYPE
 from runner.data.tokenizers import BatchTokenizer
-from runner.errors import DataError
+from runner.errors import DataError, EncodeError
 
 BATCH_BYTES = 4 << 20  # enough to occupy all cores of a large host
 BATCH_DOCUMENTS = 16384
@@ -38,16 +47,20 @@ class DocumentBatch:
     Attributes:
         piece: number of the piece.
         documents: the documents.
+        numbers: number of each document in its piece, from 0 in reading order.
         bad: lines and rows of the piece without a text; in its last batch only.
         ends_shard: True if a shard ends after the last document.
         ends_piece: True if the piece ends after the last document.
+        num_duplicates: number of documents of the piece that were left out as duplicates; in its last batch only.
     """
 
     piece: int
     documents: list[Document]
+    numbers: list[int]
     bad: tuple[BadRecord, ...]
     ends_shard: bool
     ends_piece: bool
+    num_duplicates: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,7 @@ class EncodedBatch:
         completions: mark of each completion token, as `ids`; None if the documents are not dialogues.
         num_dropped: number of dialogues dropped because they were too long or had no completion left.
         num_cut: number of dialogues whose end was cut off.
+        bad: documents that the tokenizer cannot encode.
     """
 
     batch: DocumentBatch
@@ -71,56 +85,82 @@ class EncodedBatch:
     completions: np.ndarray | None = None
     num_dropped: int = 0
     num_cut: int = 0
+    bad: tuple[BadRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything besides files and tokenizer that the tokens of a piece depend on.
+
+    Attributes:
+        field: key or column that holds the text.
+        shard_bytes: bytes of text in a shard.
+        skip_bad: most bad lines and documents.
+        begin: id that begins every document.
+        separator: id that ends every document.
+        chat: reader of dialogues; None if documents are plain text.
+        seed: seed of the order of documents in a shard; None for reading order.
+        duplicates: documents to leave out.
+    """
+
+    field: str
+    shard_bytes: int
+    skip_bad: int = 0
+    begin: int | None = None
+    separator: int | None = None
+    chat: ChatReader | None = None
+    seed: int | None = None
+    duplicates: DocumentSet | None = None
 
 
 def encode_pieces(
-    pieces: Iterable[tuple[int, Piece]],
-    tokenizer: BatchTokenizer,
-    separator: int | None,
-    field: str,
-    shard_bytes: int,
-    skip_bad: int,
-    chat: ChatReader | None = None,
+    pieces: Sequence[tuple[int, Piece]], tokenizer: BatchTokenizer, recipe: Recipe
 ) -> Generator[EncodedBatch]:
     """Yield the tokens of numbered pieces, in order. The caller must close the generator or exhaust it.
 
     Raises:
         DataError: a file cannot be read, or a piece has more than `skip_bad` bad lines.
     """
+    parts = dict(pieces)
     fetched = prefetch(((number, piece, fetch_piece(piece)) for number, piece in pieces), 1)
-    batches = prefetch(_read_batches(fetched, field, shard_bytes, skip_bad, chat), _BATCHES_AHEAD)
-    if chat is not None:
-        return map_in_order(lambda batch: encode_dialogues(batch, tokenizer, separator, chat), batches, _NUM_ENCODERS)
-    return map_in_order(lambda batch: encode_texts(batch, tokenizer, separator), batches, _NUM_ENCODERS)
+    batches = prefetch(_read_batches(fetched, recipe), _BATCHES_AHEAD)
+    encode = encode_texts if recipe.chat is None else encode_dialogues
+    return map_in_order(lambda batch: encode(batch, parts[batch.piece], tokenizer, recipe), batches, _NUM_ENCODERS)
 
 
-def encode_texts(batch: DocumentBatch, tokenizer: BatchTokenizer, separator: int | None) -> EncodedBatch:
+def encode_texts(batch: DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, recipe: Recipe) -> EncodedBatch:
     """Encode documents of text.
 
     A document without tokens and without a separator is left out, since a corpus cannot hold it.
     """
-    texts = [document for document in batch.documents if isinstance(document, bytes)]
-    found: Sequence[np.ndarray] = tokenizer.encode_batch(texts) if texts else []
+    begin, separator = recipe.begin, recipe.separator
+    found, bad = _encode_all(batch, piece, tokenizer.encode_batch, batch.documents, recipe)
+    found = [ids for ids in found if ids is not None]
     num_documents, tail = len(found), 0 if separator is None else 1
     if separator is None:
         found = [ids for ids in found if len(ids)]
+    if begin is not None:
+        first = np.array([begin], tokenizer.dtype)
+        # A text may begin with the token itself, which is then not repeated.
+        found = [ids if ids[:1].tolist() == [begin] else np.concatenate([first, ids]) for ids in found]
     lengths = np.array([len(ids) + tail for ids in found], np.int64)
     if separator is not None:
         end = np.array([separator], tokenizer.dtype)
         found = [array for ids in found for array in (ids, end)]
     ids = np.concatenate(found) if found else np.empty(0, tokenizer.dtype)
-    return EncodedBatch(batch, ids, np.cumsum(lengths), num_documents - len(lengths))
+    return EncodedBatch(batch, ids, np.cumsum(lengths), num_documents - len(lengths), bad=bad)
 
 
-def encode_dialogues(
-    batch: DocumentBatch, tokenizer: BatchTokenizer, separator: int | None, chat: ChatReader
-) -> EncodedBatch:
-    """Encode dialogues and mark their completion tokens. Long dialogues are cut or dropped as `chat` says."""
-    dialogues = [document for document in batch.documents if isinstance(document, Dialogue)]
-    encoded = tokenizer.encode_spans([dialogue.text for dialogue in dialogues]) if dialogues else []
+def encode_dialogues(batch: DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, recipe: Recipe) -> EncodedBatch:
+    """Encode dialogues and mark their completion tokens. Long dialogues are cut or dropped as the recipe says."""
+    assert recipe.chat is not None
+    chat, dialogues = recipe.chat, [document for document in batch.documents if isinstance(document, Dialogue)]
+    texts = [dialogue.text for dialogue in dialogues]
+    encoded, bad = _encode_all(batch, piece, tokenizer.encode_spans, texts, recipe)
     marked = [
-        mark_tokens(dialogue, ids, spans, separator, chat.max_tokens)
-        for dialogue, (ids, spans) in zip(dialogues, encoded, strict=True)
+        mark_tokens(dialogue, found[0], found[1], recipe.begin, recipe.separator, chat.max_tokens)
+        for dialogue, found in zip(dialogues, encoded, strict=True)
+        if found is not None
     ]
     # A dialogue that was cut before its first completion token has no token that counts in the loss.
     kept = [tokens for tokens in marked if not tokens.is_cut or (chat.cuts_longer and tokens.marks.any())]
@@ -130,7 +170,36 @@ def encode_dialogues(
     completions = np.concatenate([np.empty(0, COMPLETION_DTYPE), *(tokens.marks for tokens in full)])
     ends = np.cumsum(np.array([len(tokens.ids) for tokens in full], np.int64))
     num_cut = sum(tokens.is_cut for tokens in full)
-    return EncodedBatch(batch, ids, ends, len(kept) - len(full), completions, len(marked) - len(kept), num_cut)
+    return EncodedBatch(batch, ids, ends, len(kept) - len(full), completions, len(marked) - len(kept), num_cut, bad)
+
+
+def _encode_all(
+    batch: DocumentBatch, piece: Piece, encode: Callable[[Any], list[Any]], texts: Sequence[Any], recipe: Recipe
+) -> tuple[list[Any], tuple[BadRecord, ...]]:
+    """Encode the texts of a batch, and return None in place of each that cannot be encoded, and where these are.
+
+    Raises:
+        DataError: they are more than `skip_bad`.
+    """
+    with contextlib.suppress(EncodeError):
+        return encode(texts) if texts else [], ()
+    # The library does not say which text it failed on, so each is encoded alone.
+    found: list[Any] = []
+    problems: dict[int, str] = {}
+    for index, text in enumerate(texts):
+        try:
+            found += encode([text])
+        except EncodeError as error:
+            found.append(None)
+            problems[index] = str(error)
+    failed = sorted(problems, key=lambda index: batch.numbers[index])
+    rendering = contextlib.nullcontext() if recipe.chat is None else Renderer(recipe.chat.template)
+    with rendering as renderer:
+        places = find_documents(piece, [batch.numbers[index] for index in failed], recipe.field, renderer)
+    bad = tuple(BadRecord(place, problems[index]) for place, index in zip(places, failed, strict=True))
+    if len(bad) > recipe.skip_bad:
+        raise DataError(format_too_many(str(bad[0]), len(bad), recipe.skip_bad))
+    return found, bad
 
 
 def read_piece(
@@ -154,7 +223,9 @@ def read_piece(
 
 def format_too_many(first: str, num_bad: int, skip_bad: int) -> str:
     """Format the message for more bad lines than are allowed."""
-    return first if skip_bad == 0 else f"{first}; {num_bad} bad lines so far, config.skip_bad allows {skip_bad}"
+    if skip_bad == 0:
+        return f"{first}; to leave out such documents set config.skip_bad to the most that may be skipped"
+    return f"{first}; {num_bad} bad lines so far, config.skip_bad allows {skip_bad}"
 
 
 def fetch_piece(piece: Piece) -> list[bytes | None]:
@@ -163,35 +234,50 @@ def fetch_piece(piece: Piece) -> list[bytes | None]:
         return list(pool.map(fetch_small, piece))
 
 
-def _read_batches(
-    pieces: Generator[tuple[int, Piece, list[bytes | None]]],
-    field: str,
-    shard_bytes: int,
-    skip_bad: int,
-    chat: ChatReader | None,
-) -> Generator[DocumentBatch]:
-    """Yield the documents in batches.
+def _read_batches(pieces: Generator[tuple[int, Piece, list[bytes | None]]], recipe: Recipe) -> Generator[DocumentBatch]:
+    """Yield the documents in batches. With a seed the documents of one shard are in memory.
 
     The shards of a piece depend only on its documents, so a piece that is processed again gives the same shards.
     """
-    rendering = contextlib.nullcontext() if chat is None else Renderer(chat.template)
+    rendering = contextlib.nullcontext() if recipe.chat is None else Renderer(recipe.chat.template)
     with contextlib.closing(pieces), rendering as renderer:
         for number, piece, contents in pieces:
             bad: list[BadRecord] = []
-            batch: list[Document] = []
-            batch_bytes = in_shard_bytes = 0
-            for document in read_piece(piece, contents, field, skip_bad, bad, renderer):
-                batch.append(document)
-                batch_bytes += len(document)
+            held: list[tuple[int, Document]] = []
+            held_bytes = in_shard_bytes = num_shards = num_duplicates = 0
+            documents = read_piece(piece, contents, recipe.field, recipe.skip_bad, bad, renderer)
+            for index, document in enumerate(documents):
+                if recipe.duplicates is not None and recipe.duplicates.contains(number, index):
+                    num_duplicates += 1
+                    continue
+                held.append((index, document))
+                held_bytes += len(document)
                 in_shard_bytes += len(document)
                 # Bytes of text are counted and not tokens, so that shards depend on the documents alone.
-                is_shard = in_shard_bytes >= shard_bytes
-                if is_shard or batch_bytes >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
-                    yield DocumentBatch(number, batch, (), is_shard, False)
-                    batch, batch_bytes = [], 0
+                is_shard = in_shard_bytes >= recipe.shard_bytes
+                is_batch = held_bytes >= BATCH_BYTES or len(held) == BATCH_DOCUMENTS
+                if is_shard or (is_batch and recipe.seed is None):
+                    yield from _cut_batches(number, held, recipe.seed, num_shards, is_shard)
+                    held, held_bytes, num_shards = [], 0, num_shards + is_shard
                     in_shard_bytes = 0 if is_shard else in_shard_bytes
+            yield from _cut_batches(number, held, recipe.seed, num_shards, False)
             # Even an empty last batch is passed on: it tells the writer that the piece is complete.
-            yield DocumentBatch(number, batch, tuple(bad), True, True)
+            yield DocumentBatch(number, [], [], tuple(bad), True, True, num_duplicates)
+
+
+def _cut_batches(
+    piece: int, held: list[tuple[int, Document]], seed: int | None, shard: int, ends_shard: bool
+) -> Iterator[DocumentBatch]:
+    """Yield documents in batches, in the order that the seed gives them if there is one."""
+    if seed is not None:
+        held = [held[index] for index in shuffle_indices(len(held), seed, piece, shard)]
+    start = size_bytes = 0
+    for stop, (_, document) in enumerate(held, start=1):
+        size_bytes += len(document)
+        if stop == len(held) or size_bytes >= BATCH_BYTES or stop - start == BATCH_DOCUMENTS:
+            numbers, documents = zip(*held[start:stop], strict=True)
+            yield DocumentBatch(piece, list(documents), list(numbers), (), ends_shard and stop == len(held), False)
+            start, size_bytes = stop, 0
 
 
 def prefetch(items: Generator[Out], depth: int) -> Generator[Out]:

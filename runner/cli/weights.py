@@ -40,6 +40,8 @@ from runner.storage import (
     split_checkpoint,
 )
 
+_HARNESS = "runner.inference.harness"  # needs the extra lm-eval, and is therefore imported on demand
+
 
 def print_sample(arguments: SampleArguments) -> int:
     """Print text from the model of a run on standard output; everything else goes to standard error."""
@@ -55,6 +57,8 @@ def print_sample(arguments: SampleArguments) -> int:
 
 def print_evaluation(arguments: EvaluateArguments) -> int:
     """Evaluate weights of a run. Called with the same arguments on every host; process 0 prints."""
+    if arguments.harness is not None:
+        import_extra(_HARNESS)  # a missing package is reported before weights are loaded
     with convert_read_errors():
         run = open_run(find_directory(arguments.where))
         if arguments.output is not None:
@@ -89,8 +93,7 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
 
 def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, arguments: EvaluateArguments) -> None:
     if arguments.harness is not None:
-        # lm-evaluation-harness is an extra, so the module that needs it is imported on demand.
-        harness = import_extra("runner.inference.harness", "lm-eval")
+        harness = import_extra(_HARNESS)
         checkpoint = hosts.run_on_main(lambda: run.find_checkpoint(arguments.step or NEWEST))
         record = harness.evaluate_tasks(run, checkpoint, arguments.harness.split(","), arguments.include_path)
         if hosts.is_main:

@@ -26,7 +26,7 @@ from runner.records import Key, validate_record
 from runner.storage import JsonObject, Store, compute_crc32c, encode_json, parse_json
 
 INDEX = "index.json"
-FORMAT = 2  # of a corpus with a completion mask; every other corpus still has format 1
+FORMAT = 3  # of a corpus with a `begin` token; 2 has a completion mask and no such token, every other corpus 1
 DTYPES = ("uint16", "uint32")
 ENDS_DTYPE = np.dtype("<i8")
 COMPLETION_DTYPE = np.dtype("u1")
@@ -49,6 +49,7 @@ _TOP_KEYS = (
     Key("vocabulary_size", int, "every id is below it"),
     Key("tokenizer", dict, "tokenizer of the ids: its `kind`, and what identifies it among others of that kind"),
     Key("separator", int | None, "id that ends every document; null: none"),
+    Key("begin", int, "id that begins every document; absent: none"),
     Key("shards", list, "shards in reading order"),
     Key("digest", str, "SHA-256 of all the other keys"),
 )
@@ -121,6 +122,7 @@ class CorpusIndex(CorpusShards):
     tokenizer: JsonObject
     separator: int | None
     shards: tuple[CorpusShard, ...]
+    begin: int | None = None
 
     @property
     def has_completion_mask(self) -> bool:
@@ -144,7 +146,7 @@ class CorpusIndex(CorpusShards):
             # A newer format comes first, because its keys may be unknown here and would be reported as damage.
             if isinstance(record.get("format"), int) and record["format"] > FORMAT:
                 raise DataError(f"{where} has format {record['format']}, needs {FORMAT}: written by a newer runner")
-            validate_record(record, _TOP_KEYS, [key.name for key in _TOP_KEYS])
+            validate_record(record, _TOP_KEYS, [key.name for key in _TOP_KEYS if key.name != "begin"])
             if record.pop("digest") != _digest(record):
                 raise ValueError("it does not match its own digest")
             if record["format"] not in range(1, FORMAT + 1):
@@ -154,7 +156,10 @@ class CorpusIndex(CorpusShards):
             shards = tuple(map(parse_shard, record["shards"]))
             if len({shard.name for shard in shards}) < len(shards):
                 raise ValueError("two of its shards have the same name")
-            if {shard.answers_crc32c is not None for shard in shards} not in (set(), {record["format"] == FORMAT}):
+            if (record["format"] == FORMAT) != ("begin" in record):
+                raise ValueError(f"format {record['format']} goes with a key begin only if it is {FORMAT}")
+            has_mask = {shard.answers_crc32c is not None for shard in shards}
+            if len(has_mask) > 1 or (record["format"] < FORMAT and has_mask not in (set(), {record["format"] == 2})):
                 raise ValueError(
                     f"format {record['format']}, and only some of its shards have a completion mask (answers_crc32c)"
                 )
@@ -165,12 +170,20 @@ class CorpusIndex(CorpusShards):
             raise
         except (ValueError, TypeError) as error:
             raise DataError(f"{where} is not the index of a corpus: {error}") from error
-        return cls(record["dtype"], record["vocabulary_size"], record["tokenizer"], record["separator"], shards)
+        return cls(
+            record["dtype"],
+            record["vocabulary_size"],
+            record["tokenizer"],
+            record["separator"],
+            shards,
+            record.get("begin"),
+        )
 
     def _content(self) -> JsonObject:
-        # A corpus without a mask keeps format 1, and with it the digest that runs have recorded.
-        version = FORMAT if self.has_completion_mask else 1
-        return {"format": version, **asdict(self), "shards": [shard.to_json() for shard in self.shards]}
+        # The format is the oldest that has all that the corpus has, so that a corpus keeps its digest.
+        version = FORMAT if self.begin is not None else 2 if self.has_completion_mask else 1
+        content = {"format": version, **asdict(self), "shards": [shard.to_json() for shard in self.shards]}
+        return {key: value for key, value in content.items() if (key, value) != ("begin", None)}
 
 
 def read_tokenizer(tokenizer: JsonObject, store: Store) -> bytes:

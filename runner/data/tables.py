@@ -35,7 +35,6 @@ from runner.data.token_files import DocumentFile, DocumentFiles, TokenFile
 from runner.errors import DataError, InvalidError, RetryableError, format_reason
 from runner.spec.imports import import_extra
 
-EXTRA = "parquet"  # of the package that reads both formats
 ID_COLUMN, PADDING_COLUMN, MASK_COLUMNS = "input_ids", "attention_mask", ("loss_mask", "labels")
 NO_TARGET = -100
 ID_DTYPE, BOUNDS_DTYPE = np.dtype("<u4"), np.dtype("<i8")
@@ -145,7 +144,7 @@ def open_tables(
         DataError: pyarrow is missing, or a file is damaged or has other columns; one line names it.
     """
     try:
-        import_extra("pyarrow", EXTRA)
+        import_extra("pyarrow")
     except InvalidError as error:
         raise DataError(f"{files[0]}: {error}") from error
     wanted, tables = [], []
@@ -265,7 +264,7 @@ def _load_size(file: File, column: str, reader: Reader, cache_directory: Path) -
 
 def _read_valid(file: File, read: Callable[[], Any]) -> Any:
     """Return the result of `read`. Raises `DataError` if pyarrow cannot read the file."""
-    arrow = import_extra("pyarrow", EXTRA)
+    arrow = import_extra("pyarrow")
     try:
         return read()
     except (InvalidError, RetryableError):
@@ -284,7 +283,7 @@ def _measure(file: File, column: str, reader: Reader) -> tuple[list[str], TableS
             lengths, _ = _unpack(file, batch, column)
             num_values, num_rows = num_values + int(lengths.sum()), num_rows + len(lengths)
         return names, TableSize(num_values, num_rows)
-    table = import_extra("pyarrow.parquet", EXTRA).ParquetFile(RangeFile.open(file, reader))
+    table = import_extra("pyarrow.parquet").ParquetFile(RangeFile.open(file, reader))
     names, footer = list(table.schema_arrow.names), table.metadata
     _validate_column(file, column, names)
     groups = [footer.row_group(group) for group in range(footer.num_row_groups)]
@@ -302,10 +301,10 @@ def _read_batches(file: File, columns: list[str], reader: Reader) -> Iterator[An
     """Yield the record batches of a file; only Parquet can leave out the other columns."""
     stream = RangeFile.open(file, reader)
     if str(file).endswith(".parquet"):
-        table = import_extra("pyarrow.parquet", EXTRA).ParquetFile(stream, pre_buffer=False)
+        table = import_extra("pyarrow.parquet").ParquetFile(stream, pre_buffer=False)
         yield from table.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
         return
-    ipc = import_extra("pyarrow.ipc", EXTRA)
+    ipc = import_extra("pyarrow.ipc")
     is_file = stream.read(6) == b"ARROW1"
     stream.seek(0)
     found = ipc.open_file(stream) if is_file else ipc.open_stream(stream)
@@ -325,7 +324,7 @@ def _unpack(file: File, batch: Any, column: str, is_mask: bool = False) -> tuple
 
     The values of a mask may also be booleans, or floats without a fraction.
     """
-    arrow, compute = import_extra("pyarrow", EXTRA), import_extra("pyarrow.compute", EXTRA)
+    arrow, compute = import_extra("pyarrow"), import_extra("pyarrow.compute")
     _validate_column(file, column, batch.schema.names)
     lists = batch.column(column)
     lists.validate(full=True)  # Arrow files are mapped as they are: a damaged offset would be followed anywhere

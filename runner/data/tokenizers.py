@@ -10,16 +10,17 @@ its file lacks.
 
 import base64
 import binascii
+import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import tokenizers
 
 from runner.data.corpus_index import read_tokenizer
-from runner.errors import DataError, format_reason
+from runner.errors import DataError, EncodeError, format_reason
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject, Store
 
@@ -145,7 +146,11 @@ class BatchTokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each document, of `dtype`, without added tokens at either end."""
+        """Return the ids of each document, of `dtype`, without added tokens at either end.
+
+        Raises:
+            EncodeError: a document has no ids, or the library fails on it.
+        """
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the ids of each text and the span of characters of each id, of shape (number of ids, 2).
@@ -154,6 +159,7 @@ class BatchTokenizer(ABC):
 
         Raises:
             DataError: this kind of tokenizer does not provide spans.
+            EncodeError: the library fails on a text.
         """
         raise DataError(
             f"a tokenizer of kind {self.name} does not tell which characters a token is of; use hf or bytes"
@@ -203,6 +209,20 @@ class ByteBatchTokenizer(BatchTokenizer):
         return {}
 
 
+@contextlib.contextmanager
+def _convert_encode_errors() -> Iterator[None]:
+    """Turn an error of a tokenizer library, which may be a panic of Rust, into an `EncodeError`."""
+    try:
+        yield
+    except Exception as error:  # the libraries raise nothing more specific
+        raise EncodeError(f"the tokenizer cannot encode a document: {format_reason(error)}") from error
+    except BaseException as error:
+        # A panic is no `Exception`, but it ends nothing: the library can encode the next document.
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise EncodeError(f"the tokenizer cannot encode a document: {format_reason(error)}") from error
+
+
 class _TextTokenizer(BatchTokenizer):
     """Base of tokenizers whose library takes texts and returns lists of ids."""
 
@@ -215,9 +235,10 @@ class _TextTokenizer(BatchTokenizer):
         """Return the text of ids."""
 
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each document. Raises `DataError` if a text has no ids and there is no unknown token."""
+        """Return the ids of each document."""
         texts = [document.decode(errors="replace") for document in documents]
-        return [np.array(ids, self.dtype) for ids in self._encode(texts)]
+        with _convert_encode_errors():
+            return [np.array(ids, self.dtype) for ids in self._encode(texts)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ids."""
@@ -248,20 +269,14 @@ class HuggingFaceTokenizer(_TextTokenizer):
             raise DataError("is not a usable tokenizer.json: it has no tokens")
 
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
-        try:
-            # Documents must not get tokens at their ends here: separators are the job's choice.
-            found = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises nothing more specific
-            raise DataError(f"the tokenizer cannot encode a document: {format_reason(error)}") from error
-        return (encoding.ids for encoding in found)
+        # Documents must not get tokens at their ends here: separators are the job's choice.
+        return (encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False))
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the ids of each text with the offsets of the library."""
-        try:
+        with _convert_encode_errors():
             # `encode_batch_fast` would give no offsets.
             found = self._library.encode_batch(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises nothing more specific
-            raise DataError(f"the tokenizer cannot encode a document: {format_reason(error)}") from error
         return [
             (np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
             for encoding in found
@@ -282,7 +297,7 @@ class SentencePieceTokenizer(_TextTokenizer):
     name = "sentencepiece"
 
     def __init__(self, content: bytes) -> None:
-        library = import_extra("sentencepiece", "sentencepiece")
+        library = import_extra("sentencepiece")
         try:
             self._library = library.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
@@ -312,7 +327,7 @@ class TiktokenTokenizer(_TextTokenizer):
     name = "tiktoken"
 
     def __init__(self, content: bytes, pattern: str, special_tokens: dict[str, int]) -> None:
-        library = import_extra("tiktoken", "tiktoken")
+        library = import_extra("tiktoken")
         ranks = _parse_ranks(content)
         taken = set(ranks.values())
         for token, rank in special_tokens.items():

@@ -225,7 +225,7 @@ class EvaluationData:
                 num_bytes += len(ids)
             else:
                 # Separators are targets with a loss, but no part of the text.
-                text_ids = ids if codec.separator is None else ids[ids != codec.separator]
+                text_ids = ids[~np.isin(ids, [each for each in (codec.begin, codec.separator) if each is not None])]
                 num_bytes += len(codec.tokenizer.decode(text_ids).encode())
         return ValidationSize(num_targets, num_bytes)
 

@@ -61,11 +61,13 @@ class TextCodec:
         tokenizer: tokenizer that made the tokens.
         separator: id that ends a document, if any.
         kind: record that identifies the tokenizer; sources with the same ids have the same.
+        begin: id that begins a document, if any.
     """
 
     tokenizer: Tokenizer | BatchTokenizer
     separator: int | None
     kind: JsonObject
+    begin: int | None = None
 
     @property
     def is_of_bytes(self) -> bool:
@@ -86,7 +88,7 @@ def load_source_codec(source: TokenSource, data: DataConfig) -> TextCodec:
             store = open_store(corpus)
             index = CorpusIndex.decode(store.read(INDEX), f"{corpus}/{INDEX}")
             record = {key: value for key, value in index.tokenizer.items() if key != "vocabulary_size"}
-            return TextCodec(load_tokenizer(index.tokenizer, store), index.separator, record)
+            return TextCodec(load_tokenizer(index.tokenizer, store), index.separator, record, index.begin)
     # Text: the tokenizer is that of the config.
     files = find_source(source.source)
     if files.holds_tokens:
@@ -118,9 +120,11 @@ def load_data_codec(data: DataConfig) -> TextCodec:
 def find_start_token(codec: TextCodec, data: DataConfig) -> int:
     """Return the token that a text without a prompt begins after.
 
-    It is the separator of documents, or else the newline, or else id 0. If examples hold whole documents, the separator
-    is never an input of the model, so it is not used.
+    It is the token that begins documents, or else their separator, the newline, or id 0. If examples hold whole
+    documents, the separator is never an input of the model, so it is not used.
     """
+    if codec.begin is not None:
+        return codec.begin
     if codec.separator is not None and data.packing == "concatenate":
         return codec.separator
     try:
@@ -130,8 +134,12 @@ def find_start_token(codec: TextCodec, data: DataConfig) -> int:
 
 
 def encode_prompt(codec: TextCodec, prompt: str) -> list[int]:
-    """Return the ids of a prompt, which may hold bytes of the command line that are no UTF-8. Raises `DataError`."""
-    return [int(token) for token in codec.tokenizer.encode_file(os.fsencode(prompt))]
+    """Return the ids of a prompt, with the token that begins documents, if there is one, before them.
+
+    The prompt may hold bytes of the command line that are no UTF-8. Raises `DataError`.
+    """
+    ids = [int(token) for token in codec.tokenizer.encode_file(os.fsencode(prompt))]
+    return ids if codec.begin is None or ids[:1] in ([], [codec.begin]) else [codec.begin, *ids]
 
 
 def parse_ids(prompt: str, num_ids: int, key: str = "--prompt") -> list[int]:

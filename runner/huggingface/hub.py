@@ -259,7 +259,7 @@ class HubRepository:
         if _NAME.fullmatch(name) is None:
             raise InvalidError(f"--push {name}: needs OWNER/NAME, such as my-team/my-model")
         self._name, self._is_public = name, is_public
-        self._hub, self._errors, utils = (import_extra(f"huggingface_hub{part}", "hub") for part in _MODULES)
+        self._hub, self._errors, utils = (import_extra(f"huggingface_hub{part}") for part in _MODULES)
         # Settings of the library for this whole process: few lines, and a limit for each wait, which it has not.
         utils.logging.set_verbosity_error()
         if not sys.stderr.isatty():

@@ -1,6 +1,6 @@
 """A run's weights as a model of lm-evaluation-harness, for the harness's own tasks.
 
-Needs `pip install 'runner[lm-eval]'`, and is imported only on request, because nothing else needs the harness. Runs in
+Needs `pip install -e '.[lm-eval]'`, and is imported only on request, because nothing else needs the harness. Runs in
 one process or in several, each of which makes the same requests in the same order.
 """
 
@@ -59,7 +59,10 @@ class HarnessModel(LM):
         """Return the log-likelihood of each whole text, summed over disjoint windows."""
         found = []
         for request in requests:
-            windows = get_rolling_token_windows(self._encode(request.args[0]), self._start_token, self._length, 1)
+            ids = self._encode(request.args[0])
+            # The first window begins with the start token, which a corpus may also put before its documents.
+            ids = ids[1:] if ids[:1] == [self._codec.begin] else ids
+            windows = get_rolling_token_windows(ids, self._start_token, self._length, 1)
             scores = self._score([TextPair(*make_disjoint_window(window)) for window in windows])
             found.append(sum(log_likelihood for log_likelihood, _ in scores))
         return found

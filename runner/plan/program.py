@@ -12,7 +12,6 @@ scattered, or reduced whole. Compiling one matmul takes a second or two, where a
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import math
 import os
 import re
@@ -39,6 +38,7 @@ from runner.parallel.mesh import (
 )
 from runner.plan.forecast.collectives import Collective, find_collectives
 from runner.plan.mesh import MeshSizes
+from runner.spec.imports import format_install, is_extra_installed
 from runner.train.compile import MEMORY_SHARE, BatchLayout, CompiledStep
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 
@@ -104,8 +104,7 @@ class TargetMachine:
 
 def is_libtpu_installed() -> bool:
     """Return True if libtpu can be imported."""
-    found = importlib.util.find_spec("libtpu")
-    return found is not None and found.loader is not None
+    return is_extra_installed("tpu-plan")
 
 
 def open_machine(accelerator: Accelerator | None) -> TargetMachine:
@@ -151,7 +150,7 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
         devices, compiler = _open_libtpu_devices(accelerator, shape)
         return TargetMachine(devices, stand_ins, accelerator, compiler, False, hbm_bytes)
     is_cpu = accelerator.name == "cpu"
-    reason = ", since libtpu is not installed (extra tpu-plan)" if accelerator.chip.is_tpu else ""
+    reason = f", since libtpu is not installed ({format_install('tpu-plan')})" if accelerator.chip.is_tpu else ""
     compiler = "XLA for CPU" if is_cpu else f"XLA for {len(stand_ins)} fake CPU devices{reason}"
     return TargetMachine(stand_ins, stand_ins, accelerator, compiler, not is_cpu, hbm_bytes)
 

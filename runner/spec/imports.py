@@ -1,6 +1,7 @@
 """Imports by name: the user's classes (`module:Class`), and packages that are extras of this one."""
 
 import importlib
+import importlib.util
 import os
 import pkgutil
 import re
@@ -12,17 +13,52 @@ from runner.errors import InvalidError, suggest_choices, suggest_nearest
 from runner.spec.document import Document
 from runner.spec.model import JOB_PATTERN
 
+# Extras for users, each with the top-level packages that only it installs.
+EXTRA_PACKAGES = {
+    "gcs": ("google",),
+    "s3": ("boto3", "botocore"),
+    "azure": ("azure",),
+    "tpu": ("libtpu",),
+    "tpu-plan": ("libtpu",),
+    "cuda": ("jax_cuda12_plugin",),
+    "parquet": ("pyarrow",),
+    "sentencepiece": ("sentencepiece",),
+    "tiktoken": ("tiktoken",),
+    "lm-eval": ("lm_eval",),
+    "hub": ("huggingface_hub",),
+    "chat": ("jinja2",),
+}
 
-def import_extra(module: str, extra: str) -> ModuleType:
-    """Import a module that needs the packages of `runner[extra]`.
+
+def format_install(extra: str) -> str:
+    """Return the command that installs an extra, in the project's directory.
+
+    It installs from the checkout, because `runner` on PyPI is another project.
+    """
+    assert extra in EXTRA_PACKAGES
+    return f"pip install -e '.[{extra}]'"
+
+
+def is_extra_installed(extra: str) -> bool:
+    """Return True if the packages of an extra can be imported. Imports none of them."""
+    # A directory without a module, as another package may leave behind, has no loader.
+    found = [importlib.util.find_spec(package) for package in EXTRA_PACKAGES[extra]]
+    return all(spec is not None and spec.loader is not None for spec in found)
+
+
+def import_extra(module: str) -> ModuleType:
+    """Import a module of a package that an extra installs, or a module of ours that imports such a package.
 
     Raises:
-        InvalidError: a package is missing; the message says how to install it.
+        InvalidError: a package is missing; the message has the command that installs it.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise InvalidError(f"needs the package {error.name}: pip install 'runner[{extra}]'") from error
+        package = str(error.name).partition(".")[0]
+        extra = next((extra for extra, packages in EXTRA_PACKAGES.items() if package in packages), None)
+        command = "pip install -e ." if extra is None else format_install(extra)
+        raise InvalidError(f"needs the package {error.name}; install it with {command}") from error
 
 
 def load_job_class(document: Document, base: type) -> type:

@@ -1,11 +1,11 @@
 """Stores from the paths and URLs of specs."""
 
-import importlib
 import os
 import re
 from pathlib import Path
 
 from runner.errors import InvalidError
+from runner.spec.imports import import_extra
 from runner.storage.bucket import BucketStore
 from runner.storage.local import LocalStore
 from runner.storage.store import Store, find_kind
@@ -87,7 +87,7 @@ def make_store(text: str) -> Store:
     validate_url(text)
     scheme, separator, _ = text.partition("://")
     if separator:
-        return _open_bucket(text, *_DRIVERS[scheme])
+        return _open_bucket(text, *_DRIVERS[scheme][:2])
     return LocalStore(local_directory(text))
 
 
@@ -110,12 +110,10 @@ def split_checkpoint(text: str) -> tuple[str, str | None]:
     return (directory, name) if separator and "/" not in name else (text, None)
 
 
-def _open_bucket(url: str, module: str, driver_name: str, extra: str) -> Store:
+def _open_bucket(url: str, module: str, driver_name: str) -> Store:
     try:
         # Imported by name: the client is an optional package, and takes a second to import.
-        driver = getattr(importlib.import_module(module), driver_name)(url.rstrip("/"))
-    except ModuleNotFoundError as error:
-        raise InvalidError(f"{url} needs the package {error.name}: pip install 'runner[{extra}]'") from error
+        driver = getattr(import_extra(module), driver_name)(url.rstrip("/"))
     except ValueError as error:
         raise InvalidError(f"{url}: {str(error).splitlines()[0]}") from error
     return BucketStore(url.rstrip("/"), driver.prefix, driver)

@@ -19,6 +19,7 @@ from runner.errors import DataError, InvalidError
 from runner.parallel.mesh import AXES, is_mesh_possible
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec, Topology
+from runner.spec.imports import format_install, is_extra_installed
 from runner.storage import JsonObject, Store
 from runner.train.setup import TrainSetup
 
@@ -60,8 +61,12 @@ def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerCo
     device, number = jax.devices()[0], jax.device_count()
     if wanted is not None and not wanted.matches(device.device_kind, number):
         options = list_local_options(spec, topology, config, number)
+        extra = "tpu" if wanted.chip.is_tpu else "cuda"
+        # Without its plugin jax sees only the CPUs of a host that has accelerators.
+        is_missing = device.platform == "cpu" and wanted.name != "cpu" and not is_extra_installed(extra)
+        hint = f"on a host that has it, first run {format_install(extra)}; " if is_missing else ""
         raise InvalidError(
-            f"sized for {topology.accelerator}, here: {number} x {device.device_kind}; "
+            f"sized for {topology.accelerator}, here: {number} x {device.device_kind}; {hint}"
             f"to run it here: {' '.join(f'--set {option}' for option in options)}"
         )
 

@@ -10,7 +10,7 @@ from runner.data.corpus_index import INDEX_KEYS, CorpusIndex, CorpusShard
 from runner.errors import DataError
 
 SHARD = CorpusShard("00000", 7, 2, 40, "00000000", "11111111", "22222222")
-INDEX = CorpusIndex("uint16", 50, {"kind": "bytes"}, None, (SHARD, dataclasses.replace(SHARD, name="00001")))
+INDEX = CorpusIndex("uint16", 50, {"kind": "bytes"}, None, (SHARD, dataclasses.replace(SHARD, name="00001")), 1)
 OTHER = [None, True, 3, 1.5, "text", ["text"], {"a": 1}]
 
 
@@ -24,6 +24,14 @@ def test_it_comes_back():
     assert (INDEX.num_tokens, INDEX.num_documents) == (14, 4)
 
 
+def test_without_a_begin_token_it_has_the_older_format_and_no_such_key():
+    index = dataclasses.replace(INDEX, begin=None)
+    assert CorpusIndex.decode(index.encode(), "here") == index
+    record = json.loads(index.encode())
+    assert record["format"] == 1
+    assert "begin" not in record
+
+
 def test_its_keys_are_those_of_the_table():
     shards = [dataclasses.replace(shard, answers_crc32c="33333333") for shard in INDEX.shards]
     record = json.loads(dataclasses.replace(INDEX, shards=tuple(shards)).encode())
@@ -34,6 +42,7 @@ def test_its_keys_are_those_of_the_table():
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CorpusIndex)])
 def test_every_key_is_part_of_its_digest(field):
     other = {"dtype": "uint32", "vocabulary_size": 51, "tokenizer": {"kind": "hf"}, "separator": 3, "shards": (SHARD,)}
+    other["begin"] = 2
     assert dataclasses.replace(INDEX, **{field: other[field]}).digest != INDEX.digest
 
 
@@ -56,8 +65,8 @@ def test_an_impossible_vocabulary_is_refused(size):
 
 
 def test_a_newer_format_is_refused():
-    with pytest.raises(DataError, match=r"^here has format 3, needs 2: written by a newer runner"):
-        CorpusIndex.decode(rewritten(format=3), "here")
+    with pytest.raises(DataError, match=r"^here has format 4, needs 3: written by a newer runner"):
+        CorpusIndex.decode(rewritten(format=4), "here")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"null", INDEX.encode()[:-3], b"[" * 99999])

@@ -187,7 +187,7 @@ def test_the_harness_itself_finds_the_same_accuracy(run: Path, tmp_path: Path, m
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    harness = pytest.importorskip("runner.inference.harness", reason="needs pip install 'runner[lm-eval]'")
+    harness = pytest.importorskip("runner.inference.harness", reason="needs pip install -e '.[lm-eval]'")
     task = TASK | {"dataset_kwargs": {"data_files": {"test": str(run.parent / "questions.jsonl")}}}
     (tmp_path / "made_up.yaml").write_text(yaml.safe_dump(task))
     opened = open_run(str(run))

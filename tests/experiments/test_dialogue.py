@@ -135,13 +135,24 @@ def test_a_token_is_of_an_answer_that_shares_a_character_with_it():
     assert compute_marks(spans[:0].reshape(-1, 2), [(0, 1)]).tolist() == []
 
 
-@pytest.mark.parametrize(("most", "marks"), [(None, [0, 0, 1, 1]), (4, [0, 0, 1, 1]), (3, [0, 0, 0]), (2, [0, 0])])
-def test_what_is_cut_ends_with_a_separator_that_is_not_to_be_learned(most, marks):
+@pytest.mark.parametrize(
+    ("begin", "most", "marks"),
+    [
+        (None, None, [0, 0, 1, 1]),
+        (None, 4, [0, 0, 1, 1]),
+        (None, 3, [0, 0, 0]),
+        (None, 2, [0, 0]),
+        (8, None, [0, 0, 0, 1, 1]),
+        (8, 4, [0, 0, 0, 0]),
+        (5, None, [0, 0, 1, 1]),  # which is there already
+    ],
+)
+def test_what_is_cut_ends_with_a_separator_that_is_not_to_be_learned(begin, most, marks):
     spans = np.array([[0, 1], [1, 2], [2, 3]])
-    found = mark_tokens(Dialogue("abc", ((2, 3),)), np.array([5, 6, 7], "<u2"), spans, 9, most)
+    found = mark_tokens(Dialogue("abc", ((2, 3),)), np.array([5, 6, 7], "<u2"), spans, begin, 9, most)
     assert found.marks.tolist() == marks
     assert found.ids.tolist()[-1] == 9
-    assert found.is_cut == (len(marks) < 4)
+    assert found.is_cut == (not marks[-1])
 
 
 def test_ids_are_those_of_the_library_and_each_says_which_characters_it_is_of():
@@ -375,7 +386,7 @@ def test_the_character_that_marks_answers_is_refused_in_a_dialogue(tmp_path):
         ),
         (
             {"config.chat": {}, "config.source": "TEXT"},
-            r"config\.chat: needs lines of \.jsonl or rows .*, .* names text files",
+            r"config\.chat: needs lines of JSON or rows .*, .* names text files",
         ),
         ({"config.chat": {"longer": "cut"}}, "longer=cut has no effect without max_tokens"),
     ],

@@ -1,10 +1,14 @@
 """Tokenise as a job, in this process: every form of input, every tokenizer, every key, every damage."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +16,21 @@ import numpy as np
 import pyarrow
 import pytest
 import tokenizers
+import zstandard
 
+from experiments.tokenise import corpus as output
 from experiments.tokenise import documents as input_documents
 from experiments.tokenise import inputs as input_files
+from experiments.tokenise import job as tokenise_job
+from experiments.tokenise.config import BpeConfig
 from experiments.tokenise.corpus import FinishedPiece
-from experiments.tokenise.documents import BadRecord, cut_into_pieces, read_documents
+from experiments.tokenise.documents import BadRecord, InputPart, cut_into_pieces, read_documents, shuffle_indices
 from experiments.tokenise.inputs import find_files, open_store
 from experiments.tokenise.job import Tally, sample_documents, train_bpe
+from runner.config import DataConfig, TokenSource
 from runner.data.corpus_index import CorpusShard
 from runner.errors import DataError, InvalidError, StorageError
+from runner.evaluation.generation import encode_prompt, find_start_token, load_source_codec
 from runner.storage import DeadlineError
 from tests.support import inputs
 from tests.support.inputs import (
@@ -118,13 +128,49 @@ def test_a_vocabulary_is_trained_to_the_same_bytes_again(tmp_path):
     pieces = cut_into_pieces(find_files(str(tmp_path / "in/*.txt")), 500)
 
     def once(sample_bytes: int) -> bytes:
-        return train_bpe(config.config.tokenizer, SEPARATOR, sample_documents(pieces, sample_bytes, "text", 0))
+        sample = sample_documents(pieces, sample_bytes, "text", 0)
+        return train_bpe(config.config.tokenizer, (SEPARATOR,), sample, print)
 
     assert once(8 << 20) == once(8 << 20)
     assert once(8 << 20) != once(100)
     vocabulary = json.loads(once(8 << 20))["model"]["vocab"]
     assert len(vocabulary) == 290
     assert vocabulary[SEPARATOR] == 0
+
+
+def test_one_vocabulary_is_trained_over_several_sources(tmp_path):
+    write_texts(tmp_path / "in", ["aaaa bbbb " * 50] * 5)
+    (tmp_path / "x.jsonl").write_bytes(inputs.lines(["wxyz " * 60] * 5, "content"))
+    sources = [{"source": str(tmp_path / "in/*.txt")}, {"source": str(tmp_path / "x.jsonl"), "field": "content"}]
+    bpe = {"kind": "bpe", "vocabulary_size": 290, "sources": sources}
+    source = {"config.source": str(tmp_path / "in/*.txt"), "config.tokenizer": bpe}
+    tokenise(tmp_path / "one", **source)()
+    content = (tmp_path / "one/corpus/tokenizer.json").read_bytes()
+    assert {"aaaa", "wxyz"} <= json.loads(content)["model"]["vocab"].keys()
+    other = {"config.source": str(tmp_path / "x.jsonl"), "config.field": "content"}
+    tokenise(tmp_path / "two", **other, **{"config.tokenizer": bpe})()
+    assert (tmp_path / "two/corpus/tokenizer.json").read_bytes() == content
+    (tmp_path / "x.jsonl").write_bytes(inputs.lines(["changed"], "content"))
+    with pytest.raises(InvalidError, match=r"config\.tokenizer\.sources"):
+        tokenise(tmp_path / "one", **source, **{"checkpoint.keep_last": 4}).validate_checkpoints()
+    bad = [*sources, {"source": str(tmp_path / "none.jsonl")}]
+    assert "config.tokenizer.sources.2.source: no file matches" in refusal(
+        tmp_path / "run", **source | {"config.tokenizer": bpe | {"sources": bad}}
+    )
+
+
+def test_lines_tell_how_long_a_vocabulary_is_being_trained(monkeypatch):
+    monkeypatch.setattr(tokenise_job, "_PROGRESS_SECONDS", 0.01)
+    said: list[str] = []
+
+    def sample() -> Iterator[bytes]:
+        yield b"a document" * 1000
+        deadline = time.monotonic() + 60
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    train_bpe(BpeConfig(kind="bpe", vocabulary_size=257), (None,), sample(), said.append)
+    assert "training a BPE: 0.0 MB of text read" in said[0]
 
 
 def test_wide_ids_are_written_wide(tmp_path, kinds):
@@ -170,6 +216,184 @@ def test_a_bad_line_is_called_by_its_number_wherever_its_part_begins(tmp_path):
         parts = [part for piece in cut_into_pieces(find_files(str(path)), shard_bytes) for part in piece]
         (bad,) = [text for part in parts for text in read_documents(part, None, "text") if isinstance(text, BadRecord)]
         assert bad.where == f"{path}:51"
+
+
+# Corpora as they are published.
+
+COMPRESSIONS: dict[str, Any] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".zstd": zstandard.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+@pytest.mark.parametrize("lines", [".jsonl", ".json", ".ndjson", ".JSONL"])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_lines_of_json_are_read_under_every_name_and_compression(tmp_path, lines, compression):
+    path = tmp_path / f"part-0000{lines}{compression}"
+    path.write_bytes(COMPRESSIONS[compression](inputs.lines(DOCUMENTS)))
+    (file,) = find_files(str(path))
+    ((part,),) = cut_into_pieces([file], 1 << 20)
+    assert list(read_documents(part, None, "text")) == [text.encode() for text in DOCUMENTS]
+    path.write_bytes(COMPRESSIONS[compression](inputs.lines(DOCUMENTS))[:-9])
+    if compression:
+        with pytest.raises(DataError, match=r"is not a valid \..* file"):
+            list(read_documents(InputPart(find_files(str(path))[0], 0), None, "text"))
+
+
+TEXT_TYPES = {
+    "string": pyarrow.string(),
+    "large_string": pyarrow.large_string(),
+    "string_view": pyarrow.string_view(),
+    "binary": pyarrow.binary(),
+    "large_binary": pyarrow.large_binary(),
+    "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    "large dictionary": pyarrow.dictionary(pyarrow.int8(), pyarrow.large_string()),
+}
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "e.arrow"])
+@pytest.mark.parametrize("kind", TEXT_TYPES)
+def test_a_column_of_text_is_read_in_every_encoding_of_arrow(tmp_path, monkeypatch, kind, name):
+    texts = pyarrow.array(["naïve", None, "naïve", ""]).cast(TEXT_TYPES[kind])
+    monkeypatch.setattr(inputs, "table", lambda _: pyarrow.table({"text": texts}))
+    (tmp_path / name).write_bytes(FORMS[name]([]))
+    (file,) = find_files(str(tmp_path / name))
+    found = list(read_documents(InputPart(file, file.size_bytes), None, "text"))
+    assert found[0] == found[2] == "naïve".encode()
+    assert isinstance(found[1], BadRecord)
+    assert found[3] == b""
+
+
+def test_a_column_of_nulls_and_one_of_numbers_are_told(tmp_path, monkeypatch):
+    for values, message in (([None, None], "'text' is null"), ([1, 2], "column 'text' is int64, needs string")):
+        monkeypatch.setattr(inputs, "table", lambda _, values=values: pyarrow.table({"text": values}))
+        (tmp_path / "d.parquet").write_bytes(FORMS["d.parquet"]([]))
+        assert message in refusal(tmp_path / "run", **{"config.source": str(tmp_path / "d.parquet")})
+
+
+def test_a_begin_token_comes_once_before_every_document(tmp_path, kinds):
+    texts = ["one", f"{SEPARATOR}two", ""]  # the text of a special token is that token in a tokenizer of kind hf
+    (tmp_path / "a.jsonl").write_bytes(inputs.lines(texts))
+    content = json.loads(Path(kinds["hf"]["file"]).read_bytes())
+    process = {"single": [{"SpecialToken": {"id": SEPARATOR, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]}
+    process |= {
+        "pair": process["single"],
+        "special_tokens": {SEPARATOR: {"id": SEPARATOR, "ids": [0], "tokens": [SEPARATOR]}},
+    }
+    content["post_processor"] = {"type": "TemplateProcessing", **process}
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    changes = {"config.source": str(tmp_path / "a.jsonl"), "config.begin": SEPARATOR, "config.separator": "<|pad|>"}
+    for name, file in (("plain", kinds["hf"]["file"]), ("with a post-processor", str(tmp_path / "t.json"))):
+        tokenise(tmp_path / name, **changes, **{"config.tokenizer": {"kind": "hf", "file": file}})()
+        corpus = tmp_path / name / "corpus"
+        found = read_corpus(corpus)
+        assert [ids.tolist().count(0) for ids in found] == [1, 1, 1]
+        assert all(ids[0] == 0 and ids[-1] == 1 for ids in found)
+        assert (index_of(corpus).begin, json.loads((corpus / "index.json").read_bytes())["format"]) == (0, 3)
+        codec = load_source_codec(TokenSource(source=str(corpus)), DataConfig(source=str(corpus), sequence_length=8))
+        assert (find_start_token(codec, DataConfig(source="x", sequence_length=8)), codec.separator) == (0, 1)
+        assert encode_prompt(codec, "one") == found[0][:-1].tolist()
+
+
+# Documents that a tokenizer cannot encode.
+
+BLANKS = " " * 1_200_000  # on which the regular expressions of tiktoken overflow their stack, and it panics
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_document_on_which_a_tokenizer_panics_is_named_and_may_be_skipped(tmp_path, kinds, capsys, shuffle):
+    texts = [*DOCUMENTS[:5], BLANKS, *DOCUMENTS[5:9]]
+    (tmp_path / "a.jsonl").write_bytes(b"\n{}\n" + inputs.lines(texts))
+    changes = {"config.source": str(tmp_path / "a.jsonl"), "config.tokenizer": kinds["tiktoken"]}
+    changes |= {"config.shuffle": shuffle, "config.shard_bytes": 1 << 30}
+    found = refusal(tmp_path / "run", **changes, **{"config.skip_bad": 1})
+    assert "config.skip_bad allows 1" in found
+    tokenise(tmp_path / "run", **changes, **{"config.skip_bad": 2})()
+    assert sorted(decode_corpus(tmp_path / "run/corpus")) == sorted(DOCUMENTS[:9])
+    record = FinishedPiece.from_json(json.loads((tmp_path / "run/corpus/00000.json").read_bytes()))
+    assert (record.num_bad, "a.jsonl:8: the tokenizer cannot encode" in record.first_bad) == (2, True)
+
+
+def test_a_text_file_on_which_a_tokenizer_panics_is_named(tmp_path, kinds):
+    source = write_texts(tmp_path / "in", [*DOCUMENTS[:3], BLANKS])
+    changes = {"config.source": source, "config.tokenizer": kinds["tiktoken"]}
+    found = refusal(tmp_path / "run", **changes)
+    assert "00003.txt: the tokenizer cannot encode" in found
+    assert "set config.skip_bad" in found
+    tokenise(tmp_path / "run", **changes, **{"config.skip_bad": 1})()
+    assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS[:3]
+
+
+# Shuffled, and without duplicates.
+
+
+@pytest.mark.parametrize("name", ["texts", *FORMS])
+def test_a_shuffled_corpus_holds_the_same_documents_in_an_order_of_the_seed(tmp_path, name):
+    source = write_texts(tmp_path / "in", DOCUMENTS) if name == "texts" else str(tmp_path / name)
+    if name != "texts":
+        (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+    changes = {"config.source": source, "config.shuffle": True}
+    orders = []
+    for run, seed in (("one", 0), ("again", 0), ("other", 1)):
+        tokenise(tmp_path / run, **changes, seed=seed)()
+        orders.append(decode_corpus(tmp_path / run / "corpus"))
+    assert content_of(tmp_path / "one/corpus") == content_of(tmp_path / "again/corpus")
+    assert orders[0] != orders[2]
+    for order in orders:
+        assert order != DOCUMENTS
+        assert sorted(order) == sorted(DOCUMENTS)
+
+
+def test_the_order_that_a_seed_gives_stays_the_same_for_ever():
+    assert shuffle_indices(8, 0, 3, 1) == [4, 0, 6, 2, 5, 3, 7, 1]
+
+
+def test_pieces_of_a_shuffled_source_mix_its_parts(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(inputs.lines(DOCUMENTS * 20))
+    pieces = cut_into_pieces(find_files(str(tmp_path / "a.jsonl")), 20_000, 5)
+    starts = [[part.start or 0 for part in piece] for piece in pieces]
+    assert min(len(each) for each in starts[:-1]) > 10
+    assert sum(max(each) - min(each) > 50_000 for each in starts) > len(starts) // 2
+
+
+REPEATED = [*DOCUMENTS[:40], *DOCUMENTS[20:60], DOCUMENTS[3], *DOCUMENTS[60:], *DOCUMENTS[:2]]
+
+
+@pytest.mark.parametrize("name", ["texts", *FORMS])
+@pytest.mark.parametrize("range_documents", [1 << 22, 5])
+def test_of_equal_documents_the_first_alone_is_kept(tmp_path, capsys, monkeypatch, name, range_documents):
+    monkeypatch.setattr(output, "_RANGE_DOCUMENTS", range_documents)
+    source = write_texts(tmp_path / "in", REPEATED) if name == "texts" else str(tmp_path / name)
+    if name != "texts":
+        (tmp_path / name).write_bytes(FORMS[name](REPEATED))
+    tokenise(tmp_path / "run", **{"config.source": source, "config.deduplicate": True})()
+    assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
+    assert "left out 23 documents that repeat an earlier one" in capsys.readouterr().out
+    assert not list((tmp_path / "run/corpus").glob("*.digests"))
+
+
+def test_a_shuffled_corpus_without_duplicates_is_the_same_after_every_loss(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(inputs.lines(REPEATED))
+    changes = {"config.source": str(tmp_path / "a.jsonl"), "config.deduplicate": True, "config.shuffle": True}
+    tokenise(tmp_path / "whole", **changes)()
+    whole = content_of(tmp_path / "whole/corpus")
+    assert sorted(decode_corpus(tmp_path / "whole/corpus")) == sorted(DOCUMENTS)
+    job = tokenise(tmp_path / "run", **changes)
+    with pytest.raises(RuntimeError, match="crash"):
+        job(stop=CrashAfter(job, 500))
+    shutil.copytree(tmp_path / "run", tmp_path / "crashed")
+    # Every set of files that a kill may leave: digests of some pieces, with or without what they lead to.
+    for lost in ("none", "0000[0-3].digests", "*.digests", "duplicates.bin", "[0d]*.*[ns]", "0000[2-9].json"):
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(tmp_path / "crashed", tmp_path / "run")
+        for path in (tmp_path / "run/corpus").glob(lost):
+            path.unlink()
+        tokenise(tmp_path / "run", **changes)()
+        assert content_of(tmp_path / "run/corpus") == whole, lost
 
 
 # From a bucket to a bucket.
@@ -437,7 +661,6 @@ def test_two_runs_never_write_one_corpus(tmp_path):
         ({"config.source": "OTHER"}, "unsupported file type"),
         ({"config.source": "ftp://x/y"}, "ftp:// is not known"),
         ({"config.field": "body"}, "config.field: is body, but nothing reads it"),
-        ({"config.skip_bad": 3}, "config.skip_bad: is 3, but nothing reads it"),
         ({"config.separator": 256}, "config.separator: is 256; the largest id is 255"),
         ({"config.separator": "</s>"}, "a tokenizer of kind bytes has no token '</s>'; give an id"),
         ({"config.tokenizer": "hf", "config.separator": "<|endoftxt|>"}, r"did you mean '<\|endoftext\|>'?"),
@@ -456,7 +679,7 @@ def test_two_runs_never_write_one_corpus(tmp_path):
         ({"config.output": "TEXT"}, "needs a directory"),
         (
             {"config.source": "IN/[0]*", "config.output": "IN"},
-            "matches files that this job writes, such as .*/in/00000-000.bin",
+            "matches files that this job writes, such as .*/in/00000",
         ),
         ({"config.source": "TOP/**"}, "files that this job writes, such as .*/run/events.jsonl; use a narrower"),
         ({"config.source": "TOP/**/*.jsonl"}, "files that this job writes, such as .*/run/events.jsonl"),
@@ -508,7 +731,9 @@ DAMAGES: dict[str, tuple[list[str], Any, str]] = {
     "no file": (["d.parquet", "e.arrow"], lambda _: b"", "is not a valid"),
     "not JSON": (["a.jsonl"], lambda content: b"{}x\n" + content, r"a.jsonl:1: is not JSON"),
     "not UTF-8": (["a.jsonl"], lambda content: b'{"text": "\xff"}\n' + content, r"a.jsonl:1: is not JSON"),
-    "nested": (["a.jsonl"], lambda content: b"[" * 99999 + b"\n" + content, r"a.jsonl:1: is not JSON"),
+    "nested": (["a.jsonl"], lambda content: content + b"[" * 99999 + b"\n", r"a.jsonl:122: is not JSON"),
+    "an array": (["a.jsonl"], lambda _: b'\n [{"text": "a"}]', r"a.jsonl is one JSON array; .* jq -c '.\[\]'"),
+    "an array of lines": (["b.jsonl.gz"], lambda _: gzip.compress(b'[\n{"text": "a"},\n'), "is one JSON array"),
     "a list": (["a.jsonl"], lambda content: content + b"[1]\n", r"a.jsonl:122: is not a JSON object"),
     "no field": (
         ["a.jsonl"],
@@ -571,6 +796,23 @@ def test_so_many_bad_lines_are_left_out_as_the_spec_allows(tmp_path, capsys, nam
     tokenise(tmp_path / "run", **source, **{"config.skip_bad": 2})()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
     assert "skipped 2 lines without text, the first is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_a_first_try_with_a_wrong_field_claims_nothing(tmp_path, name):
+    (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+    changes = {"config.source": str(tmp_path / name), "config.tokenizer": {"kind": "bpe", "vocabulary_size": 290}}
+    refusal(tmp_path / "run", **changes, **{"config.field": "content"})
+    assert not list((tmp_path / "run").glob("*"))
+    tokenise(tmp_path / "run", **changes)()
+    assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
+
+
+def test_a_line_without_the_field_tells_that_it_may_be_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(inputs.lines(DOCUMENTS) + b'{"name": 1}\n')
+    found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl")})
+    assert "a.jsonl:122: has no 'text'" in found
+    assert "set config.skip_bad" in found
 
 
 def test_a_file_that_cannot_be_read_is_told_before_anything_is_written(tmp_path, monkeypatch):

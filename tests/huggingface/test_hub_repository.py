@@ -133,7 +133,7 @@ REFUSALS = {
     "offline": (lambda hub, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True), "HF_HUB_OFFLINE is set"),
     "no library": (
         lambda hub, patch: patch.setitem(sys.modules, "huggingface_hub", None),
-        r"needs the package huggingface_hub: pip install 'runner\[hub\]'",
+        r"needs the package huggingface_hub; .*pip install -e '\.\[hub\]'",
     ),
     "no URL": (
         lambda hub, patch: patch.setattr(constants, "ENDPOINT", "hub.example"),

@@ -282,7 +282,7 @@ def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits(tm
     spec = (NANO, "--topology", "v5e-4", *(word for option in options for word in ("--set", option)))
     hbm_bytes = 4e6
     output = plan_small(hbm_bytes, *spec, expected=2)
-    assert "XLA for 4 fake CPU devices, since libtpu is not installed (extra tpu-plan)" in output
+    assert "XLA for 4 fake CPU devices, since libtpu is not installed (pip install -e '.[tpu-plan]')" in output
     assert "does not fit" not in output
     assert "example(s) a device needs 0.01 GiB on each device and 0.00 GiB are there" in output
     assert "largest arrays of a device\n  f32[" in output

@@ -1,8 +1,8 @@
 """The commands of every README.md, run as they stand there.
 
 A ```bash block is run; what needs a cluster, libtpu or hours is a ```text block. Blocks of a page run in their order,
-the pages in one checkout, README.md first. The demonstration of kill and resume is tried daily too, of a smaller model,
-without LLVM's optimiser.
+the pages in one checkout, README.md first, each in an environment with the base install and the extras that it names.
+The demonstration of kill and resume is tried daily too, of a smaller model, without LLVM's optimiser.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from runner.storage import parse_lines
 from tests.support.faked import environment
+from tests.support.installed import make_environment, named_extras
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -58,12 +58,9 @@ SMALLER = {
 
 
 def copy_project(directory: Path) -> Path:
-    """A copy of the project, under git, whose `.venv` is the environment that the tests run in."""
+    """A copy of the project, under git, whose `.venv` is the base install."""
     shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
-    python = directory / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    make_environment(directory / ".venv", root=directory)
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *words], cwd=directory, check=True)
@@ -169,6 +166,8 @@ def test_every_other_command_of_a_page_runs(page: Path, checkout: Path, request:
         request.getfixturevalue("demonstration")  # which later commands look at
     if page == ROOT / "README.md":
         (checkout / "runs/gpt_small").symlink_to("undisturbed")  # for the run of the first block, which takes minutes
+    shutil.rmtree(checkout / ".venv")
+    make_environment(checkout / ".venv", named_extras(page.read_text()), checkout)
     for block in blocks(page):
         if block not in (*SETUP, DEMONSTRATION):
             run_block(block, checkout, as_a_person())

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from runner.errors import InvalidError, StorageError
+from runner.spec.imports import EXTRA_PACKAGES, format_install
 from runner.storage import (
     ABSENT,
     BackgroundWriter,
@@ -770,14 +771,17 @@ def test_a_path_and_a_url_of_a_bucket_are_fine(text):
 
 @pytest.mark.parametrize(("scheme", "extra"), [("gs", "gcs"), ("s3", "s3"), ("az", "azure")])
 def test_a_package_that_is_missing_is_named_with_the_command_that_brings_it(monkeypatch, scheme, extra):
+    package = EXTRA_PACKAGES[extra][0]
+
     def import_module(name):
         assert name.startswith("runner.storage.")
-        raise ModuleNotFoundError("No module named 'client'", name="client")
+        raise ModuleNotFoundError(f"No module named '{package}.client'", name=f"{package}.client")
 
-    monkeypatch.setattr("runner.storage.url.importlib.import_module", import_module)
+    monkeypatch.setattr("runner.spec.imports.importlib.import_module", import_module)
     with pytest.raises(InvalidError) as caught:
         open_store(f"{scheme}://bucket/x")
-    assert str(caught.value) == f"{scheme}://bucket/x needs the package client: pip install 'runner[{extra}]'"
+    assert str(caught.value).startswith(f"{scheme}://bucket/x: needs the package {package}.client; ")
+    assert str(caught.value).endswith(format_install(extra))
 
 
 def fake_module(make_driver):
@@ -799,7 +803,7 @@ def test_a_url_opens_a_store_below_its_prefix(monkeypatch):
         assert url == "s3://bucket/deep/run"
         return driver
 
-    monkeypatch.setattr("runner.storage.url.importlib.import_module", fake_module(make_driver))
+    monkeypatch.setattr("runner.spec.imports.importlib.import_module", fake_module(make_driver))
     store = open_store("s3://bucket/deep/run/")
     assert store.root is None
     assert store.url == "s3://bucket/deep/run"
@@ -810,7 +814,7 @@ def test_a_url_opens_a_store_below_its_prefix(monkeypatch):
 def test_a_whole_bucket_may_be_the_directory(monkeypatch):
     driver = MemoryDriver()
     driver.prefix = ""
-    monkeypatch.setattr("runner.storage.url.importlib.import_module", fake_module(lambda url: driver))
+    monkeypatch.setattr("runner.spec.imports.importlib.import_module", fake_module(lambda url: driver))
     store = open_store("s3://bucket")
     store.write("a/x", b"1")
     assert list(driver.objects) == ["a/x"]

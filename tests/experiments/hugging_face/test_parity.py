@@ -119,7 +119,7 @@ def test_keys_that_a_published_gemma3_leaves_out_have_their_defaults():
 
 @pytest.mark.soak
 def test_a_model_with_images_of_live_transformers_is_read(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs pip install '.[parity]'")
+    transformers = pytest.importorskip("transformers", reason="needs pip install -e '.[parity]'")
     text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
     config = transformers.Gemma3Config(text_config=text, vision_config=vision | {"num_attention_heads": 2})
@@ -137,7 +137,7 @@ def test_a_model_with_images_of_live_transformers_is_read(tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("name", CASES)
 def test_logits_match_live_transformers_in_both_directions(name, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs pip install 'runner[parity]'")
+    transformers = pytest.importorskip("transformers", reason="needs pip install -e '.[parity]'")
     write = importlib.import_module("tests.experiments.hugging_face.write")
     model = write.make(name)
     expected_BxTxV = write.logits_of(model, TOKENS_BxT)

@@ -1,0 +1,176 @@
+"""The base install, with nothing that only extras bring: what README.md shows, every module, and what is missing."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from runner.spec.imports import EXTRA_PACKAGES, format_install
+from tests.repository.test_readme import blocks
+from tests.support.faked import environment
+from tests.support.inputs import make_hf, make_ranks, make_sentencepiece, tokenise_document
+from tests.support.installed import PAGE_EXTRAS, ROOT, closure, installed, is_complete, make_environment
+
+# Imports every module, then gives the command line each of a list of cases, each in a child. The parent has imported
+# everything once, which is most of what a command costs.
+PROBE = r"""
+import json, os, pkgutil, sys
+import runner, experiments, launch
+from runner.cli.app import main
+from runner.errors import InvalidError
+from runner.spec.imports import import_extra
+
+cases = json.load(sys.stdin)
+missing = {}
+for package in (runner, experiments, launch):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.endswith("__main__"):
+            try:
+                import_extra(module.name)
+            except InvalidError as error:
+                missing[module.name] = str(error)
+ends = {}
+for name, words in cases.items():
+    if child := os.fork():
+        ends[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        continue
+    output = os.open(f"{name}.output", os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1), os.dup2(output, 2)
+    code = 99
+    try:
+        code = main(words)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+json.dump({"missing": missing, "ends": ends}, sys.stdout)
+"""
+PLUGINS = {"tpu", "tpu-plan", "cuda"}  # of jax, which works without them
+
+
+def write_cases(directory: Path) -> dict[str, list[str]]:
+    """A command line for each extra that cannot do without it."""
+    (directory / "lines.jsonl").write_text(
+        json.dumps({"text": "a", "messages": [{"role": "assistant", "content": "a"}]})
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), directory / "table.parquet")
+    (directory / "hf.json").write_bytes(make_hf())
+    (directory / "sp.model").write_bytes(make_sentencepiece())
+    (directory / "tk.tiktoken").write_bytes(make_ranks())
+    (directory / "chat.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    jobs: dict[str, dict[str, Any]] = {
+        "parquet": {"config.source": "table.parquet"},
+        "sentencepiece": {"config.tokenizer": {"kind": "sentencepiece", "file": "sp.model"}},
+        "tiktoken": {"config.tokenizer": {"kind": "tiktoken", "file": "tk.tiktoken", "pattern": "."}},
+        "chat": {"config.chat": {"template": "chat.json"}},
+    }
+    cases = {}
+    for name, changes in jobs.items():
+        document = tokenise_document(f"runs/{name}", **{"config.source": "lines.jsonl"} | changes)
+        (directory / f"{name}.yaml").write_text(json.dumps(document))
+        cases[name] = [f"{name}.yaml"]
+    for name, scheme in (("gcs", "gs"), ("s3", "s3"), ("azure", "az")):
+        cases[name] = [str(ROOT / "specs/counter.yaml"), "--set", f"directory={scheme}://bucket/run"]
+    cases["lm-eval"] = ["evaluate", "runs/any", "--harness", "arc_easy"]
+    cases["hub"] = ["export", "runs/any", "--push", "owner/model"]
+    return cases
+
+
+def probe(directory: Path, python: Path) -> dict[str, Any]:
+    """What the modules and cases of `PROBE` come to in an environment, in a new directory."""
+    directory.mkdir()
+    cases = write_cases(directory)
+    done = subprocess.run(
+        [python, "-c", PROBE],
+        cwd=directory,
+        env=environment(1),
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return found | {"output": {name: (directory / f"{name}.output").read_text() for name in cases}}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_environment(tmp_path_factory.mktemp("base") / "env")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, Any]:
+    return probe(tmp_path_factory.mktemp("probe") / "here", base)
+
+
+def is_missing(extra: str) -> bool:
+    """Whether the base install lacks something of an extra that is installed here, or would be."""
+    return not is_complete(extra) or closure(extra) > closure()
+
+
+def test_every_extra_of_the_project_is_in_the_table_of_extras():
+    assert sorted(EXTRA_PACKAGES) == PAGE_EXTRAS
+    here = installed()
+    for extra, packages in EXTRA_PACKAGES.items():
+        if is_complete(extra) and is_missing(extra):
+            brought = [here[name] for name in closure(extra) - closure()]
+            tops = {file.parts[0] for distribution in brought for file in distribution.files or ()}
+            assert tops >= set(packages) - {"jax_cuda12_plugin"}
+
+
+def test_every_module_imports_in_the_base_install_or_names_its_extra(found):
+    for module, message in found["missing"].items():
+        assert "\n" not in message
+        assert message.endswith(tuple(map(format_install, EXTRA_PACKAGES))), f"{module}: {message}"
+    assert not {"runner.trainer", "experiments.tokenise.job", "launch.local.run"} & found["missing"].keys()
+
+
+@pytest.mark.parametrize("extra", sorted(set(EXTRA_PACKAGES) - PLUGINS))
+def test_a_missing_extra_is_one_line_with_its_command_before_anything_is_claimed(found, tmp_path, extra):
+    if not is_missing(extra):
+        assert "needs the package" not in found["output"][extra]
+        return
+    output = found["output"][extra].strip()
+    assert found["ends"][extra] == 2, output
+    assert "\n" not in output
+    assert output.endswith(format_install(extra))
+
+
+def test_nothing_was_claimed_by_who_lacked_an_extra(found, tmp_path_factory):
+    (here,) = tmp_path_factory.getbasetemp().glob("probe?/here")
+    assert not list((here / "runs").glob("*/*"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("extra", [extra for extra in sorted(set(EXTRA_PACKAGES) - PLUGINS) if is_complete(extra)])
+def test_with_its_extra_nothing_of_it_is_missing(tmp_path, extra):
+    output = probe(tmp_path / "here", make_environment(tmp_path / "env", [extra]))["output"][extra]
+    assert "needs the package" not in output
+
+
+def test_pages_install_extras_from_the_checkout():
+    texts = [path for pattern in ("*.md", "*.py", "*.yaml") for path in ROOT.rglob(pattern)]
+    texts = [path for path in texts if not path.relative_to(ROOT).parts[0].startswith((".venv", "build", "runs"))]
+    for path in texts:
+        for command in re.findall(r"pip install [^\n`]*\[[a-z-]+\]", path.read_text()):
+            assert re.search(r"-e '?\.\[", command), f"{path}: {command}"
+
+
+def test_the_readme_tokenises_and_samples_in_the_base_install(base, tmp_path):
+    (commands,) = [block for block in blocks(ROOT / "README.md") if "raw.jsonl.zst" in block]
+    own, _, train = commands.rpartition(".venv/bin/python -m runner")
+    assert "config.data.source=runs/tokens/corpus" in train
+    for name in ("README.md", "specs", "runner"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").symlink_to(base.parents[1])
+    sample = ".venv/bin/python -m runner sample --help"
+    done = subprocess.run(
+        ["bash", "-e", "-c", f"{own}{sample}"], cwd=tmp_path, env=environment(1), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/tokens/corpus/index.json").exists()
+    assert "--prompt" in done.stdout

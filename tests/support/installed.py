@@ -1,0 +1,103 @@
+"""Environments that hold this project, what it needs, and some of its extras, made of the packages that are here."""
+
+import functools
+import importlib.metadata
+import os
+import re
+import tomllib
+import venv
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution
+from pathlib import Path, PurePath
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+PAGE_EXTRAS = sorted(EXTRAS.keys() - {"test", "parity"})  # those that are for users
+
+
+@functools.cache
+def installed() -> dict[str, Distribution]:
+    """Every distribution that is installed here, by its canonical name."""
+    found: dict[str, Distribution] = {}
+    for distribution in importlib.metadata.distributions():
+        found.setdefault(canonicalize_name(distribution.metadata["Name"]), distribution)
+    return found
+
+
+@functools.cache
+def needs(name: str, extra: str) -> list[Requirement]:
+    """What a distribution that is installed here needs, with one of its extras or without any."""
+    requirements = map(Requirement, installed()[name].requires or ())
+    return [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": extra})]
+
+
+@functools.cache
+def closure(*extras: str) -> frozenset[str]:
+    """The names of the distributions that an install with these extras brings, as far as they are here."""
+    texts = [*PROJECT["dependencies"], *(text for extra in extras for text in EXTRAS[extra])]
+    waiting = [Requirement(text) for text in texts]
+    found: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name == PROJECT["name"] or name not in installed():
+            continue
+        found.add(name)
+        for extra in {"", *requirement.extras}:
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                waiting += needs(name, extra)
+    return frozenset(found)
+
+
+def is_complete(extra: str) -> bool:
+    """Whether everything that an extra names is installed here."""
+    here = installed()
+    return all(canonicalize_name(Requirement(text).name) in here for text in EXTRAS[extra])
+
+
+def named_extras(text: str) -> list[str]:
+    """The extras that a page installs."""
+    found = {name for names in re.findall(r"pip install [^\n`]*\.\[([a-z,-]+)\]", text) for name in names.split(",")}
+    return sorted(found - {"test", "parity"})
+
+
+def make_environment(directory: Path, extras: Iterable[str] = (), root: Path = ROOT) -> Path:
+    """A virtual environment as `pip install -e '.[extras]'` in `root` makes it; its python."""
+    venv.EnvBuilder(symlinks=True).create(directory)
+    (packages,) = directory.glob("lib/python*/site-packages")
+    for path, target in _links(installed(), closure(*extras)):
+        link = packages / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.symlink_to(target)
+    (packages / "project.pth").write_text(f"{root}\n")
+    metadata = packages / f"{PROJECT['name']}-{PROJECT['version']}.dist-info"
+    metadata.mkdir()
+    lines = ["Metadata-Version: 2.1", f"Name: {PROJECT['name']}", f"Version: {PROJECT['version']}"]
+    (metadata / "METADATA").write_text("\n".join(lines) + "\n")
+    return directory / "bin" / "python"
+
+
+def _links(here: dict[str, Distribution], wanted: frozenset[str]) -> Iterator[tuple[PurePath, str]]:
+    """What to link, and to what: whole directories, but single files where others have files in the same directory."""
+    owners: dict[str, set[str]] = defaultdict(set)
+    files: dict[str, list[PurePath]] = {}
+    for name, distribution in here.items():
+        files[name] = [path for path in distribution.files or () if ".." not in path.parts]
+        for top in {path.parts[0] for path in files[name]} - {"__pycache__"}:
+            owners[top].add(name)
+    for name in wanted:
+        for top in sorted({path.parts[0] for path in files[name]} - {"__pycache__"}):
+            if owners[top] <= wanted:
+                yield PurePath(top), os.fspath(here[name].locate_file(top))
+            else:
+                for path in files[name]:
+                    if path.parts[0] == top and "__pycache__" not in path.parts:
+                        yield path, os.fspath(here[name].locate_file(path))
