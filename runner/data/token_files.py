@@ -44,6 +44,7 @@ PROBE_BLOCKS = 1024
 PROBE_BLOCK_BYTES = 4096
 # If ids below a million are read as ids of half the width, every other one is an upper half and below 16.
 HALVES_BELOW = 16
+VOCABULARY_MAX = 1 << 22  # no published vocabulary is as large; two ids read as one are larger
 HALVES_BLOCKS = 16
 HALVES_BLOCK_TOKENS = 2048
 HALVES_PAIRS_MIN = 64
@@ -532,28 +533,37 @@ def open_token_files(
     if dtype is not None and all(str(file).endswith(".npy") for file in sources) and not raw:
         raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own; leave it out")
     for sampled in raw[:: max(1, -(-len(raw) // HALVES_OBJECTS))] if reader.is_remote else raw:
-        if dtype is None and _looks_like_halves(sampled, HALVES_BELOW):
-            raise DataError(
-                f"{sampled.file}: looks like uint32 ids read as uint16 (every other one is tiny); say which: "
-                "data.dtype: uint32, or uint16"
-            )
-        if dtype == "uint32" and _looks_like_halves(sampled, 0):
-            raise DataError(
-                f"{sampled.file}: looks like ids of 8 bytes read as uint32 (every other one is 0); write them as uint32"
-            )
+        _validate_width(sampled, dtype, trusted_vocabulary_size)
     return TokenFiles(files, cache_directory, trusted_vocabulary_size)
 
 
-def _looks_like_halves(file: TokenFile, limit: int) -> bool:
-    """Return True if every other id, in blocks all over the file, is 0, or below `limit` and far below the others."""
+def _validate_width(file: TokenFile, dtype: str | None, vocabulary_size: int | None) -> None:
+    """Raise `DataError` if raw ids look like ids of another width, in blocks all over the file.
+
+    Every other id is then an upper half, or each id holds two. A spec overrules this where that may be right: by the
+    `dtype`, or by the vocabulary.
+    """
     if len(file) < 2 * HALVES_PAIRS_MIN:
-        return False
+        return
     block = min(len(file), HALVES_BLOCK_TOKENS) // 2 * 2
     # The blocks begin at even positions, so that low and high halves stay apart.
     starts = {(len(file) - block) * i // (HALVES_BLOCKS - 1) // 2 * 2 for i in range(HALVES_BLOCKS)}
     pairs = TokenSequence([file]).read_many(sorted(starts), block).reshape(-1, 2)
-    low, high = pairs.max(axis=0)
-    return bool(high < limit <= low or high == 0 < low)
+    low, high = map(int, pairs.max(axis=0))
+    if dtype is None and (high < HALVES_BELOW <= low or high == 0 < low):
+        raise DataError(
+            f"{file.file}: looks like uint32 ids read as uint16 (every other one is tiny); say which: data.dtype: "
+            "uint32, or uint16"
+        )
+    if dtype == "uint32" and high == 0 < low:
+        raise DataError(
+            f"{file.file}: looks like ids of 8 bytes read as uint32 (every other one is 0); write them as uint32"
+        )
+    if dtype == "uint32" and vocabulary_size is None and max(low, high) >= VOCABULARY_MAX:
+        raise DataError(
+            f"{file.file}: looks like uint16 ids read as uint32 (they go up to {max(low, high):,}); set data.dtype: "
+            "uint16, or name the vocabulary's size in the spec (config.model.vocabulary_size)"
+        )
 
 
 def scan_cached(tokens: TokenSequence, cache_directory: Path) -> IdRange:

@@ -41,7 +41,7 @@ def test_more_files_than_the_process_may_map_at_once_are_read(tmp_path: Path) ->
 def test_uint32_ids_are_read_as_such_where_the_spec_says_so(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 2**32, 300)
     ids.astype("<u4").tofile(tmp_path / "a.bin")
-    tokens = open_token_files(find_source(f"{tmp_path}/a.bin"), tmp_path, "uint32")
+    tokens = open_token_files(find_source(f"{tmp_path}/a.bin"), tmp_path, "uint32", 2**32)
     assert read(tokens, 0, 300) == ids.tolist()
 
 
