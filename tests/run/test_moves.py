@@ -122,6 +122,38 @@ def test_a_run_goes_on_with_its_data_and_its_directory_elsewhere(
     ]
 
 
+@pytest.mark.soak
+def test_initial_weights_may_move_or_go_once_the_run_has_begun(tmp_path: Path) -> None:
+    gpt(tmp_path / "base", **{"config.train.total_steps": 3})()
+    for name in ("run", "whole"):
+        job = gpt(tmp_path / name, **{"checkpoint.init_from": str(tmp_path / "base")})
+        if name == "whole":
+            job()
+        else:
+            stop_after(job, 2)
+    shutil.move(tmp_path / "base", tmp_path / "moved")
+    stop_after(gpt(tmp_path / "run", **{"checkpoint.init_from": str(tmp_path / "moved")}), 4)
+    shutil.rmtree(tmp_path / "moved")
+    gpt(tmp_path / "run", **{"checkpoint.init_from": str(tmp_path / "base")})()
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.soak
+def test_the_fast_tier_is_used_after_a_move(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 60, 3000)
+    places = [write_bin(tmp_path / place / "x.bin", ids) for place in ("old", "new")]
+    fast = {"checkpoint.local_directory": str(tmp_path / "fast"), "checkpoint.local_every_steps": 1}
+
+    def job(source: Path) -> Any:
+        return gpt(tmp_path / "run", **fast, **{"config.data": {"source": str(source), "sequence_length": 16}})
+
+    stop_after(job(places[0]), 3)
+    shutil.rmtree(tmp_path / "old")
+    job(places[1])()
+    restored = [event for event in read_log(LocalStore(tmp_path / "run"), "events") if event["event"] == "restore"]
+    assert [(event["step"], event["tier"]) for event in restored] == [(3, "fast")]
+
+
 class RenamedCounter(Counter):
     former_paths = ("lost.module:Counter", "experiments.counter:Counter")
 

@@ -270,7 +270,9 @@ def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
             job(another)()
     with pytest.raises(InvalidError, match="is of a run with an adapter; export it"):
         adapted("lookup", tmp_path / "second", tmp_path / "run")()
-    shutil.rmtree(tmp_path / "first")
+    shutil.move(tmp_path / "first", tmp_path / "moved")
+    stop_after(job(tmp_path / "moved"), STOP + 1)
+    shutil.rmtree(tmp_path / "moved")
     last = job(tmp_path / "first")
     last()
     manifest = json.loads((tmp_path / "run" / "checkpoints" / str(STEPS) / "manifest.json").read_text())
