@@ -30,6 +30,7 @@ from runner.checkpoint.leaves import Leaves, decode_leaves, encode_leaves, parse
 from runner.checkpoint.manifest import Files, Manifest, ShardRecord
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
+from runner.errors import format_error
 from runner.storage import JsonObject, LocalStore, Store, default_cache_directory
 
 NUM_UPLOADS = 8
@@ -218,8 +219,12 @@ def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves
         }
         # A partial restore, since a caller may want fewer leaves than the checkpoint has.
         arguments = ocp.args.PyTreeRestore(leaves, restore_args=restore_args, partial_restore=True)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            restored = checkpointer.restore(source.root / directory / manifest.arrays, args=arguments)
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                restored = checkpointer.restore(source.root / directory / manifest.arrays, args=arguments)
+        except (KeyError, RuntimeError) as error:
+            # Orbax raises these, among them "Event loop is closed", for files that vanish while it reads.
+            raise ValueError(f"{directory}: {format_error(error)}") from error
         return {name: restored[name] for name in leaves}
 
 

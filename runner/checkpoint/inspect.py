@@ -17,6 +17,7 @@ from runner.checkpoint.manifest import (
     Manifest,
     NotCommittedError,
     find_file_problems,
+    is_committed,
     read_manifest,
     read_newest_manifest,
 )
@@ -24,6 +25,7 @@ from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, Ne
 from runner.storage import Store, compute_crc32c, create_file
 
 _NUM_COPIERS = 4
+_MAX_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is copied
 
 
 def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
@@ -32,11 +34,23 @@ def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
     Raises:
         InvalidError: there is none, it is damaged, or the target has one of that name.
     """
-    if name is None:
+    if name is not None:
+        return _copy_named(source, name, target)
+    for _ in range(_MAX_LISTINGS):
         newest = read_newest_manifest(source)
         if newest is None:
             raise InvalidError(f"{source.url}: no checkpoint is here")
-        name = newest.name
+        try:
+            return _copy_named(source, newest.name, target)
+        except (InvalidError, FileNotFoundError):
+            # The run deletes its old checkpoints while one of them is copied: then there is a newer one.
+            if is_committed(source, newest.name):
+                raise
+            target.remove_tree(f"{CHECKPOINTS}/{newest.name}")
+    raise StorageError(f"{source.url}: {_MAX_LISTINGS} times a checkpoint was deleted while it was copied")
+
+
+def _copy_named(source: Store, name: str, target: Store) -> str:
     directory = f"{CHECKPOINTS}/{name}"
     try:
         manifest = read_manifest(source, directory)
@@ -107,7 +121,12 @@ def list_entries(store: Store, depth: VerifyDepth = VerifyDepth.MANIFEST) -> Ite
         except (ValueError, OSError) as error:
             yield CheckpointEntry(name, None, (f"{MANIFEST}: {error}",))
         else:
-            yield CheckpointEntry(name, manifest, tuple(_find_problems(store, directory, manifest, depth)))
+            problems = tuple(_find_problems(store, directory, manifest, depth))
+            if problems and not is_committed(store, name):
+                # The run deletes its old checkpoints while this command reads them.
+                yield CheckpointEntry(name, None, ("was deleted by the run meanwhile",), is_committed=False)
+            else:
+                yield CheckpointEntry(name, manifest, problems)
 
 
 def _find_problems(store: Store, directory: str, manifest: Manifest, depth: VerifyDepth) -> list[str]:

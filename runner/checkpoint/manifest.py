@@ -13,6 +13,7 @@ succeeds:
   `void`, which says that the step was never committed and that earlier attempts can no longer commit it.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypedDict
@@ -42,6 +43,7 @@ CHECKPOINTS = "checkpoints"
 TOMBSTONE = "void"  # key that marks a tombstone; its value is the attempt that wrote it
 RETIRED_SUFFIX = ".retired"  # suffix of the directory of a retired step, until its files are deleted
 _NUM_READERS = 8
+_MAX_LISTINGS = 10  # of a run that deletes its old checkpoints meanwhile
 _REQUIRED_KEYS = ("name", "step", "arrays", "leaves", "fingerprint", "identity", "files")
 
 MANIFEST_KEYS = (
@@ -265,9 +267,9 @@ def read_committed(store: Store) -> dict[int, Manifest]:
         except UNREADABLE_ERRORS:
             return None
 
-    steps = list_steps(store)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
-        manifests = list(pool.map(read, steps))
+        for steps in _list_until_stable(store):
+            manifests = list(pool.map(read, steps))
     return {step: manifest for step, manifest in zip(steps, manifests, strict=True) if manifest is not None}
 
 
@@ -277,14 +279,41 @@ def read_newest_manifest(store: Store) -> Manifest | None:
     Raises:
         NewerFormatError: a newer runner has written one of those that come before it.
     """
-    for step in reversed(list_steps(store)):
-        try:
-            return read_manifest(store, f"{CHECKPOINTS}/{step}")
-        except NewerFormatError:
-            raise
-        except UNREADABLE_ERRORS:
-            continue
+    for steps in _list_until_stable(store):
+        for step in reversed(steps):
+            try:
+                return read_manifest(store, f"{CHECKPOINTS}/{step}")
+            except NewerFormatError:
+                raise
+            except UNREADABLE_ERRORS:
+                continue
     return None
+
+
+def _list_until_stable(store: Store) -> Iterator[list[int]]:
+    """Yield the steps, and again as long as they change while the caller reads their manifests.
+
+    A live run deletes its old checkpoint right after it has committed the next one, so every manifest of a listing may
+    be gone when it is read, although there is a committed checkpoint at every moment.
+    """
+    before: list[int] | None = None
+    for _ in range(_MAX_LISTINGS):
+        steps = list_steps(store)
+        if steps == before:
+            return
+        yield steps
+        before = steps
+
+
+def is_committed(store: Store, name: str) -> bool:
+    """Return True if a checkpoint has a manifest, good or not."""
+    try:
+        read_manifest(store, f"{CHECKPOINTS}/{name}")
+    except NotCommittedError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def find_file_problems(

@@ -34,6 +34,7 @@ from runner.checkpoint.manifest import (
     Manifest,
     NotCommittedError,
     find_file_problems,
+    is_committed,
     list_steps,
     read_committed,
     read_manifest,
@@ -122,7 +123,9 @@ def use_checkpoint(
         spec = validate_spec(read_document(store))
         if name is None and step == "newest":
             return _use_newest(store, use), spec
-        name = name or (_find_best(store, spec) if step == BEST else str(step))
+        if name is None and step == BEST:
+            return _use_best(store, spec, use), spec
+        name = name or str(step)
         return _use_named(store, name, use), spec
     except (InvalidError, StorageError):
         raise
@@ -170,7 +173,8 @@ def _use_newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Resul
     for _ in range(_MAX_LISTINGS):
         rejected: list[str] = []
         has_vanished = False
-        for step in reversed(list_steps(store)):
+        steps = list_steps(store)
+        for step in reversed(steps):
             try:
                 found = _use_named(store, str(step), use)
             except NotCommittedError:
@@ -178,26 +182,29 @@ def _use_newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Resul
             except (OSError, ValueError) as error:
                 if isinstance(error, InvalidError | StorageError) and not isinstance(error, _CHECKPOINT_ERRORS):
                     raise
-                has_vanished = has_vanished or not _is_committed(store, step)
+                has_vanished = has_vanished or not is_committed(store, str(step))
                 rejected.append(f"checkpoint {step} is not good: {error}")
                 continue
             for line in rejected:
                 warn(line)
             return found
-        if not has_vanished:
+        # All steps of a listing may have lost their manifests before they were read; then it has changed.
+        if not has_vanished and list_steps(store) == steps:
             raise InvalidError("; ".join([f"{store.url}: no good checkpoint is here", *rejected]))
     raise StorageError(f"{store.url}: {_MAX_LISTINGS} times a checkpoint was deleted while it was read")
 
 
-def _is_committed(store: Store, step: int) -> bool:
-    """Return True if a step has a manifest, good or not."""
-    try:
-        read_manifest(store, f"{CHECKPOINTS}/{step}")
-    except NotCommittedError:
-        return False
-    except ValueError:
-        return True
-    return True
+def _use_best(store: Store, spec: ExecutionSpec, use: Callable[[Store, Manifest], Result]) -> Result:
+    for _ in range(_MAX_LISTINGS):
+        name = _find_best(store, spec)
+        try:
+            return _use_named(store, name, use)
+        except (OSError, ValueError) as error:
+            # The run deletes the best checkpoint only once it has a better one.
+            is_own = isinstance(error, InvalidError | StorageError) and not isinstance(error, _CHECKPOINT_ERRORS)
+            if is_own or is_committed(store, name):
+                raise
+    raise StorageError(f"{store.url}: {_MAX_LISTINGS} times the best checkpoint was deleted while it was read")
 
 
 def _use_named(store: Store, name: str, use: Callable[[Store, Manifest], Result]) -> Result:

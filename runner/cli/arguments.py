@@ -213,8 +213,10 @@ class EvaluateArguments:
             raise InvalidError("--output FILE needs --follow")
         if self.include_path is not None and self.harness is None:
             raise InvalidError("--include-path DIR needs --harness TASKS")
-        if self.harness is not None and (self.is_follow or self.is_every_step or self.data):
-            raise InvalidError("--harness excludes --follow, --all and --data; give --step alone")
+        if self.harness is not None and self.data:
+            raise InvalidError("--harness excludes --data: each task has data of its own")
+        if self.harness is not None and self.weights != PARAMS:
+            raise InvalidError(f"--harness evaluates {PARAMS} only; leave --weights out")
 
 
 @dataclass(frozen=True, kw_only=True)

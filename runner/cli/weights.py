@@ -23,7 +23,14 @@ from runner.huggingface.export import ExportOptions, export_into, publish_direct
 from runner.huggingface.hub import CARD_FILE, ExportedCheckpoint, HubRepository, ModelCardText, format_model_card
 from runner.huggingface.peft import export_adapter
 from runner.huggingface.safetensors import CONFIG_FILE
-from runner.inference.evaluate import EvaluationRequest, evaluate, follow, format_record, parse_source
+from runner.inference.evaluate import (
+    CheckpointEvaluator,
+    EvaluationRequest,
+    evaluate,
+    follow,
+    format_record,
+    parse_source,
+)
 from runner.inference.open_run import NEWEST, ReadOnlyRun, SampleRequest, open_run, sample
 from runner.job import RestoreableJob
 from runner.metrics.file import read_encoded_rows
@@ -39,6 +46,7 @@ from runner.storage import (
     parse_lines,
     split_checkpoint,
 )
+from runner.storage.store import translate_errors
 
 _HARNESS = "runner.inference.harness"  # needs the extra lm-eval, and is therefore imported on demand
 
@@ -92,23 +100,21 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
 
 
 def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, arguments: EvaluateArguments) -> None:
+    evaluator: CheckpointEvaluator | None = None
+    format_lines = format_record
     if arguments.harness is not None:
         harness = import_extra(_HARNESS)
-        checkpoint = hosts.run_on_main(lambda: run.find_checkpoint(arguments.step or NEWEST))
-        record = harness.evaluate_tasks(run, checkpoint, arguments.harness.split(","), arguments.include_path)
-        if hosts.is_main:
-            for line in [json.dumps(record)] if arguments.as_json else harness.format_record(record):
-                say(line)
-        return
+        evaluator = harness.HarnessEvaluator(run, hosts, arguments.harness.split(","), arguments.include_path)
+        format_lines = harness.format_record
     path = arguments.output
     # Only process 0 reads the file: all processes must skip the same steps, or their collectives would not match.
     known: list[int] = hosts.run_on_main(lambda: [] if path is None else read_recorded_steps(path))
     if arguments.is_follow:
-        records = follow(run, request.data, hosts, known.__contains__, weights=request.weights)
+        records = follow(run, request.data, hosts, known.__contains__, weights=request.weights, evaluator=evaluator)
     else:
-        records = evaluate(run, request, hosts)
+        records = evaluate(run, request, hosts, evaluator)
     for record in records:
-        for line in [json.dumps(record)] if arguments.as_json else format_record(record):
+        for line in [json.dumps(record)] if arguments.as_json else format_lines(record):
             say(line)
         if path is not None:
             append_record(path, record)
@@ -192,7 +198,8 @@ def export(arguments: ExportArguments) -> int:
                 [path.name for path in output.iterdir()],
             )
             text = ModelCardText(arguments.push, arguments.license, arguments.base_model)
-            (output / CARD_FILE).write_text(format_model_card(exported, text))
+            with translate_errors(output / CARD_FILE):
+                (output / CARD_FILE).write_text(format_model_card(exported, text))
             pushed = repository.push(output, f"Step {manifest.step} of {spec.name}")
             outcome = "pushed" if pushed.has_changed else "nothing to push, the repository already has"
             say(f"{outcome} step {manifest.step} of {directory} at {pushed.url}")

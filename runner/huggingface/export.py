@@ -95,7 +95,9 @@ class SafetensorsWriter:
             # The index is the form in which transformers finds the shard of each tensor.
             total = sum(each.stop - each.start for each in self._locations.values())
             files = {name: self._locations[name].file for name in sorted(self._locations)}
-            (directory / INDEX_FILE).write_bytes(encode_json({"metadata": {"total_size": total}, "weight_map": files}))
+            with translate_errors(directory / INDEX_FILE):
+                content = encode_json({"metadata": {"total_size": total}, "weight_map": files})
+                (directory / INDEX_FILE).write_bytes(content)
 
     def put(self, piece: TensorPiece, values: np.ndarray) -> None:
         """Write one piece, rounded to the nearest values of the tensor's type.
@@ -269,7 +271,9 @@ def export_into(
         # A damaged export is found here, before it is published.
         writer.verify()
         for name, content in files.items():
-            (directory / name).write_bytes(content)
+            # A disk that is full says nothing about the checkpoint, so its error must not look like one of that.
+            with translate_errors(directory / name):
+                (directory / name).write_bytes(content)
         return manifest
 
     return use_checkpoint(where, step, write)[0]

@@ -23,6 +23,7 @@ from runner.huggingface.mapping import Family, TensorPiece
 from runner.huggingface.safetensors import DTYPE_NAMES, encode_header
 from runner.records import PARAMS
 from runner.storage import JsonObject, Store, encode_json
+from runner.storage.store import translate_errors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHT, _PREFIX = ".weight", "base_model.model."
@@ -90,11 +91,13 @@ def export_adapter(
             tensors = {name: array.astype(parse_dtype(dtype)) if dtype else array for name, array in tensors.items()}
             head, _ = encode_header({name: (DTYPE_NAMES[array.dtype], array.shape) for name, array in tensors.items()})
             content = head + b"".join(np.ascontiguousarray(array).tobytes() for array in tensors.values())
-            (directory / TENSORS).write_bytes(content)
+            with translate_errors(directory / TENSORS):
+                (directory / TENSORS).write_bytes(content)
             # A damaged file is found here, before it is published.
             with safetensors.safe_open(directory / TENSORS, framework="np") as found:
                 assert set(found.keys()) == tensors.keys(), f"{TENSORS} does not hold what was written"
-            (directory / CONFIG).write_bytes(encode_json(_make_config(manifest, modules, base)))
+            with translate_errors(directory / CONFIG):
+                (directory / CONFIG).write_bytes(encode_json(_make_config(manifest, modules, base)))
             return manifest.step
 
         return use_checkpoint(where, step, write)[0]

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -114,12 +114,12 @@ class Scorer:
     With `has_tasks` the questions of the run's `eval.multiple_choice` are answered, too.
     """
 
-    def __init__(self, run: ReadOnlyRun, dataset: Dataset, weights: str = PARAMS, has_tasks: bool = False):
-        self._run, self._dataset, self._weights, job = run, dataset, weights, run.job
+    def __init__(self, run: ReadOnlyRun, dataset: Dataset, has_tasks: bool = False):
+        self._dataset, job = dataset, run.job
         mesh = _make_mesh(run)
         self._layout = _make_batch_layout(run, mesh, dataset.fields)
         train_setup = job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed))
-        self._abstract = job.weights(train_setup.abstract_state)
+        self.abstract = job.weights(train_setup.abstract_state)
         self._validation = Validation(
             train_setup.abstract_state,
             lambda abstract: train_setup.compile_val(job.val_step, abstract, self._layout),
@@ -128,9 +128,8 @@ class Scorer:
         )
         self._tasks = job.evaluation_tasks.make_multiple_choices(make_evaluation_context(run)[0]) if has_tasks else []
 
-    def score(self, checkpoint: str) -> Score:
-        """Return the score of a checkpoint from `ReadOnlyRun`. Raises as `ReadOnlyRun.load_weights` does."""
-        step, weights = parse_step(checkpoint), self._run.load_weights(checkpoint, self._abstract, self._weights)
+    def score(self, step: int, weights: Any) -> Score:
+        """Return the score of the weights of a step, which are like `abstract`."""
         # `val_step` takes a train state; this one holds these weights and no optimizer state.
         state = self._validation.make_val_state(weights, step)
         sums_by_set = {}
@@ -228,25 +227,74 @@ def format_record(record: JsonObject) -> list[str]:
     return lines
 
 
-def evaluate(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts) -> Iterator[JsonObject]:
+class CheckpointEvaluator(Protocol):
+    """Evaluation of weights, one checkpoint after the other. Made and called on every host.
+
+    Attributes:
+        abstract: abstract weights, with their shardings.
+        weights: `params`, or an average.
+    """
+
+    abstract: Any
+    weights: str
+
+    def evaluate(self, step: int, weights: Any) -> JsonObject | None:
+        """Return the record of one step; None on processes other than 0."""
+
+
+class LossEvaluator:
+    """Evaluation on validation sets, a `CheckpointEvaluator`."""
+
+    def __init__(self, run: ReadOnlyRun, source: TokenSource | None, hosts: Hosts, weights: str):
+        data = load_evaluation_data(run, source)
+        self._scorer = Scorer(run, data.dataset, has_tasks=source is None)
+        self.abstract, self.weights, self._hosts = self._scorer.abstract, weights, hosts
+        # Only process 0 makes records, so the others need not decode the sets.
+        self._sizes = {name: data.measure(name) for name in data.codecs} if hosts.is_main else {}
+        for name, size in self._sizes.items():
+            if size.num_bytes is None:
+                warn(f"{name}: loss per byte is not known: {size.reason}")
+
+    def evaluate(self, step: int, weights: Any) -> JsonObject | None:
+        """Return the record of one step; None on processes other than 0."""
+        score = self._scorer.score(step, weights)
+        if not self._hosts.is_main:
+            return None
+        return make_record(score, self._sizes) | ({} if self.weights == PARAMS else {"weights": self.weights})
+
+
+def evaluate(
+    run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, evaluator: CheckpointEvaluator | None = None
+) -> Iterator[JsonObject]:
     """Yield the record of each requested step on process 0, nothing on others. To be exhausted on every host.
 
-    If all steps are requested, one that the run deletes meanwhile is left out with a warning.
+    A checkpoint that the run deletes meanwhile is left out with a warning if all are requested. `newest` and `best` are
+    looked for again.
+
+    Args:
+        run: the run.
+        request: data, steps and weights.
+        hosts: hosts of the command.
+        evaluator: other evaluation than that on the data of the request.
 
     Raises:
         InvalidError: there is no such checkpoint, or it cannot be scored.
     """
-    # Process 0 lists the checkpoints, because another host might see one more or one less.
-    checkpoints = hosts.run_on_main(
-        lambda: (
-            list(map(run.get_checkpoint, run.list_steps()))
-            if request.step is None
-            else [run.find_checkpoint(request.step)]
-        )
-    )
-    evaluator = _CheckpointEvaluator(run, request.data, hosts, request.weights)
-    for checkpoint in checkpoints:
-        yield from evaluator.evaluate(checkpoint, may_be_deleted=request.step is None)
+    if request.step is None:
+        # Process 0 lists the checkpoints, because another host might see one more or one less.
+        steps = hosts.run_on_main(run.list_steps)
+        every: CheckpointEvaluator = evaluator or LossEvaluator(run, request.data, hosts, request.weights)
+        for step in steps:
+            yield from _evaluate_if_there(run, every, step, hosts)
+        return
+    # A wrong step is reported before the data are read.
+    given = request.step
+    first = hosts.run_on_main(lambda: run.find_checkpoint(given))
+    own: CheckpointEvaluator = evaluator or LossEvaluator(run, request.data, hosts, request.weights)
+    checkpoint, weights = run.load_found_weights(given, own.abstract, own.weights, hosts, first)
+    record = own.evaluate(parse_step(checkpoint), weights)
+    if record is not None:
+        yield record
 
 
 def follow(
@@ -256,6 +304,7 @@ def follow(
     is_known: Callable[[int], bool] = lambda step: False,
     wait: Callable[[], None] = lambda: time.sleep(FOLLOW_SECONDS),
     weights: str = PARAMS,
+    evaluator: CheckpointEvaluator | None = None,
 ) -> Iterator[JsonObject]:
     """Yield the record of each step that a run commits, until the run is done; otherwise like `evaluate`.
 
@@ -266,8 +315,10 @@ def follow(
         is_known: True for a step that needs no record.
         wait: called while there is no new step.
         weights: `params`, or an average.
+        evaluator: other evaluation than that on the data.
     """
-    evaluator, seen = _CheckpointEvaluator(run, data, hosts, weights), set[int]()
+    own: CheckpointEvaluator = evaluator or LossEvaluator(run, data, hosts, weights)
+    seen = set[int]()
 
     def find_new_steps() -> tuple[bool, list[int]]:
         # The result is read first. In the other order, a checkpoint that is committed in between would be missed.
@@ -278,35 +329,32 @@ def follow(
         is_done, steps = hosts.run_on_main(find_new_steps)
         for step in steps:
             seen.add(step)
-            yield from evaluator.evaluate(run.get_checkpoint(step), may_be_deleted=True)
+            yield from _evaluate_if_there(run, own, step, hosts)
         if not steps:
-            # Only now: checkpoints that were committed right before the result are evaluated first.
             if is_done:
                 return
             wait()
 
 
-class _CheckpointEvaluator:
-    """Evaluator of one checkpoint after the other. Made and called on every host."""
-
-    def __init__(self, run: ReadOnlyRun, source: TokenSource | None, hosts: Hosts, weights: str):
-        data = load_evaluation_data(run, source)
-        self._run, self._hosts, self._weights = run, hosts, weights
-        self._scorer = Scorer(run, data.dataset, weights, has_tasks=source is None)
-        # Only process 0 makes records, so the others need not decode the sets.
-        self._sizes = {name: data.measure(name) for name in data.codecs} if hosts.is_main else {}
-        for name, size in self._sizes.items():
-            if size.num_bytes is None:
-                warn(f"{name}: loss per byte is not known: {size.reason}")
-
-    def evaluate(self, checkpoint: str, may_be_deleted: bool) -> Iterator[JsonObject]:
-        """Yield the record on process 0; nothing on others, or if the run has deleted the checkpoint."""
-        # All hosts decide together: a host that alone missed the checkpoint would leave the others waiting in the
-        # program.
-        if may_be_deleted and not self._hosts.run_on_main(functools.partial(self._run.has_checkpoint, checkpoint)):
-            warn(f"{checkpoint}: skipped, because the run has deleted it meanwhile")
-            return
-        score = self._scorer.score(checkpoint)
-        if self._hosts.is_main:
-            average = {} if self._weights == PARAMS else {"weights": self._weights}
-            yield make_record(score, self._sizes) | average
+def _evaluate_if_there(
+    run: ReadOnlyRun, evaluator: CheckpointEvaluator, step: int, hosts: Hosts
+) -> Iterator[JsonObject]:
+    """Yield the record of a step on process 0; nothing on others, or if the run has deleted its checkpoint."""
+    checkpoint, problem, weights = run.get_checkpoint(step), None, None
+    # All hosts decide together: a host that alone missed the checkpoint would leave the others waiting in the program.
+    is_there = hosts.run_on_main(functools.partial(run.has_checkpoint, checkpoint))
+    if is_there:
+        try:
+            weights = run.load_weights(checkpoint, evaluator.abstract, evaluator.weights)
+        except InvalidError as error:
+            problem = error
+        if any(hosts.gather(problem is not None)):
+            is_there = hosts.run_on_main(functools.partial(run.has_checkpoint, checkpoint))
+            if is_there:
+                raise problem or InvalidError(f"{checkpoint}: another process could not read it")
+    if not is_there:
+        warn(f"{checkpoint}: skipped, because the run has deleted it meanwhile")
+        return
+    record = evaluator.evaluate(step, weights)
+    if record is not None:
+        yield record

@@ -14,6 +14,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, format_error
 from runner.evaluation.generation import (
     Sampler,
@@ -27,7 +28,8 @@ from runner.evaluation.generation import (
 )
 from runner.evaluation.likelihood import LikelihoodScorer, TextPair, encode_pair
 from runner.inference.evaluate import make_evaluation_context
-from runner.inference.open_run import ReadOnlyRun, parse_step
+from runner.inference.open_run import ReadOnlyRun
+from runner.records import PARAMS
 from runner.storage import JsonObject
 
 _DEFAULT_NUM_TOKENS = 256  # of a generated text, if the task sets no limit
@@ -36,20 +38,29 @@ _DEFAULT_NUM_TOKENS = 256  # of a generated text, if the task sets no limit
 class HarnessModel(LM):
     """Model for the harness: log-likelihoods and greedy texts."""
 
-    def __init__(self, run: ReadOnlyRun, checkpoint: str):
+    def __init__(self, run: ReadOnlyRun):
         super().__init__()
-        job, (context, abstract) = run.job, make_evaluation_context(run)
+        job, (context, self.abstract) = run.job, make_evaluation_context(run)
         self._codec = load_data_codec(job.config.data)
         self._start_token = find_start_token(self._codec, job.config.data)
         self._encode = partial(encode_prompt, self._codec)
         self._length = job.config.data.sequence_length
-        self._weights = run.load_weights(checkpoint, abstract)
+        self._weights: Any = None
         self._likelihood = LikelihoodScorer(
             context.model, context.mesh, self._length, context.sequences_per_device, context.is_stopping
         )
         dtype = job.config.precision.compute
-        self._decoder = make_decoder(context.model, make_variables(self._weights), self._length, dtype, context.mesh)
+        self._make_decoder = partial(make_decoder, context.model, length=self._length, dtype=dtype, mesh=context.mesh)
+        self._decoder: Any = None
         self._choose = Sampler(temperature=0.0).make_chooser(self._codec.tokenizer.vocabulary_size)
+
+    def set_weights(self, weights: Any) -> None:
+        """Use these weights from now on; they are like `abstract`. The compiled programs stay."""
+        self._weights, variables = weights, make_variables(weights)
+        if self._decoder is None:
+            self._decoder = self._make_decoder(variables)
+        else:
+            self._decoder.set_weights(variables)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return for each request the log-likelihood of its continuation, and True if greedy decoding gives it."""
@@ -96,25 +107,42 @@ class HarnessModel(LM):
         return texts
 
 
-def evaluate_tasks(run: ReadOnlyRun, checkpoint: str, tasks: Sequence[str], include_path: str | None) -> JsonObject:
-    """Return the harness's metrics of one checkpoint by task. Called on every host.
+class HarnessEvaluator:
+    """Evaluation by tasks of the harness, a `CheckpointEvaluator`.
 
     Raises:
-        InvalidError: a task is unknown, or its data cannot be loaded.
+        InvalidError: a task is unknown.
     """
-    manager = TaskManager(include_path=include_path)
-    if unknown := sorted({*tasks} - {*manager.all_tasks}):
-        raise InvalidError(f"--harness: lm-evaluation-harness knows no task {unknown[0]!r}; see its `lm_eval ls tasks`")
-    try:
-        found: Any = simple_evaluate(
-            HarnessModel(run, checkpoint), tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=False
+
+    weights = PARAMS
+
+    def __init__(self, run: ReadOnlyRun, hosts: Hosts, tasks: Sequence[str], include_path: str | None):
+        self._hosts = hosts
+        self._tasks, self._manager = list(tasks), TaskManager(include_path=include_path)
+        if unknown := sorted({*tasks} - {*self._manager.all_tasks}):
+            raise InvalidError(
+                f"--harness: lm-evaluation-harness knows no task {unknown[0]!r}; see its `lm_eval ls tasks`"
+            )
+        self.model = HarnessModel(run)
+        self.abstract = self.model.abstract
+
+    def evaluate(self, step: int, weights: Any) -> JsonObject | None:
+        """Return the harness's metrics by task; None on processes other than 0.
+
+        Raises:
+            InvalidError: the data of a task cannot be loaded.
+        """
+        self.model.set_weights(weights)
+        try:
+            found: Any = simple_evaluate(
+                self.model, tasks=self._tasks, task_manager=self._manager, bootstrap_iters=0, log_samples=False
+            )
+        except (OSError, KeyError, TypeError) as error:  # from the data, which the harness may want to download
+            raise InvalidError(f"--harness {','.join(self._tasks)}: {format_error(error)}") from error
+        results = jax.tree.map(
+            lambda value: value if isinstance(value, str | bool | int | None) else float(value), found["results"]
         )
-    except (OSError, KeyError, TypeError) as error:  # from the data of a task, which the harness may want to download
-        raise InvalidError(f"--harness {','.join(tasks)}: {format_error(error)}") from error
-    results = jax.tree.map(
-        lambda value: value if isinstance(value, str | bool | int | None) else float(value), found["results"]
-    )
-    return {"step": parse_step(checkpoint), "harness": results}
+        return {"step": step, "harness": results} if self._hosts.is_main else None
 
 
 def format_record(record: JsonObject) -> list[str]:

@@ -5,6 +5,7 @@ that was edited since has no effect.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from runner.accelerator import add_deterministic_flags
 from runner.checkpoint.manifest import CHECKPOINTS, read_committed
 from runner.checkpoint.weights import find_checkpoint, open_checkpoint, read_document
 from runner.console import warn
-from runner.errors import DataError, InvalidError, ResumeError
+from runner.distributed.agreement import Hosts
+from runner.errors import DataError, InvalidError, ResumeError, StorageError
 from runner.evaluation.generation import (
     Sampler,
     TextCodec,
@@ -40,6 +42,7 @@ from runner.train.evaluators import cast_like
 from runner.trainer import BaseTrainer
 
 NEWEST, BEST = "newest", "best"
+_MAX_LISTINGS = 10
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,42 @@ class ReadOnlyRun:
             known = ", ".join(map(str, steps))
             raise InvalidError(f"{self.store.url}: got step {step}, has {known}; needs one of them, {NEWEST} or {BEST}")
         return self.get_checkpoint(int(step))
+
+    def load_found_weights(
+        self, step: str, abstract: Any, weights: str, hosts: Hosts, found: str | None = None
+    ) -> tuple[str, Any]:
+        """Return the checkpoint that `newest`, `best` or a number names, and its weights. Called on every host.
+
+        A run deletes its old checkpoints while this process compiles or reads. For `newest` and `best` that is a reason
+        to look again.
+
+        Args:
+            step: the step, as for `find_checkpoint`.
+            abstract: abstract weights, as for `load_weights`.
+            weights: weights, as for `load_weights`.
+            hosts: hosts of the command.
+            found: checkpoint to try first; by default it is looked for.
+
+        Raises:
+            InvalidError: as `find_checkpoint` and `load_weights` do.
+            StorageError: the run deletes its checkpoints faster than they can be read.
+        """
+        for _ in range(_MAX_LISTINGS):
+            # Every host has the same `found`.
+            checkpoint: str = found or hosts.run_on_main(lambda: self.find_checkpoint(step))
+            problem, loaded = None, None
+            try:
+                loaded = self.load_weights(checkpoint, abstract, weights)
+            except InvalidError as error:
+                problem = error
+            # All hosts learn whether one of them has failed, so that none waits alone in the program.
+            if not any(hosts.gather(problem is not None)):
+                return checkpoint, loaded
+            is_there = hosts.run_on_main(functools.partial(self.has_checkpoint, checkpoint))
+            if is_there or step not in (NEWEST, BEST):
+                raise problem or InvalidError(f"{checkpoint}: another process could not read it")
+            found = None
+        raise StorageError(f"{self.store.url}: {_MAX_LISTINGS} times a checkpoint was deleted while it was read")
 
     def load_weights(self, checkpoint: str, abstract: Any, weights: str = PARAMS) -> Any:
         """Load the weights of a checkpoint with the shapes, dtypes and shardings of `abstract`. Called on every host.
@@ -198,7 +237,10 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     else:
         num_ids = codec.tokenizer.vocabulary_size  # ids of the model beyond the tokenizer have no text
         prompt = encode_prompt(codec, request.prompt) or [find_start_token(codec, data)]
-    variables = make_variables(run.load_weights(checkpoint, abstract, request.weights))
+    # The model took time to build, and the run may have deleted the checkpoint meanwhile.
+    hosts = Hosts.single_process()
+    checkpoint, weights = run.load_found_weights(request.step, abstract, request.weights, hosts, checkpoint)
+    variables = make_variables(weights)
     warn(f"{job.spec.name}: step {parse_step(checkpoint)}{'' if request.weights == PARAMS else f', {request.weights}'}")
     decoder = make_decoder(model, variables, length, job.config.precision.compute, mesh)
     tokens = generate(decoder, request.sampling.make_chooser(num_ids), prompt, request.num_tokens, length)

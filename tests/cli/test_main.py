@@ -282,7 +282,16 @@ def test_the_schema_is_the_json_schema_of_the_spec():
 
 def test_every_error_has_the_exit_code_of_its_kind():
     kinds = {
-        1: ["RunnerError", "FailedError", "DivergedError", "FencedError", "HookError", "MiscountError", "StateError"],
+        1: [
+            "RunnerError",
+            "FailedError",
+            "DivergedError",
+            "FencedError",
+            "HookError",
+            "MiscountError",
+            "PhaseError",
+            "StateError",
+        ],
         2: ["InvalidError", "SpecError", "DataError", "ResumeError", "RemovedError", "NewerFormatError"],
         75: ["PreemptedError"],
         76: ["RetryableError", "PeerLostError", "StorageError"],

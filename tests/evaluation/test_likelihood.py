@@ -24,6 +24,7 @@ from runner.evaluation.likelihood import (
     make_pairs,
     read_questions,
 )
+from runner.inference.evaluate import EvaluationRequest, evaluate
 from runner.inference.open_run import open_run
 from runner.parallel.mesh import make_mesh
 from tests.support.tiny import gpt
@@ -191,14 +192,19 @@ def test_the_harness_itself_finds_the_same_accuracy(run: Path, tmp_path: Path, m
     task = TASK | {"dataset_kwargs": {"data_files": {"test": str(run.parent / "questions.jsonl")}}}
     (tmp_path / "made_up.yaml").write_text(yaml.safe_dump(task))
     opened = open_run(str(run))
-    record = harness.evaluate_tasks(opened, opened.find_checkpoint("newest"), ["made_up"], str(tmp_path))
+    hosts = Hosts.single_process()
+    evaluator = harness.HarnessEvaluator(opened, hosts, ["made_up"], str(tmp_path))
+    # Every checkpoint, with one compiled program, as `--all` and `--follow` do.
+    every = list(evaluate(opened, EvaluationRequest(None, None, "params"), hosts, evaluator))
+    assert [record["step"] for record in every] == opened.list_steps()
+    (record,) = evaluate(opened, EvaluationRequest(None, "newest", "params"), hosts, evaluator)
+    assert record == every[-1]
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     figures = record["harness"]["made_up"]
     for name in ("acc", "acc_norm", "acc_bytes"):
         assert figures[f"{name},none"] == pytest.approx(row[f"val/made_up/{name}"], abs=1e-12)
     assert harness.format_record(record)[0].startswith("step 8 made_up: ")
-    model = harness.HarnessModel(opened, opened.find_checkpoint("newest"))
-    check_texts(model, requests_of)
+    check_texts(evaluator.model, requests_of)
 
 
 def requests_of(*arguments: Sequence[Any]) -> list[Any]:

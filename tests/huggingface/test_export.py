@@ -178,6 +178,23 @@ def test_a_full_disk_is_retryable_and_leaves_nothing(run: Attempt, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
 
 
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json", "generation_config.json"])
+def test_a_full_disk_is_not_taken_for_a_damaged_checkpoint(
+    name: str, run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write_bytes = Path.write_bytes
+
+    def fill(path: Path, content: bytes) -> int:
+        if path.name == name:
+            raise OSError(28, "No space left on device")
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    with pytest.raises(StorageError, match=f"No space left.*{name}"):
+        exported(run, tmp_path / "out", shard_bytes=4000)
+    assert "checkpoint" not in capsys.readouterr().err
+
+
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(run: Attempt, tmp_path: Path):
     class Short(SmallFiles):
         def config(self) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def test_the_command_goes_on_behind_what_its_own_file_holds_and_writes_nothing_t
     [
         (["--output", "x"], "--output FILE needs --follow"),
         (["--follow", "--all"], "--step, --all and --follow exclude each other"),
-        (["--harness", "some", "--follow"], "--harness excludes --follow"),
+        (["--harness", "some", "--data", "text.txt"], "--harness excludes --data"),
+        (["--harness", "some", "--weights", "ema_0.9"], "--harness evaluates params only"),
         (["--include-path", "some"], "--include-path DIR needs --harness"),
     ],
 )

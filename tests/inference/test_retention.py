@@ -1,0 +1,104 @@
+"""Commands that read checkpoints beside a run that deletes its old ones: one that vanished is looked for again.
+
+The run is one of two saved steps. The newer one is committed, and the older one deleted, at a given point of a command.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.checkpoint import arrays
+from runner.cli.app import run_command
+from runner.storage import LocalStore
+from tests.support.tiny import gpt
+
+OLD, NEW = "4", "8"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "run"
+    gpt(directory, **{"checkpoint.every_steps": 4, "checkpoint.keep_last": 2})()
+    return directory
+
+
+class LiveRun:
+    """Run that commits `NEW` and deletes `OLD` at the first, second, ... occurrence of a point."""
+
+    def __init__(self, saved: Path, directory: Path, occurrence: int):
+        shutil.copytree(saved, directory / "run")
+        self.root, self._aside, self._left = directory / "run", directory / "aside", occurrence
+        (self.root / "checkpoints" / NEW).rename(self._aside)
+        self.has_advanced = False
+
+    def occur(self) -> None:
+        self._left -= 1
+        if self._left < 0 and not self.has_advanced:
+            self.has_advanced = True
+            self._aside.rename(self.root / "checkpoints" / NEW)
+            (self.root / "checkpoints" / OLD / "manifest.json").unlink()
+            shutil.rmtree(self.root / "checkpoints" / OLD)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: bool, act: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if before:
+            act(*arguments)
+        result = original(*arguments, **options)
+        if not before:
+            act(*arguments)
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+
+
+POINTS: dict[str, Callable[[pytest.MonkeyPatch, LiveRun], None]] = {
+    "the listing": lambda patch, run: watch(
+        patch, LocalStore, "list_names", False, lambda _, name: run.occur() if name == "checkpoints" else None
+    ),
+    "the manifest": lambda patch, run: watch(
+        patch, LocalStore, "read", False, lambda _, name: run.occur() if name.endswith(f"{OLD}/manifest.json") else None
+    ),
+    "the sizes of the files": lambda patch, run: watch(patch, LocalStore, "list_sizes", False, lambda *_: run.occur()),
+    "the arrays": lambda patch, run: watch(patch, arrays, "read_arrays", True, lambda *_: run.occur()),
+}
+COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
+    "sample": lambda run, out: ["sample", str(run), "--tokens", "2"],
+    "evaluate": lambda run, out: ["evaluate", str(run)],
+    "evaluate --all": lambda run, out: ["evaluate", str(run), "--all"],
+    "export": lambda run, out: ["export", str(run), "-o", str(out)],
+    "checkpoints --deep": lambda run, out: ["checkpoints", str(run), "--deep"],
+    "copy": lambda run, out: ["checkpoints", "copy", str(run), str(out)],
+}
+DAILY = [
+    ("export", "the manifest"),
+    ("sample", "the arrays"),
+    ("checkpoints --deep", "the arrays"),
+    ("copy", "the listing"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "point"),
+    [
+        pytest.param(command, point, marks=() if (command, point) in DAILY else pytest.mark.soak)
+        for command in COMMANDS
+        for point in POINTS
+    ],
+)
+def test_a_checkpoint_that_vanishes_is_looked_for_again(
+    command: str, point: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for occurrence in range(10):
+        run = LiveRun(saved, tmp_path / str(occurrence), occurrence)
+        with monkeypatch.context() as patch:
+            POINTS[point](patch, run)
+            assert run_command(COMMANDS[command](run.root, tmp_path / str(occurrence) / "out")) == 0
+        if not run.has_advanced:
+            assert occurrence or (command, point) not in DAILY, "the point was never reached"
+            return
