@@ -52,7 +52,7 @@ from runner.records import PARAMS
 from runner.run.attempt import Attempt
 from runner.run.fence import RunIdentity
 from runner.spec import Trajectory
-from runner.storage import DiskError, Store, open_store, parse_number, read_log, split_checkpoint
+from runner.storage import DiskError, Store, open_store, read_log, split_checkpoint
 
 Tier = Literal["durable", "fast"]
 AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # returns the reason why a job cannot continue
@@ -82,14 +82,14 @@ class RejectedCheckpoint:
     """Checkpoint that was not restored, and the reason.
 
     Attributes:
-        step: its step; -1 for a checkpoint whose name is no step.
+        name: its name, which for a tier's own checkpoints is the step.
         reason: one line for a message.
         tier: tier that it lies in.
         was_committed: False if it has no manifest.
         may_be_good: True if it could not be read now, which says nothing about its content.
     """
 
-    step: int
+    name: str
     reason: str
     tier: Tier
     was_committed: bool = True
@@ -154,7 +154,7 @@ def restore_newest(
     events = read_log(store, "events") if hosts.is_main else []
     commits = [event for event in events if event.get("event") == "commit" and event.get("tier") != "fast"]
     if hosts.agree(bool(commits)) or any(other.was_committed for other in rejected):
-        reasons = "".join(f"\n  step {other.step}: {other.reason}" for other in rejected)
+        reasons = "".join(f"\n  step {other.name}: {other.reason}" for other in rejected)
         if any(other.may_be_good for other in rejected):
             raise StorageError(f"{store.url}: no checkpoint can be read now; nothing was touched{reasons}")
         raise ResumeError(
@@ -201,14 +201,13 @@ def _try_fast(
         if bits_problem is None:
             return RestoredState(state, part, "fast", attachments)
         problem = RestoreProblem(bits_problem)
-    return RejectedCheckpoint(step, problem.reason if problem else "no part", "fast")
+    return RejectedCheckpoint(str(step), problem.reason if problem else "no part", "fast")
 
 
 def _try_durable(
     hosts: Hosts, store: Store, name: str, abstract: Any, weights_only: bool = False
 ) -> RestoredState | RejectedCheckpoint:
-    directory, step = f"{CHECKPOINTS}/{name}", parse_number(name)
-    step = -1 if step is None else step
+    directory = f"{CHECKPOINTS}/{name}"
     # 1. Bytes. Every host checks its share of the files; pieces are checked when they are read.
     manifest, problem, was_committed = None, None, True
     try:
@@ -229,7 +228,7 @@ def _try_durable(
     problem = _gather_first_problem(hosts, problem)
     if problem is not None or manifest is None:
         problem = problem or RestoreProblem("no manifest")
-        return RejectedCheckpoint(step, problem.reason, "durable", was_committed, problem.may_be_good)
+        return RejectedCheckpoint(name, problem.reason, "durable", was_committed, problem.may_be_good)
     # 2. Shape. Other leaves mean that code or spec have changed, which no older checkpoint would help: this raises.
     validate_manifest_leaves(manifest, abstract, weights_only)
     arrays: dict[str, jax.Array] = {}
@@ -243,12 +242,12 @@ def _try_durable(
         problem = RestoreProblem(str(error))
     problem = _gather_first_problem(hosts, problem)
     if problem is not None:
-        return RejectedCheckpoint(step, problem.reason, "durable", may_be_good=problem.may_be_good)
+        return RejectedCheckpoint(name, problem.reason, "durable", may_be_good=problem.may_be_good)
     # 3. Bits.
     state = _unflatten(abstract, arrays)
     bits_problem = _find_bits_problem(state, manifest)
     if bits_problem is not None:
-        return RejectedCheckpoint(step, bits_problem, "durable")
+        return RejectedCheckpoint(name, bits_problem, "durable")
     return RestoredState(state, manifest)
 
 
@@ -282,9 +281,9 @@ def _set_aside(
     for other in rejected:
         attempt.fence.check()
         if other.tier == "durable" and other.was_committed:
-            quarantine(attempt, other.step, other.reason)
-        attempt.events.append("fallback", restored, rejected=other.step, reason=other.reason, tier=other.tier)
-        warn(f"checkpoint {other.step} ({other.tier}) not restored: {other.reason}")
+            quarantine(attempt, int(other.name), other.reason)
+        attempt.events.append("fallback", restored, rejected=int(other.name), reason=other.reason, tier=other.tier)
+        warn(f"checkpoint {other.name} ({other.tier}) not restored: {other.reason}")
     # Uncommitted saves of earlier attempts must be retired before this attempt saves: a process of such an attempt may
     # still be running and about to commit.
     for step in list_steps(store):
@@ -357,7 +356,7 @@ def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS
             return jax.tree.unflatten(jax.tree.structure(weights), leaves)
         rejected.append(found)
     reported = [other for other in rejected if other.was_committed or checkpoint is not None]
-    reasons = "; ".join(f"{other.step}: {other.reason}" for other in reported)
+    reasons = "; ".join(f"{other.name}: {other.reason}" for other in reported)
     if any(other.may_be_good for other in rejected):
         raise StorageError(f"checkpoint.init_from: {store.url}: no checkpoint can be read now: {reasons}")
     raise ResumeError(f"checkpoint.init_from: {store.url}: {reasons or 'no checkpoint is here'}")

@@ -1,6 +1,7 @@
 """Driver for Azure Blob Storage, with the credentials of AZURE_STORAGE_CONNECTION_STRING."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from cloudpathlib.exceptions import MissingCredentialsError
 
 from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
+
+COPY_SECONDS, COPY_POLL_SECONDS = 600.0, 0.5
 
 
 @contextlib.contextmanager
@@ -121,10 +124,17 @@ class AzureDriver:
         return None
 
     def copy(self, key: str, target: str) -> None:
-        """Copy a blob within the container."""
+        """Copy a blob within the container. The copy is complete when this returns."""
         with _translate_errors(key):
-            source = self._container.get_blob_client(key)
-            self._container.get_blob_client(target).start_copy_from_url(source.url, requires_sync=False)
+            source, copied = self._container.get_blob_client(key), self._container.get_blob_client(target)
+            status = str(copied.start_copy_from_url(source.url, requires_sync=False)["copy_status"])
+            # The service may copy a large blob later. The caller deletes the source next, which would end the copy.
+            deadline = time.monotonic() + COPY_SECONDS
+            while status == "pending" and time.monotonic() < deadline:
+                time.sleep(COPY_POLL_SECONDS)
+                status = str(copied.get_blob_properties().copy.status)
+            if status != "success":
+                raise TransientError(f"{key}: its copy to {target} is {status}")
 
     def delete(self, key: str) -> None:
         """Delete a blob. One that is already gone is fine."""

@@ -77,9 +77,14 @@ class GCSDriver:
         blob = self._bucket.blob(key)
         with _translate_errors(key):
             content = blob.download_as_bytes(timeout=_TIMEOUT, retry=None)
-            # Not every server sends the generation together with the content.
             if blob.generation is None:
+                # Not every server sends the generation together with the content. Another writer may replace the object
+                # in between, so the content is read again, of the generation that is known now.
                 blob.reload(timeout=_TIMEOUT, retry=None)
+                try:
+                    content = blob.download_as_bytes(if_generation_match=blob.generation, timeout=_TIMEOUT, retry=None)
+                except exceptions.PreconditionFailed as error:
+                    raise TransientError(f"{key}: was replaced while it was read") from error
         return content, str(blob.generation)
 
     def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 
 from runner.checkpoint import arrays, blocks, fingerprint
 from runner.checkpoint.fast_tier import FastTier
+from runner.checkpoint.manifest import Manifest
 from runner.distributed.agreement import Hosts
 from runner.spec import CheckpointConfig
 from runner.storage import Store, open_store
@@ -136,13 +138,14 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
         for number in range(rounds):
             started = time.perf_counter()
             written = piece_writer.start(f"c/{number}/arrays", leaves)(600.0)
+            saved = Manifest(arrays="arrays", files=written.files, shards=written.shards)
             ours_up = time.perf_counter() - started
             started = time.perf_counter()
             with ThreadPoolExecutor(arrays.NUM_UPLOADS) as pool:
                 list(pool.map(lambda file: up(file, f"plain/{file.name}"), files))
             plain_up = time.perf_counter() - started
             started = time.perf_counter()
-            jax.block_until_ready(arrays.read_arrays(store, f"c/{number}", written, abstract))
+            jax.block_until_ready(arrays.read_arrays(store, f"c/{number}", saved, abstract))
             ours_down = time.perf_counter() - started
             started = time.perf_counter()
             with ThreadPoolExecutor(blocks.NUM_READERS) as pool:
@@ -167,15 +170,17 @@ def tiers(backend: Backend, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         fast = FastTier(directory / "fast")
-        fast.write({"step": 1, "identity": {}}, blocks.copy_to_host(leaves, "all"), {})
+        manifest = Manifest(name="1", step=1, job="benchmark", identity={}, arrays="arrays")
+        fast.write(manifest, blocks.copy_to_host(leaves, "all"), {})
         store = open_store(backend.url("tiers"))
         written = arrays.BlockWriter(store, Hosts.single_process(), directory / "staging").start("c/1/arrays", leaves)(
             600.0
         )
+        saved = replace(manifest, files=written.files, shards=written.shards)
         backend.proxy.faults.latency_seconds = LATENCY_SECONDS
         ratios = [
             seconds_of(lambda: fast.read(1, abstract)[0])
-            / seconds_of(lambda: arrays.read_arrays(store, "c/1", written, abstract))
+            / seconds_of(lambda: arrays.read_arrays(store, "c/1", saved, abstract))
             for _ in range(rounds)
         ]
         backend.proxy.reset()

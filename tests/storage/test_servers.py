@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import importlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -29,6 +31,7 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 from google.cloud.storage.exceptions import InvalidResponse
 
+from runner.storage import TransientError
 from tests.support.harness import DEADLINE_SECONDS, ROOT
 from tests.support.servers import BACKENDS, BUCKET, AmazonServer, Backend, Faults, lead, start_backend
 
@@ -581,3 +584,60 @@ def test_a_server_that_does_not_start_says_why():
 
     with pytest.raises(AssertionError, match="ended with 1\nno licence for port"):
         Broken()
+
+
+class LateCopy:
+    """Blob whose copy the service makes later, as it may do with large ones."""
+
+    def __init__(self, statuses: list[str]) -> None:
+        self.url, self._statuses = "https://account/container/blob", statuses
+
+    def start_copy_from_url(self, url: str, requires_sync: bool) -> dict[str, str]:
+        return {"copy_status": self._statuses.pop(0)}
+
+    def get_blob_properties(self) -> Any:
+        return SimpleNamespace(copy=SimpleNamespace(status=self._statuses.pop(0)))
+
+    def get_blob_client(self, key: str) -> "LateCopy":
+        return self
+
+
+@pytest.mark.parametrize(
+    ("statuses", "fails"),
+    [(["success"], False), (["pending", "pending", "success"], False), (["pending", "aborted"], True)],
+)
+def test_a_copy_is_complete_when_it_returns(statuses: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    azure = importlib.import_module("runner.storage.azure")
+    monkeypatch.setattr(azure, "COPY_POLL_SECONDS", 0.0)
+    driver = azure.AzureDriver.__new__(azure.AzureDriver)
+    driver._container = LateCopy(statuses)
+    with pytest.raises(TransientError) if fails else contextlib.nullcontext():
+        driver.copy("a", "b")
+    assert statuses == []
+
+
+class OldServer:
+    """Object of a server that sends no generation with the content, replaced right after the first download."""
+
+    def __init__(self) -> None:
+        self.generation: int | None = None
+        self._versions = [(b"first", 1), (b"second", 2)]
+
+    def blob(self, key: str) -> "OldServer":
+        return self
+
+    def download_as_bytes(self, if_generation_match: int | None = None, **options: Any) -> bytes:
+        content, generation = self._versions[0]
+        assert if_generation_match in (None, generation)
+        self._versions = self._versions[-1:]
+        return content
+
+    def reload(self, **options: Any) -> None:
+        self.generation = self._versions[0][1]
+
+
+def test_content_and_generation_are_of_one_write() -> None:
+    gcs = importlib.import_module("runner.storage.gcs")
+    driver = gcs.GCSDriver.__new__(gcs.GCSDriver)
+    driver._bucket = OldServer()
+    assert driver.get("a") == (b"second", "2")
