@@ -369,12 +369,18 @@ def _convert(file: File, columns: TableColumns, size: TableSize, reader: Reader)
     if num_rows != size.num_rows or num_tokens > size.num_values:
         raise DataError(f"{file}: holds {num_rows:,} rows, its own counts say {size.num_rows:,}: it is damaged")
     (_, num_id_bytes), (_, num_mark_bytes), _ = size.list_parts(columns.mask is not None)
-    yield bytes(num_id_bytes - num_tokens * ID_DTYPE.itemsize)
+    yield from _make_zeros(num_id_bytes - num_tokens * ID_DTYPE.itemsize)
     if columns.mask is not None:
         for count, packed in marks:
             yield np.unpackbits(packed, count=count).astype(COMPLETION_DTYPE).tobytes()
-        yield bytes(num_mark_bytes - num_tokens)
+        yield from _make_zeros(num_mark_bytes - num_tokens)
+    reader.check([file])  # a file that was replaced meanwhile may have been read in parts of both
     yield np.cumsum(np.concatenate(lengths)).astype(BOUNDS_DTYPE).tobytes()
+
+
+def _make_zeros(num_bytes: int) -> Iterator[bytes]:
+    for start in range(0, num_bytes, BLOCK_BYTES):
+        yield bytes(min(BLOCK_BYTES, num_bytes - start))
 
 
 def _read_rows(

@@ -1,6 +1,7 @@
 """Parquet and Arrow files of token ids: the ids and documents that went in, in their order, wherever they are."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from runner.data.tables import _read_rows
 from runner.errors import DataError
 from tests.data.buckets import URL, put_in_bucket
 from tests.data.corpus import load
+
+
+@pytest.fixture(autouse=True)
+def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is not what these tests look at, and its probe is what opening a small source costs."""
+    monkeypatch.setattr("runner.data.sampling.ORDER_PROBE_INDICES", 4)
+
 
 RANDOM = np.random.default_rng(0)
 ROWS = [RANDOM.integers(0, 5000, size).tolist() for size in RANDOM.zipf(1.5, 400).clip(1, 300)]
@@ -184,6 +193,24 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> N
     write(tmp_path, {"input_ids": pa.array(ROWS[::-1])})
     assert open_tables(tmp_path).fingerprint != first.fingerprint
     first.check()
+
+
+def test_a_file_that_is_replaced_while_it_is_converted_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, {"input_ids": rows()})
+    path = tmp_path / "data/a.parquet"
+
+    def replace_and_read(*arguments: Any) -> Any:
+        os.utime(path, (1, 1))
+        return _read_rows(*arguments)
+
+    monkeypatch.setattr("runner.data.tables._read_rows", replace_and_read)
+    with pytest.raises(DataError, match=r"a\.parquet: changed"):
+        open_tables(tmp_path)
+    assert not list((tmp_path / "cache").glob("*.ids"))
+    monkeypatch.undo()
+    check_content(open_tables(tmp_path), IDS, ENDS)
 
 
 def columns_of(**changes: Any) -> dict[str, Any]:
