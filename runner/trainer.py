@@ -10,7 +10,7 @@ change. They can read only `cls.config`, which differs between jobs because each
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import flax.linen as nn
@@ -19,7 +19,8 @@ import optax
 
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
-from runner.data import Dataset, SeekablePrefetcher, get_batch_fields
+from runner.console import warn
+from runner.data import Dataset, SeekablePrefetcher, get_batch_fields, has_targets
 from runner.distributed.agreement import Hosts
 from runner.errors import PhaseError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
@@ -28,6 +29,7 @@ from runner.hook.listing import load_hooks
 from runner.huggingface.assets import record_assets
 from runner.huggingface.load import identify_adapter_base
 from runner.job import RestoreableJob
+from runner.metrics.meta import Meta
 from runner.metrics.rows import Row
 from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
@@ -240,21 +242,44 @@ class BaseTrainer(RestoreableJob):
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
-        train_step, key, report = self.compiled.executable, self.train_setup.key, self.report
+        key, report = self.train_setup.key, self.report
         with report.display(self.step):
             self.start_hooks()
-            with SeekablePrefetcher(functools.partial(self.batch, "train")) as batches:
+            with SeekablePrefetcher(self.load_step) as batches:
                 while self.step < self.total_steps:
                     # The state is donated to the step. Nothing here waits for the device: the host runs ahead of it.
                     # Where `load` has set the step back, the batches follow it.
                     following = batches.seek(self.step)
-                    self.state, loss, meta = train_step(self.state, self.attempt.progress.take_batch(following), key)
+                    self.state, loss, meta = self.make_step(
+                        self.state, *self.attempt.progress.take_batch(following), key
+                    )
                     self.step += 1
                     report.add_step(self.step, loss, meta)
                     if report.is_row_due(self.step):
                         report.add_row(self.get_evaluated_weights(self.state), self.step)
                         self.call_hooks()
                     self.save_or_stop()
+
+    def load_step(self, step: int) -> tuple[Batch, bool]:
+        """Return the batch after `step` completed steps, and True if it has a target. Called on another thread."""
+        batch = self.batch("train", step)
+        # Of a batch of the job's own a host sees only its part.
+        is_known = type(self).batch is BaseTrainer.batch or self.attempt.hosts.num_processes == 1
+        examples = self.config.train.global_batch_examples
+        return batch, not is_known or has_targets(self.dataset, batch, step, examples)
+
+    def make_step(
+        self, state: TrainState, batch: Batch, has_targets: bool, key: jax.Array
+    ) -> tuple[TrainState, jax.Array, Meta]:
+        """Make one optimizer step, which moves nothing if the batch has no target. Does not wait for the device."""
+        return self.compiled.executable(state, batch, key) if has_targets else self.skip_step(state)
+
+    @functools.cached_property
+    def skip_step(self) -> Callable[[TrainState], tuple[TrainState, jax.Array, Meta]]:
+        """Compiled step over a batch without a target; the state is donated."""
+        skip = functools.partial(step_functions.skip_step, schedule=self.train_setup.schedule)
+        shardings = train_state.get_shardings(self.abstract_state())
+        return jax.jit(skip, donate_argnums=0, out_shardings=(shardings, None, None))
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
         """Replace state and step by those of `checkpoints/<suffix>`, see `RestoreableJob.load`; batches follow."""
@@ -372,6 +397,8 @@ class BaseTrainer(RestoreableJob):
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.validate_vocabulary(self.vocabulary_size)
         validate_same_on_all_hosts(self.dataset.fingerprint, "data", hosts, f"{self.dataset.source}: ")
+        for line in self.dataset.find_missing_targets() if hosts.is_main else []:
+            warn(line)
         if self.evaluation_tasks.digest:
             validate_same_on_all_hosts(self.evaluation_tasks.digest, "questions", hosts)
         # Process 0 reads the frozen weights of an adapter first, so that an error in them is reported once.

@@ -30,7 +30,7 @@ Importing the package imports jax and grain (half a second and more): do so when
 - `batches`: global batch of a step, and prefetch
 """
 
-from runner.data.batches import Prefetcher, SeekablePrefetcher, load_global_batch
+from runner.data.batches import Prefetcher, SeekablePrefetcher, has_targets, load_global_batch
 from runner.data.dataset import Dataset, get_batch_fields, load_dataset, load_validation_set
 from runner.data.packing import Sequences
 from runner.data.source import Source
@@ -49,6 +49,7 @@ __all__ = [
     "Tokenizer",
     "default_cache_directory",
     "get_batch_fields",
+    "has_targets",
     "is_available",
     "load_dataset",
     "load_global_batch",

@@ -11,7 +11,7 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -19,10 +19,12 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from runner.data.dataset import Dataset
+from runner.data.corpus import LOSS_WEIGHT
+from runner.data.dataset import TRAIN, Dataset
 
 PREFETCH_DEPTH = 2  # the batch that is needed next, and one more to hide a slow read
 CLOSE_SECONDS = 5.0
+_READ_EXAMPLES = 16  # sequences that are read at a time to find a target
 
 Item = TypeVar("Item")
 
@@ -72,6 +74,33 @@ def load_global_batch(
         field: jax.make_array_from_callback(shape, sharding, functools.partial(get_shard, field))
         for field in dataset.fields
     }
+
+
+def has_targets(dataset: Dataset, batch: Mapping[str, jax.Array], step: int, batch_examples: int) -> bool:
+    """Return True if the training batch of a step has a target, the same on every host. Never computes on a device.
+
+    Only data whose targets have weights can lack all of them. A host whose own sequences have none reads those of the
+    others, which it needs to do for few steps.
+
+    Args:
+        dataset: data set of the batch.
+        batch: global batch (S, B, T) that `load_global_batch` has made of it.
+        step: number of completed steps.
+        batch_examples: S * B.
+    """
+    if LOSS_WEIGHT not in batch:
+        return True
+    weights = batch[LOSS_WEIGHT]
+    if any((np.asarray(shard.data) > 0).any() for shard in weights.addressable_shards):
+        return True
+    firsts = () if weights.is_fully_addressable else range(0, batch_examples, _READ_EXAMPLES)
+    return any(
+        (
+            dataset.read(TRAIN, step * batch_examples + first, min(_READ_EXAMPLES, batch_examples - first))[LOSS_WEIGHT]
+            > 0
+        ).any()
+        for first in firsts
+    )
 
 
 class Prefetcher(Generic[Item]):

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 
 TRAIN, VALIDATION = "train", "validation"
+MISSING_TARGETS_SHARE = 0.1  # share of the sequences without a target above which a run warns
+_SAMPLE_EXAMPLES, _SAMPLE_RUN_EXAMPLES = 128, 16
 
 
 def get_batch_fields(config: "DataConfig") -> Fields:
@@ -154,6 +156,33 @@ class Dataset:
                 source.validate_vocabulary(size)
             except DataError as error:
                 raise DataError(f"{label}: {error}") from error
+
+    def find_missing_targets(self) -> list[str]:
+        """Return a line for each source or validation set of which many sequences have no target.
+
+        A sequence has none if only completion tokens count and it ends within a prompt. Up to `_SAMPLE_EXAMPLES`
+        sequences of each are read, and only of those whose targets have weights.
+        """
+        sets = {train.label: train.examples for train in self.train_sources}
+        sets |= {f"validation set {name}": examples for name, examples in self.validation.items()}
+        lines = []
+        for label, examples in sets.items():
+            if LOSS_WEIGHT not in examples.fields or not examples.num_examples:
+                continue
+            # Neighbours are read together, because a bucket answers one request for many sequences.
+            run_length = min(_SAMPLE_RUN_EXAMPLES, examples.num_examples)
+            firsts = np.linspace(0, examples.num_examples - run_length, _SAMPLE_EXAMPLES // _SAMPLE_RUN_EXAMPLES)
+            indices = np.unique(firsts.astype(np.int64)[:, None] + np.arange(run_length))
+            sequences = examples.read(indices)
+            has_target = (sequences["padding_mask"] & (sequences[LOSS_WEIGHT] > 0)).any(axis=1)
+            share = 1 - has_target.mean()
+            if share > MISSING_TARGETS_SHARE:
+                lines.append(
+                    f"{label}: {share:.0%} of {len(indices)} sequences that were read have no target, because their "
+                    f"prompts are longer than sequence_length={self.sequence_length}; steps without a target train "
+                    "nothing; use longer sequences, or leave such dialogues out"
+                )
+        return lines
 
     @property
     def needs_id_scan(self) -> bool:

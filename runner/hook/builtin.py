@@ -26,9 +26,10 @@ class MetricReader:
         self._has_warned = False
 
     def read(self, row: Row) -> float | None:
-        """Return the value as the train state holds it: NaN for null, None if missing. Called on every host."""
+        """Return the value as the train state holds it; None if it is null or missing. Called on every host."""
         if self.name in row:
-            return math.nan if row[self.name] is None else float(np.float32(row[self.name]))
+            value = row[self.name]
+            return float(np.float32(value)) if isinstance(value, int | float) else None
         if not self._has_warned:
             self._has_warned = True
             near = suggest_choices(self.name, list(row))
@@ -83,7 +84,8 @@ class EarlyStopping(Hook):
         """Compare with the best value, count, and stop when patience runs out."""
         config, best, waited = self.config, float(moment.counters["best"]), int(moment.counters["waited"])
         value = self._metric.read(moment.row)
-        if value is None:  # an evaluation without this metric neither helps nor counts against the patience
+        # An evaluation without this metric, or with a mean over nothing, neither helps nor counts against the patience.
+        if value is None:
             return None
         if is_better(value, best, config.mode, config.min_delta):
             return Verdict(counters={"best": np.float32(value), "waited": np.int32(0)})
@@ -114,7 +116,9 @@ class StopAtLoss(Hook):
     def on_row(self, moment: Moment) -> Verdict | None:
         """Stop if the metric has reached its target."""
         config, value = self.config, moment.row.get(self.config.metric)
-        if value is None or not (value <= config.value if config.mode == "min" else value >= config.value):
+        if not isinstance(value, int | float) or not (
+            value <= config.value if config.mode == "min" else value >= config.value
+        ):
             return None
         return Verdict(Act.STOP, reason=f"{config.metric} is {value:g}, {config.value:g} was asked for")
 

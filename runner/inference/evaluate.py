@@ -196,7 +196,7 @@ def make_record(score: Score, sizes: Mapping[str, ValidationSize]) -> JsonObject
 
 def _compute_metrics(loss_sum: float, num_tokens: float, num_bytes: int | None) -> JsonObject:
     """Return the metrics of a set; values that are not finite or not known are None."""
-    loss = loss_sum / (num_tokens or 1.0)
+    loss = loss_sum / num_tokens if num_tokens else math.nan
     perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
     found = {"loss": loss, "perplexity": perplexity, "loss_per_byte": loss_sum / num_bytes if num_bytes else math.nan}
     finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
@@ -212,7 +212,8 @@ def format_record(record: JsonObject) -> list[str]:
     for name, metrics in [*sets.items(), ("", record)]:
         prefix = f"{step}{f' {name}' if name else ''}"
         if metrics["loss"] is None:
-            lines.append(f"{prefix}: loss is not finite ({metrics['tokens']:,.0f} tokens)")
+            reason = "loss is not finite" if metrics["tokens"] else "no loss, because there is no target"
+            lines.append(f"{prefix}: {reason} ({metrics['tokens']:,.0f} tokens)")
             continue
         parts = [f"loss {metrics['loss']:.6f} nats a token"]
         if metrics["perplexity"] is not None:

@@ -26,22 +26,24 @@ ROW_KEYS = (
     Key("step", int, "Optimizer steps completed."),
     Key(
         "train/loss",
-        float,
+        float | None,
         "Mean cross-entropy over the real target tokens of the global batch of this step alone, not averaged over the "
-        "steps since the previous row.",
+        "steps since the previous row. null if it has no target; such a step moves nothing.",
         "nats",
     ),
     Key(
         "train/loss_mean",
-        float,
-        "Mean of `train/loss` over the steps since the previous row, weighted by their real target tokens. Absent in "
-        "the first row after a resume from a checkpoint that an earlier version of the runner saved between two rows.",
+        float | None,
+        "Mean of `train/loss` over the steps since the previous row, weighted by their real target tokens; null if they "
+        "have none. Absent in the first row after a resume from a checkpoint that an earlier version of the runner saved "
+        "between two rows.",
         "nats",
     ),
     Key(
         "train/grad_norm",
-        float,
-        "Global norm of the gradient of this step, before clipping. Absent if a job's own `train_step` returns none.",
+        float | None,
+        "Global norm of the gradient of this step, before clipping; null if it has no target. Absent if a job's own "
+        "`train_step` returns none.",
     ),
     Key(
         "train/learning_rate",
@@ -50,7 +52,7 @@ ROW_KEYS = (
     ),
     Key(
         "train/grad_norm/<group>",
-        float,
+        float | None,
         "Norm of the gradient of one top-level module of the model, or of one parameter; see `config.metrics.norms`.",
     ),
     Key("train/param_norm", float, "Global norm of the parameters before this step; see `config.metrics.norms`."),
@@ -88,8 +90,13 @@ ROW_KEYS = (
     Key("perf/attempt", int, "Number of the attempt that computed this step."),
     Key("data/<name>/tokens", int, "Tokens drawn from a source of a mixture since step 0.", "tokens"),
     Key("data/<name>/epochs", float, "Passes of the run over a source of a mixture."),
-    Key("val/loss", float, "Mean cross-entropy over the validation batches. Only at evaluated steps.", "nats"),
-    Key("val/<name>/loss", float, "Validation loss of one validation set, if there are several.", "nats"),
+    Key(
+        "val/loss",
+        float | None,
+        "Mean cross-entropy over the validation batches, null without a target. Only at evaluated steps.",
+        "nats",
+    ),
+    Key("val/<name>/loss", float | None, "Validation loss of one validation set, if there are several.", "nats"),
     Key(
         "val/ema_<decay>/<name>",
         float | None,
@@ -189,9 +196,10 @@ def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: in
     """
     for text in texts:
         row = parse_line(text) or {}
-        found = row.get("step")
-        # The row of an evaluation before the first step has no loss of a step.
-        is_row = isinstance(row.get("train/loss"), int | float) or (found == 0 and "train/tokens" in row)
+        found, loss = row.get("step"), row.get("train/loss")
+        # Rows without a loss: of a step without a target, of an evaluation before the first step, of another job.
+        has_mark = "perf/time" in row or (found == 0 and "train/tokens" in row)
+        is_row = isinstance(loss, int | float) or (loss is None and has_mark)
         # `type` and not `isinstance`, since True is an int.
         if type(found) is int and is_row and found > beyond and (step is None or found <= step):
             beyond = found

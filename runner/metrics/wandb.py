@@ -98,7 +98,8 @@ class WandbWriter:
 
     def add(self, row: Row) -> None:
         """Log a row. wandb keeps the last step open, so a second row of a step completes the first one."""
-        self._run.log({key: convert_value(value) for key, value in row.items() if key != "step"}, step=row["step"])
+        values = {key: convert_value(value) for key, value in row.items() if key != "step" and value is not None}
+        self._run.log(values, step=row["step"])
 
     def supersede(self) -> None:
         """Remove the local runs of earlier attempts."""

@@ -93,7 +93,7 @@ class _StepResult(NamedTuple):
     """Fetched result of one step."""
 
     step: int
-    loss: float
+    loss: float | None  # None if the step had no target
     meta: dict[str, RowValue]
 
 
@@ -138,8 +138,12 @@ class MetricsWindow:
                     "the last good checkpoint is kept"
                 )
             weight = float(meta.get(TOKEN_COUNT, 1.0))
-            self._loss_sum, self._weight = self._loss_sum + weight * float(loss), self._weight + weight
-            self._last = _StepResult(step, float(loss), values)
+            if weight > 0:
+                self._loss_sum, self._weight = self._loss_sum + weight * float(loss), self._weight + weight
+            else:
+                # A mean over nothing is null, and so is the norm of its gradient.
+                values |= {key: None for key in values if key.split("/")[0] == GRAD_NORM}
+            self._last = _StepResult(step, float(loss) if weight > 0 else None, values)
         self._pending = []
 
     @property
@@ -156,7 +160,8 @@ class MetricsWindow:
         step, loss, values = self._last
         seconds = time.monotonic() - self._since_seconds
         tokens = count_tokens(step - self._since_step, tokens_per_step)
-        mean = {"train/loss_mean": self._loss_sum / self._weight} if self._is_whole and self._weight else {}
+        loss_mean = self._loss_sum / self._weight if self._weight else None
+        mean = {"train/loss_mean": loss_mean} if self._is_whole else {}
         self._since_step, self._last = step, None
         self._loss_sum = self._weight = 0.0
         self._is_whole = True

@@ -173,6 +173,7 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
         # A host reads only its part of the global batch.
         dataset.read("train", 0, -(-batch // num_hosts))
         is_read = True
+        findings.warnings += dataset.find_missing_targets()
     seconds = time.perf_counter() - began
 
     section.add("fingerprint", dataset.fingerprint, "text", "counted")

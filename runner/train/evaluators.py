@@ -331,7 +331,8 @@ class Validation:
         return metrics | self._compute_losses("val", total, total_bytes)
 
     def _compute_losses(self, prefix: str, sums: ValidationSums, num_bytes: int | None) -> EvaluationMetrics:
-        metrics: EvaluationMetrics = {f"{prefix}/loss": sums.loss / (sums.num_tokens or 1.0)}
+        # A mean over nothing is null: 0 would be the best loss there is.
+        metrics: EvaluationMetrics = {f"{prefix}/loss": sums.loss / sums.num_tokens if sums.num_tokens else None}
         if self._measure is not None:
             metrics[f"{prefix}/bits_per_byte"] = sums.loss / math.log(2) / num_bytes if num_bytes else None
         return metrics

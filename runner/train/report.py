@@ -247,7 +247,7 @@ class Report(JobReport):
         """Return a metric of the row of `step`, if it is the newest row; else None. None on processes other than 0."""
         row = self.get_newest_row()
         value = row.get(name) if row.get("step") == step else None
-        return None if value is None else float(value)
+        return float(value) if isinstance(value, int | float) else None
 
     def get_newest_row(self) -> Row:
         """Return the newest row; empty if there is none. Empty on processes other than 0."""

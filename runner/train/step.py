@@ -11,6 +11,11 @@ before `forward` is called, so the loss of each micro-batch is divided by it imm
 itself returns the count as meta `token_count`; then the sums are divided at the end. Its meta `statistics` are summed
 (see `runner.train.state`), and so are `sums` (see `runner.metrics.meta`); other meta is that of the last micro-batch.
 
+A step whose batch has no target moves nothing: parameters, variables, moments, averages and auxiliary states stay as
+they are, and only `step` and the counts by which schedules are read go on (`skip_step`). Only data whose targets have
+weights can lack all of them, which the host sees in the batch, so such a step never runs the compiled program. If
+`forward` counts targets itself, only the device knows, and selects the state.
+
 There are two ways to sum over micro-batches (see `runner.parallel.reduction`): gradient accumulation with one gradient
 all-reduce over `data` per step, and a reduction whose order of additions does not depend on the number of devices
 (`train.same_bits_devices`).
@@ -31,7 +36,8 @@ from jax import lax
 from runner.errors import InvalidError
 from runner.metrics.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, accumulate_sums, replace_sums_by_means
 from runner.optim.groups import fill_frozen_gradients, split_frozen
-from runner.optim.transforms import compute_gradient_point
+from runner.optim.library import find_injected_rate
+from runner.optim.transforms import compute_gradient_point, count_step
 from runner.parallel import reduction
 from runner.train.auxiliary import AuxiliaryState, StepObservation, compare_halves, update_auxiliary
 from runner.train.loss import make_uncounted_error, target_weights, validate_fields_read
@@ -115,6 +121,7 @@ def train_step(
     # These checks run while the step is traced, so they cost nothing in a training step.
     variables = get_variables(state)
     validate_no_gradient(variables)
+    given = state
     params = make_params_merger(state)(state.params)
     validate_fields_read(forward, bind_variables(state.apply_fn, variables), params, batch, key)
     needs_halves = any(each.needs_halves for each in options.auxiliary_states)
@@ -154,7 +161,25 @@ def train_step(
         observation = StepObservation(jnp.asarray(state.step), state.params, grads, halves)
         after, scalars = update_auxiliary(options.auxiliary_states, state.riders, observation)
         state, meta = state.replace(riders=after), meta | scalars
+
+    # 5. A step that turns out to have no target.
+    if TOKEN_COUNT in meta:
+        state = jax.tree.map(functools.partial(jnp.where, meta[TOKEN_COUNT] > 0), state, _count_step(given))
     return state, loss, meta | own_meta
+
+
+def skip_step(state: TrainState, schedule: optax.Schedule | None) -> tuple[TrainState, jax.Array, Meta]:
+    """Make a step over a batch without a target; returns what `train_step` does, with a `token_count` of 0. Pure."""
+    rate = None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32)
+    after, zero = _count_step(state), jnp.float32(0)
+    rate = find_injected_rate(after.opt_state) if rate is None else rate
+    given = {} if rate is None else {"learning_rate": rate}
+    return after, zero, {GRAD_NORM: zero, TOKEN_COUNT: zero, **given}
+
+
+def _count_step(state: TrainState) -> TrainState:
+    counted: TrainState = state.replace(step=state.step + 1, opt_state=count_step(state.opt_state))
+    return counted
 
 
 def val_step(
@@ -385,8 +410,10 @@ def _divide_by_token_count(
     """Divide loss and gradients by the `token_count` of the meta; without one they were divided by `num_tokens`."""
     if TOKEN_COUNT not in meta:
         return loss, grads, replace_sums_by_means(meta, num_tokens)
-    divisor = _make_divisor(batch, meta[TOKEN_COUNT])
-    return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), replace_sums_by_means(meta, divisor)
+    count = meta[TOKEN_COUNT]
+    divisor = _make_divisor(batch, count)
+    # A mean over nothing is NaN, which is null in a row.
+    return loss / divisor, jax.tree.map(lambda grad: grad / divisor, grads), replace_sums_by_means(meta, count)
 
 
 # Norms and rounding.

@@ -37,7 +37,7 @@ def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> 
         ((5.0, 2.5), ValidationSize(3, 9), "loss 2.000000 nats a token, perplexity 7.3891 (2 tokens)"),
         ((8000.0, 4.0), ValidationSize(0, None, "why"), "loss 2000.000000 nats a token (4 tokens)"),
         ((math.nan, 4.0), ValidationSize(4, 4), "loss is not finite (4 tokens)"),
-        ((0.0, 0.0), ValidationSize(0, 0), "loss 0.000000 nats a token, perplexity 1.0000 (0 tokens)"),
+        ((0.0, 0.0), ValidationSize(0, 0), "no loss, because there is no target (0 tokens)"),
     ],
 )
 def test_what_is_not_known_or_not_finite_is_left_out(

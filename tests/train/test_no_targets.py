@@ -1,0 +1,177 @@
+"""Steps and validation sets without a target: a mean over nothing is null everywhere, and such a step moves nothing."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.gpt import PretrainGPT
+from runner.cli.app import run_command
+from runner.metrics.writers import _encode_value, _format_row
+from runner.optim.config import OPTIMIZERS
+from runner.storage import LocalStore, read_json, read_log
+from runner.train.loss import target_weights
+from runner.train.step import skip_step
+from tests.data.buckets import write_corpus
+from tests.support.attempt import start
+from tests.support.tiny import gpt, leaves_equal, rows, set_mesh, stop_after, trajectory
+from tests.test_values import TrainLookup
+
+T, BATCH = 8, 8
+EMPTY = [2, 4, 6, 8, 10, 12, 14, 16]  # prompts are even, answers odd
+FULL = [2, 4, 6, 1, 3, 5, 7, 9]
+
+
+def corpus(directory: Path, documents: Any) -> Path:
+    return write_corpus(directory, [documents], vocabulary_size=32, marks_of=lambda ids: ids % 2)
+
+
+def answers(source: Path, **changes: Any) -> dict[str, Any]:
+    data = {"source": str(source), "train_on": "answers", "packing": "pad", "sequence_length": T}
+    config = {
+        "config.data": data | {"validation_fraction": 0.25},
+        "config.model": {"layers": 1, "heads": 1, "width": 8},
+    }
+    train = {"total_steps": 8, "global_batch_examples": BATCH}
+    return config | {"config.train": train, "config.optimizer.weight_decay": 0.5, **changes}
+
+
+HOOKS = [{"hook": "runner.hook:StopAtLoss", "config": {"value": 1.0}}, "runner.hook:BestAtEnd"]
+HOOKS += [{"hook": "runner.hook:EarlyStopping", "config": {"patience": 1}}]
+
+
+def test_a_run_without_a_target_has_no_loss_and_moves_nothing(tmp_path: Path, capsys: Any) -> None:
+    changes = answers(corpus(tmp_path / "corpus", [EMPTY] * 80), hooks=HOOKS)
+    changes |= {"checkpoint.keep_best": {"metric": "val/loss"}, "logging.tensorboard": True, "config.ema.decays": [0.9]}
+    changes |= {"config.eval": {"every_steps": 2, "batches": 1}, "config.metrics.norms": "groups"}
+    job = gpt(tmp_path / "run", TrainLookup, **changes)
+    first = start(gpt(tmp_path / "first", TrainLookup, **changes)).state
+    job()
+    assert leaves_equal(first.params, job.state.params)
+    assert leaves_equal(first.riders["ema"], job.state.riders["ema"])
+    assert int(job.state.step) == 8
+    found = rows(tmp_path / "run")
+    assert [row["step"] for row in found] == [*range(1, 9)]
+    nulls = {"train/loss", "train/loss_mean", "train/grad_norm", "val/loss"}
+    assert {key for row in found for key in row if row[key] is None} == nulls
+    result = read_json(LocalStore(tmp_path / "run"), "result.json")
+    assert (result["train_loss"], result["val_loss"], result["best_step"]) == (None, None, None)
+    assert "stopped_by" not in result
+    told = capsys.readouterr()
+    assert "step 2/8  loss -  val -" in told.out
+    lines = {line for line in told.err.splitlines() if "no target" in line}
+    assert ["100% of" in line for line in lines] == [True, True]
+    assert not [each for each in read_log(job.store, "events") if each["event"] == "evaluation_problem"]
+    # Readers.
+    for arguments in (["metrics", str(tmp_path / "run"), "--csv"], ["status", str(tmp_path / "run")]):
+        assert run_command(arguments) == 0
+    assert run_command(["evaluate", str(tmp_path / "run")]) == 0
+    assert "no loss, because there is no target" in capsys.readouterr().out
+
+
+def test_a_null_is_nothing_to_a_sink() -> None:
+    assert _encode_value(None) == b""
+    assert _format_row({"step": 1, "train/loss": None, "val/loss": None}) == "loss -  val -"
+
+
+def test_a_plan_warns_of_sequences_without_a_target(tmp_path: Path, capsys: Any) -> None:
+    dialogues = [EMPTY, FULL, FULL] * 40
+    job = gpt(tmp_path / "run", TrainLookup, **answers(corpus(tmp_path / "corpus", dialogues)))
+    lines = job.dataset.find_missing_targets()
+    assert ["33%" in line or "34%" in line for line in lines] == [True, True]
+    few = gpt(tmp_path / "few", TrainLookup, **answers(corpus(tmp_path / "other", [EMPTY, *[FULL] * 15] * 10)))
+    assert few.dataset.find_missing_targets() == []
+
+
+def make_batch(weights_BxT: Any, splits: int = 2) -> Any:
+    generator = np.random.default_rng(0)
+    shape = (splits, BATCH // splits, T)
+    x, y = generator.integers(0, 32, (2, *shape)).astype(np.int32)
+    segment = np.ones(shape, np.int32)
+    position = np.broadcast_to(np.arange(T, dtype=np.int32), shape)
+    mask = np.ones(shape, np.bool_)
+    weights = np.asarray(weights_BxT, np.float32).reshape(shape)
+    return {"x": x, "y": y, "padding_mask": mask, "segment": segment, "position": position, "loss_weight": weights}
+
+
+CASES = [{"config.optimizer.name": name} for name in OPTIMIZERS]
+CASES += [{"config.precision": {"params": "bfloat16", "rounding": "stochastic"}}]
+CASES += [{"config.train.same_bits_devices": 2, "config.train.micro_batch_examples": 1}]
+CASES += [{"config.ema.decays": [0.5], "config.noise_scale": {}}]
+
+
+class CountingGPT(PretrainGPT):
+    """Counts its targets itself."""
+
+    @classmethod
+    def forward(cls, apply_fn, params, batch, key):
+        loss_sum, meta = super().forward(apply_fn, params, batch, key)
+        return loss_sum, meta | {"token_count": target_weights(batch).sum(), "sums": {"own": loss_sum}}
+
+
+@pytest.mark.parametrize("job_class", [PretrainGPT, pytest.param(CountingGPT, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "changes",
+    [CASES[0], *(pytest.param(case, marks=pytest.mark.soak) for case in CASES[1:])],
+    ids=lambda case: "-".join(map(str, case.values())),
+)
+def test_a_step_without_a_target_moves_only_counts(job_class: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    name = changes.get("config.optimizer.name", "adamw")
+    base = answers(corpus(tmp_path / "corpus", [FULL] * 80), **{"config.optimizer.name": name, **set_mesh(1, 1, 1)})
+    base |= {"config.model": {"layers": 1, "heads": 1, "width": 8}, "config.schedule": {"warmup_steps": 0}}
+    base |= {"config.schedule": {"name": "constant"}} if name == "schedule_free_adamw" else {}
+    base |= {"config.optimizer.rank": 2} if name == "galore" else {}
+    job = gpt(tmp_path / "run", job_class, **base | changes)
+    setup = job.setup_builder.build(jax.devices()[:1], lambda data: None)
+    layout = job.setup_builder.get_largest_layout(setup)
+    executable = setup.compile_train(job.train_step, layout).executable
+
+    def run(*weights: float, skips: bool = job_class is PretrainGPT) -> tuple[Any, list[Any]]:
+        state, metas = setup.init_state(), []
+        for weight in weights:
+            batch = make_batch(np.full((BATCH, T), weight), layout.accumulate_steps)
+            arrays = {key: jax.device_put(batch[key], layout.sharding) for key in layout.fields}
+            if weight or not skips:
+                state, _, meta = executable(state, arrays, setup.key)
+            else:
+                state, _, meta = jax.jit(functools.partial(skip_step, schedule=setup.schedule))(state)
+            metas.append(jax.device_get(meta))
+        return state, metas
+
+    moved, _ = run(1)
+    held, metas = run(1, 0)
+    assert [float(meta["token_count"]) for meta in metas] == [BATCH * T, 0]
+    assert ("own" in metas[1]) == (job_class is CountingGPT)
+    assert np.isnan(metas[1].get("own", np.nan))
+    for field in ("params", "riders", "variables"):
+        assert leaves_equal(getattr(moved, field), getattr(held, field))
+    assert int(held.step) == 2
+    pairs = zip(*(jax.tree_util.tree_leaves_with_path(state.opt_state) for state in (moved, held)), strict=True)
+    changed = [jax.tree_util.keystr(path) for (path, a), (_, b) in pairs if not leaves_equal(a, b)]
+    assert changed
+    assert all(path.endswith(".count") for path in changed)
+    # Its schedule goes on with the step: of a run that begins with such a step, the next one has the second rate.
+    after, metas = run(0, 1)
+    assert metas[1]["learning_rate"] == np.float32(setup.schedule(1))
+    assert not leaves_equal(after.params, setup.init_state().params)
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(after.params))
+
+
+def test_steps_without_a_target_are_passed_over_wherever_a_run_is_cut(tmp_path: Path) -> None:
+    """Half of the sequences have none, and a batch is one sequence."""
+    changes = answers(corpus(tmp_path / "corpus", [EMPTY, FULL] * 40), **{"logging.every_steps": 3})
+    changes |= {"config.train": {"total_steps": 12, "global_batch_examples": 1}, **set_mesh(1, 1, 8)}
+    whole = gpt(tmp_path / "whole", TrainLookup, **changes)
+    whole()
+    found = trajectory(tmp_path / "whole")
+    assert {row["train/loss"] is None for row in found} == {True, False}
+    assert all(row["train/loss_mean"] is None or row["train/loss_mean"] > 1 for row in found)
+    for step in (1, 5, 8):
+        stop_after(gpt(tmp_path / "cut", TrainLookup, **changes), step)
+    again = gpt(tmp_path / "cut", TrainLookup, **changes)
+    again()
+    assert trajectory(tmp_path / "cut") == found
+    assert leaves_equal(again.state, whole.state)
