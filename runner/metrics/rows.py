@@ -34,9 +34,9 @@ ROW_KEYS = (
     Key(
         "train/loss_mean",
         float | None,
-        "Mean of `train/loss` over the steps since the previous row, weighted by their real target tokens; null if they "
-        "have none. Absent in the first row after a resume from a checkpoint that an earlier version of the runner saved "
-        "between two rows.",
+        "Mean of `train/loss` over the steps since the previous row, weighted by their real target tokens; null if "
+        "they have none. Absent in the first row after a resume from a checkpoint that an earlier version of the "
+        "runner saved between two rows.",
         "nats",
     ),
     Key(

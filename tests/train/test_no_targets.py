@@ -47,6 +47,7 @@ def test_a_run_without_a_target_has_no_loss_and_moves_nothing(tmp_path: Path, ca
     changes = answers(corpus(tmp_path / "corpus", [EMPTY] * 80), hooks=HOOKS)
     changes |= {"checkpoint.keep_best": {"metric": "val/loss"}, "logging.tensorboard": True, "config.ema.decays": [0.9]}
     changes |= {"config.eval": {"every_steps": 2, "batches": 1}, "config.metrics.norms": "groups"}
+    changes["job"] = "tests.test_values:TrainLookup"
     job = gpt(tmp_path / "run", TrainLookup, **changes)
     first = start(gpt(tmp_path / "first", TrainLookup, **changes)).state
     job()
