@@ -268,8 +268,8 @@ def count_step(opt_state: Any) -> Any:
             return node
         # The children of the node may be such states too.
         children, structure = jax.tree.flatten(node, is_leaf=lambda child: child is not node)
-        counted: Any = structure.unflatten([count_step(child) for child in children])
+        counted: Any = jax.tree.unflatten(structure, [count_step(child) for child in children])
         update = {"count": optax.safe_increment(node.count)}
-        return counted._replace(**update) if isinstance(counted, tuple) else counted.replace(**update)
+        return counted._replace(**update) if hasattr(counted, "_replace") else counted.replace(**update)
 
     return jax.tree.map(count, opt_state, is_leaf=lambda node: isinstance(node, _SCHEDULED))
