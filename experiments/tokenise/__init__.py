@@ -2,9 +2,7 @@
 
 - `config`: keys of the job
 - `inputs`: resolution of `config.source` to files, and reading of objects in buckets
-- `template_process`: sandboxed process that renders chat templates
-- `chat`: dialogues, chat templates, and the marking of completion tokens
-- `documents`: documents of an input file, and the split of the input into pieces
+- `documents`: documents and dialogues of an input file, and the split of the input into pieces
 - `pipeline`: concurrent fetching, reading and encoding
 - `corpus`: output files: shards, piece records, owner, index; exact duplicates
 - `job`: the job itself, and its tokenizers, loaded from a file or trained

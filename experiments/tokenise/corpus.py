@@ -28,10 +28,10 @@ from typing import Self
 
 import numpy as np
 
-from experiments.tokenise.chat import Dialogue
 from experiments.tokenise.documents import BadRecord, Document, DocumentSet
 from experiments.tokenise.inputs import InputFile
 from experiments.tokenise.pipeline import EncodedBatch
+from runner.data.chat import Dialogue
 from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard, CorpusShards, parse_shard
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import TOKENIZER_CONFIG

@@ -6,6 +6,7 @@ of hosts and cores.
 
 import bz2
 import difflib
+import hashlib
 import io
 import itertools
 import json
@@ -19,8 +20,9 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import zstandard
 
-from experiments.tokenise.chat import DIALOGUE_KEYS, FORMS, Dialogue, Renderer, parse_dialogue
-from experiments.tokenise.inputs import BLOCK_BYTES, InputFile, ObjectFile, read_object
+from experiments.tokenise.config import ChatConfig
+from experiments.tokenise.inputs import BLOCK_BYTES, InputFile, ObjectFile, read_file, read_object
+from runner.data.chat import DIALOGUE_KEYS, FORMS, ChatTemplate, Dialogue, Renderer, parse_dialogue, read_template
 from runner.errors import DataError, RetryableError, format_reason
 from runner.spec.imports import import_extra
 
@@ -465,3 +467,50 @@ def _split_file(file: InputFile, part_bytes: int) -> Iterator[InputPart]:
             yield InputPart(file, size_bytes, start, table.num_row_groups)
     else:
         yield InputPart(file, file.size_bytes)
+
+
+# Dialogues.
+
+
+@dataclass(frozen=True)
+class ChatReader:
+    """Template of dialogues, their maximum number of tokens, and whether longer ones are cut or dropped."""
+
+    template: ChatTemplate | None
+    max_tokens: int | None
+    cuts_longer: bool
+
+
+class ChatCounts(Protocol):
+    """Counts of long dialogues, as the record of a piece has them."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Number of dialogues dropped."""
+
+    @property
+    def num_cut(self) -> int:
+        """Number of dialogues cut."""
+
+
+def load_chat(config: ChatConfig) -> ChatReader:
+    """Read and compile the template. Raises `DataError` if it cannot be used."""
+    template = None if config.template is None else read_template(config.template, read_file)
+    # Compiled once here, so that a bad template is found before any data is read.
+    Renderer(template).close()
+    return ChatReader(template, config.max_tokens, config.longer == "cut")
+
+
+def combine_digests(tokenizer: str, chat: ChatReader | None) -> str:
+    """Return a digest that changes if the same lines give other ids: of the tokenizer and the template, if any."""
+    if chat is None or chat.template is None:
+        return tokenizer
+    return hashlib.sha256(f"{tokenizer} {chat.template.sha256}".encode()).hexdigest()
+
+
+def format_long_dialogues(pieces: Sequence[ChatCounts], chat: ChatReader | None) -> str | None:
+    """Format how many dialogues were cut and dropped, or return None if none were."""
+    num_dropped, num_cut = sum(piece.num_dropped for piece in pieces), sum(piece.num_cut for piece in pieces)
+    if chat is None or not num_dropped + num_cut:
+        return None
+    return f"dialogues of more than {chat.max_tokens:,} tokens: {num_cut} cut, {num_dropped} dropped"

@@ -24,15 +24,6 @@ import numpy as np
 import tokenizers
 
 from experiments.tokenise import corpus
-from experiments.tokenise.chat import (
-    ChatReader,
-    Renderer,
-    combine_digests,
-    find_end_of_turn,
-    format_long_dialogues,
-    load_chat,
-    validate_keys,
-)
 from experiments.tokenise.config import (
     BpeConfig,
     BytesConfig,
@@ -42,8 +33,26 @@ from experiments.tokenise.config import (
     TokenizerConfig,
 )
 from experiments.tokenise.corpus import FinishedPiece
-from experiments.tokenise.documents import BadRecord, DocumentSet, Piece, cut_into_pieces, read_documents
-from experiments.tokenise.inputs import InputFile, compute_fingerprint, find_files, hash_entries, read_file, would_match
+from experiments.tokenise.documents import (
+    BadRecord,
+    ChatReader,
+    DocumentSet,
+    Piece,
+    combine_digests,
+    cut_into_pieces,
+    format_long_dialogues,
+    load_chat,
+    read_documents,
+)
+from experiments.tokenise.inputs import (
+    FileFormat,
+    InputFile,
+    compute_fingerprint,
+    find_files,
+    hash_entries,
+    read_file,
+    would_match,
+)
 from experiments.tokenise.pipeline import (
     EncodedBatch,
     Recipe,
@@ -53,14 +62,15 @@ from experiments.tokenise.pipeline import (
     read_piece,
 )
 from runner import ExecutionSpec, RestoreableJob
+from runner.data.chat import Renderer, find_end_of_turn
 from runner.data.corpus_index import CorpusIndex
-from runner.data.tokenizers import TOKENIZER_FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
+from runner.data.tokenizers import KINDS_WITH_SPANS, TOKENIZER_FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Phase, TimeBucket
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import END_OF_TURN, TOKENIZER_CONFIG
 from runner.run.layout import read_owner
-from runner.spec import Trajectory
+from runner.spec import Document, Trajectory
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject, Store, encode_json, open_store, parse_json, probe_store
 
@@ -622,3 +632,23 @@ class Tokenise(RestoreableJob):
 def _unpack_bits(text: str) -> list[int]:
     """Return the positions of the bits that are set in a packed bit string."""
     return [int(place) for place in np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8)))]
+
+
+def validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Document) -> None:
+    """Raise a spec error for keys that do not apply to this file format, or that files and tokenizer do not allow."""
+    is_read = file_format != "text" and config.chat is None
+    if not is_read and config.field != TokeniseConfig.model_fields["field"].default:
+        reason = f"{config.source} names text files" if file_format == "text" else "config.chat reads whole records"
+        raise document.error("config.field", f"is {config.field}, but nothing reads it: {reason}; remove it")
+    if config.chat is None:
+        return
+    if file_format == "text":
+        raise document.error(
+            "config.chat", f"needs lines of JSON or rows of a table, but {config.source} names text files"
+        )
+    if config.tokenizer.kind not in KINDS_WITH_SPANS:
+        raise document.error(
+            "config.tokenizer.kind",
+            f"is {config.tokenizer.kind}; dialogues need one of {', '.join(KINDS_WITH_SPANS)}, which map tokens to "
+            "characters",
+        )

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from experiments.tokenise.chat import ChatReader, Dialogue, Renderer, mark_tokens
 from experiments.tokenise.documents import (
     BadRecord,
+    ChatReader,
     Document,
     DocumentSet,
     Piece,
@@ -26,6 +26,7 @@ from experiments.tokenise.documents import (
     shuffle_indices,
 )
 from runner.data.batches import Prefetcher
+from runner.data.chat import Dialogue, Renderer, mark_tokens
 from runner.data.corpus_index import COMPLETION_DTYPE
 from runner.data.tokenizers import BatchTokenizer
 from runner.errors import DataError, EncodeError

@@ -25,6 +25,8 @@ Importing the package imports jax and grain (half a second and more): do so when
 - `mds`: MosaicML's MDS
 - `tables`: Parquet and Arrow files of ids
 - `tokenizers`: byte, character, Hugging Face, sentencepiece and tiktoken tokenizers
+- `template_process`: sandboxed process that renders chat templates
+- `chat`: dialogues, chat templates, and the marking of completion tokens
 - `open_source`: from the keys of a spec to a `Source`; text files, tokenised once on each host
 - `dataset`: training stream and validation sets as examples by number
 - `batches`: global batch of a step, and prefetch

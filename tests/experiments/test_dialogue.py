@@ -15,8 +15,12 @@ import tokenizers
 from pyarrow import parquet
 
 from experiments.gpt import PretrainGPT
-from experiments.tokenise import chat
-from experiments.tokenise.chat import (
+from experiments.tokenise.documents import InputPart, read_documents
+from experiments.tokenise.inputs import find_files, read_file
+from runner import BaseTrainer
+from runner.config import DataConfig
+from runner.data import chat
+from runner.data.chat import (
     ChatRecord,
     ChatTemplate,
     Dialogue,
@@ -26,10 +30,6 @@ from experiments.tokenise.chat import (
     mark_tokens,
     read_template,
 )
-from experiments.tokenise.documents import InputPart, read_documents
-from experiments.tokenise.inputs import find_files
-from runner import BaseTrainer
-from runner.config import DataConfig
 from runner.data.tokenizers import HuggingFaceTokenizer
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import find_assets
@@ -256,7 +256,7 @@ def test_a_template_is_read_from_where_tokenizers_have_it(tmp_path, config, besi
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "$", "unk_token": None}))
     if beside:
         (tmp_path / "chat_template.jinja").write_text(beside)
-    assert read_template(f"{tmp_path}/tokenizer_config.json") == ChatTemplate(PLAIN, {"eos_token": "$"})
+    assert read_template(f"{tmp_path}/tokenizer_config.json", read_file) == ChatTemplate(PLAIN, {"eos_token": "$"})
 
 
 def test_a_bucket_gives_the_same_corpus_as_a_disk(tmp_path, monkeypatch):

@@ -9,20 +9,16 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
-from experiments.tokenise.config import ChatConfig, TokeniseConfig
-from experiments.tokenise.inputs import FileFormat, read_file
 from runner.data.corpus_index import COMPLETION_DTYPE
-from runner.data.tokenizers import KINDS_WITH_SPANS
 from runner.errors import DataError
-from runner.spec import Document
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject
 
@@ -177,19 +173,20 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps([self.source, self.names], sort_keys=True).encode()).hexdigest()
 
 
-def read_template(name: str) -> ChatTemplate:
+def read_template(name: str, read: Callable[[str], bytes]) -> ChatTemplate:
     """Read the template of a `tokenizer_config.json`, or of the `chat_template.jinja` beside it.
 
     Of several templates the one named `default` is used.
 
     Args:
         name: path or URL of the `tokenizer_config.json`.
+        read: function that returns the content of a file, or raises `DataError` if there is none.
 
     Raises:
         DataError: the file or its template is missing, malformed or too large.
     """
     try:
-        config = json.loads(read_file(name))
+        config = json.loads(read(name))
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -202,7 +199,7 @@ def read_template(name: str) -> ChatTemplate:
         source = named.get("default")
     if not isinstance(source, str):
         try:
-            source = read_file(f"{name.rpartition('/')[0] or '.'}/{TEMPLATE_FILE}").decode(errors="replace")
+            source = read(f"{name.rpartition('/')[0] or '.'}/{TEMPLATE_FILE}").decode(errors="replace")
         except DataError as error:
             raise DataError(f"{name} has no chat_template, and there is no {TEMPLATE_FILE} beside it") from error
     if len(source) > TEMPLATE_BYTES_MAX:
@@ -313,67 +310,3 @@ def find_end_of_turn(template: ChatTemplate, special_tokens: Collection[str]) ->
         return None
     rest = dialogue.text.rpartition(content)[2].lstrip()
     return max((token for token in special_tokens if rest.startswith(token)), key=len, default=None)
-
-
-@dataclass(frozen=True)
-class ChatReader:
-    """Template of dialogues, their maximum number of tokens, and whether longer ones are cut or dropped."""
-
-    template: ChatTemplate | None
-    max_tokens: int | None
-    cuts_longer: bool
-
-
-class ChatCounts(Protocol):
-    """Counts of long dialogues, as the record of a piece has them."""
-
-    @property
-    def num_dropped(self) -> int:
-        """Number of dialogues dropped."""
-
-    @property
-    def num_cut(self) -> int:
-        """Number of dialogues cut."""
-
-
-def load_chat(config: ChatConfig) -> ChatReader:
-    """Read and compile the template. Raises `DataError` if it cannot be used."""
-    template = None if config.template is None else read_template(config.template)
-    # Compiled once here, so that a bad template is found before any data is read.
-    Renderer(template).close()
-    return ChatReader(template, config.max_tokens, config.longer == "cut")
-
-
-def validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Document) -> None:
-    """Raise a spec error for keys that do not apply to this file format, or that files and tokenizer do not allow."""
-    is_read = file_format != "text" and config.chat is None
-    if not is_read and config.field != TokeniseConfig.model_fields["field"].default:
-        reason = f"{config.source} names text files" if file_format == "text" else "config.chat reads whole records"
-        raise document.error("config.field", f"is {config.field}, but nothing reads it: {reason}; remove it")
-    if config.chat is None:
-        return
-    if file_format == "text":
-        raise document.error(
-            "config.chat", f"needs lines of JSON or rows of a table, but {config.source} names text files"
-        )
-    if config.tokenizer.kind not in KINDS_WITH_SPANS:
-        raise document.error(
-            "config.tokenizer.kind",
-            f"is {config.tokenizer.kind}; dialogues need one of {', '.join(KINDS_WITH_SPANS)}, which map tokens to "
-            "characters",
-        )
-
-
-def combine_digests(tokenizer: str, chat: ChatReader | None) -> str:
-    """Return a digest that changes if the same lines give other ids: of the tokenizer and the template, if any."""
-    if chat is None or chat.template is None:
-        return tokenizer
-    return hashlib.sha256(f"{tokenizer} {chat.template.sha256}".encode()).hexdigest()
-
-
-def format_long_dialogues(pieces: Sequence[ChatCounts], chat: ChatReader | None) -> str | None:
-    """Format how many dialogues were cut and dropped, or return None if none were."""
-    num_dropped, num_cut = sum(piece.num_dropped for piece in pieces), sum(piece.num_cut for piece in pieces)
-    if chat is None or not num_dropped + num_cut:
-        return None
-    return f"dialogues of more than {chat.max_tokens:,} tokens: {num_cut} cut, {num_dropped} dropped"
