@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from runner.errors import FencedError, InvalidError, RemovedError, ResumeError, StorageError
 from runner.run.layout import read_owner, read_result, validate_entry_kinds
-from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_below
+from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_one_of
 from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json
 
 _ATTEMPTS = "attempts"
@@ -166,7 +166,8 @@ class RunIdentity:
         ]
 
     def _is_moved(self, saved: Trajectory, key: str) -> bool:
-        return is_below(key, self.config.content_keys) or saved.get(key) in self.former_values.get(key, ())
+        # Digests of what these keys name lie below them, and are compared.
+        return is_one_of(key, self.config.content_keys) or saved.get(key) in self.former_values.get(key, ())
 
 
 def _format_value(identity: Trajectory, key: str) -> str:

@@ -224,6 +224,11 @@ def is_below(key: str, sections: Iterable[str]) -> bool:
     return f"{_INDEX.sub('', key)}.".startswith(tuple(f"config.{section}." for section in sections))
 
 
+def is_one_of(key: str, keys: Iterable[str]) -> bool:
+    """Return True if a key of a trajectory is one of these dotted keys of `config`, at any index of a list."""
+    return _INDEX.sub("", key) in {f"config.{each}" for each in keys}
+
+
 def fill_in_defaults(saved: Trajectory, present: Trajectory, config: JobConfig) -> Trajectory:
     """Return a saved trajectory with today's default of each key that it lacks.
 
