@@ -14,10 +14,36 @@ EXIT_PREEMPTED = 75
 EXIT_RETRYABLE = 76
 
 
+_MAX_LINES = 20
+_MAX_LINE_CHARACTERS = 2000
+
+
+def limit_message(message: str) -> str:
+    """Return a message of several lines, limited in their number and in their length.
+
+    What a message lists may come from a file of another program, which may have any number of problems. The end of the
+    message and of each line is kept, because it says what to do.
+    """
+    lines = message.split("\n")
+    if len(lines) > _MAX_LINES:
+        num_left_out = len(lines) - _MAX_LINES + 1
+        lines = [*lines[: _MAX_LINES - 2], f"... and {num_left_out:,} more lines like these", lines[-1]]
+    half = _MAX_LINE_CHARACTERS // 2
+    return "\n".join(
+        f"{line[:half]} ... {line[-half:]}" if len(line) > _MAX_LINE_CHARACTERS + 5 else line for line in lines
+    )
+
+
 class RunnerError(Exception):
-    """Base of every error that the runner raises on purpose. The message is one line for the user."""
+    """Base of every error that the runner raises on purpose.
+
+    The message is one line for the user, or a line for each of several problems, see `limit_message`.
+    """
 
     exit_code = EXIT_FAILED
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(limit_message(each) if isinstance(each, str) else each for each in arguments))
 
 
 class FailedError(RunnerError):

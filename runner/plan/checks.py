@@ -34,7 +34,7 @@ class Findings:
         try:
             yield
         except RunnerError as error:
-            self.problems += [line for line in str(error).split("\n") if line not in self.problems]
+            self.problems += [line for line in map(str.strip, str(error).split("\n")) if line not in self.problems]
 
 
 def open_job(document: Document, findings: Findings) -> RestoreableJob | None:

@@ -22,6 +22,7 @@ from runner.spec.model import ExecutionSpec
 
 KeyPath = tuple[str, ...]
 _MAX_SUGGESTED = 1000  # files that are considered for a suggestion
+_MAX_SHOWN_CHARACTERS = 100  # of a `--set` in messages
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,13 @@ class SpecLocation:
     def format_problem(self, path: KeyPath, message: str) -> str:
         """Return `location: key: message` as one line, without a key that the location already contains."""
         key = ".".join(path)
-        line = ": ".join([self.text, message] if key in ("", self.key) else [self.text, key, message])
         # A message is one line even if a key or value of the spec holds a line break or a control sequence.
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        return escape_line(": ".join([self.text, message] if key in ("", self.key) else [self.text, key, message]))
+
+
+def escape_line(line: str) -> str:
+    """Return a line with every character escaped that cannot be printed, such as a line break."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def describe_value(value: Any) -> str:
@@ -182,6 +187,26 @@ class Document:
         """Return `location: key: message` as one line."""
         return self.locate(path).format_problem(path, message)
 
+    def format_problems(self, problems: Sequence[tuple[KeyPath, str]]) -> str:
+        """Return a line for each problem. One `--set` is shown with its first problem only, because it may be long.
+
+        Messages about the same key become one line.
+        """
+        by_path: dict[KeyPath, list[str]] = {}
+        for path, message in problems:
+            by_path.setdefault(path, []).append(message)
+        lines, previous = [], None
+        for path, messages in by_path.items():
+            location, message = self.locate(path), "; ".join(messages)
+            is_repeated = location is previous and location.key != ""
+            lines.append(
+                f"  {escape_line('.'.join(path))}: {escape_line(message)}"
+                if is_repeated
+                else location.format_problem(path, message)
+            )
+            previous = location
+        return "\n".join(lines)
+
     def error(self, key: str, message: str) -> SpecError:
         """Return the error for a dotted key, for checks that the models cannot make."""
         return SpecError(self.format_problem(tuple(key.split(".")) if key else (), message))
@@ -194,7 +219,9 @@ class Document:
             prefix: dotted section of the keys, with its final period.
         """
         if problems:
-            raise SpecError("\n".join(str(self.error(prefix + key, message)) for key, message in problems.items()))
+            raise SpecError(
+                self.format_problems([(tuple(f"{prefix}{key}".split(".")), text) for key, text in problems.items()])
+            )
 
     @contextlib.contextmanager
     def errors_at(self, key: str) -> Iterator[None]:
@@ -204,7 +231,9 @@ class Document:
         except SpecError:
             raise
         except InvalidError as error:
-            raise self.error(key, str(error)) from error
+            first, *others = str(error).split("\n")
+            lines = [str(self.error(key, first)), *(f"  {escape_line(line)}" for line in others)]
+            raise SpecError("\n".join(lines)) from error
 
 
 def load_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
@@ -261,7 +290,8 @@ def _apply(override: str, document: Document) -> None:
     """Apply one `dotted.key=value` in place, and create the sections that the file leaves out."""
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
-    location = SpecLocation(f"--set {override}", key=".".join(path))
+    shown = override if len(override) <= _MAX_SHOWN_CHARACTERS else f"{override[:_MAX_SHOWN_CHARACTERS]}..."
+    location = SpecLocation(f"--set {shown}", key=".".join(path))
     if not equals or not all(path):
         raise SpecError(location.format_problem((), "needs the form dotted.key=value"))
     # The value is YAML, so `--set a.b=[1, 2]` and `null` mean what they mean in the file.

@@ -95,7 +95,7 @@ def _validate(document: Document, model: type[SpecModel], data: Any, section: Ke
         problems = list(_explain(document, model, data, section, error.errors(include_url=False)))
     # In the order of the file, as a person works through it; pydantic's order is that of the model.
     problems.sort(key=lambda problem: document.locate(problem[0]).line)
-    raise SpecError("\n".join(document.format_problem(path, message) for path, message in problems))
+    raise SpecError(document.format_problems(problems))
 
 
 def _explain(

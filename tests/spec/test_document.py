@@ -4,8 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import SpecError
+from runner.errors import (
+    DataError,
+    FailedError,
+    InvalidError,
+    PeerLostError,
+    RunnerError,
+    SpecError,
+    StorageError,
+)
 from runner.spec import MeshConfig, load_document, parse_document, validate_spec
+from runner.storage import DeadlineError
 from tests.spec.sample import SPEC, Config, problems
 
 
@@ -35,6 +44,44 @@ from tests.spec.sample import SPEC, Config, problems
 )  # fmt: skip
 def test_a_bad_override_is_named_like_a_line_of_the_file(override: str, line: str) -> None:
     assert problems(SPEC, override, config=Config) == [line]
+
+
+def test_an_override_with_several_problems_is_shown_once() -> None:
+    override = "config.train={rte: 2, size: 3}"
+    first, *others = problems(SPEC, override, config=Config)
+    assert first.startswith(f"--set {override}: ")
+    assert others
+    assert all(line.startswith("  config.train") and override not in line for line in others)
+
+
+def test_a_section_that_lacks_several_keys_is_one_line() -> None:
+    (line,) = problems("name: x", config=Config)
+    assert line == "specs/x.yaml:1: missing key job; missing key directory"
+
+
+def test_a_long_override_is_cut_in_messages() -> None:
+    (line,) = problems(SPEC, f"seed={'x' * 5000}")
+    assert line.startswith("--set seed=xxx")
+    assert line.endswith("needs a whole number")
+    assert len(line) < 300
+
+
+def test_a_list_of_problems_at_a_key_keeps_its_lines_and_is_bounded() -> None:
+    document = parse_document(SPEC, "x.yaml")
+    with pytest.raises(SpecError) as caught, document.errors_at("seed"):
+        raise InvalidError("\n".join([*(f"tensor {i}: \x1b[1m {'0' * 1_000_000}" for i in range(50)), "use another"]))
+    lines = str(caught.value).split("\n")
+    assert lines[0].startswith("x.yaml:4: seed: tensor 0: \\x1b[1m")
+    assert lines[1].startswith("  tensor 1: ")
+    assert lines[-2:] == ["  ... and 32 more lines like these", "  use another"]
+    assert len(lines) == 20
+    assert max(map(len, lines)) < 2100
+
+
+@pytest.mark.parametrize("kind", [FailedError, DataError, PeerLostError, StorageError, DeadlineError])
+def test_the_message_of_every_error_is_bounded(kind: type[RunnerError]) -> None:
+    assert str(kind("one line")) == "one line"
+    assert len(str(kind("\n".join("x" * 10_000 for _ in range(10_000))))) < 45_000
 
 
 def test_all_malformed_overrides_are_listed() -> None:
