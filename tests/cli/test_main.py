@@ -292,7 +292,7 @@ def test_every_error_has_the_exit_code_of_its_kind():
             "PhaseError",
             "StateError",
         ],
-        2: ["InvalidError", "SpecError", "DataError", "ResumeError", "RemovedError", "NewerFormatError"],
+        2: ["InvalidError", "SpecError", "DataError", "EncodeError", "ResumeError", "RemovedError", "NewerFormatError"],
         75: ["PreemptedError"],
         76: ["RetryableError", "PeerLostError", "StorageError"],
     }
