@@ -139,7 +139,11 @@ def error_from_exit(error: SystemExit) -> FailedError:
 
 def format_error(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:300]}"
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 - the error of a user, whose message cannot be made
+        message = "its message cannot be formatted"
+    return f"{type(error).__name__}: {message.split(chr(10), 1)[0][:300]}"
 
 
 def format_reason(error: BaseException) -> str:

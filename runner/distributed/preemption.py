@@ -128,6 +128,12 @@ class StopNotice:
             self._tick += 1
             return self._stop_tick is not None and self._tick >= self._stop_tick
 
+    def stop_at_next_poll(self, reason: str) -> None:
+        """Stop at the next poll. Called by the main thread of every process at the same place."""
+        warn(f"{reason}: stopping")
+        with self._lock:
+            self._stop_tick = self._tick if self._stop_tick is None else min(self._stop_tick, self._tick)
+
     def request_stop(self, reason: str) -> None:
         """Request a stop, as the first signal does. Any process, any thread; repeated calls have no effect."""
         warn(f"{reason}: stopping at the next step")

@@ -21,6 +21,7 @@ the hook's name. If the other hosts hang in a collective because of the failure,
 The watchdog also prints the name of a hook that hangs.
 """
 
+import contextlib
 import copy
 import json
 import statistics
@@ -35,7 +36,7 @@ import numpy as np
 
 from runner.console import warn
 from runner.distributed.clock import LocalFailure, Phase, TimeBucket
-from runner.errors import FencedError, HookError, InvalidError, RetryableError, format_error
+from runner.errors import FencedError, HookError, InvalidError, PreemptedError, RetryableError, format_error
 from runner.hook.listing import (
     STATE_NAME,
     FiredCalls,
@@ -55,6 +56,7 @@ from runner.train.report import Report
 from runner.train.state import TrainState
 
 _SLOW_SECONDS, _SLOW_STEPS = 1.0, 10.0  # a call that takes longer than both is warned of, once per hook and method
+_INT_MAX_DIGITS = 300
 _VERDICT_METHODS = ("on_row", "on_evaluation")
 _RESULT_KEYS = (
     *("step", "tokens", "train_loss", "val_loss", "fingerprint"),
@@ -75,7 +77,9 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
         return _encode_returned(listed, method, getattr(listed.hook, method)(moment)), None
     except (RetryableError, FencedError):
         raise
-    except (Exception, SystemExit) as error:  # a user's hook may raise anything
+    except KeyboardInterrupt:
+        raise  # a stop, see `HookCaller`
+    except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and moment.hosts.num_processes > 1:
             raise  # a collective broken by a lost peer, which the watchdog reports
         # The last frame is in the hook's own code, which is what its author needs.
@@ -84,10 +88,17 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
         return neutral, f"{format_error(error)} (at {frame.filename}:{frame.lineno})"
 
 
+def _parse_int(text: str) -> int:
+    """Parse an integer of `result.json`. Raises `ValueError` for one that other readers of JSON do not know."""
+    if len(text) > _INT_MAX_DIGITS:
+        raise ValueError(f"returned an integer of {len(text):,} digits, needs at most {_INT_MAX_DIGITS}")
+    return int(text)
+
+
 def _encode_returned(listed: ListedHook, method: str, returned: Any) -> JsonObject:
     """Encode the return value of a method as JSON. Raises `TypeError` or `ValueError` if it is invalid."""
     if method == "on_end" and (returned is None or isinstance(returned, Mapping)):
-        return dict(json.loads(json.dumps(dict(returned or {}), allow_nan=False)))
+        return dict(json.loads(json.dumps(dict(returned or {}), allow_nan=False), parse_int=_parse_int))
     if method not in _VERDICT_METHODS and returned is None:
         return {}
     if method in _VERDICT_METHODS and returned is None:
@@ -100,6 +111,10 @@ def _encode_returned(listed: ListedHook, method: str, returned: Any) -> JsonObje
         raise TypeError("returned a verdict, which an Observer cannot; derive the class from Hook")
     counters = None if returned.counters is None else encode_counters(returned.counters, listed.counters)
     return {"act": returned.act.value, "counters": counters, "reason": str(returned.reason)}
+
+
+class HookInterruptedError(Exception):
+    """A hook raised `KeyboardInterrupt`, on any host: the job stops at the next poll. Raised on every host."""
 
 
 @dataclass
@@ -137,8 +152,11 @@ class HookCaller:
         began_seconds = time.monotonic()
         with progress.report_phase(Phase(f"hook {listed.name}.{method}", TimeBucket.EVALUATION)):
             # Taken before the call: a hook that donates arrays could also remove them from the containers.
-            leaves = jax.tree.leaves(moment.weights)
-            returned, problem = call_hook(listed, method, moment)
+            leaves, is_interrupted = jax.tree.leaves(moment.weights), False
+            try:
+                returned, problem = call_hook(listed, method, moment)
+            except KeyboardInterrupt:
+                returned, problem, is_interrupted = {}, None, True
             problem = DONATED if are_donated(leaves) else problem
         self._warn_if_slow(listed, method, moment.step, time.monotonic() - began_seconds)
 
@@ -149,12 +167,16 @@ class HookCaller:
             failure = LocalFailure(f"{place} on process {hosts.process_id}: {problem}", is_end=True)
         wait = Phase(f"the wait for hook {listed.name}.{method} of the others", TimeBucket.EVALUATION)
         with progress.report_phase(wait), progress.report_wait(wait, failure):
-            outcomes = hosts.gather([returned if hosts.is_main or method in _VERDICT_METHODS else {}, problem])
-        for process, (_, other) in enumerate(outcomes):
+            shown = returned if hosts.is_main or method in _VERDICT_METHODS else {}
+            outcomes = hosts.gather([shown, problem, is_interrupted])
+        for process, (_, other, _) in enumerate(outcomes):
             if other is not None:
                 where = f" on process {process}" if hosts.num_processes > 1 else ""
                 raise HookError(f"{place}{where}: {other}")
-        return [each for each, _ in outcomes]
+        if any(is_interrupted for *_, is_interrupted in outcomes):
+            self.attempt.stop.stop_at_next_poll(f"KeyboardInterrupt in hook {listed.name}")
+            raise HookInterruptedError(f"hook {listed.name} was interrupted in {method}")
+        return [each for each, _, _ in outcomes]
 
     def _warn_if_slow(self, listed: ListedHook, method: str, step: int, seconds: float) -> None:
         usual_seconds = statistics.median(self.attempt.progress.get_step_seconds() or [0.0])
@@ -220,7 +242,8 @@ class HookDispatcher:
         self._run_began = hosts.agree(0.0 if owner is None else owner.time)
         state = self.go_to(state, step)
         for each in self._hooks.list_implementing("on_start"):
-            self._caller.call(each, "on_start", self._make_moment(each, state, step, row))
+            with contextlib.suppress(HookInterruptedError):
+                self._caller.call(each, "on_start", self._make_moment(each, state, step, row))
         return state
 
     def go_to(self, state: TrainState, step: int) -> TrainState:
@@ -254,6 +277,15 @@ class HookDispatcher:
         """Make the calls for `step` with a row that is the same on every host; returns the state with new counters."""
         if row.get("step") != step or self._report.is_evaluation_missing(row, step) or not self._hooks.listed:
             return state
+        stop = self.stop
+        try:
+            return self._call_for_row(state, step, row)
+        except HookInterruptedError:
+            # No call of this step counts: the state that is saved now lacks them, and the next attempt makes them.
+            self.stop = stop
+            return state
+
+    def _call_for_row(self, state: TrainState, step: int, row: Row) -> TrainState:
         # Reading waits for the device, which it has reached anyway: the row of this step is complete.
         before = self._read_state(state)
         after = self._get_verdicts("on_row", "row", before, state, step, row)
@@ -272,11 +304,16 @@ class HookDispatcher:
 
     def on_checkpoint(self, state: TrainState, step: int) -> None:
         """Call `on_checkpoint`, right before the state of `step` is saved in the run's directory."""
-        self._call_all("on_checkpoint", state, step)
+        with contextlib.suppress(HookInterruptedError):
+            self._call_all("on_checkpoint", state, step)
 
     def on_end(self, state: TrainState, step: int) -> None:
         """Call `on_end`, after the last step. Raises `HookError` if two values for one key of `result.json` result."""
-        for name, returned in self._call_all("on_end", state, step).items():
+        try:
+            returned_by_name = self._call_all("on_end", state, step)
+        except HookInterruptedError as error:
+            raise PreemptedError(f"{error}; step {step} is saved; run the same command again") from error
+        for name, returned in returned_by_name.items():
             if taken := [key for key in returned if key in _RESULT_KEYS or key in self._result]:
                 raise HookError(f"hook {name}: result.json has {taken[0]} already; use another key")
             self._result |= returned

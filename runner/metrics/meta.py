@@ -158,9 +158,11 @@ def to_finite(value: Any) -> float | None:
 
 
 def to_row_value(value: Any) -> RowValue:
-    """Return a value of meta, already fetched from the device, for a row. Numbers that are not finite become None."""
+    """Return a value of meta, already fetched from the device, for a row. What is not finite becomes None."""
     if isinstance(value, Histogram):
-        return {"counts": np.asarray(value.counts).tolist(), "edges": np.asarray(value.edges).tolist()}
+        bins = {"counts": np.asarray(value.counts), "edges": np.asarray(value.edges)}
+        is_finite = all(np.isfinite(numbers).all() for numbers in bins.values())
+        return {name: numbers.tolist() for name, numbers in bins.items()} if is_finite else None
     if np.ndim(value) == 1:
         return [to_finite(each) for each in np.asarray(value, np.float64)]
     return to_finite(value)

@@ -16,7 +16,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,8 @@ from runner.console import warn
 from runner.data import Dataset
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import EVALUATION, LocalFailure, Phase
-from runner.errors import FailedError, RunnerError, format_error
-from runner.metrics.meta import LIST_MAX, SUMS, RowValue, compute_means, find_bins, to_finite, to_row_value
+from runner.errors import FailedError, InvalidError, RunnerError, format_error
+from runner.metrics.meta import LIST_MAX, SUMS, RowValue, compute_means, to_row_value
 from runner.metrics.rows import Row
 from runner.periodic import is_due
 from runner.run.attempt import Attempt
@@ -39,9 +40,17 @@ from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge
 from runner.train.step import Batch
 
 TEXT_MAX_CHARACTERS = 1 << 14
+KEY_MAX_CHARACTERS = 200
+METRICS_MAX = 1000  # of one evaluator
+BINS_MAX = 1024
+_EXACT_INT_MAX = 1 << 63  # larger integers become floats, which every reader of JSON knows
 EvaluationMetrics = Row
 _KEY = re.compile(r"[\w.-]+(/[\w.-]+)+")
 _RESERVED_PREFIXES = ("train/", "perf/", "data/")
+
+
+class UnfitMetricsError(ValueError):
+    """The metrics of an evaluator do not fit into a row."""
 
 
 class Evaluator(Protocol):
@@ -65,6 +74,14 @@ class EvaluatorSchedule:
     def __init__(self, attempt: Attempt, config: TrainerConfig[Any], evaluators: Sequence[Evaluator]):
         self._attempt, self._config, self._last_step = attempt, config.eval, config.total_steps
         self._evaluators = list(evaluators)
+        for each in self._evaluators:
+            kind, interval = type(each).__name__, getattr(each, "every_steps", None)
+            if not callable(getattr(each, "evaluate", None)):
+                raise InvalidError(f"evaluator() of the job returns a {kind}, which has no method evaluate")
+            if interval is not None and (type(interval) is not int or interval < 1):
+                raise InvalidError(
+                    f"evaluator {kind}: every_steps is {interval!r}, needs a whole number above 0 or None"
+                )
 
     @property
     def has_any(self) -> bool:
@@ -102,31 +119,39 @@ class EvaluatorSchedule:
     def _call(self, evaluator: Evaluator, weights: Any, step: int, before: Row) -> EvaluationMetrics | None:
         """Return process 0's metrics; empty if the evaluator failed on a host; None if the job was asked to stop."""
         hosts = self._attempt.hosts
-        name = str(getattr(evaluator, "name", None) or type(evaluator).__name__)
-        problem = None
-        metrics: EvaluationMetrics | None = {}
+        name = _get_name(evaluator)
+        problem, is_stopping, is_interrupted = None, False, False
+        metrics: Row = {}
+        not_finite: list[str] = []
         try:
             # In containers of its own, so that nothing it writes there reaches training or other evaluators.
-            metrics = evaluator.evaluate(copy_containers(weights), step, hosts)
+            returned = evaluator.evaluate(copy_containers(weights), step, hosts)
+            is_stopping = returned is None
+            # Inside of `try`, because the objects of a user may raise when they are read.
+            metrics, not_finite = ({}, []) if returned is None else _parse_metrics(returned, before)
         except RunnerError:
             raise  # an error of the runner, such as a lost peer, and not of the evaluator
-        except Exception as error:  # noqa: BLE001 - code of a user, whose result training does not need
+        except KeyboardInterrupt:
+            is_stopping = is_interrupted = True
+        except UnfitMetricsError as error:
+            problem = str(error)
+        except BaseException as error:  # noqa: BLE001 - code of a user, whose result training does not need
             problem = format_error(error)
-        is_stopping = metrics is None and problem is None
-        problem = problem or (None if is_stopping else _find_problem(metrics, before))
         # Hosts compare digests, since the metrics themselves may be long texts.
-        digest = None if problem or is_stopping else hash_record(_to_json_values(metrics or {}))
+        digest = None if problem or is_stopping else hash_record(metrics)
 
         # Every host gets here, whatever its evaluator did, so this gather cannot deadlock on a failure.
         message = f"evaluator {name} at step {step}: {problem} on process {hosts.process_id}"
         failure = None if problem is None else LocalFailure(message, is_end=False)
         wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.bucket)
         with self._attempt.progress.report_wait(wait, failure):
-            outcomes = hosts.gather([problem, digest, is_stopping, are_donated(weights)])
-        if any(donated for *_, donated in outcomes):
+            outcomes = hosts.gather([problem, digest, is_stopping, is_interrupted, are_donated(weights)])
+        if any(is_donated for *_, is_donated in outcomes):
             raise FailedError(f"evaluator {name} at step {step}: {DONATED}")
+        if any(is_interrupted for _, _, _, is_interrupted, _ in outcomes):
+            self._attempt.stop.stop_at_next_poll(f"KeyboardInterrupt in evaluator {name}")
         # One host that was asked to stop ends the evaluation on all, or the others would wait for it later.
-        if any(is_stopping for _, _, is_stopping, _ in outcomes):
+        if any(is_stopping for _, _, is_stopping, *_ in outcomes):
             return None
         raised = {process: each for process, (each, *_) in enumerate(outcomes) if each is not None}
         if raised:
@@ -138,9 +163,9 @@ class EvaluatorSchedule:
         if others:
             reason = f"process {others[0]} has other metrics than process 0; the row has those of process 0"
             self._report_problem(name, step, reason)
-        if not_finite := [key for key, value in (metrics or {}).items() if _has_non_finite(value)]:
+        if not_finite:
             self._report_problem(name, step, f"{', '.join(not_finite)}: not finite; null in the row")
-        return _to_json_values(metrics or {})
+        return metrics
 
     def _report_problem(self, name: str, step: int, reason: str) -> None:
         if self._attempt.hosts.is_main:
@@ -148,64 +173,99 @@ class EvaluatorSchedule:
         self._attempt.record("evaluation_problem", step, evaluator=name, reason=reason)
 
 
-def _find_problem(metrics: Any, before: Row) -> str | None:
-    """Return why a row cannot hold these metrics beside those of other evaluators; None if it can."""
+def _get_name(evaluator: Evaluator) -> str:
+    try:
+        return str(getattr(evaluator, "name", None) or type(evaluator).__name__)
+    except Exception:  # noqa: BLE001 - a property of a user
+        return type(evaluator).__name__
+
+
+def _parse_metrics(metrics: Any, before: Row) -> tuple[Row, list[str]]:
+    """Return the metrics as JSON values, and the keys of those that are not finite: they are null.
+
+    Raises `UnfitMetricsError`; what the objects of a user raise is passed on.
+    """
     if not isinstance(metrics, Mapping):
-        return f"it returns a {type(metrics).__name__}, needs a dictionary of metrics by their key in a row"
-    for key, value in metrics.items():
-        if not (isinstance(key, str) and _KEY.fullmatch(key)) or key.startswith(_RESERVED_PREFIXES):
-            return f"it returns a metric named {key!r}, needs a key such as val/accuracy"
-        # One row holds the metrics of all evaluators, so a key belongs to one of them.
-        if key in before:
-            return f"it returns {key}, which another evaluator has returned"
-        if not _is_metric(value):
-            kind = f"a text of {len(value):,} characters" if isinstance(value, str) else f"a {type(value).__name__}"
-            return (
-                f"it returns as {key} {kind}; a row needs a number, null, a text of at most "
-                f"{TEXT_MAX_CHARACTERS:,} characters, or a list of at most {LIST_MAX} numbers"
+        raise UnfitMetricsError(
+            f"it returns a {type(metrics).__name__}, needs a dictionary of metrics by their key in a row"
+        )
+    row: Row = {}
+    for number, key in enumerate(metrics):
+        if number == METRICS_MAX:
+            raise UnfitMetricsError(f"it returns more than {METRICS_MAX:,} metrics")
+        if not (isinstance(key, str) and len(key) <= KEY_MAX_CHARACTERS and _KEY.fullmatch(key)):
+            raise UnfitMetricsError(
+                f"it returns a metric named {repr(key)[:KEY_MAX_CHARACTERS]}, needs a key such as val/accuracy"
             )
-    return None
+        if key.startswith(_RESERVED_PREFIXES):
+            raise UnfitMetricsError(f"it returns a metric named {key!r}, needs a key such as val/accuracy")
+        if key in before:
+            raise UnfitMetricsError(f"it returns {key}, which another evaluator has returned")
+        try:
+            row[key] = _parse_metric(metrics[key])
+        except TypeError as error:
+            raise UnfitMetricsError(
+                f"it returns as {key} {error}; a row needs a number, null, a text of at most {TEXT_MAX_CHARACTERS:,} "
+                f"characters, a list of at most {LIST_MAX} numbers, or a histogram of at most {BINS_MAX:,} bins"
+            ) from error
+    return {key: value.value for key, value in row.items()}, [key for key, value in row.items() if not value.is_finite]
 
 
-def _is_metric(value: Any) -> bool:
+class _ParsedValue(NamedTuple):
+    value: RowValue
+    is_finite: bool = True
+
+
+def _parse_metric(value: Any) -> _ParsedValue:
+    """Return a metric as a JSON value. Raises `TypeError` with a description of what a row cannot hold."""
+    if value is None:
+        return _ParsedValue(None)
     if isinstance(value, str):
-        return len(value) <= TEXT_MAX_CHARACTERS
-    if isinstance(value, list | tuple):
-        return len(value) <= LIST_MAX and all(map(_is_number, value))
-    if isinstance(value, dict):
-        return find_bins(value) is not None
-    return _is_number(value)
+        if len(value) > TEXT_MAX_CHARACTERS:
+            raise TypeError(f"a text of {len(value):,} characters")
+        return _ParsedValue(str(value).encode(errors="replace").decode())
+    if isinstance(value, list | tuple) and len(value) <= LIST_MAX:
+        numbers = [_parse_number(each) for each in value]
+        return _ParsedValue([number for number, _ in numbers], all(is_finite for _, is_finite in numbers))
+    if isinstance(value, dict) and {*value} == {"counts", "edges"}:
+        counts, edges = (_parse_bins(value[name]) for name in ("counts", "edges"))
+        if len(edges) != len(counts) + 1 or not counts:
+            raise TypeError(f"a histogram of {len(counts)} counts and {len(edges)} edges")
+        if None in counts or None in edges:
+            return _ParsedValue(None, is_finite=False)
+        if any(low > high for low, high in pairwise(edges)):
+            raise TypeError("a histogram whose edges do not ascend")
+        return _ParsedValue({"counts": counts, "edges": edges})
+    return _ParsedValue(*_parse_number(value))
 
 
-def _is_number(value: Any) -> bool:
-    """Return True for a number of Python, or a scalar array of NumPy or JAX."""
-    if value is None or isinstance(value, bool | int | float):
-        return True
-    return getattr(value, "shape", None) == () and hasattr(value, "__float__") and value.dtype.kind in "biuf"
+def _parse_bins(values: Any) -> list[Any]:
+    if not isinstance(values, list | tuple | np.ndarray | jax.Array) or len(values) > BINS_MAX + 1:
+        raise TypeError(f"a histogram of a {type(values).__name__}")
+    return [_parse_number(each)[0] for each in np.asarray(values).tolist()]
 
 
-def _has_non_finite(value: Any) -> bool:
-    """Return True if a number, or one of a list, is not finite."""
-    if value is None or isinstance(value, str | dict):
-        return False
-    if isinstance(value, list | tuple):
-        return any(map(_has_non_finite, value))
-    return not math.isfinite(value)
+def _parse_number(value: Any) -> tuple[float | None, bool]:
+    """Return a number of Python, or a scalar array of NumPy or JAX, and True if it is finite; else it becomes None.
+
+    None stays None.
+    """
+    if value is None:
+        return None, True
+    is_array = getattr(value, "shape", None) == () and hasattr(value, "__float__") and hasattr(value, "dtype")
+    if not (isinstance(value, int | float) or (is_array and _is_real(value.dtype))):
+        raise TypeError(f"a {type(value).__name__}")
+    if isinstance(value, int) and abs(value) < _EXACT_INT_MAX:
+        return int(value), True
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond float64
+        return None, False
+    return (number, True) if math.isfinite(number) else (None, False)
 
 
-def _to_json_values(metrics: EvaluationMetrics) -> EvaluationMetrics:
-    """Return the metrics as JSON values, with null for numbers that are not finite."""
-
-    def convert(value: Any) -> Any:
-        if value is None or isinstance(value, str | dict):
-            return value
-        if isinstance(value, list | tuple):
-            return [convert(each) for each in value]
-        if isinstance(value, int):
-            return value
-        return to_finite(value)
-
-    return {key: convert(value) for key, value in metrics.items()}
+def _is_real(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
 # Validation.

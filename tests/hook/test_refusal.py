@@ -125,6 +125,9 @@ def outcome(listed: ListedHook, method: str, step: int = 4) -> str | None:
     [
         ("on_row", "raise", r"ZeroDivisionError: a bug \(at .*hooked.py:\d+\)$"),
         ("on_row", "exit", "SystemExit: 0"),
+        ("on_row", "base", "GeneratorExit: an end"),
+        ("on_end", "digits", "ValueError: returned an integer of 401 digits"),
+        ("on_end", "circle", "ValueError: Circular reference detected"),
         ("on_row", "number", "TypeError: returned a int, needs a Verdict or None"),
         ("on_row", "tree", "ValueError: returned counters of .*, init of"),
         ("on_row", "shape", r"ValueError: returned counters with int32 of shape \(2,\), where init has int32 of shape"),

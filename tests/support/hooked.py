@@ -127,6 +127,13 @@ class Sick(Hook):
         match rule.how:
             case "raise" | "alone":
                 raise ZeroDivisionError("a bug")
+            case "base":
+                raise GeneratorExit("an end")
+            case "digits":
+                return {"mine": 10**400}
+            case "circle":
+                found: dict[str, Any] = {}
+                return found | {"mine": [found.setdefault("again", found)]}
             case "exit":
                 sys.exit(0)
             case "hang":

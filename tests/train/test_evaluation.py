@@ -1,5 +1,6 @@
 """Several evaluators, each at its own cadence; one that fails costs its own figures and a line, never the run."""
 
+import json
 import math
 import threading
 from collections import OrderedDict, defaultdict
@@ -15,8 +16,8 @@ import numpy as np
 import pytest
 
 from runner.distributed.clock import EVALUATION
-from runner.errors import FailedError, InvalidError, PeerLostError
-from runner.hook import Observer
+from runner.errors import FailedError, InvalidError, PeerLostError, PreemptedError
+from runner.hook import HookConfig, Observer
 from runner.storage import LocalStore, parse_lines
 from runner.train.evaluators import EvaluatorSchedule
 from runner.train.lora import LazyMergedWeights
@@ -45,7 +46,64 @@ def evaluations(directory: Path, *evaluators: Any, **changes: Any) -> EvaluatorS
     return EvaluatorSchedule(make_attempt(LocalStore(directory / "run")), config, evaluators)
 
 
+class Broken:
+    """A number whose conversion raises."""
+
+    shape, dtype = (), np.dtype("float64")
+
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+
+class BrokenMapping(dict[str, Any]):
+    """A dictionary that cannot be iterated."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no keys")
+
+
+class BrokenError(Exception):
+    """An error without a message."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no message")
+
+
+def bins(counts: Any, edges: Any) -> dict[str, Any]:
+    return {"val/a": {"counts": counts, "edges": edges}}
+
+
+RECURSIVE: list[Any] = [1.0]
+RECURSIVE.append(RECURSIVE)
+NULL = "val/a: not finite; null in the row"
+NEEDS = "a row needs a number"
+
 LINES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "an integer beyond every float": ({"val/a": 10**400}, NULL, {"val/a": None}),
+    "such an integer in a list": ({"val/a": [1, -(10**400)]}, NULL, {"val/a": [1, None]}),
+    "a number whose conversion raises": ({"val/a": Broken()}, "RuntimeError: no number; its metrics are not", {}),
+    "such a number in a list": ({"val/a": [Broken()]}, "RuntimeError: no number; its metrics are not", {}),
+    "a dictionary that cannot be read": (BrokenMapping({"val/a": 1.0}), "RuntimeError: no keys; its metrics", {}),
+    "an error without a message": (BrokenError(), "BrokenError: its message cannot be formatted; its metrics", {}),
+    "sys.exit": (SystemExit(3), "SystemExit: 3; its metrics are not in the row", {}),
+    "an error that is none": (GeneratorExit("end"), "GeneratorExit: end; its metrics are not in the row", {}),
+    "a complex number": ({"val/a": 1 + 2j}, f"it returns as val/a a complex; {NEEDS}", {}),
+    "a complex array": ({"val/a": np.complex64(1)}, f"it returns as val/a a complex64; {NEEDS}", {}),
+    "a huge array": ({"val/a": np.ones(1 << 20)}, f"it returns as val/a a ndarray; {NEEDS}", {}),
+    "bytes": ({"val/a": b"x"}, f"it returns as val/a a bytes; {NEEDS}", {}),
+    "a set": ({"val/a": {1.0}}, f"it returns as val/a a set; {NEEDS}", {}),
+    "a list of texts": ({"val/a": ["x"]}, f"it returns as val/a a str; {NEEDS}", {}),
+    "a recursive list": ({"val/a": RECURSIVE}, f"it returns as val/a a list; {NEEDS}", {}),
+    "another dictionary": ({"val/a": {"b": 1.0}}, f"it returns as val/a a dict; {NEEDS}", {}),
+    "edges that are not finite": (bins([1], [0.0, math.nan]), NULL, {"val/a": None}),
+    "counts that are not finite": (bins([math.inf], [0.0, 1.0]), NULL, {"val/a": None}),
+    "edges that descend": (bins([1], [1.0, 0.0]), "it returns as val/a a histogram whose edges do not ascend", {}),
+    "edges of another number": (bins([1], [0.0]), "it returns as val/a a histogram of 1 counts and 1 edges", {}),
+    "bins of texts": (bins(["x"], [0.0, 1.0]), f"it returns as val/a a str; {NEEDS}", {}),
+    "bins in a number": (bins(1, 2), f"it returns as val/a a histogram of a int; {NEEDS}", {}),
+    "too many bins": (bins([1] * 5000, [0] * 5001), f"it returns as val/a a histogram of a list; {NEEDS}", {}),
+    "too many metrics": ({f"val/{n}": 1.0 for n in range(2000)}, "it returns more than 1,000 metrics", {}),
+    "a long key": ({"val/" + "a" * 500: 1.0}, "it returns a metric named 'val/aaa", {}),
     "raises": (ValueError("no\nsuch"), "ValueError: no; its metrics are not in the row of this step", {}),
     "divides by zero": (lambda: 1 / 0, "ZeroDivisionError: division by zero; its metrics are not in the row", {}),
     "divides numpy by zero": (
@@ -88,9 +146,98 @@ def test_two_evaluators_cannot_have_one_key(tmp_path: Path, capsys: pytest.Captu
 
 def test_figures_of_every_kind_stand_in_the_row_as_json_has_them(tmp_path: Path) -> None:
     figures = {"val/a": np.float32(0.5), "val/b": np.int64(3), "val/c": "text", "val/d": (1, 2.5), "val/e": None}
+    figures |= {"val/f": jnp.bfloat16(1.5), "val/g": True, "val/h": 2**70, "val/i": "\ud800", "val/j": jnp.int32(7)}
+    figures["val/k"] = {"counts": np.array([1, 2]), "edges": jnp.arange(3.0)}
     found = evaluations(tmp_path, Returns(figures)).evaluate(None, 8)
-    assert found == {"val/a": 0.5, "val/b": 3.0, "val/c": "text", "val/d": [1, 2.5], "val/e": None}
-    assert {type(value) for value in found.values()} <= {float, str, list, type(None)}
+    expected = {"val/a": 0.5, "val/b": 3.0, "val/c": "text", "val/d": [1, 2.5], "val/e": None, "val/f": 1.5}
+    expected |= {"val/g": 1, "val/h": 2.0**70, "val/i": "?", "val/j": 7.0}
+    assert found == expected | {"val/k": {"counts": [1, 2], "edges": [0.0, 1.0, 2.0]}}
+    assert {type(value) for value in found.values()} <= {int, float, str, list, dict, type(None)}
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "words"),
+    [
+        (object(), "a object, which has no method evaluate"),
+        ("val/loss", "a str, which has no method evaluate"),
+        *((Returns({}, interval), "every_steps is") for interval in (0, -1, 2.5, "5", True)),
+    ],
+)
+def test_what_is_no_evaluator_is_refused_at_the_start(evaluator: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidError, match=words):
+        evaluations(tmp_path, evaluator)
+
+
+@pytest.mark.parametrize(
+    "who",
+    [
+        "evaluator",
+        *(pytest.param(f"on_{name}", marks=pytest.mark.soak) for name in ("row", "evaluation", "checkpoint", "start")),
+    ],
+)
+def test_a_keyboard_interrupt_stops_the_run_as_a_signal_does(who: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"config.eval": {"every_steps": 2, "batches": 1}, "checkpoint.every_steps": 3}
+    counts = ["tests.support.hooked:Counts"]
+    hook = {"hook": f"{__name__}:InterruptsHook", "config": {"method": who}}
+    job_class = InterruptsGPT if who == "evaluator" else TrainLookup
+    job = gpt(tmp_path / "run", job_class, **changes, hooks=[*counts, hook])
+    InterruptsOnce.left = 1
+    with pytest.raises(PreemptedError, match="is saved; run the same command again"):
+        job()
+    again = gpt(tmp_path / "run", job_class, **changes, hooks=[*counts, hook])
+    again()
+    whole = gpt(tmp_path / "whole", job_class, **changes, hooks=[*counts, hook])
+    whole()
+    assert leaves_equal(again.state, whole.state)
+    assert trajectory(tmp_path / "run") == trajectory(tmp_path / "whole")
+
+
+class InterruptsOnce:
+    """Raises KeyboardInterrupt at its first call from step 4 on."""
+
+    left = 0
+
+    def evaluate(self, weights: Any, step: int, hosts: Any) -> dict[str, Any]:
+        if step >= 4 and InterruptsOnce.left:
+            InterruptsOnce.left -= 1
+            raise KeyboardInterrupt
+        return {"val/own": float(step)}
+
+
+class InterruptsGPT(TrainLookup):
+    """A job with it."""
+
+    def evaluator(self) -> Any:
+        return [*self.builtin_evaluators, InterruptsOnce()]
+
+
+class InterruptsConfig(HookConfig):
+    """Which of its methods."""
+
+    method: str
+
+
+class InterruptsHook(Observer):
+    """A hook that does the same."""
+
+    Config = InterruptsConfig
+
+    def _act(self, method: str, moment: Any) -> None:
+        if method == self.config.method:
+            InterruptsOnce().evaluate(None, 8 if method == "on_start" else moment.step, None)
+
+    def on_start(self, moment: Any) -> None:
+        self._act("on_start", moment)
+
+    def on_row(self, moment: Any) -> None:
+        self._act("on_row", moment)
+
+    def on_evaluation(self, moment: Any) -> None:
+        self._act("on_evaluation", moment)
+
+    def on_checkpoint(self, moment: Any) -> None:
+        self._act("on_checkpoint", moment)
 
 
 @pytest.mark.parametrize("error", [InvalidError("no such key"), PeerLostError("process 1")])
