@@ -88,17 +88,17 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
         return neutral, f"{format_error(error)} (at {frame.filename}:{frame.lineno})"
 
 
-def _parse_int(text: str) -> int:
-    """Parse an integer of `result.json`. Raises `ValueError` for one that other readers of JSON do not know."""
-    if len(text) > _INT_MAX_DIGITS:
-        raise ValueError(f"returned an integer of {len(text):,} digits, needs at most {_INT_MAX_DIGITS}")
-    return int(text)
-
-
 def _encode_returned(listed: ListedHook, method: str, returned: Any) -> JsonObject:
     """Encode the return value of a method as JSON. Raises `TypeError` or `ValueError` if it is invalid."""
+
+    def parse_int(text: str) -> int:
+        # Other readers of `result.json` do not know longer ones.
+        if len(text) > _INT_MAX_DIGITS:
+            raise ValueError(f"returned an integer of {len(text):,} digits, needs at most {_INT_MAX_DIGITS}")
+        return int(text)
+
     if method == "on_end" and (returned is None or isinstance(returned, Mapping)):
-        return dict(json.loads(json.dumps(dict(returned or {}), allow_nan=False), parse_int=_parse_int))
+        return dict(json.loads(json.dumps(dict(returned or {}), allow_nan=False), parse_int=parse_int))
     if method not in _VERDICT_METHODS and returned is None:
         return {}
     if method in _VERDICT_METHODS and returned is None:

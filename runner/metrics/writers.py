@@ -281,14 +281,12 @@ class AsyncMetricWriter:
             self._on_failure(self._name, reason)
 
 
-def _format_mean(value: float | None) -> str:
-    """Return a mean with four digits, or `-` for a mean over nothing."""
-    return "-" if value is None else f"{value:.4f}"
-
-
 def _format_row(row: Row) -> str:
     keys = {"loss": "train/loss", "val": "val/loss"}
-    parts = [f"{name} {_format_mean(row[key])}" for name, key in keys.items() if key in row]
+    # A mean over nothing is shown as `-`.
+    parts = [
+        f"{name} {'-' if row[key] is None else format(row[key], '.4f')}" for name, key in keys.items() if key in row
+    ]
     if row.get("perf/tokens_per_second"):
         parts.append(f"{row['perf/tokens_per_second']:,.0f} tokens/s")
     return "  ".join(parts)

@@ -10,6 +10,7 @@ wait with exit code 76.
 that of averaged weights on the same sets.
 """
 
+import contextlib
 import functools
 import math
 import re
@@ -119,7 +120,9 @@ class EvaluatorSchedule:
     def _call(self, evaluator: Evaluator, weights: Any, step: int, before: Row) -> EvaluationMetrics | None:
         """Return process 0's metrics; empty if the evaluator failed on a host; None if the job was asked to stop."""
         hosts = self._attempt.hosts
-        name = _get_name(evaluator)
+        name = type(evaluator).__name__
+        with contextlib.suppress(Exception):  # a property of a user may raise
+            name = str(getattr(evaluator, "name", None) or name)
         problem, is_stopping, is_interrupted = None, False, False
         metrics: Row = {}
         not_finite: list[str] = []
@@ -173,13 +176,6 @@ class EvaluatorSchedule:
         self._attempt.record("evaluation_problem", step, evaluator=name, reason=reason)
 
 
-def _get_name(evaluator: Evaluator) -> str:
-    try:
-        return str(getattr(evaluator, "name", None) or type(evaluator).__name__)
-    except Exception:  # noqa: BLE001 - a property of a user
-        return type(evaluator).__name__
-
-
 def _parse_metrics(metrics: Any, before: Row) -> tuple[Row, list[str]]:
     """Return the metrics as JSON values, and the keys of those that are not finite: they are null.
 
@@ -228,7 +224,12 @@ def _parse_metric(value: Any) -> _ParsedValue:
         numbers = [_parse_number(each) for each in value]
         return _ParsedValue([number for number, _ in numbers], all(is_finite for _, is_finite in numbers))
     if isinstance(value, dict) and {*value} == {"counts", "edges"}:
-        counts, edges = (_parse_bins(value[name]) for name in ("counts", "edges"))
+        for each in value.values():
+            if not isinstance(each, list | tuple | np.ndarray | jax.Array) or len(each) > BINS_MAX + 1:
+                raise TypeError(f"a histogram of a {type(each).__name__}")
+        counts, edges = (
+            [_parse_number(each)[0] for each in np.asarray(value[name]).tolist()] for name in ("counts", "edges")
+        )
         if len(edges) != len(counts) + 1 or not counts:
             raise TypeError(f"a histogram of {len(counts)} counts and {len(edges)} edges")
         if None in counts or None in edges:
@@ -239,12 +240,6 @@ def _parse_metric(value: Any) -> _ParsedValue:
     return _ParsedValue(*_parse_number(value))
 
 
-def _parse_bins(values: Any) -> list[Any]:
-    if not isinstance(values, list | tuple | np.ndarray | jax.Array) or len(values) > BINS_MAX + 1:
-        raise TypeError(f"a histogram of a {type(values).__name__}")
-    return [_parse_number(each)[0] for each in np.asarray(values).tolist()]
-
-
 def _parse_number(value: Any) -> tuple[float | None, bool]:
     """Return a number of Python, or a scalar array of NumPy or JAX, and True if it is finite; else it becomes None.
 
@@ -253,7 +248,8 @@ def _parse_number(value: Any) -> tuple[float | None, bool]:
     if value is None:
         return None, True
     is_array = getattr(value, "shape", None) == () and hasattr(value, "__float__") and hasattr(value, "dtype")
-    if not (isinstance(value, int | float) or (is_array and _is_real(value.dtype))):
+    kinds = jnp.bool_, jnp.integer, jnp.floating
+    if not (isinstance(value, int | float) or (is_array and any(jnp.issubdtype(value.dtype, kind) for kind in kinds))):
         raise TypeError(f"a {type(value).__name__}")
     if isinstance(value, int) and abs(value) < _EXACT_INT_MAX:
         return int(value), True
@@ -262,10 +258,6 @@ def _parse_number(value: Any) -> tuple[float | None, bool]:
     except OverflowError:  # an integer beyond float64
         return None, False
     return (number, True) if math.isfinite(number) else (None, False)
-
-
-def _is_real(dtype: Any) -> bool:
-    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
 # Validation.
