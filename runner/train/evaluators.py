@@ -227,9 +227,10 @@ def _parse_metric(value: Any) -> _ParsedValue:
         for each in value.values():
             if not isinstance(each, list | tuple | np.ndarray | jax.Array) or len(each) > BINS_MAX + 1:
                 raise TypeError(f"a histogram of a {type(each).__name__}")
-        counts, edges = (
+        bins: Any = (
             [_parse_number(each)[0] for each in np.asarray(value[name]).tolist()] for name in ("counts", "edges")
         )
+        counts, edges = bins
         if len(edges) != len(counts) + 1 or not counts:
             raise TypeError(f"a histogram of {len(counts)} counts and {len(edges)} edges")
         if None in counts or None in edges:
