@@ -148,6 +148,10 @@ class SampleArguments:
 
     where: RunLocation
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text that the model continues.")] = ""
+    is_chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Answer --prompt as the message of a user, by the run's chat template."),
+    ] = False
     step: Annotated[str, typer.Option(metavar="N", help="Checkpoint: newest, best, or the number of a step.")] = (
         "newest"
     )

@@ -54,7 +54,14 @@ _HARNESS = "runner.inference.harness"  # needs the extra lm-eval, and is therefo
 def print_sample(arguments: SampleArguments) -> int:
     """Print text from the model of a run on standard output; everything else goes to standard error."""
     sampler = Sampler(arguments.temperature, arguments.top_p, arguments.seed)
-    request = SampleRequest(arguments.prompt, arguments.step, arguments.num_tokens, sampler, arguments.weights)
+    request = SampleRequest(
+        arguments.prompt,
+        arguments.step,
+        arguments.num_tokens,
+        sampler,
+        arguments.weights,
+        is_chat=arguments.is_chat,
+    )
     with convert_read_errors(BrokenPipeError):
         run = open_run(find_directory(arguments.where))
         run.prepare_process()

@@ -265,7 +265,21 @@ class Renderer:
                 return "has messages, which need config.chat.template"
             prompt, completion = (_replace_surrogates(message["content"]) for message in record.messages)
             return Dialogue(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
-        response = self._request({"messages": record.messages, "tools": record.tools})
+        return self._render(record, is_prompt=False)
+
+    def render_prompt(self, messages: list[JsonObject]) -> str:
+        """Render the beginning of a dialogue, up to where the model has to continue it. Needs a template.
+
+        Raises:
+            DataError: the template rejects the messages, tried something forbidden, or exceeded its limits.
+        """
+        dialogue = self._render(ChatRecord(messages), is_prompt=True)
+        if isinstance(dialogue, str):
+            raise DataError(dialogue)
+        return dialogue.text
+
+    def _render(self, record: ChatRecord, is_prompt: bool) -> Dialogue | str:
+        response = self._request({"messages": record.messages, "tools": record.tools, "is_prompt": is_prompt})
         if "error" in response:
             # An attempt to break out ends the job, while a record that a template rejects is skipped like any bad line.
             if response["is_hostile"]:

@@ -141,7 +141,7 @@ def _find_spans_by_prefix(render: Callable[..., str], messages: list[Any], text:
 def _render_dialogue(
     template: jinja2.Template, has_marks: bool, names: dict[str, object], request: Any
 ) -> dict[str, object]:
-    """Return the text of a dialogue and the spans of its completions."""
+    """Return the text of a dialogue and the spans of its completions, or the text up to its next completion."""
 
     def render(messages: list[Any], add_generation_prompt: bool = False) -> str:
         found = template.render(
@@ -152,6 +152,8 @@ def _render_dialogue(
 
     if has_marks and _MARK in _to_json(request):
         raise ValueError("it holds the private-use character U+E000, which marks completions here")
+    if request["is_prompt"]:
+        return {"text": _remove_marks(render(request["messages"], add_generation_prompt=True))[0], "answers": []}
     rendered = render(request["messages"])
     text, spans = _remove_marks(rendered) if has_marks else (rendered, [])
     if not has_marks:

@@ -18,12 +18,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from runner.config import DataConfig, TokenSource
 from runner.console import warn
+from runner.data.chat import ChatTemplate, read_template
 from runner.data.corpus_index import INDEX as CORPUS_INDEX
 from runner.data.corpus_index import CorpusIndex, read_tokenizer
 from runner.data.open_source import TextTokens, open_source
 from runner.data.source_files import find_corpus, find_source, is_class_path
 from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
-from runner.errors import InvalidError
+from runner.errors import DataError, InvalidError
 from runner.huggingface.safetensors import CONFIG_FILE
 from runner.records import Key, validate_record
 from runner.spec import InitFromConfig
@@ -315,6 +316,18 @@ class ExportAssets:
             # Without an id of its own padding is commonly an end token.
             ids["pad_token_id"] = self.tokenizer.pad if self.tokenizer.pad is not None else (ends or [None])[0]
         return {key: value for key, value in ids.items() if value is not None}
+
+    def read_template(self) -> ChatTemplate:
+        """Return the chat template. Raises `DataError` if there is none."""
+
+        def read(name: str) -> bytes:
+            # The name of a file beside another one begins with its directory.
+            content = self.tokenizer.files.get(name.rpartition("/")[2])
+            if content is None:
+                raise DataError("does not exist")
+            return content
+
+        return read_template(TOKENIZER_CONFIG, read)
 
 
 def find_assets(data: DataConfig | None, rule: InitFromConfig | None) -> ExportAssets:

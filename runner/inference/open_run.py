@@ -6,6 +6,7 @@ that was edited since has no effect.
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from runner.accelerator import add_deterministic_flags
 from runner.checkpoint.manifest import CHECKPOINTS, read_committed
 from runner.checkpoint.weights import find_checkpoint, open_checkpoint, read_document
 from runner.console import warn
+from runner.data.chat import Renderer
+from runner.data.tokenizers import HuggingFaceTokenizer
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError, ResumeError, StorageError
 from runner.evaluation.generation import (
@@ -33,6 +36,7 @@ from runner.evaluation.generation import (
     parse_ids,
     stream_output,
 )
+from runner.huggingface.assets import TOKENIZER, ExportAssets, find_assets, read_assets
 from runner.job import RestoreableJob
 from runner.parallel.mesh import AXES, make_mesh, read_device_memory_bytes
 from runner.records import PARAMS
@@ -188,6 +192,7 @@ class SampleRequest:
         step: number of a step, `newest` or `best`.
         sampling: temperature, top-p and seed.
         weights: `params`, or an average such as `ema_0.999`.
+        is_chat: `prompt` is the message of a user, which the model answers by the chat template of the run.
     """
 
     prompt: str = ""
@@ -195,25 +200,60 @@ class SampleRequest:
     num_tokens: int = 200
     sampling: Sampler = field(default_factory=Sampler)
     weights: str = PARAMS
+    is_chat: bool = False
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
             raise InvalidError(f"--tokens {self.num_tokens}: needs at least 1")
+        if self.is_chat and not self.prompt:
+            raise InvalidError("--chat: needs --prompt TEXT, the message of the user")
+
+
+def _render_chat_prompt(run: ReadOnlyRun, assets: ExportAssets, message: str) -> str:
+    """Return the text up to where the model has to answer a message of the user."""
+    try:
+        template = assets.read_template()
+    except DataError as error:
+        raise InvalidError(
+            f"{run.store.url}: has no chat template: {error}; --chat needs data that were made with "
+            "config.chat.template, or published weights that have one"
+        ) from error
+    try:
+        with Renderer(template) as renderer:
+            return renderer.render_prompt([{"role": "user", "content": message}])
+    except DataError as error:
+        raise InvalidError(f"{run.store.url}: --chat: {error}") from error
 
 
 def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     """Return an iterator over the prompt and the text of each token; ids between spaces if no tokenizer is known.
+
+    With `is_chat` it is the answer alone, which ends before the token that ends the turn.
 
     Raises:
         InvalidError: the request does not fit the run; raised before the first piece.
     """
     job = run.job
     data, length = job.config.data, job.config.data.sequence_length
+    text, shown, ends = request.prompt, request.prompt, []
+    assets: ExportAssets | None = None
+    if request.is_chat:
+        # The tokenizer, the chat template and the end tokens are those of an export.
+        assets = read_assets(run.store) or find_assets(data, job.spec.checkpoint.initial_weights)
+        text, shown = _render_chat_prompt(run, assets, request.prompt), ""
+        found = assets.list_ids().get("eos_token_id", [])
+        ends = found if isinstance(found, list) else [found]
     try:
         codec: TextCodec | None = load_data_codec(data)
     except DataError as error:
-        warn(f"ids instead of text: {error}")
         codec = None
+        # Data that are ids alone were made with the tokenizer of the published weights.
+        if assets is not None and TOKENIZER in assets.tokenizer.files:
+            codec = TextCodec(HuggingFaceTokenizer(assets.tokenizer.files[TOKENIZER]), None, {"kind": "hf"})
+        elif assets is not None:
+            raise InvalidError(f"{run.store.url}: --chat: {error}") from error
+        else:
+            warn(f"ids instead of text: {error}")
     # The checkpoint is found before the model is built, so that a wrong step is reported at once.
     checkpoint = run.find_checkpoint(request.step)
 
@@ -233,10 +273,10 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
             f"{run.store.url}: its tokenizer has {size:,} ids, its model {num_ids:,}: not the same run's"
         )
     if codec is None:
-        prompt = parse_ids(request.prompt, num_ids) or [0]
+        prompt = parse_ids(text, num_ids) or [0]
     else:
         num_ids = codec.tokenizer.vocabulary_size  # ids of the model beyond the tokenizer have no text
-        prompt = encode_prompt(codec, request.prompt) or [find_start_token(codec, data)]
+        prompt = encode_prompt(codec, text) or [find_start_token(codec, data)]
     # The model took time to build, and the run may have deleted the checkpoint meanwhile.
     hosts = Hosts.single_process()
     checkpoint, weights = run.load_found_weights(request.step, abstract, request.weights, hosts, checkpoint)
@@ -244,4 +284,4 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     warn(f"{job.spec.name}: step {parse_step(checkpoint)}{'' if request.weights == PARAMS else f', {request.weights}'}")
     decoder = make_decoder(model, variables, length, job.config.precision.compute, mesh)
     tokens = generate(decoder, request.sampling.make_chooser(num_ids), prompt, request.num_tokens, length)
-    return stream_output(tokens, prompt, request.prompt, codec)
+    return stream_output(itertools.takewhile(lambda token: token not in ends, tokens), prompt, shown, codec)

@@ -94,6 +94,57 @@ def test_ids_are_printed_where_there_is_no_tokenizer_and_why(run: Path, capfd: p
     assert re.fullmatch(r"ids instead of text: data\.source=.*ids\.bin: names files of token ids, .*\n.*step 4\n", err)
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def with_template(run: Path, name: str, template: str, end_of_turn: int) -> Path:
+    """A copy of the run, which has recorded a chat template."""
+    copy = run.parent / name
+    shutil.copytree(run, copy)
+    record = json.loads((copy / "assets/assets.json").read_text())
+    content = json.dumps({"chat_template": template}).encode()
+    (copy / "assets/tokenizer_config.json").write_bytes(content)
+    record["files"]["tokenizer_config.json"] = hashlib.sha256(content).hexdigest()
+    (copy / "assets/assets.json").write_text(json.dumps(record | {"end_of_turn": end_of_turn}))
+    return copy
+
+
+def test_a_chat_renders_the_prompt_and_ends_with_the_turn(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    chat = with_template(run, "chat", CHAT_TEMPLATE, ord("\n"))
+    code, answer, err = say(capfd, chat, "--chat", "--prompt", "3 plus 3?", "--tokens", 30)
+    assert (code, err) == (0, "tiny: step 4\n")
+    rendered = "<user>3 plus 3?;<assistant>"
+    text = say(capfd, chat, "--prompt", rendered, "--tokens", 30)[1]
+    assert text.startswith(rendered)
+    assert "\n" in text[len(rendered) : -1]
+    assert answer == text[len(rendered) :].partition("\n")[0] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--chat"], "--chat: needs --prompt"),
+        (["--chat", "--prompt", "hi"], "has no chat template: .*tokenizer_config.json"),
+    ],
+)
+def test_a_chat_that_is_not_possible_is_one_line(
+    run: Path, words: list[str], expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = say(capfd, run, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.search(expected, err)
+
+
+def test_a_chat_template_that_breaks_out_is_one_line(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hostile = with_template(run, "hostile", "{{ ''.__class__ }}", 0)
+    code, out, err = say(capfd, hostile, "--chat", "--prompt", "hi")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "out of bounds" in err
+
+
 def score(capfd: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
     """Return the records that `evaluate --json` prints."""
     code, out, err = say(capfd, *words, "--json", command="evaluate")
