@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+TIME_MAX = 253_402_300_799.0  # the last second of the year 9999, in Unix seconds
+STEP_MAX = (1 << 53) - 1  # a float holds every step up to this one
+INT_MAX = (1 << 63) - 1  # largest whole number of a record
 PARAMS = "params"  # value of `--weights`: the trained parameters, and not an average of them
 
 
@@ -47,8 +50,15 @@ def validate_record(record: Mapping[str, Any], keys: Iterable[Key], needs: Itera
                 is_valid = key.type is bool
             else:  # JSON writes some floats without a decimal point.
                 is_valid = isinstance(value, key.type) or (isinstance(value, int) and isinstance(0.0, key.type))
+                # Python reads whole numbers of any size, which neither a float nor an array holds.
+                is_valid = is_valid and not (isinstance(value, int) and abs(value) > INT_MAX)
             if not is_valid:
-                raise ValueError(f"{key.name} is of another type: {str(value)[:60]!r}")
+                raise ValueError(f"{key.name} is of another type: {format_value(value)}")
+
+
+def format_value(value: Any) -> str:
+    """Return the beginning of a value of a record, for a message."""
+    return repr(str(value)[:60])
 
 
 def _iterate_values(value: Any, path: Sequence[str], name: str, is_required: bool) -> Iterator[Any]:
@@ -59,7 +69,7 @@ def _iterate_values(value: Any, path: Sequence[str], name: str, is_required: boo
         for item in value:
             yield from _iterate_values(item, path, name, is_required)
     elif not isinstance(value, Mapping):
-        raise ValueError(f"{name} is missing: {str(value)[:60]!r} is not an object")
+        raise ValueError(f"{name} is missing: {format_value(value)} is not an object")
     elif path[0] == "*":
         for item in value.values():
             yield from _iterate_values(item, path[1:], name, is_required=True)

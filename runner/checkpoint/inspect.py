@@ -167,7 +167,10 @@ def format_report(store: Store, depth: VerifyDepth, best: str | None = None) -> 
             lines.append(f"{entry.name:>10}  {state}")
         else:
             manifest = entry.manifest
-            moment = datetime.datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
+            try:
+                moment = datetime.datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
+            except (ValueError, OverflowError, OSError):  # a time that no calendar has
+                moment = "at an unknown time"
             state = "DAMAGED" if is_bad else "committed" if depth is VerifyDepth.MANIFEST else "good"
             lines.append(
                 f"{entry.name:>10}  {state}  {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files  "

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypedDict
 
 from runner.errors import NewerFormatError
-from runner.records import Key, validate_record
+from runner.records import INT_MAX, Key, validate_record
 from runner.run.events import ENVIRONMENT_KEYS
 from runner.spec import Trajectory, hash_record
 from runner.storage import (
@@ -191,14 +191,14 @@ class Manifest:
         manifest = cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
         # The table of keys says nothing about the elements of lists, and readers index into these.
         for name, entry in manifest.files.items():
-            if not (isinstance(entry, list) and list(map(type, entry)) == [int, str]):
+            if not (isinstance(entry, list) and list(map(type, entry)) == [int, str] and 0 <= entry[0] <= INT_MAX):
                 raise ValueError(f"files.{name} is not [bytes, CRC-32C]")
         shapes = [leaf["shape"] for leaf in manifest.leaves.values()]
         for shard in (shard for shards in (manifest.shards or {}).values() for shard in shards):
             shapes += [shard["start"], shard["shape"]]
             if not all(isinstance(piece, str) and piece in manifest.files for piece in shard["pieces"]):
                 raise ValueError("a shard names a piece that is not among the files")
-        if not all(type(size) is int for shape in shapes for size in shape):
+        if not all(type(size) is int and 0 <= size <= INT_MAX for shape in shapes for size in shape):
             raise ValueError("a shape is not a list of whole numbers")
         return manifest
 

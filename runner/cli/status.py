@@ -248,7 +248,9 @@ def _plot_loss(rows: Sequence[JsonObject]) -> list[RenderableType]:
 
 
 def format_duration(seconds: float) -> str:
-    """Return `8.2 s`, `4 min 10 s`, `3 h 5 min` or `12 d 4 h`."""
+    """Return `8.2 s`, `4 min 10 s`, `3 h 5 min` or `12 d 4 h`; `?` if it is not finite."""
+    if not math.isfinite(seconds):
+        return "?"
     if seconds < 60:
         return f"{max(seconds, 0.0):.1f} s"
     # Upper limit of a form, then the unit, size and remainder that it shows: minutes up to 100 min, hours up to 3 days.

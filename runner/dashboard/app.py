@@ -1,4 +1,4 @@
-"""WSGI application of the dashboard: pages, their data and three static files, all read-only; and its access policy.
+"""WSGI application of the dashboard: pages, their data, figures for Prometheus, static files; and its access policy.
 
 A run is requested by its id, which is looked up among the runs that were found: no part of an address becomes a path.
 
@@ -25,6 +25,7 @@ from runner.dashboard.report import read_plotly, read_static, render_live_page
 from runner.errors import InvalidError
 
 COOKIE = "runner_token"
+METRICS = "metrics"  # name of the figures of all runs in Prometheus' text format
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -32,6 +33,7 @@ CONTENT_SECURITY_POLICY = (
 
 # A name, an IPv4 address, or an IPv6 address in brackets, with an optional port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?")
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 # Every response forbids what no page needs: framing, other origins, and content of another type.
@@ -148,8 +150,9 @@ class DashboardApp:
 
     Attributes:
         access: requirements on a request.
-        get_data: function that returns the data of a run's page by its id, or of the table of all runs by ""; None if
-            there is no such run. It returns quickly, is called from several threads, and may raise `TimeoutError`.
+        get_data: function that returns the data of a run's page by its id, of the table of all runs by "", or the text
+            for Prometheus by `METRICS`; None if there is no such run. It returns quickly, is called from several
+            threads, and may raise `TimeoutError`.
     """
 
     access: AccessPolicy
@@ -218,12 +221,14 @@ class DashboardApp:
                 return ResponseBody.from_text(_HTML, render_live_page("Runs", "./", "data"))
             case ["", "data"]:
                 return self.get_data("")
-            case ["", "run", run] if run:
+            case ["", "metrics"]:
+                return self.get_data(METRICS)
+            case ["", "run", run] if _RUN_ID.fullmatch(run):
                 # Reading the run here makes its data ready when the page requests them.
                 if self.get_data(run) is None:
                     return None
                 return ResponseBody.from_text(_HTML, render_live_page("Run", "../", f"../data/{run}"))
-            case ["", "data", run] if run:
+            case ["", "data", run] if _RUN_ID.fullmatch(run):
                 return self.get_data(run)
             # Names are looked up in a table; no file is opened by a name from outside.
             case ["", "static", name] if name in _STATIC:

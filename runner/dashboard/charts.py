@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from runner.history.ledger import get_int, get_time
 from runner.metrics.rows import Row
 from runner.storage import JsonObject
 
@@ -194,7 +195,7 @@ class RunCurves:
 
 def _list_points(row: Row) -> list[tuple[str, Point]]:
     """Return the numbers of a row that can be drawn, by key. A value that was not finite is null in the row."""
-    tokens, seconds = row.get("train/tokens"), row.get(TIME)
+    tokens, seconds = get_int(row, "train/tokens"), get_time(row, TIME)
     points = []
     for key, value in row.items():
         if key in _AXES or isinstance(value, bool) or not isinstance(value, int | float | None):
@@ -203,7 +204,5 @@ def _list_points(row: Row) -> list[tuple[str, Point]]:
             number = float("nan") if value is None else float(value)
         except OverflowError:  # an integer with hundreds of digits
             number = float("inf")
-        known_tokens = tokens if type(tokens) is int else None
-        known_seconds = float(seconds) if isinstance(seconds, int | float) else None
-        points.append((key, Point(row["step"], known_tokens, known_seconds, number)))
+        points.append((key, Point(row["step"], tokens, seconds, number)))
     return points

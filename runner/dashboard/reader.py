@@ -1,12 +1,14 @@
 """Discovery of runs, differences of their specs, and an incremental reader of one run. Writes nothing.
 
 A run is a directory with a `job.json`, and no run lies inside another. The search is bounded in levels, directories and
-runs. It does not follow symbolic links, so it cannot run in circles.
+runs. It does not follow symbolic links, so it cannot run in circles. No file is read through a link either, since
+whoever writes to a run's directory could otherwise have any file of this user shown.
 
 `RunReader` reads one run, also while it is alive: its history, the rows of its metrics, its log. Each row of
 `metrics.jsonl` is read once. If a resumed attempt has dropped rows, all rows are read again.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -22,7 +24,7 @@ from runner.metrics.file import open_metrics_tail
 from runner.metrics.rows import Row
 from runner.run.logs import LOG_FOLDER
 from runner.spec import parse_document
-from runner.storage import LocalStore, Store, make_store
+from runner.storage import ConfinedStore, Store, as_local, make_store
 
 ABSENT = "(absent)"
 UNREADABLE = "(unreadable)"
@@ -89,7 +91,7 @@ def find_runs(root: Store) -> DiscoveryResult:
                 if not path:
                     store = root
                 else:
-                    store = make_store(f"{root.url}/{path}") if root.root is None else LocalStore(root.root / path)
+                    store = make_store(f"{root.url}/{path}") if root.root is None else ConfinedStore(root.root, path)
                 # Paths may hold any bytes, so an address holds a digest of the path.
                 run_id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
                 runs.append(DiscoveredRun(run_id, path, store))
@@ -111,12 +113,18 @@ def _list_children(root: Store, path: str) -> dict[str, bool]:
         if root.root is None:
             # A bucket does not tell a prefix from an object; names of files have a suffix.
             return {name: "." not in name for name in root.list_names(path)}
-        with os.scandir(root.root / path) as entries:
-            return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        if not path and not root.root.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root.root))
+        return ConfinedStore(root.root).list_kinds(path)
     except OSError:
         if not path:
             raise
         return {}
+
+
+def confine(store: Store) -> Store:
+    """Return a store that reads nothing outside of its directory, whatever links are put there."""
+    return store if store.root is None or isinstance(store, ConfinedStore) else ConfinedStore(store.root)
 
 
 class SpecDifference(NamedTuple):
@@ -137,7 +145,7 @@ def find_differences(specs: Sequence[str | None]) -> list[SpecDifference]:
         try:
             flat.append(None if text is None else dict(_flatten(parse_document(text, "spec.yaml").data, "")))
         # The spec of a killed or foreign run may be damaged.
-        except SpecError:
+        except (SpecError, ValueError, RecursionError):
             flat.append(None)
     keys = sorted({key for values in flat if values is not None for key in values} - set(_IDENTIFYING_KEYS))
     found = (
@@ -190,6 +198,7 @@ class RunReader:
     """Reader of one run. Between two readings it holds curves and a summary of events, whose size is bounded."""
 
     def __init__(self, store: Store, name: str):
+        store = confine(store)
         self._store, self._name = store, name
         self._history, self._metrics, self._curves = HistoryReader(store), open_metrics_tail(store), RunCurves()
 
@@ -227,6 +236,8 @@ class RunReader:
             return self._store.read(_SPEC).decode(errors="replace")[:_SPEC_CHARACTERS_MAX]
 
         newest: list[Row] = try_reading(read_rows, [])
+        if num_skipped := self._metrics.num_skipped:
+            notes.append(f"{num_skipped:,} lines of metrics.jsonl are no rows, and are passed over.")
         spec = try_reading(read_spec, None)
         log = try_reading(self._read_log, None)
         return RunSnapshot(self._name, history, self._curves, newest, spec, log, notes)
@@ -253,7 +264,7 @@ class RunReader:
             content = self._store.read_range(newest_name, start, file.size_bytes, file.version)
         else:
             # The file may have grown since it was listed. In a bucket it would have been replaced.
-            with (self._store.root / newest_name).open("rb") as opened:
+            with as_local(self._store).open(newest_name) as opened:
                 opened.seek(max(os.fstat(opened.fileno()).st_size - _LOG_BYTES, 0))
                 content = opened.read(_LOG_BYTES)
         return LogExcerpt(newest_name, content.decode(errors="replace").translate(_CONTROLS))

@@ -6,30 +6,34 @@ One reader serves all clients. A run is read at most once per second for any num
    there are none yet, or if they are old and no other request waits.
 2. One loop reads the pages that were requested since its last round. It rests after each round, so that it takes no
    more than a fixed share of one core from a job that trains on this machine.
-3. A run that cannot be read is data too: the page shows the reason. A bug in the reader ends the loop.
+3. A run that cannot be read is data too: the page shows the reason, also if it is a bug of the reader.
 
 Runs are read again only where something has changed. On a disk, a run whose files are unchanged is not read again,
 unless it is alive, since it may have stalled. In a bucket, where checking costs as much as reading, each run is read
 again after a while. A round of the table takes a bounded time; the next round begins with the runs that it left.
 """
 
+import collections
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import waitress
+from waitress.adjustments import Adjustments
+from waitress.channel import HTTPChannel
+from waitress.server import MultiSocketServer, TcpWSGIServer
+from waitress.task import ThreadedTaskDispatcher
 
 from runner.console import say
-from runner.dashboard.app import DashboardApp, ResponseBody, is_loopback, make_access_policy, parse_address
-from runner.dashboard.reader import DiscoveredRun, DiscoveryResult, RunReader, find_runs
+from runner.dashboard.app import METRICS, DashboardApp, ResponseBody, is_loopback, make_access_policy, parse_address
+from runner.dashboard.reader import DiscoveredRun, DiscoveryResult, RunReader, confine, find_runs
 from runner.dashboard.report import encode_json
 from runner.dashboard.view import (
     build_view,
@@ -41,8 +45,9 @@ from runner.dashboard.view import (
     truncate,
 )
 from runner.errors import InvalidError, RunnerError
+from runner.history.ledger import get_float, get_time
 from runner.history.reader import HistoryReader
-from runner.history.records import History, RunState
+from runner.history.records import History, RunState, to_json
 from runner.storage import JsonObject, Store, parse_number
 
 # Settings of the loop and its cache.
@@ -63,9 +68,11 @@ _NUM_THREADS_PER_TABLE = 8
 _TREND_MAX = 100
 _WATCHED_FILES = ("events.jsonl", "metrics.jsonl", "result.json", "spec.yaml", "job.json", "checkpoints", "attempts")
 
-# Settings of waitress.
+# Settings of the HTTP server.
 _NUM_THREADS = 16
-_CONNECTIONS_MAX = 500
+CONNECTIONS_MAX = 500
+IDLE_SECONDS = 20.0  # a page polls every two seconds
+RESPONSE_SECONDS = 120.0
 _REQUEST_BYTES_MAX = 1 << 14
 _NICENESS = 10  # a job that trains on this machine comes first
 
@@ -180,7 +187,7 @@ def _read_signature(directory: Path | None) -> Signature | None:
     signature = []
     for name in (*_WATCHED_FILES, f"attempts/{newest}.clock"):
         try:
-            status = (directory / name).stat()
+            status = os.stat(directory / name, follow_symlinks=False)
             signature.append((status.st_mtime_ns, status.st_size))
         except OSError:
             signature.append((0, 0))
@@ -191,14 +198,14 @@ class PageData:
     """Data of all pages, read in one thread."""
 
     def __init__(self, root: Store):
-        self._root = root
+        self._root = confine(root)
         self._found = DiscoveryResult([], [])
         self._found_when = -SEARCH_SECONDS
         self._summaries: dict[str, RunSummary] = {}
         self._readers: dict[str, RunReader] = {}
 
     def read(self, name: str) -> ResponseBody | None:
-        """Return the data of the run with this id, or of all runs for ""; None if there is no such run."""
+        """Return the data of the run with this id, of all runs for "" or `METRICS`; None if there is no such run."""
         if time.monotonic() - self._found_when >= SEARCH_SECONDS:
             found = _try_reading(lambda: find_runs(self._root))
             # A root that cannot be listed for a moment keeps the runs that were found before.
@@ -206,6 +213,9 @@ class PageData:
             self._found_when = time.monotonic()
             known = {run.id for run in self._found.runs}
             self._summaries = {key: value for key, value in self._summaries.items() if key in known}
+        if name == METRICS:
+            text = format_prometheus(self._read_table()["table"], time.time())
+            return ResponseBody.from_text("text/plain; version=0.0.4; charset=utf-8", text)
         if not name:
             return ResponseBody.from_text("application/json", encode_json(self._read_table()))
         run = next((each for each in self._found.runs if each.id == name), None)
@@ -217,12 +227,10 @@ class PageData:
         self._readers[run.id] = reader
         while len(self._readers) > READERS_MAX:
             del self._readers[next(iter(self._readers))]
-        snapshot = _try_reading(reader.read)
-        if isinstance(snapshot, str):
-            data: JsonObject = {"title": title, "problem": snapshot}
-        else:
-            data = build_view(title, [snapshot], POINTS_MAX)
-        return ResponseBody.from_text("application/json", encode_json(data))
+        shown = _try_reading(lambda: encode_json(build_view(title, [reader.read()], POINTS_MAX)))
+        # A page that cannot be read is JSON too, but not an object with runs.
+        content = encode_json({"title": title, "problem": shown}) if not shown.startswith("{") else shown
+        return ResponseBody.from_text("application/json", content)
 
     def _read_table(self) -> JsonObject:
         began = time.monotonic()
@@ -250,13 +258,17 @@ class PageData:
     def _summarize(self, run: DiscoveredRun, signature: Signature | None) -> RunSummary:
         before = self._summaries.get(run.id)
         reader = (None if before is None else before.reader) or HistoryReader(run.store)
-        history = _try_reading(reader.read)
-        if isinstance(history, str):
-            line = {"id": run.id, "name": _make_title(run), "state": history, "kind": "bad", "trend": []}
+
+        def read() -> tuple[JsonObject, bool]:
+            history = reader.read()
+            return _build_line(run, history), history.state in (RunState.RUNNING, RunState.STALLED)
+
+        found = _try_reading(read)
+        if isinstance(found, str):
+            line = {"id": run.id, "name": _make_title(run), "state": found, "kind": "bad", "trend": []}
             # A run that cannot be read counts as living, so that it is tried again.
             return RunSummary(line, time.monotonic(), signature, is_living=True, reader=None)
-        is_living = history.state in (RunState.RUNNING, RunState.STALLED)
-        line = _build_line(run, history)
+        line, is_living = found
         return RunSummary(line, time.monotonic(), signature, is_living, reader if is_living else None)
 
 
@@ -265,11 +277,26 @@ def _make_title(run: DiscoveredRun) -> str:
 
 
 def _build_line(run: DiscoveredRun, history: History) -> JsonObject:
-    losses = [number for row in history.trend if isinstance(number := row.get("train/loss"), int | float)]
+    losses = [loss for row in history.trend if (loss := get_float(row, "train/loss")) is not None]
     best, share = history.best_validation, len(losses) / _TREND_MAX
     trend = losses if share <= 1 else [losses[int(index * share)] for index in range(_TREND_MAX)]
     total = "" if history.total_steps is None else f" / {history.total_steps:,}"
-    speed = format_number(history.speed.tokens_per_second, ",.0f")
+    speed, loss = history.speed, get_float(history.row, "train/loss")
+    tokens_per_second = format_number(speed.tokens_per_second, ",.0f")
+    values = {
+        "state": history.state.value,
+        "step": history.step,
+        "total_steps": history.total_steps,
+        "loss": loss,
+        "validation_loss": history.validation[-1][1] if history.validation else None,
+        "best_validation_loss": None if best is None else best[1],
+        "tokens_per_second": speed.tokens_per_second,
+        "mfu": speed.mfu,
+        "left_seconds": speed.left_seconds,
+        "goodput": history.goodput if history.wall_seconds > 0 else None,
+        "restarts": max(len(history.attempts) - 1, 0),
+        "last_row": get_time(history.row, "perf/time"),
+    }
     return {
         "id": run.id,
         "name": _make_title(run),
@@ -277,13 +304,63 @@ def _build_line(run: DiscoveredRun, history: History) -> JsonObject:
         "kind": get_state_class(history),
         "steps": f"{history.step:,}{total}",
         "trend": [round_value(value) for value in trend],
-        "loss": format_number(history.row.get("train/loss"), ".4f"),
+        "loss": format_number(loss, ".4f"),
         "validation": "" if best is None else f"{best[1]:.4f}",
-        "speed": f"{speed} tokens / s" if speed else "",
-        "left": format_duration(history.speed.left_seconds),
+        "speed": f"{tokens_per_second} tokens / s" if tokens_per_second else "",
+        "left": format_duration(speed.left_seconds),
         "goodput": f"{history.goodput:.1%}" if history.wall_seconds > 0 else "",
         "alive": max((attempt.ended for attempt in history.attempts), default=None),
+        "values": to_json(values),
     }
+
+
+# Figures of a run for Prometheus: name, type, key of the figure in a line of the table, meaning.
+_PROMETHEUS = (
+    ("step", "gauge", "step", "Optimizer steps completed."),
+    ("total_steps", "gauge", "total_steps", "Step at which the run is done."),
+    ("loss", "gauge", "loss", "Training loss of the newest row."),
+    ("validation_loss", "gauge", "validation_loss", "Newest validation loss."),
+    ("tokens_per_second", "gauge", "tokens_per_second", "Throughput over the newest rows."),
+    ("mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation."),
+    ("goodput_ratio", "gauge", "goodput", "Share of the wall time that was spent on steps of the final trajectory."),
+    ("restarts_total", "counter", "restarts", "Attempts after the first one."),
+)
+
+
+def format_prometheus(lines: Sequence[JsonObject], now: float) -> str:
+    """Return the figures of runs in Prometheus' text format, version 0.0.4.
+
+    Each run has one series of each figure that is known, and one for each state; there are at most `RUNS_MAX` runs.
+
+    Args:
+        lines: lines of the table of runs.
+        now: Unix seconds.
+    """
+    runs: dict[str, JsonObject] = {}
+    for line in lines:
+        # A name may hold bytes that are no text, and was shortened if it is very long; a series must be unique.
+        name = line["name"].encode(errors="backslashreplace").decode()
+        name = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        runs[f"{name} ({line['id']})" if name in runs else name] = line.get("values", {"state": "unreadable"})
+
+    found: list[str] = []
+
+    def add(name: str, kind: str, meaning: str, samples: Iterable[tuple[str, float]]) -> None:
+        found.extend((f"# HELP runner_run_{name} {meaning}", f"# TYPE runner_run_{name} {kind}"))
+        found.extend(f"runner_run_{name}{{{labels}}} {float(value)!r}" for labels, value in samples)
+
+    for name, kind, key, meaning in _PROMETHEUS:
+        known = ((run, values.get(key)) for run, values in runs.items())
+        add(name, kind, meaning, ((f'run="{run}"', value) for run, value in known if value is not None))
+    rows = ((run, values.get("last_row")) for run, values in runs.items())
+    ages = ((f'run="{run}"', max(now - row, 0.0)) for run, row in rows if row is not None)
+    add("seconds_since_last_row", "gauge", "Time since the newest row of metrics was written.", ages)
+    states = [state.value for state in RunState] + ["unreadable"]
+    shown = (
+        (f'run="{run}",state="{state}"', values["state"] == state) for run, values in runs.items() for state in states
+    )
+    add("state", "gauge", "1 for the state that the run is in, 0 for the others.", shown)
+    return "\n".join(found) + "\n"
 
 
 def _try_reading(read: Callable[[], Value]) -> Value | str:
@@ -292,6 +369,93 @@ def _try_reading(read: Callable[[], Value]) -> Value | str:
         return read()
     except (RunnerError, OSError, ValueError) as error:
         return truncate(str(error))
+    # Files of a run may be damaged in a way that nobody has thought of, which must hide no other run.
+    except Exception as error:  # shown in the place of the run, and logged with its traceback
+        logging.getLogger(__name__).exception("a run cannot be read")
+        return truncate(f"cannot be read, a bug: {type(error).__name__}: {error}")
+
+
+class DashboardChannel(HTTPChannel):
+    """Connection of a client, which knows since when it owes a whole request, or the client its reading."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.since_seconds = time.monotonic()
+        super().__init__(*arguments, **options)
+
+    def received(self, data: bytes) -> bool:
+        """Take bytes of a request; only a whole one counts as a sign of life, not each byte."""
+        is_taken = bool(super().received(data))
+        if self.request is None or self.requests:
+            self.since_seconds = time.monotonic()
+        return is_taken
+
+    def service(self) -> None:
+        """Respond to a request, in a thread of its own."""
+        super().service()
+        self.since_seconds = time.monotonic()
+
+
+class DashboardServer(TcpWSGIServer):
+    """HTTP server that clients which are idle, slow or many cannot close to others.
+
+    A client must send each request within `IDLE_SECONDS` of the one before, and read each response within
+    `RESPONSE_SECONDS`. If there are `CONNECTIONS_MAX` connections, a new one takes the place of another: the one that
+    has been idle longest, among those of the address that has most.
+    """
+
+    channel_class = DashboardChannel
+
+    def maintenance(self, now: float) -> None:
+        """Close the connections whose time is over; called every second."""
+        for channel in self.active_channels.values():
+            limit = RESPONSE_SECONDS if channel.total_outbufs_len else IDLE_SECONDS
+            if not channel.requests and time.monotonic() - channel.since_seconds > limit:
+                channel.will_close = True
+
+    def handle_accept(self) -> None:
+        """Accept a connection, and close another one if there are too many."""
+        super().handle_accept()
+        channels = list(self.active_channels.values())
+        if len(channels) <= CONNECTIONS_MAX:
+            return
+        num_by_address = collections.Counter(channel.addr[0] for channel in channels)
+        # A connection whose request is being processed comes last, and the new one has been idle for the shortest time.
+        most = min(
+            channels,
+            key=lambda channel: (bool(channel.requests), -num_by_address[channel.addr[0]], channel.since_seconds),
+        )
+        most.handle_close()
+
+
+def make_server(app: DashboardApp, host: str, port: int) -> MultiSocketServer:
+    """Return a server that listens, on each address of `host`; its first port is in `effective_listen`.
+
+    Raises:
+        OSError: the address cannot be used.
+        ValueError: the port or the name of the host is none.
+    """
+    # The limits bound memory and threads, whatever clients send. Waitress must not stop accepting at its own limit of
+    # connections, at which idle clients would keep all others out.
+    adjustments = Adjustments(
+        host=host,
+        port=port,
+        threads=_NUM_THREADS,
+        connection_limit=2 * CONNECTIONS_MAX,
+        cleanup_interval=1,
+        max_request_header_size=_REQUEST_BYTES_MAX,
+        max_request_body_size=_REQUEST_BYTES_MAX,
+        asyncore_use_poll=True,
+        ident=None,
+    )
+    dispatcher = ThreadedTaskDispatcher()
+    dispatcher.set_thread_count(adjustments.threads)
+    sockets: dict[int, Any] = {}
+    servers = [
+        DashboardServer(app, sockets, dispatcher=dispatcher, adj=adjustments, sockinfo=address)
+        for address in adjustments.listen
+    ]
+    listening = [(server.effective_host, server.effective_port) for server in servers]
+    return MultiSocketServer(sockets, adjustments, listening, dispatcher)
 
 
 def serve(root: Store, host: str, port: int, token: str | None) -> None:
@@ -303,17 +467,7 @@ def serve(root: Store, host: str, port: int, token: str | None) -> None:
     watcher = SharedReader(PageData(root).read)
     access = make_access_policy(host, token)
     try:
-        # The limits bound memory and threads, whatever clients send.
-        server = waitress.create_server(
-            DashboardApp(access, watcher.get_data),
-            host=host,
-            port=port,
-            threads=_NUM_THREADS,
-            connection_limit=_CONNECTIONS_MAX,
-            max_request_header_size=_REQUEST_BYTES_MAX,
-            max_request_body_size=_REQUEST_BYTES_MAX,
-            ident=None,
-        )
+        server = make_server(DashboardApp(access, watcher.get_data), host, port)
     except (OSError, ValueError) as error:
         raise InvalidError(f"--host {host} --port {port}: cannot be served: {error}; choose another") from error
     os.nice(_NICENESS)
@@ -331,7 +485,7 @@ def serve(root: Store, host: str, port: int, token: str | None) -> None:
     threading.Thread(target=server.run, name="server", daemon=True).start()
     shown = f"[{host}]" if parse_address(host) is not None and ":" in host else host
     query = f"?token={access.token}" if access.token else ""
-    say(f"dashboard of {root.url}: http://{shown}:{server.effective_port}/{query}")
+    say(f"dashboard of {root.url}: http://{shown}:{server.effective_listen[0][1]}/{query}")
     if not is_loopback(host):
         say("other machines can reach it: anyone with the token sees all runs, and the connection is not encrypted")
     try:

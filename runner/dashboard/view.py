@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from runner.dashboard.charts import CHARTS, Point, find_chart
 from runner.dashboard.reader import RunSnapshot, find_differences
 from runner.distributed.clock import TimeBucket
-from runner.history.records import AttemptRecord, History, RunState
+from runner.history.ledger import get_float, get_int, get_step, to_single_line
+from runner.history.records import AttemptRecord, History, RunState, to_json
 from runner.storage import JsonObject
 
 ATTEMPTS_MAX = 2000  # of all runs of a page together
@@ -15,6 +16,7 @@ CHECKPOINTS_MAX = 500  # of a run, the newest
 LINE_CHARACTERS_MAX = 1000
 _CHANGES_MAX = 8
 _HOSTS_MAX = 8
+_VERSIONS_MAX = 50
 
 # CSS class of a state.
 _STATE_CLASSES = {
@@ -99,8 +101,8 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject
         notes.append(f"Too many metrics: these and perhaps others are not drawn: {left_out}")
 
     # Tokens per step place marks on the axis of tokens, which only rows have.
-    step, tokens = history.row.get("step"), history.row.get("train/tokens")
-    tokens_per_step = tokens / step if isinstance(tokens, int) and isinstance(step, int) and step > 0 else None
+    step, tokens = get_step(history.row), get_int(history.row, "train/tokens")
+    tokens_per_step = tokens / step if step and tokens is not None else None
     return {
         "id": run.name,
         "label": run.name,
@@ -135,7 +137,7 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject
         ],
         "environment": [[truncate(name), truncate(text)] for name, text in list_environment(history)],
         "spec": run.spec or "(spec.yaml cannot be read)",
-        "events": [truncate(json.dumps(event)) for event in reversed(history.events)],
+        "events": [truncate(json.dumps(to_json(event))) for event in reversed(history.events)],
         "log": None if run.log is None else {"name": run.log.name, "text": run.log.text},
     }
 
@@ -221,8 +223,8 @@ def list_facts(history: History) -> list[tuple[str, str]]:
     return [
         ("state", format_state(history)),
         ("steps", f"{history.step:,}{of_total}"),
-        ("tokens", format_number(row.get("train/tokens"), ",.0f")),
-        ("loss", format_number(row.get("train/loss"), ".4f")),
+        ("tokens", format_number(get_int(row, "train/tokens"), ",.0f")),
+        ("loss", format_number(get_float(row, "train/loss"), ".4f")),
         ("validation loss", "" if newest is None else f"{newest[1]:.4f} at step {newest[0]:,}"),
         ("best validation loss", "" if best is None else f"{best[1]:.4f} at step {best[0]:,}"),
         ("tokens / s", format_number(speed.tokens_per_second, ",.0f")),
@@ -250,11 +252,9 @@ def get_state_class(history: History) -> str:
     return _STATE_CLASSES.get(history.state, "")
 
 
-def format_number(value: object, form: str) -> str:
-    """Return a finite number in the format `form`, "" for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return ""
-    return format(value, form)
+def format_number(value: float | None, form: str) -> str:
+    """Return a number in the format `form`, "" if it is unknown or not finite."""
+    return "" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def format_duration(seconds: float | None) -> str:
@@ -282,11 +282,12 @@ def list_environment(history: History) -> list[tuple[str, str]]:
     for attempt in history.attempts:
         environment = attempt.environment
         versions = environment.get("versions")
-        texts = [(str(name), str(text)) for name, text in versions.items()] if isinstance(versions, dict) else []
+        known_versions = list(versions.items())[:_VERSIONS_MAX] if isinstance(versions, dict) else []
+        texts = [(str(name), to_single_line(text)) for name, text in known_versions]
         if isinstance(commit := environment.get("commit"), str):
             texts.append(("commit", commit + (" with uncommitted changes" if environment.get("dirty") is True else "")))
         if "cpus" in environment:
-            texts.append(("CPUs", str(environment["cpus"])))
+            texts.append(("CPUs", to_single_line(environment["cpus"])))
         if attempt.num_devices is not None:
             texts.append(("devices", _format_devices(attempt)))
         if attempt.hosts:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from runner.distributed.clock import COUNTED_BUCKETS, MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR, TimeBucket
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE
-from runner.history.ledger import AttemptEvents, get_float
+from runner.history.ledger import AttemptEvents, get_time
 from runner.history.records import RunState
 from runner.run.clock_file import ClockRecord
 
@@ -53,9 +53,9 @@ class AttemptTimeline:
         if self.clock is not None:
             return self.clock.began
         known = [self.events.first]
-        began = self.events.start.get("began")
+        began = get_time(self.events.start, "began")
         # A beginning after the first event comes from a clock that was set meanwhile, and is ignored.
-        if isinstance(began, float) and began <= self.events.first:
+        if began is not None and began <= self.events.first:
             known.append(began)
         if self.claimed is not None:
             known.append(self.claimed)
@@ -65,7 +65,7 @@ class AttemptTimeline:
     @property
     def submitted(self) -> float:
         """When the job was submitted, in Unix seconds; infinity if it is not known."""
-        found = get_float(self.events.start, "submitted")
+        found = get_time(self.events.start, "submitted")
         return math.inf if found is None else found
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from runner.distributed.clock import TimeBucket
 from runner.history.records import Notice, SaveRecord
+from runner.records import STEP_MAX, TIME_MAX
 from runner.storage import JsonlTail, JsonObject, Store
 
 NOTICES_MAX = 50
@@ -107,6 +108,7 @@ class LedgerSummary:
         validation: (step, val/loss) of the surviving trajectory.
         best_validation: the lowest of them.
         notices: the newest notices.
+        num_invalid: events without a number of an attempt, a time or a name; they were passed over.
         saves: all commits, or a part of very many.
         events: the newest events.
     """
@@ -119,6 +121,7 @@ class LedgerSummary:
     validation: list[tuple[int, float]] = field(default_factory=list)
     best_validation: tuple[int, float] | None = None
     notices: "collections.deque[Notice]" = field(default_factory=lambda: collections.deque(maxlen=NOTICES_MAX))
+    num_invalid: int = 0
     saves: list[SaveRecord] = field(default_factory=list)
     events: "collections.deque[JsonObject]" = field(default_factory=lambda: collections.deque(maxlen=EVENTS_MAX))
 
@@ -138,9 +141,29 @@ def get_float(row: JsonObject, key: str) -> float | None:
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
+def get_step(row: JsonObject, key: str = "step") -> int | None:
+    """Return the value of a key if it may be a number of steps, else None."""
+    step = get_int(row, key)
+    return step if step is not None and 0 <= step <= STEP_MAX else None
+
+
+def get_time(row: JsonObject, key: str = "time") -> float | None:
+    """Return the value of a key if it may be a time in Unix seconds, else None."""
+    moment = get_float(row, key)
+    return moment if moment is not None and 0 <= moment <= TIME_MAX else None
+
+
+def get_seconds(row: JsonObject, key: str) -> float:
+    """Return the value of a key if it may be a duration in seconds, else 0."""
+    return get_time(row, key) or 0.0
+
+
 def to_single_line(value: Any) -> str:
     """Return a value as one line of bounded length, without characters that control a terminal."""
-    shown = value if isinstance(value, str) else repr(value)
+    try:
+        shown = value if isinstance(value, str) else repr(value)
+    except ValueError:  # Python refuses to write a whole number of thousands of digits.
+        shown = "?"
     return "".join(each if each.isprintable() else " " for each in shown[: 4 * _TEXT_MAX]).strip()[:_TEXT_MAX]
 
 
@@ -172,6 +195,11 @@ class LedgerReader:
         self._is_consistent = True
         return self._summary
 
+    @property
+    def num_skipped(self) -> int:
+        """Lines of the ledger that are no events; they were passed over."""
+        return self._tail.num_skipped + self._summary.num_invalid
+
     def _read_new_events(self, checkpoints: Set[int]) -> Set[int]:
         """Apply the new events, and return the steps that were not requested in the previous call."""
         has_restarted, rows = self._tail.read()
@@ -186,23 +214,24 @@ class LedgerReader:
 def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSummary:
     """Add events that follow those in the summary, and return the summary."""
     for row in rows:
-        number, moment, event = get_int(row, "attempt"), get_float(row, "time"), row.get("event")
+        number, moment, event = get_int(row, "attempt"), get_time(row), row.get("event")
         # A line of a later version, or a damaged one, must not hide the history around it.
         if number is None or number < 1 or moment is None or not isinstance(event, str):
+            summary.num_invalid += 1
             continue
         summary.events.append(row)
         attempt = summary.attempts.setdefault(number, AttemptEvents(number))
         attempt.first, attempt.last = min(attempt.first, moment), max(attempt.last, moment)
-        step = get_int(row, "step")
+        step = get_step(row)
         if step is not None and event in _STEP_EVENTS:
             attempt.step = step if attempt.step is None else max(attempt.step, step)
         match event:
             case "start":
                 attempt.start = row
             case "prepare":
-                attempt.compile_seconds = get_float(row, "seconds") or 0.0
+                attempt.compile_seconds = get_seconds(row, "seconds")
             case "init" | "restore":
-                attempt.restore_seconds, attempt.ready = get_float(row, "seconds") or 0.0, moment
+                attempt.restore_seconds, attempt.ready = get_seconds(row, "seconds"), moment
                 attempt.resumed_step = step
                 if step is not None:
                     _drop_steps_after(summary, step)
@@ -211,8 +240,8 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                     if event == "restore" and row.get("tier") != "fast":
                         summary.verified.add(step)
             case "save":
-                blocked_seconds, clock = get_float(row, "blocked_seconds") or 0.0, row.get("clock")
-                steps_seconds = get_float(clock, TimeBucket.STEPS.value) or 0.0 if isinstance(clock, dict) else None
+                blocked_seconds, clock = get_seconds(row, "blocked_seconds"), row.get("clock")
+                steps_seconds = get_seconds(clock, TimeBucket.STEPS.value) if isinstance(clock, dict) else None
                 if steps_seconds is None and attempt.ready is not None:  # An older runner recorded no clock.
                     steps_seconds = max(moment - blocked_seconds - attempt.ready - attempt.stall_seconds, 0.0)
                 if step is not None and steps_seconds is not None:
@@ -261,7 +290,8 @@ def _drop_steps_after(summary: LedgerSummary, step: int) -> None:
 
 def _apply_commit(summary: LedgerSummary, attempt: AttemptEvents, row: JsonObject, step: int, moment: float) -> None:
     size = get_int(row, "bytes")
-    summary.saves.append(SaveRecord(moment, attempt.number, step, size, get_float(row, "seconds_to_durable")))
+    size = None if size is None or size < 0 else size
+    summary.saves.append(SaveRecord(moment, attempt.number, step, size, get_time(row, "seconds_to_durable")))
     if len(summary.saves) > _POINTS_MAX:
         # Half of the points are dropped, and the newest stays: a chart of a long run needs no more.
         summary.saves = summary.saves[1::2]

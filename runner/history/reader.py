@@ -19,7 +19,16 @@ from runner.checkpoint.manifest import CHECKPOINTS, NotCommittedError, read_mani
 from runner.distributed.clock import TimeBucket
 from runner.errors import InvalidError, StorageError
 from runner.history.goodput import AttemptTimeline, compute_goodput, infer_outcome
-from runner.history.ledger import AttemptEvents, LedgerReader, LedgerSummary, get_float, get_int, to_single_line
+from runner.history.ledger import (
+    AttemptEvents,
+    LedgerReader,
+    LedgerSummary,
+    get_float,
+    get_int,
+    get_step,
+    get_time,
+    to_single_line,
+)
 from runner.history.records import (
     AttemptRecord,
     CheckpointRecord,
@@ -34,11 +43,13 @@ from runner.run.clock_file import decode_clock_file, get_clock_file_name
 from runner.run.events import ENVIRONMENT_KEYS
 from runner.run.layout import read_owner, read_result
 from runner.storage import DiskError, JsonObject, Store, parse_number, read_json
+from runner.storage.store import validate_nesting
 
 SEEN_MAX = 32
 _NUM_READERS = 16
 _NUM_CHECKPOINT_READERS = 8
 _SPEED_ROWS = 20
+_SPEC_BYTES_MAX = 1 << 19  # which take a second to parse
 _LOOP = (TimeBucket.DATA_WAIT, TimeBucket.STEPS, TimeBucket.LOST_STEPS, TimeBucket.EVALUATION, TimeBucket.SAVE_STALL)
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -80,12 +91,12 @@ class HistoryReader:
         if not timelines:
             raise InvalidError(f"{store.url}: no run is here" + "".join(f"; {line}" for line in self._unread[:1]))
         sample: tuple[JsonObject, ...] = self._try(lambda: read_sample(store), ())
-        # Read without validation, since a later version of the runner may have written it.
-        spec_content = self._try(lambda: store.read("spec.yaml"), b"")
-        spec = self._try(lambda: yaml.load(spec_content, _YAML_LOADER), None)  # noqa: S506 - both are safe loaders
+        spec = self._try(lambda: _parse_spec(store.read("spec.yaml")), None)
         spec = spec if isinstance(spec, dict) else {}
         result = self._try(lambda: read_result(store), None)
         owner = self._try(lambda: read_owner(store), None)
+        if num_skipped := self._ledger_reader.num_skipped:
+            self._unread.append(f"{num_skipped:,} lines of events.jsonl: they are no events, and are passed over")
 
         newer = [*timelines[1:], None]
         outcomes = [infer_outcome(timeline, after, now) for timeline, after in zip(timelines, newer, strict=True)]
@@ -204,7 +215,7 @@ class HistoryReader:
                 clock = self._try(lambda: decode_clock_file(self._store.read(clock_file)), None)
             nothing: JsonObject = {}
             record = self._try(lambda: read_json(self._store, claim), nothing) if number in claims else nothing
-            return AttemptTimeline(events, clock, get_float(record, "time"))
+            return AttemptTimeline(events, clock, get_time(record))
 
         with ThreadPoolExecutor(_NUM_READERS) as pool:
             timelines = list(pool.map(read_timeline, sorted(claims | set(ledger.attempts))))
@@ -242,22 +253,38 @@ class HistoryReader:
             if sizes.get(file) != size:
                 problem = f"{file} is missing" if file not in sizes else f"{file} has {sizes[file]} bytes, needs {size}"
                 break
+        # A manifest that matches its own digest may still have been written by anybody.
+        moment = get_time({"time": manifest.time})
         is_verified = manifest.is_step and manifest.step in verified
         trust = Verification.DAMAGED if problem else Verification.VERIFIED if is_verified else Verification.COMMITTED
-        return CheckpointRecord(
-            name, manifest.step, trust, manifest.time, manifest.num_bytes, manifest.attempt, problem
-        )
+        return CheckpointRecord(name, manifest.step, trust, moment, manifest.num_bytes, manifest.attempt, problem)
+
+
+def _parse_spec(content: bytes) -> object:
+    """Return what a `spec.yaml` holds, without validation, since a later version of the runner may have written it.
+
+    Raises:
+        ValueError: it is too large, or has aliases, which could stand for any amount of data.
+    """
+    if len(content) > _SPEC_BYTES_MAX:
+        raise ValueError(f"spec.yaml has {len(content)} bytes, more than {_SPEC_BYTES_MAX}")
+    # No runner writes an alias, but a path may have an asterisk.
+    if b"*" in content and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, _YAML_LOADER)):
+        raise ValueError("spec.yaml has aliases")
+    spec = yaml.load(content, _YAML_LOADER)  # noqa: S506 - both are safe loaders
+    validate_nesting(spec)
+    return spec
 
 
 def _find_total_steps(timelines: Sequence[AttemptTimeline], spec: JsonObject) -> int | None:
     """Return the total steps of the newest attempt that recorded them, or else those in the spec."""
     for timeline in reversed(timelines):
-        found = get_int(timeline.events.start, "total_steps")
+        found = get_step(timeline.events.start, "total_steps")
         if found is not None:
             return found
     config = spec.get("config")
     sections = [config, config.get("train")] if isinstance(config, dict) else []
-    known = [get_int(section, "total_steps") for section in sections if isinstance(section, dict)]
+    known = [get_step(section, "total_steps") for section in sections if isinstance(section, dict)]
     # A spec with `total_tokens` alone needs the job's class to compute the steps, which is not imported here.
     return next((found for found in known if found is not None), None)
 
@@ -303,9 +330,11 @@ def _find_stragglers(events: AttemptEvents) -> StragglerRecord | None:
         return None
     found = {}
     for process in late:
-        is_valid = type(process) is int and 0 <= process < len(after_seconds)
-        if is_valid and isinstance(after_seconds[process], int | float):
+        if not (type(process) is int and 0 <= process < len(after_seconds)):
+            continue
+        seconds = get_float({"seconds": after_seconds[process]}, "seconds")
+        if seconds is not None:
             has_name = isinstance(hosts, list) and process < len(hosts)
             host = f" ({to_single_line(hosts[process])})" if isinstance(hosts, list) and has_name else ""
-            found[f"process {process}{host}"] = float(after_seconds[process])
-    return StragglerRecord(get_int(events.straggler, "step") or 0, found)
+            found[f"process {process}{host}"] = seconds
+    return StragglerRecord(get_step(events.straggler) or 0, found)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from runner.distributed.clock import TimeBucket
+from runner.records import INT_MAX
 from runner.storage import JsonObject
 
 
@@ -228,4 +229,7 @@ def to_json(value: Any) -> Any:
         return [to_json(each) for each in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    # YAML has whole numbers that are too long for Python to write in decimal digits.
+    if type(value) is int and abs(value) > INT_MAX:
+        return None
     return value if value is None or isinstance(value, str | int) else str(value)

@@ -45,12 +45,11 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
-from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from runner.console import warn
 from runner.errors import FencedError, InvalidError
-from runner.metrics.rows import EncodedRow, Row, RowTail, find_last_own_step, select_surviving
+from runner.metrics.rows import EncodedRow, Row, RowTail, find_last_own_step, is_damaged, select_surviving
 from runner.run.fence import Fence
 from runner.storage import (
     ABSENT,
@@ -59,10 +58,11 @@ from runner.storage import (
     LocalStore,
     Store,
     Version,
+    as_local,
     encode_line,
     parse_line,
 )
-from runner.storage.store import open_file, translate_errors
+from runner.storage.store import translate_errors
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -550,13 +550,13 @@ def read_sample(store: Store) -> tuple[Row, ...]:
         OSError: the store cannot be read.
         ValueError: the file is damaged.
     """
-    texts = _sample_bucket(store) if store.root is None else _sample_disk(store.root / METRICS_FILE)
+    texts = _sample_bucket(store) if store.root is None else _sample_disk(as_local(store))
     lines = list(select_surviving(texts))
     newest, stride = lines[-_SAMPLE_NEWEST_ROWS:], max(len(lines) // (SAMPLE_ROWS_MAX - _SAMPLE_NEWEST_ROWS), 1)
     return tuple(line.row for line in [*lines[: -_SAMPLE_NEWEST_ROWS or None][::stride], *newest])
 
 
-def _sample_disk(path: Path) -> list[bytes]:
+def _sample_disk(store: LocalStore) -> list[bytes]:
     """Return lines from blocks that are spread over the file, and from its end."""
 
     def split_lines(content: bytes, is_first_block: bool) -> list[bytes]:
@@ -565,7 +565,7 @@ def _sample_disk(path: Path) -> list[bytes]:
         return lines if is_first_block else lines[1:]
 
     try:
-        with translate_errors(path), open_file(path) as file:
+        with store.open(METRICS_FILE) as file, translate_errors(store.root / METRICS_FILE):
             size = file.seek(0, 2)
             tail: list[bytes] = []
             start = size
@@ -627,6 +627,10 @@ class MetricsTailUpdate(NamedTuple):
 class MetricsTail(Protocol):
     """Tailing reader of the rows of one run directory."""
 
+    @property
+    def num_skipped(self) -> int:
+        """Lines since the last restart that are no rows."""
+
     def read(self) -> MetricsTailUpdate:
         """Return the rows that are new since the last reading; none if there are no rows yet.
 
@@ -639,15 +643,20 @@ class MetricsTail(Protocol):
 class LocalMetricsTail:
     """Tailing reader of `metrics.jsonl` on a disk, a `MetricsTail`. Memory holds one line."""
 
-    def __init__(self, path: Path):
-        self._file = FileTail(path)
-        self._step = -1
+    def __init__(self, store: LocalStore):
+        self._file = FileTail(store.root / METRICS_FILE, lambda: store.open(METRICS_FILE))
+        self._step, self._num_damaged = -1, 0
+
+    @property
+    def num_skipped(self) -> int:
+        """Lines since the last restart that are no rows."""
+        return self._num_damaged + self._file.num_skipped
 
     def read(self) -> MetricsTailUpdate:
         """Return the rows of the lines that were appended since the last reading."""
         is_restart, lines = self._file.read()
         if is_restart:
-            self._step = -1
+            self._step, self._num_damaged = -1, 0
         return MetricsTailUpdate(is_restart, self._iterate_rows(lines), [])
 
     def _iterate_rows(self, lines: Iterable[bytes]) -> Iterator[Row]:
@@ -655,6 +664,9 @@ class LocalMetricsTail:
             for line in select_surviving([text], beyond=self._step):
                 self._step = line.step
                 yield line.row
+                break
+            else:
+                self._num_damaged += is_damaged(text)
 
 
 class BucketMetricsTail:
@@ -664,6 +676,12 @@ class BucketMetricsTail:
         self._store = store
         self._parts: list[str] = []  # names of the parts that were read, in order
         self._step = -1
+        self._num_damaged, self._num_damaged_newest = 0, 0
+
+    @property
+    def num_skipped(self) -> int:
+        """Lines since the last restart that are no rows."""
+        return self._num_damaged + self._num_damaged_newest
 
     def read(self) -> MetricsTailUpdate:
         """Return the rows of the parts that are new since the last reading."""
@@ -674,21 +692,25 @@ class BucketMetricsTail:
         # A resumed attempt replaces parts, so known parts that are gone make all rows void.
         is_restart = names[: len(self._parts)] != self._parts or not self._parts
         if is_restart:
-            self._parts, self._step = [], -1
+            self._parts, self._step, self._num_damaged = [], -1, 0
         sealed = decode_parts(content)
-        newest = select_surviving(content.splitlines(), beyond=sealed[-1].last_step if sealed else -1)
+        texts = content.splitlines()
+        self._num_damaged_newest = sum(map(is_damaged, texts[bool(sealed) :]))
+        newest = select_surviving(texts, beyond=sealed[-1].last_step if sealed else -1)
         rows = self._iterate_rows(names[len(self._parts) :])
         return MetricsTailUpdate(is_restart, rows, [line.row for line in newest])
 
     def _iterate_rows(self, names: Iterable[str]) -> Iterator[Row]:
         for name in names:
-            for line in select_surviving(self._store.read(name).splitlines(), beyond=self._step):
+            texts = self._store.read(name).splitlines()
+            for line in select_surviving(texts, beyond=self._step):
                 self._step = line.step
                 yield line.row
+            self._num_damaged += sum(map(is_damaged, texts))
             # Only a part whose rows were all handed over counts as read: the caller may stop in between.
             self._parts.append(name)
 
 
 def open_metrics_tail(store: Store) -> MetricsTail:
     """Return the tailing reader of the rows of a run directory, which begins with the first row."""
-    return BucketMetricsTail(store) if store.root is None else LocalMetricsTail(store.root / METRICS_FILE)
+    return BucketMetricsTail(store) if store.root is None else LocalMetricsTail(as_local(store))

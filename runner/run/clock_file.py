@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from runner.console import warn
 from runner.distributed.clock import COUNTED_BUCKETS, Clock, ClockReading, ClockStore, TimeBucket
 from runner.process import read_creation_ticks, read_machine_id
-from runner.records import Key, validate_record
+from runner.records import TIME_MAX, Key, validate_record
 from runner.storage import BackgroundWriter, Store, parse_json
 from runner.storage.store import fsync
 
@@ -126,6 +126,8 @@ def decode_clock_file(content: bytes) -> ClockRecord:
     # The length check bounds the slot of a damaged header.
     if header["format"] != FORMAT or len(names) > HEADER_BYTES:
         raise ValueError(f"format {header['format']}, this runner reads {FORMAT}")
+    if not all(isinstance(name, str) for name in names) or not 0 <= header["began"] <= TIME_MAX:
+        raise ValueError("its buckets are no names, or its beginning is no time")
     slot = _make_slot_format(len(names))
     size = _CHECKSUM.size + slot.size
     newest = None
@@ -134,6 +136,9 @@ def decode_clock_file(content: bytes) -> ClockRecord:
         if len(packed) < slot.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(packed):
             continue
         number, moment, step, since, index, code, *seconds = slot.unpack(packed)
+        # No comparison with a NaN is true, so this leaves it out too.
+        if step < 0 or not all(0 <= value <= TIME_MAX for value in (moment, since, *map(abs, seconds))):
+            continue
         # A reading with an exit code is always the last one. Others are ordered by the time at which they were taken,
         # not by their number, because a delayed heartbeat may be written after later steps.
         rank = (code >= 0, moment, number)

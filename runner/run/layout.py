@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from runner.errors import InvalidError, NewerFormatError, ResumeError
-from runner.records import Key, validate_record
+from runner.records import STEP_MAX, Key, validate_record
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import (
     JsonObject,
@@ -219,4 +219,7 @@ def read_result(store: Store) -> RunResult | None:
     if record is None:
         return None
     stopped = {key: record.get(key) for key in ("stopped_by", "stopped_because", "stopped_rule")}
+    # It is read to know where a run stands, so that a step that none can have is no result.
+    if not 0 <= record["step"] <= STEP_MAX:
+        return None
     return RunResult(record["step"], record["fingerprint"], **stopped)

@@ -24,7 +24,7 @@ from runner.storage.jsonl import (
     parse_lines,
     read_log,
 )
-from runner.storage.local import LocalStore, default_cache_directory
+from runner.storage.local import ConfinedStore, LocalStore, as_local, default_cache_directory
 from runner.storage.store import (
     ABSENT,
     ChangedError,
@@ -61,6 +61,7 @@ __all__ = [
     "ABSENT",
     "BackgroundWriter",
     "ChangedError",
+    "ConfinedStore",
     "DeadlineError",
     "DeniedError",
     "DiskError",
@@ -77,6 +78,7 @@ __all__ = [
     "Version",
     "WrongKindError",
     "append_line",
+    "as_local",
     "compute_crc32c",
     "create_file",
     "default_cache_directory",

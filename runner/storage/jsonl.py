@@ -30,7 +30,7 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from runner.storage.bucket import BackgroundWriter
-from runner.storage.local import LocalStore
+from runner.storage.local import LocalStore, as_local
 from runner.storage.store import (
     JsonObject,
     Store,
@@ -219,10 +219,15 @@ class TailUpdate(NamedTuple, Generic[Item]):
 
 
 class FileTail:
-    """Tailing reader of the raw lines of one local file, which others append to, truncate or replace."""
+    """Tailing reader of the raw lines of one local file, which others append to, truncate or replace.
 
-    def __init__(self, path: Path):
-        self._path = path
+    Attributes:
+        num_skipped: lines since the last restart that were skipped because they are too long.
+    """
+
+    def __init__(self, path: Path, open_path: Callable[[], BinaryIO] | None = None):
+        self._path, self._open = path, open_path or (lambda: open_file(path))
+        self.num_skipped = 0
         self._identity = (0, 0)  # device and inode of the file that was read
         self._offset = 0
         self._last_line = b""  # the line that ends at `_offset`
@@ -230,12 +235,13 @@ class FileTail:
     def restart(self) -> None:
         """Begin with the first line at the next reading."""
         self._identity, self._offset, self._last_line = (0, 0), 0, b""
+        self.num_skipped = 0
 
     def read(self) -> TailUpdate[bytes]:
         """Return the lines since the last reading; none, as a restart, if there is no file. Raises `OSError`."""
         try:
             with translate_errors(self._path):
-                file = open_file(self._path)
+                file = self._open()
         except FileNotFoundError:
             self.restart()
             return TailUpdate(True, iter(()))
@@ -246,7 +252,7 @@ class FileTail:
         file.seek(self._offset - len(self._last_line))
         is_restart = not (self._identity == before and file.read(len(self._last_line)) == self._last_line)
         if is_restart:
-            self._offset, self._last_line = 0, b""
+            self._offset, self._last_line, self.num_skipped = 0, b"", 0
         return TailUpdate(is_restart, self._lines(file))
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
@@ -262,6 +268,9 @@ class FileTail:
                 else:
                     while text and not text.endswith(b"\n"):
                         text = file.readline(_LINE_BYTES_MAX)
+                    if text:
+                        self._offset, self._last_line = file.tell(), text
+                        self.num_skipped += 1
 
 
 @dataclass(frozen=True)
@@ -278,8 +287,21 @@ class JsonlTail:
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
-        self._file = None if store.root is None else FileTail(store.root / f"{name}.jsonl")
+        self._file: FileTail | None = None
+        self._num_damaged = 0
+        if store.root is not None:
+            self._file = FileTail(store.root / f"{name}.jsonl", lambda: as_local(store).open(f"{name}.jsonl"))
         self._positions: dict[str, _Position] = {}  # of a bucket, by part
+
+    @property
+    def num_skipped(self) -> int:
+        """Lines since the last restart that hold no JSON object, or are too long."""
+        return self._num_damaged + (0 if self._file is None else self._file.num_skipped)
+
+    def _parse(self, content: bytes) -> list[JsonObject]:
+        rows = parse_lines(content)
+        self._num_damaged += sum(bool(line.strip()) for line in content.split(b"\n")) - len(rows)
+        return rows
 
     def restart(self) -> None:
         """Begin with the first row at the next reading."""
@@ -291,7 +313,9 @@ class JsonlTail:
         """Return the rows since the last reading. Raises `OSError`."""
         if self._file is not None:
             is_restart, lines = self._file.read()
-            return TailUpdate(is_restart, (row for line in lines for row in parse_lines(line.rstrip(b"\n"))))
+            if is_restart:
+                self._num_damaged = 0
+            return TailUpdate(is_restart, (row for line in lines for row in self._parse(line.rstrip(b"\n"))))
         positions = self._positions
         listed = {name: info.version for name, info in self._store.list_files(f"{self._name}/").items()}
         changed = [name for name in sorted(listed) if name not in positions or positions[name].version != listed[name]]
@@ -307,7 +331,7 @@ class JsonlTail:
             )
         )
         if is_restart:
-            self._positions = {}
+            self._positions, self._num_damaged = {}, 0
             return TailUpdate(True, self._rows(sorted(listed), listed, {}))
         return TailUpdate(False, self._rows(changed, listed, contents))
 
@@ -324,4 +348,4 @@ class JsonlTail:
                     stop = content.rfind(b"\n") + 1
                     last_line = content[content.rfind(b"\n", 0, max(stop - 1, 0)) + 1 : stop]
                     self._positions[name] = _Position(versions[name], stop, last_line)
-                    yield from parse_lines(content[position.offset : stop])
+                    yield from self._parse(content[position.offset : stop])

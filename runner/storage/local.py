@@ -8,26 +8,31 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 from runner.storage.store import (
     ABSENT,
     ChangedError,
     FileInfo,
+    Store,
     Version,
     WrongKindError,
     compute_chunked_crc32c,
     fsync,
     make_directory,
+    open_descriptor,
     open_file,
     translate_errors,
 )
 
+RECORD_BYTES_MAX = 1 << 26  # of a manifest, the largest record: some megabytes for the largest models
 _CHUNK_BYTES = 1 << 18
 _REMOVE_TRIES = 10
 _NUM_FLUSHES = 8
@@ -52,23 +57,26 @@ class LocalStore:
         self.root = root
         self.url = str(root)
 
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for reading. Raises `WrongKindError` for anything else, without waiting for a pipe."""
+        path = self.root / name
+        with translate_errors(path):
+            return open_file(path)
+
     def read(self, name: str) -> bytes:
         """Return the content of `name`."""
-        path = self.root / name
-        with translate_errors(path), open_file(path) as file:
+        with self.open(name) as file, translate_errors(self.root / name):
             return file.read()
 
     def lines(self, name: str) -> Iterator[bytes]:
         """Iterate over the lines of a file, each with its newline; over nothing if the file is missing."""
-        path = self.root / name
-        with contextlib.suppress(FileNotFoundError), translate_errors(path), open_file(path) as file:
+        with contextlib.suppress(FileNotFoundError), self.open(name) as file, translate_errors(self.root / name):
             yield from file
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
         """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""
-        path = self.root / name
         try:
-            with translate_errors(path), open_file(path) as file:
+            with self.open(name) as file, translate_errors(self.root / name):
                 return file.read(), _get_version(os.fstat(file.fileno()))
         except FileNotFoundError:
             return b"", ABSENT
@@ -76,7 +84,7 @@ class LocalStore:
     def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
         """Return bytes `start .. stop` of a file that must still have `version`."""
         path = self.root / name
-        with translate_errors(path), open_file(path) as file:
+        with self.open(name) as file, translate_errors(path):
             if _get_version(os.fstat(file.fileno())) != version:
                 raise ChangedError(f"{path} is no longer the file that it was")
             file.seek(start)
@@ -178,8 +186,7 @@ class LocalStore:
 
     def compute_digest(self, name: str) -> str:
         """Return the CRC-32C of a file's content."""
-        path = self.root / name
-        with translate_errors(path), open_file(path) as file:
+        with self.open(name) as file, translate_errors(self.root / name):
             return compute_chunked_crc32c(iter(lambda: file.read(_CHUNK_BYTES), b""))
 
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
@@ -231,6 +238,114 @@ class LocalStore:
                     return
                 time.sleep(0.1)
             shutil.rmtree(directory)  # the last pass raises its error
+
+
+class ConfinedStore(LocalStore):
+    """Directory below `top` as a server or a report reads it, which follows no symbolic link below `top`.
+
+    Whoever can write to a run's directory could otherwise have any file of this user shown. Each part of a path is
+    opened relative to the one above it, so a link that is put in place meanwhile leads nowhere either. `top` itself
+    may be a link. A file that is read whole has a limit, since no record of a run is as large.
+    """
+
+    def __init__(self, top: Path, path: str = ""):
+        super().__init__(top / path)
+        self._top, self._path = top, path
+
+    def _open_part(self, name: str, flags: int) -> int:
+        """Return a descriptor of what is below `top` under the name, opened part by part."""
+        path = self.root / name
+        descriptor = os.open(self._top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        parts = Path(self._path, name).parts
+        for index, part in enumerate(parts, start=1):
+            try:
+                mode = os.stat(part, dir_fd=descriptor, follow_symlinks=False).st_mode
+                if part == ".." or stat.S_ISLNK(mode):
+                    raise WrongKindError(f"{path} is behind a symbolic link, which is not followed here")
+                # A device may act on being opened, so that its kind is looked at before.
+                if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                    raise WrongKindError(f"{path} is neither a file nor a directory")
+                more = flags if index == len(parts) else os.O_DIRECTORY
+                inner = os.open(
+                    part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more, dir_fd=descriptor
+                )
+            finally:
+                os.close(descriptor)
+            descriptor = inner
+        return descriptor
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for reading."""
+        path = self.root / name
+        with translate_errors(path):
+            return open_descriptor(self._open_part(name, 0), path)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of `name`. Raises `WrongKindError` if it is too large for a record."""
+        with self.open(name) as file, translate_errors(self.root / name):
+            content = file.read(RECORD_BYTES_MAX + 1)
+        if len(content) > RECORD_BYTES_MAX:
+            raise WrongKindError(f"{self.root / name} is larger than {RECORD_BYTES_MAX} bytes, which no record is")
+        return content
+
+    def list_kinds(self, prefix: str) -> dict[str, bool]:
+        """Return the names directly below `prefix`, each with True if it is a directory; none if it does not exist."""
+        try:
+            with translate_errors(self.root / prefix):
+                descriptor = self._open_part(prefix, os.O_DIRECTORY)
+                try:
+                    with os.scandir(descriptor) as entries:
+                        return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+                finally:
+                    os.close(descriptor)
+        except FileNotFoundError:
+            return {}
+
+    def list_names(self, prefix: str) -> list[str]:
+        """Return the names directly below `prefix`; none if it does not exist."""
+        return list(self.list_kinds(prefix))
+
+    def exists(self, name: str) -> bool:
+        """Return True if there is anything under `name`."""
+        try:
+            return Path(name).name in self.list_kinds(str(Path(name).parent))
+        except WrongKindError:
+            return False
+
+    def list_files(self, start: str) -> dict[str, FileInfo]:
+        """Return every file at any depth whose name begins with `start`, sorted."""
+        parent = start.rpartition("/")[0]
+        found = {}
+        try:
+            with translate_errors(self.root / parent):
+                descriptor = self._open_part(parent, os.O_DIRECTORY)
+                try:
+                    walk = os.fwalk(".", dir_fd=descriptor)
+                    for path, inner in (
+                        (Path(parent, top, name), inner) for top, _, names, inner in walk for name in names
+                    ):
+                        with contextlib.suppress(FileNotFoundError):
+                            status = os.stat(path.name, dir_fd=inner, follow_symlinks=False)
+                            if stat.S_ISREG(status.st_mode):
+                                found[path.as_posix()] = FileInfo(status.st_size, _get_version(status))
+                finally:
+                    os.close(descriptor)
+        except FileNotFoundError:
+            return {}
+        return {name: found[name] for name in sorted(found) if name.startswith(start)}
+
+    def list_sizes(self, prefix: str) -> dict[str, int]:
+        """Return the size in bytes of every file below `prefix`, by its name relative to `prefix`, sorted."""
+        start = f"{prefix}/" if prefix else ""
+        return {name.removeprefix(start): info.size_bytes for name, info in self.list_files(start).items()}
+
+
+def as_local(store: Store) -> LocalStore:
+    """Return the store of a directory on a disk with the methods that only a disk has."""
+    if isinstance(store, LocalStore):
+        return store
+    assert store.root is not None, "a bucket has no files to open"
+    return LocalStore(store.root)
 
 
 def _get_version(status: os.stat_result) -> Version:

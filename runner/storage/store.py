@@ -33,6 +33,7 @@ JsonObject = dict[str, Any]
 Version = str
 ABSENT: Version = ""  # the version of a file that does not exist
 
+NESTING_MAX = 64  # levels of lists and objects in a JSON file
 FIRST_WAIT_SECONDS = 0.2
 LONGEST_WAIT_SECONDS = 10.0
 
@@ -238,7 +239,23 @@ def parse_json(content: bytes) -> JsonObject:
         raise ValueError("nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
+    # Few files have so many brackets, of which most are not inside each other.
+    if content.count(b"[") + content.count(b"{") > NESTING_MAX:
+        validate_nesting(value)
     return value
+
+
+def validate_nesting(value: Any) -> None:
+    """Raise `ValueError` if parsed JSON or YAML has more than `NESTING_MAX` levels.
+
+    It is passed on to functions that recurse, from stacks of any depth.
+    """
+    inner = [value]
+    for _ in range(NESTING_MAX):
+        lists = (each.values() if isinstance(each, dict) else each for each in inner if isinstance(each, dict | list))
+        inner = [leaf for leaves in lists for leaf in leaves]
+    if any(isinstance(each, dict | list) for each in inner):
+        raise ValueError("nested too deeply")
 
 
 def parse_number(name: str) -> int | None:
@@ -307,7 +324,11 @@ def _format_kind(mode: int) -> str:
 def open_file(path: Path) -> BinaryIO:
     """Open a file for reading. Raises `WrongKindError` for anything else than a file, without waiting for a pipe."""
     # Without O_NONBLOCK, opening a pipe would wait for a writer, perhaps for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return open_descriptor(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path)
+
+
+def open_descriptor(descriptor: int, path: Path) -> BinaryIO:
+    """Return the open descriptor of `path` as a file. Raises `WrongKindError` for anything else, and closes it then."""
     kind = _format_kind(os.fstat(descriptor).st_mode)
     if kind != "a file":
         os.close(descriptor)

@@ -1,18 +1,24 @@
 """Server of the dashboard: runs are found below a root, and read again only when something has changed."""
 
 import concurrent.futures
+import contextlib
+import http.client
 import json
 import os
+import re
+import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runner.cli.app import main
 from runner.dashboard import reader as discovery
 from runner.dashboard import server
-from runner.dashboard.app import ResponseBody
+from runner.dashboard.app import DashboardApp, ResponseBody, make_access_policy
 from runner.dashboard.reader import find_runs
 from runner.dashboard.server import PageData, SharedReader
 from runner.history.reader import HistoryReader
@@ -243,3 +249,153 @@ def test_no_request_of_fifty_clients_fails_while_a_run_trains(tmp_path):
         assert crowd.problems == []
         assert set(crowd.statuses) <= {200, 304}
         assert len(crowd.statuses) > 50
+
+
+@contextlib.contextmanager
+def serving(app: Callable[..., Any]) -> Iterator[int]:
+    """Serve an application on real sockets, and give the port."""
+    web = server.make_server(app, "127.0.0.1", 0)
+    thread = threading.Thread(target=web.run, daemon=True)
+    thread.start()
+    try:
+        yield web.effective_listen[0][1]
+    finally:
+        # The loop ends when no socket is left.
+        web.close()
+        thread.join(60)
+
+
+def answer(environ: dict[str, Any], start: Callable[..., Any]) -> list[bytes]:
+    content = b"x" * (1 << 24) if environ["PATH_INFO"] == "/large" else b"ok"
+    start("200 OK", [("Content-Length", str(len(content)))])
+    return [content]
+
+
+def ask(port: int) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Wait until the server closes the connection; what it sent before is dropped."""
+    client.settimeout(60)
+    with contextlib.suppress(ConnectionError):
+        while client.recv(1 << 20):
+            pass
+    return True
+
+
+def test_idle_connections_lock_nobody_out(monkeypatch):
+    monkeypatch.setattr(server, "CONNECTIONS_MAX", 20)
+    with serving(answer) as port, contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(60)]
+        assert ask(port) == b"ok"
+        # The oldest had to go, the newest stay.
+        assert all(map(is_closed, idle[:40]))
+        idle[-1].sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert idle[-1].recv(1000).startswith(b"HTTP/1.0 200")
+
+
+@pytest.mark.soak
+def test_five_hundred_and_twenty_idle_connections_lock_nobody_out():
+    with serving(answer) as port, contextlib.ExitStack() as stack:
+        for _ in range(520):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert ask(port) == b"ok"
+
+
+def drip(client: socket.socket) -> None:
+    """Send a request one byte at a time, and never to its end."""
+    with contextlib.suppress(OSError):
+        client.sendall(b"GET / HTTP/1.1\r\nA: ")
+        while True:
+            client.sendall(b"x")
+            time.sleep(0.05)
+
+
+def stay(client: socket.socket) -> None:
+    """Send one whole request, and nothing after it."""
+    client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+
+def read_nothing(client: socket.socket) -> None:
+    """Ask for much, and read none of it."""
+    client.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    time.sleep(3)
+
+
+@pytest.mark.parametrize("act", [lambda client: None, drip, stay, read_nothing])
+def test_a_slow_client_is_dropped(monkeypatch, act):
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(server, "RESPONSE_SECONDS", 0.5)
+    with serving(answer) as port, socket.create_connection(("127.0.0.1", port)) as client:
+        act(client)
+        assert is_closed(client)
+        assert ask(port) == b"ok"
+
+
+UNESCAPED = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+
+
+def parse_prometheus(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Parse the text format strictly: help and type before the samples of a name, once; no series twice."""
+    label = r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\\\|\\"|\\n)*)"'
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    kinds: dict[str, str] = {}
+    assert text.endswith("\n")
+    for line in text.removesuffix("\n").split("\n"):
+        if comment := re.fullmatch(r"# (HELP|TYPE) ([a-zA-Z_:][a-zA-Z0-9_:]*) (.+)", line):
+            assert (comment[1] == "HELP") == (comment[2] not in kinds), line
+            kinds[comment[2]] = comment[3]
+            continue
+        sample = re.fullmatch(rf"([a-zA-Z_:][a-zA-Z0-9_:]*)\{{({label}(?:,{label})*)\}} (\S+)", line)
+        assert sample, line
+        assert kinds[sample[1]] in ("gauge", "counter")
+        assert list(kinds)[-1] == sample[1]
+        assert (kinds[sample[1]] == "counter") == sample[1].endswith("_total")
+        pairs = re.findall(label, sample[2])
+        labels = tuple((key, re.sub(r"\\.", lambda match: UNESCAPED[match[0]], value)) for key, value in pairs)
+        assert labels not in found.setdefault(sample[1], {}), line
+        found[sample[1]][labels] = float(line.rpartition(" ")[2])
+    return found
+
+
+def test_prometheus_gets_the_figures_of_each_run(tmp_path):
+    names = ["a", 'b "\\" \n {} ü', "c\udcff"]
+    for name in names:
+        make_run(LocalStore(tmp_path / name), num_attempts=2, num_rows=5, **{"perf/mfu": 0.4})
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "job.json").write_text("{}")
+    body = PageData(LocalStore(tmp_path)).read("metrics")
+    assert body is not None
+    found = parse_prometheus(body.plain.decode())
+    key = (("run", "a"),)
+    assert found["runner_run_step"][key] == found["runner_run_total_steps"][key] == 10
+    assert found["runner_run_validation_loss"][key] == 2.5
+    assert found["runner_run_restarts_total"][key] == 1
+    assert 0 < found["runner_run_goodput_ratio"][key] < 1
+    assert found["runner_run_mfu_ratio"][key] > 0
+    assert found["runner_run_tokens_per_second"][key] > 0
+    assert 1 < found["runner_run_loss"][key] < 3
+    assert found["runner_run_seconds_since_last_row"][key] == pytest.approx(time.time() - BEGAN - 1580, abs=60)
+    states = {labels[0][1]: labels[1][1] for labels, value in found["runner_run_state"].items() if value == 1}
+    assert states == {"a": "done", names[1]: "done", "c\\udcff": "done", "bad": "unreadable"}
+    assert all(len(samples) <= 4 * 10 for samples in found.values())
+
+
+def test_figures_for_prometheus_need_the_token_like_every_page(tmp_path):
+    make_run(LocalStore(tmp_path / "a"), num_attempts=1, num_rows=2)
+    app = DashboardApp(make_access_policy("0.0.0.0", "a-token-of-some-length"), PageData(LocalStore(tmp_path)).read)
+    with serving(app) as port:
+        for headers, status in (({}, 401), ({"Authorization": "Bearer a-token-of-some-length"}, 200)):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("GET", "/metrics", headers=headers)
+            response = connection.getresponse()
+            content = response.read()
+            connection.close()
+            assert (response.status, b"runner_run_step" in content) == (status, status == 200)
+    assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"

@@ -1,0 +1,369 @@
+"""Every file of a run x every hostile value: each reading command still answers, and other runs are shown as before."""
+
+import contextlib
+import json
+import os
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.checkpoint.manifest import Manifest, seal
+from runner.cli.app import run_command
+from runner.dashboard import report, server
+from runner.dashboard.reader import find_runs
+from runner.dashboard.report import render_report
+from runner.dashboard.server import PageData
+from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
+from runner.errors import RunnerError
+from runner.run.clock_file import HEADER_BYTES, encode_slot
+from runner.storage import ConfinedStore, JsonObject, LocalStore, WrongKindError, encode_json
+from tests.dashboard.lives import BEGAN, events_of, make_run, rows_of
+
+HUGE = "9" * 400  # an integer that no float holds
+# Each as it is written in JSON, which Python's parser takes although some are no JSON.
+VALUES = {
+    "beyond float64": "1e400",
+    "below float64": "-1e400",
+    "huge integer": HUGE,
+    "huge negative integer": f"-{HUGE}",
+    "integer without end": "9" * 5000,
+    "beyond 64 bits": str(1 << 64),
+    "beyond 62 bits": str(1 << 62),
+    "large float": "1e308",
+    "tiny": "5e-324",
+    "NaN": "NaN",
+    "infinity": "Infinity",
+    "negative infinity": "-Infinity",
+    "negative": "-1",
+    "zero": "0",
+    "fraction": "1.5",
+    "text": '"abc"',
+    "no text": '""',
+    "lone surrogate": '"\\ud800\\udfff"',
+    "controls": '"\\u0000\\u001b[31m\\u202e"',
+    "yes": "true",
+    "null": "null",
+    "list": "[1, [2]]",
+    "empty list": "[]",
+    "object": '{"a": {"b": null}}',
+    "nested": "[" * 500 + "]" * 500,
+    "nested deeply": "[" * 200_000 + "]" * 200_000,
+}
+# Damages of a line, or of a whole file: functions of its content.
+DAMAGES = {
+    "no UTF-8": lambda content: content[:5] + b"\xff\xfe\xc3" + content[5:],
+    "a byte-order mark": lambda content: b"\xef\xbb\xbf" + content,
+    "UTF-16": lambda content: content.decode().encode("utf-16"),
+    "zeros": lambda content: b"\0" * len(content),
+    "every key twice": lambda content: content.strip()[:-1] + b", " + content.strip()[1:],
+    "torn": lambda content: content[: len(content) // 2],
+    "a list": lambda content: b"[1]",
+    "nothing": lambda content: b"",
+}
+
+
+def pack_clock(header: JsonObject, reading: ClockReading) -> bytes:
+    return json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n" + encode_slot(1, reading) * 4
+
+
+READING = ClockReading(BEGAN + 2700, 60, BEGAN + 2690, TimeBucket.SHUTDOWN, (1.0,) * len(COUNTED_BUCKETS), 0)
+HEADER: JsonObject = {
+    "format": 1, "began": BEGAN + 2000, "host": "host", "machine": "m", "pid": 1, "created": 1,
+    "buckets": [bucket.value for bucket in COUNTED_BUCKETS],
+}  # fmt: skip
+MANIFEST = Manifest("20", 1, BEGAN, 20, "0", {"seed": 0}, "arrays", files={"a": [1, "00000000"]}, fingerprint="f")
+MORE_EVENTS: tuple[JsonObject, ...] = (
+    {"event": "evaluate", "step": 20, "figures": {"val/loss": 2.5}},
+    {"event": "straggler", "step": 20, "late": [0], "after_seconds": [1.0]},
+    {"event": "failed", "step": 20, "code": 1, "reason": "x"},
+    {"event": "fallback", "step": 20, "rejected": 7, "reason": "x"},
+    {"event": "corruption", "step": 20, "reason": "x"},
+    {"event": "changed", "step": 20, "changes": ["x"]},
+    {"event": "save", "step": 20, "blocked_seconds": 1.0, "clock": {"steps": 1.0}},
+)
+# Records of each file, in which each value is replaced in turn.
+RECORDS: dict[str, list[JsonObject]] = {
+    "job.json": [{"id": "0" * 12, "name": "life", "time": BEGAN, "identity": {"seed": 0}, "format": 1}],
+    "result.json": [{
+        "step": 60, "fingerprint": "f", "tokens": 1, "train_loss": 1.0, "val_loss": 1.0, "stopped_by": "hook",
+        "stopped_because": "x", "stopped_rule": 1, "best_step": 1, "best_value": 1.0,
+    }],
+    "events.jsonl": [
+        *list(events_of(1, 20)),
+        *({"time": BEGAN + 900, "attempt": 1, "process": 0} | each for each in MORE_EVENTS),
+    ],
+    "metrics.jsonl": [list(rows_of(1, 20))[-1] | {
+        "step": 61, "train/x": 1.0, "val/h": {"counts": [1], "edges": [0.0, 1.0]}, "data/web/tokens": 5,
+    }],
+    "attempts/3": [{"time": BEGAN + 2000}],
+    "attempts/3.clock": [HEADER],
+    "checkpoints/20/manifest.json": [MANIFEST.to_json()],
+    "spec.yaml": [{"name": "life", "config": {"train": {"total_steps": 60}}, "topology": {"mesh": {"data": 1}}}],
+}  # fmt: skip
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in a tree of JSON."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from paths_of(inner, (*path, key))
+
+
+def put(record: JsonObject, path: tuple[Any, ...], token: str) -> bytes:
+    """Return the record as JSON in which the value at `path` is `token`."""
+    changed = json.loads(json.dumps(record))
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = "@@"
+    return json.dumps(changed).replace('"@@"', token).encode()
+
+
+def write(directory: Path, name: str, content: bytes) -> None:
+    """Put hostile content in the place of a file; in a log, as a line among the others."""
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".jsonl"):
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([*lines[:2], content + b"\n", *lines[2:], content + b"\n"]))
+    elif name.endswith(".clock"):
+        path.write_bytes(content.ljust(HEADER_BYTES - 1)[: HEADER_BYTES - 1] + b"\n" + encode_slot(1, READING) * 4)
+    elif name.endswith("manifest.json"):
+        try:  # a manifest that matches its own digest
+            path.write_bytes(seal(json.loads(content)))
+        except (ValueError, RecursionError):
+            path.write_bytes(content)
+    else:
+        path.write_bytes(content)
+
+
+def make_lives(base: Path) -> None:
+    """Make a run to strike, and a good one beside it."""
+    for name in ("bad", "good"):
+        store = make_run(LocalStore(base / name))
+        store.write("attempts/3", encode_json({"time": BEGAN + 2000}))
+        store.write("attempts/3.clock", pack_clock(HEADER, READING))
+        store.write("checkpoints/20/manifest.json", MANIFEST.encode())
+        store.write("result.json", encode_json(RECORDS["result.json"][0]))
+        store.write("logs/3.0.log", b"log\n")
+
+
+def read(pages: PageData, name: str) -> str:
+    body = pages.read(name)
+    assert body is not None
+    return body.plain.decode()
+
+
+@contextlib.contextmanager
+def one_line_at_most() -> Iterator[None]:
+    """Let a command end with an error of its own, such as that there is no run; it is one line of bounded length."""
+    try:
+        yield
+    except RunnerError as error:
+        found = error.exit_code, str(error)
+    else:
+        return
+    assert found[0] in (2, 76)
+    assert "\n" not in found[1]
+    assert len(found[1]) < 2000
+
+
+def look(base: Path) -> None:
+    """Have every reading command look at the run that was struck; whatever one lets out is a failure of the test."""
+    bad = base / "bad"
+    for words in (["status"], ["status", "--json"], ["metrics"], ["metrics", "--csv"], ["checkpoints"]):
+        with one_line_at_most():
+            assert run_command([words[0], str(bad), *words[1:]]) in (0, 1)
+    with one_line_at_most():
+        assert len(render_report([LocalStore(bad), LocalStore(base / "good")])) < 1 << 20
+    pages = PageData(LocalStore(base))
+    lines = {line["name"]: line for line in json.loads(read(pages, ""))["table"]}
+    assert lines["good"]["state"].startswith("done")
+    assert set(lines) == {"bad", "good"}
+    for line in lines.values():
+        page = read(pages, line["id"])
+        assert len(page) < 1 << 20
+        is_shown = "runs" in json.loads(page)
+        assert is_shown or line["name"] == "bad"
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    monkeypatch.setattr(report, "read_plotly", lambda: "globalThis.Plotly = {};")
+
+
+def strike(base: Path, cases: Iterable[tuple[str, str, bytes]]) -> None:
+    """Strike a run with each case in turn, and say which commands fell over."""
+    problems = []
+    make_lives(base)
+    for name, case, content in cases:
+        path = base / "bad" / name
+        before = path.read_bytes()
+        write(base / "bad", name, content)
+        try:
+            look(base)
+        except Exception as error:  # noqa: BLE001 - whatever a reader lets out is what this test looks for
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            problems.append(f"{name}: {case}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"[-300:])
+        path.write_bytes(before)
+    assert not problems, "\n".join(problems)
+
+
+def iterate_cases(name: str) -> Iterator[tuple[str, str, bytes]]:
+    """Yield each value at each place of a file; in a log all places at once, since each line stands for itself."""
+    records = RECORDS[name]
+    for value, token in VALUES.items():
+        lines = [(f"{'.'.join(map(str, path))} is {value}", put(record, path, token))
+                 for record in records for path in paths_of(record)]  # fmt: skip
+        if name.endswith(".jsonl"):
+            yield name, f"everything is {value}", b"\n".join(content for _, content in lines)
+        else:
+            yield from ((name, case, content) for case, content in lines)
+    for damage, act in DAMAGES.items():
+        yield name, damage, b"\n".join(act(json.dumps(record).encode()) for record in records)
+
+
+def pick(name: str) -> Iterator[tuple[str, str, bytes]]:
+    """Yield about five cases of a file, each value at another place."""
+    cases = list(iterate_cases(name))
+    return iter(cases[3 :: max(len(cases) // 5, 1) | 1])
+
+
+@pytest.mark.parametrize("choose", [pick, pytest.param(iterate_cases, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", RECORDS)
+def test_no_value_in_any_file_of_a_run_takes_a_reader_down(tmp_path, capsys, name, choose):
+    strike(tmp_path / "runs", choose(name))
+
+
+def test_a_bad_line_is_passed_over_and_counted(tmp_path):
+    store = make_run(LocalStore(tmp_path / "a"), num_attempts=1, num_rows=4)
+    for name in ("events.jsonl", "metrics.jsonl"):
+        long = b'{"step": 3, "x": "' + b"x" * (2 << 20) + b'"}'
+        write(tmp_path / "a", name, b"\n".join([b'{"step": 2, "time": NaN', b"\xff", b'{"step": 1e400}', b"", long]))
+    assert store.root is not None
+    pages = PageData(LocalStore(tmp_path))
+    (line,) = json.loads(read(pages, ""))["table"]
+    (run,) = json.loads(read(pages, line["id"]))["runs"]
+    assert run["rows"] == 4
+    assert {text.partition(":")[0].partition(" are")[0] for text in run["warnings"]} == {
+        "8 lines of events.jsonl", "8 lines of metrics.jsonl",
+    }  # fmt: skip
+
+
+def test_a_bug_in_the_reading_of_one_run_is_one_bad_line(tmp_path, monkeypatch):
+    make_lives(tmp_path)
+
+    def build(title, snapshots, points_max, original=server.build_view):
+        return 1 // 0 if title == "bad" else original(title, snapshots, points_max)
+
+    monkeypatch.setattr(server, "build_view", build)
+    monkeypatch.setattr(server, "_build_line", lambda run, history, original=server._build_line: (
+        1 // 0 if run.path == "bad" else original(run, history)))  # fmt: skip
+    pages = PageData(LocalStore(tmp_path))
+    bad, good = json.loads(read(pages, ""))["table"]
+    assert "a bug: ZeroDivisionError" in bad["state"]
+    assert good["state"].startswith("done")
+    assert "a bug: ZeroDivisionError" in json.loads(read(pages, bad["id"]))["problem"]
+    assert json.loads(read(pages, good["id"]))["runs"]
+
+
+@pytest.mark.soak
+def test_a_line_of_a_hundred_megabytes_is_passed_over(tmp_path, capsys):
+    for name in ("events.jsonl", "metrics.jsonl", "spec.yaml", "job.json", "result.json", "attempts/3"):
+        make_lives(tmp_path / name)
+        write(tmp_path / name / "bad", name, b'{"step": 61, "x": "' + b"x" * 100_000_000 + b'"}')
+        look(tmp_path / name)
+
+
+SECRET = "the-servers-own-secret"
+
+
+def elsewhere(tmp_path: Path) -> Path:
+    """Return a file outside of the root that the user of the server can read."""
+    path = tmp_path / "elsewhere" / "secret"
+    path.parent.mkdir(exist_ok=True)
+    line = {"time": BEGAN, "attempt": 1, "event": "failed", "reason": SECRET, "step": 9, "train/loss": 1.0, SECRET: 1.0}
+    path.write_text(json.dumps(line | {"name": SECRET, "id": SECRET, "identity": {}, "fingerprint": SECRET}) + "\n")
+    return path
+
+
+def link_to_file(path: Path, secret: Path) -> None:
+    path.symlink_to(secret)
+
+
+def link_to_directory(path: Path, secret: Path) -> None:
+    """Put a link in the place of the directory that the file is in."""
+    inner = secret.parent / path.name
+    inner.write_bytes(secret.read_bytes())
+    parent = path.parent
+    parent.rename(parent.with_name("moved"))
+    parent.symlink_to(secret.parent)
+
+
+def pipe(path: Path, secret: Path) -> None:
+    os.mkfifo(path)
+
+
+def directory(path: Path, secret: Path) -> None:
+    path.mkdir()
+
+
+def device(path: Path, secret: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("kind", [link_to_file, link_to_directory, pipe, directory, device])
+@pytest.mark.parametrize("name", [*RECORDS, "logs/4.0.log"])
+def test_no_page_shows_what_is_outside_or_waits_for_a_pipe(tmp_path, name, kind):
+    make_lives(tmp_path / "runs")
+    path = tmp_path / "runs" / "bad" / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    kind(path, elsewhere(tmp_path))
+    pages = PageData(LocalStore(tmp_path / "runs"))
+    lines = json.loads(read(pages, ""))["table"]
+    shown = [read(pages, ""), *(read(pages, line["id"]) for line in lines)]
+    # The directory that a report is asked for may be a link itself.
+    if not (tmp_path / "runs" / "bad").is_symlink():
+        shown.append(render_report([LocalStore(tmp_path / "runs" / "bad")]))
+    assert [line["state"] for line in lines if line["name"] == "good"] == ["done: stopped by hook: x"]
+    assert not [page for page in shown if SECRET in page]
+
+
+def test_a_directory_that_becomes_a_link_after_the_search_leads_nowhere(tmp_path):
+    make_lives(tmp_path / "runs")
+    found = find_runs(ConfinedStore(tmp_path / "runs"))
+    (tmp_path / "runs" / "bad").rename(tmp_path / "moved")
+    (tmp_path / "runs" / "bad").symlink_to(tmp_path / "moved")
+    for name in ("spec.yaml", "../good/spec.yaml"):
+        with pytest.raises(WrongKindError, match="symbolic link"):
+            found.runs[0].store.read(name)
+    assert found.runs[1].store.read("spec.yaml")
+
+
+def test_a_root_that_is_a_link_is_read_like_any_other(tmp_path):
+    make_lives(tmp_path / "runs")
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    assert len(json.loads(read(PageData(LocalStore(tmp_path / "link")), ""))["table"]) == 2
+    (tmp_path / "run").symlink_to(tmp_path / "runs" / "good")
+    assert '"rows":60' in render_report([LocalStore(tmp_path / "run")])
+
+
+def test_both_stores_of_a_directory_list_the_same(tmp_path):
+    make_lives(tmp_path)
+    plain, confined = LocalStore(tmp_path), ConfinedStore(tmp_path)
+    inner = ConfinedStore(tmp_path, "good")
+    assert confined.list_files("") == plain.list_files("")
+    assert confined.list_files("good/attempts/3") == plain.list_files("good/attempts/3")
+    assert inner.list_sizes("checkpoints") == plain.list_sizes("good/checkpoints")
+    assert sorted(inner.list_names("")) == sorted(plain.list_names("good"))
+    assert (inner.list_names("none"), inner.list_files("none/"), inner.exists("none")) == ([], {}, False)
+    assert inner.exists("spec.yaml")
+    assert inner.exists("checkpoints/20")
+    with pytest.raises(FileNotFoundError):
+        inner.read("none")
