@@ -91,7 +91,7 @@ class HistoryReader:
         if not timelines:
             raise InvalidError(f"{store.url}: no run is here" + "".join(f"; {line}" for line in self._unread[:1]))
         sample: tuple[JsonObject, ...] = self._try(lambda: read_sample(store), ())
-        spec = self._try(lambda: _parse_spec(store.read("spec.yaml")), None)
+        spec = self._try(lambda: parse_spec(store.read("spec.yaml")), None)
         spec = spec if isinstance(spec, dict) else {}
         result = self._try(lambda: read_result(store), None)
         owner = self._try(lambda: read_owner(store), None)
@@ -260,7 +260,7 @@ class HistoryReader:
         return CheckpointRecord(name, manifest.step, trust, moment, manifest.num_bytes, manifest.attempt, problem)
 
 
-def _parse_spec(content: bytes) -> object:
+def parse_spec(content: bytes) -> object:
     """Return what a `spec.yaml` holds, without validation, since a later version of the runner may have written it.
 
     Raises:
