@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from experiments.model.attention import cached_attention, causal_attention
+from experiments.model.config import validate_axes
 from experiments.model.embedding import EmbeddingNoise, lookup, loss_sum_of, unembed
 from experiments.model.layers import (
     INIT_STDDEV,
@@ -84,6 +85,7 @@ class GPTConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _validate_heads(self) -> "GPTConfig":
+        validate_axes(self)
         if self.width % self.heads:
             raise ValueError(
                 f"width={self.width} does not divide over heads={self.heads}; use a multiple of {self.heads}"

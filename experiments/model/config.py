@@ -32,10 +32,21 @@ from runner.optim.groups import Parameter
 from runner.spec import Auto, FrozenModel
 from runner.storage import JsonObject
 
+AXIS_LIMIT = 1 << 31
 _MUP_OPTIMIZER = "adamw"  # the optimizer that the table's column is for
 _UNSCALED_SECTIONS = ("latent", "moe")  # they add matrices whose other widths the table does not cover
 
 LayerKind = Literal["full", "window", "no_rope"]
+
+
+def validate_axes(section: FrozenModel, prefix: str = "") -> None:
+    """Raise `ValueError` for a number that is no size of an axis: programs index axes by 32-bit integers."""
+    for key in type(section).model_fields:
+        value = getattr(section, key)
+        if isinstance(value, FrozenModel):
+            validate_axes(value, f"{prefix}{key}.")
+        elif isinstance(value, int) and value >= AXIS_LIMIT:
+            raise ValueError(f"{prefix}{key}={value} is too large; needs less than {AXIS_LIMIT}")
 
 
 class WidthScaledConfig(ModelConfig):
@@ -235,12 +246,22 @@ class DecoderConfig(WidthScaledConfig):
 
     @model_validator(mode="after")
     def _validate_sizes(self) -> "DecoderConfig":
+        validate_axes(self)
+
         # Heads.
         if self.latent is None and self.head_dim == "auto" and self.width % self.heads:
             raise ValueError(
                 f"width={self.width} does not divide over heads={self.heads}; use a multiple of {self.heads}, or set "
                 "head_dim"
             )
+        joined = {"heads x head size": self.heads * max(self.head_size, self.value_size)}
+        if self.moe is not None:
+            joined["moe.shared_experts x width"] = self.moe.shared_experts * (
+                self.mlp_width if self.moe.expert_width == "auto" else self.moe.expert_width
+            )
+        for name, size in joined.items():
+            if size >= AXIS_LIMIT:
+                raise ValueError(f"{name}={size} is too large for an axis; needs less than {AXIS_LIMIT}")
         if self.rotary_size % 2:
             key = "head_dim" if self.latent is None else "latent.rotary_head_dim"
             raise ValueError(f"{key}={self.rotary_size} is odd; rotary positions need pairs, use an even number")

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from runner.checkpoint.leaves import flatten_with_names
@@ -313,7 +314,9 @@ def load_init_from(
         if store is None:
             # The best step may change at any time, so one process resolves it for all.
             path = attempt.hosts.run_on_main(lambda: _resolve_best(rule.path))
-            return load_weights(attempt, path, weights, rule.weights)
+            loaded = load_weights(attempt, path, weights, rule.weights)
+            validate_finite(loaded, lambda name, _: f"{path}: {name}")
+            return loaded
         loaded, problem = None, None
         notes: tuple[str, ...] = ()
         try:
@@ -332,12 +335,41 @@ def load_init_from(
         first = next((other for other in attempt.hosts.gather(problem) if other is not None), None)
         if first is not None:
             raise InvalidError(first[1]) if first[0] == "invalid" else StorageError(first[1])
+
+        def describe_tensor(name: str, index: tuple[int, ...]) -> str:
+            for piece, tensor in match.pieces[name]:
+                if tensor is not None and piece.index == index[: len(piece.index)]:
+                    return f"{store.url}/{tensor.file}: {piece.tensor}"
+            return f"{store.url}: {name}"
+
+        validate_finite(loaded, describe_tensor)
     # Every process has the same notes.
     if attempt.hosts.is_main:
         for line in notes:
             warn(line)
     attempt.say(f"weights taken from {store.url}")
     return loaded
+
+
+def validate_finite(weights: Any, describe: Callable[[str, tuple[int, ...]], str]) -> None:
+    """Raise `InvalidError` for weights with NaN, or with values beyond their type. Every process calls it.
+
+    Args:
+        weights: arrays that were read.
+        describe: function of the name of a leaf, and the index of a bad element in it, that returns where it was read.
+    """
+    # The devices compute in parallel, and only scalars are fetched.
+    leaves = flatten_with_names(weights)
+    has_bad = jax.jit(lambda leaf: jnp.any(~jnp.isfinite(leaf)))
+    found = {name: has_bad(leaf) for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    for name, is_bad in jax.device_get(found).items():
+        if is_bad:
+            position = jax.jit(lambda leaf: jnp.argmax(~jnp.isfinite(leaf)))(leaves[name])
+            index = tuple(int(at) for at in np.unravel_index(int(position), leaves[name].shape))
+            raise InvalidError(
+                f"{describe(name, index)} has values that are NaN, infinite or beyond {leaves[name].dtype}; training "
+                "would diverge at the first step; use other weights"
+            )
 
 
 def _resolve_best(path: str) -> str:

@@ -279,10 +279,6 @@ class ScheduleConfig(FrozenModel):
     def _validate_keys(self) -> "ScheduleConfig":
         if self.name == "wsd" and self.decay_steps is None:
             raise ValueError("missing key decay_steps, which wsd needs; give the steps of its decay")
-        if self.name != "wsd" and self.decay_steps is not None:
-            raise ValueError(
-                f"decay_steps={self.decay_steps} is for wsd only, and the schedule is {self.name}; leave it out"
-            )
         if self.warmup_share is not None and self.warmup_steps:
             steps, share = self.warmup_steps, self.warmup_share
             raise ValueError(f"got both warmup_steps={steps} and warmup_share={share}; keep one of them")

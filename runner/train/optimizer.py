@@ -89,6 +89,11 @@ class OptimizerChoice:
         is_rate_read = isinstance(self.optimizer, str) and isinstance(self.schedule, str)
         if is_rate_read and config.optimizer.learning_rate is None:
             found["optimizer"] = "missing key learning_rate"
+        # The spec's own name is checked when it is read; a job that returns another one reads the same keys.
+        missing = {"wsd": ("decay_steps",), "inverse_square_root": ("warmup_steps", "warmup_share")}
+        keys = missing.get(self.schedule, ()) if isinstance(self.schedule, str) else ()
+        if isinstance(self.optimizer, str) and keys and not any(getattr(config.schedule, key) for key in keys):
+            found["schedule"] = f"missing key {keys[0]}, which {self.schedule} of schedule() needs"
         return found
 
 

@@ -253,3 +253,27 @@ def test_weights_have_the_sharding_of_the_given_state(run: BaseTrainer, director
     message = r"params\.blocks\.attention_norm\.bias: checkpoint has float32\[2,32\], the job float32\[2,32,1\]"
     with pytest.raises(InvalidError, match=message):
         open_checkpoint(run.store.root, like=other)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (np.nan, "float32"),
+        (-np.inf, "float32"),
+        (1e300, "float64"),
+        pytest.param(np.inf, "float16", marks=pytest.mark.soak),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused_by_tensor_and_file(
+    value: float, dtype: str, directory: Path, exported: Path
+):
+    source = shutil.copytree(exported, directory / f"bad-{value}-{dtype}")
+    found = load_file(source / "model.safetensors")
+    name = next(name for name in sorted(found) if ".h.1." in name and name.endswith("weight"))
+    bad = found[name].astype(dtype)
+    bad.reshape(-1)[-1] = value
+    save_file({**found, name: bad}, source / "model.safetensors")
+    with pytest.raises(InvalidError, match=rf"model\.safetensors: {re.escape(name)} has values that are NaN") as caught:
+        gpt(directory / f"from-{value}-{dtype}", **JOB | {"checkpoint.init_from": str(source)})()
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2

@@ -5,8 +5,11 @@ import math
 import pytest
 from pydantic import ValidationError
 
+from runner.errors import InvalidError
 from runner.optim.config import SCHEDULES, ScheduleConfig
 from runner.optim.library import make_schedule
+from tests.support.tiny import gpt
+from tests.test_values import TrainLookup
 
 PEAK, FINAL, TOTAL = 0.3, 0.02, 400
 WARMUP, DECAY, POWER, CYCLES = 40, 90, 1.5, 3
@@ -102,3 +105,29 @@ def test_schedules_keep_their_final_rate(name):
 def test_an_invalid_warm_up_is_refused(config, message):
     with pytest.raises(ValidationError, match=message):
         ScheduleConfig(**config)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_that_the_job_names_reads_the_keys_of_the_spec(name, tmp_path):
+    class Naming(TrainLookup):
+        @classmethod
+        def schedule(cls):
+            return name
+
+    def problems(**config):
+        changes = {"config.schedule": config, "config.train.total_steps": TOTAL, "config.optimizer.learning_rate": 0.1}
+        return gpt(tmp_path / "run", Naming, **changes).setup_builder
+
+    own = KEYS.get(name, {}) | {"warmup_steps": WARMUP}
+    own |= {"final_learning_rate": FINAL} if "final_learning_rate" in SCHEDULES[name].defaults else {}
+    builder = problems(**own)
+    builder.validate_keys_read()
+    schedule = builder.optimizer_choice.build_schedule(builder.config)
+    assert float(schedule(350)) == pytest.approx(rates(name, [350], 0.1, TOTAL, **own)[0])
+    needed = {"wsd": "decay_steps", "inverse_square_root": "warmup_steps"}.get(name)
+    if needed is not None:
+        with pytest.raises(InvalidError, match=rf"config.schedule: missing key {needed}, which {name} of schedule"):
+            problems(**{key: value for key, value in own.items() if key != needed}).validate_keys_read()
+    if name != "wsd":
+        with pytest.raises(InvalidError, match=f"decay_steps: .*{name} does not read it, wsd would"):
+            problems(**own, decay_steps=5).validate_keys_read()

@@ -296,3 +296,27 @@ def test_packed_documents_on_many_devices_equal_single_documents_on_one(name, si
     for got, want in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
     assert len(rows) < NUM_DOCUMENTS
+
+
+AXES = ["layers", "heads", "width", "mlp_width", "head_dim", "vocabulary_size", "base_width", "window"]
+AXES += [f"moe.{key}" for key in ("experts", "expert_width", "shared_experts")]
+AXES += [f"latent.{key}" for key in ("key_value_rank", "query_rank", "rotary_head_dim", "value_head_dim")]
+SECTIONS = {
+    "moe": {"experts": 8, "experts_per_token": 2},
+    "latent": {"key_value_rank": 8, "plain_head_dim": 8, "rotary_head_dim": 8, "value_head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("key", AXES)
+@pytest.mark.parametrize("size", [2**31, 2**63])
+def test_a_size_that_no_axis_has_is_refused_by_its_key(key: str, size: int) -> None:
+    sizes = {"layers": 2, "heads": 4, "width": 64, "mlp_width": 64}
+    section, _, name = key.rpartition(".")
+    sizes |= {section: SECTIONS[section] | {name: size}} if section else {key: size}
+    with pytest.raises(ValidationError, match=rf"{key}={size} is too large; needs less than 2147483648"):
+        DecoderConfig.model_validate(sizes)
+
+
+def test_the_product_of_heads_and_their_width_is_an_axis_too() -> None:
+    with pytest.raises(ValidationError, match="heads x head size=2147483648 is too large for an axis"):
+        DecoderConfig.model_validate({"layers": 1, "heads": 2, "head_dim": 2**30, "width": 8, "mlp_width": 8})
