@@ -376,6 +376,21 @@ def test_of_equal_documents_the_first_alone_is_kept(tmp_path, capsys, monkeypatc
     assert not list((tmp_path / "run/corpus").glob("*.digests"))
 
 
+def test_duplicates_are_left_out_of_dialogues_too(tmp_path):
+    pairs = [{"prompt": f"{i % 7}?", "completion": "yes" if i < 20 else "no"} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    changes = {"config.source": str(tmp_path / "a.jsonl"), "config.chat": {}, "config.deduplicate": True}
+    tokenise(tmp_path / "run", **changes, **{"config.shard_bytes": 30, "config.separator": 0, "config.begin": 1})()
+    found = decode_corpus(tmp_path / "run/corpus")
+    assert found == list(dict.fromkeys(f"\x01{pair['prompt']}{pair['completion']}" for pair in pairs))
+
+
+def test_a_source_without_documents_has_no_duplicates(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n")
+    changes = {"config.source": str(tmp_path / "a.jsonl"), "config.deduplicate": True, "config.shuffle": True}
+    assert "holds no document" in refusal(tmp_path / "run", **changes)
+
+
 def test_a_shuffled_corpus_without_duplicates_is_the_same_after_every_loss(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(inputs.lines(REPEATED))
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.deduplicate": True, "config.shuffle": True}

@@ -10,13 +10,13 @@ import pytest
 
 from tests.support.faked import environment
 from tests.support.harness import DEADLINE_SECONDS, LITTLE, WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, command
-from tests.support.inputs import DOCUMENTS, SEPARATOR, content_of, tokenise, tokenise_document, write_texts
+from tests.support.inputs import DOCUMENTS, SEPARATOR, content_of, read_corpus, tokenise, tokenise_document, write_texts
 
 NUM_KILLS = 30
 LONGEST_START_SECONDS = 3.0
 
 
-def make_job(tmp_path: Path, num_documents: int) -> Job:
+def make_job(tmp_path: Path, num_documents: int, **more: Any) -> Job:
     """A job of many small pieces, whose tokenizer is trained first, and beside it the corpus that it should make."""
     changes: dict[str, Any] = {
         "config.source": write_texts(tmp_path / "in", (DOCUMENTS * 40)[:num_documents]),
@@ -25,6 +25,7 @@ def make_job(tmp_path: Path, num_documents: int) -> Job:
         "config.shard_bytes": 200,
         "checkpoint.every_steps": 50,
         "deadlines.start_seconds": 20.0,  # a host that was killed before it came is waited for so long
+        **more,
     }
     tokenise(tmp_path / "whole", **changes)()
     spec = tmp_path / "spec.yaml"
@@ -72,6 +73,25 @@ def test_one_job_gives_the_same_corpus_on_one_three_and_two_hosts_through_a_stor
         attempts, done = job.start_processes((1, 3, 2)[kill % 3]), num_pieces(job)
         strike(job, attempts, chance, done + (total - done) // (NUM_KILLS + 1 - kill))
     assert num_pieces(job) > 10
+    last = job.launch(2, max_restarts=0)
+    last.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
+    expect_whole(job)
+
+
+@pytest.mark.soak
+def test_a_shuffled_corpus_without_duplicates_is_the_same_through_a_storm_of_kills(tmp_path):
+    """Every document is there forty times, so that nearly all of the work is to find that out."""
+    job, chance = make_job(tmp_path, 4800, **{"config.shuffle": True, "config.deduplicate": True}), random.Random(7)
+    assert len(read_corpus(tmp_path / "whole/corpus")) == len(DOCUMENTS)
+    for kill in range(12):
+        attempts = job.start_processes((1, 3, 2)[kill % 3])
+        time.sleep(chance.uniform(1.0, 8.0))
+        for attempt in attempts if chance.random() < 0.7 else attempts[:1]:
+            attempt.kill()
+        for attempt in attempts:
+            assert attempt.wait(DEADLINE_SECONDS) in (-9, 76, 0), attempt.report("ended otherwise")
+        if (job.directory / "result.json").exists():
+            break
     last = job.launch(2, max_restarts=0)
     last.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
     expect_whole(job)
