@@ -114,6 +114,13 @@ class RestoreableJob:
     def setup(self, hosts: Hosts) -> None:
         """Check and prepare what `init` and `run` need, before anything is written. Does nothing by default."""
 
+    def has_output(self) -> bool:
+        """Return True if the job has made something besides checkpoints. Process 0 only; False by default."""
+        return False
+
+    def discard_output(self) -> None:
+        """Remove what an attempt that did no work has left, before another spec starts. Process 0 only."""
+
     def prepare(self) -> None:
         """Prepare what takes time and needs `attempt`, such as compiled code. Does nothing by default."""
 
@@ -249,7 +256,7 @@ class RestoreableJob:
             StorageError: it cannot be reached.
         """
         identity = compute_trajectory(self.spec, self.config)
-        validate_directory(self.store, self.spec.name, self.make_run_identity(identity))
+        validate_directory(self.store, self.spec.name, self.make_run_identity(identity), self.has_output)
         return self.done
 
     def claim_directory(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
@@ -261,7 +268,9 @@ class RestoreableJob:
         hosts.run_on_main(lambda: self.validate_checkpoints(abstract))
         validate_leaves(abstract)
 
-        attempt = claim_attempt(self.store, self.document, self.spec, identity, hosts, stop, progress, type(self))
+        attempt = claim_attempt(
+            self.store, self.document, self.spec, identity, hosts, stop, progress, type(self), self.discard_output
+        )
         self.attempt = attempt
         # A stop before the first step ends the process from another thread, which must still record the attempt's end.
         stop.on_idle_exit = lambda: attempt.record_idle_exit(self.step)

@@ -33,6 +33,7 @@ from experiments.tokenise.inputs import InputFile
 from experiments.tokenise.pipeline import EncodedBatch
 from runner.data.chat import Dialogue
 from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard, CorpusShards, parse_shard
+from runner.data.tokenizers import TOKENIZER_FILES
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import TOKENIZER_CONFIG
 from runner.records import Key, validate_record
@@ -178,6 +179,18 @@ def write_sources(store: Store, files: Iterable[InputFile]) -> None:
     """Record the input files; files that have moved keep their first record. Process 0 only."""
     content = {"files": [list(entry) for entry in identify_sources(store, files)]}
     write_once(store, SOURCES, encode_json(content))
+
+
+def discard(store: Store, run_id: str) -> None:
+    """Remove everything but the owner from a corpus of this run that has no piece yet. Process 0 only."""
+    try:
+        is_own = read_json(store, OWNER).get("run") == run_id
+    except (FileNotFoundError, ValueError):
+        is_own = False
+    # Files in a directory that the run does not own yet are somebody's own.
+    for name in store.list_names("") if is_own else ():
+        if name in (SOURCES, DUPLICATES, TOKENIZER_CONFIG, *TOKENIZER_FILES.values()) or name.endswith(DIGESTS):
+            store.remove(name)
 
 
 def write_once(store: Store, name: str, content: bytes) -> None:

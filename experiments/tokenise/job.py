@@ -69,6 +69,7 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Phase, TimeBucket
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import END_OF_TURN, TOKENIZER_CONFIG
+from runner.run.fence import is_unstarted
 from runner.run.layout import read_owner
 from runner.spec import Document, Trajectory
 from runner.spec.imports import import_extra
@@ -375,6 +376,16 @@ class Tokenise(RestoreableJob):
             raise DataError(f"processes {different} see other input files or another tokenizer than process 0")
         hosts.run_on_main(self._validate_output)
 
+    def has_output(self) -> bool:
+        """Return True if a piece is finished."""
+        return any(name.isdecimal() for name in corpus.list_finished(self.output))
+
+    def discard_output(self) -> None:
+        """Remove the tokenizer and the lists that an earlier spec has led to, if no piece is finished."""
+        owner = read_owner(self.store)
+        if owner is not None and not self.has_output():
+            corpus.discard(self.output, owner.id)
+
     def prepare(self) -> None:
         """Take ownership of the output and write the tokenizer, which process 0 trains if need be; others wait."""
         self.attempt.hosts.run_on_main(self._begin_output)
@@ -437,9 +448,11 @@ class Tokenise(RestoreableJob):
         with self.document.errors_at("config.output"):
             owner = read_owner(self.store)
             corpus.validate_owner(self.output, self.store.url, None if owner is None else owner.id)
+        is_free = is_unstarted(self.store) and not self.has_output()
         with self.document.errors_at("config.source"):
-            corpus.validate_sources_unchanged(self.output, self.files)
-        if not self.output.exists(corpus.OWNER):
+            if not is_free:
+                corpus.validate_sources_unchanged(self.output, self.files)
+        if is_free or not self.output.exists(corpus.OWNER):
             self._probe_source()
 
     def _probe_source(self) -> None:

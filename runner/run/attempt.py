@@ -42,8 +42,8 @@ from runner.errors import (
 )
 from runner.run.clock_file import start_clock_file
 from runner.run.events import EventLog, collect_environment, compare_environments, read_submit_time
-from runner.run.fence import Fence
-from runner.run.layout import RESULT, Owner, read_owner, write_owner
+from runner.run.fence import Fence, is_unstarted
+from runner.run.layout import RESULT, Owner, read_owner, replace_owner, write_owner
 from runner.run.logs import open_log_file
 from runner.spec import Document, ExecutionSpec, NotifyConfig, Trajectory
 from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
@@ -362,6 +362,7 @@ def claim_attempt(
     stop: StopNotice,
     progress: Progress,
     job_class: type,
+    discard: Callable[[], None] = lambda: None,
 ) -> Attempt:
     """Claim the next attempt in `store`, which fences every earlier attempt. Called on every process.
 
@@ -376,6 +377,8 @@ def claim_attempt(
         stop: stop request of this process.
         progress: progress of the training thread.
         job_class: class of the job, whose git commit is recorded.
+        discard: function that removes what an attempt that did no work has left outside the directory; called if the
+            directory is free for this spec because of that.
 
     Raises:
         InvalidError: on every process, the directory cannot be written.
@@ -390,7 +393,13 @@ def claim_attempt(
             owner = read_owner(store)
             if owner is None:
                 raise StorageError(f"{store.url} does not give back what was written")
-            return [owner.id, fence.claim()]
+            is_replaced = owner.identity != identity and is_unstarted(store)
+            number = fence.claim()
+            if is_replaced:
+                # In this order, so that a kill in between leaves a directory that is still free.
+                discard()
+                replace_owner(store, owner, identity)
+            return [owner.id, number]
         except InvalidError as error:
             raise document.error("directory", str(error)) from error
         except PermissionError as error:

@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
-from runner.errors import FencedError, InvalidError, RemovedError, ResumeError, StorageError
+from runner.errors import EXIT_INVALID, FencedError, InvalidError, RemovedError, ResumeError, StorageError
 from runner.run.layout import read_owner, read_result, validate_entry_kinds
 from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_one_of
-from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json
+from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json, read_log
 
 _ATTEMPTS = "attempts"
 _RENAMED_HINT = "; if only its name changed, list the former path in its class attribute former_paths"
@@ -174,8 +174,31 @@ def _format_value(identity: Trajectory, key: str) -> str:
     return repr(identity[key]) if key in identity else "nothing"
 
 
-def validate_directory(store: Store, name: str, run_identity: RunIdentity) -> None:
+def is_unstarted(store: Store) -> bool:
+    """Return True if nothing was saved in a directory, and its newest attempt ended because the user must act.
+
+    Such a directory is free for a corrected spec of the same job. While an attempt runs, or after it was killed, the
+    directory is not free: a mistyped directory must not stop a job before its first save.
+    """
+    newest, events = Fence(store).find_newest(), read_log(store, "events")
+    if store.list_names("checkpoints") or any(event.get("event") in ("save", "commit", "restore") for event in events):
+        return False
+    return any(
+        (event.get("attempt"), event.get("event"), event.get("code")) == (newest, "failed", EXIT_INVALID)
+        for event in events
+    )
+
+
+def validate_directory(
+    store: Store, name: str, run_identity: RunIdentity, has_output: Callable[[], bool] = lambda: False
+) -> None:
     """Check that a directory can be written and belongs to this job. Process 0 only; claims and changes nothing.
+
+    Args:
+        store: the directory.
+        name: name of the job.
+        run_identity: identity of the run, which must be that of the directory unless nothing was done there.
+        has_output: function that returns True if the job has made something besides checkpoints.
 
     Raises:
         InvalidError: the directory cannot be written, or belongs to another job.
@@ -192,7 +215,11 @@ def validate_directory(store: Store, name: str, run_identity: RunIdentity) -> No
             raise ResumeError(
                 f"{store.url} belongs to the job {owner.name!r}, this one is {name!r}; use another directory"
             )
-        run_identity.validate_trajectory(owner.identity, "this directory's job", store.url)
+        try:
+            run_identity.validate_trajectory(owner.identity, "this directory's job", store.url)
+        except ResumeError:
+            if has_output() or not is_unstarted(store):
+                raise
     except InvalidError as error:
         raise (
             error if isinstance(error, ResumeError) else run_identity.document.error("directory", str(error))

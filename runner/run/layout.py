@@ -7,7 +7,7 @@ writes it, and it is never written again. `result.json` is written by process 0 
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from runner.errors import InvalidError, NewerFormatError, ResumeError
@@ -146,6 +146,11 @@ class Owner:
 def write_owner(store: Store, owner: Owner) -> None:
     """Write `job.json`. Raises `FileExistsError` if the directory has an owner already."""
     create_file(store, OWNER, encode_json(asdict(owner)))
+
+
+def replace_owner(store: Store, owner: Owner, identity: Trajectory) -> None:
+    """Write `job.json` with another identity, for a directory in which nothing was done yet."""
+    store.write(OWNER, encode_json(asdict(replace(owner, identity=identity))))
 
 
 def read_owner(store: Store) -> Owner | None:

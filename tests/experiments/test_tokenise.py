@@ -823,6 +823,38 @@ def test_a_first_try_with_a_wrong_field_claims_nothing(tmp_path, name):
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
 
 
+def test_a_first_try_that_made_no_piece_leaves_the_directory_to_a_corrected_spec(tmp_path):
+    """The second file lacks the field, which the training of the vocabulary finds after the directory is claimed."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_bytes(b"".join(b'{"text": "x", "body": "%d"}\n' % i for i in range(99)))
+    (tmp_path / "in/b.jsonl").write_bytes(b'{"body": "y"}\n')
+    bpe = {"kind": "bpe", "vocabulary_size": 290}
+    wrong = {"config.source": str(tmp_path / "in/*"), "config.tokenizer": bpe, "config.deduplicate": True}
+    assert "has no 'text'" in refusal(tmp_path / "run", **wrong)
+    assert (tmp_path / "run/job.json").exists()
+    right = wrong | {"config.field": "body", "config.tokenizer": bpe | {"vocabulary_size": 280}}
+    tokenise(tmp_path / "run", **right)()
+    assert index_of(tmp_path / "run/corpus").vocabulary_size <= 280
+    assert decode_corpus(tmp_path / "run/corpus") == [*map(str, range(99)), "y"]
+    with pytest.raises(InvalidError, match="another trajectory"):
+        tokenise(tmp_path / "run", **wrong)()
+
+
+def test_a_directory_with_work_in_it_is_not_left_to_another_spec(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(inputs.lines(DOCUMENTS) + b"{}\n")
+    changes = {"config.source": str(tmp_path / "a.jsonl"), "config.shard_bytes": 300}
+    assert "has no 'text'" in refusal(tmp_path / "run", **changes)
+    assert list((tmp_path / "run/corpus").glob("0*.json"))
+    assert "another trajectory" in refused(tmp_path / "run", **changes, **{"config.separator": 0})
+
+
+def refused(directory: Path, **changes: Any) -> str:
+    """The lines with which a job is refused."""
+    with pytest.raises(InvalidError) as caught:
+        tokenise(directory, **changes)()
+    return str(caught.value)
+
+
 def test_a_line_without_the_field_tells_that_it_may_be_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(inputs.lines(DOCUMENTS) + b'{"name": 1}\n')
     found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl")})

@@ -6,7 +6,7 @@ import pytest
 
 from runner.errors import FencedError
 from runner.run.events import EventLog
-from runner.run.fence import Fence
+from runner.run.fence import Fence, is_unstarted
 from runner.storage import BackgroundWriter, LocalStore, open_log, read_log
 from tests.support.memory_bucket import MemoryDriver, memory_bucket
 
@@ -22,6 +22,36 @@ def test_attempts_count_from_one(store):
     assert [Fence(store).claim() for _ in range(3)] == [1, 2, 3]
     assert fence.find_newest() == 3
     assert fence.attempt is None
+
+
+@pytest.mark.parametrize(
+    ("lives", "is_free"),
+    [
+        ([["start", ("failed", 2)]], True),
+        ([["start", "init", ("failed", 2)]], True),
+        ([["start", ("failed", 2)], ["start", ("failed", 2)]], True),
+        ([["start"]], False),  # it runs, or was killed
+        ([["start", ("failed", 2)], ["start"]], False),
+        ([["start", ("failed", 2)], []], False),  # its ledger is not written yet
+        ([["start", ("failed", 1)]], False),
+        ([["start", "preempt"]], False),
+        ([["start", "init", "save", ("failed", 2)]], False),
+        ([["start", "init", "save", "commit"], ["start", ("failed", 2)]], False),
+        ([], False),
+    ],
+)
+def test_a_directory_is_free_if_nothing_was_saved_and_the_newest_attempt_ended_with_2(store, lives, is_free):
+    background = BackgroundWriter()
+    for events in lives:
+        number = Fence(store).claim()
+        log = EventLog(open_log(store, "events", f"{number:06}.0", background), number, 0)
+        for event in events:
+            name, code = event if isinstance(event, tuple) else (event, None)
+            log.append(name, 0, **({} if code is None else {"code": code}))
+    background.drain(10.0)
+    assert is_unstarted(store) == is_free
+    store.write("checkpoints/10/manifest.json", b"{}")
+    assert not is_unstarted(store)
 
 
 def test_attempts_are_ordered_by_number_not_by_text(store):
