@@ -10,6 +10,8 @@ the published weights are used, since they have special tokens and settings that
 """
 
 import hashlib
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -126,8 +128,12 @@ def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
     store = open_store(where)
     index = CorpusIndex.decode(store.read(CORPUS_INDEX), f"{store.url}/{CORPUS_INDEX}")
     kind, size, end = index.tokenizer.get("kind"), index.vocabulary_size, index.separator
+    names = _read_chat_settings(store)
+    end_of_turn, template = names.pop(END_OF_TURN, None), names.pop("chat_template", None)
     if kind == "bytes":
-        return _make_byte_files(size, sequence_length, end)
+        # No text of a special token is a token.
+        settings = {} if template is None else {"chat_template": _pin_names(template, names, {})}
+        return _make_byte_files(size, sequence_length, end, settings)
     if kind not in TOKENIZER_FILES:
         return TokenizerFiles(problem=f"{store.url}/{CORPUS_INDEX} names a tokenizer of unknown kind {kind!r}")
     content = read_tokenizer(index.tokenizer, store)
@@ -139,17 +145,35 @@ def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
         return TokenizerFiles({TOKENIZER_FILES[kind]: content}, size, end, problem=problem)
     ids = parse_tokenizer(index.tokenizer, content, store).list_tokens()
     words = {number: word for word, number in ids.items()}
-    chat = _read_chat_settings(store)
-    end_of_turn = chat.pop(END_OF_TURN, None)
     eos_token = end_of_turn if end_of_turn in ids else None if end is None else words.get(end)
-    settings = {key: text for key, text in chat.items() if key == "chat_template" or text in ids}
-    settings |= {} if eos_token is None else {"eos_token": eos_token}
+    settings = {key: text for key, text in names.items() if text in ids}
+    if eos_token is not None:
+        # Batches of texts need a token for padding, and transformers would add one that a tokenizer.json only names.
+        settings = {"pad_token": eos_token} | settings | {"eos_token": eos_token}
+    pad = ids.get(names.get("pad_token", ""))
+    if template is not None:
+        settings["chat_template"] = _pin_names(template, names, settings)
     return TokenizerFiles(
         {TOKENIZER: content, TOKENIZER_CONFIG: _encode_tokenizer_config(sequence_length, settings)},
         size,
         end,
         None if end_of_turn is None else ids.get(end_of_turn),
-        ids.get(settings.get("pad_token", "")),
+        pad,
+    )
+
+
+def _pin_names(template: str, names: Mapping[str, str], settings: Mapping[str, str]) -> str:
+    """Return a chat template that renders the same text with the special tokens of `settings` as with `names`.
+
+    The end of a turn may be another token than the `eos_token` that the template knows, and a text that is no token
+    cannot be a special token of the tokenizer.
+    """
+    keys = [key for key in {**names, **settings} if names.get(key, "") != settings.get(key, "")]
+    pinned = {key: names.get(key, "") for key in keys if re.search(rf"\b{re.escape(key)}\b", template)}
+    # The newline belongs to the block, so the template begins on a line of its own, as before.
+    return (
+        "".join(f"{{% set {key} = {json.dumps(text, ensure_ascii=False)} %}}\n" for key, text in pinned.items())
+        + template
     )
 
 
@@ -172,7 +196,9 @@ def _encode_tokenizer_config(sequence_length: int, settings: Mapping[str, str] |
     return encode_json(common | dict(settings or {}))
 
 
-def _make_byte_files(size: int, sequence_length: int, end: int | None) -> TokenizerFiles:
+def _make_byte_files(
+    size: int, sequence_length: int, end: int | None, settings: Mapping[str, str] | None = None
+) -> TokenizerFiles:
     """Return the tokenizer whose ids are bytes: byte-level BPE without merges."""
     # Byte-level BPE writes a byte as its own character if that is visible, else as the next letter from U+0100 on.
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -181,7 +207,8 @@ def _make_byte_files(size: int, sequence_length: int, end: int | None) -> Tokeni
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    files = {TOKENIZER: _encode_tokenizer(tokenizer), TOKENIZER_CONFIG: _encode_tokenizer_config(sequence_length)}
+    config = _encode_tokenizer_config(sequence_length, settings)
+    files = {TOKENIZER: _encode_tokenizer(tokenizer), TOKENIZER_CONFIG: config}
     # No id is free for padding, so it is that of the byte 0, which no text has. It is no special token of the
     # tokenizer, which would look for its character, U+0100, in texts.
     return TokenizerFiles(files, size, end, pad=0)
@@ -374,7 +401,10 @@ def _combine(tokenizer: TokenizerFiles, base: BaseAssets) -> ExportAssets:
         if "chat_template" in made:
             # The data were rendered with this template, so it replaces that of the published weights.
             files.pop(CHAT_TEMPLATE, None)
-            settings |= {key: made[key] for key in ("chat_template", "eos_token") if key in made}
+            # The special tokens that it renders come with it.
+            pad_token = settings.get("pad_token")
+            settings |= {key: text for key, text in made.items() if key == "chat_template" or key.endswith("_token")}
+            settings |= {} if pad_token is None else {"pad_token": pad_token}
         settings = settings or made
     if settings:
         files[TOKENIZER_CONFIG] = encode_json(settings)

@@ -116,6 +116,10 @@ BASE_CONFIG = {"model_type": "llama", "max_position_embeddings": 8192, "bos_toke
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 
 
+# The corpus was rendered with another `eos_token` than the end of a turn, which is that of the export.
+PINNED = f'{{% set eos_token = "{SEPARATOR}" %}}\n{TEMPLATE}'
+
+
 def write_base(directory: Path, tokenizer: bytes | None = HF) -> Path:
     directory.mkdir()
     files = {
@@ -154,7 +158,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], bool, str | None]] = {
     "the same tokenizer, chat": (
         {"bos_token_id": 5, "eos_token_id": [TURN, 6, 7, END], "pad_token_id": TURN},
         True,
-        TEMPLATE,
+        PINNED,
     ),
     "another tokenizer": ({"eos_token_id": END, "pad_token_id": END}, False, None),
 }
@@ -191,7 +195,7 @@ def test_assets_combine_the_data_and_the_base(tmp_path: Path, kind: str):
 def test_a_corpus_of_dialogues_alone_has_its_template(tmp_path: Path):
     found = find_assets(config(write_data(tmp_path, "the same tokenizer, chat")), None)
     settings = json.loads(found.tokenizer.files["tokenizer_config.json"])
-    assert (settings["chat_template"], settings["eos_token"]) == (TEMPLATE, "<|pad|>")
+    assert (settings["chat_template"], settings["eos_token"]) == (PINNED, "<|pad|>")
     assert found.list_ids() == {"eos_token_id": [TURN, END], "pad_token_id": TURN}
 
 
