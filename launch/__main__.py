@@ -12,7 +12,7 @@ from launch.slurm.engine import SlurmArguments
 from launch.tpu_vm import engine as tpu_vm
 from launch.tpu_vm.engine import TpuVmArguments
 from runner.command_line import CommandLine
-from runner.console import warn
+from runner.console import finish_output, protect_streams, warn
 from runner.errors import RunnerError
 
 _SUBMIT_EXIT_CODES = "0 submitted; 1 the engine's command failed; 2 invalid command line or spec, or no such command"
@@ -56,8 +56,15 @@ COMMANDS.add(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Parse and carry out a command line, by default that of the process, and return its exit code."""
+    if words is None:  # this process is the program
+        protect_streams()
+        words = sys.argv[1:]
     try:
-        arguments = COMMANDS.parse(sys.argv[1:] if words is None else words)
+        try:
+            arguments = COMMANDS.parse(words)
+        except SystemExit:  # after --help
+            finish_output()
+            raise
         match arguments:
             case LocalArguments():
                 return local.run(arguments)

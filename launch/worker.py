@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from launch.options import LaunchArguments, MaxRestarts, runner_arguments
 from launch.supervisor import Supervisor, combine_exit_codes, find_newest_step
 from runner.command_line import CommandLine
-from runner.console import warn
+from runner.console import protect_streams, warn
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE, InvalidError
 from runner.process import bind_to_parent, list_stop_signals
 
@@ -68,4 +68,5 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_streams()
     sys.exit(main(sys.argv[1:]))

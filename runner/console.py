@@ -1,4 +1,8 @@
-"""Console output and logging. A closed terminal or a broken pipe never stops a run.
+"""Console output and logging. No loss of an output stream changes a run or its exit code.
+
+`protect_streams`, which every program of the project calls first, replaces the standard streams by some whose writes
+raise nothing: a closed terminal, a broken pipe or a full disk behind them loses lines and no more. A command whose
+product is its output calls `finish_output` to learn of it.
 
 `say` and `warn` write records to the standard logger `runner`. Records below the level of a warning go to standard
 output, the others to standard error. They are printed as they are until a job is about to run and calls
@@ -7,14 +11,21 @@ printable are escaped, wherever the text comes from. A secret that was passed to
 `***`.
 """
 
-import contextlib
+import errno
+import io
 import json
 import logging
 import os
 import re
+import select
 import sys
 import time
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from runner.errors import StorageError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 Form = Literal["text", "json"]
 
@@ -22,6 +33,109 @@ LOGGER = logging.getLogger("runner")
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$")
 _MIN_SECRET_CHARACTERS = 8  # A shorter value would hide parts of ordinary words.
 _secrets: set[str] = set()
+_STDOUT, _STDERR = 1, 2  # file descriptors
+_READER_IS_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that is closed
+_NON_BLOCKING_WAIT_SECONDS = 2.0
+
+
+class _Output(io.RawIOBase):
+    """File descriptor of standard output or standard error whose writes raise nothing.
+
+    Attributes:
+        error: reason why some of the output was lost, None if nothing was.
+    """
+
+    def __init__(self, descriptor: int, name: str):
+        self._descriptor, self.name = descriptor, name
+        self._wait_seconds = _NON_BLOCKING_WAIT_SECONDS
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, content: "ReadableBuffer") -> int:
+        left = memoryview(content).cast("B")
+        num_bytes = len(left)
+        try:
+            while left:
+                left = left[self._write_when_ready(left) :]
+        except OSError as error:
+            self.error = error
+        return num_bytes
+
+    def _write_when_ready(self, content: memoryview) -> int:
+        # Another process may have made the terminal or pipe non-blocking for everyone who has it open.
+        while True:
+            try:
+                written = os.write(self._descriptor, content)
+            except BlockingIOError:
+                _, ready, _ = select.select([], [self._descriptor], [], self._wait_seconds)
+                if not ready:
+                    # Nobody reads, so the lines that follow are not waited for, until one can be written.
+                    self._wait_seconds = 0.0
+                    raise
+            else:
+                self._wait_seconds = _NON_BLOCKING_WAIT_SECONDS
+                return written
+
+
+_outputs = (_Output(_STDOUT, "<stdout>"), _Output(_STDERR, "<stderr>"))
+
+
+def protect_streams() -> None:
+    """Make standard input, output and error usable whatever becomes of them.
+
+    Call it before anything opens a file: a stream that was closed at the start is opened on the null device, because
+    the next file to be opened would get its descriptor, and the lines that are printed.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free descriptor is this one. Child processes inherit it, as they do the other two.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it lasts as long as the process
+    sys.stdout = _open_text(_outputs[0], sys.stdout, is_line_buffered=_outputs[0].isatty())
+    sys.stderr = _open_text(_outputs[1], sys.stderr, is_line_buffered=True)
+
+
+def _open_text(output: _Output, given: Any, *, is_line_buffered: bool) -> io.TextIOWrapper:
+    """Return a text stream with the encoding of Python's own, if there is one, in which every text can be printed."""
+    encoding, errors = ("utf-8", "strict") if given is None else (given.encoding, given.errors)
+    if errors in (None, "strict", "surrogateescape"):  # the second raises for a surrogate that stands for no byte
+        errors = "backslashreplace"
+    is_unbuffered = given is not None and given.write_through  # by PYTHONUNBUFFERED or `python -u`
+    return io.TextIOWrapper(
+        # A raw stream will do, as it does for Python itself.
+        output if is_unbuffered else io.BufferedWriter(output),
+        encoding,
+        errors,
+        newline="\n",
+        line_buffering=is_line_buffered,
+        write_through=is_unbuffered,
+    )
+
+
+def finish_output() -> bool:
+    """Flush standard output, and return False if nobody reads it any more. For commands whose product it is.
+
+    Raises:
+        StorageError: a part of the output could not be written.
+    """
+    sys.stdout.flush()
+    error = _outputs[0].error
+    if error is None:
+        return True
+    if error.errno in _READER_IS_GONE:
+        return False
+    raise StorageError(f"standard output: {error.strerror}; what was printed is incomplete")
 
 
 def escape_unprintable(text: str) -> str:
@@ -42,10 +156,12 @@ def say(line: str) -> None:
     LOGGER.info("%s", line)
 
 
-def write_text(text: str) -> None:
-    """Print a part of a line to standard output, in UTF-8 whatever the locale. May raise `BrokenPipeError`."""
+def write_text(text: str) -> bool:
+    """Print a part of a command's product in UTF-8, whatever the locale. Returns and raises as `finish_output`."""
+    sys.stdout.flush()
     sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
+    return finish_output()
 
 
 def warn(line: str) -> None:
@@ -104,8 +220,12 @@ class _StreamHandler(logging.Handler):
         return (record.levelno >= logging.WARNING) == self._is_for_warnings
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):
+        try:
             print(self.format(record), file=sys.stderr if self._is_for_warnings else sys.stdout, flush=True)
+        except OSError:
+            pass
+        except Exception:  # noqa: BLE001 - a record of a library or of the job may have the wrong number of values
+            self.handleError(record)
 
 
 _streams = (_StreamHandler(is_for_warnings=False), _StreamHandler(is_for_warnings=True))

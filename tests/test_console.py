@@ -2,12 +2,17 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from runner.console import LineFormatter, configure_console, say, warn
+from tests.support.harness import ROOT
+from tests.support.streams import STREAMS, WAYS, start_bereft
 
 HOSTILE = {
     "a terminal's escapes": "\x1b[2J\x1b]0;owned\x07",
@@ -19,19 +24,51 @@ HOSTILE = {
 }
 
 
-def test_lines_to_a_closed_pipe_are_dropped():
-    program = "\n".join(
-        [
-            "import os, sys",
-            "from runner.console import say, warn",
-            "reader, writer = os.pipe()",
-            "os.close(reader)",
-            "os.dup2(writer, 1); os.dup2(writer, 2)",
-            "for _ in range(3): say('x' * 100_000); warn('y' * 100_000)",
-            "os._exit(7)",
-        ]
-    )
-    assert subprocess.run([sys.executable, "-c", program], timeout=600).returncode == 7
+# Prints in every way, opens a file, waits for the strike, and prints again.
+_PRINTS = """
+import contextlib, logging, pathlib, signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from runner.console import configure_console, protect_streams, say, warn
+protect_streams()
+configure_console("job", "text", "info")
+def print_all():
+    for text in ("x" * 100_000, "\\u00e9 \\u2713 \\udcff \\ud800 \\x85"):
+        print(text); print(text, end="", file=sys.stderr); sys.stdout.write(text); say(text); warn(text)
+        logging.getLogger("job").info("%d", text)
+with open("data", "w") as data:
+    assert data.fileno() > 2, data.fileno()
+    print_all()
+    pathlib.Path("ready").touch()
+    while not pathlib.Path("struck").exists():
+        time.sleep(0.01)
+    with contextlib.suppress(OSError):
+        sys.stdin.read()
+    print_all()
+    data.write("data")
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lost_stream_stops_no_program(way: str, tmp_path: Path) -> None:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{_PRINTS}"]
+    with start_bereft(command, way, STREAMS["all"], variables, tmp_path) as bereft:
+        while not (tmp_path / "ready").exists() and bereft.process.poll() is None:
+            time.sleep(0.01)
+        bereft.strike()
+        (tmp_path / "struck").touch()
+        assert bereft.process.wait(600) == 7, (tmp_path / "error").read_text()
+    assert (tmp_path / "data").read_text() == "data"
+
+
+def test_text_that_can_be_written_arrives_whole(tmp_path: Path) -> None:
+    program = "from runner.console import protect_streams; protect_streams(); print('\u2713' * 300_000); exit(7)"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    for unbuffered in ("", "1"):
+        variables["PYTHONUNBUFFERED"] = unbuffered
+        result = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, env=variables, timeout=600)
+        assert (result.returncode, result.stdout.decode()) == (7, "\u2713" * 300_000 + "\n")
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -45,9 +45,10 @@ from launch.options import (
     runner_arguments,
 )
 from runner.accelerator import Accelerator, parse_accelerator
-from runner.console import say
+from runner.console import write_text
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, FailedError, InvalidError
 from runner.spec import ExecutionSpec, load_document, validate_spec
+from runner.spec.document import TextDumper, dump_yaml
 
 CONTAINER = "runner"
 SLICE = "slice"  # name of the replicated job: its pods are called NAME-slice-SLICE-HOST
@@ -464,25 +465,20 @@ def _drop_empty(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, {}, [])}
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(TextDumper):
     """Dumper that quotes what kubectl's parser, unlike PyYAML, does not read as text: 1e3, y."""
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    is_ambiguous = re.fullmatch(r"[-+.]?[.\d].*|[yYnN]", text) is not None
-    style = "|" if text.endswith("\n") else '"' if is_ambiguous else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        node = super().represent_text(text)
+        if node.style is None:
+            is_ambiguous = re.fullmatch(r"[-+.]?[.\d].*|[yYnN]", text) is not None
+            node.style = "|" if text.endswith("\n") else '"' if is_ambiguous else None
+        return node
 
 
 def dump(manifest: dict[str, Any]) -> str:
     """Return a manifest as YAML."""
-    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=sys.maxsize)
+    return dump_yaml(manifest, _Dumper, width=sys.maxsize)
 
 
 def run(arguments: JobSetArguments) -> int:
@@ -496,7 +492,7 @@ def run(arguments: JobSetArguments) -> int:
         manifest = render(spec, text, arguments, _find_submit_time(metadata["name"], metadata.get("namespace")))
     validate_size(manifest, len(text.encode()))
     if arguments.dry_run:
-        say(dump(manifest).rstrip("\n"))
+        write_text(dump(manifest))
     else:
         _kubectl("apply", "-f", "-", text=dump(manifest))
     return EXIT_DONE

@@ -26,7 +26,7 @@ from launch.options import (
     runner_arguments,
 )
 from runner.accelerator import parse_accelerator
-from runner.console import say, warn
+from runner.console import say, warn, write_text
 from runner.errors import EXIT_DONE, InvalidError, RetryableError
 from runner.spec import Document, ExecutionSpec, load_document, validate_spec
 
@@ -87,7 +87,7 @@ def run(arguments: SlurmArguments) -> int:
     allocation = allocate(document, spec, arguments.nodes, arguments.gpus_per_node)
     script = render(spec, allocation, arguments)
     if arguments.dry_run:
-        print(script, end="")
+        write_text(script)
         return EXIT_DONE
     if shutil.which("sbatch") is None:
         raise InvalidError("sbatch is not on the PATH; submit on a login node of the cluster, or print with --dry-run")

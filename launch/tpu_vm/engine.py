@@ -47,7 +47,7 @@ from launch.tpu_vm.gcloud import (
     raise_user_error,
 )
 from runner.accelerator import Accelerator, parse_accelerator
-from runner.console import say, warn
+from runner.console import say, warn, write_text
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError, PreemptedError, RetryableError
 from runner.process import list_stop_signals
 from runner.spec import parse_document, validate_spec
@@ -446,9 +446,8 @@ def run(arguments: TpuVmArguments) -> int:
         changed = ", ".join(line[3:] for line in commit.uncommitted[:3]) + ", ..." * (len(commit.uncommitted) > 3)
         warn(f"launch: WARNING: UNCOMMITTED CHANGES ARE NOT SHIPPED ({len(commit.uncommitted)}): {changed}")
     if arguments.dry_run:
-        say(shlex.join(["git", "archive", "--format=tar.gz", f"--output={programs.archive}", commit.hash]))
-        for command in commands:
-            say(shlex.join(command))
+        archive = ["git", "archive", "--format=tar.gz", f"--output={programs.archive}", commit.hash]
+        write_text("".join(f"{shlex.join(command)}\n" for command in (archive, *commands)))
         return EXIT_DONE
     if shutil.which("gcloud") is None:
         raise InvalidError("gcloud is not on the PATH; install the Google Cloud CLI and run gcloud auth login")

@@ -9,13 +9,13 @@ from typing import Any
 
 from runner.cli import arguments as declared
 from runner.command_line import CommandLine
-from runner.console import warn
+from runner.console import finish_output, warn
 from runner.distributed.clock import Clock
 from runner.distributed.preemption import StopNotice
 from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, error_from_exit
 
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
-_READ_EXIT_CODES = "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached."
+_READ_EXIT_CODES = "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached, or the output not be written."
 
 COMMANDS = CommandLine(
     "runner",
@@ -39,7 +39,7 @@ COMMANDS.add(
     "plan",
     declared.PlanArguments,
     "Check, size and compile a job before it has hardware",
-    "0 the job would run; 2 it would not, or the command line is invalid.",
+    "0 the job would run; 2 it would not, or the command line is invalid; 76 the output cannot be written.",
 )
 COMMANDS.add(
     "status",
@@ -90,7 +90,7 @@ COMMANDS.add(
     "schema",
     declared.SchemaArguments,
     "Print the JSON Schema of a spec, for editors",
-    "0 printed; 2 invalid command line or spec.",
+    "0 printed; 2 invalid command line or spec; 76 the output cannot be written.",
 )
 COMMANDS.add("metrics", declared.MetricsArguments, "Print the metrics of a run as JSON or CSV", _READ_EXIT_CODES)
 COMMANDS.add(
@@ -141,12 +141,14 @@ def main(words: Sequence[str]) -> int:
         sys.path.remove("")
     sys.path.insert(0, os.getcwd())
     try:
-        arguments = COMMANDS.parse(words)
+        try:
+            arguments = COMMANDS.parse(words)
+        except SystemExit as end:  # after --help
+            finish_output()
+            return int(end.code or EXIT_DONE)
     except RunnerError as error:
         warn(str(error))
         return error.exit_code
-    except SystemExit as end:  # after --help
-        return int(end.code or EXIT_DONE)
     try:
         if isinstance(arguments, declared.JobArguments):
             _run_job(arguments, stop, clock)

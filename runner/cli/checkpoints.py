@@ -4,7 +4,7 @@ from runner.checkpoint.inspect import VerifyDepth, copy_checkpoint, format_repor
 from runner.checkpoint.weights import find_best_name
 from runner.cli.arguments import CheckpointsArguments, CopyArguments, ProfileArguments
 from runner.cli.status import convert_read_errors, find_directory, open_run_store
-from runner.console import say
+from runner.console import finish_output, say
 from runner.errors import EXIT_DONE, InvalidError
 from runner.spec import MAX_PROFILE_STEPS
 from runner.storage import open_store, split_checkpoint
@@ -23,6 +23,7 @@ def list_checkpoints(arguments: CheckpointsArguments) -> int:
         depth = VerifyDepth.BITS if arguments.is_deep else depth
         lines, code = format_report(store, depth, find_best_name(store))
         print("\n".join(lines))
+        finish_output()
     return code
 
 

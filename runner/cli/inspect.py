@@ -15,13 +15,14 @@ from runner.storage import LocalStore, local_directory, open_store
 
 def print_metrics(arguments: MetricsArguments) -> int:
     """Print the metrics of the surviving trajectory, or write them into a file."""
-    # `runner metrics RUN | head` closes the pipe early, which is not an error.
-    with convert_read_errors(BrokenPipeError):
+    with convert_read_errors():
         rows = list(read_encoded_rows(open_run_store(arguments.where)))
         lines = format_csv(rows) if arguments.is_csv else (row.text.decode() for row in rows)
         if arguments.output is None:
             for line in lines:
-                write_text(line)
+                # `runner metrics RUN | head` closes the pipe early, which is not an error.
+                if not write_text(line):
+                    break
         else:
             path = local_directory(arguments.output)
             LocalStore(path.parent).write_chunks(path.name, (line.encode() for line in lines))

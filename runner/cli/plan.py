@@ -4,6 +4,7 @@ import json
 
 from runner.cli.arguments import PlanArguments, SchemaArguments
 from runner.config import TrainerConfig
+from runner.console import finish_output
 from runner.errors import EXIT_DONE
 from runner.job import RestoreableJob
 from runner.plan.preflight import PlanRequest, plan
@@ -42,4 +43,5 @@ def print_schema(arguments: SchemaArguments) -> int:
         job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
         config = job_class.Config
     print(json.dumps(json_schema(config, any_other=arguments.spec is None), indent=2))
+    finish_output()
     return EXIT_DONE

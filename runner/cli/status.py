@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import json
 import math
-import os
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.cli.arguments import StatusArguments
+from runner.console import finish_output
 from runner.distributed.clock import TimeBucket
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.ledger import get_float, to_single_line
@@ -74,12 +74,12 @@ def convert_read_errors(*normal_ends: type[BaseException]) -> Iterator[None]:
     """Convert an `OSError` of a read-only command into a `RetryableError`.
 
     Args:
-        normal_ends: exceptions that end the command without an error, such as a closed pipe behind its output.
+        normal_ends: exceptions that end the command without an error.
     """
     try:
         yield
     except normal_ends:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes standard output when it exits
+        pass
     except RunnerError:
         raise
     except OSError as error:
@@ -91,15 +91,16 @@ def print_status(arguments: StatusArguments) -> int:
     # A terminal whose encoding lacks the characters of bars and plots shows question marks instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    with convert_read_errors(KeyboardInterrupt, BrokenPipeError):
+    with convert_read_errors(KeyboardInterrupt):
         reader = HistoryReader(open_store(find_directory(arguments.where)))
         console = Console(markup=False, highlight=False, emoji=False)
 
-        def show(history: History) -> None:
+        def show(history: History) -> bool:
             if arguments.as_json:
-                print(json.dumps(to_json(history)), flush=True)
+                print(json.dumps(to_json(history)))
             else:
                 console.print(draw(history))
+            return finish_output()
 
         if arguments.is_watch:
             # This process runs no job, so that Ctrl-C just ends it instead of asking for a stop.
@@ -110,15 +111,14 @@ def print_status(arguments: StatusArguments) -> int:
         if arguments.is_watch and console.is_terminal and not arguments.as_json:
             # A terminal gets one screen that is redrawn, and keeps the last one in its scrollback (`show` below).
             with Live(draw(history), console=console, auto_refresh=False, screen=True) as live:
-                while history.state is not RunState.DONE:
+                while finish_output() and history.state is not RunState.DONE:
                     time.sleep(WATCH_SECONDS)
                     history = reader.read()
                     live.update(draw(history), refresh=True)
-        show(history)
-        while arguments.is_watch and history.state is not RunState.DONE:
+        # `status RUN --watch | head` ends when `head` does.
+        while show(history) and arguments.is_watch and history.state is not RunState.DONE:
             time.sleep(WATCH_SECONDS)
             history = reader.read()
-            show(history)
     return EXIT_DONE
 
 

@@ -62,11 +62,12 @@ def print_sample(arguments: SampleArguments) -> int:
         arguments.weights,
         is_chat=arguments.is_chat,
     )
-    with convert_read_errors(BrokenPipeError):
+    with convert_read_errors():
         run = open_run(find_directory(arguments.where))
         run.prepare_process()
         for piece in sample(run, request):
-            write_text(piece)
+            if not write_text(piece):
+                break
     return EXIT_DONE
 
 
@@ -121,10 +122,13 @@ def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, a
     else:
         records = evaluate(run, request, hosts, evaluator)
     for record in records:
-        for line in [json.dumps(record)] if arguments.as_json else format_lines(record):
-            say(line)
         if path is not None:
             append_record(path, record)
+        lines = [json.dumps(record)] if arguments.as_json else format_lines(record)
+        is_read = write_text("".join(f"{line}\n" for line in lines))
+        # `evaluate RUN --follow | head` ends when `head` does. With several processes all go on, or all would wait.
+        if not is_read and path is None and hosts.num_processes == 1:
+            break
 
 
 def validate_outside_run(path: str, store: Store) -> None:

@@ -72,7 +72,8 @@ def end_process(code: int, message: str | None = None) -> None:
     for handler in LOGGER.handlers:
         handler.flush()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        # A program that calls a job itself may have closed a stream, or have been started without one.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code)
 

@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.weights import find_weight_names
 from runner.config import SOURCE_NAME, DataConfig
@@ -41,6 +39,7 @@ from runner.huggingface.export import is_export_file
 from runner.metrics.rows import Row
 from runner.records import PARAMS
 from runner.spec import ExecutionSpec
+from runner.spec.document import TextDumper, dump_yaml
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject
 
@@ -95,7 +94,7 @@ def format_model_card(checkpoint: ExportedCheckpoint, words: ModelCardText) -> s
     """Return the content of README.md."""
     spec, manifest = checkpoint.spec, checkpoint.manifest
     generates_text = any(str(name).endswith(_TEXT_GENERATION) for name in checkpoint.config.get("architectures") or [])
-    front = yaml.safe_dump(_make_front_matter(checkpoint, words, generates_text), sort_keys=False, allow_unicode=True)
+    front = dump_yaml(_make_front_matter(checkpoint, words, generates_text), TextDumper)
     parts = [
         f"---\n{front}---\n",
         f"# {spec.name}\n",

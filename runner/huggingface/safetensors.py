@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from runner.console import escape_unprintable
 from runner.errors import InvalidError
 from runner.storage import FileInfo, JsonObject, Store, Version, WrongKindError, open_store, parse_json
 
@@ -31,6 +32,9 @@ SUFFIX = ".safetensors"
 PREFIX_BYTES = 8
 METADATA = "__metadata__"
 _HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors library
+_SIZE_DIGITS_MAX = 20  # of a number of 64 bits, which the format has
+_DIMENSIONS_MAX = 64  # of numpy
+_SHOWN_CHARACTERS = 200
 
 # The types that can be read, and the width in bits of the other types of the format.
 DTYPES = {
@@ -106,12 +110,18 @@ def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, Tensor
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> JsonObject:
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
         if twice:
-            raise ValueError(f"its header names {twice[0]} twice")
+            raise ValueError(f"its header names {_shorten(twice[0])} twice")
         return dict(pairs)
+
+    def parse_size(digits: str) -> int:
+        # Python's time to read and to multiply numbers grows with the square of their digits.
+        if len(digits) > _SIZE_DIGITS_MAX:
+            raise ValueError(f"its header has a number of {len(digits):,} digits")
+        return int(digits)
 
     try:
         # The parser would keep the last of two entries of one name, and the first would be an undetected hole.
-        record = json.loads(content, object_pairs_hook=reject_duplicates)
+        record = json.loads(content, object_pairs_hook=reject_duplicates, parse_int=parse_size)
     except RecursionError as error:
         raise ValueError("its header is nested too deeply") from error
     except UnicodeDecodeError as error:
@@ -127,8 +137,8 @@ def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, Tensor
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if tensor.start != position:
             relation = "overlaps" if tensor.start < position else "leaves a hole after"
-            raise ValueError(f"tensor {name} {relation} {before}")
-        position, before = tensor.stop, f"tensor {name}"
+            raise ValueError(f"tensor {_shorten(name)} {relation} {before}")
+        position, before = tensor.stop, f"tensor {_shorten(name)}"
     if position != file_bytes:
         state = "is torn" if position > file_bytes else "holds more than its header says"
         raise ValueError(f"{state}: by its header it has {position:,} bytes, it has {file_bytes:,}")
@@ -142,20 +152,28 @@ def _parse_tensor(name: str, entry: Any, file: str, begin: int) -> TensorLocatio
         are_sizes = isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
         return tuple(value) if are_sizes else None
 
+    shown = _shorten(name)
     if not isinstance(entry, dict):
-        raise ValueError(f"tensor {name} has no dtype, shape and data_offsets")
+        raise ValueError(f"tensor {shown} has no dtype, shape and data_offsets")
     dtype = str(entry.get("dtype"))
     shape, offsets = parse_sizes(entry.get("shape")), parse_sizes(entry.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
-        raise ValueError(f"tensor {name} has no shape or data_offsets of whole numbers")
+        raise ValueError(f"tensor {shown} has no shape or data_offsets of whole numbers")
+    if len(shape) > _DIMENSIONS_MAX:
+        raise ValueError(f"tensor {shown} has {len(shape):,} dimensions, needs at most {_DIMENSIONS_MAX}")
     bits = _OTHER_BITS.get(dtype) if dtype not in DTYPES else DTYPES[dtype].itemsize * 8
     if bits is None:
-        raise ValueError(f"tensor {name} is of type {dtype[:20]}, which is not a type of the format")
+        raise ValueError(f"tensor {shown} is of type {dtype[:20]}, which is not a type of the format")
     start, stop = offsets
     # Types narrower than a byte make it necessary to compare bits.
     if (stop - start) * 8 != math.prod(shape) * bits:
-        raise ValueError(f"tensor {name} is {dtype}{list(shape)} and has {stop - start} bytes")
+        raise ValueError(f"tensor {shown} is {dtype}{list(shape)} and has {stop - start} bytes")
     return TensorLocation(file, dtype, shape, begin + start, begin + stop)
+
+
+def _shorten(name: str) -> str:
+    """Return a name of a file that nobody trusts, as messages show it."""
+    return escape_unprintable(name[:_SHOWN_CHARACTERS])
 
 
 def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorLocation]]:

@@ -305,17 +305,21 @@ class LiveProgress:
         )
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task(name, total=total_steps, completed=step, figures="")
-        self._progress.start()
+        with contextlib.suppress(OSError):
+            self._progress.start()
 
     def show(self, row: Row) -> None:
         """Move the bar; a row with a validation loss is also printed on a line that stays."""
-        self._progress.update(self._task, completed=row["step"], figures=_format_row(row))
-        if "val/loss" in row:
-            self._progress.console.print(f"step {row['step']}  {_format_row(row)}", highlight=False)
+        # The terminal may be closed at any time.
+        with contextlib.suppress(OSError):
+            self._progress.update(self._task, completed=row["step"], figures=_format_row(row))
+            if "val/loss" in row:
+                self._progress.console.print(f"step {row['step']}  {_format_row(row)}", highlight=False)
 
     def close(self) -> None:
         """Stop the bar and leave it on the terminal."""
-        self._progress.stop()
+        with contextlib.suppress(OSError):
+            self._progress.stop()
 
 
 class PlainProgress:
@@ -337,7 +341,8 @@ class PlainProgress:
 
 def make_progress(spec: ExecutionSpec, total_steps: int, step: int, tokens_per_step: int) -> RowDisplay:
     """Return a progress bar if standard output is a terminal and logs are text, plain lines otherwise."""
-    if sys.stdout.isatty() and spec.logging.format == "text":
+    # A program that calls a job itself may have no standard output.
+    if sys.stdout is not None and sys.stdout.isatty() and spec.logging.format == "text":
         return LiveProgress(spec.name, total_steps, step, Console())
     return PlainProgress(tokens_per_step, total_steps)
 

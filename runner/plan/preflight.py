@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 
 from runner.accelerator import Accelerator, parse_accelerator
-from runner.console import warn
+from runner.console import finish_output, warn
 from runner.distributed.agreement import Hosts
 from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
 from runner.job import RestoreableJob
@@ -31,6 +30,7 @@ from runner.plan.program import CompiledProgram, TargetMachine, compile_program,
 from runner.plan.report import EarlyEstimate, build_first_setup, estimate_early, format_first_estimate
 from runner.plan.search import CompiledCandidate, Search, find_smallest_slice
 from runner.spec import Document, load_document
+from runner.spec.document import dump_yaml
 from runner.train.compile import StepTooLargeError
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.trainer import BaseTrainer
@@ -92,6 +92,7 @@ def plan(request: PlanRequest) -> int:
         lines += ["", *(f"problem: {line}" for line in findings.problems)] if findings.problems else []
         lines += ["", "would not run" if findings.problems else "would run"]
         print("\n".join(lines).lstrip("\n"))
+    finish_output()
     return EXIT_INVALID if findings.problems else EXIT_DONE
 
 
@@ -276,6 +277,7 @@ def _search(request: PlanRequest) -> int:
         print(json.dumps(content, indent=2))
     else:
         print("\n".join(_format_search(found, dropped, len(candidates), accelerator, machine)))
+    finish_output()
     return EXIT_DONE if found else EXIT_INVALID
 
 
@@ -304,4 +306,4 @@ def _format_search(
     for key, value in found[0].candidate.settings.items():
         *parents, last = key.split(".")
         functools.reduce(lambda branch, name: branch.setdefault(name, {}), parents, tree)[last] = value
-    return [*lines, "", "the first, for the spec:", "", yaml.safe_dump(tree, sort_keys=False).rstrip()]
+    return [*lines, "", "the first, for the spec:", "", dump_yaml(tree).rstrip()]

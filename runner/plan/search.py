@@ -10,10 +10,9 @@
 """
 
 import itertools
+import sys
 from dataclasses import dataclass
 from typing import Any
-
-import yaml
 
 from runner.accelerator import Accelerator
 from runner.errors import InvalidError
@@ -24,6 +23,7 @@ from runner.plan.prediction import SINGLE_DEVICE, Prediction, Predictor, build_a
 from runner.plan.profile import forecast_step_seconds
 from runner.plan.program import TYPICAL_SHARE, CompiledProgram, Roofline, TargetMachine, compile_program
 from runner.spec import Document, load_document
+from runner.spec.document import dump_yaml
 from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops
 from runner.trainer import BaseTrainer
@@ -62,7 +62,7 @@ class Candidate:
 
 
 def _format_override(key: str, value: Any) -> str:
-    return f"{key}={yaml.safe_dump(value, default_flow_style=True, sort_keys=False).splitlines()[0]}"
+    return f"{key}={dump_yaml(value, default_flow_style=True, width=sys.maxsize).splitlines()[0]}"
 
 
 @dataclass(frozen=True)

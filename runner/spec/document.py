@@ -17,12 +17,16 @@ from typing import Any
 
 import yaml
 
-from runner.errors import InvalidError, SpecError
+from runner.errors import FailedError, InvalidError, SpecError
 from runner.spec.model import ExecutionSpec
 
 KeyPath = tuple[str, ...]
 _MAX_SUGGESTED = 1000  # files that are considered for a suggestion
 _MAX_SHOWN_CHARACTERS = 100  # of a `--set` in messages
+# PyYAML takes these for line breaks, as YAML 1.1 does, and drops a byte order mark at the beginning. In YAML 1.2 they
+# are characters like any other, of which none may be lost.
+_BREAKS = "\x85\u2028\u2029"
+_MARKED = f"{_BREAKS}\ufeff"
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,14 @@ def parse_yaml(text: str, locate: Callable[[int], SpecLocation]) -> tuple[Any, d
     def make_error(line: int, reason: str) -> SpecError:
         return SpecError(locate(line).format_problem((), f"unreadable YAML: {reason}"))
 
+    # Characters of the private use area that the text does not contain stand for `_MARKED` while PyYAML reads it.
+    unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
+    stand_ins = dict(zip(map(ord, _MARKED), unused, strict=False))
+    text = text.translate(stand_ins)
     try:
         # The node is composed first and built by `_Loader.build`, since PyYAML's own constructors drop locations and
         # accept duplicate keys.
-        loader = _Loader(text, locate)
+        loader = _Loader(text, locate, {ord(stand_in): chr(marked) for marked, stand_in in stand_ins.items()})
         node = loader.get_single_node()
         data = None if node is None else loader.build(node, ())
     except yaml.MarkedYAMLError as error:
@@ -98,8 +106,10 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own way to replace the resolvers of the base class
 
-    def __init__(self, text: str, locate: Callable[[int], SpecLocation]):
+    def __init__(self, text: str, locate: Callable[[int], SpecLocation], stand_ins: Mapping[int, str]):
+        """Read `text`, in which each character of `stand_ins` stands for another."""
         super().__init__(text)
+        self.stand_ins = stand_ins
         self.locate = locate
         self.locations: dict[KeyPath, SpecLocation] = {(): locate(1)}
         self.problems: list[str] = []
@@ -123,6 +133,11 @@ class _Loader(yaml.SafeLoader):
             value = self.construct_object(node)
         except ValueError:  # Python refuses to read a whole number of thousands of digits
             value = math.inf
+        if isinstance(value, str):
+            value = value.translate(self.stand_ins)
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                problem = f"{value[:20]!r} has half a surrogate pair, which is no character"
+                self.problems.append(self.locations[path].format_problem(path, problem))
         if isinstance(value, float) and not math.isfinite(value):
             problem = f"{node.value[:20]} is too large a number"
             self.problems.append(self.locations[path].format_problem(path, problem))
@@ -135,7 +150,8 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key_node, yaml.ScalarNode):
                 self.problems.append(location.format_problem((), "a key must be text, not a list or a mapping"))
                 continue
-            key = key_node.value  # the text as written: `on` and `1` are keys like any other
+            # The text as written: `on` and `1` are keys like any other.
+            key = key_node.value.translate(self.stand_ins)
             child = (*path, key)
             if key in data:
                 repeat = f"{'.'.join(child)}: duplicate key, first given at {self.locations[child].text}"
@@ -156,14 +172,42 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-class Dumper(yaml.SafeDumper):
-    """Dumper of YAML that `parse_yaml` reads back as the same value."""
-
-    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+class TextDumper(yaml.SafeDumper):
+    """Dumper of YAML that other programs read as the same value."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Return True: every value is written in full."""
         return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Return a scalar; text with what some readers take for a line break is in double quotes, which escape it."""
+        is_ambiguous = any(character in text for character in _BREAKS)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if is_ambiguous else None)
+
+
+TextDumper.add_representer(str, lambda dumper, text: dumper.represent_text(text))
+
+
+class _SpecDumper(TextDumper):
+    """Dumper for `parse_yaml`."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def dump_yaml(value: Any, dumper: type[TextDumper] = _SpecDumper, **options: Any) -> str:
+    """Return YAML of plain data, after reading it back: what differs must not be submitted or recorded.
+
+    Args:
+        value: the data.
+        dumper: by default one whose output `parse_yaml` reads; for other programs a `TextDumper`.
+        options: options of `yaml.dump`.
+    """
+    text: str = yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, **options)
+    is_spec = issubclass(dumper, _SpecDumper)
+    found = parse_yaml(text, lambda line: SpecLocation(str(line), line))[0] if is_spec else yaml.safe_load(text)
+    if json.dumps(found) != json.dumps(value):
+        raise FailedError("a bug: YAML that was written reads back as something else; please report it")
+    return text
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 
 from runner.errors import SpecError, suggest_choices, suggest_nearest
-from runner.spec.document import Document, Dumper, KeyPath, describe_value, load_document
+from runner.spec.document import Document, KeyPath, describe_value, dump_yaml, load_document
 from runner.spec.model import HOOK_PATTERN, JOB_PATTERN, NAME_PATTERN, ExecutionSpec, JobConfig
 
 SpecModel = TypeVar("SpecModel", bound=BaseModel)
@@ -190,7 +189,7 @@ def _list_choices(detail: ErrorDetails) -> list[str]:
 
 def dump_spec(spec: ExecutionSpec) -> str:
     """Return YAML that `parse_document` reads back as the same spec."""
-    return yaml.dump(spec.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return dump_yaml(spec.model_dump(mode="json"))
 
 
 def json_schema(config_model: type[BaseModel] | None = None, *, any_other: bool = True) -> dict[str, Any]:

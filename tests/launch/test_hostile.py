@@ -13,7 +13,7 @@ from launch.kubernetes.engine import JobSetArguments
 from launch.slurm.engine import SlurmArguments
 from launch.tpu_vm.engine import TpuVmArguments
 from tests.support.harness import ROOT
-from tests.support.hostile import OVERRIDE_OF_LINES, TEXTS, UNPRINTABLE, Engine, commit_of, given_to
+from tests.support.hostile import OVERRIDE_OF_LINES, PLACED, TEXTS, UNPRINTABLE, Engine, commit_of, given_to
 
 COUNTER = str(ROOT / "specs" / "counter.yaml")
 ENGINE_OPTIONS = {
@@ -92,6 +92,21 @@ def test_a_value_arrives_as_it_was_given(engine, text, render, tmp_path):
     words = given_to(Engine(engine), output, tmp_path)
     assert words[words.index(override) - 1] == "--set"
     assert f"project={json.dumps(text, ensure_ascii=False)}" in words
+
+
+@pytest.mark.parametrize("text", [text for text in (*TEXTS, *PLACED) if "\0" not in text], ids=ascii)
+def test_a_variable_and_a_spec_arrive_in_the_pods_as_they_were_given(text, render, tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(f"{Path(COUNTER).read_text()}group: {json.dumps(text, ensure_ascii=False)}\n", newline="")
+    code, output, errors = render("jobset", "--env", f"A={text}", spec=str(path))
+    if code == 2:  # a text that no YAML file holds as it is
+        assert not text.isprintable()
+        assert "unreadable YAML" in errors[0]
+        return
+    template = yaml.safe_load(output)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    (value,) = [each["value"] for each in template["spec"]["containers"][0]["env"] if each["name"] == "A"]
+    assert value.replace("$$", "$") == text
+    assert template["metadata"]["annotations"][jobset.SPEC_ANNOTATION] == path.read_text()
 
 
 @pytest.mark.parametrize("engine", ENGINE_OPTIONS)

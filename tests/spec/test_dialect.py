@@ -2,7 +2,9 @@
 
 import pytest
 
-from runner.spec import parse_document
+from runner.errors import SpecError
+from runner.spec import SpecLocation, parse_document
+from runner.spec.document import parse_yaml
 from tests.spec.sample import problems
 
 
@@ -36,3 +38,19 @@ def test_plain_scalars_mean_what_they_look_like() -> None:
 )  # fmt: skip
 def test_unreadable_yaml_is_one_line(text: str, line: str) -> None:
     assert problems(text) == [line]
+
+
+@pytest.mark.parametrize("mark", ["\x85", "\u2028", "\u2029", "\ufeff"], ids=ascii)
+def test_what_only_an_older_yaml_takes_for_a_line_break_is_text(mark: str) -> None:
+    for text in (f"a{mark}b", mark, f"{mark}a", f"a{mark}", f"a {mark} b"):
+        for written in (text, f'"{text}"', f"'{text}'", f"[{text}]"):
+            found, _ = parse_yaml(written, lambda line: SpecLocation(str(line)))
+            assert found == ([text] if "[" in written else text), written
+    data, locations = parse_yaml(f"a{mark}: 1 # {mark}\nb: 2", lambda line: SpecLocation(str(line), line))
+    assert data == {f"a{mark}": 1, "b": 2}
+    assert locations["b",].line == 2
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(SpecError, match="surrogate"):
+        parse_yaml(r'a: "x\ud800"', lambda line: SpecLocation(str(line)))

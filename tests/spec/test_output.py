@@ -1,9 +1,13 @@
 """A spec is written so that it reads back as itself, and described key by key."""
 
+import pytest
 import yaml
 
+from runner.errors import FailedError
 from runner.spec import ExecutionSpec, Topology, dump_spec, json_schema, parse_document, validate_spec
+from runner.spec.document import TextDumper, dump_yaml
 from tests.spec.sample import Config
+from tests.support.hostile import PLACED, TEXTS
 
 
 def test_a_dumped_spec_reads_back_as_itself_in_declared_order() -> None:
@@ -12,6 +16,20 @@ def test_a_dumped_spec_reads_back_as_itself_in_declared_order() -> None:
     text = dump_spec(spec)
     assert validate_spec(parse_document(text, "x")) == spec
     assert list(yaml.safe_load(text)) == list(ExecutionSpec.model_fields)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *PLACED], ids=ascii)
+def test_every_text_is_dumped_as_it_is(text: str) -> None:
+    config = {text: [text, {"nested": text}], "long": (text + " ") * 50}
+    spec = ExecutionSpec(name="x", job="a:B", directory="gs://b/x", config=config)
+    assert validate_spec(parse_document(dump_spec(spec), "x")) == spec
+    assert yaml.safe_load(dump_yaml(config, TextDumper)) == config
+
+
+def test_a_dump_that_reads_back_as_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextDumper, "represent_text", lambda dumper, text: dumper.represent_int(7))
+    with pytest.raises(FailedError, match="reads back"):
+        dump_yaml({"a": "b"})
 
 
 def test_the_schema_describes_every_key_and_lets_other_jobs_have_other_configs() -> None:

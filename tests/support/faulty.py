@@ -1,5 +1,6 @@
 """Counters that break the rules of a restorable job, each in one way, and some that hang or fail."""
 
+import logging
 import sys
 import time
 from typing import Any
@@ -27,6 +28,27 @@ class Stepwise(Counter):
             self.step += 1
             time.sleep(self.config.step_seconds)
             self.save_or_stop()
+
+
+class Prints(Stepwise):
+    """Code of a user that prints, and logs with the wrong number of values."""
+
+    def one_step(self) -> None:
+        """Say so in every way."""
+        super().one_step()
+        print(f"step {self.step} \u2713")
+        print(f"step {self.step}", file=sys.stderr, flush=True)
+        logging.getLogger(__name__).warning("%d of %d", self.step)
+
+
+class FailsAlone(Stepwise):
+    """Raises in step 30."""
+
+    def one_step(self) -> None:
+        """Count, and fail."""
+        super().one_step()
+        if self.step + 1 == 30:
+            raise ZeroDivisionError("a bug")
 
 
 class KeepsStateOutside(Stepwise):

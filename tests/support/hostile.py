@@ -10,6 +10,10 @@ import yaml
 
 from tests.support.harness import ROOT
 
+# Line breaks of YAML 1.1 or of Python alone, marks, and what a terminal or a manifest cannot hold, at every place.
+_CHARACTERS = "\x85\u2028\u2029\ufeff\r\t\x00\x0b\x1c\x7f\x80\xa0\ufffe"
+_AROUND = (("a", "b"), ("", ""), ("a ", "\n"))
+PLACED = [f"{before}{character}{after}" for character in _CHARACTERS for before, after in _AROUND]
 TEXTS = (
     "it's",
     'say "no"',
@@ -29,6 +33,10 @@ TEXTS = (
     "EOF\nEOF",
     "1e3",
     "# no comment",
+    "\x85",
+    "a\x85b",
+    "a \u2028b",
+    "\ufeffa",
 )
 # A value of YAML whose comments are lines of their own.
 OVERRIDE_OF_LINES = 'seed=1\n#SBATCH --nodes=7\r\n# it\'s "raw" $HOME \\\n#SBATCH --qos=none\n'
