@@ -15,7 +15,10 @@ from runner.distributed.preemption import StopNotice
 from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, error_from_exit
 
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
-_READ_EXIT_CODES = "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached, or the output not be written."
+_READ_EXIT_CODES = (
+    "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached, or the output not be "
+    "written."
+)
 
 COMMANDS = CommandLine(
     "runner",
