@@ -27,8 +27,7 @@ def main() -> int:
     """Run the command line of this process and return its exit code."""
     # The process starts again with huge pages before it imports anything else, which would otherwise be imported twice.
     restart_with_huge_pages()
-    importlib.import_module("runner.console").protect_streams()
-    return int(importlib.import_module("runner.cli.app").main(sys.argv[1:]))
+    return int(importlib.import_module("runner.cli.app").run_program())
 
 
 def restart_with_huge_pages() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.cli import arguments as declared
 from runner.command_line import CommandLine
-from runner.console import finish_output, warn
+from runner.console import finish_output, protect_streams, warn
 from runner.distributed.clock import Clock
 from runner.distributed.preemption import StopNotice
 from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, error_from_exit
@@ -131,6 +131,12 @@ def run_command(words: Sequence[str]) -> int:
         SystemExit: nothing is left to do, after `--help`.
     """
     return _carry_out(COMMANDS.parse(words))
+
+
+def run_program() -> int:
+    """Carry out the command line of this process, and return its exit code. Call it before anything opens a file."""
+    protect_streams()
+    return main(sys.argv[1:])
 
 
 def main(words: Sequence[str]) -> int:
