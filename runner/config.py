@@ -8,6 +8,7 @@ the global batch is split over devices follows from the topology. An experiment 
 import math
 import re
 from bisect import bisect
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Generic, Literal, TypeVar
 
@@ -22,7 +23,7 @@ from pydantic import (
 )
 
 from runner.errors import InvalidError
-from runner.optim.config import OPTIMIZERS, OptimizerConfig, ScheduleConfig
+from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from runner.spec import Auto, FrozenModel, JobConfig
 
 DEFAULT_SOURCE = "python-stdlib"
@@ -486,6 +487,16 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         if not self.schedule.depends_on_total_steps:
             free |= {"train.total_steps", "train.total_tokens", "train.total_epochs"}
         return frozenset(free)
+
+    def explain_refusal(self, keys: Sequence[str]) -> str:
+        """Return what would allow a run to continue although these keys have changed; nothing if nothing would."""
+        if any(key.startswith("config.train.total_") for key in keys):
+            names = ", ".join(name for name in SCHEDULES if not ScheduleConfig.is_fixed_to_total(name))
+            return (
+                f"the learning rates of {self.schedule.name} depend on the total; a run whose schedule is one of "
+                f"{names}, without warmup_share, can be extended"
+            )
+        return super().explain_refusal(keys)
 
     @property
     def content_keys(self) -> frozenset[str]:

@@ -10,7 +10,9 @@ The *trajectory* of a job is the sequence of its states. It is identified by the
 """
 
 import dataclasses
+import functools
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,7 @@ from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import validate_checkpoints
 from runner.checkpoint.save import Checkpointer, SaveContents
-from runner.console import say
+from runner.console import say, warn
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, STEP, Clock, Progress, TimeBucket
 from runner.distributed.preemption import StopNotice
@@ -31,6 +33,7 @@ from runner.distributed.watchdog import Watchdog
 from runner.errors import DivergedError, HookError, InvalidError, MiscountError, PhaseError, PreemptedError, StateError
 from runner.huggingface.load import load_init_from, validate_init_from
 from runner.huggingface.mapping import Family
+from runner.metrics.writers import RowLog
 from runner.run.attempt import (
     DRAIN_SECONDS,
     Attempt,
@@ -42,7 +45,7 @@ from runner.run.attempt import (
 )
 from runner.run.compile_cache import CompileCache
 from runner.run.fence import RunIdentity, is_done, validate_directory
-from runner.run.layout import open_directory
+from runner.run.layout import open_directory, read_result
 from runner.spec import (
     Document,
     ExecutionSpec,
@@ -56,6 +59,10 @@ from runner.spec import (
     validate_hooks,
 )
 from runner.storage import JsonObject
+from runner.train.evaluators import UnfitMetricsError, parse_metrics
+
+_METRIC_KEY = re.compile(r"(?!step$)[\w.-]+(/[\w.-]+)*")
+_RESERVED_KEYS = ("perf/",)
 
 
 class RestoreableJob:
@@ -64,6 +71,7 @@ class RestoreableJob:
     Attributes:
         Config: pydantic model of the spec's `config`, which a subclass overrides.
         needs_topology: True if the spec must have a `topology`.
+        writes_own_rows: True if the rows of `metrics.jsonl` are those of `log_metrics`.
         former_paths: paths (`module:Class`) that this class had earlier, whose runs it continues. Not inherited.
         attempt: the running attempt; exists once the directory is claimed.
         checkpointer: saves and restores; exists once the directory is claimed.
@@ -78,6 +86,7 @@ class RestoreableJob:
 
     Config: ClassVar[type[JobConfig]] = JobConfig
     needs_topology: ClassVar[bool] = False
+    writes_own_rows: ClassVar[bool] = True
     former_paths: ClassVar[Sequence[str]] = ()
 
     attempt: Attempt
@@ -206,6 +215,13 @@ class RestoreableJob:
         """True if the job has reached its end, now or in an earlier attempt."""
         return is_done(self.store, lambda: self.total_steps)
 
+    def describe_stop(self) -> str:
+        """Return why a finished job ended before its last step, as the end of a line; nothing if it did not."""
+        result = read_result(self.store)
+        if result is None or result.stop_line is None:
+            return ""
+        return f", {result.stop_line} (step {result.step}); change the config of that hook to go on"
+
     def __call__(self, hosts: Hosts | None = None, stop: StopNotice | None = None, clock: Clock | None = None) -> None:
         """Run the job to its end: restore or initialise, `run`, final save, `result.json`. A finished job does nothing.
 
@@ -227,7 +243,7 @@ class RestoreableJob:
             # A finished job claims no attempt: running the command again must change nothing.
             if hosts.run_on_main(self.validate_directory):
                 if hosts.is_main:
-                    say(f"{self.spec.name}: done, nothing to do")
+                    say(f"{self.spec.name}: done, nothing to do{self.describe_stop()}")
                 return
 
             with progress.report_phase(SET_UP):
@@ -245,6 +261,8 @@ class RestoreableJob:
                     raise
                 finally:
                     self._has_ended = True
+                    if self.writes_own_rows:
+                        self.row_log.close()
                     clock.enter(TimeBucket.SHUTDOWN)
                     self.compile_cache.close(DRAIN_SECONDS)
 
@@ -320,7 +338,9 @@ class RestoreableJob:
     def restore_or_init(self) -> None:
         """Restore the newest good checkpoint, or initialise the state at step 0; write the resolved spec."""
         attempt, started = self.attempt, time.monotonic()
-        found = self.checkpointer.restore(lambda attachments: self.report.find_problem(attachments))
+        found = self.checkpointer.restore(
+            lambda attachments: self.report.find_problem(attachments) or self.row_log.find_problem(attachments)
+        )
         if found is None:
             self.state, init_from = self.init_state(), self.spec.checkpoint.initial_weights
             if init_from is not None:
@@ -337,10 +357,10 @@ class RestoreableJob:
         if attempt.hosts.is_main:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin(self.state, self.step)
-        if found is None:
-            self.report.resume(self.step, {}, None)
-        else:
-            self.report.resume(self.step, found.attachments, found.manifest.carry)
+        attachments, carry = ({}, None) if found is None else (found.attachments, found.manifest.carry)
+        if self.writes_own_rows:
+            self.row_log.rewind(self.step, attachments)
+        self.report.resume(self.step, attachments, carry)
 
     def finish(self) -> None:
         """Save the last state, write `result.json`, and print the summary of the run."""
@@ -377,7 +397,7 @@ class RestoreableJob:
             raise PreemptedError(f"stopped as asked; step {self.step} is saved; run the same command again")
         kind = self.checkpointer.find_due_save(self.step, self.total_steps)
         if kind is not None:
-            self.state = self.checkpointer.save(self.state, self.step, self.make_save_contents(), kind)
+            self.state = self.checkpointer.save(self.state, self.step, self._collect_save_contents(), kind)
 
     def save(self, suffix: str | os.PathLike[str] | None = None) -> None:
         """Start saving the state as `checkpoints/<suffix>`, by default the step. It is durable once it is committed.
@@ -392,7 +412,8 @@ class RestoreableJob:
         self.validate_running("save")
         validate_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
         name = None if suffix is None else _parse_name(suffix)
-        self.state = self.checkpointer.save(self.state, self.step, self.make_save_contents(), SaveKind.REQUIRED, name)
+        contents = self._collect_save_contents()
+        self.state = self.checkpointer.save(self.state, self.step, contents, SaveKind.REQUIRED, name)
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
         """Replace state and step by those of `checkpoints/<suffix>`; the run goes on from there. Called between steps.
@@ -416,9 +437,66 @@ class RestoreableJob:
         name, before = _parse_name(suffix), self.step
         found = self.checkpointer.load(name)
         self.state, self.step = self.checkpointer.go_back(found), found.manifest.step
+        if self.writes_own_rows:
+            self.row_log.rewind(self.step)
         self.report.resume(self.step, {}, found.manifest.carry)
         self.attempt.record("load", self.step, name=name, before=before)
         self.attempt.progress.report_step(self.step)
+
+    def log_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Write metrics of the current step into `metrics.jsonl` and its mirrors. Called on every host, inside `run`.
+
+        A second call at the same step adds to its row. Rows are part of the trajectory: a resumed run has each step
+        once. `checkpoint.keep_best` may name one of the metrics.
+
+        Args:
+            metrics: metrics by key, such as `accuracy` or `eval/accuracy`, of the kinds that an evaluator may return.
+                Those that a row cannot hold cost this call and a line; numbers that are not finite become null.
+
+        Raises:
+            PhaseError: the job is not running, or is a trainer, which writes the rows itself.
+        """
+        self.validate_running("log_metrics")
+        if not self.writes_own_rows:
+            raise PhaseError(
+                f"{type(self).__name__}.log_metrics: a trainer writes its rows itself; return metrics from forward, or "
+                "from an evaluator"
+            )
+        validate_step(self.spec.job, self.step, self.attempt.progress.step, self.total_steps)
+        try:
+            row, not_finite = parse_metrics(metrics, {}, _METRIC_KEY, _RESERVED_KEYS)
+        except UnfitMetricsError as error:
+            warn(f"log_metrics at step {self.step}: {error}; nothing of this call is in the row")
+            return
+        if not_finite:
+            warn(f"log_metrics at step {self.step}: {', '.join(not_finite)}: not finite; null in the row")
+        self.row_log.add(self.step, row)
+
+    @functools.cached_property
+    def row_log(self) -> RowLog:
+        """Rows of `log_metrics` in this attempt."""
+        return RowLog(self.attempt, self.resolved_spec(), self.total_steps)
+
+    def _collect_save_contents(self) -> SaveContents:
+        """Return the contents of a save, with the rows of `log_metrics`."""
+        contents = self.make_save_contents()
+        if not self.writes_own_rows:
+            return contents
+        best, log = self.spec.checkpoint.keep_best, self.row_log
+
+        def flush() -> None:
+            contents.flush()
+            log.sync()
+
+        metric = (
+            log.get_metric(best.metric, self.step) if best is not None and contents.metric is None else contents.metric
+        )
+        return dataclasses.replace(
+            contents,
+            metric=metric,
+            attachments=lambda: contents.attachments() | log.get_attachments(),
+            flush=flush,
+        )
 
     def validate_running(self, method: str) -> None:
         """Raise `PhaseError` if `method` is called before the state is restored or after the end of the job."""

@@ -74,6 +74,7 @@ class BaseTrainer(RestoreableJob):
 
     Config: ClassVar[type[TrainerConfig[Any]]] = TrainerConfig[ModelConfig]
     needs_topology: ClassVar[bool] = True
+    writes_own_rows: ClassVar[bool] = False
     calls_hooks: ClassVar[bool] = True
 
     config: TrainerConfig[Any]

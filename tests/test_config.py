@@ -4,6 +4,7 @@ import pytest
 
 from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError, SpecError
+from runner.optim.config import SCHEDULES
 from runner.spec import (
     ExecutionSpec,
     compute_trajectory,
@@ -264,3 +265,14 @@ def test_an_automatic_cadence_is_written_so_that_it_reads_back():
     text = dump_spec(spec).replace("every_steps: null", "every_steps: 50", 1)
     with pytest.raises(SpecError, match="every: auto chooses the interval"):
         validate_spec(parse_document(text, "s.yaml"))
+
+
+def test_a_refusal_to_extend_names_the_schedules_that_allow_it() -> None:
+    config = read()
+    hint = config.explain_refusal(["config.train.total_steps"])
+    assert "one of constant, inverse_square_root, without warmup_share" in hint
+    assert config.explain_refusal(["config.model.width"]) == ""
+    for name in SCHEDULES:
+        keys = ["config.schedule.decay_steps=5"] if name == "wsd" else []
+        free = read(f"config.schedule.name={name}", *keys).free_keys
+        assert ("train.total_steps" in free) == (name in hint)

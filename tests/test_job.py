@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from experiments.counter import Counter, advance
 from runner import RestoreableJob
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.manifest import read_committed
+from runner.cli.app import run_command
 from runner.distributed.agreement import Hosts
 from runner.errors import (
     FencedError,
@@ -25,6 +27,7 @@ from runner.errors import (
     ResumeError,
     StorageError,
 )
+from runner.metrics.file import read_rows
 from runner.run.attempt import JobReport
 from runner.run.fence import Fence
 from runner.spec import ExecutionSpec, read_spec
@@ -316,10 +319,94 @@ def test_a_load_of_any_other_name_is_refused_in_one_line(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("call", ["save", "load", "save_or_stop"])
+class Logging(Counter):
+    """Writes rows of its own, every other step, and goes back once if it is told to."""
+
+    loads = False
+
+    def save_or_stop(self):
+        if self.step % 2 == 0:
+            self.log_metrics({"accuracy": self.step / 100, "eval/parts": [1, self.step]})
+            self.log_metrics({"eval/error": math.nan if self.step == 4 else 1 / self.step})
+        if self.step == 10 and self.loads:
+            self.loads = False
+            self.load("6")
+        super().save_or_stop()
+
+
+def own_rows(directory):
+    rows = read_rows(LocalStore(directory))
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+def test_a_job_that_is_no_trainer_writes_rows_that_survive(tmp_path, capsys):
+    changes = {"config.total_steps": 16, "checkpoint.every_steps": 3, "logging.tensorboard": True}
+    changes["checkpoint.keep_best"] = {"metric": "accuracy", "mode": "max"}
+    counter(tmp_path / "whole", Logging, **changes)()
+    told = capsys.readouterr()
+    assert "step 2/16  accuracy 0.02  eval/error 0.5\n" in told.out
+    assert "step 4/16  accuracy 0.04  eval/error -\n" in told.out
+    assert "log_metrics at step 4: eval/error: not finite; null in the row" in told.err
+    expected = [
+        {"step": step, "accuracy": step / 100, "eval/parts": [1, step], "eval/error": None if step == 4 else 1 / step}
+        for step in range(2, 17, 2)
+    ]
+    assert own_rows(tmp_path / "whole") == expected
+    assert read_committed(LocalStore(tmp_path / "whole"))[16].metric == 0.16
+
+    class Killed(Logging):
+        def save_or_stop(self):
+            super().save_or_stop()
+            if self.step == 11:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        counter(tmp_path / "killed", Killed, **changes)()
+    assert own_rows(tmp_path / "killed")[-1]["step"] == 10
+    counter(tmp_path / "killed", Logging, **changes)()
+    back = counter(tmp_path / "back", Logging, **changes)
+    back.loads = True
+    back()
+    for name in ("killed", "back"):
+        assert own_rows(tmp_path / name) == expected
+        assert result(tmp_path / name) == result(tmp_path / "whole")
+    # Readers.
+    for arguments in (["metrics", "--csv"], ["status"], ["report", "-o", str(tmp_path / "page.html")]):
+        assert run_command([arguments[0], str(tmp_path / "killed"), *arguments[1:]]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert "accuracy" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"step": 1}, "it returns a metric named 'step'"),
+        ({"perf/x": 1}, "it returns a metric named 'perf/x'"),
+        ({"a b": 1}, "it returns a metric named 'a b'"),
+        ({"a": object()}, "it returns as a a object; a row needs a number"),
+        (7, "it returns a int, needs a dictionary"),
+    ],
+)
+def test_what_a_row_cannot_hold_costs_a_line(tmp_path, metrics, words, capsys):
+    class Wrong(Counter):
+        def run(self):
+            self.log_metrics(metrics)
+            super().run()
+
+    counter(tmp_path, Wrong)()
+    assert f"log_metrics at step 0: {words}" in capsys.readouterr().err
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_job_without_rows_has_no_file_of_them(tmp_path):
+    counter(tmp_path)()
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("call", ["save", "load", "save_or_stop", "log_metrics"])
 def test_a_job_that_does_not_run_says_so(tmp_path, call):
     job = counter(tmp_path)
-    arguments = () if call == "save_or_stop" else ("name",)
+    arguments = {"save_or_stop": (), "log_metrics": ({},)}.get(call, ("name",))
     with pytest.raises(PhaseError, match=rf"Counter\.{call}: the job is not running yet"):
         getattr(job, call)(*arguments)
     job()

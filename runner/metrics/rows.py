@@ -132,6 +132,12 @@ ROW_KEYS = (
         "Meta of the last validation batch and means of `sums` over all of them, or a metric of another evaluator. "
         "Only at evaluated steps.",
     ),
+    Key(
+        "<name>",
+        float | list | dict | str | None,
+        "Metric that a job which is no trainer has written with `log_metrics`. Its rows have `step`, `perf/time` and "
+        "`perf/attempt` besides, and no other key.",
+    ),
 )
 
 

@@ -39,12 +39,11 @@ import google_crc32c
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from runner.config import TrainerConfig
 from runner.console import say, warn
 from runner.errors import format_error
-from runner.metrics.file import read_encoded_rows
+from runner.metrics.file import METRICS_FILE, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import RowValue, find_bins
-from runner.metrics.rows import Row
+from runner.metrics.rows import Row, RowTail
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import LocalStore, Store, default_cache_directory
@@ -58,6 +57,7 @@ _START = 1
 _DT_STRING = 7
 _TIME = "perf/time"  # the wall time of events. It is no curve: single floats resolve Unix time only to minutes
 QUEUE_ROWS = 10_000
+_SHOWN_MAX = 6  # metrics of a row on the terminal
 CLOSE_SECONDS = 10.0
 
 
@@ -289,6 +289,11 @@ def _format_row(row: Row) -> str:
     ]
     if row.get("perf/tokens_per_second"):
         parts.append(f"{row['perf/tokens_per_second']:,.0f} tokens/s")
+    if not parts:  # of a job that is no trainer
+        own = [key for key in row if key != "step" and not key.startswith(("perf/", "train/", "val/"))]
+        numbers = {key: row[key] for key in own if row[key] is None or isinstance(row[key], int | float)}
+        parts = [f"{key} {'-' if value is None else format(value, '.4g')}" for key, value in numbers.items()]
+        parts = parts[:_SHOWN_MAX]
     return "  ".join(parts)
 
 
@@ -347,7 +352,9 @@ def make_progress(spec: ExecutionSpec, total_steps: int, step: int, tokens_per_s
     return PlainProgress(tokens_per_step, total_steps)
 
 
-def open_displays(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, step: int) -> list[RowDisplay]:
+def open_displays(
+    attempt: Attempt, spec: ExecutionSpec, total_steps: int, tokens_per_step: int, step: int
+) -> list[RowDisplay]:
     """Return the displays that the spec names, for an attempt that continues from `step`."""
 
     def read_earlier() -> Iterator[Row]:
@@ -362,10 +369,91 @@ def open_displays(attempt: Attempt, spec: ExecutionSpec, config: TrainerConfig, 
         writer: MetricWriter = importlib.import_module("runner.metrics.wandb").WandbWriter(spec, attempt)
         return writer
 
-    displays: list[RowDisplay] = [make_progress(spec, config.total_steps, step, config.tokens_per_step)]
+    displays: list[RowDisplay] = [make_progress(spec, total_steps, step, tokens_per_step)]
     if spec.logging.tensorboard:
         open_tensorboard = functools.partial(TensorBoardWriter, attempt.store, attempt.run_id, attempt.number)
         displays.append(AsyncMetricWriter("tensorboard", open_tensorboard, read_earlier, report_failure))
     if spec.logging.wandb != "disabled":
         displays.append(AsyncMetricWriter("wandb", open_wandb, read_earlier, report_failure))
     return displays
+
+
+class RowLog:
+    """Rows that a job writes itself, by `RestoreableJob.log_metrics`. Made and called on every host; process 0 writes.
+
+    Args:
+        attempt: attempt that the rows belong to.
+        spec: resolved spec.
+        total_steps: last step of the job.
+    """
+
+    def __init__(self, attempt: Attempt, spec: ExecutionSpec, total_steps: int):
+        self._attempt, self._spec, self._total_steps = attempt, spec, total_steps
+        self._file = open_metrics_file(attempt.store, attempt.background_writer, attempt.fence)
+        self._is_open = False
+        self._displays: list[RowDisplay] = []
+
+    def find_problem(self, attachments: dict[str, bytes]) -> str | None:
+        """Return why the rows beside a state of the fast tier do not continue those of the file; None if they do."""
+        if METRICS_FILE not in attachments:
+            return None
+        try:
+            after = RowTail.decode(attachments[METRICS_FILE]).after
+        except ValueError as error:
+            return str(error)
+        if after is None or self._file.has_step(after):
+            return None
+        return f"a later attempt resumed from a step before {after}, so these rows do not follow those of the file"
+
+    def rewind(self, step: int, attachments: dict[str, bytes] | None = None) -> None:
+        """Remove the rows after `step`, which was restored or loaded. A job without rows gets no file."""
+        content = (attachments or {}).get(METRICS_FILE)
+        if not self._attempt.hosts.is_main:
+            return
+        if content is None and not self._is_open and not self._attempt.store.exists(METRICS_FILE):
+            return
+        self._file.rewind(step, None if content is None else RowTail.decode(content))
+        self._is_open = True
+        self.close()
+
+    def add(self, step: int, values: Row) -> None:
+        """Write a row, or add the values to that of `step`. Waits for nothing."""
+        if not self._attempt.hosts.is_main:
+            return
+        self._attempt.fence.check_locally()
+        if not self._is_open:
+            self._file.rewind(step)
+            self._is_open = True
+        newest = self._file.get_newest()
+        row = {**(newest if newest.get("step") == step else {"step": step}), **values}
+        row |= {"perf/time": time.time(), "perf/attempt": self._attempt.number}
+        if newest.get("step") == step:
+            self._file.replace_last(row)
+        else:
+            self._file.append(row)
+        if not self._displays:
+            before = max(step - 1, 0)
+            self._displays = open_displays(self._attempt, self._spec, self._total_steps, 0, before)
+        for display in self._displays:
+            display.show(row)
+
+    def get_metric(self, name: str, step: int) -> float | None:
+        """Return a metric of the row of `step`; None if it has none, and on processes other than 0."""
+        row = self._file.get_newest() if self._is_open else {}
+        value = row.get(name) if row.get("step") == step else None
+        return float(value) if isinstance(value, int | float) else None
+
+    def get_attachments(self) -> dict[str, bytes]:
+        """Return the rows to save beside a state in the fast tier. Process 0 only."""
+        return {METRICS_FILE: self._file.get_tail().encode()} if self._is_open else {}
+
+    def sync(self) -> None:
+        """Wait until the rows are durable. Thread-safe; raises `OSError`."""
+        if self._is_open:
+            self._file.sync()
+
+    def close(self) -> None:
+        """Finish the displays."""
+        for display in self._displays:
+            display.close()
+        self._displays = []

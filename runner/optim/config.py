@@ -273,7 +273,12 @@ class ScheduleConfig(FrozenModel):
     @property
     def depends_on_total_steps(self) -> bool:
         """True if the learning rate of a step depends on the total number of steps."""
-        return self.name not in ("constant", "inverse_square_root") or self.warmup_share is not None
+        return self.is_fixed_to_total(self.name) or self.warmup_share is not None
+
+    @staticmethod
+    def is_fixed_to_total(name: str) -> bool:
+        """Return True if the shape of a schedule after its warm-up depends on the total number of steps."""
+        return name not in ("constant", "inverse_square_root")
 
     @model_validator(mode="after")
     def _validate_keys(self) -> "ScheduleConfig":

@@ -152,7 +152,9 @@ class RunIdentity:
             if not self._is_moved(saved, key)
         ]
         if lines:
-            raise ResumeError("\n".join(lines) + f"\n{url}: this would be another trajectory; use another directory")
+            hint = self.config.explain_refusal(differing) if (differing := self._list_differences(saved)) else ""
+            ending = f"\n{url}: this would be another trajectory; use another directory"
+            raise ResumeError("\n".join(lines) + ending + (f"; {hint}" if hint else ""))
 
     def _list_differences(self, saved: Trajectory) -> list[str]:
         """Return the keys that have known values on both sides, are read, and differ."""

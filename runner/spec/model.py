@@ -3,6 +3,7 @@
 The descriptions appear in the reference in `specs/README.md` and in the JSON Schema that editors show.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -51,6 +52,10 @@ class JobConfig(FrozenModel):
         Their values are not compared: the job's `identity` must have a digest of the content.
         """
         return frozenset()
+
+    def explain_refusal(self, keys: Sequence[str]) -> str:
+        """Return what would allow a run to continue although these dotted keys have changed; by default nothing."""
+        return ""
 
     @property
     def output_keys(self) -> frozenset[str]:

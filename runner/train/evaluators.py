@@ -131,7 +131,7 @@ class EvaluatorSchedule:
             returned = evaluator.evaluate(copy_containers(weights), step, hosts)
             is_stopping = returned is None
             # Inside of `try`, because the objects of a user may raise when they are read.
-            metrics, not_finite = ({}, []) if returned is None else _parse_metrics(returned, before)
+            metrics, not_finite = ({}, []) if returned is None else parse_metrics(returned, before)
         except RunnerError:
             raise  # an error of the runner, such as a lost peer, and not of the evaluator
         except KeyboardInterrupt:
@@ -176,8 +176,12 @@ class EvaluatorSchedule:
         self._attempt.record("evaluation_problem", step, evaluator=name, reason=reason)
 
 
-def _parse_metrics(metrics: Any, before: Row) -> tuple[Row, list[str]]:
+def parse_metrics(
+    metrics: Any, before: Row, form: re.Pattern[str] = _KEY, reserved: tuple[str, ...] = _RESERVED_PREFIXES
+) -> tuple[Row, list[str]]:
     """Return the metrics as JSON values, and the keys of those that are not finite: they are null.
+
+    `form` is the form of a key, and `reserved` are prefixes that it must not have.
 
     Raises `UnfitMetricsError`; what the objects of a user raise is passed on.
     """
@@ -189,11 +193,11 @@ def _parse_metrics(metrics: Any, before: Row) -> tuple[Row, list[str]]:
     for number, key in enumerate(metrics):
         if number == METRICS_MAX:
             raise UnfitMetricsError(f"it returns more than {METRICS_MAX:,} metrics")
-        if not (isinstance(key, str) and len(key) <= KEY_MAX_CHARACTERS and _KEY.fullmatch(key)):
+        if not (isinstance(key, str) and len(key) <= KEY_MAX_CHARACTERS and form.fullmatch(key)):
             raise UnfitMetricsError(
                 f"it returns a metric named {repr(key)[:KEY_MAX_CHARACTERS]}, needs a key such as val/accuracy"
             )
-        if key.startswith(_RESERVED_PREFIXES):
+        if key.startswith(reserved):
             raise UnfitMetricsError(f"it returns a metric named {key!r}, needs a key such as val/accuracy")
         if key in before:
             raise UnfitMetricsError(f"it returns {key}, which another evaluator has returned")

@@ -103,7 +103,7 @@ class Report(JobReport):
         if self._displays:
             for display in self._displays:
                 display.close()
-            self._displays = open_displays(self._attempt, self._spec, self._config, step)
+            self._displays = self._open_displays(step)
         self.restart_clock()
 
     def complete_row(self, weights: Any, step: int, before_write: Callable[[Row], None] = lambda row: None) -> bool:
@@ -137,7 +137,7 @@ class Report(JobReport):
     def display(self, step: int) -> Iterator[None]:
         """Display rows inside the context, from `step` on; the displays are closed at its end."""
         if self._attempt.hosts.is_main:
-            self._displays = open_displays(self._attempt, self._spec, self._config, step)
+            self._displays = self._open_displays(step)
             self._timer = StepTimer()
         self.restart_clock()
         self._profiler.watch_requests()
@@ -150,6 +150,10 @@ class Report(JobReport):
             self._profiler.close(self._attempt.progress.step)
             for display in self._displays:
                 display.close()
+
+    def _open_displays(self, step: int) -> list[RowDisplay]:
+        config = self._config
+        return open_displays(self._attempt, self._spec, config.total_steps, config.tokens_per_step, step)
 
     def add_step(self, step: int, loss: jax.Array, meta: Meta) -> None:
         """Add the results of step `step`. Waits for the device only if a profile starts or ends at this step."""

@@ -69,7 +69,7 @@ def test_counters_change_no_weight_and_are_numpy_in_and_out(plain, tmp_path) -> 
     assert counters["sum"] == total
 
 
-def test_a_run_that_was_stopped_early_is_done_until_its_rule_changes(tmp_path) -> None:
+def test_a_run_that_was_stopped_early_is_done_until_its_rule_changes(tmp_path, capsys) -> None:
     directory = tmp_path / "run"
     job(directory, early(2))()
     found = result(directory)
@@ -83,6 +83,8 @@ def test_a_run_that_was_stopped_early_is_done_until_its_rule_changes(tmp_path) -
     again = job(directory, early(2))
     assert again.done
     again()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("tiny: done, nothing to do, stopped by EarlyStopping: val/loss is not better")
     assert attempts(directory) == 1
     patient = job(directory, early(4))
     assert not patient.done
