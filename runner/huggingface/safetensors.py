@@ -108,10 +108,11 @@ def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, Tensor
     """
 
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> JsonObject:
-        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        if twice:
-            raise ValueError(f"its header names {_shorten(twice[0])} twice")
-        return dict(pairs)
+        record = dict(pairs)
+        if len(record) != len(pairs):
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"its header names {_shorten(twice)} twice")
+        return record
 
     def parse_size(digits: str) -> int:
         # Python's time to read and to multiply numbers grows with the square of their digits.

@@ -74,6 +74,13 @@ def twice(directory: Path) -> None:
     (directory / INDEX).unlink()
 
 
+def entry(name: str = "a", **changes: str) -> Callable[[Path], None]:
+    """Replace the header by one of a single tensor, whose fields are JSON."""
+    fields = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0, 4]"} | changes
+    text = ", ".join(f'"{key}": {value}' for key, value in fields.items())
+    return rewrite(lambda record: f'{{"{name}": {{{text}}}}}')
+
+
 ONE: list[tuple[str, Callable[[Path], object], str]] = [
     ("no config", lambda directory: (directory / "config.json").unlink(), r"no config\.json is here"),
     ("a torn config", write("config.json", "{"), r"config\.json cannot be read"),
@@ -106,6 +113,26 @@ ONE: list[tuple[str, Callable[[Path], object], str]] = [
         r"type F7, which is",
     ),
     ("an overlap", rewrite(lambda record: move(record, "model.scale", -4)), r"overlaps"),
+    ("sizes of digits", entry(shape=f"[{','.join(['9' * 4000] * 3000)}]"), r"a number of 4,000 digits"),
+    ("an offset of digits", entry(data_offsets=f"[0, {'9' * 5000}]"), r"a number of 5,000 digits"),
+    ("a size beyond the file", entry(shape=f"[{'9' * 19}]"), r"and has 4 bytes"),
+    ("a shape nested deeply", entry(shape="[" * 50_000 + "]" * 50_000), r"nested too deeply"),
+    ("dimensions", entry(shape=f"[{','.join(['2'] * 100_000)}]"), r"100,000 dimensions"),
+    *(
+        (f"a shape of {size}", entry(shape=f"[{size}]"), "has no shape or data_offsets of whole numbers")
+        for size in ("-1", "1.0", "1e3", "NaN", "Infinity", "-Infinity", "true", "null", '"1"', "[1]", "{}")
+    ),
+    *(
+        (f"offsets {offsets}", entry(data_offsets=offsets), "has no shape or data_offsets of whole numbers")
+        for offsets in ("[0]", "[0, 4, 8]", "[-4, 0]", "[0, 4.0]", "[NaN, 4]", "{}", "4", "null")
+    ),
+    ("offsets backwards", entry(data_offsets="[4, 0]"), r"and has -4 bytes"),
+    ("a key twice", entry(dtype='"F32", "dtype": "F32"'), r"names dtype twice"),
+    ("a type of megabytes", entry(dtype=f'"{"x" * 1_000_000}"'), r"of type x{20}, which"),
+    ("a name of megabytes", entry("x" * 1_000_000, shape="[2]"), r"tensor x{200} is"),
+    ("a name of several lines", entry(r"a\n\u001b[2J", shape="[2]"), r"tensor a\\n\\x1b\[2J is"),
+    ("half a surrogate pair", entry(r"\ud800", shape="[2]"), r"tensor \\ud800 is"),
+    ("many entries of a name", rewrite(lambda record: "{" + ",".join(['"a": {}'] * 100_000) + "}"), r"names a twice"),
     ("a hole", rewrite(lambda record: move(record, "model.scale", 4)), r"leaves a hole after|holds more|is torn"),
 ]
 TWO: list[tuple[str, Callable[[Path], object], str]] = [
@@ -146,7 +173,7 @@ def test_damage_is_reported_in_a_line(tmp_path: Path, num_shards: int, damage: C
     damage(directory)
     with pytest.raises(InvalidError, match=message) as found:
         open_published_weights(str(directory))
-    assert all(line.startswith(str(directory)) for line in str(found.value).splitlines())
+    assert all(line.startswith(str(directory)) and len(line) < 1000 for line in str(found.value).splitlines())
 
 
 def test_a_run_is_not_mistaken_for_published_weights(tmp_path: Path):
