@@ -167,7 +167,7 @@ def read_all(store: Store) -> dict[str, bytes]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("where", ["disk", "gs", "s3", "az"])
-def test_each_damage_to_each_file_is_named_and_a_restore_falls_back_to_the_older_checkpoint(
+def test_verify_names_every_damaged_file_and_restore_falls_back(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "disk":
@@ -214,6 +214,6 @@ def damage_and_restart(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("name", daily_on(None))
-def test_a_job_restarted_on_damaged_checkpoints_falls_back_and_ends_with_the_same_bits(name: str) -> None:
+def test_a_restart_on_damaged_checkpoints_has_equal_bits(name: str) -> None:
     whole_counter(COUNTER)
     play_on(name, damage_and_restart)

@@ -18,7 +18,7 @@ from tests.support.servers import BACKENDS, Faults, start_backend
 NUM_PROCESSES = 4
 NUM_STRIKES = 3
 OUTAGE_SECONDS = 60.0
-NUM_REFUSED = 30  # requests of an outage, which the retries of all processes make in half a minute
+NUM_OUTAGE_REQUESTS = 30  # requests of an outage, which the retries of all processes make in half a minute
 OPTIONS = (
     *LITTLE,
     "config.train.total_steps=24",
@@ -29,14 +29,14 @@ OPTIONS = (
 SMALL = ("config.data.packing=documents",)
 
 
-def mixture(place: str) -> str:
+def mixture_options(place: str) -> str:
     """Three sources of three kinds below a directory or a URL."""
     sources = (("corpus", "corpus", 2), ("tokens", "tokens/*.bin", 1.5), ("array", "array.npy", 0.5))
     named = [f"{{name: {name}, source: {place}/{path}, weight: {weight}}}" for name, path, weight in sources]
     return f"config.data.mixture=[{', '.join(named)}]"
 
 
-def formats(place: str) -> str:
+def format_options(place: str) -> str:
     """Files of other tools below a directory or a URL, read by ranges and whole."""
     web = f"{{name: web, source: {place}/web.idx, weight: 2}}"
     return f"config.data.mixture=[{web}, {{name: code, source: {place}/code.array_record, options: {{dtype: uint16}}}}]"
@@ -47,8 +47,8 @@ KINDS = {
     "corpus": lambda place: (f"config.data.source={place}/corpus",),
     "documents": lambda place: (f"config.data.source={place}/corpus", "config.data.packing=documents"),
     "tokens": lambda place: (f"config.data.source={place}/tokens/*.bin",),
-    "formats": lambda place: (formats(place), "config.data.packing=documents"),
-    "mixture": lambda place: (mixture(place), f"config.data.validation={{other: {place}/tokens/b.bin}}"),
+    "formats": lambda place: (format_options(place), "config.data.packing=documents"),
+    "mixture": lambda place: (mixture_options(place), f"config.data.validation={{other: {place}/tokens/b.bin}}"),
 }
 CASES = [
     ("gs", "mixture"),
@@ -71,7 +71,7 @@ def write_data(directory: Path) -> None:
     write_records(directory / "code.array_record", shards[0] + shards[2])
 
 
-def spoil(cache: Path, chance: random.Random) -> None:
+def damage_cache(cache: Path, chance: random.Random) -> None:
     """Keep the cache, lose it, or tear it."""
     (file,) = cache.glob("*.cache") if cache.exists() else (None,)
     choice = chance.choice(["keep", "lose", "tear"])
@@ -86,9 +86,7 @@ def spoil(cache: Path, chance: random.Random) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_four_processes_with_a_bucket_in_trouble_train_to_the_bits_of_a_run_from_a_disk(
-    name: str, kind: str, tmp_path: Path
-) -> None:
+def test_faults_of_a_data_bucket_change_no_bit(name: str, kind: str, tmp_path: Path) -> None:
     chance = random.Random(f"{name} {kind}")
     write_data(tmp_path / "data")
     whole = Job("specs/gpt_nano.yaml", tmp_path / "whole", (*OPTIONS, *KINDS[kind](str(tmp_path / "data"))))
@@ -109,12 +107,12 @@ def test_four_processes_with_a_bucket_in_trouble_train_to_the_bits_of_a_run_from
             attempts[0].until_server(lambda step=step: job.newest() > step, "commit")
             for attempt in attempts:
                 attempt.kill()
-            spoil(cache, chance)
+            damage_cache(cache, chance)
         backend.proxy.faults = Faults(error_rate=0.1)
         step, attempts = job.newest(), job.start_processes(NUM_PROCESSES)
         attempts[0].until_server(lambda: job.newest() > step, "commit")
         backend.proxy.faults = Faults(outage=True)
-        attempts[0].until_server(lambda: backend.proxy.fired["outage"] >= NUM_REFUSED, "requests in an outage")
+        attempts[0].until_server(lambda: backend.proxy.fired["outage"] >= NUM_OUTAGE_REQUESTS, "requests in an outage")
         backend.proxy.faults = Faults()
         for attempt in attempts:
             attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
@@ -132,7 +130,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_bucket_that_is_cut_off_for_a_minute_delays_four_processes_and_moves_no_bit(name: str, data: Path) -> None:
+def test_an_outage_of_the_data_bucket_delays_training_only(name: str, data: Path) -> None:
     long = ("config.train.total_steps=600", "checkpoint.every_steps=100", "config.eval.every_steps=300")
     options = (*OPTIONS, *long)  # so that steps are left whose tokens nobody has asked for yet
     whole = undisturbed("specs/gpt_nano.yaml", (*options, *KINDS["mixture"](str(data))), num_processes=NUM_PROCESSES)
@@ -151,14 +149,14 @@ def test_a_bucket_that_is_cut_off_for_a_minute_delays_four_processes_and_moves_n
         proxy.faults = Faults()
         for attempt in attempts:
             attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
-        assert proxy.fired["outage"] >= NUM_REFUSED
+        assert proxy.fired["outage"] >= NUM_OUTAGE_REQUESTS
         assert any(place in path for path in refused)
         assert job.result()["fingerprint"] == whole.result()["fingerprint"]
         assert job.rows() == whole.rows()
 
 
 @pytest.mark.soak
-def test_gpt_small_on_a_bpe_corpus_in_a_bucket_killed_three_times_has_the_bits_of_a_run_from_a_disk(
+def test_kills_of_gpt_small_with_a_corpus_in_a_bucket_change_no_bit(
     tmp_path: Path,
 ) -> None:
     on_disk = Job("specs/tokenise_stdlib.yaml", tmp_path / "tokens", (f"config.output={tmp_path / 'corpus'}",))

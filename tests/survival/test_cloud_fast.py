@@ -29,7 +29,7 @@ RESTORED = re.compile(r"restored step (\d+) from the (\w+) tier")
 PIECES = r"checkpoints/\d+/arrays\..*"
 
 
-def kill_beyond(job: CloudJob, fast: Path, durable: int) -> CloudAttempt:
+def kill_beyond_durable_step(job: CloudJob, fast: Path, durable: int) -> CloudAttempt:
     """kill -9 to both, once `durable` is in the bucket and both have two fast steps beyond it; the first of them."""
     attempts = job.start_processes(PROCESSES)
 
@@ -42,7 +42,7 @@ def kill_beyond(job: CloudJob, fast: Path, durable: int) -> CloudAttempt:
     return attempts[0]
 
 
-def restored(attempt: CloudAttempt) -> tuple[int, str]:
+def restored_step_and_tier(attempt: CloudAttempt) -> tuple[int, str]:
     """Step and tier, by the output: what a process says right before a kill -9 may never be in the bucket's ledger."""
     found = RESTORED.search(attempt.output)
     assert found is not None, attempt.output
@@ -54,14 +54,14 @@ def lose_machines(backend: Backend) -> None:
         fast = Path(directory)
         tier = (f"checkpoint.local_directory={fast}", "checkpoint.local_every_steps=2")
         job = CloudJob(backend, free_name("machines"), SPEC, (*OPTIONS, *tier), devices=DEVICES)
-        kill_beyond(job, fast, 10)
+        kill_beyond_durable_step(job, fast, 10)
 
         older, newest = common_steps(fast, PROCESSES)[-2:]
         part = parts_of(fast, 1)[newest]
         max((part / "pieces").iterdir(), key=lambda path: path.stat().st_size).unlink()
         num_requests = len(backend.proxy.requests)
-        attempt = kill_beyond(job, fast, job.newest() + 10)
-        assert restored(attempt) == (older, "fast")
+        attempt = kill_beyond_durable_step(job, fast, job.newest() + 10)
+        assert restored_step_and_tier(attempt) == (older, "fast")
         assert f"checkpoint {newest} (fast) not restored: process 1: " in attempt.output, attempt.output
         is_piece = job.requested("GET", PIECES)
         assert not [request for request in backend.proxy.requests[num_requests:] if is_piece(*request)], "reads"
@@ -72,12 +72,12 @@ def lose_machines(backend: Backend) -> None:
         attempts = job.start_processes(PROCESSES)
         for attempt in attempts:
             attempt.expect(0)
-        assert restored(attempts[0]) == (durable, "durable")
+        assert restored_step_and_tier(attempts[0]) == (durable, "durable")
         assert_same_outcome(job, undisturbed(SPEC, OPTIONS, DEVICES, PROCESSES))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BACKENDS)
-def test_machines_that_lose_all_or_a_part_of_their_fast_tier_end_with_the_same_bits(name: str) -> None:
+def test_a_lost_fast_tier_changes_no_bit(name: str) -> None:
     with start_backend(name) as backend:
         lose_machines(backend)

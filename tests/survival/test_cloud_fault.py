@@ -42,7 +42,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield backend
 
 
-def committed_some(job: CloudJob, attempt: CloudAttempt, steps: int = 1) -> None:
+def wait_for_commits(job: CloudJob, attempt: CloudAttempt, steps: int = 1) -> None:
     """Wait until so many checkpoints are committed, and the run goes on."""
     attempt.until_server(lambda: len(job.committed()) >= steps, f"{steps} commits")
 
@@ -66,7 +66,7 @@ def train_with_many_errors(backend: Backend) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", daily_on("az"))
-def test_thirty_percent_of_requests_answered_with_503_or_429_change_no_bit(name: str) -> None:
+def test_errors_of_a_third_of_requests_change_no_bit(name: str) -> None:
     play_on(name, train_with_many_errors)
 
 
@@ -94,7 +94,7 @@ def is_read(method: str, path: str) -> bool:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BACKENDS)
-def test_connections_cut_in_uploads_in_reads_and_after_the_write_has_happened_change_no_bit(name: str) -> None:
+def test_cut_connections_change_no_bit(name: str) -> None:
     play_on(name, train_with_cut_connections)
 
 
@@ -116,7 +116,7 @@ def test_two_seconds_of_latency_change_no_bit(name: str) -> None:
 def train_through_a_short_outage(backend: Backend) -> None:
     job = CloudJob(backend, free_name("outage"), COUNTER_SPEC, LONG)
     attempt = job.start()
-    committed_some(job, attempt, 2)
+    wait_for_commits(job, attempt, 2)
     backend.proxy.faults = Faults(outage=True)
     began = time.time()
     time.sleep(SHORT_OUTAGE_SECONDS)
@@ -134,31 +134,31 @@ def train_through_a_short_outage(backend: Backend) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BACKENDS)
-def test_training_goes_on_through_an_outage_of_twenty_seconds_and_ends_with_the_same_bits(name: str) -> None:
+def test_training_continues_through_a_short_outage(name: str) -> None:
     play_on(name, train_through_a_short_outage)
 
 
 # Faults that do not pass in time.
 
 
-def outlast_the_patience(backend: Backend) -> None:
+def train_through_a_long_outage(backend: Backend) -> None:
     job = CloudJob(backend, free_name("long-outage"), COUNTER_SPEC, SHORT)
     attempt = job.with_options(MAX_UNSAVED, "config.step_seconds=0.2").start()
-    committed_some(job, attempt)
+    wait_for_commits(job, attempt)
     backend.proxy.faults = Faults(outage=True)
     attempt.expect(76)
     assert any("nothing could be saved for" in line for line in no_traceback(attempt))
     assert backend.proxy.fired["outage"] > 0
-    finish_later(job)
+    finish_after_recovery(job)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", daily_on("gs"))
-def test_an_outage_longer_than_max_unsaved_minutes_ends_with_76_and_the_next_attempt_completes(name: str) -> None:
-    play_on(name, outlast_the_patience)
+def test_an_outage_beyond_max_unsaved_minutes_ends_with_76(name: str) -> None:
+    play_on(name, train_through_a_long_outage)
 
 
-def finish_later(job: CloudJob) -> None:
+def finish_after_recovery(job: CloudJob) -> None:
     """The server is back: what was committed is whole, and the run goes on from it to the same bits."""
     job.backend.proxy.faults = Faults()
     assert_verified(job)
@@ -170,28 +170,28 @@ def finish_later(job: CloudJob) -> None:
     assert_same_outcome(job, whole_counter(SHORT))
 
 
-def lose_the_right_to_write(backend: Backend) -> None:
+def revoke_write_permission(backend: Backend) -> None:
     job = CloudJob(backend, free_name("write-403"), COUNTER_SPEC, SHORT)
     attempt = job.start()
-    committed_some(job, attempt)
+    wait_for_commits(job, attempt)
     backend.proxy.faults = Faults(forbidden_writes=True)
     attempt.expect(76)
     lines = no_traceback(attempt)
     assert any(line.startswith("SAVE FAILED at step ") for line in lines), attempt.report("did not say it")
     assert any("the state of step 40 could not be saved" in line for line in lines), attempt.output
     assert backend.proxy.fired["forbidden_writes"] > 0
-    finish_later(job)
+    finish_after_recovery(job)
 
 
 @pytest.mark.parametrize("name", daily_on(None))
-def test_writes_that_are_forbidden_from_some_time_on_fail_loudly_and_end_with_76(name: str) -> None:
-    play_on(name, lose_the_right_to_write)
+def test_a_lost_write_permission_ends_with_76(name: str) -> None:
+    play_on(name, revoke_write_permission)
 
 
 def fill_the_staging_disk(backend: Backend) -> None:
     job = CloudJob(backend, free_name("full"), COUNTER_SPEC, SHORT)
     attempt = job.with_options("config.step_seconds=0.1").start()
-    committed_some(job, attempt)
+    wait_for_commits(job, attempt)
     attempt.limit_file_size(FILE_LIMIT_BYTES)
     attempt.until(lambda: "SAVE FAILED at step " in attempt.output, "a save that fails")
     attempt.limit_file_size(resource.RLIM_INFINITY)
@@ -203,7 +203,7 @@ def fill_the_staging_disk(backend: Backend) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", daily_on("az"))
-def test_a_full_staging_disk_fails_loudly_and_the_next_save_is_tried(name: str) -> None:
+def test_a_full_staging_disk_fails_one_save_only(name: str) -> None:
     play_on(name, fill_the_staging_disk)
 
 
@@ -223,7 +223,7 @@ def assert_refused(job: CloudJob, *words: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", daily_on("gs"), indirect=True)
-def test_a_bucket_that_forbids_everything_is_refused_before_compiling(backend: Backend) -> None:
+def test_a_bucket_without_access_is_refused_before_compilation(backend: Backend) -> None:
     backend.proxy.faults = Faults(forbidden=True)
     job = CloudJob(backend, free_name("forbidden"), NANO_SPEC)
     assert_refused(job, "directory", job.directory, "no permission")
@@ -232,7 +232,7 @@ def test_a_bucket_that_forbids_everything_is_refused_before_compiling(backend: B
 
 
 @pytest.mark.parametrize("backend", daily_on(None), indirect=True)
-def test_a_bucket_that_forbids_writing_is_refused_before_compiling(backend: Backend) -> None:
+def test_a_read_only_bucket_is_refused_before_compilation(backend: Backend) -> None:
     backend.proxy.faults = Faults(forbidden_writes=True)
     job = CloudJob(backend, free_name("read-only"), NANO_SPEC)
     assert_refused(job, "directory", job.directory, "no permission")
@@ -240,7 +240,7 @@ def test_a_bucket_that_forbids_writing_is_refused_before_compiling(backend: Back
 
 
 @pytest.mark.parametrize("backend", daily_on(None), indirect=True)
-def test_a_bucket_that_does_not_exist_is_refused(backend: Backend) -> None:
+def test_a_missing_bucket_is_refused(backend: Backend) -> None:
     url = f"{backend.name}://no-such-bucket/run"
     assert_refused(CloudJob(backend, free_name("none"), COUNTER_SPEC, (f"directory={url}",)), "directory", url)
     assert backend.proxy.requests
@@ -254,7 +254,7 @@ def test_a_bucket_that_does_not_exist_is_refused(backend: Backend) -> None:
         ("s3://", ["names no bucket"]),
     ],
 )
-def test_a_url_that_cannot_be_a_directory_is_refused(directory: str, words: list[str]) -> None:
+def test_an_invalid_directory_url_is_refused(directory: str, words: list[str]) -> None:
     with start_backend("s3") as backend:
         job = CloudJob(backend, free_name("scheme"), COUNTER_SPEC, (f"directory={directory}",))
         assert_refused(job, "directory", *words)

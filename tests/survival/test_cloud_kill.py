@@ -35,7 +35,7 @@ NANO = (
     "config.eval.batches=2",
 )
 # Every process has a part of every large leaf.
-NANO_OF_TWO = (*NANO, "config.train.total_steps=24", "topology.mesh={data: 1, fsdp: auto, tensor: 1}")
+TWO_PROCESS_NANO = (*NANO, "config.train.total_steps=24", "topology.mesh={data: 1, fsdp: auto, tensor: 1}")
 NUM_PROCESSES = 2
 
 WRITE = "PUT|POST"
@@ -134,14 +134,14 @@ def kill_a_counter(backend: Backend, options: tuple[str, ...], strikes: dict[str
 
 
 @pytest.mark.soak
-def test_a_counter_killed_with_its_directory_in_a_bucket_ends_with_the_bits_of_an_undisturbed_run_on_a_disk() -> None:
+def test_kills_of_a_counter_in_a_bucket_change_no_bit() -> None:
     with start_backend("s3") as backend:
         kill_a_counter(backend, DAILY_COUNTER, {name: COUNTER_STRIKES[name] for name in DAILY_STRIKES})
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_counter_of_megabytes_killed_in_every_kind_of_request_ends_with_the_same_bits(name: str) -> None:
+def test_kills_in_every_kind_of_request_change_no_bit(name: str) -> None:
     with start_backend(name) as backend:
         kill_a_counter(backend, COUNTER, COUNTER_STRIKES)
 
@@ -156,7 +156,7 @@ def kill_gpt_nano(backend: Backend) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BACKENDS)
-def test_gpt_nano_killed_with_its_directory_in_a_bucket_ends_with_the_same_bits_and_rows(name: str) -> None:
+def test_kills_of_gpt_nano_in_a_bucket_change_no_bit(name: str) -> None:
     undisturbed(NANO_SPEC, NANO)
     play_on(name, kill_gpt_nano)
 
@@ -179,17 +179,17 @@ def stop_with_sigterm(backend: Backend) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", daily_on("gs"))
-def test_sigterm_ends_with_75_and_the_step_that_was_running_is_in_the_bucket(name: str) -> None:
+def test_sigterm_saves_the_running_step_to_the_bucket(name: str) -> None:
     whole_counter(SHORT)
     play_on(name, stop_with_sigterm)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["gs"])
-def test_two_processes_either_of_which_is_killed_end_with_the_same_bits_and_rows(name: str) -> None:
-    whole = undisturbed(NANO_SPEC, NANO_OF_TWO, 1, NUM_PROCESSES)
+def test_a_kill_of_either_process_changes_no_bit(name: str) -> None:
+    whole = undisturbed(NANO_SPEC, TWO_PROCESS_NANO, 1, NUM_PROCESSES)
     with start_backend(name) as backend:
-        job = CloudJob(backend, free_name("two"), NANO_SPEC, NANO_OF_TWO)
+        job = CloudJob(backend, free_name("two"), NANO_SPEC, TWO_PROCESS_NANO)
         for victim, place in ((0, (WRITE, r"checkpoints/\d+/arrays\.\d+/1/.*")), (1, COMMIT)):
             with Gate(backend, job.requested(*place)) as gate:
                 attempts = job.start_processes(NUM_PROCESSES)
@@ -221,7 +221,7 @@ def stop_and_continue(job: CloudJob, kind: Kind) -> None:
     assert job.what_counts() == before, zombie.report("has changed what counts")
 
 
-def let_zombies_go_on(backend: Backend) -> None:
+def resume_zombies(backend: Backend) -> None:
     failures = []
     for what, (spec, options, place) in ZOMBIES.items():
         job = CloudJob(backend, free_name("zombie"), spec, options)
@@ -237,7 +237,7 @@ def let_zombies_go_on(backend: Backend) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_zombie_stopped_in_a_save_commits_nothing_after_a_newer_attempt(name: str) -> None:
+def test_a_fenced_zombie_commits_nothing(name: str) -> None:
     whole_counter(SHORT)
     undisturbed(NANO_SPEC, NANO)
-    play_on(name, let_zombies_go_on)
+    play_on(name, resume_zombies)

@@ -34,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield started
 
 
-def said(job: CloudJob, *words: str) -> str:
+def command_output(job: CloudJob, *words: str) -> str:
     """What a command that must end with 0 prints."""
     code, output = command(job.environment, words[0], job.directory, *words[1:])
     assert code == 0, output
@@ -42,7 +42,7 @@ def said(job: CloudJob, *words: str) -> str:
 
 
 def status(job: CloudJob) -> Row:
-    found: Row = json.loads(said(job, "status", "--json"))
+    found: Row = json.loads(command_output(job, "status", "--json"))
     assert sum(found["seconds"].values()) == pytest.approx(found["wall_seconds"], abs=1e-3)
     return found
 
@@ -60,15 +60,13 @@ def dashboard(job: CloudJob) -> Iterator[str]:
         process.wait(30)
 
 
-def fetched(address: str) -> Row:
+def fetch(address: str) -> Row:
     with urllib.request.urlopen(address, timeout=60) as response:
         found: Row = json.load(response)
         return found
 
 
-def test_what_is_said_of_a_run_in_a_bucket_is_true_while_it_trains_and_after_kills(
-    backend: Backend, tmp_path: Path
-) -> None:
+def test_status_and_dashboard_are_right_during_and_after_a_run(backend: Backend, tmp_path: Path) -> None:
     job = CloudJob(backend, free_name("look"), "specs/gpt_nano.yaml", OPTIONS, cache=tmp_path)
     first = job.start_held("step 12")
     first.until_server(lambda: job.newest() >= 5 and job.rows()[-1]["step"] == 12, "a commit and the place")
@@ -89,18 +87,18 @@ def test_what_is_said_of_a_run_in_a_bucket_is_true_while_it_trains_and_after_kil
     assert {row["step"] for row in found["trend"]} == set(range(1, 41))
     assert found["checkpoints"][-1]["step"] == 40
 
-    rows = [json.loads(line) for line in said(job, "metrics").splitlines()]
+    rows = [json.loads(line) for line in command_output(job, "metrics").splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 41))
-    table = list(csv.DictReader(io.StringIO(said(job, "metrics", "--csv"))))
+    table = list(csv.DictReader(io.StringIO(command_output(job, "metrics", "--csv"))))
     assert [float(line["train/loss"]) for line in table] == [row["train/loss"] for row in rows]
     page = tmp_path / "report.html"
-    said(job, "report", "-o", str(page))
+    command_output(job, "report", "-o", str(page))
     assert "gpt_nano" in page.read_text()
 
     with dashboard(job) as address:
-        (line,) = fetched(f"{address}data")["table"]
+        (line,) = fetch(f"{address}data")["table"]
         assert line["state"].startswith("done")
-        assert fetched(f"{address}data/{line['id']}")["title"]
+        assert fetch(f"{address}data/{line['id']}")["title"]
     num_objects = len(job.files())
     assert status(job)["state"] == "done"
     assert len(job.files()) == num_objects, "looking writes nothing"

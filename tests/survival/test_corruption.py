@@ -13,9 +13,7 @@ OPTIONS = ("config.total_steps=60", "config.step_seconds=0.005", "checkpoint.eve
 
 @pytest.mark.soak
 @pytest.mark.parametrize("tier", ["durable", "fast"])
-def test_a_corrupt_replica_is_named_refused_and_the_run_goes_on_from_the_last_good_step(
-    tmp_path: Path, tier: str
-) -> None:
+def test_a_corrupt_replica_is_named_and_not_committed(tmp_path: Path, tier: str) -> None:
     fast = (
         f"checkpoint.local_directory={tmp_path / 'fast'}",
         "checkpoint.local_every_steps=1",

@@ -21,7 +21,7 @@ NANO = (
     "config.eval.every_steps=10",
 )
 COUNTER = ("config.total_steps=60", "config.step_seconds=0.1", "config.width=1000000", "checkpoint.every_steps=5")
-PACELESS = "config.step_seconds=0"
+NO_DELAY = "config.step_seconds=0"
 NEWEST, OLDER = 20, 15
 # Between the largest file that is no array and the smallest write of the counter's array.
 FILE_LIMIT_BYTES = 200_000
@@ -87,7 +87,7 @@ def assert_ends_like_undisturbed(job: Job, attempt: Attempt) -> None:
 
 
 def counter_at_newest(directory: Path) -> Job:
-    return killed_after(NEWEST, COUNTER_SPEC, COUNTER).copy_to(directory).with_options(PACELESS)
+    return killed_after(NEWEST, COUNTER_SPEC, COUNTER).copy_to(directory).with_options(NO_DELAY)
 
 
 def nano_at_newest(directory: Path) -> Job:
@@ -100,7 +100,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Job:
 
 
 @pytest.mark.soak
-def test_a_trainer_falls_back_with_each_row_once(tmp_path: Path) -> None:
+def test_fallback_of_a_trainer_logs_each_row_once(tmp_path: Path) -> None:
     job = nano_at_newest(tmp_path / "run")
     flip_bit_in_largest_file(job)
     attempt = job.start()
@@ -121,7 +121,7 @@ def test_a_trainer_falls_back_with_each_row_once(tmp_path: Path) -> None:
     ],
     ids=lambda damage: damage.__name__,
 )
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(job: Job, damage: Callable[[Job], None]) -> None:
+def test_a_damaged_checkpoint_is_quarantined(job: Job, damage: Callable[[Job], None]) -> None:
     damage(job)
     evidence = hash_tree(job.checkpoints / str(NEWEST))
     attempt = job.start()
@@ -159,7 +159,7 @@ def test_a_directory_without_a_manifest_is_no_checkpoint(
 
 
 @pytest.mark.soak
-def test_several_damaged_checkpoints_fall_back_to_the_last_good_one(job: Job) -> None:
+def test_restore_skips_several_damaged_checkpoints(job: Job) -> None:
     for step in (OLDER, NEWEST):
         flip_bit(job.largest_file(step), 0.3)
     attempt = job.start()
@@ -173,7 +173,7 @@ def test_several_damaged_checkpoints_fall_back_to_the_last_good_one(job: Job) ->
 @pytest.mark.parametrize(
     "part", ["arrays", *(pytest.param(part, marks=pytest.mark.soak) for part in ("manifest.json", "everything"))]
 )
-def test_if_no_checkpoint_is_good_the_job_refuses_and_touches_nothing(job: Job, part: str) -> None:
+def test_a_job_without_a_good_checkpoint_changes_no_file(job: Job, part: str) -> None:
     for step in job.committed():
         if part == "everything":
             shutil.rmtree(job.checkpoints / str(step))
@@ -192,7 +192,7 @@ def test_if_no_checkpoint_is_good_the_job_refuses_and_touches_nothing(job: Job, 
         assert not attempt.events("init", "restore", "fallback", "quarantine")
 
 
-def test_a_save_on_a_full_disk_fails_loudly_and_training_goes_on_to_the_next(tmp_path: Path) -> None:
+def test_training_continues_after_a_save_on_a_full_disk(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()
     attempt.until(lambda: job.newest() >= 10, "the commit of step 10")
@@ -213,7 +213,7 @@ def test_a_save_on_a_full_disk_fails_loudly_and_training_goes_on_to_the_next(tmp
 
 
 @pytest.mark.soak
-def test_a_kill_after_failed_saves_goes_back_to_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_after_failed_saves_restores_the_last_commit(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()
     attempt.until(lambda: job.newest() >= 5, "the commit of step 5")
@@ -221,13 +221,13 @@ def test_a_kill_after_failed_saves_goes_back_to_the_last_good_checkpoint(tmp_pat
     attempt.until(lambda: attempt.events("save_failed"), "a failed save")
     attempt.kill()
     last_good = job.newest()
-    again = job.with_options(PACELESS).finish()
+    again = job.with_options(NO_DELAY).finish()
     assert [event["step"] for event in again.events("restore")] == [last_good]
     assert job.outcome() == whole_counter(COUNTER).outcome()
 
 
 @pytest.mark.soak
-def test_a_final_save_that_fails_ends_with_76_and_the_next_attempt_completes(tmp_path: Path) -> None:
+def test_a_failed_final_save_ends_with_76(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()
     attempt.until(lambda: has_state(attempt) and job.newest() >= 5, "the commit of step 5")
@@ -238,6 +238,6 @@ def test_a_final_save_that_fails_ends_with_76_and_the_next_attempt_completes(tmp
     assert not (job.directory / "result.json").exists()
     last_good = job.newest()
     assert 5 <= last_good < 60
-    again = job.with_options(PACELESS).finish()
+    again = job.with_options(NO_DELAY).finish()
     assert [event["step"] for event in again.events("restore")] == [last_good]
     assert job.outcome() == whole_counter(COUNTER).outcome()

@@ -204,7 +204,7 @@ def daily(kind: str) -> list[tuple[Path, str]]:
 
 @pytest.mark.parametrize("choose", [daily, pytest.param(cases, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_damage_ends_in_the_same_bits_or_is_refused(
+def test_every_damage_gives_equal_bits_or_a_refusal(
     kind: str, choose: Callable[[str], list[tuple[Path, str]]], tmp_path: Path
 ) -> None:
     problems, outcomes = {}, {}
@@ -223,7 +223,7 @@ def test_a_damage_ends_in_the_same_bits_or_is_refused(
     }
 
 
-def test_every_name_in_a_directory_has_its_kind() -> None:
+def test_every_file_of_a_run_has_a_known_kind() -> None:
     names = {path.name for kind in RUNS for path in (template(kind) / "run").iterdir()}
     assert names == {*LAYOUT, *OPTIONAL_ENTRIES}
 
@@ -239,13 +239,13 @@ def rename(source: str, target: str) -> Act:
     return lambda run: (run / source).rename(run / target) and None
 
 
-def half_buried(run: Path) -> None:
+def leave_half_deleted_step(run: Path) -> None:
     """A killed attempt has renamed a step; it had been committed, and one that writes on has made it anew."""
     rename("checkpoints/6", "checkpoints/6.retired")(run)
     (run / "checkpoints/6/arrays.2").mkdir(parents=True)
 
 
-def lost_count(run: Path) -> None:
+def lose_attempt_count(run: Path) -> None:
     """Attempts count from 1 again, and meet what they have put into quarantine before."""
     shutil.rmtree(run / "attempts")
     copy("quarantine/5.2", "quarantine/6.1")(run)
@@ -278,7 +278,7 @@ def act_and_start(base: Path, act: Act) -> None:
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_what_no_run_has_named_is_left_alone(name: str, tmp_path: Path) -> None:
+def test_unknown_files_are_left_alone(name: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     act_and_start(base, LEFT_ALONE[name])
     assert os.path.lexists(base / "run" / name)
@@ -287,7 +287,7 @@ def test_what_no_run_has_named_is_left_alone(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SET_ASIDE)
-def test_what_is_not_the_step_that_its_name_says_is_damage_and_set_aside(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_wrong_step_number_is_quarantined(name: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     act_and_start(base, SET_ASIDE[name])
     assert os.path.lexists(base / f"run/quarantine/{name}.4")
@@ -296,7 +296,7 @@ def test_what_is_not_the_step_that_its_name_says_is_damage_and_set_aside(name: s
     assert all(manifest.attempt == 4 for step, manifest in manifests.items() if step > NEWEST)
 
 
-def test_a_copy_under_the_name_of_another_step_is_told_by_its_name(tmp_path: Path) -> None:
+def test_the_error_names_a_copied_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(template("unfinished") / "run", tmp_path / "run")
     copy("checkpoints/3", "checkpoints/50")(tmp_path / "run")
     lines, code = format_report(LocalStore(tmp_path / "run"), VerifyDepth.MANIFEST)
@@ -305,17 +305,17 @@ def test_a_copy_under_the_name_of_another_step_is_told_by_its_name(tmp_path: Pat
     assert "it is of checkpoint 3, step 3, but lies in the directory 50" in lines[3]
 
 
-def test_a_committed_step_that_was_renamed_gets_its_name_back(tmp_path: Path) -> None:
-    for number, act in enumerate((rename("checkpoints/6", "checkpoints/6.retired"), half_buried)):
+def test_a_renamed_checkpoint_gets_its_name_back(tmp_path: Path) -> None:
+    for number, act in enumerate((rename("checkpoints/6", "checkpoints/6.retired"), leave_half_deleted_step)):
         base = tmp_path / str(number)
         act_and_start(base, act)
         assert [event["step"] for event in events(base, "restore")][-1] == NEWEST
         assert read_committed(LocalStore(base / "run"))[6].attempt == 2
 
 
-def test_quarantine_is_never_written_over(tmp_path: Path) -> None:
+def test_quarantine_is_never_overwritten(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    act_and_start(base, lost_count)
+    act_and_start(base, lose_attempt_count)
     assert {path.name for path in (base / "run/quarantine").iterdir()} == {"5.2", "6.1", "6.1.1"}
 
 
@@ -328,7 +328,7 @@ STRUCK = ("checkpoints/4/manifest.json", "checkpoints/4", "job.json", "attempts"
 
 @pytest.mark.soak
 @pytest.mark.parametrize("place", STRUCK)
-def test_a_process_meets_every_damage_with_the_same_bits_or_a_line(place: str, tmp_path: Path) -> None:
+def test_processes_survive_or_report_every_damage(place: str, tmp_path: Path) -> None:
     begun = killed_after(4, SPEC, PROCESS)
     for number, name in enumerate(damages_of(begun.directory / place)):
         (tmp_path / str(number) / BESIDE).mkdir(parents=True)

@@ -10,7 +10,7 @@ SOON_SECONDS = 15
 SOON = f"deadlines.start_seconds={SOON_SECONDS}"
 
 
-def without(job: Job, lost: int) -> list[Attempt]:
+def start_without(job: Job, lost: int) -> list[Attempt]:
     """Three processes are started, and one is lost before it has said anything."""
     attempts = job.start_processes(3)
     attempts[lost].kill()
@@ -18,9 +18,9 @@ def without(job: Job, lost: int) -> list[Attempt]:
 
 
 @pytest.mark.soak
-def test_hosts_that_do_not_come_are_named_and_nobody_runs_alone(tmp_path):
+def test_missing_hosts_are_named_and_no_host_runs_alone(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, SOON))
-    without_second, without_first = without(job, 1), without(job, 0)
+    without_second, without_first = start_without(job, 1), start_without(job, 0)
     for attempt in without_second:
         attempt.expect(76)
         said = f"process 1 of 3 did not join within {SOON_SECONDS} s; run the same command again"
@@ -32,13 +32,13 @@ def test_hosts_that_do_not_come_are_named_and_nobody_runs_alone(tmp_path):
 
 
 @pytest.mark.soak
-def test_an_elastic_job_resumes_with_the_hosts_that_came(tmp_path):
+def test_an_elastic_job_resumes_with_the_present_hosts(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, "topology.elastic=true", "config.step_seconds=0.02"))
     attempts = job.start_processes(3)
     attempts[0].until(lambda: job.newest() >= 50, "step 50")
     for attempt in attempts:
         attempt.kill()
-    for attempt in without(job.with_options("config.step_seconds=0", SOON), 1):
+    for attempt in start_without(job.with_options("config.step_seconds=0", SOON), 1):
         attempt.expect(0)
     assert [start["processes"] for start in job.events("start")] == [3, 2]
     assert job.events("restore")[0]["step"] >= 50

@@ -13,7 +13,7 @@ SLOW = "config.step_seconds=0.05"
 
 
 @pytest.mark.soak
-def test_done_is_0_now_and_again_and_another_job_is_2(tmp_path):
+def test_a_finished_job_exits_0_and_another_job_2(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, "config.total_steps=40"))
     for _ in range(2):
         for attempt in job.start_processes(2):
@@ -23,7 +23,7 @@ def test_done_is_0_now_and_again_and_another_job_is_2(tmp_path):
         assert "belongs to the job 'counter'" in attempt.output
 
 
-def test_diverged_is_1_and_the_last_good_step_stays(tmp_path):
+def test_divergence_exits_1_and_keeps_the_last_checkpoint(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, "job=tests.support.faulty:Diverges"))
     for attempt in job.start_processes(2):
         attempt.expect(1)
@@ -32,7 +32,7 @@ def test_diverged_is_1_and_the_last_good_step_stays(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_bug_in_one_process_is_1_there_and_76_for_its_peers_and_1_for_the_job(tmp_path):
+def test_an_exception_in_one_process_exits_1_and_peers_76(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, "job=tests.support.faulty:HasABug"))
     first, second = job.start_processes(2)
     second.expect(1)
@@ -49,7 +49,7 @@ def test_a_bug_in_one_process_is_1_there_and_76_for_its_peers_and_1_for_the_job(
 
 
 @pytest.mark.parametrize("target", [pytest.param(0, marks=pytest.mark.soak), 1])
-def test_asked_to_stop_is_75_and_a_lost_peer_is_76(target, tmp_path):
+def test_a_preemption_exits_75_and_a_lost_peer_76(target, tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, SLOW))
     attempts = job.start_processes(2)
     attempts[0].until(lambda: job.newest() >= 20, "step 20")
@@ -68,7 +68,7 @@ def test_asked_to_stop_is_75_and_a_lost_peer_is_76(target, tmp_path):
 
 
 @pytest.mark.soak
-def test_clocks_that_are_hours_off_move_no_bit(tmp_path, monkeypatch):
+def test_wrong_clocks_change_no_bit(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support" / "sick"))
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, SLOW, "checkpoint.every_minutes=0.02"))
     for off_seconds in (3600, -3600):

@@ -26,6 +26,6 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize("number", range(NUM_RUNS))
-def test_a_llama_on_eight_faked_devices_comes_to_its_end(number: int, tmp_path: Path) -> None:
+def test_a_llama_on_eight_faked_devices_finishes(number: int, tmp_path: Path) -> None:
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", OPTIONS, devices=8)
     job.launch(num_processes=1).expect(0)

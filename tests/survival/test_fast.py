@@ -40,7 +40,7 @@ COUNTER = (
 DEVICES, PROCESSES = 2, 2
 
 
-def a_job(tmp_path: Path, what: tuple[str, ...] = COUNTER) -> Job:
+def make_job(tmp_path: Path, what: tuple[str, ...] = COUNTER) -> Job:
     fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=3")
     return Job(what[0], tmp_path / "run", (*what[1:], *fast), devices=DEVICES)
 
@@ -80,10 +80,10 @@ def expected(what: tuple[str, ...] = COUNTER) -> object:
 
 
 @pytest.mark.soak
-def test_after_a_crash_the_newest_step_of_both_parts_is_restored_without_the_durable_tier(
+def test_a_crash_restores_from_the_fast_tier(
     tmp_path: Path,
 ) -> None:
-    job = a_job(tmp_path, GPT)
+    job = make_job(tmp_path, GPT)
     run_until(job, lambda: max(common(tmp_path), default=0) > 21, "a fast step beyond the durable one")
     newest = common(tmp_path)[-1]
     assert newest > job.newest()
@@ -92,8 +92,8 @@ def test_after_a_crash_the_newest_step_of_both_parts_is_restored_without_the_dur
 
 
 @pytest.mark.soak
-def test_when_one_machine_is_gone_all_go_back_to_the_durable_tier(tmp_path: Path) -> None:
-    job = a_job(tmp_path)
+def test_a_lost_machine_restores_from_the_durable_tier(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
     run_until(job, lambda: job.newest() >= 20 and max(common(tmp_path), default=0) > 21, "a durable step")
     durable = job.newest()
     (machine,) = (tmp_path / "fast").glob("*/1")
@@ -103,8 +103,8 @@ def test_when_one_machine_is_gone_all_go_back_to_the_durable_tier(tmp_path: Path
 
 
 @pytest.mark.soak
-def test_a_step_of_which_one_host_has_lost_a_part_is_not_chosen(tmp_path: Path) -> None:
-    job = a_job(tmp_path)
+def test_a_step_with_a_missing_part_is_not_restored(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
     run_until(job, lambda: len(common(tmp_path)) > 1 and common(tmp_path)[-1] > 21, "two fast steps beyond step 20")
     older, newest = common(tmp_path)[-2:]
     pieces = [path for path in (parts(tmp_path, 1)[newest] / "pieces").iterdir() if path.stat().st_size > 1000]
@@ -121,8 +121,8 @@ def test_a_step_of_which_one_host_has_lost_a_part_is_not_chosen(tmp_path: Path) 
 
 
 @pytest.mark.soak
-def test_a_flipped_bit_in_a_part_falls_back_and_still_gives_the_same_bits(tmp_path: Path) -> None:
-    job = a_job(tmp_path)
+def test_a_flipped_bit_in_a_part_falls_back(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
     run_until(job, lambda: len(common(tmp_path)) > 1 and common(tmp_path)[-1] > 21, "two fast steps beyond step 20")
     newest = common(tmp_path)[-1]
     piece = max((parts(tmp_path, 0)[newest] / "pieces").iterdir(), key=lambda path: path.stat().st_size)
@@ -134,9 +134,9 @@ def test_a_flipped_bit_in_a_part_falls_back_and_still_gives_the_same_bits(tmp_pa
 
 
 @pytest.mark.soak
-def test_parts_of_another_mesh_do_not_count(tmp_path: Path) -> None:
+def test_parts_of_another_mesh_are_ignored(tmp_path: Path) -> None:
     """One process cannot have all of a state of which two have kept a half each."""
-    job = a_job(tmp_path, GPT).with_options("topology.mesh={data: 1, fsdp: auto, tensor: 1}")
+    job = make_job(tmp_path, GPT).with_options("topology.mesh={data: 1, fsdp: auto, tensor: 1}")
     run_until(job, lambda: job.newest() >= 20 and max(common(tmp_path), default=0) > 21, "a durable step")
     durable = job.newest()
     alone = job.start()
@@ -147,7 +147,7 @@ def test_parts_of_another_mesh_do_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_stop_right_after_a_restore_from_the_fast_tier_makes_the_step_durable(tmp_path: Path) -> None:
+def test_a_stop_after_a_fast_restore_saves_durably(tmp_path: Path) -> None:
     options = ("config.total_steps=60", "config.step_seconds=0.05", "checkpoint.every_steps=60")
     fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=60")
     job = Job("specs/counter.yaml", tmp_path / "run", (*options, *fast))
@@ -162,7 +162,7 @@ def test_a_stop_right_after_a_restore_from_the_fast_tier_makes_the_step_durable(
 
 
 @pytest.mark.soak
-def test_a_single_process_on_a_disk_restores_from_its_fast_tier(tmp_path: Path) -> None:
+def test_a_single_process_restores_from_its_fast_tier(tmp_path: Path) -> None:
     options = ("config.total_steps=60", "config.step_seconds=0.02", "checkpoint.every_steps=30")
     fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=2")
     job = Job("specs/counter.yaml", tmp_path / "run", (*options, *fast))
@@ -177,9 +177,9 @@ def test_a_single_process_on_a_disk_restores_from_its_fast_tier(tmp_path: Path) 
     assert len(parts(tmp_path, 0)) == 2
 
 
-def test_a_disk_that_is_too_small_for_two_checkpoints_is_refused_at_the_start_with_both_numbers(tmp_path: Path) -> None:
+def test_a_too_small_fast_disk_is_refused_at_startup(tmp_path: Path) -> None:
     free_gb = shutil.disk_usage(tmp_path).free / 1e9
-    job = a_job(tmp_path).with_options("config.width=1000000000000")
+    job = make_job(tmp_path).with_options("config.width=1000000000000")
     attempt = Job(job.spec, job.directory, job.options).start()
     attempt.expect(2)
     (line,) = attempt.output.splitlines()

@@ -36,7 +36,7 @@ def by_step(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("hooks", [HOOKS, EARLY])
-def test_a_run_with_hooks_that_is_killed_in_every_phase_is_the_undisturbed_one(hooks: str, tmp_path: Path) -> None:
+def test_kills_in_every_phase_change_no_hook_state(hooks: str, tmp_path: Path) -> None:
     job = Job(SPEC, tmp_path / "run", (*SMALL, hooks))
     storm(job, 14, seed=5, delays=TRAINER_DELAYS)
     job.finish()
@@ -51,7 +51,7 @@ def test_a_run_with_hooks_that_is_killed_in_every_phase_is_the_undisturbed_one(h
 
 
 @pytest.mark.parametrize("number", [2, 3, 5])
-def test_two_processes_with_hooks_that_are_killed_and_stopped_are_the_undisturbed_ones(number: int, tmp_path) -> None:
+def test_stops_of_two_processes_change_no_hook_state(number: int, tmp_path) -> None:
     job, chance = Job(SPEC, tmp_path / "run", (*SMALL, HOOKS)), random.Random(number)
     for round_ in range(4):
         attempts, before = job.start_processes(2), job.newest()
@@ -74,30 +74,30 @@ def test_two_processes_with_hooks_that_are_killed_and_stopped_are_the_undisturbe
     assert by_step(diary(job)) == by_step(diary(whole))
 
 
-def sick(**config: object) -> str:
+def sick_options(**config: object) -> str:
     words = ", ".join(f"{key}: {value}" for key, value in config.items())
     return f"hooks=[{{hook: {HERE}:Sick, config: {{{words}}}}}]"
 
 
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("method", ["on_row", "on_checkpoint"])
-def test_a_hook_that_raises_on_one_host_ends_all_with_1_and_names_it(process: int, method: str, tmp_path) -> None:
-    options = (*SMALL, sick(step=15, method=method, process=process), "config.train.total_steps=30")
+def test_an_exception_of_a_hook_on_one_host_exits_1(process: int, method: str, tmp_path) -> None:
+    options = (*SMALL, sick_options(step=15, method=method, process=process), "config.train.total_steps=30")
     job = Job(SPEC, tmp_path / "run", options)
     for attempt in job.start_processes(2):
         attempt.expect(1)
         assert f"hook Sick in {method} at step 15 on process {process}: ZeroDivisionError: a bug" in attempt.output
         assert "Traceback" not in attempt.output
     assert job.newest() == 10
-    for attempt in job.with_options(sick(step=1000)).start_processes(2):
+    for attempt in job.with_options(sick_options(step=1000)).start_processes(2):
         attempt.expect(2)  # another rule of a hook with counters
-    fixed = job.with_options(sick(step=15, method=method, process=process).replace("process: 1", "process: 7"))
+    fixed = job.with_options(sick_options(step=15, method=method, process=process).replace("process: 1", "process: 7"))
     assert fixed.newest() == 10
 
 
 @pytest.mark.parametrize(("process", "last_step"), [(0, 15), (1, 30)])
-def test_the_verdict_of_host_0_is_everyones_and_another_is_told_of(process: int, last_step: int, tmp_path) -> None:
-    options = (*SMALL, sick(step=15, process=process, how="stop"), "config.train.total_steps=30")
+def test_only_the_verdict_of_host_0_counts(process: int, last_step: int, tmp_path) -> None:
+    options = (*SMALL, sick_options(step=15, process=process, how="stop"), "config.train.total_steps=30")
     job = Job(SPEC, tmp_path / "run", options)
     attempts = job.start_processes(2)
     for attempt in attempts:
@@ -110,9 +110,9 @@ def test_the_verdict_of_host_0_is_everyones_and_another_is_told_of(process: int,
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_hook_that_hangs_is_named_by_the_watchdog(processes: int, tmp_path) -> None:
+def test_the_watchdog_names_a_hanging_hook(processes: int, tmp_path) -> None:
     guilty = processes - 1
-    options = (*SMALL, sick(step=15, how="hang", process=guilty), "deadlines.phase_seconds=60")
+    options = (*SMALL, sick_options(step=15, how="hang", process=guilty), "deadlines.phase_seconds=60")
     job = Job(SPEC, tmp_path / "run", options)
     for attempt in job.start_processes(2) if processes == 2 else [job.start()]:
         attempt.expect(76)
@@ -123,8 +123,8 @@ def test_a_hook_that_hangs_is_named_by_the_watchdog(processes: int, tmp_path) ->
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_hook_that_raises_on_one_host_while_the_others_need_it_ends_all_with_1(process: int, tmp_path: Path) -> None:
-    job = Job(SPEC, tmp_path / "run", (*SMALL, sick(step=15, how="alone", process=process)))
+def test_a_hook_that_raises_before_a_collective_exits_1(process: int, tmp_path: Path) -> None:
+    job = Job(SPEC, tmp_path / "run", (*SMALL, sick_options(step=15, how="alone", process=process)))
     for attempt in job.start_processes(2):
         attempt.expect(1)
         line = f"hook Sick in on_row at step 15 on process {process}: ZeroDivisionError: a bug"
@@ -133,7 +133,7 @@ def test_a_hook_that_raises_on_one_host_while_the_others_need_it_ends_all_with_1
         assert f"process {1 - process} did not finish the same call within" in attempt.output
 
 
-def test_an_evaluator_that_raises_on_one_host_while_the_others_need_it_is_named_at_once_by_all(tmp_path: Path) -> None:
+def test_every_host_names_a_failed_evaluator(tmp_path: Path) -> None:
     options = (
         *SMALL,
         "job=tests.support.judged:JudgedAlone",

@@ -29,7 +29,7 @@ def exported(job: Job, directory: Path) -> Path:
     return directory / "exported"
 
 
-def test_killed_again_and_again_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_kills_after_a_warm_start_change_no_bit(tmp_path: Path) -> None:
     source = exported(undisturbed("specs/gpt_nano.yaml", NANO), tmp_path)
     begun = (*NANO, f"checkpoint.init_from={source}")
     whole = Job("specs/gpt_nano.yaml", tmp_path / "whole", begun)
@@ -40,7 +40,7 @@ def test_killed_again_and_again_it_ends_with_the_bits_of_an_undisturbed_run(tmp_
     assert job.outcome() == whole.outcome()
 
 
-def test_two_processes_begin_with_the_bits_of_one(tmp_path: Path) -> None:
+def test_two_processes_start_from_equal_bits(tmp_path: Path) -> None:
     source = exported(undisturbed(SPEC, OPTIONS, DEVICES, NUM_PROCESSES), tmp_path)
     options = (*OPTIONS, f"checkpoint.init_from={source}", "topology.mesh={data: 1, fsdp: 2, tensor: 2}")
     digests = []

@@ -81,7 +81,7 @@ def assert_each_logged_step_once(job: Job, every_steps: int, eval_steps: int, la
         *(pytest.param(*storm, COUNTER_DELAYS, marks=pytest.mark.soak) for storm in [(7, 300), (14, 500), (50, 500)]),
     ],
 )
-def test_counter_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_run(
+def test_kills_of_a_counter_change_no_bit(
     tmp_path: Path, num_kills: int, last_step: int, phases: Collection[Phase]
 ) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, f"config.total_steps={last_step}"))
@@ -95,7 +95,7 @@ def test_counter_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_run
 
 @pytest.mark.soak
 @pytest.mark.parametrize("num_kills", [7, 14])
-def test_gpt_nano_killed_in_every_phase_ends_with_the_same_bits_and_rows(tmp_path: Path, num_kills: int) -> None:
+def test_kills_of_gpt_nano_in_every_phase_change_no_bit(tmp_path: Path, num_kills: int) -> None:
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", NANO)
     cold = Job("specs/gpt_nano.yaml", tmp_path / "run", NANO, cache=tmp_path / "cold cache")
     first = cold.start()
@@ -108,7 +108,7 @@ def test_gpt_nano_killed_in_every_phase_ends_with_the_same_bits_and_rows(tmp_pat
 
 
 @pytest.mark.soak
-def test_gpt_small_killed_in_every_phase_ends_with_the_same_bits_and_rows(tmp_path: Path) -> None:
+def test_kills_of_gpt_small_in_every_phase_change_no_bit(tmp_path: Path) -> None:
     whole = undisturbed("specs/gpt_small.yaml")
     job = Job("specs/gpt_small.yaml", tmp_path / "run")
     storm(job, 21, seed=3, delays=TRAINER_DELAYS)

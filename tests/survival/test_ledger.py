@@ -94,7 +94,7 @@ def stop_watch(life: Life, kept: dict[int, int]) -> dict[TimeBucket, float]:
 
 
 @pytest.mark.soak
-def test_the_ledger_of_a_life_agrees_with_a_stop_watch(tmp_path: Path) -> None:
+def test_goodput_accounting_agrees_with_a_stopwatch(tmp_path: Path) -> None:
     life = Life(tmp_path)
     first = life.start()
     first.until(lambda: life.step(1) >= 200, "step 200")

@@ -109,7 +109,7 @@ STORMS = {"counter": ("specs/counter.yaml", COUNTER, 15), "gpt_nano": ("specs/gp
 
 
 @pytest.mark.parametrize("name", STORMS)
-def test_a_run_survives_power_cuts_with_the_same_bits(name: str, disk: Disk, tmp_path: Path) -> None:
+def test_power_cuts_change_no_bit(name: str, disk: Disk, tmp_path: Path) -> None:
     spec, options, num_cuts = STORMS[name]
     cache = tmp_path / "cache"
     undisturbed = Job(spec, tmp_path / "undisturbed", options, cache=cache)
@@ -119,7 +119,7 @@ def test_a_run_survives_power_cuts_with_the_same_bits(name: str, disk: Disk, tmp
     assert job.outcome() == undisturbed.outcome()
 
 
-def test_the_checkpoint_of_a_commit_survives_a_cut_seconds_later(disk: Disk, tmp_path: Path) -> None:
+def test_a_commit_survives_a_power_cut_seconds_later(disk: Disk, tmp_path: Path) -> None:
     job = Job("specs/counter.yaml", disk.mount_point / "run", (*COUNTER, "checkpoint.every_steps=50"))
     attempt = job.start()
     attempt.until(lambda: job.newest() >= 100, "the second commit")
@@ -133,7 +133,7 @@ def test_the_checkpoint_of_a_commit_survives_a_cut_seconds_later(disk: Disk, tmp
     assert job.events("restore")[-1]["step"] == newest
 
 
-def test_a_corpus_survives_power_cuts_with_the_same_bytes(disk: Disk, tmp_path: Path) -> None:
+def test_power_cuts_change_no_byte_of_a_corpus(disk: Disk, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "texts", [f"text {i} " * (i % 7 + 1) for i in range(400)])
     spec = tmp_path / "tokenise.yaml"
     spec.write_text(

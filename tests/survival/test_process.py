@@ -35,7 +35,7 @@ def assert_ends_like_undisturbed(job: Job) -> None:
     assert [row["step"] for row in job.rows()] == list(range(1, 21))
 
 
-def child(launcher: Attempt, process_id: int) -> int:
+def find_child(launcher: Attempt, process_id: int) -> int:
     """Process id, in the system's sense, of one process of a launched job."""
     for pid in launcher.children():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -51,7 +51,7 @@ def row_beyond_the_newest_commit(attempt: Attempt) -> bool:
 
 
 @pytest.mark.soak  # daily with a counter, in test_exit_code.py
-def test_the_survivor_of_a_killed_process_ends_with_76_and_the_job_goes_on_to_the_same_bits(job: Job) -> None:
+def test_the_peer_of_a_killed_process_exits_76(job: Job) -> None:
     for victim in range(NUM_PROCESSES):
         attempts = job.start_processes(NUM_PROCESSES)
         main, survivor = attempts[0], attempts[1 - victim]
@@ -62,17 +62,17 @@ def test_the_survivor_of_a_killed_process_ends_with_76_and_the_job_goes_on_to_th
 
 
 @pytest.mark.soak
-def test_a_launcher_that_may_not_restart_ends_with_76_when_a_process_is_killed(job: Job) -> None:
+def test_a_launcher_without_restarts_exits_76_after_a_kill(job: Job) -> None:
     launcher = job.launch(NUM_PROCESSES)
     launcher.until(lambda: compiling(launcher), "compiling")
-    os.kill(child(launcher, 1), signal.SIGKILL)
+    os.kill(find_child(launcher, 1), signal.SIGKILL)
     launcher.expect(76)
     assert not launcher.children()
     assert_ends_like_undisturbed(job)
 
 
 @pytest.mark.soak  # daily with a counter, in test_exit_code.py and tests/launch/test_local.py
-def test_sigterm_to_any_one_process_stops_all_at_one_step_and_loses_none(job: Job) -> None:
+def test_sigterm_to_one_process_stops_all_at_one_step(job: Job) -> None:
     stopped_at = 0
     for target in range(NUM_PROCESSES):
         attempts = job.start_processes(NUM_PROCESSES)
@@ -101,7 +101,7 @@ def assert_all_is_saved(attempt: Attempt, restored_step: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("target", [pytest.param(0, marks=pytest.mark.soak), 1])
-def test_sigterm_to_one_process_while_compiling_ends_all_with_75(job: Job, tmp_path: Path, target: int) -> None:
+def test_sigterm_during_compilation_ends_all_with_75(job: Job, tmp_path: Path, target: int) -> None:
     cold = Job(job.spec, job.directory, job.options, job.devices, cache=tmp_path / "cold cache")
     attempts = cold.start_processes(NUM_PROCESSES)
     attempts[0].until(lambda: compiling(attempts[0]), "compiling")
@@ -113,7 +113,7 @@ def test_sigterm_to_one_process_while_compiling_ends_all_with_75(job: Job, tmp_p
 
 
 @pytest.mark.soak
-def test_the_launcher_starts_a_job_again_after_kills_and_a_preemption_to_the_same_bits(
+def test_restarts_by_the_launcher_change_no_bit(
     tmp_path: Path,
 ) -> None:
     spec = "specs/counter.yaml"
@@ -131,7 +131,7 @@ def test_the_launcher_starts_a_job_again_after_kills_and_a_preemption_to_the_sam
             lambda number=number, phase=phase: job.newest() >= 20 * (number + 1) and phase(launcher),  # type: ignore[misc]
             f"progress and {phase.__name__}",
         )
-        os.kill(child(launcher, victim), strike)
+        os.kill(find_child(launcher, victim), strike)
         launcher.until(lambda number=number: job.num_attempts() == number + 2, "another attempt")  # type: ignore[misc]
     launcher.expect(0)
     assert job.outcome() == undisturbed(spec, options, DEVICES, NUM_PROCESSES).outcome()
@@ -140,7 +140,7 @@ def test_the_launcher_starts_a_job_again_after_kills_and_a_preemption_to_the_sam
     assert "lost" in phases
 
 
-def test_a_process_that_does_not_end_within_the_grace_period_is_killed(tmp_path: Path) -> None:
+def test_the_launcher_kills_after_the_grace_period(tmp_path: Path) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", ("config.total_steps=1000", "config.step_seconds=0.05"))
     launcher = job.launch(1, grace_seconds=2)
     launcher.until(lambda: has_state(launcher), "a state")

@@ -36,7 +36,7 @@ NANO = (
 in_the_soak = functools.partial(pytest.param, marks=pytest.mark.soak)
 
 
-def refuse(job: Job, *texts: str) -> Attempt:
+def assert_refused(job: Job, *texts: str) -> Attempt:
     """Exit 2, no traceback, all of `texts` in the message, and no file changed."""
     before = hash_tree(job.directory)
     attempt = job.start()
@@ -59,7 +59,7 @@ def nano(tmp_path: Path) -> Job:
 @pytest.mark.soak
 @pytest.mark.soak
 def test_a_directory_of_another_job_is_refused(nano: Job) -> None:
-    refuse(nano.with_options("name=other"), "'gpt_nano'", "'other'", str(nano.directory))
+    assert_refused(nano.with_options("name=other"), "'gpt_nano'", "'other'", str(nano.directory))
 
 
 OTHER_TRAJECTORIES = {
@@ -77,8 +77,8 @@ OTHER_TRAJECTORIES = {
     [tuple(OTHER_TRAJECTORIES), *((option,) for option in OTHER_TRAJECTORIES)],
     ids=lambda options: options[0] if len(options) == 1 else "all",
 )
-def test_another_trajectory_is_refused_with_a_line_naming_each_key(nano: Job, options: tuple[str, ...]) -> None:
-    attempt = refuse(nano.with_options(*options))
+def test_a_changed_trajectory_is_refused_naming_each_key(nano: Job, options: tuple[str, ...]) -> None:
+    attempt = assert_refused(nano.with_options(*options))
     for option in options:
         (line,) = [line for line in attempt.output.splitlines() if option.partition("=")[0] in line]
         for value in OTHER_TRAJECTORIES[option]:
@@ -95,7 +95,7 @@ def test_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
     attempt.until(lambda: job.newest() >= 5, "the first commit")
     attempt.kill()
     text.write_bytes(b"to be or not to bee " * 1000)
-    refuse(job, "config.data")
+    assert_refused(job, "config.data")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
         in_the_soak(("topology.mesh={data: 1, fsdp: auto, tensor: 1}",), id="another mesh"),
     ],
 )
-def test_logging_mesh_and_cadence_may_change_without_moving_a_bit(nano: Job, mesh: tuple[str, ...]) -> None:
+def test_changes_of_logging_mesh_and_cadence_change_no_bit(nano: Job, mesh: tuple[str, ...]) -> None:
     changed = nano.with_options(
         "logging.every_steps=5",
         "checkpoint.every_steps=7",
@@ -122,7 +122,7 @@ def test_logging_mesh_and_cadence_may_change_without_moving_a_bit(nano: Job, mes
 
 
 @pytest.mark.soak
-def test_the_older_of_two_living_attempts_is_fenced_and_the_bits_are_right(tmp_path: Path) -> None:
+def test_the_older_of_two_live_attempts_is_fenced(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     older = job.with_options("config.step_seconds=1").start()
     older.until(lambda: job.newest() >= 5, "the first commit")
@@ -144,7 +144,7 @@ def test_the_older_of_two_living_attempts_is_fenced_and_the_bits_are_right(tmp_p
         pytest.param(NANO_SPEC, NANO, saving, marks=pytest.mark.soak, id="gpt_nano saving"),
     ],
 )
-def test_an_attempt_that_wakes_up_after_another_finished_changes_nothing(
+def test_an_attempt_that_wakes_up_late_changes_nothing(
     tmp_path: Path, spec: str, options: tuple[str, ...], phase: Phase
 ) -> None:
     job = Job(spec, tmp_path / "run", options)
@@ -180,7 +180,7 @@ def assert_older_committed_nothing_after_newer(job: Job) -> None:
 
 
 @pytest.mark.soak  # daily in tests/test_trainer.py, and with a counter in test_exit_code.py
-def test_a_loss_that_is_not_finite_fails_naming_the_step_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_names_the_step(tmp_path: Path) -> None:
     options = (
         "config.optimizer={name: sgd, learning_rate: 1.0e+30, clip_norm: null}",
         "config.train.total_steps=40",
@@ -229,12 +229,12 @@ def write_ids(path: Path) -> str:
         in_the_soak(lambda path: str(path / "none.txt"), (), ("none.txt",), id="missing"),
     ],
 )
-def test_data_that_cannot_serve_is_refused_with_the_numbers(
+def test_unusable_data_is_refused_with_numbers(
     tmp_path: Path, make: Callable[[Path], str], options: tuple[str, ...], texts: tuple[str, ...]
 ) -> None:
     source = make(tmp_path)
     job = Job(NANO_SPEC, tmp_path / "run", (*NANO, f"config.data.source={source}", *options))
-    refuse(job, *(text for text in texts if text != "short"))
+    assert_refused(job, *(text for text in texts if text != "short"))
     assert not job.directory.exists()
 
 
@@ -261,8 +261,8 @@ def test_data_that_cannot_serve_is_refused_with_the_numbers(
     ],
     ids=lambda value: value.partition("=")[0] + "=" + value.partition("=")[2][:20] if isinstance(value, str) else "",
 )
-def test_a_bad_spec_is_refused_before_anything_is_written(tmp_path: Path, option: str, texts: tuple[str, ...]) -> None:
-    refuse(Job(NANO_SPEC, tmp_path / "run", (option,), devices=2), *texts)
+def test_an_invalid_spec_is_refused_before_any_write(tmp_path: Path, option: str, texts: tuple[str, ...]) -> None:
+    assert_refused(Job(NANO_SPEC, tmp_path / "run", (option,), devices=2), *texts)
     assert not (tmp_path / "run").exists()
 
 
@@ -279,10 +279,10 @@ def test_an_unreadable_spec_is_refused_by_its_name(tmp_path: Path, content: str 
     spec = tmp_path / "bad.yaml"
     if content is not None:
         spec.write_text(content)
-    refuse(Job(str(spec), tmp_path / "run"), "bad.yaml")
+    assert_refused(Job(str(spec), tmp_path / "run"), "bad.yaml")
 
 
-def test_half_a_place_in_a_job_is_refused(tmp_path: Path) -> None:
+def test_incomplete_process_options_are_refused(tmp_path: Path) -> None:
     job = Job(NANO_SPEC, tmp_path / "run")
     attempt = Attempt(job, ["runner", *job.arguments, "--coordinator", "127.0.0.1:1"], devices=1)
     attempt.expect(2)

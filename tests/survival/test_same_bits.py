@@ -34,7 +34,7 @@ def _compiled_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_killed_and_resumed_elsewhere_again_and_again_it_ends_with_the_same_bits_and_rows(name, tmp_path):
+def test_resumes_on_other_meshes_change_no_bit(name, tmp_path):
     spec, options = JOBS[name]
     options = (*OPTIONS, *options)
     job = Job(spec, tmp_path / "run", options)
@@ -58,7 +58,7 @@ def test_killed_and_resumed_elsewhere_again_and_again_it_ends_with_the_same_bits
         ("config.train.micro_batch_examples=2", "config.train.micro_batch_examples"),
     ],
 )
-def test_another_order_of_sums_does_not_resume_the_run(mine, message, tmp_path):
+def test_a_changed_reduction_order_is_refused(mine, message, tmp_path):
     changes = (*OPTIONS, DATA, "config.train.same_bits_devices=12")
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", changes, devices=4)
     attempt = job.start()

@@ -41,7 +41,7 @@ SIGTERM_AND_IN_THE_SOAK_SIGINT = (
     pytest.param(signal.SIGTERM, id="SIGTERM"),
     pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.soak),
 )
-PACELESS = "config.step_seconds=0"
+NO_DELAY = "config.step_seconds=0"
 WAIT_STEP = 9
 
 
@@ -95,7 +95,7 @@ def assert_restores(attempt: Attempt, step: int) -> None:
 
 def finish_like(whole: Job, job: Job, step: int) -> None:
     """Run to the end from `step`, and compare with the undisturbed run."""
-    attempt = (job.with_options(PACELESS) if job.spec == COUNTER_SPEC else job).start()
+    attempt = (job.with_options(NO_DELAY) if job.spec == COUNTER_SPEC else job).start()
     if step:
         assert_restores(attempt, step)
     attempt.expect(0)
@@ -115,7 +115,7 @@ def nano_at_six(directory: Path) -> Job:
 
 
 @pytest.mark.soak
-def test_sigterm_at_start_up_leaves_at_once(tmp_path: Path) -> None:
+def test_sigterm_at_startup_exits_at_once(tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     before = hash_tree(job.directory)
     attempt = job.start()
@@ -126,7 +126,7 @@ def test_sigterm_at_start_up_leaves_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", SIGTERM_AND_IN_THE_SOAK_SIGINT)
-def test_a_signal_while_compiling_does_not_wait_for_the_compiler(tmp_path: Path, number: int) -> None:
+def test_a_signal_does_not_wait_for_the_compiler(tmp_path: Path, number: int) -> None:
     job = Job(NANO_SPEC, tmp_path / "run", NANO, cache=tmp_path / "cold cache")
     attempt = job.start()
     attempt.signal_in(compiling, number, delay_seconds=0.2)
@@ -136,7 +136,7 @@ def test_a_signal_while_compiling_does_not_wait_for_the_compiler(tmp_path: Path,
 
 
 @pytest.mark.soak
-def test_sigterm_while_restoring_leaves_the_checkpoint_for_the_next_attempt(tmp_path: Path) -> None:
+def test_sigterm_during_restore_keeps_the_checkpoint(tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
     attempt.signal_in(restoring, signal.SIGTERM)
@@ -148,7 +148,7 @@ def test_sigterm_while_restoring_leaves_the_checkpoint_for_the_next_attempt(tmp_
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT], ids=["SIGTERM", "SIGINT"]
 )
-def test_a_signal_between_steps_saves_the_step_that_was_running(tmp_path: Path, number: int) -> None:
+def test_a_signal_between_steps_saves_the_running_step(tmp_path: Path, number: int) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
     assert attempt.freeze_in(lambda attempt: has_state(attempt) and job.rows()[-1]["step"] >= 8), attempt.report(
@@ -164,7 +164,7 @@ def test_a_signal_between_steps_saves_the_step_that_was_running(tmp_path: Path, 
 
 
 @pytest.mark.soak
-def test_sigterm_while_saving_saves_the_step_after_it_too(tmp_path: Path) -> None:
+def test_sigterm_during_a_save_saves_the_next_step_too(tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
     assert attempt.freeze_in(saving), attempt.report("ended without a save")
@@ -179,7 +179,7 @@ def test_sigterm_while_saving_saves_the_step_after_it_too(tmp_path: Path) -> Non
 
 
 @pytest.mark.soak
-def test_sigterm_while_waiting_for_data_stops_after_the_step_that_waits(tmp_path: Path) -> None:
+def test_sigterm_while_waiting_for_data_finishes_the_step(tmp_path: Path) -> None:
     job = Job(NANO_SPEC, tmp_path / "run", NANO)
     attempt = job.start_held(f"data {WAIT_STEP - 1}", until=tmp_path / "gate")
     signal_while_held(attempt, after_row(WAIT_STEP - 1), signal.SIGTERM, tmp_path / "gate")
@@ -190,7 +190,7 @@ def test_sigterm_while_waiting_for_data_stops_after_the_step_that_waits(tmp_path
 
 @pytest.mark.soak
 @pytest.mark.parametrize("step", [pytest.param(8, id="first evaluation"), pytest.param(30, id="last evaluation")])
-def test_an_evaluation_cut_short_twice_is_made_up(tmp_path: Path, step: int) -> None:
+def test_an_interrupted_evaluation_is_repeated(tmp_path: Path, step: int) -> None:
     job = nano_at_six(tmp_path / "run")
     gates = tmp_path / "first gate", tmp_path / "second gate"
     attempt = job.start_held(f"evaluation {step} 1", until=gates[0])
@@ -221,9 +221,7 @@ EVERY_PHASE = (saving, has_state, restoring, retaining, just_committed, has_stat
         pytest.param(signal.SIGINT, EVERY_PHASE, id="SIGINT", marks=pytest.mark.soak),
     ],
 )
-def test_a_counter_stopped_in_every_phase_ends_with_the_same_bits(
-    tmp_path: Path, number: int, phases: Sequence[Phase]
-) -> None:
+def test_stops_of_a_counter_in_every_phase_change_no_bit(tmp_path: Path, number: int, phases: Sequence[Phase]) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     rng = random.Random(number)
     step = 0
@@ -247,7 +245,7 @@ def test_a_counter_stopped_in_every_phase_ends_with_the_same_bits(
 
 
 @pytest.mark.soak
-def test_a_second_sigterm_exits_at_once_and_leaves_the_last_commit(tmp_path: Path) -> None:
+def test_a_second_sigterm_exits_at_once(tmp_path: Path) -> None:
     job = killed_after(8, COUNTER_SPEC, COUNTER).copy_to(tmp_path / "run")
     before = hash_tree(job.checkpoints)
     attempt = job.with_options("config.step_seconds=3600").start()
@@ -268,9 +266,7 @@ def test_a_second_sigterm_exits_at_once_and_leaves_the_last_commit(tmp_path: Pat
         pytest.param(NANO_SPEC, NANO, id="gpt_nano"),
     ],
 )
-def test_a_finished_job_run_again_exits_0_and_changes_no_file(
-    tmp_path: Path, spec: str, options: tuple[str, ...]
-) -> None:
+def test_a_repeated_finished_job_changes_no_file(tmp_path: Path, spec: str, options: tuple[str, ...]) -> None:
     job = undisturbed(spec, options).copy_to(tmp_path / "run")
     before = hash_tree(job.directory)
     job.finish()

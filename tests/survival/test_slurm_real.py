@@ -81,7 +81,7 @@ class SlurmJob:
         return self.cluster.job(self.id)
 
 
-def test_requeues_kills_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_slurm_requeues_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     spec = str(harness.ROOT / "specs" / "gpt_nano.yaml")
     undisturbed = harness.Job(spec, tmp_path / "undisturbed", OPTIONS, devices=1, cache=cache)
@@ -116,7 +116,7 @@ def test_requeues_kills_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp
     assert len(job.events("preempt")) >= 3
 
 
-def test_a_time_limit_is_a_preemption_and_scancel_the_end(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_time_limit_preempts_and_scancel_ends_a_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     options = ("config.total_steps=100000", "config.step_seconds=0.1", "checkpoint.every_steps=50")
     job = harness.Job(str(harness.ROOT / "specs" / "counter.yaml"), tmp_path / "run", options, devices=1)
     limits = ("--time", "2", "--grace-seconds", "59")  # SLURM counts limits in minutes
@@ -133,7 +133,7 @@ def test_a_time_limit_is_a_preemption_and_scancel_the_end(cluster: SlurmCluster,
     assert "launch: ended with 75; SLURM decides whether the job starts again" in submitted.log.read_text()
 
 
-def test_hostile_names_and_values_reach_a_job_as_they_were_given(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_special_characters_reach_a_job_unchanged(cluster: SlurmCluster, tmp_path: Path) -> None:
     spec = tmp_path / "my specs; it's $HOME" / "#SBATCH counter.yaml"
     spec.parent.mkdir()
     spec.write_text((harness.ROOT / "specs" / "counter.yaml").read_text())

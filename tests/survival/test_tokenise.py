@@ -38,7 +38,7 @@ def num_pieces(job: Job) -> int:
     return len(list((job.directory / "corpus").glob("[0-9]*.json")))
 
 
-def expect_whole(job: Job) -> None:
+def assert_same_corpus(job: Job) -> None:
     """What it has made is what the undisturbed job made."""
     whole = job.directory.parent / "whole"
     found, wanted = content_of(job.directory / "corpus"), content_of(whole / "corpus")
@@ -48,7 +48,7 @@ def expect_whole(job: Job) -> None:
 
 
 @pytest.mark.soak
-def test_a_job_that_was_killed_makes_the_same_corpus_and_one_that_was_overtaken_stops(tmp_path):
+def test_kills_change_no_byte_and_a_fenced_job_stops(tmp_path):
     job = make_job(tmp_path, 240)
     killed = job.start()
     killed.until(lambda: num_pieces(job) > 5, "five pieces")
@@ -58,15 +58,15 @@ def test_a_job_that_was_killed_makes_the_same_corpus_and_one_that_was_overtaken_
     zombie.freeze()
     spec = json.loads(Path(job.spec).read_text())
     tokenise(job.directory, **{key: spec[key] for key in ("config", "checkpoint", "deadlines")})()
-    expect_whole(job)
+    assert_same_corpus(job)
     zombie.thaw()
     zombie.expect(1)
     assert "has taken over" in zombie.output
-    expect_whole(job)
+    assert_same_corpus(job)
 
 
 @pytest.mark.soak
-def test_one_job_gives_the_same_corpus_on_one_three_and_two_hosts_through_a_storm_of_kills(tmp_path):
+def test_kills_on_any_number_of_hosts_change_no_byte(tmp_path):
     job, chance = make_job(tmp_path, 4800), random.Random(4)
     total = num_pieces(Job(job.spec, tmp_path / "whole"))
     for kill in range(NUM_KILLS):
@@ -75,11 +75,11 @@ def test_one_job_gives_the_same_corpus_on_one_three_and_two_hosts_through_a_stor
     assert num_pieces(job) > 10
     last = job.launch(2, max_restarts=0)
     last.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
-    expect_whole(job)
+    assert_same_corpus(job)
 
 
 @pytest.mark.soak
-def test_a_shuffled_corpus_without_duplicates_is_the_same_through_a_storm_of_kills(tmp_path):
+def test_kills_change_no_byte_of_a_deduplicated_shuffled_corpus(tmp_path):
     """Every document is there forty times, so that nearly all of the work is to find that out."""
     job, chance = make_job(tmp_path, 4800, **{"config.shuffle": True, "config.deduplicate": True}), random.Random(7)
     assert len(read_corpus(tmp_path / "whole/corpus")) == len(DOCUMENTS)
@@ -94,11 +94,11 @@ def test_a_shuffled_corpus_without_duplicates_is_the_same_through_a_storm_of_kil
             break
     last = job.launch(2, max_restarts=0)
     last.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
-    expect_whole(job)
+    assert_same_corpus(job)
 
 
 @pytest.mark.soak
-def test_of_one_document_three_hosts_make_a_corpus_and_train_on_it(tmp_path: Path) -> None:
+def test_three_hosts_tokenise_and_train_on_one_document(tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in", ["all that there is " * 100])
     jobs = [Job("specs/tokenise_stdlib.yaml", tmp_path / name, (f"config.source={source}",)) for name in ("one", "few")]
     jobs[0].finish()
@@ -111,7 +111,7 @@ def test_of_one_document_three_hosts_make_a_corpus_and_train_on_it(tmp_path: Pat
 
 
 @pytest.mark.soak
-def test_the_shipped_spec_under_launch_local_and_verify_resume(tmp_path: Path) -> None:
+def test_the_shipped_spec_runs_under_launch_and_verify_resume(tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in", DOCUMENTS * 40)
     small = (f"config.source={source}", "config.tokenizer.vocabulary_size=280", "config.shard_bytes=200")
     alone, pair = (Job("specs/tokenise_stdlib.yaml", tmp_path / name, small) for name in ("alone", "pair"))

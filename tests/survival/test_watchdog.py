@@ -12,7 +12,7 @@ SLOW = ("config.step_seconds=0.03", "config.total_steps=600", "config.width=64")
 
 
 @pytest.mark.soak
-def test_a_step_that_hangs_ends_with_76_with_its_stacks_and_the_next_attempt_goes_on(tmp_path):
+def test_a_hanging_step_exits_76_with_stack_traces(tmp_path):
     options = ("config.total_steps=60", f"deadlines.step_seconds={STEP_SECONDS}", "checkpoint.every_steps=10")
     job = Job(SPEC, tmp_path / "run", options)
     hanging = job.with_options("job=tests.support.faulty:Hangs").start()
@@ -39,7 +39,7 @@ def freeze_one(job: Job, frozen: int) -> list[Attempt]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("frozen", [1, 0])
-def test_a_frozen_process_is_named_and_the_others_end_with_76(frozen, tmp_path):
+def test_peers_name_a_frozen_process_and_exit_76(frozen, tmp_path):
     job = Job(SPEC, tmp_path / "run", SLOW)
     attempts = freeze_one(job, frozen)
     survivor = attempts[1 - frozen]
@@ -56,7 +56,7 @@ def test_a_frozen_process_is_named_and_the_others_end_with_76(frozen, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_process_that_refuses_alone_is_named_with_its_code_and_the_others_end_with_76(tmp_path):
+def test_peers_name_a_refusing_process_and_exit_76(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*SLOW, "job=tests.support.faulty:RefusesAlone"))
     other, refusing = job.start_processes(2)
     refusing.expect(2)
@@ -66,7 +66,7 @@ def test_a_process_that_refuses_alone_is_named_with_its_code_and_the_others_end_
 
 
 @pytest.mark.soak
-def test_a_job_that_was_paused_from_outside_goes_on(tmp_path):
+def test_a_paused_job_continues(tmp_path):
     options = ("config.width=64", "config.total_steps=300", f"deadlines.step_seconds={STEP_SECONDS}")
     job = Job(SPEC, tmp_path / "run", (*options, "config.step_seconds=0.02"))
     attempt = job.start()

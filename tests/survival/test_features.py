@@ -16,7 +16,7 @@ CUT = "topology.mesh={data: 1, fsdp: auto, tensor: 1}"
 BASE = "BASE"  # the last checkpoint of another run
 
 
-class Carried(NamedTuple):
+class Feature(NamedTuple):
     """A spec and its options; and the devices of one process, and of each of two."""
 
     spec: str
@@ -24,14 +24,14 @@ class Carried(NamedTuple):
     devices: tuple[int, int] = (1, 1)
 
 
-CARRIED = {
-    "experts": Carried(EXPERTS),
-    "axes": Carried(
+FEATURES = {
+    "experts": Feature(EXPERTS),
+    "axes": Feature(
         EXPERTS,
         ("topology.mesh={data: 1, fsdp: 2, sequence: 2, expert: 2}", "config.data.packing=documents"),
         devices=(8, 4),
     ),
-    "riders": Carried(
+    "riders": Feature(
         GPT,
         (
             "config.ema={decays: [0.9, 0.99], evaluate: true}",
@@ -40,12 +40,12 @@ CARRIED = {
             "config.precision.rounding=stochastic",
         ),
     ),
-    "muon": Carried(GPT, (CUT, "config.optimizer.name=muon")),
-    "galore": Carried(
+    "muon": Feature(GPT, (CUT, "config.optimizer.name=muon")),
+    "galore": Feature(
         GPT,
         (CUT, "config.optimizer={name: galore, learning_rate: 0.001, rank: 8, projection_every_steps: 7}"),
     ),
-    "schedule_free": Carried(
+    "schedule_free": Feature(
         GPT,
         (
             CUT,
@@ -53,7 +53,7 @@ CARRIED = {
             "config.schedule={name: constant, warmup_share: 0.1}",
         ),
     ),
-    "groups": Carried(
+    "groups": Feature(
         GPT,
         (
             CUT,
@@ -62,7 +62,7 @@ CARRIED = {
             "config.optimizer.moments=bfloat16",
         ),
     ),
-    "adapter": Carried(
+    "adapter": Feature(
         GPT,
         (
             f"checkpoint.init_from={BASE}",
@@ -70,7 +70,7 @@ CARRIED = {
             "config.ema={decays: [0.9], evaluate: true}",
         ),
     ),
-    "judged": Carried(
+    "judged": Feature(
         GPT,
         (
             "config.eval.samples={prompts: ['def ', 'class '], tokens: 12, temperature: 0.8, every_steps: 20}",
@@ -78,7 +78,7 @@ CARRIED = {
             "config.metrics.norms=groups",
         ),
     ),
-    "noise": Carried(GPT, (CUT, "config.model.neftune_alpha=5.0", "config.model.dropout=0.1")),
+    "noise": Feature(GPT, (CUT, "config.model.neftune_alpha=5.0", "config.model.dropout=0.1")),
 }
 pytestmark = pytest.mark.soak
 
@@ -90,18 +90,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(job.directory / CHECKPOINTS / "120")
 
 
-@pytest.fixture(params=CARRIED)
-def carried(request: pytest.FixtureRequest) -> Carried:
+@pytest.fixture(params=FEATURES)
+def feature(request: pytest.FixtureRequest) -> Feature:
     """What is run."""
-    found = CARRIED[request.param]
+    found = FEATURES[request.param]
     options = found.options
     if any(BASE in option for option in options):
         options = tuple(option.replace(BASE, request.getfixturevalue("base")) for option in options)
     return found._replace(options=(*NANO, *options))
 
 
-def test_killed_in_every_phase_it_ends_with_the_same_bits_and_rows(carried, tmp_path):
-    spec, options, (devices, _) = carried
+def test_kills_in_every_phase_change_no_bit_and_no_row(feature, tmp_path):
+    spec, options, (devices, _) = feature
     job = Job(spec, tmp_path / "run", options, devices)
     storm(job, 7, seed=6, delays=TRAINER_DELAYS)
     kill_before_done(job, 120)
@@ -110,8 +110,8 @@ def test_killed_in_every_phase_it_ends_with_the_same_bits_and_rows(carried, tmp_
     assert job.outcome() == undisturbed(spec, options, devices).outcome()
 
 
-def test_on_two_processes_killed_again_and_again_it_ends_with_the_same_bits_and_rows(carried, tmp_path):
-    spec, options, (_, devices) = carried
+def test_kills_of_two_processes_change_no_bit_and_no_row(feature, tmp_path):
+    spec, options, (_, devices) = feature
     job = Job(spec, tmp_path / "run", options, devices)
     for step in (6, 30, 72):
         attempt = job.launch(2)
