@@ -46,28 +46,28 @@ MIN_CASES = {"disk": 60, "gs": 50, "s3": 50, "az": 50}
 
 
 def flip_first_bit(content: bytes, chance: random.Random) -> bytes | None:
-    """The lowest bit of the first byte."""
+    """Flip the lowest bit of the first byte."""
     return bytes([content[0] ^ 1]) + content[1:]
 
 
 def flip_any_bit(content: bytes, chance: random.Random) -> bytes | None:
-    """One bit of one byte, anywhere."""
+    """Flip one bit at a random position."""
     position, bit = chance.randrange(len(content)), chance.randrange(8)
     return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
 
 
 def empty(content: bytes, chance: random.Random) -> bytes | None:
-    """All of it truncated."""
+    """Truncate the file to nothing."""
     return b""
 
 
 def truncate(content: bytes, chance: random.Random) -> bytes | None:
-    """The end truncated, at least one byte."""
+    """Truncate the end, at least one byte."""
     return content[: chance.randrange(len(content))]
 
 
 def delete(content: bytes, chance: random.Random) -> bytes | None:
-    """Gone."""
+    """Delete the file."""
     return None
 
 
@@ -76,7 +76,7 @@ DAMAGES: tuple[Damage, ...] = (flip_first_bit, flip_any_bit, empty, truncate, de
 
 
 def make_state(seed: int) -> dict[str, jax.Array]:
-    """A large leaf, cut over four devices, and some small ones."""
+    """Return a state with a large leaf, sharded over four devices, and some small ones."""
     generator = np.random.default_rng(seed)
     mesh = mesh_of(2, 4, 1)
     cut, whole = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())

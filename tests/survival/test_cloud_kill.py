@@ -85,21 +85,21 @@ def kill_in_flight(job: CloudJob, what: str, place: tuple[str, str], rng: random
 
 
 def kill_after(attempt: CloudAttempt, seconds: float) -> None:
-    """kill -9 so long after now, wherever that is."""
+    """Kill -9 the attempt so many seconds from now, in whatever phase that is."""
     time.sleep(seconds)
     attempt.kill()
     assert attempt.process.returncode == -9, attempt.report("ended before it was killed")
 
 
 def kill_while_stepping(job: CloudJob, seconds: float) -> None:
-    """kill -9 so long after there is a state."""
+    """Kill -9 the job so many seconds after it has a state."""
     attempt = job.start()
     attempt.until(lambda: attempt.has_requested(job.requested(*STATE)), "a state")
     kill_after(attempt, seconds)
 
 
 def kill_after_a_commit(job: CloudJob) -> None:
-    """kill -9 as soon as something is committed."""
+    """Kill -9 the job as soon as it has committed a step."""
     attempt = job.start()
     attempt.until_server(job.committed, "a commit")
     attempt.kill()

@@ -1,4 +1,4 @@
-"""A pod that starts again with fewer hosts: refused with who is missing, or gone on with if the spec allows it."""
+"""Restart of a pod with fewer hosts: refused naming the missing hosts, or resumed if the spec allows it."""
 
 import pytest
 
@@ -11,7 +11,7 @@ SOON = f"deadlines.start_seconds={SOON_SECONDS}"
 
 
 def start_without(job: Job, lost: int) -> list[Attempt]:
-    """Three processes are started, and one is lost before it has said anything."""
+    """Start three processes and kill one before it joins; return the others."""
     attempts = job.start_processes(3)
     attempts[lost].kill()
     return [attempt for process, attempt in enumerate(attempts) if process != lost]

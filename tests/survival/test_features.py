@@ -92,7 +92,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(params=FEATURES)
 def feature(request: pytest.FixtureRequest) -> Feature:
-    """What is run."""
+    """Return a feature of a run, as spec, options and devices."""
     found = FEATURES[request.param]
     options = found.options
     if any(BASE in option for option in options):

@@ -44,7 +44,7 @@ class Storm:
     num_faults: int = 0
 
     def strike(self) -> None:
-        """One fault; nothing if no process is there to have it."""
+        """Inject one fault; do nothing if no process is alive."""
         time.sleep(self.chance.uniform(0.0, self.longest_pause_seconds))
         pids = children(self.launched.process.pid)
         if not pids:
@@ -63,7 +63,7 @@ class Storm:
         os.kill(pid, signal.SIGTERM)
 
     def freeze(self, pid: int) -> None:
-        """Stand still for a while; some never wake up where there are peers to notice it."""
+        """Stop the process for a while; some never continue where peers can notice it."""
         is_for_good = len(children(self.launched.process.pid)) > 1 and self.chance.random() < 0.5
         os.kill(pid, signal.SIGSTOP)
         if not is_for_good:
@@ -71,14 +71,14 @@ class Storm:
             os.kill(pid, signal.SIGCONT)
 
     def fill_disk(self, pid: int) -> None:
-        """Larger writes fail for a while."""
+        """Make larger writes fail for a while."""
         soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, hard))
         time.sleep(self.chance.uniform(0.0, SHORT_FREEZE_SECONDS))
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
     def slow_down(self, pid: int) -> None:
-        """Every flush takes long for a while."""
+        """Make every fsync slow for a while."""
         self.slow_disk.touch()
         time.sleep(self.chance.uniform(0.0, 2 * SHORT_FREEZE_SECONDS))
         self.slow_disk.unlink()
