@@ -35,6 +35,10 @@ BAD = {
     "a pipe": "{here}/pipe",
     "a variable": "$HOME/x",
     "a variable in braces": "{here}/${{HOME}}/x",
+    "a command": "{here}/$(date)",
+    "an older command": "{here}/`date`",
+    "a path of Windows": r"C:\runs\x",
+    "a mixed path": r"{here}/runs\x",
 }
 
 
@@ -104,6 +108,24 @@ def test_what_no_path_can_be_is_refused_and_nothing_is_made(taker: str, here: Pa
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize("path", [r"C:\runs\x", "$HOME/x", "$(date)", "`date`"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", str(RUN), "-o"],
+        ["metrics", str(RUN), "-o"],
+        ["evaluate", str(RUN), "--follow", "-o"],
+        ["plan", "spec.yaml", "--profile", "--trace"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_output_is_never_named_by_what_nobody_means(words: list[str], path: str, here: Path) -> None:
+    before = everything(here)
+    with pytest.raises(InvalidError, match=r"backslash|variables"):
+        run_command([*words, path])
+    assert everything(here) == before
+
+
 def test_every_key_that_names_a_path_is_in_the_table() -> None:
     keys = {"directory", *(f"checkpoint.{key}" for key in CheckpointConfig.model_fields)}
     named = {key for key in keys if key.endswith(("directory", "init_from"))}
@@ -118,3 +140,6 @@ def test_a_home_directory_is_found_and_a_directory_may_be_yet_to_be_made(
     (tmp_path / "link").symlink_to(tmp_path)
     assert local_directory(f"{tmp_path}/link/new") == tmp_path / "link/new"
     assert local_directory("costs 5$ or $5") == Path.cwd() / "costs 5$ or $5"
+    # What an earlier version made is found again.
+    (tmp_path / r"a\b").mkdir()
+    assert local_directory(r"~/a\b") == tmp_path / r"a\b"

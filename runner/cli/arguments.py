@@ -5,7 +5,6 @@ Only declarations, so that `--help` and a mistyped option cost no import of jax.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -86,7 +85,7 @@ class PlanArguments:
         bool, typer.Option("--profile", help="List the operations of the step with their time and memory.")
     ] = False
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --profile: write the schedule for Perfetto.")
+        str | None, typer.Option(metavar="FILE", help="With --profile: write the schedule for Perfetto.")
     ] = None
     against: Annotated[
         str | None,

@@ -1,7 +1,5 @@
 """Commands that read what runs have recorded, without jax: metrics, report, dashboard."""
 
-from pathlib import Path
-
 from runner.cli.arguments import DashboardArguments, MetricsArguments, ReportArguments
 from runner.cli.status import convert_read_errors, find_directory, open_run_store
 from runner.console import say, write_text
@@ -31,13 +29,13 @@ def print_metrics(arguments: MetricsArguments) -> int:
 
 def write_report_page(arguments: ReportArguments) -> int:
     """Write one self-contained page about one or several runs."""
-    path = Path(arguments.output)
+    path = local_directory(arguments.output)
     # The output is checked first: reading the runs may take a minute.
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    if path.is_dir() or not path.parent.is_dir():
         raise InvalidError(f"-o {arguments.output}: needs the name of a file in a directory that exists")
     with convert_read_errors():
         num_bytes = write_report([open_store(find_directory(where)) for where in arguments.where], path)
-    say(f"{path}: {num_bytes / 1e6:.1f} MB")
+    say(f"{arguments.output}: {num_bytes / 1e6:.1f} MB")
     return EXIT_DONE
 
 

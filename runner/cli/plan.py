@@ -9,6 +9,7 @@ from runner.errors import EXIT_DONE
 from runner.job import RestoreableJob
 from runner.plan.preflight import PlanRequest, plan
 from runner.spec import JobConfig, json_schema, load_document, load_job_class, validate_spec
+from runner.storage import local_directory
 
 
 def print_plan(arguments: PlanArguments) -> int:
@@ -23,7 +24,7 @@ def print_plan(arguments: PlanArguments) -> int:
             is_search=arguments.is_search,
             hours=arguments.hours,
             is_profile=arguments.is_profile,
-            trace=arguments.trace,
+            trace=None if arguments.trace is None else local_directory(arguments.trace),
             against=arguments.against,
         )
     )

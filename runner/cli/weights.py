@@ -41,6 +41,7 @@ from runner.storage import (
     Store,
     append_line,
     encode_line,
+    local_directory,
     open_store,
     parse_json,
     parse_lines,
@@ -75,10 +76,11 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
     """Evaluate weights of a run. Called with the same arguments on every host; process 0 prints."""
     if arguments.harness is not None:
         import_extra(_HARNESS)  # a missing package is reported before weights are loaded
+    output = None if arguments.output is None else local_directory(arguments.output)
     with convert_read_errors():
         run = open_run(find_directory(arguments.where))
-        if arguments.output is not None:
-            validate_outside_run(arguments.output, run.store)
+        if output is not None:
+            validate_outside_run(output, run.store)
         request = EvaluationRequest(
             None if arguments.data is None else parse_source(arguments.data),
             None if arguments.is_every_step else arguments.step or NEWEST,
@@ -114,7 +116,7 @@ def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, a
         harness = import_extra(_HARNESS)
         evaluator = harness.HarnessEvaluator(run, hosts, arguments.harness.split(","), arguments.include_path)
         format_lines = harness.format_record
-    path = arguments.output
+    path = None if arguments.output is None else local_directory(arguments.output)
     # Only process 0 reads the file: all processes must skip the same steps, or their collectives would not match.
     known: list[int] = hosts.run_on_main(lambda: [] if path is None else read_recorded_steps(path))
     if arguments.is_follow:
@@ -131,20 +133,20 @@ def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, a
             break
 
 
-def validate_outside_run(path: str, store: Store) -> None:
+def validate_outside_run(path: Path, store: Store) -> None:
     """Raise `InvalidError` if a file would lie in the directory of a run, where only the run may write."""
-    if store.root is not None and Path(path).resolve().is_relative_to(store.root.resolve()):
+    if store.root is not None and path.resolve().is_relative_to(store.root.resolve()):
         raise InvalidError(f"--output {path}: lies in the run's directory, where only the run writes; name another")
 
 
-def read_recorded_steps(path: str) -> list[int]:
+def read_recorded_steps(path: Path) -> list[int]:
     """Return the steps that have a line in the file of `--output`, and cut off a line that a kill left incomplete.
 
     Raises:
         InvalidError: the file cannot be read.
     """
     try:
-        content = Path(path).read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -156,9 +158,9 @@ def read_recorded_steps(path: str) -> list[int]:
     return [record["step"] for record in parse_lines(whole) if type(record.get("step")) is int]
 
 
-def append_record(path: str, record: JsonObject) -> None:
+def append_record(path: Path, record: JsonObject) -> None:
     """Append a line, which is durable when this returns."""
-    append_line(Path(path), encode_line(record), is_durable=True, mode=0o666)
+    append_line(path, encode_line(record), is_durable=True, mode=0o666)
 
 
 def export(arguments: ExportArguments) -> int:

@@ -17,11 +17,11 @@ _DRIVERS = {  # scheme: module, class, extra of this package that installs the c
 }
 _MAX_NAME_BYTES = 255  # of one name, on the disks of Linux
 _MAX_PATH_BYTES = 4095
-_VARIABLE = re.compile(r"\$[A-Za-z_{]")
+_VARIABLE = re.compile(r"\$[A-Za-z_{(]|`")
 
 
 def validate_url(text: str) -> None:
-    """Raise `InvalidError` if `text` cannot name a directory or files on any machine. Touches no store."""
+    """Raise `InvalidError` if `text` cannot name a directory or files on any machine. Writes nothing."""
     try:
         path = os.fsencode(text)
     except UnicodeEncodeError as error:
@@ -46,6 +46,9 @@ def validate_url(text: str) -> None:
         raise InvalidError(
             f"{text} has {variable[0]}...: variables are not expanded; write the path, or ~ for the home directory"
         )
+    # An older run may be in such a directory, and a file may have such a name.
+    if "\\" in text and not os.path.lexists(os.path.expanduser(text)):
+        raise InvalidError(f"{text} has a backslash, which separates no directories here; write / between their names")
 
 
 def local_directory(text: str) -> Path:

@@ -62,7 +62,7 @@ def test_the_command_goes_on_behind_what_its_own_file_holds_and_writes_nothing_t
     run, own = tmp_path / "run", tmp_path / "figures.jsonl"
     gpt(run, Judged, **changes(tmp_path))()
     before = hash_tree(run)
-    append_record(str(own), {"step": 4, "known": True})
+    append_record(own, {"step": 4, "known": True})
     with own.open("ab") as file:
         file.write(b'{"step": 6, "to')  # torn by a kill
     capfd.readouterr()
@@ -73,7 +73,7 @@ def test_the_command_goes_on_behind_what_its_own_file_holds_and_writes_nothing_t
     assert records[1]["tasks"]["squares"].keys() == {"acc", "acc_norm", "acc_bytes"}
     assert [line.split(":")[0] for line in out.splitlines()] == ["step 6", "step 6 squares"]
     assert main(["evaluate", str(run), "--follow", "-o", str(own)]) == 0
-    assert read_recorded_steps(str(own)) == [4, 6]
+    assert read_recorded_steps(own) == [4, 6]
     assert hash_tree(run) == before
 
 
@@ -96,5 +96,5 @@ def test_options_that_do_not_go_together_are_refused(
 
 def test_its_file_cannot_lie_in_the_directory_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match="lies in the run's directory"):
-        validate_outside_run(str(tmp_path / "run" / "x" / "figures.jsonl"), LocalStore(tmp_path / "run"))
-    validate_outside_run(str(tmp_path / "figures.jsonl"), LocalStore(tmp_path / "run"))
+        validate_outside_run(tmp_path / "run" / "x" / "figures.jsonl", LocalStore(tmp_path / "run"))
+    validate_outside_run(tmp_path / "figures.jsonl", LocalStore(tmp_path / "run"))
