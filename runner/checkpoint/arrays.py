@@ -8,6 +8,7 @@ Readers load whole states, single leaves, or what a first save reads back. They 
 """
 
 import contextlib
+import re
 import shutil
 import tempfile
 import time
@@ -30,8 +31,9 @@ from runner.checkpoint.leaves import Leaves, decode_leaves, encode_leaves, parse
 from runner.checkpoint.manifest import Files, Manifest, ShardRecord
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
-from runner.errors import format_error
+from runner.errors import PeerLostError, format_error
 from runner.storage import JsonObject, LocalStore, Store, default_cache_directory
+from runner.storage.store import translate_errors
 
 NUM_UPLOADS = 8
 GROUP_BYTES = 1 << 30  # of the leaves that are read at a time
@@ -71,21 +73,33 @@ class OrbaxWriter:
         assert isinstance(store, LocalStore), "orbax writes to a disk"
         self._store, self._root, self._hosts = store, store.root, hosts
         self._orbax = _make_orbax(hosts)
+        self._num_saves = 0
         self._failed: set[str] = set()  # targets of failed writes that were not written since
 
     def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
         """Copy the arrays out of the devices; Orbax writes them in the background."""
         self._delete_failed()
         self._failed.discard(target)
+        self._num_saves += 1
+        key = key_value.save_folder(self._num_saves)
         self._orbax.save(self._root / target, args=ocp.args.PyTreeSave(leaves), force=True)
-        return lambda _: self._finish(target)
+        return lambda deadline_seconds: self._finish(target, key, deadline_seconds)
 
-    def _finish(self, target: str) -> WriteResult:
-        self._orbax.wait_until_finished()
+    def _finish(self, target: str, key: str, deadline_seconds: float) -> WriteResult:
+        started = time.monotonic()
+        error: Exception | None = None
+        try:
+            self._orbax.wait_until_finished()
+            # Orbax flushes the data files and not the small ones beside them, such as `_METADATA`, nor the directories.
+            # On a network disk a host can flush only what it has written itself.
+            if not self._hosts.is_main:
+                own = re.compile(rf"(.*\.)?process_{self._hosts.process_id}")
+                self._store.flush_tree(target, lambda name: any(map(own.fullmatch, name.split("/"))))
+        except (OSError, ValueError, RuntimeError) as caught:
+            error = caught
+        _collect_parts(self._hosts, key, {}, error, deadline_seconds - (time.monotonic() - started))
         if not self._hosts.is_main:
             return WriteResult()
-        # Orbax flushes the data files and not the small ones beside them, such as `_METADATA`, nor the directories. All
-        # hosts have written and closed their files by now, so a flush by process 0 covers those of the others too.
         self._store.flush_tree(target)
         # Orbax reports no sizes or digests, so process 0 reads all files once. They are still in the page cache.
         arrays = target.rpartition("/")[2]
@@ -145,26 +159,20 @@ class BlockWriter:
     def _finish(self, target: str, blocks: Blocks, key: str, deadline_seconds: float) -> WriteResult:
         started = time.monotonic()
         directory, _, arrays = target.rpartition("/")
-        message: JsonObject
+        table, error = BlockTable(), None
         try:
             self._staging.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._staging) as temporary:
                 table = write_blocks(Path(temporary), f"{arrays}/{self._hosts.process_id}", blocks)
                 blocks.clear()  # frees the host's memory before the upload, which may take minutes
                 _upload(self._store, Path(temporary), directory, table, deadline_seconds)
-            message = {"files": table.files, "shards": table.shards}
-        except OSError as error:
-            if self._hosts.num_processes == 1:
-                raise
-            # Process 0 waits for a message of every process, so that it learns of a failure at once.
-            message = {"error": f"process {self._hosts.process_id}: {error}"}
-        # Process 0 must outlast the deadline of the slowest upload, to report that failure and not a missing message.
-        left_seconds = max(deadline_seconds - (time.monotonic() - started), 1.0)
-        messages = self._hosts.collect(key, message, left_seconds + 10)
+        except OSError as caught:
+            error = caught
+        message = {"files": table.files, "shards": table.shards}
+        left_seconds = deadline_seconds - (time.monotonic() - started)
+        messages = _collect_parts(self._hosts, key, message, error, left_seconds)
         merged = BlockTable()
         for part in messages:
-            if "error" in part:
-                raise OSError(part["error"])
             merged.add(BlockTable(part["files"], part["shards"]))
         return WriteResult(merged.files, merged.shards)
 
@@ -174,6 +182,30 @@ class BlockWriter:
     def close(self) -> None:
         """Delete the temporary files."""
         shutil.rmtree(self._staging, ignore_errors=True)
+
+
+def _collect_parts(
+    hosts: Hosts, key: str, message: JsonObject, error: Exception | None, left_seconds: float
+) -> list[JsonObject]:
+    """Send the message of this process to process 0; return the messages of all there. Called on every host.
+
+    Raises:
+        OSError: on process 0, the part of a process has failed; on the others, their own.
+    """
+    if error is not None and hosts.is_main:
+        # The others cannot change the outcome, so they are not waited for. Their messages are deleted with those of the
+        # next save.
+        with contextlib.suppress(PeerLostError):
+            hosts.collect(key, message, 0.0)
+        raise error
+    if error is not None:
+        message = {"error": f"process {hosts.process_id}: {format_error(error)}"}
+    # Process 0 must outlast the deadline of the slowest write, to report that failure and not a missing message.
+    messages = hosts.collect(key, message, max(left_seconds, 1.0) + 10)
+    for part in messages:
+        if "error" in part:
+            raise OSError(part["error"]) from error
+    return messages
 
 
 def _upload(store: Store, source: Path, directory: str, table: BlockTable, deadline_seconds: float) -> None:
@@ -241,8 +273,11 @@ def _fetch_for_orbax(store: Store, directory: str, manifest: Manifest) -> Iterat
 
         def download(name: str) -> None:
             path = Path(temporary) / directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(store.read(f"{directory}/{name}"))
+            content = store.read(f"{directory}/{name}")
+            # A disk that is full says nothing about the checkpoint.
+            with translate_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
 
         with ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
             list(pool.map(download, manifest.files))

@@ -14,6 +14,7 @@ from runner.checkpoint.arrays import read_leaves
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
+    MAX_LISTINGS,
     Manifest,
     NotCommittedError,
     find_file_problems,
@@ -25,7 +26,6 @@ from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, Ne
 from runner.storage import Store, compute_crc32c, create_file
 
 _NUM_COPIERS = 4
-_MAX_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is copied
 
 
 def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
@@ -36,7 +36,7 @@ def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
     """
     if name is not None:
         return _copy_named(source, name, target)
-    for _ in range(_MAX_LISTINGS):
+    for _ in range(MAX_LISTINGS):
         newest = read_newest_manifest(source)
         if newest is None:
             raise InvalidError(f"{source.url}: no checkpoint is here")
@@ -47,7 +47,7 @@ def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
             if is_committed(source, newest.name):
                 raise
             target.remove_tree(f"{CHECKPOINTS}/{newest.name}")
-    raise StorageError(f"{source.url}: {_MAX_LISTINGS} times a checkpoint was deleted while it was copied")
+    raise StorageError(f"{source.url}: {MAX_LISTINGS} times a checkpoint was deleted while it was copied")
 
 
 def _copy_named(source: Store, name: str, target: Store) -> str:
@@ -106,9 +106,25 @@ class CheckpointEntry:
 
 
 def list_entries(store: Store, depth: VerifyDepth = VerifyDepth.MANIFEST) -> Iterator[CheckpointEntry]:
-    """Iterate over every checkpoint: steps by number, then other names. Raises `StorageError` if one is unreachable."""
-    names = sorted(store.list_names(CHECKPOINTS), key=lambda name: (not name.isdecimal(), name.zfill(20)))
-    for name in names:
+    """Iterate over every checkpoint: steps by number, then other names. Raises `StorageError` if one is unreachable.
+
+    Checkpoints that a live run commits meanwhile come last.
+    """
+    seen = set[str]()
+    for _ in range(MAX_LISTINGS):
+        has_vanished = False
+        for entry in _list_unseen(store, depth, seen):
+            # The run deletes a checkpoint only once it has a newer one, which is listed then.
+            has_vanished = has_vanished or not entry.is_committed
+            seen.add(entry.name)
+            yield entry
+        if not has_vanished:
+            return
+
+
+def _list_unseen(store: Store, depth: VerifyDepth, seen: set[str]) -> Iterator[CheckpointEntry]:
+    names = set(store.list_names(CHECKPOINTS)) - seen
+    for name in sorted(names, key=lambda name: (not name.isdecimal(), name.zfill(20))):
         directory = f"{CHECKPOINTS}/{name}"
         try:
             manifest = read_manifest(store, directory)

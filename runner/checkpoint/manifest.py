@@ -43,7 +43,7 @@ CHECKPOINTS = "checkpoints"
 TOMBSTONE = "void"  # key that marks a tombstone; its value is the attempt that wrote it
 RETIRED_SUFFIX = ".retired"  # suffix of the directory of a retired step, until its files are deleted
 _NUM_READERS = 8
-_MAX_LISTINGS = 10  # of a run that deletes its old checkpoints meanwhile
+MAX_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is read
 _REQUIRED_KEYS = ("name", "step", "arrays", "leaves", "fingerprint", "identity", "files")
 
 MANIFEST_KEYS = (
@@ -297,7 +297,7 @@ def _list_until_stable(store: Store) -> Iterator[list[int]]:
     be gone when it is read, although there is a committed checkpoint at every moment.
     """
     before: list[int] | None = None
-    for _ in range(_MAX_LISTINGS):
+    for _ in range(MAX_LISTINGS):
         steps = list_steps(store)
         if steps == before:
             return
@@ -386,6 +386,9 @@ def uncommit(store: Store, directory: str, attempt: int) -> None:
         store.write_if(f"{directory}/{MANIFEST}", _encode_tombstone(attempt), version)
     else:
         store.remove(f"{directory}/{MANIFEST}")
+        if isinstance(store, LocalStore):
+            # After a power cut no file may be missing beside a manifest that names it.
+            store.flush_names(directory)
 
 
 def retire_uncommitted(store: Store, step: int, attempt: int) -> None:

@@ -16,6 +16,7 @@ from runner.console import warn
 from runner.periodic import is_due, is_overdue
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig
+from runner.storage import LocalStore
 
 # When to save.
 
@@ -146,7 +147,11 @@ class Retention:
 
     def scan(self) -> None:
         """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
-        self._metrics = {step: manifest.metric for step, manifest in read_committed(self._attempt.store).items()}
+        store = self._attempt.store
+        self._metrics = {step: manifest.metric for step, manifest in read_committed(store).items()}
+        if self._metrics and isinstance(store, LocalStore):
+            # An attempt that was killed right after it created a manifest has not flushed its name.
+            store.flush_names(f"{CHECKPOINTS}/{max(self._metrics)}")
         self._prune()
 
     def add(self, manifest: Manifest) -> None:

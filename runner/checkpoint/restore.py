@@ -13,6 +13,7 @@ A durable checkpoint that fails is quarantined, but only after an older one has 
 changed and the job refuses to start.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -36,10 +37,12 @@ from runner.checkpoint.leaves import (
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
+    MAX_LISTINGS,
     Manifest,
     NotCommittedError,
     find_file_problems,
     finish_retirements,
+    is_committed,
     list_steps,
     read_manifest,
     read_newest_manifest,
@@ -338,23 +341,33 @@ def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS
         for leaf_name, leaf in wanted.items()
     }
     store, hosts = open_store(directory), attempt.hosts
-    candidates = [] if checkpoint is None else [checkpoint]
-    if checkpoint is None and hosts.is_main:
-        candidates = [str(step) for step in reversed(list_steps(store))]
-    rejected: list[RejectedCheckpoint] = []
-    for candidate in hosts.agree(candidates):
-        found = _try_durable(hosts, store, candidate, abstract, weights_only=True)
-        if isinstance(found, RestoredState):
-            kind = "weights" if name == PARAMS else name
-            attempt.say(f"{kind} of step {found.manifest.step} taken from {source}")
-            leaves = [
-                found.state[saved_names[leaf_name]]
-                if saved_names[leaf_name] == leaf_name
-                else found.state[saved_names[leaf_name]].astype(leaf.dtype)
-                for leaf_name, leaf in wanted.items()
-            ]
-            return jax.tree.unflatten(jax.tree.structure(weights), leaves)
-        rejected.append(found)
+
+    def list_candidates() -> list[str]:
+        return [str(step) for step in reversed(list_steps(store))]
+
+    def has_changed(candidates: list[str], rejected: list[str]) -> bool:
+        return list_candidates() != candidates or not all(is_committed(store, other) for other in rejected)
+
+    for _ in range(MAX_LISTINGS):
+        candidates = [checkpoint] if checkpoint is not None else hosts.run_on_main(list_candidates)
+        rejected: list[RejectedCheckpoint] = []
+        for candidate in candidates:
+            found = _try_durable(hosts, store, candidate, abstract, weights_only=True)
+            if isinstance(found, RestoredState):
+                kind = "weights" if name == PARAMS else name
+                attempt.say(f"{kind} of step {found.manifest.step} taken from {source}")
+                leaves = [
+                    found.state[saved_names[leaf_name]]
+                    if saved_names[leaf_name] == leaf_name
+                    else found.state[saved_names[leaf_name]].astype(leaf.dtype)
+                    for leaf_name, leaf in wanted.items()
+                ]
+                return jax.tree.unflatten(jax.tree.structure(weights), leaves)
+            rejected.append(found)
+        # The other run may be alive and delete its old checkpoints while they are read: then it has a newer one.
+        bad = [other.name for other in rejected if other.was_committed]
+        if checkpoint is not None or not hosts.run_on_main(functools.partial(has_changed, candidates, bad)):
+            break
     reported = [other for other in rejected if other.was_committed or checkpoint is not None]
     reasons = "; ".join(f"{other.name}: {other.reason}" for other in reported)
     if any(other.may_be_good for other in rejected):

@@ -31,6 +31,7 @@ from runner.checkpoint.leaves import (
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
+    MAX_LISTINGS,
     Manifest,
     NotCommittedError,
     find_file_problems,
@@ -51,7 +52,6 @@ Result = TypeVar("Result")
 SPEC, BEST = "spec.yaml", "best"
 _WEIGHTS = (PARAMS, "variables")
 _CHECKPOINT_ERRORS = (WrongKindError, ForbiddenError)  # of one checkpoint only: another may be good
-_MAX_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is read
 
 
 def open_checkpoint(
@@ -170,7 +170,7 @@ def read_document(store: Store) -> Document:
 def _use_newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Result:
     # The run may delete its old checkpoints meanwhile. If one of those that failed has lost its manifest, a newer one
     # was committed before that, so the steps are listed again.
-    for _ in range(_MAX_LISTINGS):
+    for _ in range(MAX_LISTINGS):
         rejected: list[str] = []
         has_vanished = False
         steps = list_steps(store)
@@ -191,11 +191,11 @@ def _use_newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Resul
         # All steps of a listing may have lost their manifests before they were read; then it has changed.
         if not has_vanished and list_steps(store) == steps:
             raise InvalidError("; ".join([f"{store.url}: no good checkpoint is here", *rejected]))
-    raise StorageError(f"{store.url}: {_MAX_LISTINGS} times a checkpoint was deleted while it was read")
+    raise StorageError(f"{store.url}: {MAX_LISTINGS} times a checkpoint was deleted while it was read")
 
 
 def _use_best(store: Store, spec: ExecutionSpec, use: Callable[[Store, Manifest], Result]) -> Result:
-    for _ in range(_MAX_LISTINGS):
+    for _ in range(MAX_LISTINGS):
         name = _find_best(store, spec)
         try:
             return _use_named(store, name, use)
@@ -204,7 +204,7 @@ def _use_best(store: Store, spec: ExecutionSpec, use: Callable[[Store, Manifest]
             is_own = isinstance(error, InvalidError | StorageError) and not isinstance(error, _CHECKPOINT_ERRORS)
             if is_own or is_committed(store, name):
                 raise
-    raise StorageError(f"{store.url}: {_MAX_LISTINGS} times the best checkpoint was deleted while it was read")
+    raise StorageError(f"{store.url}: {MAX_LISTINGS} times the best checkpoint was deleted while it was read")
 
 
 def _use_named(store: Store, name: str, use: Callable[[Store, Manifest], Result]) -> Result:

@@ -119,7 +119,9 @@ class SafetensorsWriter:
             raise InvalidError(f"{piece.tensor} has values that {dtype} cannot hold; use another --dtype")
         if not converted.size:
             return
-        target = np.memmap(self._directory / location.file, dtype, "r+", location.start, location.shape)
+        # An error of the output must not look like one of the checkpoint.
+        with translate_errors(self._directory / location.file):
+            target = np.memmap(self._directory / location.file, dtype, "r+", location.start, location.shape)
         box = [slice(None)] * target.ndim
         if piece.part is not None:
             axis, start, stop = piece.part

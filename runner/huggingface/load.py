@@ -13,18 +13,19 @@ at the time of a resume, the id of the run; of published weights a digest of som
 holds the base, so a resume continues if the source is gone, and is refused if the source is another one.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from runner.checkpoint.leaves import flatten_with_names
-from runner.checkpoint.manifest import CHECKPOINTS, read_manifest, read_newest_manifest
+from runner.checkpoint.manifest import CHECKPOINTS, MAX_LISTINGS, is_committed, read_manifest, read_newest_manifest
 from runner.checkpoint.restore import load_weights, validate_source_run
 from runner.checkpoint.weights import BEST, find_checkpoint
 from runner.console import warn
@@ -48,6 +49,7 @@ GAP_BYTES = 64 << 10
 SPAN_BYTES = 64 << 20  # size of one request
 NUM_READERS = 8
 
+Result = TypeVar("Result")
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 Blocks = dict[Bounds, np.ndarray]  # shards of one leaf in this process's memory
@@ -284,7 +286,7 @@ def validate_init_from(
     with document.errors_at("checkpoint.init_from"):
         store = _open_published_store(rule)
         if store is None:
-            validate_source_run(_resolve_best(rule.path), rule.weights)
+            _use_best(rule.path, lambda path: validate_source_run(path, rule.weights))
         else:
             _match_published(open_published_weights(store), rule, family, weights())
 
@@ -313,10 +315,13 @@ def load_init_from(
         store = _open_published_store(rule)
         if store is None:
             # The best step may change at any time, so one process resolves it for all.
-            path = attempt.hosts.run_on_main(lambda: _resolve_best(rule.path))
-            loaded = load_weights(attempt, path, weights, rule.weights)
-            validate_finite(loaded, lambda name, _: f"{path}: {name}")
-            return loaded
+
+            def load(path: str) -> Any:
+                loaded = load_weights(attempt, path, weights, rule.weights)
+                validate_finite(loaded, lambda name, _: f"{path}: {name}")
+                return loaded
+
+            return _use_best(rule.path, load, attempt.hosts.run_on_main)
         loaded, problem = None, None
         notes: tuple[str, ...] = ()
         try:
@@ -372,9 +377,32 @@ def validate_finite(weights: Any, describe: Callable[[str, tuple[int, ...]], str
             )
 
 
-def _resolve_best(path: str) -> str:
-    """Return `path` with `checkpoints/best` replaced by the step that is the best now. One process calls it."""
-    return find_checkpoint(path)[0] if split_checkpoint(path)[1] == BEST else path
+def _use_best(
+    path: str, use: Callable[[str], Result], run_on_main: Callable[[Callable[[], Any]], Any] = lambda act: act()
+) -> Result:
+    """Return the result of `use` for `path`, with `checkpoints/best` replaced by the step that is the best now.
+
+    Args:
+        path: What `checkpoint.init_from` names.
+        use: Function of the path; on several hosts, an `InvalidError` of it is raised on all of them.
+        run_on_main: Runs a function on process 0, for all hosts.
+    """
+    if split_checkpoint(path)[1] != BEST:
+        return use(path)
+    for _ in range(MAX_LISTINGS):
+        resolved: str = run_on_main(lambda: find_checkpoint(path)[0])
+        try:
+            return use(resolved)
+        except InvalidError:
+            # A live run deletes the best checkpoint once it has a better one.
+            if run_on_main(functools.partial(_is_committed, resolved)):
+                raise
+    raise StorageError(f"{path}: {MAX_LISTINGS} times the best checkpoint was deleted while it was read")
+
+
+def _is_committed(checkpoint: str) -> bool:
+    directory, name = split_checkpoint(checkpoint)
+    return name is not None and is_committed(open_store(directory), name)
 
 
 def _open_published_store(rule: InitFromConfig) -> Store | None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from runner.accelerator import add_deterministic_flags
-from runner.checkpoint.manifest import CHECKPOINTS, read_committed
+from runner.checkpoint.manifest import CHECKPOINTS, MAX_LISTINGS, read_committed
 from runner.checkpoint.weights import find_checkpoint, open_checkpoint, read_document
 from runner.console import warn
 from runner.data.chat import Renderer
@@ -46,7 +46,6 @@ from runner.train.evaluators import cast_like
 from runner.trainer import BaseTrainer
 
 NEWEST, BEST = "newest", "best"
-_MAX_LISTINGS = 10
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class ReadOnlyRun:
             InvalidError: as `find_checkpoint` and `load_weights` do.
             StorageError: the run deletes its checkpoints faster than they can be read.
         """
-        for _ in range(_MAX_LISTINGS):
+        for _ in range(MAX_LISTINGS):
             # Every host has the same `found`.
             checkpoint: str = found or hosts.run_on_main(lambda: self.find_checkpoint(step))
             problem, loaded = None, None
@@ -131,7 +130,7 @@ class ReadOnlyRun:
             if is_there or step not in (NEWEST, BEST):
                 raise problem or InvalidError(f"{checkpoint}: another process could not read it")
             found = None
-        raise StorageError(f"{self.store.url}: {_MAX_LISTINGS} times a checkpoint was deleted while it was read")
+        raise StorageError(f"{self.store.url}: {MAX_LISTINGS} times a checkpoint was deleted while it was read")
 
     def load_weights(self, checkpoint: str, abstract: Any, weights: str = PARAMS) -> Any:
         """Load the weights of a checkpoint with the shapes, dtypes and shardings of `abstract`. Called on every host.

@@ -311,8 +311,10 @@ class Attempt:
             code, reason = FailedError.exit_code, format_error(error)
             if isinstance(error, RunnerError):  # Its message is written for users and needs no type in front.
                 code, reason = error.exit_code, str(error).split("\n", 1)[0][:500]
-            if not isinstance(error, PreemptedError) and self.owns_directory():
-                self.events.append("failed", self.progress.step, code=code, reason=reason)
+            if self.owns_directory():
+                if not isinstance(error, PreemptedError):
+                    self.events.append("failed", self.progress.step, code=code, reason=reason)
+                self.events.flush()
             raise
         finally:
             self.end(code)

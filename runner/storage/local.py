@@ -12,7 +12,7 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -198,17 +198,29 @@ class LocalStore:
             fsync(path)
             fsync(path.parent)
 
-    def flush_tree(self, prefix: str) -> None:
-        """Make durable what other libraries have written below `prefix`, and its name in every directory above."""
+    def flush_tree(self, prefix: str, is_included: Callable[[str], bool] = lambda name: True) -> None:
+        """Make durable what other libraries have written below `prefix`, and its name in every directory above.
+
+        Args:
+            prefix: the directory.
+            is_included: returns False for files to leave out, by their name relative to `prefix`.
+        """
         top = self.root / prefix
         with translate_errors(top):
             tree = [(Path(directory), names) for directory, _, names in os.walk(top)]
             files = [directory / name for directory, names in tree for name in names]
+            files = [path for path in files if is_included(path.relative_to(top).as_posix())]
             above = [path for path in top.parents if path.is_relative_to(self.root)]
             # Files come before the directories that name them, as after a rename. The disk orders the requests.
             with ThreadPoolExecutor(_NUM_FLUSHES, thread_name_prefix="flush") as pool:
                 list(pool.map(fsync, files))
                 list(pool.map(fsync, [*(directory for directory, _ in tree), *above]))
+
+    def flush_names(self, prefix: str) -> None:
+        """Make durable which files and directories are directly below `prefix`."""
+        path = self.root / prefix
+        with translate_errors(path):
+            fsync(path)
 
     def move_tree(self, source: str, target: str) -> None:
         """Rename everything below `source` by one atomic call."""
@@ -216,6 +228,9 @@ class LocalStore:
         with translate_errors(path):
             make_directory(path.parent)
             (self.root / source).rename(path)
+            # A checkpoint that was moved aside must not be back in its place after a power cut.
+            for directory in {path.parent, (self.root / source).parent}:
+                fsync(directory)
 
     def remove(self, name: str) -> None:
         """Delete a file. A file that is already gone is fine."""

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from runner.checkpoint import arrays, restore
 from runner.checkpoint.arrays import BlockWriter, OrbaxWriter
 from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.policy import Retention, SaveKind, delete_step
-from runner.checkpoint.restore import load_checkpoint, restore_newest
+from runner.checkpoint.restore import load_checkpoint, load_weights, restore_newest
 from runner.checkpoint.save import Checkpointer, DoubleBuffer, SaveContents
 from runner.errors import FencedError, ResumeError
 from runner.spec import CheckpointConfig, hash_record
@@ -474,7 +475,7 @@ def test_a_state_of_the_fast_tier_that_the_job_cannot_go_on_from_is_left_for_the
     assert fast.list_steps({}.__eq__) == []
 
 
-def fail(writer, target):
+def fail(writer, target, *_):
     writer._orbax.wait_until_finished()
     raise OSError("disk full")
 
@@ -509,3 +510,29 @@ def test_a_step_whose_save_has_failed_may_be_saved_again(tmp_path, monkeypatch):
     attempt.save_all(1, 2)
     attempt.saver.close()
     assert attempt.steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(restore, "list_steps"), (restore, "read_manifest"), (arrays, "read_arrays")]
+)
+def test_weights_of_a_run_that_deletes_its_old_checkpoints_are_looked_for_again(
+    first, owner, name, tmp_path, monkeypatch
+):
+    first.save_all(1)
+    original, has_advanced = getattr(owner, name), False
+
+    def advance(*arguments):
+        nonlocal has_advanced
+        result = original(*arguments) if name != "read_arrays" else None
+        if not has_advanced:
+            has_advanced = True
+            first.save_all(2)
+            delete_step(first.attempt, 1)
+        return original(*arguments) if name == "read_arrays" else result
+
+    other = make_attempt(LocalStore(tmp_path / "other"))
+    monkeypatch.setattr(restore, "open_store", lambda _: first.store)
+    monkeypatch.setattr(owner, name, advance)
+    params = make_state()["params"]
+    found = load_weights(other, "runs/first", {"params": params})
+    assert leaves_equal(found["params"], make_state(2)["params"])

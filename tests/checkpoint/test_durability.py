@@ -4,11 +4,16 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from runner.checkpoint import arrays
+from runner.checkpoint.manifest import remove_files, uncommit
 from runner.cli.app import run_command
+from runner.distributed.agreement import Hosts, Liveness
+from runner.distributed.key_value import KeyValueStore
 from runner.storage import LocalStore, append_line
 from runner.storage.store import ABSENT
 from tests.support.inputs import tokenise, write_texts
@@ -87,6 +92,70 @@ def test_a_manifest_is_committed_after_all_that_it_names(flushes: Flushes, tmp_p
     assert flushes.list_late_parents(root / "checkpoints" / "20" / "manifest.json", root) == []
     assert flushes.list_late_parents(root / "result.json", tmp_path) == []
     assert flushes.list_unflushed(root / "events.jsonl") == []
+
+
+def test_a_part_of_the_fast_tier_is_on_the_disk_before_its_name(flushes: Flushes, tmp_path: Path) -> None:
+    flushes.watch("16", lambda temporary, _: temporary)
+    options = {"checkpoint.local_directory": str(tmp_path / "new" / "fast"), "checkpoint.local_every_steps": 8}
+    counter(tmp_path / "run", **{"config.total_steps": 20} | options)()
+    assert flushes.checked == ["16"]
+    (part,) = tmp_path.glob("new/fast/*/*/16/part.json")
+    assert flushes.list_late_parents(part.parent, tmp_path) == []
+
+
+class SecondProcess(Hosts):
+    """Second process of a job, whose reports to the first are recorded."""
+
+    def __init__(self, on_report: Callable[[], None]) -> None:
+        store = KeyValueStore(None)
+        super().__init__(1, 2, store, Liveness(store, 1, 2, {}))
+        self._on_report = on_report
+
+    def collect(self, folder: str, value: Any, deadline_seconds: float) -> list[Any]:
+        self._on_report()
+        return [value]
+
+
+def test_each_process_flushes_its_own_files_before_it_reports(
+    flushes: Flushes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "_make_orbax", lambda hosts: SimpleNamespace(wait_until_finished=lambda: None))
+    target = tmp_path / "checkpoints" / "1" / "arrays.1"
+    for name in ("array_metadatas/process_1", "ocdbt.process_1/d/a", "array_metadatas/process_11", "_METADATA"):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).touch()
+    late: list[str] = []
+    hosts = SecondProcess(lambda: late.extend(flushes.list_unflushed(target)))
+    arrays.OrbaxWriter(LocalStore(tmp_path), hosts)._finish("checkpoints/1/arrays.1", "key", 60.0)
+    assert sorted(late) == ["_METADATA", "array_metadatas/process_11"]
+
+
+def test_the_files_of_a_checkpoint_are_deleted_after_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, calls = LocalStore(tmp_path), list[str]()
+    store.write("checkpoints/1/manifest.json", b"{}")
+    store.write("checkpoints/1/arrays.1/data", b"data")
+
+    def record(name: str) -> None:
+        act = getattr(LocalStore, name)
+        monkeypatch.setattr(LocalStore, name, lambda store, path: [calls.append(f"{name} {path}"), act(store, path)])
+
+    for name in ("remove", "flush_names", "remove_tree"):
+        record(name)
+    uncommit(store, "checkpoints/1", 1)
+    remove_files(store, "checkpoints/1")
+    assert calls[:2] == ["remove checkpoints/1/manifest.json", "flush_names checkpoints/1"]
+    assert {call.partition(" ")[0] for call in calls[2:]} == {"remove_tree"}
+
+
+@pytest.mark.parametrize("source", ["a/b", "a"])
+def test_a_rename_is_on_the_disk(source: str, flushes: Flushes, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    store.write("a/b/c.txt", b"content")
+    store.move_tree(source, "quarantine/1")
+    for directory in (store.root / source, store.root / "quarantine" / "1"):
+        assert flushes.list_late_parents(directory, tmp_path) == []
 
 
 def test_metrics_are_on_the_disk_before_the_commit(flushes: Flushes, tmp_path: Path) -> None:

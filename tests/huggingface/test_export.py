@@ -195,6 +195,17 @@ def test_a_full_disk_is_not_taken_for_a_damaged_checkpoint(
     assert "checkpoint" not in capsys.readouterr().err
 
 
+def test_a_disk_that_fails_is_not_taken_for_a_damaged_checkpoint(
+    run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*arguments: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(np, "memmap", fail)
+    with pytest.raises(StorageError, match=r"Input/output error.*safetensors"):
+        exported(run, tmp_path / "out")
+
+
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(run: Attempt, tmp_path: Path):
     class Short(SmallFiles):
         def config(self) -> dict[str, Any]:

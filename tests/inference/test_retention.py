@@ -3,6 +3,7 @@
 The run is one of two saved steps. The newer one is committed, and the older one deleted, at a given point of a command.
 """
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -92,13 +93,20 @@ DAILY = [
     ],
 )
 def test_a_checkpoint_that_vanishes_is_looked_for_again(
-    command: str, point: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    point: str,
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for occurrence in range(10):
         run = LiveRun(saved, tmp_path / str(occurrence), occurrence)
         with monkeypatch.context() as patch:
             POINTS[point](patch, run)
             assert run_command(COMMANDS[command](run.root, tmp_path / str(occurrence) / "out")) == 0
+        if run.has_advanced and command == "checkpoints --deep":
+            assert re.search(rf"(?m)^ *({OLD}|{NEW})  good", capsys.readouterr().out)
         if not run.has_advanced:
             assert occurrence or (command, point) not in DAILY, "the point was never reached"
             return
