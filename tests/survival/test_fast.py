@@ -46,12 +46,12 @@ def make_job(tmp_path: Path, what: tuple[str, ...] = COUNTER) -> Job:
 
 
 def parts(tmp_path: Path, process: int) -> dict[int, Path]:
-    """The steps of which a process has a part."""
+    """Return the steps of which a process has a part in its fast tier."""
     return parts_of(tmp_path / "fast", process)
 
 
 def common(tmp_path: Path) -> list[int]:
-    """The steps of which every process has a part."""
+    """Return the steps of which every process has a part."""
     return common_steps(tmp_path / "fast", PROCESSES)
 
 
@@ -73,7 +73,7 @@ def finish(job: Job) -> dict[str, object]:
 
 
 def expected(what: tuple[str, ...] = COUNTER) -> object:
-    """What two undisturbed processes without a fast tier come to."""
+    """Return the outcome of two undisturbed processes without a fast tier."""
     if what is COUNTER:
         return whole_counter(COUNTER[1:]).outcome()
     return undisturbed(what[0], what[1:], DEVICES, PROCESSES).outcome()

@@ -26,7 +26,7 @@ EARLY = f"hooks=[{{hook: runner.hook:EarlyStopping, config: {{patience: 4, min_d
 
 
 def diary(job: Job) -> list[str]:
-    """The calls for rows and evaluations, in order, each once."""
+    """Return the calls for rows and evaluations in order, without repetitions."""
     lines = (job.directory / "diary").read_text().splitlines()
     return [*dict.fromkeys(line for line in lines if line.split()[0] in ("row", "evaluation", "saw"))]
 

@@ -37,14 +37,14 @@ class Life:
         self.lives: list[tuple[float, float]] = []
 
     def start(self, hold: str = "") -> Attempt:
-        """The next attempt."""
+        """Start the next attempt."""
         began = time.time()
         attempt = Attempt(self.job, ["runner", *self.job.arguments], 1, TIMED_FILE=str(self.watch), TIMED_HOLD=hold)
         self.lives.append((began, began))
         return attempt
 
     def ended(self) -> None:
-        """The newest attempt has."""
+        """Note that the newest attempt has ended."""
         self.lives[-1] = (self.lives[-1][0], time.time())
 
     def lines(self, attempt: int, key: str) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ class Life:
         return max((row["step"] for row in self.lines(attempt, "seconds")), default=0)
 
     def kill_at(self, number: int, step: int) -> None:
-        """An attempt that is killed while it stands after this step."""
+        """Start an attempt and kill it while it is held after this step."""
         attempt = self.start(f"{number}:{step}")
         attempt.until(lambda: self.lines(number, "held"), f"step {step}")
         attempt.kill()

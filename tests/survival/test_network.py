@@ -75,7 +75,7 @@ class Network:
             yield
 
     def clear(self) -> None:
-        """Take all of it down."""
+        """Delete the hosts, the switch and their interfaces."""
         for host in range(3):
             subprocess.run(["ip", "netns", "delete", f"rhost{host}"], capture_output=True)
             shutil.rmtree(f"/etc/netns/rhost{host}", ignore_errors=True)

@@ -45,7 +45,7 @@ def find_child(launcher: Attempt, process_id: int) -> int:
 
 
 def row_beyond_the_newest_commit(attempt: Attempt) -> bool:
-    """A step has been made that no checkpoint has."""
+    """Return True if a row of a step beyond the newest commit has been written."""
     rows = attempt.job.rows()
     return has_state(attempt) and bool(rows) and rows[-1]["step"] > attempt.job.newest() > attempt.newest_at_start
 
