@@ -46,7 +46,7 @@ OPTIONS = {
     ("status",): "--json --watch",
     ("report",): "-o --output",
     ("dashboard",): "--port --host --token",
-    ("sample",): "--prompt --step --weights --tokens --temperature --top-p --seed",
+    ("sample",): "--prompt --chat --step --weights --tokens --temperature --top-p --seed",
     ("evaluate",): "--data --step --all --weights --follow -o --output --harness --include-path --json --coordinator "
     "--num-processes --process-id",
     ("export",): "--step --weights --dtype --adapter --context --tokenizer -o --push --public --license --base-model",
