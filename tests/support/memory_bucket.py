@@ -80,11 +80,13 @@ def memory_bucket(driver: MemoryDriver | None = None) -> BucketStore:
 
 
 class MemoryLog:
-    """A `Log` in memory, or in a list that others read too."""
+    """`JsonlLog` in memory, or in a list that others read too."""
 
     def __init__(self, rows: list[dict[str, Any]] | None = None):
         self.rows = [] if rows is None else rows
 
     def append(self, row: dict[str, Any]) -> None:
-        """See `Log`."""
         self.rows.append(row)
+
+    def flush(self) -> None:
+        """Do nothing: there is no disk."""
