@@ -158,6 +158,7 @@ def test_a_rename_is_on_the_disk(source: str, flushes: Flushes, tmp_path: Path) 
         assert flushes.list_late_parents(directory, tmp_path) == []
 
 
+@pytest.mark.soak
 def test_metrics_are_on_the_disk_before_the_commit(flushes: Flushes, tmp_path: Path) -> None:
     flushes.watch("manifest.json", lambda _, manifest: manifest.parents[2] / "metrics.jsonl")
     job = gpt(tmp_path / "run", **{"checkpoint.every_steps": 4, "config.train.total_steps": 4})

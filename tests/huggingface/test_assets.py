@@ -229,6 +229,7 @@ def test_another_tokenizer_can_be_given(tmp_path: Path):
         replace_tokenizer(given, str(write_base(tmp_path / "none", tokenizer=b"not json")))
 
 
+@pytest.mark.soak
 def test_a_run_exports_the_assets_of_its_base(tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(TRAINING_TEXT)

@@ -78,7 +78,6 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 }
 DAILY = [
     ("export", "the manifest"),
-    ("sample", "the arrays"),
     ("checkpoints --deep", "the arrays"),
     ("copy", "the listing"),
 ]
