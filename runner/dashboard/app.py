@@ -13,15 +13,23 @@ import hashlib
 import hmac
 import http
 import ipaddress
+import json
 import re
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qs
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from runner.dashboard.report import read_plotly, read_static, render_live_page
+from runner.dashboard.report import (
+    make_report_policy,
+    read_plotly,
+    read_static,
+    render_live_page,
+    render_report_page,
+)
 from runner.errors import InvalidError
 
 COOKIE = "runner_token"
@@ -31,14 +39,15 @@ CONTENT_SECURITY_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
+_REPORT_POLICY = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
 # A name, an IPv4 address, or an IPv6 address in brackets, with an optional port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?")
-_RUN_ID = re.compile(r"[0-9a-f]{16}")
+_RUN_IDS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16}){0,9}")  # of one run, or of some that are compared
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 # Every response forbids what no page needs: framing, other origins, and content of another type.
 _HEADERS = [
-    ("Content-Security-Policy", CONTENT_SECURITY_POLICY),
     ("X-Content-Type-Options", "nosniff"),
     ("X-Frame-Options", "DENY"),
     ("Referrer-Policy", "no-referrer"),
@@ -126,13 +135,15 @@ class ResponseBody:
     plain: bytes
     packed: bytes
     tag: str
+    policy: str = CONTENT_SECURITY_POLICY
 
     @classmethod
-    def from_text(cls, kind: str, text: str) -> "ResponseBody":
+    def from_text(cls, kind: str, text: str, policy: str = CONTENT_SECURITY_POLICY) -> "ResponseBody":
         """Return the body of a text with this content type."""
-        plain = text.encode()
+        plain = text.encode(errors="replace")
+        tag = f'"{hashlib.sha256(plain).hexdigest()[:16]}"'
         # The lowest level: data are compressed anew every few seconds.
-        return cls(kind, plain, gzip.compress(plain, compresslevel=1), f'"{hashlib.sha256(plain).hexdigest()[:16]}"')
+        return cls(kind, plain, gzip.compress(plain, compresslevel=1), tag, policy)
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,8 @@ class DashboardApp:
         response = self._respond(environ)
         status = f"{response.status.value} {response.status.phrase}"
         body = response.body or ResponseBody.from_text("text/plain; charset=utf-8", f"{status}\n")
-        headers = [*_HEADERS, *response.headers, ("Vary", "Accept-Encoding, Cookie")]
+        headers = [("Content-Security-Policy", body.policy), *_HEADERS, *response.headers]
+        headers.append(("Vary", "Accept-Encoding, Cookie"))
         # A browser that polls gets new data only if they differ from its own.
         if response.body is not None and environ.get("HTTP_IF_NONE_MATCH") == body.tag:
             start_response("304 Not Modified", [*headers, ("ETag", body.tag)])
@@ -223,12 +235,19 @@ class DashboardApp:
                 return self.get_data("")
             case ["", "metrics"]:
                 return self.get_data(METRICS)
-            case ["", "run", run] if _RUN_ID.fullmatch(run):
+            case ["", "run", run] if _RUN_IDS.fullmatch(run):
                 # Reading the run here makes its data ready when the page requests them.
                 if self.get_data(run) is None:
                     return None
                 return ResponseBody.from_text(_HTML, render_live_page("Run", "../", f"../data/{run}"))
-            case ["", "data", run] if _RUN_ID.fullmatch(run):
+            case ["", "report", run] if _RUN_IDS.fullmatch(run):
+                data = self.get_data(run)
+                if data is None:
+                    return None
+                more = {"made": time.time(), "links": {"top": "../", "live": f"../run/{run}"}}
+                page = render_report_page("Report", json.loads(data.plain) | more)
+                return ResponseBody.from_text(_HTML, page, f"{make_report_policy()}; {_REPORT_POLICY}")
+            case ["", "data", run] if _RUN_IDS.fullmatch(run):
                 return self.get_data(run)
             # Names are looked up in a table; no file is opened by a name from outside.
             case ["", "static", name] if name in _STATIC:

@@ -44,12 +44,14 @@ class ThinnedSeries:
 
     Attributes:
         points: in order of step; all points if they were few, else the extremes of each bin, the first and the last.
+        means: mean of each bin, at the place of its later extreme; empty if `points` has all.
         broken: the first points whose values are not finite.
         num_points: number of points of the series, broken ones included.
         num_broken: number of points whose values are not finite.
     """
 
     points: Sequence[Point]
+    means: Sequence[Point]
     broken: Sequence[Point]
     num_points: int
     num_broken: int
@@ -62,6 +64,7 @@ class SeriesReducer:
         assert bins_max % 2 == 0, "bins are merged in pairs"
         self._bins_max = bins_max
         self._bins: list[Bin] = []
+        self._sums: list[float] = []  # of the values of each bin
         self._width = self._num_in_last = 1  # points of a full bin, and of the last one
         self._first: Point | None = None
         self._last: Point | None = None
@@ -81,31 +84,39 @@ class SeriesReducer:
         self._last = point
         if self._bins and self._num_in_last < self._width:
             self._bins[-1] = _merge(self._bins[-1], Bin(point, point))
+            self._sums[-1] += point.value
             self._num_in_last += 1
             return
         # All bins are full here, so merging pairs leaves no partial bin.
         if len(self._bins) == self._bins_max:
-            self._bins = _halve(self._bins)
+            self._bins, self._sums = _halve(self._bins), _sum_pairs(self._sums)
             self._width *= 2
         self._bins.append(Bin(point, point))
+        self._sums.append(point.value)
         self._num_in_last = 1
 
     def thin(self, bins_max: int, more: Iterable[Point] = ()) -> ThinnedSeries:
         """Return at most `bins_max` bins of the series, followed by the points of `more`, which are not stored."""
         whole = SeriesReducer(self._bins_max)
         whole._bins, whole._width, whole._num_in_last = list(self._bins), self._width, self._num_in_last
-        whole._first, whole._last = self._first, self._last
+        whole._sums, whole._first, whole._last = list(self._sums), self._first, self._last
         whole._broken, whole._num_points, whole._num_broken = list(self._broken), self._num_points, self._num_broken
         for point in more:
             whole.add(point)
-        bins = whole._bins
+        bins, sums = whole._bins, whole._sums
+        counts = [float(whole._width)] * (len(bins) - 1) + [float(whole._num_in_last)] * bool(bins)
         while len(bins) > max(bins_max, 1):
-            bins = _halve(bins)
+            bins, sums, counts = _halve(bins), _sum_pairs(sums), _sum_pairs(counts)
+        means = [
+            max(each, key=lambda point: point.step)._replace(value=total / count)
+            for each, total, count in zip(bins, sums, counts, strict=True)
+        ]
         # A point may be both extremes of its bin.
         kept = {point.step: point for each in bins for point in each}
         kept |= {point.step: point for point in (whole._first, whole._last) if point is not None}
         points = [kept[step] for step in sorted(kept)]
-        return ThinnedSeries(points, whole._broken, whole._num_points, whole._num_broken)
+        is_whole = len(points) + whole._num_broken == whole._num_points
+        return ThinnedSeries(points, [] if is_whole else means, whole._broken, whole._num_points, whole._num_broken)
 
 
 def _merge(left: Bin, right: Bin) -> Bin:
@@ -120,35 +131,120 @@ def _halve(bins: Sequence[Bin]) -> list[Bin]:
     return pairs + list(bins[len(pairs) * 2 :])
 
 
+def _sum_pairs(values: Sequence[float]) -> list[float]:
+    """Return the sums of each two neighbours; the last stays alone if their number is odd."""
+    return [sum(values[index : index + 2]) for index in range(0, len(values), 2)]
+
+
 @dataclass(frozen=True)
 class Chart:
-    """Chart with a title, the label of its vertical axis, and the keys that it shows."""
+    """Chart of series that belong together.
+
+    Attributes:
+        title: its title.
+        unit: unit of its values.
+        form: "share" for shares of one, "stack" for amounts that are drawn as shares of their sum, else "".
+        has_any_scale: the axis is logarithmic where the curve of a linear one would be flat.
+        is_smoothed: a smoothed line is drawn over the values of training.
+        starts_at_zero: a linear axis has the zero.
+        factor: unit of the values in the rows, in units of the chart.
+    """
 
     title: str
     unit: str
-    keys: re.Pattern[str]
-    has_log_axis: bool = False
+    form: str = ""
+    has_any_scale: bool = False
+    is_smoothed: bool = False
+    starts_at_zero: bool = True
+    factor: float = 1.0
 
     def to_json(self) -> JsonObject:
         """Return the chart as `page.js` reads it."""
-        return {"title": self.title, "unit": self.unit, "log": self.has_log_axis}
+        return {
+            "title": self.title,
+            "unit": self.unit,
+            "form": self.form,
+            "auto": self.has_any_scale,
+            "smooth": self.is_smoothed,
+            "zero": self.starts_at_zero,
+        }
 
 
+LOSS = Chart("Loss", "nats / token", has_any_scale=True, is_smoothed=True, starts_at_zero=False)
+_BITS = Chart("Bits per byte", "bits / byte of text", has_any_scale=True, starts_at_zero=False)
+_ACCURACY = Chart("Accuracy", "share of right answers", form="share")
+_GRADIENT = Chart("Gradient norm", "global norm before clipping", has_any_scale=True, is_smoothed=True)
+_GRADIENTS = Chart("Gradient norm by module", "norm before clipping", has_any_scale=True)
+_PARAMETERS = Chart("Parameter norm", "norm", has_any_scale=True)
+_RATE = Chart("Learning rate", "per step")
+_THROUGHPUT = Chart("Throughput", "tokens / s", is_smoothed=True)
+_MFU = Chart("Model FLOPs utilisation", "share of the devices' peak", form="share", is_smoothed=True)
+_STEP_TIME = Chart("Step time", "seconds")
+_MEMORY = Chart("Peak device memory", "GiB", factor=1 / (1 << 30))
+_NOISE = Chart("Gradient noise scale", "tokens", has_any_scale=True)
+_MIXTURE = Chart("Mixture of the data", "share of the tokens drawn so far", form="stack")
+_EPOCHS = Chart("Epochs of each source", "passes over the source")
 CHARTS = (
-    Chart("Loss", "loss (nats / token)", re.compile(r"train/loss|val/(.+/)?loss"), has_log_axis=True),
-    Chart("Gradient norm", "global norm before clipping", re.compile(r"train/grad_norm"), has_log_axis=True),
-    Chart("Learning rate", "learning rate", re.compile(r"train/learning_rate")),
-    Chart("Throughput", "tokens / s", re.compile(r"perf/tokens_per_second")),
-    Chart("Model FLOPs utilisation", "share of the devices' peak", re.compile(r"perf/mfu")),
+    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _MFU, _STEP_TIME, _MEMORY, _NOISE, _MIXTURE, _EPOCHS,
+    _GRADIENTS, _PARAMETERS,
+)  # fmt: skip
+
+# Keys of the rows, the chart that shows them, and the name of their series.
+_SERIES = tuple(
+    (re.compile(keys), chart, label)
+    for keys, chart, label in (
+        ("train/loss", LOSS, "training"),
+        ("train/loss_mean", LOSS, "training, mean between rows"),
+        ("val/loss", LOSS, "validation"),
+        ("val/ema_([^/]+)/loss", LOSS, "validation, EMA {}"),
+        ("val/(.+)/loss", LOSS, "validation, {}"),
+        ("val/bits_per_byte", _BITS, "validation"),
+        ("val/ema_([^/]+)/bits_per_byte", _BITS, "validation, EMA {}"),
+        ("val/(.+)/bits_per_byte", _BITS, "validation, {}"),
+        ("train/accuracy", _ACCURACY, "training"),
+        ("val/accuracy", _ACCURACY, "validation"),
+        ("val/(.+)/acc(?:uracy)?", _ACCURACY, "{}"),
+        ("val/(.+)/acc_norm", _ACCURACY, "{}, per character"),
+        ("val/(.+)/acc_bytes", _ACCURACY, "{}, per byte"),
+        ("train/grad_norm", _GRADIENT, "training"),
+        ("train/grad_norm/(.+)", _GRADIENTS, "{}"),
+        ("train/param_norm", _PARAMETERS, "all parameters"),
+        ("train/param_norm/(.+)", _PARAMETERS, "{}"),
+        ("train/learning_rate", _RATE, "learning rate"),
+        ("perf/tokens_per_second", _THROUGHPUT, "all devices"),
+        ("perf/mfu", _MFU, "all devices"),
+        ("perf/step_seconds_median", _STEP_TIME, "median"),
+        ("perf/step_seconds_p95", _STEP_TIME, "95th percentile"),
+        ("perf/peak_bytes", _MEMORY, "fullest device of process 0"),
+        ("train/noise_scale", _NOISE, "training"),
+        ("data/(.+)/tokens", _MIXTURE, "{}"),
+        ("data/(.+)/epochs", _EPOCHS, "{}"),
+    )
 )
+HIDDEN_KEYS = ("train/loss_mean",)  # shown by a click on the legend
+_KINDS = {"train": "training", "val": "validation"}
 
 
-def find_chart(key: str) -> Chart:
-    """Return the chart of a key: one of `CHARTS`, or one of its own."""
-    for chart in CHARTS:
-        if chart.keys.fullmatch(key):
-            return chart
-    return Chart(key, key, re.compile(re.escape(key)))
+def find_chart(key: str) -> tuple[Chart, str]:
+    """Return the chart of a key, and the name of its series in the legend.
+
+    Keys that a job has made up share a chart if they differ in the kind, `train` or `val`, or in numbers alone, such as
+    those of layers and experts.
+    """
+    for keys, chart, label in _SERIES:
+        if match := keys.fullmatch(key):
+            return chart, label.format(*match.groups())
+    kind, slash, name = key.partition("/")
+    if kind not in (*_KINDS, "perf", "data") or not slash:
+        kind, name = "", key
+    label = re.sub(r"[_/]+", " ", name).strip() or key
+    title = re.sub(r"\d+", "#", label)
+    kind = _KINDS.get(kind, "")
+    if "#" not in title:
+        return Chart(title[:1].upper() + title[1:], "value", has_any_scale=True, starts_at_zero=False), kind or label
+    return Chart(title[:1].upper() + title[1:], "value", has_any_scale=True, starts_at_zero=False), (
+        f"{label}, {kind}" if kind == "validation" else label
+    )
 
 
 class RunCurves:

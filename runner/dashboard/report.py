@@ -48,18 +48,28 @@ def encode_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
 
-def render_report_page(title: str, data: Any) -> str:
-    """Return one self-contained page with these data, to be kept as a file."""
-    # A script may not contain the end of its own element.
-    scripts = [
+def read_report_scripts() -> tuple[str, ...]:
+    """Return the scripts of a self-contained page. None of them contains the end of its own element."""
+    return tuple(
         script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
         for script in (read_plotly(), read_static("page.js"))
-    ]
-    # The policy names the scripts by digest, so nothing else on the page can run.
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    sources = " ".join(f"'sha256-{digest}'" for digest in digests)
-    policy = f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:"
-    inline = "\n".join(f"<script>{script}</script>" for script in scripts)
+    )
+
+
+def make_report_policy() -> str:
+    """Return the Content-Security-Policy of a self-contained page.
+
+    It names the scripts by digest, so nothing else on the page can run.
+    """
+    digests = [hashlib.sha256(script.encode()).digest() for script in read_report_scripts()]
+    sources = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    return f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:"
+
+
+def render_report_page(title: str, data: Any) -> str:
+    """Return one self-contained page with these data, to be kept as a file."""
+    inline = "\n".join(f"<script>{script}</script>" for script in read_report_scripts())
+    policy = make_report_policy()
     return _render_page(
         title,
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{read_static("page.css")}</style>',
@@ -122,9 +132,8 @@ def render_report(stores: Sequence[Store]) -> str:
     """
     names = make_run_names([store.url for store in stores])
     snapshots = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
-    title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
-    data = build_view(title, snapshots, POINTS_MAX) | {"made": time.time()}
-    return render_report_page(title, data)
+    title = names[0] if len(names) == 1 else f"{len(names)} runs" + (f": {', '.join(names)}" if len(names) < 4 else "")
+    return render_report_page(title, build_view(title, snapshots, POINTS_MAX) | {"made": time.time()})
 
 
 def write_report(stores: Sequence[Store], path: Path) -> int:

@@ -42,12 +42,13 @@ from runner.dashboard.view import (
     format_state,
     get_state_class,
     round_value,
+    summarize,
     truncate,
 )
 from runner.errors import InvalidError, RunnerError
-from runner.history.ledger import get_float, get_time
+from runner.history.ledger import get_float
 from runner.history.reader import HistoryReader
-from runner.history.records import History, RunState, to_json
+from runner.history.records import History, RunState
 from runner.storage import JsonObject, Store, parse_number
 
 # Settings of the loop and its cache.
@@ -205,7 +206,10 @@ class PageData:
         self._readers: dict[str, RunReader] = {}
 
     def read(self, name: str) -> ResponseBody | None:
-        """Return the data of the run with this id, of all runs for "" or `METRICS`; None if there is no such run."""
+        """Return the data of the runs with these ids, joined by commas; of all runs for "" or `METRICS`.
+
+        None if there is no such run.
+        """
         if time.monotonic() - self._found_when >= SEARCH_SECONDS:
             found = _try_reading(lambda: find_runs(self._root))
             # A root that cannot be listed for a moment keeps the runs that were found before.
@@ -218,16 +222,28 @@ class PageData:
             return ResponseBody.from_text("text/plain; version=0.0.4; charset=utf-8", text)
         if not name:
             return ResponseBody.from_text("application/json", encode_json(self._read_table()))
-        run = next((each for each in self._found.runs if each.id == name), None)
-        if run is None:
+        known_runs = {run.id: run for run in self._found.runs}
+        runs = [known_runs[run_id] for run_id in dict.fromkeys(name.split(",")) if run_id in known_runs]
+        if len(runs) != len(set(name.split(","))):
             return None
-        title = _make_title(run)
-        # Put the reader at the end of the dict, whose first readers are dropped.
-        reader = self._readers.pop(run.id, None) or RunReader(run.store, title)
-        self._readers[run.id] = reader
+        readers = []
+        for run in runs:
+            # Put the reader at the end of the dict, whose first readers are dropped.
+            reader = self._readers.pop(run.id, None) or RunReader(run.store, _make_title(run))
+            self._readers[run.id] = reader
+            readers.append(reader)
         while len(self._readers) > READERS_MAX:
             del self._readers[next(iter(self._readers))]
-        shown = _try_reading(lambda: encode_json(build_view(title, [reader.read()], POINTS_MAX)))
+        title = _make_title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs"
+        results = [_try_reading(reader.read) for reader in readers]
+        snapshots = [each for each in results if not isinstance(each, str)]
+        problems = [each for each in results if isinstance(each, str)]
+        # A comparison needs more points than one run, but not in proportion.
+        points_max = POINTS_MAX * min(len(runs), 4)
+        shown = "; ".join(problems)
+        if snapshots:
+            more = {"run_ids": name, "notes": problems}
+            shown = _try_reading(lambda: encode_json(build_view(title, snapshots, points_max) | more))
         # A page that cannot be read is JSON too, but not an object with runs.
         content = encode_json({"title": title, "problem": shown}) if not shown.startswith("{") else shown
         return ResponseBody.from_text("application/json", content)
@@ -281,22 +297,7 @@ def _build_line(run: DiscoveredRun, history: History) -> JsonObject:
     best, share = history.best_validation, len(losses) / _TREND_MAX
     trend = losses if share <= 1 else [losses[int(index * share)] for index in range(_TREND_MAX)]
     total = "" if history.total_steps is None else f" / {history.total_steps:,}"
-    speed, loss = history.speed, get_float(history.row, "train/loss")
-    tokens_per_second = format_number(speed.tokens_per_second, ",.0f")
-    values = {
-        "state": history.state.value,
-        "step": history.step,
-        "total_steps": history.total_steps,
-        "loss": loss,
-        "validation_loss": history.validation[-1][1] if history.validation else None,
-        "best_validation_loss": None if best is None else best[1],
-        "tokens_per_second": speed.tokens_per_second,
-        "mfu": speed.mfu,
-        "left_seconds": speed.left_seconds,
-        "goodput": history.goodput if history.wall_seconds > 0 else None,
-        "restarts": max(len(history.attempts) - 1, 0),
-        "last_row": get_time(history.row, "perf/time"),
-    }
+    speed = format_number(history.speed.tokens_per_second, ",.0f")
     return {
         "id": run.id,
         "name": _make_title(run),
@@ -304,13 +305,13 @@ def _build_line(run: DiscoveredRun, history: History) -> JsonObject:
         "kind": get_state_class(history),
         "steps": f"{history.step:,}{total}",
         "trend": [round_value(value) for value in trend],
-        "loss": format_number(loss, ".4f"),
+        "loss": format_number(get_float(history.row, "train/loss"), ".4f"),
         "validation": "" if best is None else f"{best[1]:.4f}",
-        "speed": f"{tokens_per_second} tokens / s" if tokens_per_second else "",
-        "left": format_duration(speed.left_seconds),
+        "speed": speed,
+        "mfu": format_number(history.speed.mfu, ".1%"),
+        "left": format_duration(history.speed.left_seconds),
         "goodput": f"{history.goodput:.1%}" if history.wall_seconds > 0 else "",
-        "alive": max((attempt.ended for attempt in history.attempts), default=None),
-        "values": to_json(values),
+        "values": summarize(history),
     }
 
 

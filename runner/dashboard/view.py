@@ -2,12 +2,14 @@
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from runner.dashboard.charts import CHARTS, Point, find_chart
+from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, find_chart
 from runner.dashboard.reader import RunSnapshot, find_differences
 from runner.distributed.clock import TimeBucket
-from runner.history.ledger import get_float, get_int, get_step, to_single_line
+from runner.history.ledger import get_float, get_int, get_step, get_time, to_single_line
 from runner.history.records import AttemptRecord, History, RunState, to_json
 from runner.storage import JsonObject
 
@@ -16,6 +18,7 @@ CHECKPOINTS_MAX = 500  # of a run, the newest
 LINE_CHARACTERS_MAX = 1000
 _CHANGES_MAX = 8
 _HOSTS_MAX = 8
+_TILE_POINTS_MAX = 60
 _VERSIONS_MAX = 50
 
 # CSS class of a state.
@@ -50,15 +53,18 @@ def build_view(title: str, snapshots: Sequence[RunSnapshot], points_max: int) ->
     num_series = sum(len(run.curves.keys) for run in snapshots) or 1
     bins_max = max(points_max // (2 * num_series), 10)
     attempts_max = max(ATTEMPTS_MAX // max(len(snapshots), 1), 20)
-    charts = [find_chart(key) for run in snapshots for key in run.curves.keys]
-    # Keys without a chart of their own get one each, below the others.
-    own_charts = {chart.title: chart for chart in charts if chart not in CHARTS}
-    own = sorted(own_charts.values(), key=lambda chart: chart.title)
+    found = {chart.title: chart for run in snapshots for chart, _ in map(find_chart, run.curves.keys)}
+    # Charts of keys that a job has made up come below the others.
+    own = sorted((chart for chart in found.values() if chart not in CHARTS), key=lambda chart: chart.title)
+    charts = [chart for chart in CHARTS if chart.title in found] + own
+    # A job whose rows count no tokens is no language model, and its loss may have any unit.
+    if not any(get_int(run.history.row, "train/tokens") is not None for run in snapshots):
+        charts = [replace(chart, unit="value") if chart is LOSS else chart for chart in charts]
     differences = find_differences([run.spec for run in snapshots]) if len(snapshots) > 1 else []
     return {
         "title": title,
         "runs": [_build_run(run, bins_max, attempts_max) for run in snapshots],
-        "charts": [chart.to_json() for chart in (*CHARTS, *own)],
+        "charts": [chart.to_json() for chart in charts],
         "buckets": [
             {"name": bucket.value, "label": bucket.value.replace("_", " "), "meaning": bucket.meaning}
             for bucket in TimeBucket
@@ -75,9 +81,14 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject
     # Curves. The metrics of training come first in each chart.
     charts: dict[str, list[JsonObject]] = {}
     for key, series in sorted(thinned.items(), key=lambda each: (not each[0].startswith("train/"), each[0])):
-        broken = {"broken": _build_points(series.broken, began), "num_broken": series.num_broken}
-        points = _build_points(series.points, began)
-        charts.setdefault(find_chart(key).title, []).append({"key": key} | points | broken)
+        chart, label = find_chart(key)
+        drawn = _build_points(series.points, began, chart.factor)
+        more: JsonObject = {"broken": _build_points(series.broken, began), "num_broken": series.num_broken}
+        if chart.is_smoothed and series.means:
+            more["means"] = _build_points(series.means, began, chart.factor)
+        if key in HIDDEN_KEYS:
+            more["hidden"] = True
+        charts.setdefault(chart.title, []).append({"key": key, "label": truncate(label)} | drawn | more)
     num_points, num_drawn = 0, 0
     num_broken = sum(series.num_broken for series in thinned.values())
     for series in thinned.values():
@@ -106,6 +117,9 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject
     return {
         "id": run.name,
         "label": run.name,
+        "kind": get_state_class(history),
+        "values": summarize(history),
+        "tiles": _build_tiles(history),
         "began": began,
         "seconds": round(history.wall_seconds, 1),
         "facts": [[name, text] for name, text in list_facts(history) if text],
@@ -142,6 +156,83 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject
     }
 
 
+def summarize(history: History) -> JsonObject:
+    """Return the figures by which runs are compared; a figure that is not known is None."""
+    best, speed = history.best_validation, history.speed
+    values = {
+        "state": history.state.value,
+        "step": history.step,
+        "total_steps": history.total_steps,
+        "loss": get_float(history.row, "train/loss"),
+        "validation_loss": history.validation[-1][1] if history.validation else None,
+        "best_validation_loss": None if best is None else best[1],
+        "tokens_per_second": speed.tokens_per_second,
+        "mfu": speed.mfu,
+        "left_seconds": speed.left_seconds,
+        "goodput": history.goodput if history.wall_seconds > 0 else None,
+        "restarts": max(len(history.attempts) - 1, 0),
+        "last_row": get_time(history.row, TIME),
+        "alive": max((attempt.ended for attempt in history.attempts), default=None),
+    }
+    return {key: to_json(value) for key, value in values.items()}
+
+
+def _build_tiles(history: History) -> list[JsonObject]:
+    """Return the headline of a run: tiles with a label, a value, a note, and a trend or a share of one."""
+    speed, last = history.speed, history.attempts[-1]
+    losses = [(row["step"], loss) for row in history.trend if (loss := get_float(row, "train/loss")) is not None]
+    # A page is sent again only if it has changed, so it tells times and no ages.
+    is_over = history.state not in (RunState.RUNNING, RunState.DONE)
+    since = time.strftime("since %Y-%m-%d %H:%M UTC", time.gmtime(history.since)) if is_over else ""
+    state_note = history.reason or since or f"attempt {last.number}"
+    tiles: list[JsonObject] = [
+        {"label": "State", "value": history.state.value, "note": truncate(state_note), "kind": get_state_class(history)}
+    ]
+
+    left = format_duration(speed.left_seconds)
+    steps = f"step {history.step:,}" + (f" of {history.total_steps:,}" if history.total_steps else "")
+    share = min(history.step / history.total_steps, 1.0) if history.total_steps else None
+    progress = f"{history.step:,}" if share is None else f"{share:.1%}"
+    tiles.append(
+        {"label": "Progress", "value": progress, "note": f"{steps}, {left} left" if left else steps, "share": share}
+    )
+
+    for label, points in (("Training loss", losses), ("Validation loss", list(history.validation))):
+        if not points:
+            continue
+        step, loss = points[-1]
+        best = history.best_validation
+        if label == "Validation loss" and best is not None:
+            note = (
+                f"best {best[1]:.4f} at step {best[0]:,}" if best[0] != step else f"the best so far, at step {step:,}"
+            )
+        else:
+            # The change of the mean between the two newest tenths, since single values of training are noisy.
+            tenth = max(len(points) // 10, 1)
+            newer, older = points[-tenth:], points[-2 * tenth : -tenth]
+            change = sum(value for _, value in newer) / tenth - sum(value for _, value in older) / max(len(older), 1)
+            arrow = "\u25bc" if change < 0 else "\u25b2"
+            note = f"{arrow} {abs(change):.3g} over {newer[-1][0] - older[0][0]:,} steps" if older else f"step {step:,}"
+        stride = max(len(points) // _TILE_POINTS_MAX, 1)
+        trend = [round_value(value) for _, value in points[::-1][::stride][::-1]]
+        tiles.append({"label": label, "value": f"{loss:.4f}", "note": note, "trend": trend})
+
+    if speed.tokens_per_second is not None:
+        per_device = format_number(speed.tokens_per_second_per_device, ",.0f")
+        note = f"{per_device} per device" if per_device else ""
+        tiles.append({"label": "Tokens / s", "value": format_number(speed.tokens_per_second, ",.0f"), "note": note})
+    step_time = "" if speed.step_seconds is None else f"{speed.step_seconds:.3g} s per step"
+    if speed.mfu is not None:
+        tiles.append({"label": "MFU", "value": format_number(speed.mfu, ".1%"), "note": step_time, "share": speed.mfu})
+    elif step_time:
+        tiles.append({"label": "Step time", "value": f"{speed.step_seconds:.3g} s", "note": "mean of the newest steps"})
+    if history.wall_seconds > 0:
+        lost = f", {history.lost_steps:,} steps lost" if history.lost_steps else ""
+        note = f"of {format_duration(history.wall_seconds)}{lost}"
+        tiles.append({"label": "Goodput", "value": f"{history.goodput:.1%}", "note": note, "share": history.goodput})
+    return [{key: to_json(value) for key, value in tile.items()} for tile in tiles]
+
+
 def truncate(text: str) -> str:
     """Return a text of bounded length."""
     return text if len(text) <= LINE_CHARACTERS_MAX else f"{text[:LINE_CHARACTERS_MAX]} ..."
@@ -152,7 +243,7 @@ def round_value(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _build_points(points: Sequence[Point], began: float | None) -> JsonObject:
+def _build_points(points: Sequence[Point], began: float | None, factor: float = 1.0) -> JsonObject:
     """Return points as columns. An axis that no point has is null. Seconds count from the first start."""
     seconds = [None if point.seconds is None or began is None else round(point.seconds - began, 1) for point in points]
     tokens = [point.tokens for point in points]
@@ -160,7 +251,7 @@ def _build_points(points: Sequence[Point], began: float | None) -> JsonObject:
         "step": [point.step for point in points],
         "tokens": tokens if any(each is not None for each in tokens) else None,
         "seconds": seconds if any(each is not None for each in seconds) else None,
-        "value": [round_value(point.value) for point in points],
+        "value": [round_value(point.value * factor) for point in points],
     }
 
 

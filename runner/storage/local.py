@@ -274,8 +274,10 @@ class ConfinedStore(LocalStore):
         parts = Path(self._path, name).parts
         for index, part in enumerate(parts, start=1):
             try:
+                if part == ".." or os.sep in part:
+                    raise WrongKindError(f"{path} is outside of {self._top}")
                 mode = os.stat(part, dir_fd=descriptor, follow_symlinks=False).st_mode
-                if part == ".." or stat.S_ISLNK(mode):
+                if stat.S_ISLNK(mode):
                     raise WrongKindError(f"{path} is behind a symbolic link, which is not followed here")
                 # A device may act on being opened, so that its kind is looked at before.
                 if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):

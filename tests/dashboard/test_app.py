@@ -45,6 +45,18 @@ def test_what_is_there_is_answered_and_every_answer_forbids_what_a_page_does_not
     assert ask(path=path, HTTP_IF_NONE_MATCH=headers["ETag"])[::2] == (304, b"")
 
 
+def test_a_report_runs_its_own_scripts_alone_and_leads_back():
+    status, headers, content = ask(path=f"/report/{RUN}")
+    policy = headers["Content-Security-Policy"]
+    page = content.decode()
+    assert (status, ask(path="/report/0123456789abcdee")[0]) == (200, 404)
+    assert "script-src 'sha256-" in policy
+    assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
+    assert "frame-ancestors 'none'" in policy
+    assert f'"live":"../run/{RUN}"' in page
+    assert "<script>alert" not in page
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "PROPFIND"])
 @pytest.mark.parametrize("path", ["/", "/data", f"/data/{RUN}", "/static/page.js", "/nowhere"])
 def test_there_is_nothing_but_reading(path, method):
@@ -55,7 +67,8 @@ def test_there_is_nothing_but_reading(path, method):
 @pytest.mark.parametrize(
     "path",
     [
-        "/run/", "/run/0000", "/data/", "/data/0000", f"/data/{RUN}/", f"/data/{RUN}/..", "/static/", "/run/..",
+        "/run/", "/run/0000", "/data/", "/data/0000", "/report/", "/report/..", f"/run/{RUN},", f"/run/{RUN},..",
+        "/run/" + ",".join([RUN] * 11), f"/data/{RUN}/", f"/data/{RUN}/..", "/static/", "/run/..",
         "/static/page.html", "/static/../app.py", "/static/../../../../etc/passwd", "/static/page.js\0",
         "/../../etc/passwd", "/%2e%2e/etc/passwd", "//evil.example", "/data/../../etc/passwd", "/data/\xff\xfe",
         "", "data", "/index.html", "/metrics.jsonl",

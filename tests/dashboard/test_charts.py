@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.dashboard.charts import Point, SeriesReducer
+from runner.dashboard.charts import CHARTS, Point, SeriesReducer, find_chart
+from runner.metrics.rows import ROW_KEYS
 
 VALUES = st.lists(st.floats(allow_nan=True, width=32), max_size=400)
 
@@ -56,3 +57,53 @@ def test_a_series_with_no_more_points_than_bins_is_drawn_whole(num):
     assert [point.step for point in fed([math.sin(step) for step in range(num)], 1000).thin(1000).points] == list(
         range(num)
     )
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32), max_size=400), st.sampled_from([2, 4, 16]), st.integers(1, 20))
+def test_the_means_of_bins_are_those_of_all_their_values(values, bins_max, drawn_max):
+    thinned = fed(values, bins_max).thin(drawn_max)
+    if len(thinned.points) == len(values):
+        assert thinned.means == []
+        return
+    width = 1
+    while math.ceil(len(values) / width) > min(bins_max, drawn_max):
+        width *= 2
+    bins = [values[start : start + width] for start in range(0, len(values), width)]
+    assert [point.value for point in thinned.means] == pytest.approx([sum(each) / len(each) for each in bins], abs=1e-6)
+    steps = [point.step for point in thinned.means]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize(
+    ("key", "title", "label"),
+    [
+        ("train/loss", "Loss", "training"),
+        ("val/loss", "Loss", "validation"),
+        ("val/web/loss", "Loss", "validation, web"),
+        ("val/ema_0.99/loss", "Loss", "validation, EMA 0.99"),
+        ("perf/step_seconds_median", "Step time", "median"),
+        ("perf/step_seconds_p95", "Step time", "95th percentile"),
+        ("data/web/tokens", "Mixture of the data", "web"),
+        ("data/a/b/tokens", "Mixture of the data", "a/b"),
+        ("val/hellaswag/acc_norm", "Accuracy", "hellaswag, per character"),
+        ("train/router_z_loss", "Router z loss", "training"),
+        ("val/router_z_loss", "Router z loss", "validation"),
+        ("train/layer_3/norm", "Layer # norm", "layer 3 norm"),
+        ("train/layer_12/norm", "Layer # norm", "layer 12 norm"),
+        ("own", "Own", "own"),
+        ("other/own_thing", "Other own thing", "other own thing"),
+        ("", "", ""),
+        ("///", "///", "///"),
+        ("<b>{0}%s<i>", "<b>{#}%s<i>", "<b>{0}%s<i>"),
+    ],
+)
+def test_each_key_has_a_title_and_a_name_for_people(key, title, label):
+    chart, found = find_chart(key)
+    assert (chart.title, found) == (title, label)
+
+
+def test_no_key_of_the_runner_has_a_chart_of_its_own():
+    numbers = [key.name for key in ROW_KEYS if key.type not in (str, list) and "<" not in key.name]
+    for name in numbers:
+        if name not in ("step", "train/tokens", "perf/time", "perf/attempt"):
+            assert find_chart(name)[0] in CHARTS, name

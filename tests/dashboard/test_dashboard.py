@@ -25,7 +25,7 @@ from runner.history.reader import HistoryReader
 from runner.storage import JsonObject, LocalStore, Store, encode_line, jsonl
 from runner.storage.bucket import BucketStore
 from tests.benchmarks.dashboard import measure
-from tests.dashboard.lives import BEGAN, lines_of, make_run, rows_of
+from tests.dashboard.lives import BEGAN, events_of, lines_of, make_run, rows_of
 from tests.dashboard.test_report import HOSTILE
 from tests.support.memory_bucket import MemoryDriver
 
@@ -101,6 +101,37 @@ def test_the_table_and_each_page_say_how_runs_stand(place):
     assert run["rows"] == 5
     assert reader.read("0123456789abcdef") is None
     assert reader.read("../a") is None
+
+
+def test_a_page_is_sent_again_only_if_something_has_changed(tmp_path, monkeypatch):
+    make_run(LocalStore(tmp_path / "done"))
+    make_run(LocalStore(tmp_path / "dead"))
+    (tmp_path / "dead" / "events.jsonl").write_bytes(b"".join(lines_of(events_of(3, 20)))[:-200])
+    monkeypatch.setattr(server, "LIVING_SECONDS", 0.0)
+    reader = PageData(LocalStore(tmp_path))
+    for name in ("", *(line["id"] for line in read(reader)["table"])):
+        first = reader.read(name)
+        time.sleep(0.02)
+        again = reader.read(name)
+        assert first is not None
+        assert again is not None
+        assert first.tag == again.tag
+
+
+def test_several_runs_are_compared_and_one_that_cannot_be_read_is_said(tmp_path):
+    for name in ("a", "b", "c"):
+        make_run(LocalStore(tmp_path / name), num_attempts=1, num_rows=5, spec=f"name: {name}\nrate: {name}\n")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "job.json").write_text("{}")
+    reader = PageData(LocalStore(tmp_path))
+    ids = [line["id"] for line in read(reader)["table"]]
+    data = read(reader, ",".join(ids))
+    assert [run["label"] for run in data["runs"]] == ["a", "b", "c"]
+    assert data["differences"] == [["rate", ['"a"', '"b"', '"c"']]]
+    assert "no run is here" in data["notes"][0]
+    assert data["run_ids"] == ",".join(ids)
+    assert reader.read(f"{ids[0]},0123456789abcdef") is None
+    assert len(read(reader, f"{ids[0]},{ids[0]}")["runs"]) == 1
 
 
 def test_a_page_goes_on_with_the_rows_that_come(place):

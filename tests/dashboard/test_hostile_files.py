@@ -13,7 +13,7 @@ import pytest
 from runner.checkpoint.manifest import Manifest, seal
 from runner.cli.app import run_command
 from runner.dashboard import report, server
-from runner.dashboard.reader import find_runs
+from runner.dashboard.reader import RunReader, find_runs
 from runner.dashboard.report import render_report
 from runner.dashboard.server import PageData
 from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
@@ -21,6 +21,7 @@ from runner.errors import RunnerError
 from runner.run.clock_file import HEADER_BYTES, encode_slot
 from runner.storage import ConfinedStore, JsonObject, LocalStore, WrongKindError, encode_json
 from tests.dashboard.lives import BEGAN, events_of, make_run, rows_of
+from tests.support.memory_bucket import memory_bucket
 
 HUGE = "9" * 400  # an integer that no float holds
 # Each as it is written in JSON, which Python's parser takes although some are no JSON.
@@ -255,6 +256,15 @@ def test_a_bad_line_is_passed_over_and_counted(tmp_path):
     }  # fmt: skip
 
 
+def test_a_bad_line_in_a_bucket_is_passed_over_and_counted():
+    store = make_run(memory_bucket(), num_attempts=1, num_rows=4)
+    for name in ("metrics.jsonl", "events/000001.0.0000.jsonl"):
+        store.write(name, store.read(name) + b'\xff\n{"step": true}\n[]\n')
+    warnings = RunReader(store, "a").read()
+    assert [note.partition(" are")[0] for note in warnings.notes] == ["3 lines of metrics.jsonl"]
+    assert [note.partition(":")[0] for note in warnings.history.unread] == ["3 lines of events.jsonl"]
+
+
 def test_a_bug_in_the_reading_of_one_run_is_one_bad_line(tmp_path, monkeypatch):
     make_lives(tmp_path)
 
@@ -340,9 +350,15 @@ def test_a_directory_that_becomes_a_link_after_the_search_leads_nowhere(tmp_path
     found = find_runs(ConfinedStore(tmp_path / "runs"))
     (tmp_path / "runs" / "bad").rename(tmp_path / "moved")
     (tmp_path / "runs" / "bad").symlink_to(tmp_path / "moved")
-    for name in ("spec.yaml", "../good/spec.yaml"):
-        with pytest.raises(WrongKindError, match="symbolic link"):
+    for name, word in (
+        ("spec.yaml", "symbolic link"),
+        ("../good/spec.yaml", "symbolic link"),
+        ("/etc/passwd", "outside"),
+    ):
+        with pytest.raises(WrongKindError, match=word):
             found.runs[0].store.read(name)
+    with pytest.raises(WrongKindError, match="outside"):
+        found.runs[1].store.read("../good/spec.yaml")
     assert found.runs[1].store.read("spec.yaml")
 
 

@@ -187,7 +187,7 @@ def test_values_that_are_not_finite_are_marked_where_they_are(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines_of(rows_of(1, 4)), *broken]))
     (run,) = data_of(render_report([store]))["runs"]
     assert run["charts"]["Loss"][0]["broken"]["step"] == [5]
-    assert run["charts"]["train/aux"][0]["broken"]["step"] == [6]
+    assert run["charts"]["Aux"][0]["broken"]["step"] == [6]
     assert "2 of which are not finite" in run["thinning"]
 
 
@@ -202,6 +202,38 @@ def test_several_runs_are_compared_wherever_they_are(tmp_path):
         {key: value for key, value in run.items() if key in ("charts", "attempts", "saves")} for run in data["runs"]
     )
     assert a == b
+
+
+def test_the_headline_says_how_a_run_stands(tmp_path):
+    (run,) = data_of(render_report([make_run(LocalStore(tmp_path / "life"), **{"perf/mfu": 0.5})]))["runs"]
+    tiles = {tile["label"]: tile for tile in run["tiles"]}
+    assert list(tiles) == ["State", "Progress", "Training loss", "Validation loss", "Tokens / s", "MFU", "Goodput"]
+    assert tiles["State"]["value"] == "done"
+    assert (tiles["Progress"]["value"], tiles["Progress"]["share"]) == ("100.0%", 1.0)
+    assert tiles["Progress"]["note"] == "step 60 of 60"
+    assert tiles["Training loss"]["note"].endswith(" over 11 steps")
+    assert len(tiles["Training loss"]["trend"]) == 60
+    assert tiles["Validation loss"]["value"] == "2.5000"
+    assert run["values"]["best_validation_loss"] == 2.5
+    assert data_of(render_report([LocalStore(tmp_path / "life")]))["charts"][0]["unit"] == "nats / token"
+
+
+def test_a_run_without_rows_has_a_headline_too(tmp_path):
+    store = make_run(LocalStore(tmp_path / "life"))
+    store.remove("metrics.jsonl")
+    (run,) = data_of(render_report([store]))["runs"]
+    assert [tile["label"] for tile in run["tiles"]][:2] == ["State", "Progress"]
+    assert run["charts"] == {}
+
+
+def test_smoothing_of_a_long_curve_gets_the_means_of_what_is_not_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_module, "POINTS_MAX", 500)
+    (run,) = data_of(render_report([make_run(LocalStore(tmp_path), num_attempts=1, num_rows=2000)]))["runs"]
+    loss = run["charts"]["Loss"][0]
+    assert len(loss["means"]["value"]) < len(loss["value"]) < 200
+    assert min(loss["means"]["value"]) > 1.9
+    assert max(loss["value"]) == 99.0
+    assert "means" not in run["charts"]["Learning rate"][0]
 
 
 def test_each_run_has_the_shortest_name_that_is_its_own():

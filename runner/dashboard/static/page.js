@@ -14,7 +14,10 @@
   const SYMBOLS = ["circle", "diamond", "square", "triangle-up", "cross", "star"];
   const GREY = "#8a8a8a";
   const POLL_MILLISECONDS = 2000;
-  const state = { axis: "step", log: true, hidden: new Set(), open: new Set(["charts"]), data: null };
+  const state = {
+    axis: "step", scale: "auto", smoothing: 0.012, hidden: new Set(), off: new Set(), seen: new Set(), open: new Set(["charts"]),
+    data: null, filter: "", chosen: new Set(), sort: { key: null, isDescending: false },
+  };
   const plots = new Map(); // id -> element, which is kept when the page is redrawn, so that its zoom is kept
 
   // Text and elements.
@@ -32,7 +35,7 @@
   }
 
   function table(heads, rows, kind) {
-    const cells = (tag, row) => row.map((cell) => element(tag, {}, cell instanceof Node ? cell : String(cell)));
+    const cells = (tag, row) => row.map((cell) => element(tag, {}, cell instanceof Node ? cell : String(cell ?? "")));
     const body = rows.map((row) => element("tr", {}, ...cells("td", row)));
     const head = heads ? element("thead", {}, element("tr", {}, ...cells("th", heads))) : null;
     return element("div", { class: "scroll" }, element("table", { class: kind }, head, element("tbody", {}, ...body)));
@@ -48,10 +51,17 @@
   }
 
   function duration(seconds) {
-    if (seconds === null || seconds === undefined) return "";
+    if (!Number.isFinite(seconds)) return "";
     const units = [["d", 86400], ["h", 3600], ["min", 60]];
     for (const [name, size] of units) if (seconds >= 2 * size) return `${(seconds / size).toFixed(1)} ${name}`;
     return `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
+  }
+
+  // Returns a number with three digits and a unit: 950, 12.3 k, 4.56 M.
+  function amount(value) {
+    const units = [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]];
+    for (const [name, size] of units) if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(3))} ${name}`;
+    return String(Number(value.toPrecision(3)));
   }
 
   const bytes = (number) => {
@@ -60,7 +70,8 @@
     for (; number >= 1024 && index < units.length - 1; index++) number /= 1024;
     return `${number.toFixed(index && number < 100 ? 1 : 0)} ${units[index]}`;
   };
-  const clock = (seconds) => (seconds ? new Date(seconds * 1000).toISOString().replace("T", " ").slice(0, 19) + "Z" : "");
+  // What a run has recorded as a time need not be one.
+  const clock = (seconds) => (seconds > 0 && seconds < 253402300800 ? new Date(seconds * 1000).toISOString().replace("T", " ").slice(0, 19) + "Z" : "");
   const count = (number) => (number === null || number === undefined ? "" : Number(number).toLocaleString("en-US"));
 
   // Charts.
@@ -73,25 +84,34 @@
     return seconds > 300 ? ["minutes", 60] : ["seconds", 1];
   }
 
-  function layout(x, y, more) {
-    const axis = { gridcolor: style("--grid"), zerolinecolor: style("--grid"), linecolor: style("--grid"), automargin: true };
+  function layout(x, more) {
+    const axis = { gridcolor: style("--grid"), zerolinecolor: style("--grid"), linecolor: style("--grid"), automargin: true, fixedrange: isTouch };
     return Object.assign(
       {
         paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: "stays",
-        font: { color: style("--text"), family: style("--font"), size: 12 },
-        margin: { l: 12, r: 12, t: 8, b: 12 }, hovermode: "closest", showlegend: false, height: 300,
-        legend: { orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom", x: 0 },
-        hoverlabel: { bgcolor: style("--panel"), font: { color: style("--text") } },
-        xaxis: { ...axis, title: { text: plain(x) } }, yaxis: { ...axis, title: { text: plain(y) } },
+        font: { color: style("--text"), family: style("--font"), size: 12 }, modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--quiet"), activecolor: style("--link") },
+        margin: { l: 12, r: 14, t: 26, b: 12 }, hovermode: "closest", showlegend: false, height: 260, autosize: true,
+        hoverlabel: { bgcolor: style("--panel"), font: { color: style("--text") }, namelength: 40 },
+        xaxis: { ...axis, title: { text: plain(x), standoff: 6 }, nticks: isNarrow() ? 6 : 9 }, yaxis: { ...axis, nticks: 6 },
       },
       more,
     );
   }
 
+  const isTouch = window.matchMedia("(pointer: coarse)").matches; // on which a chart that takes the drag cannot be scrolled past
+  const isNarrow = () => document.documentElement.clientWidth < 600;
+  const resizes = new ResizeObserver((entries) => {
+    for (const { target, contentRect } of entries) if (contentRect.width > 0 && target.data) Plotly.Plots.resize(target);
+  });
+
   function plot(id, traces, drawn) {
-    if (!plots.has(id)) plots.set(id, element("div", { class: "plot" }));
+    if (!plots.has(id)) {
+      plots.set(id, element("div", { class: "plot" }));
+      resizes.observe(plots.get(id));
+    }
     const made = plots.get(id);
-    const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "toImage"] };
+    made.style.height = `${drawn.height}px`;
+    const config = { displaylogo: false, displayModeBar: "hover", modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]] };
     queue.push(() => Plotly.react(made, traces, drawn, config));
     return made;
   }
@@ -102,32 +122,86 @@
     if (state.axis === "tokens") return { title: "tokens", of: (run, series) => series.tokens };
     const longest = Math.max(1, ...runs.map((run) => run.seconds || 0));
     const [name, size] = timeUnit(longest);
-    const shift = (run, value) => (value === null ? null : value / size);
     return {
       title: `wall time since the first start (${name})`, size,
-      of: (run, series) => series.seconds && series.seconds.map((value) => shift(run, value)),
+      of: (run, series) => series.seconds && series.seconds.map((value) => (value === null ? null : value / size)),
     };
   }
+
+  // Returns the mean of values under a Gaussian, which is centred and so does not lag behind a fall as a running mean does.
+  function smooth(values) {
+    const width = Math.max(state.smoothing * values.length, 0.5);
+    const reach = Math.ceil(3 * width);
+    const weights = Array.from({ length: reach + 1 }, (_, distance) => Math.exp(-0.5 * (distance / width) ** 2));
+    return values.map((value, index) => {
+      if (value === null) return null;
+      let [sum, weight] = [0, 0];
+      for (let other = Math.max(index - reach, 0); other <= Math.min(index + reach, values.length - 1); other++) {
+        if (values[other] === null) continue;
+        const own = weights[Math.abs(other - index)];
+        sum += own * values[other];
+        weight += own;
+      }
+      return sum / weight;
+    });
+  }
+
+  const isOff = (chart, series) => state.off.has(`${chart.title} ${series.key}`);
+  const percent = (text) => plain(text).replace(/%/g, "%\u200b"); // a name in a template of Plotly
+
+  // Returns the series of a chart by key, each with the place of its colour, its name and the runs that have it.
+  function seriesOf(chart, runs) {
+    const found = new Map();
+    for (const run of runs) {
+      for (const series of run.charts[chart.title] || []) {
+        if (!found.has(series.key)) {
+          found.set(series.key, { key: series.key, label: series.label, index: found.size });
+          const id = `${chart.title} ${series.key}`;
+          if (series.hidden && !state.seen.has(id)) state.off.add(id);
+          state.seen.add(id);
+        }
+      }
+    }
+    return found;
+  }
+
+  const colourOf = (index) => colours()[index % colours().length];
 
   function seriesTraces(chart, runs, axis) {
     const traces = [];
     const alone = runs.length === 1;
-    const keys = [...new Set(runs.flatMap((run) => (run.charts[chart.title] || []).map((series) => series.key)))];
+    const named = seriesOf(chart, runs);
     for (const run of runs) {
       for (const series of run.charts[chart.title] || []) {
-        const index = keys.indexOf(series.key);
-        const isSparse = series.value.length <= 60 || !series.key.startsWith("train/");
+        if (isOff(chart, series)) continue;
+        const { index } = named.get(series.key);
         const isByTime = state.axis === "time";
-        const x = isByTime ? series.time && series.time.x.map((value) => value && value / axis.size) : axis.of(run, series);
-        if (!x) continue;
-        const colour = alone ? colours()[index % colours().length] : run.colour;
-        traces.push({
-          type: "scatter", mode: isSparse && index ? "lines+markers" : "lines", x, y: isByTime ? series.time.y : series.value,
-          name: plain(alone ? series.key : `${run.label}: ${series.key}`), showlegend: alone && keys.length > 1,
-          line: { color: colour, width: index ? 2 : 1.4, dash: alone ? "solid" : run.dash },
-          marker: { color: colour, symbol: SYMBOLS[index % SYMBOLS.length], size: 6 },
-          hovertemplate: `%{x:,} · %{y:.6g}<extra>${plain(alone ? series.key : run.label).replace(/%/g, "%\u200b")}</extra>`,
-        });
+        // A curve over time is broken where an attempt ended and the next one began.
+        const columns = (part) => (isByTime ? part.time && { x: part.time.x.map((value) => value && value / axis.size), y: part.time.y } : { x: axis.of(run, part), y: part.value });
+        const raw = columns(series);
+        if (!raw || !raw.x) continue;
+        const colour = alone ? colourOf(index) : run.colour;
+        const isTraining = !series.key.startsWith("val/");
+        const isSparse = series.value.length <= 60 || !isTraining;
+        const dash = alone ? DASHES[Math.floor(index / colours().length) % DASHES.length] : isTraining ? run.dash : "dot";
+        const hover = (what) => `%{x:,} · %{y:.5g}<extra>${percent(alone ? series.label : run.label)}${what}</extra>`;
+        const common = { type: "scatter", name: plain(series.label), showlegend: false, connectgaps: false, line: { color: colour, width: 2, dash } };
+        if (chart.form === "stack") {
+          traces.push({ ...common, x: raw.x, y: raw.y, mode: "lines", stackgroup: "one", groupnorm: "fraction", line: { color: colour, width: 0.5 }, fillcolor: colour, hovertemplate: `%{x:,} · %{y:.1%}<extra>${percent(series.label)}</extra>` });
+          continue;
+        }
+        const isSmoothed = chart.smooth && isTraining && state.smoothing > 0 && series.value.length > 20;
+        if (!isSmoothed || alone || runs.length <= 4) {
+          traces.push({
+            ...common, x: raw.x, y: raw.y, mode: isSparse && !isSmoothed ? "lines+markers" : "lines", opacity: isSmoothed ? 0.32 : 1,
+            line: { color: colour, width: isSmoothed ? 1 : 2, dash: isSmoothed ? "solid" : dash },
+            marker: { color: colour, symbol: SYMBOLS[index % SYMBOLS.length], size: series.value.length === 1 ? 9 : 5 }, hovertemplate: hover(""),
+          });
+        }
+        if (isSmoothed) {
+          const means = columns(series.means || series);
+          if (means && means.x) traces.push({ ...common, x: means.x, y: smooth(means.y), mode: "lines", hovertemplate: hover(", smoothed") });
+        }
         if (series.broken.value.length) {
           const places = axis.of(run, series.broken) || [];
           const level = Math.max(...series.value.filter((value) => value !== null), 1e-9);
@@ -138,20 +212,55 @@
         }
       }
     }
-    if (!alone && keys.length > 1) {
-      keys.forEach((key, index) => traces.push({
-        type: "scatter", mode: index ? "lines+markers" : "lines", x: [null], y: [null], name: plain(key), showlegend: true,
-        line: { color: style("--text"), width: index ? 2 : 1.4 }, marker: { symbol: SYMBOLS[index % SYMBOLS.length], size: 6 },
-      }));
-    }
     return traces;
   }
 
-  // Returns the number of powers of ten that the curves span.
-  function decades(traces) {
-    let [low, high] = [Infinity, 0];
-    for (const trace of traces) for (const value of trace.y) if (value > 0) [low, high] = [Math.min(low, value), Math.max(high, value)];
-    return high ? Math.log10(high / low) : 0;
+  // Returns the settings of the vertical axis: linear, or logarithmic where a linear curve would be flat; ticks that can be read.
+  function scaleOf(chart, traces) {
+    if (chart.form === "stack") return { tickformat: ".0%", range: [0, 1] };
+    let [low, high] = [Infinity, -Infinity];
+    for (const trace of traces) for (const value of trace.y) if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
+    const isLog = low > 0 && high > low && (state.scale === "log" || (state.scale === "auto" && chart.auto && high / low > 25));
+    if (!isLog) {
+      const form = chart.form === "share" ? { tickformat: ".0%" } : { exponentformat: high < 1e-2 ? "e" : "SI" };
+      return { ...form, type: "linear", rangemode: chart.zero || chart.form === "share" ? "tozero" : "normal" };
+    }
+    const [from, to] = [Math.log10(low), Math.log10(high)];
+    const parts = to - from < 1.2 ? [1, 1.5, 2, 3, 5, 7] : to - from < 2.5 ? [1, 2, 5] : [1];
+    const every = Math.max(1, Math.ceil((to - from) / 6));
+    const ticks = [];
+    for (let decade = Math.floor(from); decade <= Math.ceil(to); decade++) {
+      if (decade % every === 0) for (const part of parts) ticks.push(part * 10 ** decade);
+    }
+    const margin = Math.max(0.04 * (to - from), 0.01);
+    const text = (value) => (value >= 1e-3 && value < 1e4 ? String(Number(value.toPrecision(3))) : value >= 1e4 ? amount(value) : value.toExponential(0));
+    return { type: "log", range: [from - margin, to + margin], tickmode: "array", tickvals: ticks, ticktext: ticks.map(text) };
+  }
+
+  const LEGEND_MAX = 12;
+  function chartLegend(chart, runs) {
+    const named = [...seriesOf(chart, runs).values()];
+    if (named.length < 2) return null;
+    const alone = runs.length === 1;
+    const chips = named.slice(0, LEGEND_MAX).map((series) => {
+      const id = `${chart.title} ${series.key}`;
+      const dash = alone ? DASHES[Math.floor(series.index / colours().length) % DASHES.length] : series.key.startsWith("val/") ? "dot" : "solid";
+      const toggle = () => { state.off[state.off.has(id) ? "delete" : "add"](id); draw(); };
+      return element("button", { type: "button", class: "chip", "aria-pressed": String(!state.off.has(id)), onclick: toggle, title: series.key },
+        stroke(alone ? colourOf(series.index) : style("--text"), dash), series.label);
+    });
+    const more = named.length > LEGEND_MAX ? element("span", { class: "note" }, `and ${named.length - LEGEND_MAX} more`) : null;
+    return element("div", { class: "names" }, ...chips, more);
+  }
+
+  function stroke(colour, dash) {
+    const line = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    const made = document.createElementNS("http://www.w3.org/2000/svg", "line");
+    for (const [name, value] of Object.entries({ width: 22, height: 8 })) line.setAttribute(name, value);
+    const dashes = { solid: "", dash: "6 3", dot: "2 2", dashdot: "6 2 2 2" }[dash];
+    for (const [name, value] of Object.entries({ x1: 0, x2: 22, y1: 4, y2: 4, stroke: colour, "stroke-width": 3, "stroke-dasharray": dashes })) made.setAttribute(name, value);
+    line.append(made);
+    return line;
   }
 
   // Returns shapes that mark where attempts resumed and which steps were recomputed, on the current axis.
@@ -176,7 +285,7 @@
     const isCrowded = run.attempts.length > 60;
     const shape = { type: "path", xref: "x", yref: "paper", layer: "below" };
     return [
-      bands && { ...shape, path: bands, fillcolor: style("--ghost"), line: { width: 0 } },
+      bands && { ...shape, path: bands, opacity: isCrowded ? 0.4 : 1, fillcolor: style("--ghost"), line: { width: 0 } },
       lines && { ...shape, path: lines, opacity: isCrowded ? 0.15 : 1, line: { color: GREY, width: 1, dash: isCrowded ? "solid" : "dot" } },
     ].filter(Boolean);
   }
@@ -186,33 +295,47 @@
     const shapes = marks(runs, axis);
     const made = [];
     for (const chart of data.charts) {
-      const traces = seriesTraces(chart, runs, axis);
-      if (!traces.length) continue;
-      const drawn = layout(axis.title, chart.unit, { shapes });
-      drawn.showlegend = traces.some((trace) => trace.showlegend);
-      drawn.uirevision = state.axis;
-      if (state.axis === "time") drawn.xaxis.rangemode = "tozero";
-      if (chart.log && state.log) Object.assign(drawn.yaxis, { type: "log", dtick: decades(traces) > 3 ? 1 : "D2", exponentformat: "e" });
-      else drawn.yaxis.rangemode = "tozero";
-      made.push(element("figure", {}, element("figcaption", {}, chart.title), plot(`chart ${chart.title}`, traces, drawn)));
+      // Shares of several runs cannot be stacked over each other.
+      for (const shown of chart.form === "stack" ? runs.map((run) => [run]) : [runs]) {
+        const traces = seriesTraces(chart, shown, axis);
+        const legend = chartLegend(chart, shown);
+        // A chart whose curves are all hidden stays, so that they can be shown again.
+        const isHidden = [...seriesOf(chart, shown).values()].some((series) => isOff(chart, series));
+        if (!traces.length && !isHidden) continue;
+        const isFirst = !made.length;
+        const drawn = layout(axis.title, { shapes, height: isFirst ? (isNarrow() ? 280 : 380) : 260 });
+        drawn.uirevision = `${state.axis} ${state.scale}`;
+        if (state.axis === "time") drawn.xaxis.rangemode = "tozero";
+        else drawn.xaxis.tickformat = "~s"; // 1.5k
+        Object.assign(drawn.yaxis, scaleOf(chart, traces));
+        const name = chart.form === "stack" && runs.length > 1 ? `${chart.title}: ${shown[0].label}` : chart.title;
+        const caption = element("figcaption", {}, name, element("span", { class: "unit" }, ` ${chart.unit}`));
+        made.push(element("figure", { class: isFirst ? "wide" : null }, caption, legend, plot(`chart ${name}`, traces, drawn)));
+      }
     }
-    const drawnPoints = runs.map((run) => `${run.label}: ${count(run.rows)} rows, ${run.thinning}`);
-    const notes = [element("p", { class: "note" }, drawnPoints.join("; "))];
+    const rows = runs.reduce((sum, run) => sum + run.rows, 0);
+    const thinned = [...new Set(runs.map((run) => run.thinning))];
+    const drawnPoints = runs.length > 1 && thinned.length > 1 ? "Long curves show the lowest and the highest value of each bin, so peaks are kept." : thinned[0];
+    const notes = made.length ? [element("p", { class: "note" }, `${count(rows)} rows. ${drawnPoints[0].toUpperCase()}${drawnPoints.slice(1)}`)] : [];
     if (shapes.length) {
       notes.push(element("p", { class: "note" }, "Dotted lines, or thin ones if there are many: an attempt resumed here. Grey bands: steps that were lost and " +
         "recomputed; their rows are removed from metrics.jsonl, so there is no curve of them."));
     }
-    if (!made.length) notes.push(element("p", {}, state.axis === "time" ? "These rows have no timestamps." : "No rows yet."));
-    return section("charts", "Curves", controls(), element("div", { class: "grid" }, ...made), ...notes);
+    if (!made.length) notes.push(element("p", { class: "empty" }, !runs.length ? "Every run is hidden." : state.axis === "time" ? "These rows have no timestamps." : "No rows yet."));
+    return element("section", { id: "charts" }, controls(), element("div", { class: "grid" }, ...made), ...notes);
   }
 
   function controls() {
     const button = (text, isOn, act) => element("button", { type: "button", "aria-pressed": String(isOn), onclick: () => { act(); draw(); } }, text);
-    const axes = [["step", "by step"], ["tokens", "by tokens"], ["time", "by time"]];
+    const group = (label, choices, name) => element(
+      "div", { class: "choice", role: "group", "aria-label": label }, element("span", {}, label),
+      ...choices.map(([value, text]) => button(text, state[name] === value, () => { state[name] = value; })),
+    );
     return element(
       "div", { class: "controls" },
-      ...axes.map(([name, text]) => button(text, state.axis === name, () => { state.axis = name; })),
-      button("logarithmic", state.log, () => { state.log = !state.log; }),
+      group("by", [["step", "step"], ["tokens", "tokens"], ["time", "time"]], "axis"),
+      group("scale", [["auto", "auto"], ["linear", "linear"], ["log", "log"]], "scale"),
+      group("smoothing", [[0, "off"], [0.004, "low"], [0.012, "medium"], [0.04, "high"]], "smoothing"),
     );
   }
 
@@ -261,7 +384,7 @@
     }
     const numbers = run.attempts.map((attempt) => attempt.number);
     const few = numbers.length <= 25;
-    const drawn = layout(`wall time since the first start (${unit})`, "attempt", {
+    const drawn = layout(`wall time since the first start (${unit})`, {
       barmode: "overlay", height: Math.min(90 + 24 * numbers.length, 700) + 20, bargap: few ? 0.25 : 0,
     });
     Object.assign(drawn.yaxis, { autorange: "reversed", tickformat: "d", showgrid: false });
@@ -294,10 +417,12 @@
     }
     const saves = {
       type: "scatter", mode: "markers", name: "checkpoints", x: run.saves.map((save) => since(save.time)), y: run.saves.map((save) => save.step),
-      marker: { color: colours()[0], symbol: "diamond", size: 7 }, text: run.saves.map((save) => [save.bytes === null ? "" : bytes(save.bytes), save.seconds === null ? "" : `durable after ${duration(save.seconds)}`].filter(Boolean).join(", ")),
+      marker: { color: colours()[0], symbol: "diamond", size: run.saves.length > 100 ? 3 : 7 }, text: run.saves.map((save) => [save.bytes === null ? "" : bytes(save.bytes), save.seconds === null ? "" : `durable after ${duration(save.seconds)}`].filter(Boolean).join(", ")),
       hovertemplate: "step %{y:,} committed: %{text}<extra></extra>",
     };
-    const drawn = layout(`wall time since the first start (${unit})`, "optimizer steps", { showlegend: true });
+    if (!kept.x.length && !saves.x.length) return element("p", { class: "empty" }, "No steps yet.");
+    const drawn = layout(`wall time since the first start (${unit})`, { showlegend: true, legend: { orientation: "h", y: -0.25, yanchor: "top", x: 0 } });
+    drawn.yaxis.exponentformat = "SI";
     return plot(`progress ${run.id}`, [kept, lostSteps, saves], drawn);
   }
 
@@ -308,76 +433,144 @@
       line: { color: run.colour, dash: run.dash, width: 2 }, marker: { size: 5 }, name: plain(run.label),
       hovertemplate: `%{x:.4g} · %{y:.1%}<extra>${plain(run.label).replace(/%/g, "%\u200b")}</extra>`,
     }));
-    const drawn = layout(`wall time since the first start (${unit})`, "time of surviving steps / wall time", {});
+    const drawn = layout(`wall time since the first start (${unit})`, {});
     Object.assign(drawn.yaxis, { tickformat: ".0%", range: [0, 1.02] });
     return plot("goodput", traces, drawn);
   }
 
-  function share(data, run) {
+  function share(data, runs) {
+    const names = runs.map((run) => (runs.length > 1 ? plain(shorten(run.label)) : ""));
     const traces = [];
     for (const bucket of data.buckets) {
-      const seconds = run.buckets[bucket.name] || 0;
+      const shares = runs.map((run) => (run.buckets[bucket.name] || 0) / total(run));
       const trace = bars(data, bucket.name, bucket.label);
-      Object.assign(trace, { base: undefined, x: [seconds / total(run)], y: [""], hovertemplate: "%{x:.2%}<extra>" + plain(bucket.label) + "</extra>" });
-      if (seconds) traces.push(trace);
+      Object.assign(trace, { base: undefined, x: shares, y: runs.map((run, index) => index), hovertemplate: "%{x:.2%}<extra>" + plain(bucket.label) + "</extra>" });
+      if (shares.some((value) => value)) traces.push(trace);
     }
-    const drawn = layout("share of wall time", "", { barmode: "stack", height: 120 });
+    const drawn = layout("share of wall time", { barmode: "stack", height: 86 + 24 * runs.length, bargap: 0.2 });
     Object.assign(drawn.xaxis, { tickformat: ".0%", range: [0, 1] });
-    return plot(`share ${run.id}`, traces, drawn);
+    Object.assign(drawn.yaxis, { tickmode: "array", tickvals: runs.map((run, index) => index), ticktext: names, autorange: "reversed", showgrid: false, zeroline: false });
+    return plot("share", traces, drawn);
   }
 
+  const shorten = (text) => (text.length > (isNarrow() ? 14 : 40) ? `…${text.slice(isNarrow() ? -13 : -39)}` : text);
   const total = (run) => Object.values(run.buckets).reduce((sum, seconds) => sum + seconds, 0) || 1;
 
   function buckets(data, runs) {
-    const heads = ["bucket", ...runs.flatMap((run) => (runs.length > 1 ? [run.label, ""] : ["time", "share"])), "meaning"];
-    const rows = data.buckets.map((bucket) => [
-      withSwatch(data, bucket),
-      ...runs.flatMap((run) => [duration(run.buckets[bucket.name] || 0), `${(100 * (run.buckets[bucket.name] || 0) / total(run)).toFixed(2)}%`]),
-      bucket.meaning,
-    ]);
-    return table(heads, rows, "buckets");
+    const seen = data.buckets.filter((bucket) => runs.some((run) => run.buckets[bucket.name]));
+    const part = (run, bucket) => `${(100 * (run.buckets[bucket.name] || 0) / total(run)).toFixed(2)}%`;
+    if (runs.length > 1) return table(["run", ...seen.map((bucket) => withSwatch(data, bucket))], runs.map((run) => [run.label, ...seen.map((bucket) => part(run, bucket))]), "shares");
+    const rows = seen.map((bucket) => [withSwatch(data, bucket), duration(runs[0].buckets[bucket.name] || 0), part(runs[0], bucket), bucket.meaning]);
+    return table(["category", "time", "share", "meaning"], rows, "buckets");
   }
 
   function time(data, runs) {
     const known = runs.filter((run) => run.began !== null && run.attempts.length);
     if (!known.length) return null;
-    const isMany = known.length > 3;
     const figure = (text, ...children) => element("figure", {}, element("figcaption", {}, text), ...children);
-    const made = [figure("Goodput so far", goodput(known)), figure("Where the time went", ...known.flatMap((run) => [known.length > 1 ? element("div", {}, run.label) : null, share(data, run)]), buckets(data, known))];
-    for (const run of known) {
-      const title = (text) => (runs.length > 1 ? `${run.label}: ${text}` : text);
-      const own = [
-        figure(title("Attempts, one lane each: time by bucket; the order within a lane has no meaning"), ...timeline(data, run)),
-        figure(title("Progress, with lost steps dotted"), progress(run)),
-      ];
-      made.push(...(isMany ? [section(`time ${run.id}`, run.label, ...own)] : own));
-    }
+    const made = [figure("Where the time went", share(data, known), buckets(data, known)), figure("Goodput so far: time of surviving steps / wall time", goodput(known))];
+    const parts = known.map((run) => [
+      figure("Progress: optimizer steps, lost ones dotted", progress(run)),
+      figure("Attempts, one lane each: time by category, in no order within a lane", ...timeline(data, run)),
+    ]);
+    if (known.length === 1) made.push(...parts[0]);
+    const each = known.length === 1 ? [] : known.map((run, index) => section(`time ${run.id}`, `Progress and attempts: ${run.label}`, element("div", { class: "pairs" }, ...parts[index])));
     if (!state.open.has("time seen")) state.open.add("time").add("time seen");
-    return section("time", "Where the time went", ...made);
+    return section("time", "Time", element("div", { class: "pairs" }, ...made), ...each);
   }
 
   // Facts and tables.
 
-  function summary(runs) {
-    const facts = [...new Set(runs.flatMap((run) => run.facts.map(([name]) => name)))];
-    const rows = facts.map((fact) => [fact, ...runs.map((run) => (run.facts.find(([name]) => name === fact) || ["", ""])[1])]);
-    const warnings = runs.flatMap((run) => run.warnings.map((text) => element("li", {}, runs.length > 1 ? `${run.label}: ${text}` : text)));
-    return element("section", {}, table(runs.length > 1 ? ["", ...runs.map((run) => run.label)] : null, rows, "facts"),
-      warnings.length ? element("ul", { class: "warnings" }, ...warnings) : null);
+  function tile({ label, value, note, kind, share, trend }) {
+    const bar = share === undefined || share === null ? null : element("div", { class: "bar" }, element("div", {}));
+    if (bar) bar.firstChild.style.width = `${(100 * Math.min(Math.max(share, 0), 1)).toFixed(1)}%`;
+    return element("div", { class: `tile ${kind || ""}`.trim() }, element("div", { class: "label" }, label), element("div", { class: "value" }, value),
+      bar, trend && trend.length > 1 ? sparkline(trend, `trend of the ${label.toLowerCase()}`) : null, element("div", { class: "note", title: note }, note));
   }
 
-  function legend(runs) {
-    if (runs.length < 2) return null;
-    return element("div", { class: "legend" }, ...runs.map((run) => {
-      const line = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-      const stroke = document.createElementNS("http://www.w3.org/2000/svg", "line");
-      for (const [name, value] of Object.entries({ width: 28, height: 8 })) line.setAttribute(name, value);
-      const dash = { solid: "", dash: "6 3", dot: "2 2", dashdot: "6 2 2 2" }[run.dash];
-      for (const [name, value] of Object.entries({ x1: 0, x2: 28, y1: 4, y2: 4, stroke: run.colour, "stroke-width": 3, "stroke-dasharray": dash })) stroke.setAttribute(name, value);
-      line.append(stroke);
-      const toggle = () => { state.hidden[state.hidden.has(run.id) ? "delete" : "add"](run.id); draw(); };
-      return element("button", { type: "button", "aria-pressed": String(!state.hidden.has(run.id)), onclick: toggle }, line, run.label);
+  const warnings = (runs) => {
+    const found = runs.flatMap((run) => run.warnings.map((text) => element("li", {}, runs.length > 1 ? `${run.label}: ${text}` : text)));
+    return found.length ? element("ul", { class: "warnings" }, ...found.slice(0, 8), found.length > 8 ? element("li", {}, `and ${found.length - 8} more`) : null) : null;
+  };
+
+  // Returns the run with the lowest validation loss, or the lowest loss where no run has one.
+  function bestOf(runs) {
+    const key = runs.some((run) => run.values.best_validation_loss !== null) ? "best_validation_loss" : "loss";
+    const known = runs.filter((run) => run.values[key] !== null);
+    return known.length > 1 ? known.reduce((best, run) => (run.values[key] < best.values[key] ? run : best)) : null;
+  }
+
+  const fixed = (value) => (value === null || value === undefined ? "" : value.toFixed(4));
+  const share100 = (value) => (value === null || value === undefined ? "" : `${(100 * value).toFixed(1)}%`);
+  const number = (value) => (value === null || value === undefined ? "" : amount(value));
+  const DIFFERENCES_MAX = 6;
+
+  function comparison(data, runs) {
+    const best = bestOf(runs);
+    const differences = data.differences.slice(0, DIFFERENCES_MAX).map(([key, values]) => ({
+      title: key.replace(/^config\./, ""), key,
+      of: (run) => { const text = values[data.runs.indexOf(run)]; const value = Number(text); return text.trim() && Number.isFinite(value) ? value : text; },
+      show: (run) => values[data.runs.indexOf(run)],
     }));
+    const columns = [
+      {
+        title: "run", key: "label", of: (run) => run.label, show: (run) => {
+          const toggle = () => { state.hidden[state.hidden.has(run.id) ? "delete" : "add"](run.id); draw(); };
+          const line = element("button", { type: "button", class: "chip", "aria-pressed": String(!state.hidden.has(run.id)), onclick: toggle, title: "show or hide its curves" }, stroke(run.colour, run.dash), run.label);
+          return run === best ? element("span", {}, line, element("span", { class: "best" }, "★ best")) : line;
+        },
+      },
+      ...differences,
+      { title: "state", key: "state", of: (run) => run.values.state, show: (run) => badge(run.kind, run.values.state) },
+      { title: "steps", key: "step", of: (run) => run.values.step, show: (run) => count(run.values.step) },
+      { title: "loss", key: "loss", of: (run) => run.values.loss, show: (run) => fixed(run.values.loss) },
+      { title: "best validation", key: "best_validation_loss", of: (run) => run.values.best_validation_loss, show: (run) => fixed(run.values.best_validation_loss) },
+      { title: "tokens / s", key: "tokens_per_second", of: (run) => run.values.tokens_per_second, show: (run) => number(run.values.tokens_per_second) },
+      { title: "MFU", key: "mfu", of: (run) => run.values.mfu, show: (run) => share100(run.values.mfu) },
+      { title: "goodput", key: "goodput", of: (run) => run.values.goodput, show: (run) => share100(run.values.goodput) },
+    ];
+    const note = data.differences.length > DIFFERENCES_MAX ? element("p", { class: "note" }, `${data.differences.length} keys differ; all of them are below.`) : null;
+    return element("section", {}, sortable(columns, runs, (run) => (run === best ? "best-row" : null)), note);
+  }
+
+  const badge = (kind, text) => element("span", { class: `state ${kind || ""}`.trim(), title: text }, text);
+
+  // Returns a table whose rows are sorted by a click on a head, and which is a list of cards where it is narrow.
+  function sortable(columns, items, kindOf, note) {
+    const chosen = columns.find((column) => column.key === state.sort.key);
+    const sorted = [...items];
+    if (chosen) {
+      const isKnown = (value) => value !== null && value !== undefined && value !== "";
+      sorted.sort((a, b) => {
+        const [left, right] = [chosen.of(a), chosen.of(b)];
+        if (!isKnown(left) || !isKnown(right)) return isKnown(right) - isKnown(left);
+        const order = typeof left === "number" && typeof right === "number" ? left - right : String(left).localeCompare(String(right), "en", { numeric: true });
+        return state.sort.isDescending ? -order : order;
+      });
+    }
+    const sortBy = (key, isDescending) => { state.sort = { key, isDescending }; draw(); };
+    const head = columns.map((column) => {
+      if (!column.of) return element("th", {}, column.title);
+      const isChosen = column === chosen;
+      const order = !isChosen ? "none" : state.sort.isDescending ? "descending" : "ascending";
+      const arrow = !isChosen ? "" : state.sort.isDescending ? " ▾" : " ▴";
+      return element("th", { "aria-sort": order }, element("button", { type: "button", class: "sort", onclick: () => sortBy(column.key, isChosen && !state.sort.isDescending) }, column.title + arrow));
+    });
+    const rows = sorted.map((item) => element("tr", { class: kindOf ? kindOf(item) : null }, ...columns.map((column) => {
+      const cell = column.show(item);
+      const isEmpty = cell === "" || cell === null || cell === undefined;
+      return element("td", { "data-label": column.title, class: isEmpty ? "none" : null }, isEmpty ? "" : cell);
+    })));
+    const choice = element("select", { "aria-label": "sort by", onchange: (event) => sortBy(event.target.value || null, false) },
+      element("option", { value: "" }, "as found"), ...columns.filter((column) => column.of).map((column) => element("option", { value: column.key, selected: column === chosen ? "" : null }, column.title)));
+    return element("div", {}, element("label", { class: "narrow sorting" }, "sort by ", choice),
+      element("div", { class: "scroll" }, element("table", { class: "runs" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows))));
+  }
+
+  function facts(runs) {
+    const names = [...new Set(runs.flatMap((run) => run.facts.map(([name]) => name)))];
+    const rows = names.map((fact) => [fact, ...runs.map((run) => (run.facts.find(([name]) => name === fact) || ["", ""])[1])]);
+    return section("facts", "All figures", table(runs.length > 1 ? ["", ...runs.map((run) => run.label)] : null, rows, "facts"));
   }
 
   function tables(data, runs) {
@@ -387,48 +580,92 @@
       made.push(section("differences", "Differences of the specs", table(["key", ...data.runs.map((run) => run.label)], data.differences.map(([key, values]) => [key, ...values]), "code")));
     }
     for (const run of runs) {
-      const title = (text) => (runs.length > 1 ? `${text}: ${run.label}` : text);
       const attempts = run.attempts.map((each) => [each.number, clock(each.began), duration(each.ended - each.began), each.how, count(each.resumed), count(each.reached), count(each.lost)]);
       const heads = ["attempt", "began", "lasted", "how it ended", "from step", "to step", "steps lost"];
       const saves = run.checkpoints.map((save) => [save.name, save.bytes === null ? "" : bytes(save.bytes), clock(save.time), save.text]);
-      made.push(
-        section(`attempts ${run.id}`, title(`Attempts (${run.attempts.length})`), table(heads, attempts.reverse())),
-        section(`checkpoints ${run.id}`, title(`Checkpoints (${run.checkpoints.length})`), table(["checkpoint", "size", "committed", ""], saves)),
-        section(`environment ${run.id}`, title("Environment and versions"), table(null, run.environment, "facts")),
-        section(`spec ${run.id}`, title("Spec"), element("pre", {}, run.spec)),
-        section(`events ${run.id}`, title("Newest events"), element("pre", {}, run.events.join("\n"))),
-      );
-      if (run.log) made.push(section(`log ${run.id}`, title(`Log: ${run.log.name}`), element("pre", { class: "log" }, run.log.text)));
+      const own = [
+        section(`attempts ${run.id}`, `Attempts (${count(run.attempts.length)})`, table(heads, attempts.reverse())),
+        section(`checkpoints ${run.id}`, `Checkpoints (${count(run.checkpoints.length)})`, table(["checkpoint", "size", "committed", ""], saves)),
+        section(`environment ${run.id}`, "Environment and versions", table(null, run.environment, "facts")),
+        section(`spec ${run.id}`, "Spec", element("pre", {}, run.spec)),
+        section(`events ${run.id}`, "Newest events", element("pre", {}, run.events.join("\n"))),
+      ];
+      if (run.log) own.push(section(`log ${run.id}`, `Log: ${run.log.name}`, element("pre", { class: "log" }, run.log.text)));
+      made.push(...(runs.length > 1 ? [section(`run ${run.id}`, run.label, ...own)] : own));
     }
     return made;
   }
 
   // The table of all runs.
 
-  function sparkline(values) {
+  function sparkline(values, label) {
     const drawn = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    for (const [name, value] of Object.entries({ viewBox: "0 0 100 24", width: 100, height: 24, role: "img", "aria-label": "trend of the loss" })) drawn.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ viewBox: "0 0 100 24", preserveAspectRatio: "none", class: "spark", role: "img", "aria-label": label })) drawn.setAttribute(name, value);
     const known = values.filter((value) => value !== null);
     if (known.length < 2) return drawn;
     const low = Math.min(...known);
-    const high = Math.max(...known);
+    // One spike, as at the first steps, must not flatten the rest.
+    const high = [...known].sort((a, b) => a - b)[Math.ceil(0.95 * (known.length - 1))];
     const points = values.map((value, index) => [index, value]).filter(([, value]) => value !== null);
-    const text = points.map(([index, value]) => `${(2 + 96 * index / (values.length - 1)).toFixed(1)},${(22 - 20 * (value - low) / (high - low || 1)).toFixed(1)}`).join(" ");
+    const text = points.map(([index, value]) => `${(1 + 98 * index / (values.length - 1)).toFixed(1)},${(22 - 20 * (Math.min(value, high) - low) / (high - low || 1)).toFixed(1)}`).join(" ");
     const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
-    for (const [name, value] of Object.entries({ points: text, fill: "none", stroke: colours()[0], "stroke-width": 1.5 })) line.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ points: text, fill: "none", stroke: colours()[0], "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" })) line.setAttribute(name, value);
     drawn.append(line);
     return drawn;
   }
 
-  function overview(data) {
-    const rows = data.table.map((run) => [
-      element("a", { href: `run/${run.id}` }, run.name), element("span", { class: `state ${run.kind}` }, run.state), run.steps,
-      sparkline(run.trend), run.loss, run.validation, run.speed, run.left, run.goodput, clock(run.alive),
-    ].map((cell) => (cell === undefined ? "" : cell)));
-    const heads = ["run", "state", "steps", "loss trend", "loss", "best validation", "speed", "time left", "goodput", "last sign of life"];
-    const notes = data.notes.map((text) => element("p", { class: "note" }, text));
-    return [rows.length ? table(heads, rows, "runs") : element("p", {}, "No runs here yet."), ...notes];
+  function progressCell(run) {
+    const { step, total_steps: all } = run.values;
+    if (!all) return run.steps;
+    const bar = element("div", { class: "bar" }, element("div", {}));
+    bar.firstChild.style.width = `${(100 * Math.min(step / all, 1)).toFixed(1)}%`;
+    return element("div", { class: "progress" }, bar, element("span", {}, run.steps));
   }
+
+  const COMPARED_MAX = 10;
+  function overview(data) {
+    const now = Date.now() / 1000;
+    const known = new Set(data.table.map((run) => run.id));
+    for (const id of state.chosen) if (!known.has(id)) state.chosen.delete(id);
+    const value = (key) => (run) => (run.values ? run.values[key] : null);
+    const columns = [
+      {
+        title: "run", key: "name", of: (run) => run.name, show: (run) => {
+          const choose = (event) => { state.chosen[event.target.checked ? "add" : "delete"](run.id); draw(); };
+          const box = element("input", { type: "checkbox", "aria-label": `compare ${run.name}`, title: "compare", onchange: choose, checked: state.chosen.has(run.id) ? "" : null });
+          return element("span", {}, box, element("a", { href: `run/${run.id}` }, run.name));
+        },
+      },
+      { title: "state", key: "state", of: (run) => run.state, show: (run) => badge(run.kind, run.state) },
+      { title: "progress", key: "progress", of: (run) => (run.values && run.values.total_steps ? run.values.step / run.values.total_steps : null), show: (run) => (run.values ? progressCell(run) : "") },
+      { title: "loss trend", show: (run) => (run.trend.length > 1 ? sparkline(run.trend, "trend of the loss") : "") },
+      { title: "loss", key: "loss", of: value("loss"), show: (run) => run.loss },
+      { title: "best validation", key: "best", of: value("best_validation_loss"), show: (run) => run.validation },
+      { title: "tokens / s", key: "speed", of: value("tokens_per_second"), show: (run) => run.speed },
+      { title: "MFU", key: "mfu", of: value("mfu"), show: (run) => run.mfu },
+      { title: "goodput", key: "goodput", of: value("goodput"), show: (run) => run.goodput },
+      { title: "time left", key: "left", of: value("left_seconds"), show: (run) => run.left },
+      {
+        title: "last sign of life", key: "alive", of: value("alive"), show: (run) => {
+          const alive = run.values && run.values.alive;
+          return alive ? element("span", { title: clock(alive) }, `${duration(Math.max(now - alive, 0))} ago`) : "";
+        },
+      },
+    ];
+    const words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
+    const shown = data.table.filter((run) => words.every((word) => `${run.name} ${run.state}`.toLowerCase().includes(word)));
+    filterField.value = state.filter;
+    const chosen = [...state.chosen].slice(0, COMPARED_MAX);
+    const compare = chosen.length > 1 ? element("a", { class: "button", href: `run/${chosen.join(",")}` }, `compare ${chosen.length} runs`)
+      : element("span", { class: "note" }, "tick up to ten runs to compare them");
+    const notes = data.notes.map((text) => element("p", { class: "note" }, text));
+    const tally = element("span", { class: "note" }, shown.length === data.table.length ? `${count(shown.length)} runs` : `${count(shown.length)} of ${count(data.table.length)} runs`);
+    if (!data.table.length) return [element("p", { class: "empty" }, "No runs here yet."), ...notes];
+    return [element("div", { class: "controls" }, filterField, tally, compare), sortable(columns, shown), ...notes];
+  }
+
+  // The field outlives a redraw, so that whoever types in it is not interrupted.
+  const filterField = element("input", { type: "search", placeholder: "filter by name or state", "aria-label": "filter runs", oninput: (event) => { state.filter = event.target.value; draw(); } });
 
   // The page.
 
@@ -450,7 +687,7 @@
   }
 
   function prepare(data) {
-    for (const run of data.runs || []) for (const chart of Object.values(run.charts)) chart.forEach((series) => breakBetween(run, series));
+    for (const run of data.runs || []) for (const chart of Object.values(run.charts)) for (const series of chart) for (const part of [series, series.means]) if (part) breakBetween(run, part);
     (data.runs || []).forEach((run, index) => {
       run.colour = colours()[index % colours().length];
       run.dash = DASHES[Math.floor(index / colours().length) % DASHES.length];
@@ -462,17 +699,26 @@
     const data = prepare(state.data);
     document.title = data.title;
     queue = [];
-    const made = [element("h1", {}, data.title)];
-    if (first.source && !data.table) made.push(element("p", {}, element("a", { href: first.top }, "all runs")));
+    const links = [];
+    if (first.source && !data.table) links.push(element("a", { href: first.top }, "all runs"));
+    if (first.source && data.run_ids) links.push(element("a", { href: `${first.top}report/${data.run_ids}` }, "report: this page as one file"));
+    if (data.links) links.push(element("a", { href: data.links.top }, "all runs"), element("a", { href: data.links.live }, "live page"));
+    const made = [element("header", {}, element("h1", {}, data.title), links.length ? element("nav", {}, ...links) : null)];
     if (data.problem) made.push(element("p", { class: "warnings" }, data.problem));
     else if (data.table) made.push(...overview(data));
     else {
       const shown = data.runs.filter((run) => !state.hidden.has(run.id));
-      made.push(summary(data.runs), legend(data.runs), charts(data, shown), time(data, shown), ...tables(data, shown));
+      const isOne = data.runs.length === 1;
+      if (data.notes && data.notes.length) made.push(element("ul", { class: "warnings" }, ...data.notes.map((text) => element("li", {}, text))));
+      made.push(isOne ? element("div", { class: "tiles" }, ...data.runs[0].tiles.map(tile)) : comparison(data, data.runs), warnings(data.runs),
+        charts(data, shown), time(data, shown), facts(data.runs), ...tables(data, shown));
     }
     made.push(element("footer", {}, first.source ? "This page updates itself." : `Created at ${clock(data.made)}.`));
     const { scrollX, scrollY } = window;
+    const held = document.activeElement === filterField;
+    const caret = [filterField.selectionStart, filterField.selectionEnd];
     page.replaceChildren(...made.filter(Boolean));
+    if (held) { filterField.focus(); filterField.setSelectionRange(...caret); }
     for (const act of queue) act();
     window.scrollTo(scrollX, scrollY);
   }
@@ -497,6 +743,7 @@
   }
 
   isDark.addEventListener("change", () => state.data && draw());
+  window.matchMedia("(max-width: 600px)").addEventListener("change", () => state.data && draw());
   if (first.source) poll();
   else {
     state.data = first;

@@ -1,0 +1,149 @@
+"""Roots with runs in every state that a page may show: names, and functions that make them below a directory."""
+
+import math
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
+from runner.run.clock_file import HEADER_BYTES, encode_slot
+from runner.storage import JsonObject, LocalStore, encode_json, encode_line
+from tests.dashboard.lives import make_run
+
+SPEC = """name: {name}
+project: general
+group: sweep
+job: experiments.gpt:PretrainGPT
+directory: runs/{name}
+seed: {seed}
+config:
+  model: {{layers: 6, heads: 6, width: 384}}
+  optimizer: {{name: adamw, learning_rate: {rate}}}
+  train: {{total_steps: {total}}}
+"""
+
+
+def make_life(
+    root: Path,
+    name: str,
+    num_rows: int,
+    total: int,
+    ago_seconds: float = 0.0,
+    rate: float = 1e-3,
+    seed: int = 0,
+    end: JsonObject | None = None,
+    num_attempts: int = 1,
+    sources: tuple[str, ...] = (),
+) -> Path:
+    """Make a run of `num_rows` rows, ten steps each, whose last sign of life is `ago_seconds` old."""
+    numbers = random.Random(seed)
+    store = LocalStore(root / name)
+    now = time.time() - ago_seconds
+    began = now - 40 - 6.0 * num_rows
+    store.write("job.json", encode_json({"id": "0" * 12, "name": name, "time": began, "identity": {}}))
+    store.write("spec.yaml", SPEC.format(name=name, seed=seed, rate=rate, total=total).encode())
+    rows, events = [], []
+    per_attempt = max(num_rows // num_attempts, 1)
+    for number in range(1, num_attempts + 1):
+        since = began + (number - 1) * 6.0 * per_attempt
+        start = {"time": since + 5, "attempt": number, "process": 0, "event": "start", "step": None, "began": since,
+                 "total_steps": total, "processes": 4, "devices": 16, "device_kind": "TPU v5e", "cpus": 112,
+                 "hosts": [f"tpu-worker-{host}.example.internal" for host in range(4)],
+                 "versions": {"jax": "0.10.2", "runner": "0.9.0"}, "commit": "0123456789abcdef"}  # fmt: skip
+        events += [start, {"time": since + 20, "attempt": number, "process": 0, "event": "prepare", "seconds": 14.0}]
+        resumed = (number - 1) * per_attempt * 10
+        events.append({"time": since + 30, "attempt": number, "process": 0, "event": "restore" if resumed else "init",
+                       "step": resumed, "seconds": 9.0})  # fmt: skip
+    for index in range(num_rows):
+        step, moment = (index + 1) * 10, began + 34 + 6.0 * index
+        attempt = min(index // per_attempt + 1, num_attempts)
+        loss = 1.6 + 1e-4 / rate * 0.2 + 9 * math.exp(-step / 90 * (rate / 1e-3) ** 0.3) + numbers.gauss(0, 0.05)
+        row = {"step": step, "train/loss": loss, "train/loss_mean": loss + 0.01, "train/grad_norm": 3 / (1 + step / 30),
+               "train/learning_rate": rate * min(step / 100, 1.0), "train/tokens": step * 524288,
+               "perf/tokens_per_second": 874_000 + numbers.gauss(0, 9000), "perf/mfu": 0.52 + numbers.gauss(0, 0.004),
+               "perf/step_seconds_median": 0.6, "perf/step_seconds_p95": 0.64, "perf/peak_bytes": 13_958_643_712,
+               "perf/time": moment, "perf/attempt": attempt, "train/router_z": 0.1, "train/accuracy": 0.3}  # fmt: skip
+        for place, source in enumerate(sources):
+            row |= {f"data/{source}/tokens": step * 524288 * (place + 1) // 10, f"data/{source}/epochs": step / 1000}
+        if (index + 1) % 10 == 0:
+            row |= {"val/loss": loss + 0.12, "val/accuracy": 0.31, "val/bits_per_byte": loss / 2.9}
+        rows.append(row)
+        if (index + 1) % 20 == 0:
+            events.append(
+                {
+                    "time": moment + 1,
+                    "attempt": attempt,
+                    "process": 0,
+                    "event": "save",
+                    "step": step,
+                    "blocked_seconds": 0.2,
+                }
+            )
+            events.append({"time": moment + 4, "attempt": attempt, "process": 0, "event": "commit", "step": step,
+                           "seconds_to_durable": 3.0, "bytes": 1_500_000_000, "read_back": True})  # fmt: skip
+    if end is not None:
+        events.append({"time": now, "attempt": num_attempts, "process": 0, "step": num_rows * 10} | end)
+    store.write("events.jsonl", b"".join(map(encode_line, sorted(events, key=lambda each: each["time"]))))
+    if rows:
+        store.write("metrics.jsonl", b"".join(map(encode_line, rows)))
+    seconds = dict.fromkeys(COUNTED_BUCKETS, 0.0) | {
+        TimeBucket.PROCESS_START: 4.0,
+        TimeBucket.COMPILE: 14.0,
+        TimeBucket.RESTORE: 9.0,
+    }
+    last = began + (num_attempts - 1) * 6.0 * per_attempt
+    seconds[TimeBucket.STEPS] = max(now - last - sum(seconds.values()) - 3.0, 0.0)
+    seconds[TimeBucket.DATA_WAIT] = 1.5
+    reading = ClockReading(now, num_rows * 10, now, TimeBucket.STEPS, tuple(seconds.values()),
+                           None if end is None else end.get("code", 0))  # fmt: skip
+    header = {"format": 1, "began": last, "host": "h", "machine": "another", "pid": 1, "created": 1,
+              "buckets": [bucket.value for bucket in COUNTED_BUCKETS]}  # fmt: skip
+    clock = encode_json(header).replace(b"\n", b" ").ljust(HEADER_BYTES - 1) + b"\n" + encode_slot(1, reading) * 4
+    store.write(f"attempts/{num_attempts}.clock", clock)
+    store.write(f"logs/{num_attempts}.0.log", b"step 10: loss 2.1\n" * 40)
+    return root / name
+
+
+OUT_OF_MEMORY = {
+    "event": "failed",
+    "code": 1,
+    "reason": "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes on device "
+    "3, at experiments/model/decoder.py line 214",
+}
+
+
+def running(root: Path) -> None:
+    make_life(root, "gpt-small-running", 300, 6000, sources=("web", "code", "books", "papers"))
+
+
+def stalled(root: Path) -> None:
+    make_life(root, "stalled", 120, 6000, ago_seconds=5000)
+
+
+def failed(root: Path) -> None:
+    make_life(root, "failed", 80, 6000, ago_seconds=60, end=OUT_OF_MEMORY)
+
+
+def empty(root: Path) -> None:
+    make_life(root, "empty", 0, 6000)
+
+
+def one_point(root: Path) -> None:
+    make_life(root, "one-point", 1, 6000)
+
+
+def many_attempts(root: Path) -> None:
+    make_run(LocalStore(root / "five-hundred-attempts"), num_attempts=500, num_rows=6)
+
+
+def ten_runs(root: Path) -> None:
+    for index in range(10):
+        rate = [1e-4, 2e-4, 3e-4, 5e-4, 8e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3][index]
+        make_life(root / "sweep", f"gpt-small-learning-rate-{rate:g}", 100, 1000, ago_seconds=600 * index, rate=rate,
+                  seed=index, end={"event": "done"} if index < 6 else None if index < 9 else OUT_OF_MEMORY)  # fmt: skip
+
+
+SCENES: dict[str, Callable[[Path], None]] = {
+    scene.__name__: scene for scene in (running, stalled, failed, empty, one_point, many_attempts, ten_runs)
+}
