@@ -698,6 +698,9 @@
   function draw() {
     const data = prepare(state.data);
     document.title = data.title;
+    // The field loses the focus when it moves into the new table.
+    const held = document.activeElement === filterField;
+    const caret = [filterField.selectionStart, filterField.selectionEnd];
     queue = [];
     const links = [];
     if (first.source && !data.table) links.push(element("a", { href: first.top }, "all runs"));
@@ -715,8 +718,6 @@
     }
     made.push(element("footer", {}, first.source ? "This page updates itself." : `Created at ${clock(data.made)}.`));
     const { scrollX, scrollY } = window;
-    const held = document.activeElement === filterField;
-    const caret = [filterField.selectionStart, filterField.selectionEnd];
     page.replaceChildren(...made.filter(Boolean));
     if (held) { filterField.focus(); filterField.setSelectionRange(...caret); }
     for (const act of queue) act();
