@@ -292,15 +292,16 @@ class RestoreableJob:
         self.attempt = attempt
         # A stop before the first step ends the process from another thread, which must still record the attempt's end.
         stop.on_idle_exit = lambda: attempt.record_idle_exit(self.step)
+        own = self.identity()
         # The constructor opens the fast tier, whose directory may be unusable.
         with self.document.errors_at("checkpoint.local_directory"):
             self.checkpointer = Checkpointer(
                 attempt,
                 self.spec.checkpoint,
                 self.spec.logging.every_steps,
-                self.identity(),
+                own,
                 abstract,
-                is_own=self.make_run_identity(self.identity()).is_continued,
+                is_own=self.make_run_identity(own).is_continued,
             )
         devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
         attempt.start(self.spec.name, total_steps=self.total_steps, **devices)

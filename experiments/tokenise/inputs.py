@@ -5,7 +5,6 @@ Resolution lists names, sizes and versions on disk or in a bucket, and reads no 
 
 import functools
 import hashlib
-import io
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from runner.data.readers import SeekableStream
 from runner.data.source_files import (
     PYTHON_STDLIB,
     TEXT_SUFFIXES,
@@ -243,34 +243,17 @@ def read_object(file: InputFile, start: int, stop: int) -> bytes:
         raise DataError(f"cannot read {file.where}: no permission ({error})") from error
 
 
-class ObjectFile(io.RawIOBase):
+class ObjectFile(SeekableStream):
     """File in a bucket as a raw stream, read in blocks with read-ahead. Not thread-safe.
 
     Only the current block and the next `_BLOCKS_AHEAD` blocks are in memory, however large the object is.
     """
 
     def __init__(self, file: InputFile) -> None:
-        self._file, self._position = file, 0
+        super().__init__(file.size_bytes)
+        self._file = file
         self._blocks: dict[int, Future[bytes]] = {}
         self._pool = ThreadPoolExecutor(_BLOCKS_AHEAD + 1, thread_name_prefix="block")
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position in bytes."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to `offset` from the start, the position or the end, and return the new position."""
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
-        self._position = origin + offset
-        return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Read at most one block into `buffer` and return the number of bytes. Raises what `read_object` raises."""

@@ -206,11 +206,16 @@ def read_template(name: str, read: Callable[[str], bytes]) -> ChatTemplate:
         raise DataError(f"{name}: its template has {len(source):,} characters, needs at most {TEMPLATE_BYTES_MAX:,}")
     names = {}
     for key, value in config.items():
-        # A special token is a string, or an object with the string as its content.
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
+        text = get_token_text(value)
+        if key.endswith("_token") and text is not None:
             names[key] = text
     return ChatTemplate(source, names)
+
+
+def get_token_text(value: Any) -> str | None:
+    """Return the text of a special token in a `tokenizer_config.json`: a string, or an object with it as `content`."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
 class Renderer:

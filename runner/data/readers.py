@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import io
 import json
 import logging
 import os
@@ -156,6 +157,31 @@ def wrap_disk_errors(subject: str, directory: Path) -> Iterator[None]:
             f"{subject}: cannot be kept in {directory} ({error.strerror or error}); set RUNNER_CACHE to a directory "
             "that has room"
         ) from error
+
+
+class SeekableStream(io.RawIOBase):
+    """Base of raw streams over a file of known size, whose subclasses implement `readinto`. Not thread-safe."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes, self._position = size_bytes, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to `offset` from the start, the position or the end, and return the new position."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        self._position = origin + offset
+        return self._position
 
 
 class ByteRange(NamedTuple):

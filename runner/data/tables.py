@@ -29,7 +29,16 @@ import numpy as np
 
 from runner.data.corpus import LOSS_WEIGHT, CompletionMask, TrainOn
 from runner.data.corpus_index import COMPLETION_DTYPE
-from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key, read_record, warn_unwritable, write_record
+from runner.data.readers import (
+    ByteRange,
+    DerivedFile,
+    Reader,
+    SeekableStream,
+    cache_key,
+    read_record,
+    warn_unwritable,
+    write_record,
+)
 from runner.data.source_files import File
 from runner.data.token_files import DocumentFile, DocumentFiles, TokenFile
 from runner.errors import DataError, InvalidError, RetryableError, format_reason
@@ -201,7 +210,7 @@ def _format(names: Sequence[str]) -> str:
     return ", ".join(names)[:200] or "none"
 
 
-class RangeFile(io.RawIOBase):
+class RangeFile(SeekableStream):
     """File or object as a raw stream, read in large blocks. Not thread-safe; `open` makes one that reads in full."""
 
     @classmethod
@@ -210,26 +219,9 @@ class RangeFile(io.RawIOBase):
         return io.BufferedReader(cls(file, reader))
 
     def __init__(self, file: File, reader: Reader) -> None:
-        self._file, self._reader, self._position = file, reader, 0
+        super().__init__(file.size_bytes)
+        self._file, self._reader = file, reader
         self._block, self._content = -1, b""
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position in bytes."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to `offset` from the start, the position or the end, and return the new position."""
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
-        self._position = origin + offset
-        return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Read at most to the end of a block, and return the number of bytes. Raises as a `Reader` does."""

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from runner.config import DataConfig, TokenSource
 from runner.console import warn
-from runner.data.chat import ChatTemplate, read_template
+from runner.data.chat import ChatTemplate, get_token_text, read_template
 from runner.data.corpus_index import INDEX as CORPUS_INDEX
 from runner.data.corpus_index import CorpusIndex, read_tokenizer
 from runner.data.open_source import TextTokens, open_source
@@ -28,7 +28,8 @@ from runner.data.source_files import find_corpus, find_source, is_class_path
 from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.huggingface.safetensors import CONFIG_FILE
-from runner.records import Key, validate_record
+from runner.records import Key
+from runner.run.layout import FORMAT, DamagedRecordError, read_record
 from runner.spec import InitFromConfig
 from runner.storage import (
     JsonObject,
@@ -128,7 +129,12 @@ def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
     store = open_store(where)
     index = CorpusIndex.decode(store.read(CORPUS_INDEX), f"{store.url}/{CORPUS_INDEX}")
     kind, size, end = index.tokenizer.get("kind"), index.vocabulary_size, index.separator
-    names = _read_chat_settings(store)
+    # A corpus of dialogues has its chat template and special tokens beside the index.
+    names: dict[str, str] = {
+        key: value
+        for key, value in (_read_optional_object(store, TOKENIZER_CONFIG) or {}).items()
+        if isinstance(value, str) and (key == "chat_template" or key.endswith("_token"))
+    }
     end_of_turn, template = names.pop(END_OF_TURN, None), names.pop("chat_template", None)
     if kind == "bytes":
         # No text of a special token is a token.
@@ -175,16 +181,6 @@ def _pin_names(template: str, names: Mapping[str, str], settings: Mapping[str, s
         "".join(f"{{% set {key} = {json.dumps(text, ensure_ascii=False)} %}}\n" for key, text in pinned.items())
         + template
     )
-
-
-def _read_chat_settings(store: Store) -> dict[str, str]:
-    """Return the chat template of a corpus of dialogues and its special tokens; nothing if it has none."""
-    settings = _read_optional_object(store, TOKENIZER_CONFIG) or {}
-    return {
-        key: value
-        for key, value in settings.items()
-        if isinstance(value, str) and (key == "chat_template" or key.endswith("_token"))
-    }
 
 
 def _encode_tokenizer_config(sequence_length: int, settings: Mapping[str, str] | None = None) -> bytes:
@@ -254,11 +250,15 @@ def read_base_assets(path: str) -> BaseAssets | None:
     config = _read_optional_object(store, CONFIG_FILE)
     if config is None:
         return None
-    # Models that also read images nest the config of the decoder of text.
-    text = config.get("text_config")
-    every = (text if isinstance(text, dict) else {}) | config
+    every = unnest_config(config)
     ids = {key: every[key] for key in _IDS if every.get(key) is not None}
     return BaseAssets(path, config, ids, _read_optional_object(store, GENERATION_CONFIG) or {}, read_files(store))
+
+
+def unnest_config(config: JsonObject) -> JsonObject:
+    """Return a `config.json` with the keys of its `text_config`, in which models with images nest those of the text."""
+    text = config.get("text_config")
+    return (text if isinstance(text, dict) else {}) | config
 
 
 def read_files(store: Store) -> dict[str, bytes]:
@@ -296,7 +296,6 @@ def _read_vocabulary(content: bytes | None) -> dict[str, int] | None:
 
 ASSETS = "assets"
 _RECORD = f"{ASSETS}/assets.json"
-_FORMAT = 1
 ASSET_KEYS = (
     Key("format", int, "Version of the format of this file."),
     Key("base", str | None, "Path or URL of the published weights that the run started from; null: none."),
@@ -385,9 +384,8 @@ def find_assets(data: DataConfig | None, rule: InitFromConfig | None) -> ExportA
 
 
 def _combine(tokenizer: TokenizerFiles, base: BaseAssets) -> ExportAssets:
-    own, theirs = (_read_vocabulary(files.get(TOKENIZER)) for files in (tokenizer.files, base.files))
     is_known = bool(tokenizer.files)
-    if is_known and (own is None or own != theirs) and dict(tokenizer.files).items() - base.files.items():
+    if is_known and not _is_same_tokenizer(tokenizer.files, base.files):
         return ExportAssets(tokenizer, base.path, base.config)
     settings: JsonObject = {}
     if TOKENIZER_CONFIG in base.files:
@@ -408,7 +406,9 @@ def _combine(tokenizer: TokenizerFiles, base: BaseAssets) -> ExportAssets:
         settings = settings or made
     if settings:
         files[TOKENIZER_CONFIG] = encode_json(settings)
-    size = tokenizer.vocabulary_size or (max(theirs.values()) + 1 if theirs else 0)
+    size = tokenizer.vocabulary_size
+    if not size:
+        size = max((_read_vocabulary(files.get(TOKENIZER)) or {}).values(), default=-1) + 1
     problem = tokenizer.problem
     if TOKENIZER in files:
         problem = None
@@ -416,6 +416,16 @@ def _combine(tokenizer: TokenizerFiles, base: BaseAssets) -> ExportAssets:
         problem = f"{base.path} has no {TOKENIZER}"
     found = TokenizerFiles(files, size, tokenizer.end, tokenizer.end_of_turn, tokenizer.pad, problem)
     return ExportAssets(found, base.path, base.config, base.ids, base.generation)
+
+
+def _is_same_tokenizer(own: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> bool:
+    """Return True if all files of `own` are among `theirs`, or both have the same vocabulary."""
+    content = own.get(TOKENIZER)
+    if own.items() <= theirs.items() or (content is not None and content == theirs.get(TOKENIZER)):
+        return True
+    # Parsing a large vocabulary takes up to a second, so it comes last.
+    vocabulary = _read_vocabulary(content)
+    return vocabulary is not None and vocabulary == _read_vocabulary(theirs.get(TOKENIZER))
 
 
 def record_assets(store: Store, data: DataConfig, rule: InitFromConfig | None) -> None:
@@ -432,7 +442,7 @@ def save_assets(store: Store, assets: ExportAssets) -> None:
     for name, content in tokenizer.files.items():
         store.write(f"{ASSETS}/{name}", content)
     record = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "base": assets.base,
         "config": assets.config,
         "ids": assets.ids,
@@ -455,13 +465,10 @@ def read_assets(store: Store) -> ExportAssets | None:
         InvalidError: They are damaged.
         OSError: The store cannot be read.
     """
-    record = _read_optional_object(store, _RECORD)
-    if record is None:
-        return None
     try:
-        if record.get("format") != _FORMAT:
-            raise ValueError(f"its format is {str(record.get('format'))[:20]}, needs {_FORMAT}")
-        validate_record(record, ASSET_KEYS, [key.name for key in ASSET_KEYS])
+        record = read_record(store, _RECORD, ASSET_KEYS, [key.name for key in ASSET_KEYS])
+        if record is None:
+            return None
         strange = [name for name in record["files"] if name not in (*BASE_TOKENIZER_FILES, *TOKENIZER_FILES.values())]
         if strange:
             raise ValueError(f"{strange[0][:60]!r} is not the name of a tokenizer file")
@@ -469,7 +476,7 @@ def read_assets(store: Store) -> ExportAssets | None:
         for name, content in files.items():
             if hashlib.sha256(content).hexdigest() != record["files"][name]:
                 raise ValueError(f"{name} is not the file that was recorded")
-    except (ValueError, FileNotFoundError) as error:
+    except (DamagedRecordError, ValueError, FileNotFoundError) as error:
         raise InvalidError(f"{store.url}/{_RECORD} is damaged: {error}") from error
     ids = {key: record[key] for key in ("vocabulary_size", "end", "end_of_turn", "pad", "problem")}
     tokenizer = TokenizerFiles(files, **ids)
@@ -490,13 +497,7 @@ def replace_tokenizer(assets: ExportAssets, where: str) -> ExportAssets:
     generation = _read_optional_object(store, GENERATION_CONFIG) or {}
     settings = _read_optional_object(store, TOKENIZER_CONFIG) or {}
 
-    def find_id(key: str) -> int | None:
-        # A special token is a string, or an object with the string as its content.
-        token = settings.get(key)
-        text = token.get("content") if isinstance(token, dict) else token
-        return vocabulary.get(text) if isinstance(text, str) else None
-
-    ids = {f"{key}_id": find_id(key) for key in ("bos_token", "eos_token", "pad_token")}
+    words = {key: get_token_text(settings.get(key.removesuffix("_id"))) for key in _IDS}
+    ids = {key: vocabulary[word] for key, word in words.items() if word in vocabulary}
     tokenizer = TokenizerFiles(files, max(vocabulary.values(), default=-1) + 1)
-    known = {key: value for key, value in ids.items() if value is not None}
-    return ExportAssets(tokenizer, assets.base, assets.config, known, generation)
+    return ExportAssets(tokenizer, assets.base, assets.config, ids, generation)

@@ -39,6 +39,7 @@ from runner.huggingface.assets import (
     find_assets,
     read_assets,
     replace_tokenizer,
+    unnest_config,
 )
 from runner.huggingface.mapping import Family, Shape, TensorPiece, compute_tensor_shapes, find_table_problems
 from runner.huggingface.safetensors import (
@@ -311,8 +312,7 @@ def _make_files(
             files[TOKENIZER_CONFIG] = encode_json(settings)
     elif _CONTEXT in config and assets.config is not None and not family.differences(assets.config):
         # Training on shorter sequences does not take the context of the published weights away.
-        text_config = assets.config.get("text_config")
-        context = (text_config if isinstance(text_config, dict) else assets.config).get(_CONTEXT)
+        context = unnest_config(assets.config).get(_CONTEXT)
         config[_CONTEXT] = max(config[_CONTEXT], context) if type(context) is int else config[_CONTEXT]
     ids = assets.list_ids()
     config |= ids

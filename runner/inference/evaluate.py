@@ -341,18 +341,12 @@ def _evaluate_if_there(
     run: ReadOnlyRun, evaluator: CheckpointEvaluator, step: int, hosts: Hosts
 ) -> Iterator[JsonObject]:
     """Yield the record of a step on process 0; nothing on others, or if the run has deleted its checkpoint."""
-    checkpoint, problem, weights = run.get_checkpoint(step), None, None
+    checkpoint, weights = run.get_checkpoint(step), None
     # All hosts decide together: a host that alone missed the checkpoint would leave the others waiting in the program.
     is_there = hosts.run_on_main(functools.partial(run.has_checkpoint, checkpoint))
     if is_there:
-        try:
-            weights = run.load_weights(checkpoint, evaluator.abstract, evaluator.weights)
-        except InvalidError as error:
-            problem = error
-        if any(hosts.gather(problem is not None)):
-            is_there = hosts.run_on_main(functools.partial(run.has_checkpoint, checkpoint))
-            if is_there:
-                raise problem or InvalidError(f"{checkpoint}: another process could not read it")
+        weights, problem = run.load_unless_deleted(checkpoint, evaluator.abstract, evaluator.weights, hosts)
+        is_there = problem is None
     if not is_there:
         warn(f"{checkpoint}: skipped, because the run has deleted it meanwhile")
         return

@@ -118,19 +118,33 @@ class ReadOnlyRun:
         for _ in range(MAX_LISTINGS):
             # Every host has the same `found`.
             checkpoint: str = found or hosts.run_on_main(lambda: self.find_checkpoint(step))
-            problem, loaded = None, None
-            try:
-                loaded = self.load_weights(checkpoint, abstract, weights)
-            except InvalidError as error:
-                problem = error
-            # All hosts learn whether one of them has failed, so that none waits alone in the program.
-            if not any(hosts.gather(problem is not None)):
+            loaded, problem = self.load_unless_deleted(checkpoint, abstract, weights, hosts)
+            if problem is None:
                 return checkpoint, loaded
-            is_there = hosts.run_on_main(functools.partial(self.has_checkpoint, checkpoint))
-            if is_there or step not in (NEWEST, BEST):
-                raise problem or InvalidError(f"{checkpoint}: another process could not read it")
+            if step not in (NEWEST, BEST):
+                raise problem
             found = None
         raise StorageError(f"{self.store.url}: {MAX_LISTINGS} times a checkpoint was deleted while it was read")
+
+    def load_unless_deleted(
+        self, checkpoint: str, abstract: Any, weights: str, hosts: Hosts
+    ) -> tuple[Any, InvalidError | None]:
+        """Return the weights of a checkpoint, or the error on every host if the run has deleted it meanwhile.
+
+        Called on every host, with the arguments of `load_weights`, which raises any other error.
+        """
+        problem, loaded = None, None
+        try:
+            loaded = self.load_weights(checkpoint, abstract, weights)
+        except InvalidError as error:
+            problem = error
+        # All hosts learn whether one of them has failed, so that none waits alone in the program.
+        if not any(hosts.gather(problem is not None)):
+            return loaded, None
+        problem = problem or InvalidError(f"{checkpoint}: another process could not read it")
+        if hosts.run_on_main(functools.partial(self.has_checkpoint, checkpoint)):
+            raise problem
+        return None, problem
 
     def load_weights(self, checkpoint: str, abstract: Any, weights: str = PARAMS) -> Any:
         """Load the weights of a checkpoint with the shapes, dtypes and shardings of `abstract`. Called on every host.

@@ -42,7 +42,7 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from typing import NamedTuple, Protocol, TypeVar
@@ -106,6 +106,23 @@ class MetricsFile(Protocol):
 
     def close(self) -> None:
         """Close what is open."""
+
+
+def find_tail_problem(file: MetricsFile, attachments: Mapping[str, bytes]) -> str | None:
+    """Return why the rows saved beside a state cannot continue the rows of the file; None if they can.
+
+    They cannot if a later attempt, on other machines, resumed from an earlier step and so removed the row that they
+    follow. Process 0 only.
+    """
+    if METRICS_FILE not in attachments:
+        return None
+    try:
+        after = RowTail.decode(attachments[METRICS_FILE]).after
+    except ValueError as error:
+        return str(error)
+    if after is None or file.has_step(after):
+        return None
+    return f"a later attempt resumed from a step before {after}, so these rows do not follow those of the file"
 
 
 # On a disk.

@@ -41,7 +41,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from runner.console import say, warn
 from runner.errors import format_error
-from runner.metrics.file import METRICS_FILE, open_metrics_file, read_encoded_rows
+from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import RowValue, find_bins
 from runner.metrics.rows import Row, RowTail
 from runner.run.attempt import Attempt
@@ -395,15 +395,7 @@ class RowLog:
 
     def find_problem(self, attachments: dict[str, bytes]) -> str | None:
         """Return why the rows beside a state of the fast tier do not continue those of the file; None if they do."""
-        if METRICS_FILE not in attachments:
-            return None
-        try:
-            after = RowTail.decode(attachments[METRICS_FILE]).after
-        except ValueError as error:
-            return str(error)
-        if after is None or self._file.has_step(after):
-            return None
-        return f"a later attempt resumed from a step before {after}, so these rows do not follow those of the file"
+        return find_tail_problem(self._file, attachments)
 
     def rewind(self, step: int, attachments: dict[str, bytes] | None = None) -> None:
         """Remove the rows after `step`, which was restored or loaded. A job without rows gets no file."""

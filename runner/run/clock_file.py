@@ -181,10 +181,8 @@ class _LocalClockFile:
         if reading.code is not None:
             # Written to a second slot, because a delayed heartbeat could overwrite the exit code in the last one.
             self.put(reading)
-        if reading.code is not None or time.monotonic() >= self._next_flush_seconds:
-            self._flush()
-
-    def _flush(self) -> None:
+        if reading.code is None and time.monotonic() < self._next_flush_seconds:
+            return
         is_first, self._next_flush_seconds = not self._next_flush_seconds, time.monotonic() + FLUSH_SECONDS
         with contextlib.suppress(OSError):  # a disk that fails is reported where a slot is written
             os.fdatasync(self._file)

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from runner.console import escape_unprintable
 from runner.errors import FailedError, InvalidError, SpecError
 from runner.spec.model import ExecutionSpec
 
@@ -47,12 +48,9 @@ class SpecLocation:
         """Return `location: key: message` as one line, without a key that the location already contains."""
         key = ".".join(path)
         # A message is one line even if a key or value of the spec holds a line break or a control sequence.
-        return escape_line(": ".join([self.text, message] if key in ("", self.key) else [self.text, key, message]))
-
-
-def escape_line(line: str) -> str:
-    """Return a line with every character escaped that cannot be printed, such as a line break."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        return escape_unprintable(
+            ": ".join([self.text, message] if key in ("", self.key) else [self.text, key, message])
+        )
 
 
 def describe_value(value: Any) -> str:
@@ -244,7 +242,7 @@ class Document:
             location, message = self.locate(path), "; ".join(messages)
             is_repeated = location is previous and location.key != ""
             lines.append(
-                f"  {escape_line('.'.join(path))}: {escape_line(message)}"
+                f"  {escape_unprintable('.'.join(path))}: {escape_unprintable(message)}"
                 if is_repeated
                 else location.format_problem(path, message)
             )
@@ -276,7 +274,7 @@ class Document:
             raise
         except InvalidError as error:
             first, *others = str(error).split("\n")
-            lines = [str(self.error(key, first)), *(f"  {escape_line(line)}" for line in others)]
+            lines = [str(self.error(key, first)), *(f"  {escape_unprintable(line)}" for line in others)]
             raise SpecError("\n".join(lines)) from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from runner.config import TrainerConfig
-from runner.metrics.file import METRICS_FILE, open_metrics_file
+from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file
 from runner.metrics.meta import Meta
 from runner.metrics.rows import Row, RowTail
 from runner.metrics.window import MetricsWindow, StepTimer
@@ -68,20 +68,8 @@ class Report(JobReport):
     # Resuming.
 
     def find_problem(self, attachments: dict[str, bytes]) -> str | None:
-        """Return why the rows saved beside a state cannot continue the rows of the file; None if they can.
-
-        They cannot if a later attempt, on other machines, resumed from an earlier step and so removed the row that they
-        follow. Process 0 only.
-        """
-        if METRICS_FILE not in attachments:
-            return None
-        try:
-            after = RowTail.decode(attachments[METRICS_FILE]).after
-        except ValueError as error:
-            return str(error)
-        if after is None or self._metrics.has_step(after):
-            return None
-        return f"a later attempt resumed from a step before {after}, so these rows do not follow those of the file"
+        """Return why the rows saved beside a state cannot continue the rows of the file; None if they can."""
+        return find_tail_problem(self._metrics, attachments)
 
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None = None) -> None:
         """Remove the rows after `step`, and continue the metrics window of the save.

@@ -48,7 +48,7 @@ def test_public_classes_have_names_of_their_own(structure: Structure) -> None:
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
     assert structure.files <= 210
-    assert structure.called_once <= 346
+    assert structure.called_once <= 345
     assert structure.comment_share >= 1 / 17
 
 
