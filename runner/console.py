@@ -89,7 +89,7 @@ _outputs = (_Output(_STDOUT, "<stdout>"), _Output(_STDERR, "<stderr>"))
 
 
 def protect_streams() -> None:
-    """Make standard input, output and error usable whatever becomes of them.
+    """Keep standard input, output and error usable when they are closed or lost.
 
     Call it before anything opens a file: a stream that was closed at the start is opened on the null device, because
     the next file to be opened would get its descriptor, and the lines that are printed.

@@ -334,7 +334,7 @@ class BaseTrainer(RestoreableJob):
         return self.setup_builder.vocabulary_size
 
     def validate_compiled(self, name: str) -> None:
-        """Raise `PhaseError` if the step is not compiled yet, which what is called `name` needs."""
+        """Raise `PhaseError` if the job is not compiled yet; its member `name` needs the compiled step."""
         if "compiled" not in vars(self):
             raise PhaseError(
                 f"{type(self).__name__}.{name}: the job is not compiled yet; call the job, and {name} inside of run or "
