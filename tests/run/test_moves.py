@@ -25,6 +25,12 @@ from tests.support.tiny import counter, gpt, gpt_spec, name_of, outcome, stop_af
 SAME, OTHER = "same", "other"
 
 
+@pytest.fixture(autouse=True)
+def run_in_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the text that `gpt_spec` writes beside a run out of the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 def validate(saved: dict[str, Any], present: dict[str, Any], content: str = SAME) -> RunIdentity:
     """Compare two specs whose data have the fingerprints `same` and `content`."""
 

@@ -106,7 +106,7 @@ LOOKS = {
     "refused plan": ["plan", SPEC, "--set", "unknown=1"],
     "no such run": ["status", "nowhere"],
 }
-_DAILY_LOOKS = {"help", "status"}
+_DAILY_LOOKS = {"status"}
 # The reader is gone, or there was none: the command has done its work. A full disk has taken a part of its product.
 LOSSES = {"closed": None, "no reader": None, "full disk": 76, "ascii": None}
 
@@ -131,7 +131,14 @@ def test_a_command_without_a_reader_ends_as_ever(name: str, way: str, finished: 
         assert code == usual.returncode, errors
 
 
-@pytest.mark.parametrize("words", [["--help"], ["local", "--help"], ["slurm", SPEC, "--dry-run"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["--help"], marks=pytest.mark.soak),
+        pytest.param(["local", "--help"], marks=pytest.mark.soak),
+        ["slurm", SPEC, "--dry-run"],
+    ],
+)
 def test_an_engine_without_a_reader_ends_as_ever(words: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "launch", *words]
     variables = environment(1) | {"PYTHONPATH": str(ROOT)}
