@@ -7,6 +7,7 @@ Frozen parameters have no optimizer state. `FrozenParametersState` keeps their n
 gradient for them (`split_frozen`).
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -26,7 +27,7 @@ from runner.optim.config import OptimizerConfig, ParameterGroup
 STACK_AXES = ("layers", "expert")  # axes along which a parameter stacks several matrices or vectors
 _TABLE_AXES = ("vocab", "positions")  # axes of tables whose rows are looked up one by one
 _EMBEDDING = "embedding"  # name of the table of flax's `nn.Embed`
-_NAMES_SHOWN = 4  # in an error
+_NAMES_SHOWN = 12  # in an error: the matrices of a layer, and the embeddings
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,19 @@ def get_default_multiplier(parameter: Parameter) -> float:
     return 1.0
 
 
-def list_nearest_names(text: str, parameters: Iterable[Parameter]) -> list[str]:
-    """Return the names of the parameters, the most similar to `text` first."""
+def format_nearest_names(pattern: str, parameters: Iterable[Parameter]) -> str:
+    """Return patterns that fit all the parameters, the most similar to `pattern` first, for an error.
+
+    Names that differ in numbers alone, as those of unrolled layers do, are one pattern: `layer_*.mlp.up.kernel`.
+    """
+    groups: dict[str, list[str]] = {}
+    for parameter in parameters:
+        groups.setdefault(re.sub(r"\d+", "*", parameter.name), []).append(parameter.name)
+    names = [names[0] if len(names) == 1 else group for group, names in groups.items()]
     # The sort is stable: names that are equally similar keep the order of the model.
-    names = [parameter.name for parameter in parameters]
-    return sorted(names, key=lambda name: -SequenceMatcher(None, text, name).ratio())
+    names.sort(key=lambda name: -SequenceMatcher(None, pattern.replace("*", ""), name.replace("*", "")).ratio())
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def describe_parameters(boxed: Any) -> Any:
@@ -207,8 +216,8 @@ def _match_groups(groups: Sequence[ParameterGroup], parameters: Sequence[Paramet
     for group in groups:
         fitting = [p for p in parameters if fnmatchcase(p.name, group.pattern)]
         if not fitting:
-            names = _format_nearest(group.pattern, parameters)
-            raise InvalidError(f"groups: {group.pattern!r} matches no parameter; {names}")
+            names = format_nearest_names(group.pattern, parameters)
+            raise InvalidError(f"groups: {group.pattern!r} matches no parameter; there are {names}")
         # A weight decay of 0 is accepted for vectors, because they have none anyway.
         if group.weight_decay and not any(p.is_matrix for p in fitting):
             raise InvalidError(
@@ -238,16 +247,9 @@ def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
     leaves = jax.tree.leaves(parameters)
     for pattern in patterns:
         if not any(fnmatchcase(p.name, pattern) for p in leaves):
-            names = _format_nearest(pattern, leaves)
-            raise InvalidError(f"{key}: {pattern!r} matches no trained parameter; {names}")
+            names = format_nearest_names(pattern, leaves)
+            raise InvalidError(f"{key}: {pattern!r} matches no trained parameter; there are {names}")
     return jax.tree.map(lambda p: any(fnmatchcase(p.name, pattern) for pattern in patterns), parameters)
-
-
-def _format_nearest(pattern: str, parameters: Sequence[Parameter]) -> str:
-    """Return the names that are most similar to a pattern, for an error."""
-    names = list_nearest_names(pattern, parameters)
-    more = len(names) - _NAMES_SHOWN
-    return "there are " + ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 @struct.dataclass

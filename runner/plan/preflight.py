@@ -19,6 +19,7 @@ from runner.plan.checks import Findings
 from runner.plan.figures import Section, format_amount, format_sections, report_progress, sections_to_json
 from runner.plan.forecast.module import find_largest_arrays
 from runner.plan.mesh import MeshWarning
+from runner.plan.prediction import Prediction
 from runner.plan.profile import (
     forecast_program,
     make_comparison_section,
@@ -31,7 +32,7 @@ from runner.plan.report import EarlyEstimate, build_first_setup, estimate_early,
 from runner.plan.search import CompiledCandidate, Search, find_smallest_slice
 from runner.spec import Document, load_document
 from runner.spec.document import dump_yaml
-from runner.train.compile import StepTooLargeError
+from runner.train.compile import MEMORY_SHARE, StepTooLargeError
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.trainer import BaseTrainer
 
@@ -158,11 +159,16 @@ def _make_trainer_sections(
     if estimate is not None:
         _add_mesh_warnings(job, estimate, estimate.small_shard_warnings, findings)
 
+    first = None if estimate is None else estimate.first
     program: CompiledProgram | None = None
     with report_progress(f"compiling {job.spec.name} for {job.topology.accelerator}"), findings.collect():
         try:
-            program = compile_program(job.setup_builder, train_setup, machine)
-        except StepTooLargeError:
+            # Without the chip's compiler, arithmetic chooses the micro-batch.
+            micro_batch = first.micro_batch_examples if machine.is_faked and first is not None else None
+            program = compile_program(job.setup_builder, train_setup, machine, micro_batch=micro_batch)
+        except InvalidError as error:
+            if not isinstance(error.__cause__, StepTooLargeError):
+                raise
             # Show what would fill the memory.
             largest = _make_largest_arrays_section(job.setup_builder, train_setup, machine)
             sections += [report.make_state_section(abstract_state), largest]
@@ -172,11 +178,13 @@ def _make_trainer_sections(
 
     if estimate is not None:
         _add_mesh_warnings(job, estimate, estimate.find_warnings(program), findings)
+    if machine.is_faked:
+        _check_memory_by_arithmetic(job, first, machine, findings)
     config = job.setup_builder.config_in_steps
     sections += [
         report.make_batch_section(config, program),
         report.make_state_section(abstract_state),
-        report.make_memory_section(program, machine),
+        report.make_memory_section(program, machine, first),
         report.make_collectives_section(program),
     ]
     # A job with a kernel of its own may not state its FLOPs; all other sections are still possible.
@@ -202,9 +210,30 @@ def _make_trainer_sections(
             if request.against is not None:
                 with findings.collect():
                     rows = read_timed_rows(request.against)
-                    sections.append(make_comparison_section(forecast, program.step.memory.needed, rows))
+                    planned_bytes = first.needed_bytes if machine.is_faked and first else program.step.memory.needed
+                    sections.append(make_comparison_section(forecast, planned_bytes, rows))
     checkpoint = _make_checkpoint_section(job, abstract_state, machine, step_seconds, findings)
     return [*sections, checkpoint, report.make_compilation_section(program)]
+
+
+def _check_memory_by_arithmetic(
+    job: BaseTrainer, first: Prediction | None, machine: TargetMachine, findings: Findings
+) -> None:
+    """Add what arithmetic says about the memory of a chip whose compiler is not here, if it does not fit."""
+    there = f"{machine.hbm_bytes * MEMORY_SHARE / 2**30:.2f} GiB are there"
+    if first is None:
+        findings.warnings.append(
+            f"whether a step fits in memory is unknown: {machine.compiler} stands in for the compiler of "
+            f"{machine.accelerator}, and the job has no estimate of its own; {there}"
+        )
+    elif first.needed_bytes > machine.hbm_bytes * MEMORY_SHARE:
+        text = (
+            "by arithmetic, since the chip's compiler is not here, a step with "
+            f"{first.micro_batch_examples} example(s) a device needs {first.needed_bytes / 2**30:.2f} GiB "
+            f"on each device and {there}; use a smaller "
+            "micro_batch_examples, more devices, a larger fsdp or tensor axis, or config.memory.remat"
+        )
+        findings.problems.append(job.document.format_problem(("topology",), text))
 
 
 def _add_mesh_warnings(
@@ -268,7 +297,7 @@ def _search(request: PlanRequest) -> int:
                 "lowest_step_seconds": compiled.times.step_seconds,
                 "bound": compiled.times.bound,
                 "forecast_step_seconds": compiled.forecast_seconds,
-                "needed_bytes": compiled.program.step.memory.needed,
+                "needed_bytes": compiled.needed_bytes,
                 "predicted_step_seconds": compiled.candidate.prediction.times.step_seconds,
                 "predicted_bytes": compiled.candidate.prediction.needed_bytes,
             }
@@ -291,7 +320,7 @@ def _format_search(
     lines = [f"{accelerator}: {num_candidates} candidates fit by arithmetic; best when compiled by {machine.compiler}:"]
     for number, compiled in enumerate(found, 1):
         step, bound = format_amount(compiled.times.step_seconds, "seconds"), compiled.times.bound
-        needed = format_amount(compiled.program.step.memory.needed, "bytes")
+        needed = format_amount(compiled.needed_bytes, "bytes")
         settings = " ".join(compiled.candidate.overrides)
         seconds = compiled.forecast_seconds
         forecast = "" if seconds is None else f"forecast {format_amount(seconds, 'seconds')}, "

@@ -15,6 +15,7 @@ import importlib.metadata
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ from runner.parallel.mesh import (
 from runner.plan.forecast.collectives import Collective, find_collectives
 from runner.plan.mesh import MeshSizes
 from runner.spec.imports import format_install, is_extra_installed
-from runner.train.compile import MEMORY_SHARE, BatchLayout, CompiledStep
+from runner.train.compile import MEMORY_SHARE, BatchLayout, CompiledStep, StepTooLargeError
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 
 # libtpu would otherwise ask the metadata server of a TPU host, which is not there, and log at length.
@@ -343,18 +344,32 @@ class CompiledProgram:
 
 
 def compile_program(
-    setup_builder: TrainSetupBuilder, train_setup: TrainSetup, machine: TargetMachine, *, with_val: bool = True
+    setup_builder: TrainSetupBuilder,
+    train_setup: TrainSetup,
+    machine: TargetMachine,
+    *,
+    with_val: bool = True,
+    micro_batch: int | None = None,
 ) -> CompiledProgram:
     """Compile the steps that the job would run. Allocates no parameter.
 
     Both steps are compiled in parallel, as a compiler uses few threads. The validation step is compiled for the
-    micro-batch that the train step tries first, and again if that does not fit.
+    micro-batch that the train step tries first, and again if that does not fit. On fake devices a step does not fit if
+    its arguments and outputs alone do not: its temporaries are those of XLA for CPU, and say nothing about the chip.
+
+    Args:
+        setup_builder: builder of the job's steps.
+        train_setup: abstract state and shardings on the machine's devices.
+        machine: devices to compile for.
+        with_val: compile the validation step too.
+        micro_batch: the only micro-batch to try, if the spec allows it.
 
     Raises:
-        InvalidError: the step does not fit in memory, with the numbers.
+        InvalidError: the step does not fit in memory, with the numbers. Its cause is a `StepTooLargeError`.
     """
     # The train step tries the largest micro-batch first.
-    first = setup_builder.get_largest_layout(train_setup)
+    first = setup_builder.get_largest_layout(train_setup, micro_batch)
+    limit_bytes = int(machine.hbm_bytes * MEMORY_SHARE)
 
     def compile_val(layout: BatchLayout) -> float:
         """Compile the validation step for this split of the batch, and return the seconds that it took."""
@@ -365,9 +380,17 @@ def compile_program(
     with ThreadPoolExecutor(1) as executor:
         val = executor.submit(compile_val, first) if with_val else None
         started = time.monotonic()
-        step = setup_builder.compile(train_setup, int(machine.hbm_bytes * MEMORY_SHARE))
+        step = setup_builder.compile(train_setup, sys.maxsize if machine.is_faked else limit_bytes, micro_batch)
         compile_seconds = time.monotonic() - started
         val_seconds = None if val is None else val.result()
+    resident_bytes = step.memory.arguments + step.memory.outputs if machine.is_faked else 0
+    if resident_bytes > limit_bytes:
+        with setup_builder.document.errors_at("topology"):
+            raise StepTooLargeError(
+                f"state and batch alone need {resident_bytes / 2**30:.2f} GiB on each device and "
+                f"{limit_bytes / 2**30:.2f} GiB are there; use more devices, or a larger fsdp or tensor axis",
+                resident_bytes,
+            )
     if with_val and step.layout != first:
         val_seconds = compile_val(step.layout)
     found = tuple(find_collectives(step.text, train_setup.mesh_sizes))

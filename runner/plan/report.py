@@ -15,7 +15,7 @@ from runner.checkpoint.policy import compute_best_interval_seconds
 from runner.config import TrainerConfig
 from runner.parallel.mesh import STATE_AXES, count_batch_shards, format_batch_axes, format_mesh, resolve_mesh_sizes
 from runner.periodic import count_tokens
-from runner.plan.figures import Section, format_amount, report_progress
+from runner.plan.figures import Basis, Section, format_amount, report_progress
 from runner.plan.mesh import (
     MeshSizes,
     MeshWarning,
@@ -284,19 +284,32 @@ def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Secti
     return section
 
 
-def make_memory_section(program: CompiledProgram, machine: TargetMachine) -> Section:
-    """Return the section of a device's memory: the need of a step against the capacity."""
+def make_memory_section(program: CompiledProgram, machine: TargetMachine, first: Prediction | None) -> Section:
+    """Return the section of a device's memory: the need of a step against the capacity.
+
+    `first` is the need by arithmetic, which counts where the chip's compiler is not here.
+    """
     section, memory = Section("memory of a device"), program.step.memory
     note = "state, batch, and the random key if the model uses one"
     section.add("arguments", memory.arguments, "bytes", "compiled", note)
-    section.add("temporaries", memory.temporaries, "bytes", "compiled")
+    compiled: Basis = "compiled"
+    basis: Basis = "counted"
+    note = "of XLA for CPU, which says nothing about the chip" if machine.is_faked else ""
+    section.add("temporaries", memory.temporaries, "bytes", "compiled", note)
     note = "outputs that do not reuse the memory of arguments"
     section.add("outputs", memory.outputs, "bytes", "compiled", note)
     section.add("code", memory.code, "bytes", "compiled")
-    section.add("needed", memory.needed, "bytes", "compiled", "arguments + temporaries + outputs")
+    if not machine.is_faked:
+        needed, basis, note = memory.needed, compiled, "arguments + temporaries + outputs"
+    elif first is not None:
+        needed, note = int(first.needed_bytes), "by arithmetic: the chip's compiler is not here"
+    else:
+        needed = memory.arguments + memory.outputs
+        note = "at least, without temporaries: the chip's compiler is not here"
+    section.add("needed", needed, "bytes", basis, note)
     note = f"a step may use {MEMORY_SHARE:.0%} of it"
     section.add("there", machine.hbm_bytes, "bytes", "assumed", note, label="capacity")
-    section.add("headroom", machine.hbm_bytes - memory.needed, "bytes", "compiled")
+    section.add("headroom", machine.hbm_bytes - needed, "bytes", basis)
     return section
 
 

@@ -73,12 +73,14 @@ class CompiledCandidate:
         candidate: the candidate.
         program: its compiled step.
         times: roofline of the compiled step.
+        needed_bytes: memory that a device needs, as compiled; by arithmetic where the chip's compiler is not here.
         forecast_seconds: step time by the compiler's estimates, None where it has written none.
     """
 
     candidate: Candidate
     program: CompiledProgram
     times: Roofline
+    needed_bytes: float
     forecast_seconds: float | None = None
 
     @property
@@ -145,8 +147,8 @@ class Search:
         length, num_experts = first.job.config.data.sequence_length, first.job.sizing(dict(SINGLE_DEVICE)).num_experts
         candidates: list[Candidate] = []
         for mesh in iter_meshes(accelerator.num_devices or 1, length, num_experts):
-            # A mesh that the first variant rejects is skipped for all, which saves the work of sharding the state.
-            if not first.list_micro_batches(dict(mesh)):
+            # A mesh that every variant rejects is skipped, which saves the work of sharding the state.
+            if not any(predictor.list_micro_batches(dict(mesh)) for predictor in predictors):
                 continue
             state = first.measure_state(first.shard_state(mesh))
             for variant, predictor in zip(variants, predictors, strict=True):
@@ -177,7 +179,9 @@ class Search:
                 config, flops = job.setup_builder.config_in_steps, job.flops_per_token(train_setup)
                 _, times = report.make_roofline_section(config, flops, program, machine)
                 seconds = forecast_step_seconds(program, machine)
-                compiled.append(CompiledCandidate(candidate, program, times or candidate.prediction.times, seconds))
+                needed_bytes = candidate.prediction.needed_bytes if machine.is_faked else program.step.memory.needed
+                times = times or candidate.prediction.times
+                compiled.append(CompiledCandidate(candidate, program, times, needed_bytes, seconds))
             except InvalidError as error:
                 dropped[candidate] = f"{' '.join(candidate.overrides)}: {str(error).partition(';')[0]}"
                 needed_bytes = getattr(error.__cause__, "needed_bytes", 0)
@@ -217,7 +221,7 @@ def find_smallest_slice(search: Search, accelerator: Accelerator, hours: float) 
         if not candidates:
             continue
         needed_hours = candidates[0].prediction.times.step_seconds / TYPICAL_SHARE * steps / 3600
-        best = f"{slice_} needs {needed_hours:,.1f} hours"
+        best = f"{slice_} needs {f'{needed_hours:,.1f}' if needed_hours >= 1 else f'{needed_hours:.2g}'} hours"
         if needed_hours <= hours:
             return slice_, candidates
     reason = best or "the job fits on none"

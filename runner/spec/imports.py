@@ -114,7 +114,16 @@ def _describe_import_error(module_name: str, error: BaseException) -> str:
         search = getattr(sys.modules.get(package), "__path__", []) if package else [os.getcwd()]
         modules = [module.name for module in pkgutil.iter_modules(search)]
         prefix = f"{package}." if package else ""
-        return f"no module {error.name}{suggest_nearest(missing, modules, prefix)}"
+        if package:
+            return f"no module {error.name}{suggest_nearest(missing, modules, prefix)}"
+        # The user's module is in the working directory or on PYTHONPATH; what Python brings along is not.
+        own = [os.path.realpath(place) for place in (sys.prefix, sys.base_prefix)]
+        places = [place for place in sys.path if place and not os.path.realpath(place).startswith(tuple(own))]
+        looked = ", ".join(dict.fromkeys([os.getcwd(), *places]))
+        nearest = suggest_nearest(missing, modules, prefix)
+        return f"no module {error.name} in {looked} or among the installed packages{nearest}" + (
+            "" if nearest else "; start where it lies, or name its directory in PYTHONPATH"
+        )
     if isinstance(error, SyntaxError):
         where, reason = f"{error.filename}:{error.lineno}", error.msg
     else:

@@ -21,12 +21,11 @@ import numpy as np
 from runner.checkpoint.leaves import BASE, LORA_A, LORA_B, AdapterMerge, merge_params
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
-from runner.optim.groups import Parameter, describe_parameters, list_nearest_names
+from runner.optim.groups import Parameter, describe_parameters, format_nearest_names
 from runner.train.auxiliary import EMA
 from runner.train.state import PARAMS, VARIABLES, TrainState, drop_params, get_merge, get_variables, get_weights
 
 _INIT_KEY = 2**32 - 1  # folded into the run's key for A; no step has this number
-_MAX_SUGGESTIONS = 3
 DONATED = "it has donated the weights that it was given, which the next step needs; donate a copy of them"
 
 
@@ -70,11 +69,9 @@ def _match_targets(leaves: Sequence[Parameter], patterns: Sequence[str]) -> list
         ]
         by_name = [leaf for leaf in leaves if fnmatchcase(leaf.name, pattern) and leaf not in by_module]
         matrices = [leaf for leaf in leaves if is_matrix(leaf)]
-        near = ", ".join(list_nearest_names(pattern.replace("*", ""), matrices)[:_MAX_SUGGESTIONS])
+        near = format_nearest_names(pattern, matrices)
         if not by_module and not by_name:
-            raise InvalidError(
-                f"config.adapter.targets: {pattern!r} matches no parameter; the nearest matrices are {near}"
-            )
+            raise InvalidError(f"config.adapter.targets: {pattern!r} matches no parameter; the matrices are {near}")
         # A module may hold vectors beside its matrices (a bias), but a vector that is named itself is a mistake.
         wrong = [leaf for leaf in by_name if not is_matrix(leaf)]
         fitting = [leaf for leaf in (*by_module, *by_name) if is_matrix(leaf)]

@@ -111,6 +111,19 @@ def test_patterns_that_match_no_matrix_are_refused(name, matrices, message):
         make_optimizer(name, config_of(name, matrices=matrices), optax.constant_schedule(0.1), parameters)
 
 
+def test_the_layers_of_a_model_are_one_pattern_in_errors():
+    names = [f"layer_{n}.{part}.kernel" for n in range(40) for part in ("attention.query", "attention.key", "mlp.up")]
+    parameters = {name: Parameter(name, (4, 4), (None, None)) for name in [*names, "Embed_0.embedding"]}
+    groups = [{"pattern": "*atention.query"}]
+    with pytest.raises(InvalidError, match="matches no parameter") as found:
+        make_optimizer("adamw", config_of("adamw", groups=groups), optax.constant_schedule(0.1), parameters)
+    patterns = str(found.value).rpartition("there are ")[2].split(", ")
+    assert patterns[0] == "layer_*.attention.query.kernel"
+    assert sorted(patterns) == sorted(
+        ["Embed_0.embedding", *(f"layer_*.{part}.kernel" for part in ("attention.query", "attention.key", "mlp.up"))]
+    )
+
+
 def test_keys_without_effect_in_a_frozen_group_are_refused():
     with pytest.raises(ValidationError, match="rate of a group that is frozen is not read"):
         ParameterGroup(pattern="*", frozen=True, rate=0.5)

@@ -7,10 +7,11 @@ import pytest
 
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
+from runner.plan import search
 from runner.plan.checks import Findings, open_job
 from runner.plan.mesh import iter_meshes, list_near_meshes, order_sizes
 from runner.plan.prediction import ParameterPayload, Predictor, build_abstract, predict_collectives, sum_sent_bytes
-from runner.plan.search import Search
+from runner.plan.search import JobVariant, Search
 from runner.spec import load_document
 from runner.train.flops import Sizing
 from runner.trainer import BaseTrainer
@@ -196,3 +197,27 @@ def test_same_bits_are_searched_with_their_own_micro_batch_and_on_meshes_that_ke
     assert found.list_micro_batches(ONES) == [2]
     for refused in ({"fsdp": 32, "tensor": 2}, {"fsdp": 32, "sequence": 2}, {"data": 128}):
         assert found.list_micro_batches(ONES | refused) == []
+
+
+def test_a_mesh_that_one_variant_refuses_is_searched_for_the_others(monkeypatch):
+    """The first variant takes no mesh over `fsdp`, the second takes all."""
+    _, usual = predictor("config.model.vocabulary_size=320")
+
+    class Refuses:
+        job = usual.job
+
+        def __getattr__(self, name):
+            return getattr(usual, name)
+
+        def list_micro_batches(self, sizes):
+            return [] if sizes["fsdp"] > 1 else usual.list_micro_batches(sizes)
+
+        def iter_fitting(self, sizes, state, limit_bytes):
+            return iter(()) if sizes["fsdp"] > 1 else usual.iter_fitting(sizes, state, limit_bytes)
+
+    variants = [JobVariant(usual.job, ((name, True),), usual.flops) for name in ("refuses", "takes")]
+    given = iter([Refuses(), usual])
+    monkeypatch.setattr(search, "Predictor", lambda *_: next(given))
+    candidates = Search("", ()).list_candidates(variants, usual.accelerator, 95 * 2**30)
+    assert {one.choices[0][0] for one in candidates if dict(one.mesh)["fsdp"] > 1} == {"takes"}
+    assert {one.choices[0][0] for one in candidates} == {"refuses", "takes"}

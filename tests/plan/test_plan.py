@@ -284,7 +284,7 @@ def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits(tm
     output = plan_small(hbm_bytes, *spec, expected=2)
     assert "XLA for 4 fake CPU devices, since libtpu is not installed (pip install -e '.[tpu-plan]')" in output
     assert "does not fit" not in output
-    assert "example(s) a device needs 0.01 GiB on each device and 0.00 GiB are there" in output
+    assert "state and batch alone need 0.01 GiB on each device and 0.00 GiB are there" in output
     assert "largest arrays of a device\n  f32[" in output
     found = json.loads(plan_small(hbm_bytes, *spec, "--search", "--json"))
     first = found[0]
@@ -315,3 +315,4 @@ def test_that_no_slice_ends_in_time_is_told() -> None:
     )
     assert output.returncode == 2
     assert "no slice of v5e ends gpt_nano in 1e-12 hours" in output.stderr
+    assert "needs 0.0 hours" not in output.stderr

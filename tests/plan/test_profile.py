@@ -119,6 +119,8 @@ def test_memory_is_beside_the_compilers_own_figure() -> None:
     names = "temporaries at the peak", "the same by the compiler", "temporaries as planned"
     assert [memory[name] for name in names] == [1000, 2000, 3000]
     assert "-50.0% off" in memory.figures[1].note
+    faked = sections(negate(estimated=1503), machine=machine_of("v5e-4", is_faked=True))["memory over the step"]
+    assert not any("% off" in figure.note for figure in faked.figures)
 
 
 def test_every_section_is_a_table_and_json() -> None:

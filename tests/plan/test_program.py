@@ -1,15 +1,22 @@
 """Both steps of a job are compiled side by side, and the validation step for the split of the batch that fits."""
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from runner.errors import SpecError
+from runner.parallel.mesh import AXES
 from runner.plan.program import compile_program
+from runner.spec import Document, SpecLocation
+from runner.train.compile import ProgramMemory, StepTooLargeError
 
 TEXT = "HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n"
 MACHINE: Any = SimpleNamespace(hbm_bytes=100, devices=[0], devices_per_domain=1, is_faked=False)
+
+MESH = dict.fromkeys(AXES, 1)
 
 
 def compiled(first: str, fitting: str, deadline_seconds: float = 60.0) -> list[str]:
@@ -26,7 +33,7 @@ def compiled(first: str, fitting: str, deadline_seconds: float = 60.0) -> list[s
 
     state = SimpleNamespace(replace=lambda **_: None)
     train_setup: Any = SimpleNamespace(compile_val=compile_val, abstract_state=state, mesh_sizes={"data": 1})
-    setup_builder: Any = SimpleNamespace(get_largest_layout=lambda _: first, compile=compile_train, val_step=None)
+    setup_builder: Any = SimpleNamespace(get_largest_layout=lambda *_: first, compile=compile_train, val_step=None)
     program = compile_program(setup_builder, train_setup, MACHINE)
     assert program.val_compile_seconds is not None
     return compiled
@@ -37,3 +44,25 @@ def test_the_validation_step_is_compiled_beside_the_train_step_and_again_for_wha
     fitting: str, layouts: list[str]
 ) -> None:
     assert compiled("large", fitting) == layouts
+
+
+@pytest.mark.parametrize(("arguments", "fits"), [(60, True), (95, False)])
+def test_temporaries_of_a_stand_in_compiler_refuse_no_step(arguments: int, fits: bool) -> None:
+    tried: list[tuple[int, int | None]] = []
+
+    def compile_train(_: Any, limit_bytes: int, micro_batch: int | None) -> Any:
+        tried.append((limit_bytes, micro_batch))
+        return SimpleNamespace(layout="small", text=TEXT, memory=ProgramMemory(arguments, 5, 10**12, 0))
+
+    setup_builder: Any = SimpleNamespace(
+        get_largest_layout=lambda *_: "small", compile=compile_train, document=Document({}, {(): SpecLocation("x")})
+    )
+    machine: Any = SimpleNamespace(**vars(MACHINE) | {"is_faked": True})
+    with contextlib.nullcontext() if fits else pytest.raises(SpecError, match="topology: state and batch alone") as e:
+        train_setup: Any = SimpleNamespace(mesh_sizes=MESH)
+        compile_program(setup_builder, train_setup, machine, with_val=False, micro_batch=2)
+    if e is not None:
+        assert isinstance(e.value.__cause__, StepTooLargeError)
+    ((limit_bytes, micro_batch),) = tried
+    assert limit_bytes > 10**12
+    assert micro_batch == 2

@@ -35,7 +35,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        ("checkout_job.good:Train", "no module checkout_job; did you mean checkout_jobs?"),
         ("checkout_jobs.god:Train", "no module checkout_jobs.god; did you mean checkout_jobs.good?"),
         ("checkout_jobs.zzz:Train", "no module checkout_jobs.zzz"),
         ("checkout_jobs.good.x:Train", "no module checkout_jobs.good.x"),
@@ -64,6 +63,23 @@ def test_a_job_that_does_not_load_is_one_line(package: Path, job: str, message: 
     with pytest.raises(SpecError) as caught:
         load_job_class(document, base)
     assert str(caught.value) == f"specs/x.yaml:2: job: {message.format(root=package)}"
+
+
+def test_a_missing_module_is_reported_with_the_places_that_were_searched(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = package / "elsewhere"
+    monkeypatch.setattr(sys, "path", [str(package.parent), str(elsewhere), sys.prefix, ""])
+    for job, end in {
+        "checkout_job.good:Train": "; did you mean checkout_jobs?",
+        "vit:Train": "; start where it lies, or name its directory in PYTHONPATH",
+    }.items():
+        with pytest.raises(SpecError) as caught:
+            load_job_class(parse_document(f"name: x\njob: {job}", "x"), object)
+        module = job.partition(":")[0].partition(".")[0]
+        assert str(caught.value) == (
+            f"x:2: job: no module {module} in {package.parent}, {elsewhere} or among the installed packages{end}"
+        )
 
 
 def test_a_job_in_the_current_directory_loads(package: Path) -> None:

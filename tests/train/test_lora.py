@@ -221,7 +221,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"config.adapter": {"targets": ["blocks.qery"]}},
         "'blocks.qery' matches no .* blocks.query.kernel",
     ),
-    "one of two": ({"config.adapter": {"targets": ["blocks.query", "x"]}}, "'x' matches no parameter; the nearest"),
+    "one of two": (
+        {"config.adapter": {"targets": ["blocks.query", "x"]}},
+        "'x' matches no parameter; the matrices",
+    ),
     "no matrix": (
         {"config.adapter": {"targets": ["*.bias"]}},
         r"bias. fits blocks.* no matrix: .* needs matrices, such as",
