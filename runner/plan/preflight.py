@@ -220,7 +220,7 @@ def _check_memory_by_arithmetic(
     job: BaseTrainer, first: Prediction | None, machine: TargetMachine, findings: Findings
 ) -> None:
     """Add what arithmetic says about the memory of a chip whose compiler is not here, if it does not fit."""
-    there = f"{machine.hbm_bytes * MEMORY_SHARE / 2**30:.2f} GiB are there"
+    there = f"{format_amount(machine.hbm_bytes * MEMORY_SHARE, 'bytes')} are there"
     if first is None:
         findings.warnings.append(
             f"whether a step fits in memory is unknown: {machine.compiler} stands in for the compiler of "
@@ -229,7 +229,7 @@ def _check_memory_by_arithmetic(
     elif first.needed_bytes > machine.hbm_bytes * MEMORY_SHARE:
         text = (
             "by arithmetic, since the chip's compiler is not here, a step with "
-            f"{first.micro_batch_examples} example(s) a device needs {first.needed_bytes / 2**30:.2f} GiB "
+            f"{first.micro_batch_examples} example(s) a device needs {format_amount(first.needed_bytes, 'bytes')} "
             f"on each device and {there}; use a smaller "
             "micro_batch_examples, more devices, a larger fsdp or tensor axis, or config.memory.remat"
         )

@@ -37,6 +37,7 @@ from runner.parallel.mesh import (
     read_device_memory_bytes,
     split_axes_over_slices,
 )
+from runner.plan.figures import format_amount
 from runner.plan.forecast.collectives import Collective, find_collectives
 from runner.plan.mesh import MeshSizes
 from runner.spec.imports import format_install, is_extra_installed
@@ -387,8 +388,8 @@ def compile_program(
     if resident_bytes > limit_bytes:
         with setup_builder.document.errors_at("topology"):
             raise StepTooLargeError(
-                f"state and batch alone need {resident_bytes / 2**30:.2f} GiB on each device and "
-                f"{limit_bytes / 2**30:.2f} GiB are there; use more devices, or a larger fsdp or tensor axis",
+                f"state and batch alone need {format_amount(resident_bytes, 'bytes')} on each device and "
+                f"{format_amount(limit_bytes, 'bytes')} are there; use more devices, or a larger fsdp or tensor axis",
                 resident_bytes,
             )
     if with_val and step.layout != first:

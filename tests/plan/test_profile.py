@@ -186,8 +186,8 @@ def test_a_device_without_peak_figures_has_no_forecast() -> None:
 def test_what_is_compiled_is_ranked_by_its_forecast_else_by_its_bound() -> None:
     bound: Any = SimpleNamespace(step_seconds=1.0)
     nothing: Any = None
-    assert CompiledCandidate(nothing, nothing, bound).rank_seconds == 1.0
-    assert CompiledCandidate(nothing, nothing, bound, 3.0).rank_seconds == 3.0
+    assert CompiledCandidate(nothing, nothing, bound, 0).rank_seconds == 1.0
+    assert CompiledCandidate(nothing, nothing, bound, 0, 3.0).rank_seconds == 3.0
 
 
 def test_what_a_run_took_stands_beside_the_range(tmp_path: Path) -> None:
