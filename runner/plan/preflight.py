@@ -179,7 +179,7 @@ def _make_trainer_sections(
     if estimate is not None:
         _add_mesh_warnings(job, estimate, estimate.find_warnings(program), findings)
     if machine.is_faked:
-        _check_memory_by_arithmetic(job, first, machine, findings)
+        check_memory_by_arithmetic(job, first, machine, findings)
     config = job.setup_builder.config_in_steps
     sections += [
         report.make_batch_section(config, program),
@@ -216,7 +216,7 @@ def _make_trainer_sections(
     return [*sections, checkpoint, report.make_compilation_section(program)]
 
 
-def _check_memory_by_arithmetic(
+def check_memory_by_arithmetic(
     job: BaseTrainer, first: Prediction | None, machine: TargetMachine, findings: Findings
 ) -> None:
     """Add what arithmetic says about the memory of a chip whose compiler is not here, if it does not fit."""

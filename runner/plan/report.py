@@ -292,20 +292,18 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     section, memory = Section("memory of a device"), program.step.memory
     note = "state, batch, and the random key if the model uses one"
     section.add("arguments", memory.arguments, "bytes", "compiled", note)
-    compiled: Basis = "compiled"
-    basis: Basis = "counted"
     note = "of XLA for CPU, which says nothing about the chip" if machine.is_faked else ""
     section.add("temporaries", memory.temporaries, "bytes", "compiled", note)
     note = "outputs that do not reuse the memory of arguments"
     section.add("outputs", memory.outputs, "bytes", "compiled", note)
     section.add("code", memory.code, "bytes", "compiled")
-    if not machine.is_faked:
-        needed, basis, note = memory.needed, compiled, "arguments + temporaries + outputs"
-    elif first is not None:
+    needed, note = memory.needed, "arguments + temporaries + outputs"
+    if machine.is_faked and first is not None:
         needed, note = int(first.needed_bytes), "by arithmetic: the chip's compiler is not here"
-    else:
+    elif machine.is_faked:
         needed = memory.arguments + memory.outputs
         note = "at least, without temporaries: the chip's compiler is not here"
+    basis: Basis = "counted" if machine.is_faked else "compiled"
     section.add("needed", needed, "bytes", basis, note)
     note = f"a step may use {MEMORY_SHARE:.0%} of it"
     section.add("there", machine.hbm_bytes, "bytes", "assumed", note, label="capacity")

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import sys
 import traceback
+from pathlib import Path
 from types import ModuleType
 
 from runner.errors import InvalidError, suggest_choices, suggest_nearest
@@ -117,13 +118,11 @@ def _describe_import_error(module_name: str, error: BaseException) -> str:
         if package:
             return f"no module {error.name}{suggest_nearest(missing, modules, prefix)}"
         # The user's module is in the working directory or on PYTHONPATH; what Python brings along is not.
-        own = [os.path.realpath(place) for place in (sys.prefix, sys.base_prefix)]
-        places = [place for place in sys.path if place and not os.path.realpath(place).startswith(tuple(own))]
+        own = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
+        places = [place for place in sys.path if place and not any(map(Path(place).resolve().is_relative_to, own))]
         looked = ", ".join(dict.fromkeys([os.getcwd(), *places]))
-        nearest = suggest_nearest(missing, modules, prefix)
-        return f"no module {error.name} in {looked} or among the installed packages{nearest}" + (
-            "" if nearest else "; start where it lies, or name its directory in PYTHONPATH"
-        )
+        advice = suggest_nearest(missing, modules, prefix) or "; start where it lies, or name its directory in PYTHONPATH"
+        return f"no module {error.name} in {looked} or among the installed packages{advice}"
     if isinstance(error, SyntaxError):
         where, reason = f"{error.filename}:{error.lineno}", error.msg
     else:

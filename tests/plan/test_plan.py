@@ -172,10 +172,8 @@ def test_arguments_are_to_the_byte_what_the_run_holds_on_a_device(mesh: dict[str
 PEAK = """
 import ctypes, sys
 from pathlib import Path
-from types import SimpleNamespace
 import jax
 from runner.plan.program import open_machine
-from runner.spec import Document, SpecLocation
 from runner.accelerator import parse_accelerator
 from runner.spec import load_document, validate_spec
 from experiments.gpt import PretrainGPT
@@ -309,7 +307,7 @@ def test_without_the_chips_compiler_arithmetic_decides(
     job: Any = SimpleNamespace(document=Document({}, {(): SpecLocation("x")}))
     machine: Any = SimpleNamespace(hbm_bytes=100e9, compiler="XLA for 4 fake CPU devices", accelerator="v5p-4")
     first: Any = None if needed_bytes is None else SimpleNamespace(needed_bytes=needed_bytes, micro_batch_examples=1)
-    preflight._check_memory_by_arithmetic(job, first, machine, findings)
+    preflight.check_memory_by_arithmetic(job, first, machine, findings)
     assert (len(findings.problems), len(findings.warnings)) == (problems, warnings)
     assert all("by arithmetic" in line for line in findings.problems)
 
