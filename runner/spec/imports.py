@@ -121,7 +121,9 @@ def _describe_import_error(module_name: str, error: BaseException) -> str:
         own = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
         places = [place for place in sys.path if place and not any(map(Path(place).resolve().is_relative_to, own))]
         looked = ", ".join(dict.fromkeys([os.getcwd(), *places]))
-        advice = suggest_nearest(missing, modules, prefix) or "; start where it lies, or name its directory in PYTHONPATH"
+        advice = (
+            suggest_nearest(missing, modules, prefix) or "; start where it lies, or name its directory in PYTHONPATH"
+        )
         return f"no module {error.name} in {looked} or among the installed packages{advice}"
     if isinstance(error, SyntaxError):
         where, reason = f"{error.filename}:{error.lineno}", error.msg
