@@ -11,26 +11,27 @@ from runner.process import make_environment
 # emitters of fused loops, in place of which the older ones serve.
 _UNOPTIMIZED = "--xla_backend_optimization_level=0"
 _EMITTERS = "xla_cpu_use_fusion_emitters"
-# For `jax.jit` in a process of tests: to compile as processes of users do, where a test asks for bits that the others
-# do not give.
-AS_USERS = {"xla_backend_optimization_level": 3, _EMITTERS: True}
-
-
-def fake_here(devices: int) -> None:
-    """Give this process so many faked devices. Before jax is imported; processes that it starts inherit them."""
-    flags = [_UNOPTIMIZED, *([f"--{_EMITTERS}=false"] if _is_known(_EMITTERS) else [])]
-    os.environ.update(make_environment(devices, {"XLA_FLAGS": " ".join(flags)}))
-
-
 def _is_known(flag: str) -> bool:
-    """Whether the XLA that is installed has a flag of this name: of one that it has not it dies."""
+    """Report whether the installed XLA has a flag of this name; an unknown one in XLA_FLAGS aborts the process."""
     package = find_spec("jaxlib")
     folders = [] if package is None else package.submodule_search_locations or []
     for path in (Path(folder) / "libjax_common.so" for folder in folders):
         if path.is_file():
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return content.find(flag.encode()) >= 0
+                # A whole C string: the descriptors of protocol buffers also hold the names of flags that are gone.
+                return content.find(b"\0" + flag.encode() + b"\0") >= 0
     return False
+
+
+_HAS_EMITTERS = _is_known(_EMITTERS)
+# Compiler options with which a test compiles as processes of users do, where it needs the bits that they get.
+AS_USERS = {"xla_backend_optimization_level": 3} | ({_EMITTERS: True} if _HAS_EMITTERS else {})
+
+
+def fake_here(devices: int) -> None:
+    """Give this process so many faked devices. Before jax is imported; processes that it starts inherit them."""
+    flags = [_UNOPTIMIZED, *([f"--{_EMITTERS}=false"] if _HAS_EMITTERS else [])]
+    os.environ.update(make_environment(devices, {"XLA_FLAGS": " ".join(flags)}))
 
 
 def environment(devices: int, cache: Path | None = None) -> dict[str, str]:
