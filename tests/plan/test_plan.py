@@ -23,7 +23,7 @@ from runner.spec import Document, SpecLocation
 from tests.support.attempt import start
 from tests.support.harness import ROOT, Job, command, environment, unoptimized
 from tests.support.tiny import gpt, stop_after
-from tests.train.test_lora import adapted, plain
+from tests.train.test_lora import make_base_job, make_lora_job
 
 NANO = "specs/gpt_nano.yaml"
 
@@ -119,12 +119,12 @@ def test_what_a_start_would_resume_and_whose_the_directory_is(tmp_path: Path) ->
 
 @pytest.mark.parametrize("is_adapter", [False, True])
 def test_what_a_start_of_a_trainer_would_resume(is_adapter: bool, tmp_path: Path) -> None:
-    base = plain("lookup", tmp_path / "base")
+    base = make_base_job("lookup", tmp_path / "base")
     base()
 
     def make() -> BaseTrainer:
         there = tmp_path / "run"
-        return adapted("lookup", there, tmp_path / "base") if is_adapter else plain("lookup", there)
+        return make_lora_job("lookup", there, tmp_path / "base") if is_adapter else make_base_job("lookup", there)
 
     stop_after(make(), 2)
     findings = Findings()

@@ -1,4 +1,4 @@
-"""What rides along with the parameters is state: every theorem of the state holds for it, and without it no leaf is."""
+"""Auxiliary train state: it is saved, restored and sharded like the parameters, and without it there are no leaves."""
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +15,37 @@ from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
 from tests.test_values import TrainLookup
 
 
-def path_of(params):
-    """How far each parameter has gone: the sum of what its gradients were, by their size."""
+def init_path_lengths(params):
+    """Return zeros of the shape of each parameter, to sum the absolute gradients in."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
 
 
-def walk(own, seen):
-    """One step of it."""
+def add_step(own, seen):
+    """Add the absolute gradients of one step."""
     after = jax.tree.map(lambda far, grad: far + jnp.abs(grad), own, seen.grads)
     return after, {"walked": sum(map(jnp.sum, jax.tree.leaves(after))), "walked_steps": seen.step}
 
 
-WALK = AuxiliaryState("walk", path_of, walk)
+PATH_LENGTHS = AuxiliaryState("walk", init_path_lengths, add_step)
 START = AuxiliaryState("start", lambda params: jax.tree.map(jnp.copy, params))
 COUNTS = AuxiliaryState("counts", lambda params: {"fired": jnp.zeros(8, jnp.int32)})
 
 
-class Riding(TrainLookup):
-    """A table, how far each of its numbers has gone, where it began, and what the host counts."""
+class TrainAuxiliary(TrainLookup):
+    """A lookup-table job with auxiliary states: path lengths, initial parameters, and counters set by the host."""
 
     @classmethod
     def auxiliary_states(cls):
-        return *super().auxiliary_states(), WALK, START, COUNTS
+        return *super().auxiliary_states(), PATH_LENGTHS, START, COUNTS
 
     def save_or_stop(self):
-        if self.step % 2 == 1:  # as a hook does: between two steps
+        if self.step % 2 == 1:  # between two steps, as a hook does
             counts = {"fired": self.state.riders["counts"]["fired"] + 1}
             self.state = self.state.replace(riders=self.state.riders | {"counts": counts})
         super().save_or_stop()
 
 
-def job(directory, job_class=Riding, **changes) -> BaseTrainer:
+def job(directory, job_class=TrainAuxiliary, **changes) -> BaseTrainer:
     return gpt(directory, job_class, **{"config.train.total_steps": 5, "checkpoint.every_steps": 2, **changes})
 
 
@@ -55,48 +55,48 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(directory):
+def uninterrupted(directory):
     found = job(directory / "whole")
     found()
     return found
 
 
-def test_where_nothing_rides_there_is_no_leaf_and_the_parameters_are_those_without(directory, whole):
+def test_auxiliary_states_add_leaves_and_leave_parameters_unchanged(directory, uninterrupted):
     without = job(directory / "without", TrainLookup)
     without()
     assert without.state.riders == {}
-    names = list_leaf_names(whole.state)
+    names = list_leaf_names(uninterrupted.state)
     assert list_leaf_names(without.state) == [name for name in names if not name.startswith("riders.")]
     assert "riders.walk.Embed_0.embedding" in names
-    assert leaves_equal(without.state.params, whole.state.params)
-    assert leaves_equal(without.state.opt_state, whole.state.opt_state)
+    assert leaves_equal(without.state.params, uninterrupted.state.params)
+    assert leaves_equal(without.state.opt_state, uninterrupted.state.opt_state)
 
 
-def test_they_see_each_step_and_are_replaced_between_two(whole):
-    row = parse_lines(whole.store.read("metrics.jsonl"))[-1]
+def test_auxiliary_states_see_each_step_and_can_be_replaced_between_steps(uninterrupted):
+    row = parse_lines(uninterrupted.store.read("metrics.jsonl"))[-1]
     assert row["train/walked_steps"] == 5
-    far = sum(float(np.sum(leaf)) for leaf in jax.tree.leaves(whole.state.riders["walk"]))
+    far = sum(float(np.sum(leaf)) for leaf in jax.tree.leaves(uninterrupted.state.riders["walk"]))
     assert row["train/walked"] == pytest.approx(far, rel=1e-5)
     assert far > 0
-    assert whole.state.riders["counts"]["fired"].tolist() == [3] * 8
+    assert uninterrupted.state.riders["counts"]["fired"].tolist() == [3] * 8
 
 
 @pytest.mark.parametrize(
     "mesh", [{}, pytest.param(set_mesh(2, 4, 1), marks=pytest.mark.soak)], ids=["here", "on another mesh"]
 )
-def test_stopped_and_resumed_they_have_the_bits_of_the_whole_run(directory, whole, mesh):
+def test_resumed_auxiliary_states_are_bit_identical(directory, uninterrupted, mesh):
     name = "elsewhere" if mesh else "resumed"
     first = job(directory / name)
     stop_after(first, 3)
     again = job(directory / name, **mesh)
     again()
-    assert leaves_equal(again.state.riders["start"], whole.state.riders["start"])
-    assert leaves_equal(again.state.riders["counts"], whole.state.riders["counts"])
+    assert leaves_equal(again.state.riders["start"], uninterrupted.state.riders["start"])
+    assert leaves_equal(again.state.riders["counts"], uninterrupted.state.riders["counts"])
     if not mesh:
-        assert again.result() == whole.result()
+        assert again.result() == uninterrupted.result()
 
 
-def test_what_is_shaped_like_a_parameter_lies_as_that_and_all_else_is_everywhere(directory, whole):
+def test_parameter_shaped_states_are_sharded_and_others_replicated(directory, uninterrupted):
     sharded = job(directory / "sharded", **set_mesh(2, 2, 2))
     sharded.setup(Hosts.single_process())
     for state in (sharded.abstract_state(), sharded.init_state()):
@@ -104,17 +104,17 @@ def test_what_is_shaped_like_a_parameter_lies_as_that_and_all_else_is_everywhere
         assert not table.is_fully_replicated
         assert state.riders["walk"]["Embed_0"]["embedding"].sharding == table
         assert state.riders["counts"]["fired"].sharding.is_fully_replicated
-    assert compute_fingerprint(sharded.init_state()) == compute_fingerprint(whole.train_setup.init_state())
+    assert compute_fingerprint(sharded.init_state()) == compute_fingerprint(uninterrupted.train_setup.init_state())
 
 
-def test_weights_of_another_run_are_what_they_begin_from(directory, whole):
+def test_auxiliary_states_are_initialised_from_loaded_weights(directory, uninterrupted):
     warm = job(directory / "warm", **{"checkpoint.init_from": str(directory / "whole"), "config.train.total_steps": 3})
     warm()
-    assert leaves_equal(warm.state.riders["start"], whole.state.params)
+    assert leaves_equal(warm.state.riders["start"], uninterrupted.state.params)
 
 
-def test_a_rider_that_the_checkpoints_lack_is_refused_by_its_leaves(directory):
-    class More(Riding):
+def test_a_state_missing_from_the_checkpoint_is_rejected_with_its_leaves(directory):
+    class More(TrainAuxiliary):
         @classmethod
         def auxiliary_states(cls):
             return *super().auxiliary_states(), AuxiliaryState("more", lambda params: jnp.zeros(()))
@@ -125,6 +125,6 @@ def test_a_rider_that_the_checkpoints_lack_is_refused_by_its_leaves(directory):
         job(directory / "fewer", More)()
 
 
-def test_two_of_one_name_are_refused():
+def test_duplicate_state_names_are_rejected():
     with pytest.raises(InvalidError, match="2 auxiliary states of the job are called 'walk'"):
-        init_auxiliary([WALK, WALK], {})
+        init_auxiliary([PATH_LENGTHS, PATH_LENGTHS], {})

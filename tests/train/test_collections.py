@@ -1,4 +1,4 @@
-"""Collections of flax besides `params` by `statistics` and `update_variables`: batch statistics, scales of float8."""
+"""Flax collections other than `params`, updated by `update_variables`: batch statistics and float8 scales."""
 
 import flax.linen as nn
 import jax
@@ -14,11 +14,11 @@ from runner.train.loss import cross_entropy_sum
 from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
 
 V, D, STEPS = 256, 16, 4
-MOMENTUM, LARGEST = 0.9, 448.0  # of float8_e4m3fn
+MOMENTUM, LARGEST = 0.9, 448.0  # largest float8_e4m3fn
 
 
-class Normed(nn.Module):
-    """Logits by token, through a batch normalisation."""
+class NormModel(nn.Module):
+    """Token model with batch normalisation."""
 
     @nn.compact
     def __call__(self, x_BxT, *, deterministic):
@@ -27,8 +27,8 @@ class Normed(nn.Module):
         return nn.Dense(V)(nn.gelu(hidden_BxTxD))
 
 
-class Scaled(nn.Module):
-    """Logits by token, from activations in 8 bits, whose scale is that which the step before has found."""
+class ScaledModel(nn.Module):
+    """Token model with 8-bit activations, scaled by the maximum of the previous step."""
 
     @nn.compact
     def __call__(self, x_BxT, *, deterministic):
@@ -42,8 +42,8 @@ class Scaled(nn.Module):
         return nn.Dense(V)(hidden_BxTxD + jax.lax.stop_gradient(rounding_BxTxD))
 
 
-class Collecting(BaseTrainer):
-    """What a part of a micro-batch makes of the collections is a statistic; their mean is what the next step sees."""
+class CollectionJob(BaseTrainer):
+    """Job whose next collections are the mean of those that each device computes for each micro-batch."""
 
     module: type[nn.Module]
 
@@ -65,12 +65,12 @@ class Collecting(BaseTrainer):
         return jax.tree.map(lambda total: total / statistics["micro_batches"], statistics["sums"]), {}
 
 
-class TrainNormed(Collecting):
-    module = Normed
+class TrainNormed(CollectionJob):
+    module = NormModel
 
 
-class TrainScaled(Collecting):
-    module = Scaled
+class TrainScaled(CollectionJob):
+    module = ScaledModel
 
 
 def job(directory, job_class, **changes):
@@ -83,7 +83,7 @@ def job(directory, job_class, **changes):
     params=[TrainNormed, pytest.param(TrainScaled, marks=pytest.mark.soak)],
     ids=["batch statistics", "scales of float8"],
 )
-def whole(request, tmp_path_factory):
+def uninterrupted(request, tmp_path_factory):
     found = job(tmp_path_factory.mktemp("collections") / "whole", request.param)
     found()
     return found
@@ -92,26 +92,26 @@ def whole(request, tmp_path_factory):
 @pytest.mark.parametrize(
     "mesh", [{}, pytest.param(set_mesh(4, 1, 2), marks=pytest.mark.soak)], ids=["here", "on a mesh of as large parts"]
 )
-def test_stopped_and_resumed_they_are_those_of_the_whole_run(whole, tmp_path, mesh):
-    job_class = type(whole).__mro__[1]
+def test_resumed_collections_equal_those_of_an_uninterrupted_run(uninterrupted, tmp_path, mesh):
+    job_class = type(uninterrupted).__mro__[1]
     first = job(tmp_path / "run", job_class)
     stop_after(first, 2)
     again = job(tmp_path / "run", job_class, **mesh)
     again()
-    for leaf, other in zip(*map(jax.tree.leaves, (again.state.variables, whole.state.variables)), strict=True):
+    for leaf, other in zip(*map(jax.tree.leaves, (again.state.variables, uninterrupted.state.variables)), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
     if not mesh:
-        assert again.result() == whole.result()
-        assert leaves_equal(again.state.variables, whole.state.variables)
+        assert again.result() == uninterrupted.result()
+        assert leaves_equal(again.state.variables, uninterrupted.state.variables)
 
 
 @pytest.mark.soak
-def test_they_are_the_recurrence_over_the_parts_along_data_of_the_micro_batches_of_a_step(tmp_path):
+def test_collections_are_averaged_over_devices_and_micro_batches(tmp_path):
     one = job(tmp_path / "run", TrainNormed, **{"config.train.total_steps": 1, "config.schedule": {}})
     one()
     table_VxD = one.train_setup.init_state().params["Embed_0"]["embedding"]
     x_SxBxT = np.asarray(one.batch("train", 0)["x"])
-    assert x_SxBxT.shape[:2] == (2, 8)  # on 8 devices: a part is one example
+    assert x_SxBxT.shape[:2] == (2, 8)  # on 8 devices, so that each device sees one example
     rows_PxTxD = np.asarray(table_VxD)[x_SxBxT.reshape(16, -1)]
     found = one.state.variables["batch_stats"]["BatchNorm_0"]
     np.testing.assert_allclose(found["mean"], (1 - MOMENTUM) * rows_PxTxD.mean(axis=(0, 1)), rtol=1e-4, atol=1e-6)
@@ -119,29 +119,34 @@ def test_they_are_the_recurrence_over_the_parts_along_data_of_the_micro_batches_
     np.testing.assert_allclose(found["var"], MOMENTUM + (1 - MOMENTUM) * variance_D, rtol=1e-4)
 
 
-def test_evaluation_sees_them(whole):
-    rows = parse_lines(whole.store.read("metrics.jsonl"))
-    state, loss = whole.state, rows[-1]["val/loss"]
-    fresh = whole.train_setup.init_state().variables
+def test_evaluation_uses_the_collections(uninterrupted):
+    rows = parse_lines(uninterrupted.store.read("metrics.jsonl"))
+    state, loss = uninterrupted.state, rows[-1]["val/loss"]
+    fresh = uninterrupted.train_setup.init_state().variables
     hosts = Hosts.single_process()
-    assert whole.validation.evaluate(whole.weights(state), STEPS, hosts)["val/loss"] == loss
-    assert whole.validation.evaluate(whole.weights(state.replace(variables=fresh)), STEPS, hosts)["val/loss"] != loss
+    assert uninterrupted.validation.evaluate(uninterrupted.weights(state), STEPS, hosts)["val/loss"] == loss
+    assert (
+        uninterrupted.validation.evaluate(uninterrupted.weights(state.replace(variables=fresh)), STEPS, hosts)[
+            "val/loss"
+        ]
+        != loss
+    )
 
 
-class OfFlax(nn.Module):
-    """Logits by token, through one of flax's matrix products in float8."""
+class FlaxFp8Model(nn.Module):
+    """Token model with one of Flax's float8 matrix products."""
 
     @nn.compact
     def __call__(self, x_BxT, *, deterministic):
         return nn.Dense(V, dot_general_cls=nn.Fp8DirectDotGeneralOp)(nn.Embed(V, D)(x_BxT))
 
 
-class TrainOfFlax(BaseTrainer):
+class TrainFlaxFp8(BaseTrainer):
     def model(self):
-        return OfFlax()
+        return FlaxFp8Model()
 
 
-def test_scales_that_their_gradients_overwrite_are_refused_before_the_run_begins(tmp_path):
+def test_scales_overwritten_by_gradients_are_rejected_before_the_run_starts(tmp_path):
     with pytest.raises(InvalidError, match=r"^the model has variables _overwrite_with_gradient .*fp8_ops"):
-        job(tmp_path / "run", TrainOfFlax)()
+        job(tmp_path / "run", TrainFlaxFp8)()
     assert not (tmp_path / "run").exists()

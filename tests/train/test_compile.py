@@ -1,4 +1,4 @@
-"""The micro-batch that fits a device, by the compiled step's own figures."""
+"""Choice of the largest micro-batch that fits in device memory, from the memory figures of the compiled step."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ RESIDENT, PER_EXAMPLE = 4 * GIB, GIB
 
 
 class Compiler:
-    """A step that needs 4 GiB for its state, donated, and 1 GiB an example."""
+    """A fake compiler; its step needs 4 GiB for the donated state and 1 GiB per example."""
 
     def __init__(self):
         self.tried = []
@@ -40,15 +40,15 @@ class Compiler:
     ("limit_gib", "chosen", "tried"),
     [(100, 12, [12]), (16, 12, [12]), (15.9, 6, [12, 6]), (8, 4, [12, 4]), (7.5, 3, [12, 3]), (5, 1, [12, 1])],
 )
-def test_the_largest_that_fits_is_found_with_few_compilations(limit_gib, chosen, tried):
+def test_the_largest_fitting_size_is_found_with_few_compilations(limit_gib, chosen, tried):
     compiler = Compiler()
     compiled = compile_to_fit(compiler, [12, 6, 4, 3, 2, 1], int(limit_gib * GIB))
     assert compiled.size == chosen
     assert compiler.tried == tried
 
 
-class RefusingCompiler(Compiler):
-    """One that, like a TPU's, refuses what is too large."""
+class LimitedCompiler(Compiler):
+    """A fake compiler that rejects a step larger than the device memory, as a TPU's does."""
 
     def __init__(self, limit_gib, message):
         super().__init__()
@@ -61,39 +61,39 @@ class RefusingCompiler(Compiler):
         return super().__call__(size)
 
 
-REFUSALS = (
+OUT_OF_MEMORY_MESSAGES = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries ({}.00G) exceeds "
     "available HBM (15.75G).",
     "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used {}.00G of 15.75G hbm. Exceeded hbm capacity.",
 )
 
 
-@pytest.mark.parametrize("message", REFUSALS)
-def test_a_compiler_that_refuses_what_is_too_large_is_asked_for_less(message):
-    compiler = RefusingCompiler(8, message)
+@pytest.mark.parametrize("message", OUT_OF_MEMORY_MESSAGES)
+def test_an_out_of_memory_error_makes_it_try_smaller_sizes(message):
+    compiler = LimitedCompiler(8, message)
     assert compile_to_fit(compiler, [12, 6, 4, 3, 2, 1], 8 * GIB).size == 4
     assert compiler.tried == [12, 6, 4]
     with pytest.raises(
         InvalidError, match=r"1 example\(s\) a device needs 1.00 GiB on each device, the state aside, and"
     ):
-        compile_to_fit(RefusingCompiler(4, message), [2, 1], 4 * GIB)
+        compile_to_fit(LimitedCompiler(4, message), [2, 1], 4 * GIB)
 
 
-def test_what_a_compiler_refuses_for_another_reason_is_no_matter_of_size():
+def test_other_compiler_errors_are_raised():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_to_fit(RefusingCompiler(4, "INTERNAL: a bug"), [2, 1], 4 * GIB)
+        compile_to_fit(LimitedCompiler(4, "INTERNAL: a bug"), [2, 1], 4 * GIB)
 
 
-# As libtpu 0.0.42.1 says it.
-OF_VMEM = (
+# Message of libtpu 0.0.42.1.
+VMEM_MESSAGE = (
     "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating on "
     "stack for %dynamic_update_slice.339 = bf16[2,2,256,256] dynamic-update-slice(%bitcast). Scoped allocation with "
     "size 768.0K and limit 16.0K exceeded scoped vmem limit by 752.0K. Used {}"
 )
 
 
-def test_a_compiler_short_of_memory_on_the_chip_is_not_asked_for_less():
-    compiler = RefusingCompiler(1, OF_VMEM)
+def test_running_out_of_vmem_does_not_try_smaller_sizes():
+    compiler = LimitedCompiler(1, VMEM_MESSAGE)
     with pytest.raises(InvalidError, match=r"runs out of vmem, .* needs 768\.0K and may use 16\.0K;") as caught:
         compile_to_fit(compiler, [4, 2, 1], 8 * GIB)
     assert not isinstance(caught.value, StepTooLargeError)
@@ -101,14 +101,14 @@ def test_a_compiler_short_of_memory_on_the_chip_is_not_asked_for_less():
 
 
 @pytest.mark.parametrize("limit_gib", [4.5, 3, 0])
-def test_where_one_example_does_not_fit_the_numbers_are_given(limit_gib):
+def test_the_error_states_memory_needed_and_available(limit_gib):
     with pytest.raises(InvalidError) as caught:
         compile_to_fit(Compiler(), [4, 2, 1], int(limit_gib * GIB))
     need = f"a step with 1 example(s) a device needs 5.00 GiB on each device and {limit_gib:.2f} GiB are there"
     assert need in str(caught.value)
 
 
-def test_a_layout_splits_the_global_batch_over_devices_and_micro_batches():
+def test_the_layout_splits_the_global_batch_over_devices_and_micro_batches():
     fields = {"x": jnp.int32, "weight": jnp.float32}
     layout = BatchLayout(mesh_of(2, 2, 2), 96, micro_batch_examples=3, sequence_length=16, fields=fields)
     assert (layout.micro_batch, layout.accumulate_steps) == (12, 8)
@@ -116,7 +116,7 @@ def test_a_layout_splits_the_global_batch_over_devices_and_micro_batches():
     assert {name: leaf.dtype for name, leaf in layout.abstract_batch().items()} == fields
 
 
-def test_a_program_is_compiled_with_the_flags_of_its_chip(monkeypatch):
+def test_programs_are_compiled_with_the_flags_of_their_chip(monkeypatch):
     lowered, layout = jax.jit(jnp.sin).lower(1.0), BatchLayout(mesh_of(8, 1, 1), 8, 1, 16, {"x": jnp.int32})
     assert compile_lowered(lowered, layout)[1] == {}
     flagged = replace(CHIPS["cpu"], compiler_flags=("--xla_cpu_enable_fast_math=false",))

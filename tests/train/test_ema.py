@@ -1,4 +1,4 @@
-"""Averages of the weights: the recurrence by numpy, wherever they lie; evaluated and opened by name."""
+"""Exponential moving averages of the weights: recurrence, sharding, resume, evaluation and loading by name."""
 
 import jax
 import jax.numpy as jnp
@@ -29,66 +29,66 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(directory):
+def uninterrupted(directory):
     found = job(directory / "whole")
     found()
     return found
 
 
-def recurrence(params, decay):
-    """By numpy, from the parameters at the beginning and after each step."""
+def compute_average(params, decay):
+    """Compute the average with NumPy from the initial parameters and those after each step."""
     average = params[0].astype(np.float32)
     for param in params[1:]:
         average = np.float32(decay) * average + np.float32(1 - decay) * param.astype(np.float32)
     return average
 
 
-def test_each_average_is_the_recurrence_over_the_weights_of_all_steps(whole):
+def test_averages_follow_the_recurrence_over_all_steps(uninterrupted):
     def table(step):
-        return np.asarray(open_checkpoint(whole.store.root, step)[0]["params"]["Embed_0"]["embedding"])
+        return np.asarray(open_checkpoint(uninterrupted.store.root, step)[0]["params"]["Embed_0"]["embedding"])
 
-    first = whole.train_setup.init_state().params["Embed_0"]["embedding"]
+    first = uninterrupted.train_setup.init_state().params["Embed_0"]["embedding"]
     params = [np.asarray(first), *map(table, range(1, 7))]
     for decay in DECAYS:
-        found = open_checkpoint(whole.store.root, weights=f"ema_{decay}")[0]["params"]["Embed_0"]["embedding"]
+        found = open_checkpoint(uninterrupted.store.root, weights=f"ema_{decay}")[0]["params"]["Embed_0"]["embedding"]
         assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, recurrence(params, decay), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found, compute_average(params, decay), rtol=1e-5, atol=1e-6)
         assert np.abs(found - params[-1]).max() > 0.01
 
 
-def test_each_is_evaluated_beside_the_weights(whole):
-    row = parse_lines(whole.store.read("metrics.jsonl"))[-1]
+def test_averages_are_evaluated_beside_the_weights(uninterrupted):
+    row = parse_lines(uninterrupted.store.read("metrics.jsonl"))[-1]
     losses = [row["val/loss"], *(row[f"val/ema_{decay}/loss"] for decay in DECAYS)]
-    assert losses == sorted(losses)  # all weights are still on their way down, the slower the higher
+    assert losses == sorted(losses)  # all weights still improve, the slower the higher the decay
     assert len(set(losses)) == 3
 
 
 @pytest.mark.soak
-def test_nothing_else_moves_by_a_bit(directory, whole):
+def test_averages_leave_training_bit_identical(directory, uninterrupted):
     without = job(directory / "without", **{"config.ema": None})
     without()
     assert without.state.riders == {}
-    assert leaves_equal(without.state.params, whole.state.params)
-    assert leaves_equal(without.state.opt_state, whole.state.opt_state)
+    assert leaves_equal(without.state.params, uninterrupted.state.params)
+    assert leaves_equal(without.state.opt_state, uninterrupted.state.opt_state)
 
 
 @pytest.mark.parametrize("mesh", [{}, set_mesh(4, 2, 1)], ids=["here", "on another mesh"])
-def test_stopped_and_resumed_they_are_those_of_the_whole_run(directory, whole, mesh):
+def test_resumed_averages_equal_those_of_an_uninterrupted_run(directory, uninterrupted, mesh):
     name = "elsewhere" if mesh else "resumed"
     first = job(directory / name)
     stop_after(first, 3)
     again = job(directory / name, **mesh)
     again()
     if mesh:
-        for leaf, other in zip(*map(jax.tree.leaves, (again.state.riders, whole.state.riders)), strict=True):
+        for leaf, other in zip(*map(jax.tree.leaves, (again.state.riders, uninterrupted.state.riders)), strict=True):
             assert not leaf.sharding.is_fully_replicated
             np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6)
     else:
-        assert again.result() == whole.result()
+        assert again.result() == uninterrupted.result()
 
 
 @pytest.mark.soak
-def test_of_narrow_parameters_they_are_float32_and_evaluated_in_the_type_of_these(directory):
+def test_averages_of_bfloat16_parameters_are_float32(directory):
     narrow = job(directory / "narrow", **{"config.precision.params": "bfloat16", "config.train.total_steps": 2})
     narrow()
     assert {leaf.dtype for leaf in jax.tree.leaves(narrow.state.riders)} == {jnp.dtype("float32")}
@@ -97,41 +97,43 @@ def test_of_narrow_parameters_they_are_float32_and_evaluated_in_the_type_of_thes
 
 
 @pytest.mark.soak
-def test_an_average_begins_at_the_weights_of_another_run(directory, whole):
-    changes = {"checkpoint.init_from": str(whole.store.root), "config.optimizer.learning_rate": 1e-12}
+def test_averages_start_from_loaded_weights(directory, uninterrupted):
+    changes = {"checkpoint.init_from": str(uninterrupted.store.root), "config.optimizer.learning_rate": 1e-12}
     warm = job(directory / "warm", **changes, **{"config.train.total_steps": 1, "config.ema.evaluate": False})
     warm()
     (average, *_) = jax.tree.leaves(warm.state.riders["ema"]["0.9"])
-    np.testing.assert_allclose(average, whole.state.params["Embed_0"]["embedding"], rtol=1e-6)
+    np.testing.assert_allclose(average, uninterrupted.state.params["Embed_0"]["embedding"], rtol=1e-6)
 
 
-def from_average(directory, whole, name, decay, **changes):
-    """A run of one step that begins with an average of `whole`, and how it began."""
+def make_job_from_average(directory, whole, name, decay, **changes):
+    """Return a one-step job initialised from an average of another run."""
     source = {"path": str(whole.store.root), "weights": f"ema_{decay}"}
     begun = {"checkpoint.init_from": source, "config.train.total_steps": 1, "config.ema": None, "config.eval": {}}
     return job(directory / name, **begun | changes)
 
 
-def test_a_run_begins_with_an_average_of_another(directory, whole):
-    found = from_average(directory, whole, "begun", 0.9, **{"config.optimizer.learning_rate": 1e-12})
+def test_a_run_can_start_from_an_average_of_another_run(directory, uninterrupted):
+    found = make_job_from_average(directory, uninterrupted, "begun", 0.9, **{"config.optimizer.learning_rate": 1e-12})
     found()
-    average = open_checkpoint(whole.store.root, weights="ema_0.9")[0]["params"]
+    average = open_checkpoint(uninterrupted.store.root, weights="ema_0.9")[0]["params"]
     (event,) = [each for each in parse_lines(found.store.read("events.jsonl")) if each["event"] == "init"]
     first = found.train_setup.init_state()
     begun = first.replace(params=jax.device_put(average, jax.tree.map(lambda leaf: leaf.sharding, first.params)))
     assert event["fingerprint"] == compute_fingerprint(begun)
-    assert not leaves_equal(average, whole.state.params)
-    narrow = from_average(directory, whole, "begun_narrow", 0.9, **{"config.precision.params": "bfloat16"})
+    assert not leaves_equal(average, uninterrupted.state.params)
+    narrow = make_job_from_average(
+        directory, uninterrupted, "begun_narrow", 0.9, **{"config.precision.params": "bfloat16"}
+    )
     narrow()
     assert {leaf.dtype for leaf in jax.tree.leaves(narrow.state.params)} == {jnp.dtype("bfloat16")}
 
 
-def test_an_average_that_the_other_run_does_not_have_is_refused_with_those_that_it_has(directory, whole):
+def test_init_from_an_unknown_average_lists_the_available_ones(directory, uninterrupted):
     with pytest.raises(InvalidError, match=r"init_from: got weights 'ema_0.99', has params, ema_0.5, ema_0.9; needs"):
-        from_average(directory, whole, "refused", 0.99)()
+        make_job_from_average(directory, uninterrupted, "refused", 0.99)()
 
 
-def test_a_run_without_averages_is_not_resumed_with_them(directory):
+def test_a_run_without_averages_cannot_resume_with_averages(directory):
     first = job(directory / "later", **{"config.ema": None})
     stop_after(first, 1)
     with pytest.raises(InvalidError, match=r"config\.ema"):
@@ -147,22 +149,22 @@ def test_a_run_without_averages_is_not_resumed_with_them(directory):
         ([], "at least 1 item"),
     ],
 )
-def test_a_decay_that_makes_no_average_is_refused(decays, line):
+def test_invalid_decays_are_rejected(decays, line):
     with pytest.raises(ValueError, match=line):
         EmaConfig(decays=decays)
 
 
-def test_an_average_that_is_not_there_is_refused_with_those_that_are(whole):
+def test_opening_an_unknown_average_lists_the_available_ones(uninterrupted):
     with pytest.raises(InvalidError, match=r"got weights 'ema_0\.99', has params, ema_0\.5, ema_0\.9; needs one"):
-        open_checkpoint(whole.store.root, weights="ema_0.99")
+        open_checkpoint(uninterrupted.store.root, weights="ema_0.99")
 
 
-def test_where_there_is_nothing_to_evaluate_on_it_is_refused(directory):
+def test_evaluating_averages_without_validation_data_is_rejected(directory):
     with pytest.raises(InvalidError, match=r"ema\.evaluate: there is no validation set"):
         job(directory / "blind", **{"config.data.validation_fraction": 0.0})
 
 
-def test_a_train_step_of_the_jobs_own_that_leaves_them_alone_is_refused(directory):
+def test_a_custom_train_step_that_skips_the_averages_is_rejected(directory):
     class Own(TrainLookup):
         @classmethod
         def train_step(cls, state, batch, key, accumulate_steps):
@@ -173,6 +175,6 @@ def test_a_train_step_of_the_jobs_own_that_leaves_them_alone_is_refused(director
         job(directory / "own", Own)()
 
 
-def test_the_plan_counts_them(directory):
+def test_the_plan_counts_the_averages(directory):
     section = make_state_section(job(directory / "plan").setup_builder.build(jax.devices()).abstract_state)
     assert section["rider ema bytes"] == 2 * section["parameter bytes"]

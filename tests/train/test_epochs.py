@@ -1,4 +1,4 @@
-"""A total in epochs: counted in the data once they are known, the same run as one of so many steps."""
+"""Length of a run in epochs: it is converted to steps once the data is loaded, and gives the same run."""
 
 import math
 import re
@@ -38,7 +38,7 @@ def job(tmp_path: Path, name: str, **changes: Any) -> TrainLookup:
     return gpt(tmp_path / name, TrainLookup, **SETTINGS | {"config.data": source} | changes)
 
 
-def test_epochs_are_the_run_of_so_many_steps_and_resume_to_its_bits(
+def test_epochs_give_the_same_run_as_steps_and_resume_bit_identically(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     steps = {"config.train": {"global_batch_examples": BATCH, "total_steps": STEPS}}
@@ -54,10 +54,10 @@ def test_epochs_are_the_run_of_so_many_steps_and_resume_to_its_bits(
     run_command(["status", str(tmp_path / "run")])
     assert f"step {STEPS} of {STEPS}" in capfd.readouterr().out
     (tmp_path / "data.bin").unlink()
-    assert say(capfd, tmp_path / "run", "--tokens", 4)[0] == 0, "whoever only looks needs no data"
+    assert say(capfd, tmp_path / "run", "--tokens", 4)[0] == 0, "read-only commands need no data"
 
 
-def test_the_total_is_free_where_no_rate_reads_it(tmp_path: Path) -> None:
+def test_epochs_can_be_extended_if_no_schedule_depends_on_them(tmp_path: Path) -> None:
     constant = {"config.schedule": {"name": "constant"}}
     job(tmp_path, "run", **constant)()
     longer = job(tmp_path, "run", **constant | {"config.train.total_epochs": 0.6})
@@ -68,7 +68,7 @@ def test_the_total_is_free_where_no_rate_reads_it(tmp_path: Path) -> None:
         job(tmp_path, "other", **{"config.train.total_epochs": 2})()
 
 
-def test_plan_counts_them_or_names_the_data_that_are_missing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_counts_epochs_or_reports_missing_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(dump_spec(job(tmp_path, "run").spec))
     assert plan(PlanRequest(str(spec))) == 0

@@ -1,4 +1,4 @@
-"""Several evaluators, each at its own cadence; one that fails costs its own figures and a line, never the run."""
+"""Schedule of several evaluators; one that fails loses its own metrics and prints one line, and the run goes on."""
 
 import json
 import math
@@ -27,8 +27,8 @@ from tests.support.tiny import gpt, leaves_equal, trajectory
 from tests.test_values import TrainLookup
 
 
-class Returns:
-    """Returns figures, or raises them."""
+class StubEvaluator:
+    """An evaluator that returns or raises what it is given."""
 
     name = "some"
 
@@ -41,12 +41,12 @@ class Returns:
         return self._figures() if callable(self._figures) else self._figures
 
 
-def evaluations(directory: Path, *evaluators: Any, **changes: Any) -> EvaluatorSchedule:
+def make_schedule(directory: Path, *evaluators: Any, **changes: Any) -> EvaluatorSchedule:
     config = gpt(directory / "job", **changes).config
     return EvaluatorSchedule(make_attempt(LocalStore(directory / "run")), config, evaluators)
 
 
-class Broken:
+class BrokenNumber:
     """A number whose conversion raises."""
 
     shape, dtype = (), np.dtype("float64")
@@ -69,7 +69,7 @@ class BrokenError(Exception):
         raise RuntimeError("no message")
 
 
-def bins(counts: Any, edges: Any) -> dict[str, Any]:
+def make_histogram(counts: Any, edges: Any) -> dict[str, Any]:
     return {"val/a": {"counts": counts, "edges": edges}}
 
 
@@ -78,11 +78,11 @@ RECURSIVE.append(RECURSIVE)
 NULL = "val/a: not finite; null in the row"
 NEEDS = "a row needs a number"
 
-LINES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+FAILURES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "an integer beyond every float": ({"val/a": 10**400}, NULL, {"val/a": None}),
     "such an integer in a list": ({"val/a": [1, -(10**400)]}, NULL, {"val/a": [1, None]}),
-    "a number whose conversion raises": ({"val/a": Broken()}, "RuntimeError: no number; its metrics are not", {}),
-    "such a number in a list": ({"val/a": [Broken()]}, "RuntimeError: no number; its metrics are not", {}),
+    "a number whose conversion raises": ({"val/a": BrokenNumber()}, "RuntimeError: no number; its metrics are not", {}),
+    "such a number in a list": ({"val/a": [BrokenNumber()]}, "RuntimeError: no number; its metrics are not", {}),
     "a dictionary that cannot be read": (BrokenMapping({"val/a": 1.0}), "RuntimeError: no keys; its metrics", {}),
     "an error without a message": (BrokenError(), "BrokenError: its message cannot be formatted; its metrics", {}),
     "sys.exit": (SystemExit(3), "SystemExit: 3; its metrics are not in the row", {}),
@@ -95,13 +95,25 @@ LINES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "a list of texts": ({"val/a": ["x"]}, f"it returns as val/a a str; {NEEDS}", {}),
     "a recursive list": ({"val/a": RECURSIVE}, f"it returns as val/a a list; {NEEDS}", {}),
     "another dictionary": ({"val/a": {"b": 1.0}}, f"it returns as val/a a dict; {NEEDS}", {}),
-    "edges that are not finite": (bins([1], [0.0, math.nan]), NULL, {"val/a": None}),
-    "counts that are not finite": (bins([math.inf], [0.0, 1.0]), NULL, {"val/a": None}),
-    "edges that descend": (bins([1], [1.0, 0.0]), "it returns as val/a a histogram whose edges do not ascend", {}),
-    "edges of another number": (bins([1], [0.0]), "it returns as val/a a histogram of 1 counts and 1 edges", {}),
-    "bins of texts": (bins(["x"], [0.0, 1.0]), f"it returns as val/a a str; {NEEDS}", {}),
-    "bins in a number": (bins(1, 2), f"it returns as val/a a histogram of a int; {NEEDS}", {}),
-    "too many bins": (bins([1] * 5000, [0] * 5001), f"it returns as val/a a histogram of a list; {NEEDS}", {}),
+    "edges that are not finite": (make_histogram([1], [0.0, math.nan]), NULL, {"val/a": None}),
+    "counts that are not finite": (make_histogram([math.inf], [0.0, 1.0]), NULL, {"val/a": None}),
+    "edges that descend": (
+        make_histogram([1], [1.0, 0.0]),
+        "it returns as val/a a histogram whose edges do not ascend",
+        {},
+    ),
+    "edges of another number": (
+        make_histogram([1], [0.0]),
+        "it returns as val/a a histogram of 1 counts and 1 edges",
+        {},
+    ),
+    "bins of texts": (make_histogram(["x"], [0.0, 1.0]), f"it returns as val/a a str; {NEEDS}", {}),
+    "bins in a number": (make_histogram(1, 2), f"it returns as val/a a histogram of a int; {NEEDS}", {}),
+    "too many bins": (
+        make_histogram([1] * 5000, [0] * 5001),
+        f"it returns as val/a a histogram of a list; {NEEDS}",
+        {},
+    ),
     "too many metrics": ({f"val/{n}": 1.0 for n in range(2000)}, "it returns more than 1,000 metrics", {}),
     "a long key": ({"val/" + "a" * 500: 1.0}, "it returns a metric named 'val/aaa", {}),
     "raises": (ValueError("no\nsuch"), "ValueError: no; its metrics are not in the row of this step", {}),
@@ -126,11 +138,11 @@ LINES: dict[str, tuple[Any, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("figures", "line", "row"), LINES.values(), ids=LINES)
-def test_an_evaluator_that_fails_costs_one_line_and_its_own_figures(
+@pytest.mark.parametrize(("figures", "line", "row"), FAILURES.values(), ids=FAILURES)
+def test_a_failing_evaluator_prints_one_line_and_loses_its_own_metrics(
     figures: Any, line: str, row: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = evaluations(tmp_path, Returns(figures), Returns({"val/other": 2.0})).evaluate(None, 8)
+    found = make_schedule(tmp_path, StubEvaluator(figures), StubEvaluator({"val/other": 2.0})).evaluate(None, 8)
     assert found == row | {"val/other": 2.0}
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(f"evaluator some at step 8: {line}")
@@ -138,17 +150,17 @@ def test_an_evaluator_that_fails_costs_one_line_and_its_own_figures(
     assert [event["evaluator"] for event in events if event["event"] == "evaluation_problem"] == ["some"]
 
 
-def test_two_evaluators_cannot_have_one_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = evaluations(tmp_path, Returns({"val/a": 1.0}), Returns({"val/a": 2.0})).evaluate(None, 8)
+def test_two_evaluators_cannot_return_the_same_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = make_schedule(tmp_path, StubEvaluator({"val/a": 1.0}), StubEvaluator({"val/a": 2.0})).evaluate(None, 8)
     assert found == {"val/a": 1.0}
     assert "it returns val/a, which another evaluator has returned" in capsys.readouterr().err
 
 
-def test_figures_of_every_kind_stand_in_the_row_as_json_has_them(tmp_path: Path) -> None:
+def test_metrics_of_every_type_are_converted_to_json(tmp_path: Path) -> None:
     figures = {"val/a": np.float32(0.5), "val/b": np.int64(3), "val/c": "text", "val/d": (1, 2.5), "val/e": None}
     figures |= {"val/f": jnp.bfloat16(1.5), "val/g": True, "val/h": 2**70, "val/i": "\ud800", "val/j": jnp.int32(7)}
     figures["val/k"] = {"counts": np.array([1, 2]), "edges": jnp.arange(3.0)}
-    found = evaluations(tmp_path, Returns(figures)).evaluate(None, 8)
+    found = make_schedule(tmp_path, StubEvaluator(figures)).evaluate(None, 8)
     expected = {"val/a": 0.5, "val/b": 3.0, "val/c": "text", "val/d": [1, 2.5], "val/e": None, "val/f": 1.5}
     expected |= {"val/g": 1, "val/h": 2.0**70, "val/i": "?", "val/j": 7.0}
     assert found == expected | {"val/k": {"counts": [1, 2], "edges": [0.0, 1.0, 2.0]}}
@@ -161,12 +173,12 @@ def test_figures_of_every_kind_stand_in_the_row_as_json_has_them(tmp_path: Path)
     [
         (object(), "a object, which has no method evaluate"),
         ("val/loss", "a str, which has no method evaluate"),
-        *((Returns({}, interval), "every_steps is") for interval in (0, -1, 2.5, "5", True)),
+        *((StubEvaluator({}, interval), "every_steps is") for interval in (0, -1, 2.5, "5", True)),
     ],
 )
-def test_what_is_no_evaluator_is_refused_at_the_start(evaluator: Any, words: str, tmp_path: Path) -> None:
+def test_invalid_evaluators_are_rejected_at_the_start(evaluator: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match=words):
-        evaluations(tmp_path, evaluator)
+        make_schedule(tmp_path, evaluator)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +188,13 @@ def test_what_is_no_evaluator_is_refused_at_the_start(evaluator: Any, words: str
         *(pytest.param(f"on_{name}", marks=pytest.mark.soak) for name in ("row", "evaluation", "checkpoint", "start")),
     ],
 )
-def test_a_keyboard_interrupt_stops_the_run_as_a_signal_does(who: str, tmp_path: Path) -> None:
+def test_a_keyboard_interrupt_stops_the_run_like_a_signal(who: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"config.eval": {"every_steps": 2, "batches": 1}, "checkpoint.every_steps": 3}
     counts = ["tests.support.hooked:Counts"]
     hook = {"hook": f"{__name__}:InterruptsHook", "config": {"method": who}}
-    job_class = InterruptsGPT if who == "evaluator" else TrainLookup
+    job_class = InterruptingGPT if who == "evaluator" else TrainLookup
     job = gpt(tmp_path / "run", job_class, **changes, hooks=[*counts, hook])
-    InterruptsOnce.left = 1
+    InterruptingEvaluator.left = 1
     with pytest.raises(PreemptedError, match="is saved; run the same command again"):
         job()
     again = gpt(tmp_path / "run", job_class, **changes, hooks=[*counts, hook])
@@ -193,39 +205,39 @@ def test_a_keyboard_interrupt_stops_the_run_as_a_signal_does(who: str, tmp_path:
     assert trajectory(tmp_path / "run") == trajectory(tmp_path / "whole")
 
 
-class InterruptsOnce:
+class InterruptingEvaluator:
     """Raises KeyboardInterrupt at its first call from step 4 on."""
 
     left = 0
 
     def evaluate(self, weights: Any, step: int, hosts: Any) -> dict[str, Any]:
-        if step >= 4 and InterruptsOnce.left:
-            InterruptsOnce.left -= 1
+        if step >= 4 and InterruptingEvaluator.left:
+            InterruptingEvaluator.left -= 1
             raise KeyboardInterrupt
         return {"val/own": float(step)}
 
 
-class InterruptsGPT(TrainLookup):
-    """A job with it."""
+class InterruptingGPT(TrainLookup):
+    """A job with the interrupting evaluator."""
 
     def evaluator(self) -> Any:
-        return [*self.builtin_evaluators, InterruptsOnce()]
+        return [*self.builtin_evaluators, InterruptingEvaluator()]
 
 
 class InterruptsConfig(HookConfig):
-    """Which of its methods."""
+    """The hook method that raises."""
 
     method: str
 
 
 class InterruptsHook(Observer):
-    """A hook that does the same."""
+    """A hook that raises KeyboardInterrupt in one of its methods."""
 
     Config = InterruptsConfig
 
     def _act(self, method: str, moment: Any) -> None:
         if method == self.config.method:
-            InterruptsOnce().evaluate(None, 8 if method == "on_start" else moment.step, None)
+            InterruptingEvaluator().evaluate(None, 8 if method == "on_start" else moment.step, None)
 
     def on_start(self, moment: Any) -> None:
         self._act("on_start", moment)
@@ -241,17 +253,17 @@ class InterruptsHook(Observer):
 
 
 @pytest.mark.parametrize("error", [InvalidError("no such key"), PeerLostError("process 1")])
-def test_what_the_runner_itself_raises_is_no_fault_of_an_evaluator(error: Exception, tmp_path: Path) -> None:
+def test_errors_of_the_runner_are_not_attributed_to_the_evaluator(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(type(error)):
-        evaluations(tmp_path, Returns(error)).evaluate(None, 8)
+        make_schedule(tmp_path, StubEvaluator(error)).evaluate(None, 8)
 
 
-def test_whoever_ends_early_ends_the_evaluation(tmp_path: Path) -> None:
-    after = Returns(ValueError("asked"))
-    assert evaluations(tmp_path, Returns(lambda: None), after).evaluate(None, 8) is None
+def test_an_evaluator_that_stops_early_ends_the_evaluation(tmp_path: Path) -> None:
+    after = StubEvaluator(ValueError("asked"))
+    assert make_schedule(tmp_path, StubEvaluator(lambda: None), after).evaluate(None, 8) is None
 
 
-RULES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
+SCHEDULES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
     "as before": ({"every_steps": 4}, [4, 8], [3, 6, 8]),
     "at the start": ({"every_steps": 4, "at_start": True}, [0, 4, 8], [0, 3, 6, 8]),
     "not at the end": ({"every_steps": 5, "at_end": False}, [5], [3, 6]),
@@ -260,26 +272,26 @@ RULES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize(("rule", "default", "own"), RULES.values(), ids=RULES)
-def test_each_is_asked_at_its_own_cadence_and_all_at_start_and_end(
+@pytest.mark.parametrize(("rule", "default", "own"), SCHEDULES.values(), ids=SCHEDULES)
+def test_evaluators_run_at_their_own_interval_and_at_start_and_end(
     rule: dict[str, Any], default: list[int], own: list[int], tmp_path: Path
 ) -> None:
-    first, second = Returns({}), Returns({}, every_steps=3)
-    found = evaluations(tmp_path, first, second, **{"config.eval": rule})
+    first, second = StubEvaluator({}), StubEvaluator({}, every_steps=3)
+    found = make_schedule(tmp_path, first, second, **{"config.eval": rule})
     assert [step for step in range(9) if first in found.list_due(step)] == default
     assert [step for step in range(9) if second in found.list_due(step)] == own
 
 
-def test_an_evaluation_is_no_part_of_a_step_for_whoever_watches(tmp_path: Path) -> None:
+def test_progress_reports_evaluation_as_its_own_phase(tmp_path: Path) -> None:
     seen = []
     attempt = make_attempt(LocalStore(tmp_path / "run"))
-    watching = Returns(lambda: seen.append(attempt.progress.phase) or {})
+    watching = StubEvaluator(lambda: seen.append(attempt.progress.phase) or {})
     EvaluatorSchedule(attempt, gpt(tmp_path / "job").config, [watching]).evaluate(None, 8)
     assert seen == [EVALUATION]
 
 
-class Several:
-    """The hosts of a job of two processes, each on a thread: what they gather."""
+class ThreadedHosts:
+    """Two processes of a job as threads that can gather values."""
 
     def __init__(self) -> None:
         self.barrier, self.values = threading.Barrier(2), {}
@@ -304,15 +316,15 @@ class Several:
         (lambda: None, None, None),
     ],
 )
-def test_hosts_hear_of_one_that_differs(
+def test_process_0_reports_a_process_with_different_results(
     others: Any, line: str | None, row: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    several, found = Several(), {}
+    several, found = ThreadedHosts(), {}
 
     def evaluate(process: int, figures: Any) -> None:
         attempt = replace(make_attempt(LocalStore(tmp_path / f"run{process}")), hosts=several.host(process))
         config = gpt(tmp_path / f"job{process}").config
-        found[process] = EvaluatorSchedule(attempt, config, [Returns(figures)]).evaluate(None, 8)
+        found[process] = EvaluatorSchedule(attempt, config, [StubEvaluator(figures)]).evaluate(None, 8)
 
     threads = [threading.Thread(target=evaluate, args=each) for each in enumerate([{"val/a": 1.0}, others])]
     for thread in threads:
@@ -327,7 +339,7 @@ def test_hosts_hear_of_one_that_differs(
 
 @flax.struct.dataclass
 class Node:
-    """A dataclass that is a container, as a train state is."""
+    """A dataclass that contains arrays, as the train state does."""
 
     leaf: Any
     inner: Any = ()
@@ -338,7 +350,7 @@ def leaf(value: float) -> Any:
 
 
 LAZY = "weights that are merged when they are read"
-SHOWN: dict[str, Callable[[Any], Any]] = {
+CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "a dictionary": lambda inner: {"leaf": leaf(0.5), "inner": inner},
     "an ordered dictionary": lambda inner: OrderedDict(leaf=leaf(0.5), inner=inner),
     "a default dictionary": lambda inner: defaultdict(dict, leaf=leaf(0.5), inner=inner),
@@ -355,8 +367,8 @@ def unfold(tree: Any) -> Any:
     return {key: unfold(value) for key, value in tree.items()} if isinstance(tree, LazyMergedWeights | dict) else tree
 
 
-@pytest.mark.parametrize("outer", SHOWN)
-def test_an_evaluator_that_writes_into_the_weights_changes_none_of_others(outer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("outer", CONTAINERS)
+def test_an_evaluator_cannot_modify_the_weights_of_others(outer: str, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     class Reader:
@@ -364,11 +376,11 @@ def test_an_evaluator_that_writes_into_the_weights_changes_none_of_others(outer:
             seen.append(jax.tree.map(np.array, unfold(weights)))
             return {}
 
-    schedule = evaluations(tmp_path, Vandal(), Reader())
-    for inner in [kind for kind in SHOWN if kind != LAZY]:
+    schedule = make_schedule(tmp_path, Vandal(), Reader())
+    for inner in [kind for kind in CONTAINERS if kind != LAZY]:
 
         def make(inner: str = inner) -> Any:
-            return {"params": SHOWN[outer](SHOWN[inner]({"deep": [leaf(1.5), {"deeper": leaf(2.5)}]}))}
+            return {"params": CONTAINERS[outer](CONTAINERS[inner]({"deep": [leaf(1.5), {"deeper": leaf(2.5)}]}))}
 
         weights = make()
         assert schedule.evaluate(weights, 8) == {"val/vandal": 8.0}
@@ -378,7 +390,7 @@ def test_an_evaluator_that_writes_into_the_weights_changes_none_of_others(outer:
 
 
 class VandalGPT(TrainLookup):
-    """A job with such an evaluator."""
+    """A job whose evaluators overwrite the weights that they are given."""
 
     def evaluator(self) -> Any:
         return [Vandal(), *self.builtin_evaluators, Vandal()]
@@ -387,7 +399,7 @@ class VandalGPT(TrainLookup):
 @pytest.mark.parametrize(
     "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("ema", "adapter"))]
 )
-def test_a_run_whose_evaluators_and_hooks_write_into_what_they_see_ends_in_the_same_bits(
+def test_evaluators_and_hooks_that_overwrite_their_inputs_leave_the_run_bit_identical(
     kind: str, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"config.eval": {"every_steps": 2, "at_start": True, "batches": 1}}
@@ -410,8 +422,8 @@ def test_a_run_whose_evaluators_and_hooks_write_into_what_they_see_ends_in_the_s
     assert rows == trajectory(tmp_path / "plain")
 
 
-class Donates:
-    """An evaluator, and a method of a hook, that gives away the memory of the weights."""
+class Donor:
+    """An evaluator and hook callback that donates the buffers of the weights."""
 
     name = "donor"
 
@@ -420,27 +432,29 @@ class Donates:
         return {}
 
 
-class DonatesGPT(TrainLookup):
-    """A job with it."""
+class DonorGPT(TrainLookup):
+    """A job with the donating evaluator."""
 
     def evaluator(self) -> Any:
-        return Donates()
+        return Donor()
 
 
-class DonatesHook(Observer):
-    """The hook."""
+class DonorHook(Observer):
+    """A hook that donates the weights."""
 
     def on_row(self, moment: Any) -> None:
-        Donates().evaluate(moment.weights, moment.step, moment.hosts)
+        Donor().evaluate(moment.weights, moment.step, moment.hosts)
 
 
 @pytest.mark.parametrize(
     ("job_class", "hooks", "culprit"),
     [
-        (DonatesGPT, [], "evaluator donor at step 4"),
-        (TrainLookup, [f"{__name__}:DonatesHook"], "hook DonatesHook in on_row at step 1"),
+        (DonorGPT, [], "evaluator donor at step 4"),
+        (TrainLookup, [f"{__name__}:DonorHook"], "hook DonorHook in on_row at step 1"),
     ],
 )
-def test_whoever_donates_the_weights_is_named(job_class: Any, hooks: Any, culprit: str, tmp_path: Path) -> None:
+def test_the_error_names_the_evaluator_or_hook_that_donated_the_weights(
+    job_class: Any, hooks: Any, culprit: str, tmp_path: Path
+) -> None:
     with pytest.raises(FailedError, match=f"{culprit}: it has donated the weights"):
         gpt(tmp_path / "run", job_class, hooks=hooks)()

@@ -1,4 +1,4 @@
-"""Fields of a batch: the step reads what the data declares, and refuses what nothing reads.
+"""Batch fields: the step uses those that the data declares, and a field that nothing reads is an error.
 
 Shape legend: S accumulation steps, B examples, T sequence length, V vocabulary.
 """
@@ -23,39 +23,39 @@ DTYPES = {"x": "int32", "y": "int32", "padding_mask": "bool", "segment": "int32"
 DOCUMENTS = ("x", "y", "padding_mask", "segment", "position")
 
 
-class Plain(nn.Module):
-    """Knows of no documents."""
+class PlainModel(nn.Module):
+    """A model without arguments for packed documents."""
 
     @nn.compact
     def __call__(self, x_BxT, *, deterministic):
         return nn.Dense(V)(nn.Embed(V, 4)(x_BxT))
 
 
-class WithSegments(Plain):
-    """Its positions are relative, and so the row's."""
+class SegmentModel(PlainModel):
+    """A model that takes segments but no positions."""
 
     @nn.compact
     def __call__(self, x_BxT, *, segments=None, deterministic):
         return super().__call__(x_BxT, deterministic=deterministic)
 
 
-class Deaf(Plain):
-    """Takes whatever it is given, and reads none of it."""
+class IgnoringModel(PlainModel):
+    """A model that ignores the keyword arguments of documents."""
 
     @nn.compact
     def __call__(self, x_BxT, *, deterministic, **rest):
         return super().__call__(x_BxT, deterministic=deterministic)
 
 
-class Hearing(Plain):
+class DocumentModel(PlainModel):
     @nn.compact
     def __call__(self, x_BxT, *, segments=None, positions=None, deterministic):
         logits_BxTxV = super().__call__(x_BxT, deterministic=deterministic)
         return logits_BxTxV if segments is None else logits_BxTxV * segments[..., None]
 
 
-class Balanced(BaseTrainer):
-    """Reads a field of its own."""
+class DifficultyJob(BaseTrainer):
+    """A job that reads an extra field of the batch."""
 
     @classmethod
     def forward(cls, apply_fn, params, batch, key):
@@ -63,8 +63,8 @@ class Balanced(BaseTrainer):
         return loss_sum * jnp.sum(batch["difficulty"]), meta
 
 
-class Counting(BaseTrainer):
-    """No text: says itself how many targets there are."""
+class CountingJob(BaseTrainer):
+    """A job that is not about text and returns its own token count."""
 
     @classmethod
     def forward(cls, apply_fn, params, batch, key):
@@ -72,7 +72,7 @@ class Counting(BaseTrainer):
         return jnp.sum(error_BxT**2), {"token_count": batch["pixel"].size}
 
 
-class Uncounted(Counting):
+class UncountedJob(CountingJob):
     @classmethod
     def forward(cls, apply_fn, params, batch, key):
         return super().forward(apply_fn, params, batch, key)[0], {}
@@ -90,17 +90,32 @@ def trace(job, model, fields):
 @pytest.mark.parametrize(
     ("job", "model", "fields", "message"),
     [
-        (BaseTrainer, Plain, DOCUMENTS, "several documents, and Plain takes no segments and no positions: it would"),
-        (BaseTrainer, WithSegments, DOCUMENTS, "several documents, and WithSegments takes no positions: it would"),
-        (BaseTrainer, Deaf, DOCUMENTS, "batches hold segment, which forward never reads"),
-        (BaseTrainer, Plain, (*DOCUMENTS[:3], "difficulty"), "batches hold difficulty, which forward never reads"),
-        (Balanced, Plain, (*DOCUMENTS[:3], "difficulty", "age"), "batches hold age, which forward never reads"),
-        (Balanced, Plain, (*DOCUMENTS, "difficulty"), "Plain takes no segments and no positions"),
-        (Uncounted, Plain, ("pixel", "depth"), "hold depth, pixel and no padding_mask; return from forward as meta"),
-        (BaseTrainer, Plain, ("x", "y"), "hold x, y and no padding_mask; return from forward as meta token_count"),
+        (
+            BaseTrainer,
+            PlainModel,
+            DOCUMENTS,
+            "several documents, and PlainModel takes no segments and no positions: it would",
+        ),
+        (BaseTrainer, SegmentModel, DOCUMENTS, "several documents, and SegmentModel takes no positions: it would"),
+        (BaseTrainer, IgnoringModel, DOCUMENTS, "batches hold segment, which forward never reads"),
+        (BaseTrainer, PlainModel, (*DOCUMENTS[:3], "difficulty"), "batches hold difficulty, which forward never reads"),
+        (
+            DifficultyJob,
+            PlainModel,
+            (*DOCUMENTS[:3], "difficulty", "age"),
+            "batches hold age, which forward never reads",
+        ),
+        (DifficultyJob, PlainModel, (*DOCUMENTS, "difficulty"), "PlainModel takes no segments and no positions"),
+        (
+            UncountedJob,
+            PlainModel,
+            ("pixel", "depth"),
+            "hold depth, pixel and no padding_mask; return from forward as meta",
+        ),
+        (BaseTrainer, PlainModel, ("x", "y"), "hold x, y and no padding_mask; return from forward as meta token_count"),
     ],
 )
-def test_what_would_be_ignored_in_silence_is_refused_when_the_step_is_traced(job, model, fields, message):
+def test_unread_fields_are_rejected_when_the_step_is_traced(job, model, fields, message):
     with pytest.raises(InvalidError, match=message):
         trace(job, model(), fields)
 
@@ -108,37 +123,37 @@ def test_what_would_be_ignored_in_silence_is_refused_when_the_step_is_traced(job
 @pytest.mark.parametrize(
     ("job", "model", "fields"),
     [
-        (BaseTrainer, Plain, DOCUMENTS[:3]),
-        (BaseTrainer, Hearing, DOCUMENTS),
-        (BaseTrainer, Plain, (*DOCUMENTS[:3], "loss_weight")),
-        (Balanced, Hearing, (*DOCUMENTS, "loss_weight", "difficulty")),
-        (Counting, Plain, ("pixel", "depth")),
+        (BaseTrainer, PlainModel, DOCUMENTS[:3]),
+        (BaseTrainer, DocumentModel, DOCUMENTS),
+        (BaseTrainer, PlainModel, (*DOCUMENTS[:3], "loss_weight")),
+        (DifficultyJob, DocumentModel, (*DOCUMENTS, "loss_weight", "difficulty")),
+        (CountingJob, PlainModel, ("pixel", "depth")),
     ],
 )
-def test_declared_fields_that_are_read_are_trained_on(job, model, fields):
+def test_steps_with_all_fields_read_are_traced(job, model, fields):
     trace(job, model(), fields)
 
 
-def test_a_trainer_of_something_else_than_text_has_its_own_fields():
+def test_a_trainer_can_use_fields_other_than_text():
     generator = np.random.default_rng(0)
     batch = {name: jnp.asarray(generator.normal(size=(S, B, T)), jnp.float32) for name in ("pixel", "depth")}
-    state = make_state(Plain(), KEY, optax.sgd(1.0), jnp.zeros((1, T), jnp.int32), deterministic=True)
-    _, loss, meta = jax.jit(Counting.train_step, static_argnums=3)(state, batch, KEY, S)
+    state = make_state(PlainModel(), KEY, optax.sgd(1.0), jnp.zeros((1, T), jnp.int32), deterministic=True)
+    _, loss, meta = jax.jit(CountingJob.train_step, static_argnums=3)(state, batch, KEY, S)
     np.testing.assert_allclose(loss, np.mean(np.square(batch["depth"])), rtol=1e-6)
     assert meta["token_count"] == S * B * T
 
 
-class Text(BaseTrainer):
-    """A trainer of somebody else, whose model knows of no documents."""
+class TextJob(BaseTrainer):
+    """A user's trainer whose model has no arguments for packed documents."""
 
     def model(self):
-        return Plain()
+        return PlainModel()
 
 
-def test_a_model_that_knows_of_no_documents_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+def test_a_model_without_document_arguments_is_rejected_before_the_run_starts(tmp_path, monkeypatch):
     declared = {"segment": np.int32, "position": np.int32}
     monkeypatch.setattr(compile, "get_batch_fields", lambda config: get_batch_fields(config) | declared)
-    job = gpt(tmp_path / "run", Text, **{"config.model": {}})
-    with pytest.raises(InvalidError, match="Plain takes no segments"):
+    job = gpt(tmp_path / "run", TextJob, **{"config.model": {}})
+    with pytest.raises(InvalidError, match="PlainModel takes no segments"):
         job()
     assert not (tmp_path / "run").exists()

@@ -1,7 +1,7 @@
-"""FLOPs: the formula equals what is counted in real programs, and the count equals arithmetic by hand.
+"""FLOPs: the formula matches counts in traced programs, and the counts match arithmetic by hand.
 
 Shape legend: S accumulation steps, B examples, T sequence, V vocabulary, D width, N query heads, K heads of keys and
-values, G = N / K query heads that share one, H width of a head.
+values, G = N / K query heads per key head, H width of a head.
 """
 
 import flax.linen as nn
@@ -21,12 +21,12 @@ from runner.train.flops import compute_transformer_flops, count_matmul_flops, co
 from tests.support.tiny import gpt, mesh_of
 
 LAYERS, D, V, T, B = 3, 32, 61, 128, 4
-BLOCK = 64  # queries of one block of the CPU's attention, which sees every key up to its last query's
+BLOCK = 64  # query block of the CPU's attention, which attends to every key up to that of its last query
 A_10x20, B_20x30 = jnp.zeros((10, 20)), jnp.zeros((20, 30))
 PRODUCT = 2 * 10 * 20 * 30
 
 
-def count(function, *args, platform="cpu"):
+def count_flops(function, *args, platform="cpu"):
     return count_matmul_flops(jax.make_jaxpr(function)(*args), platform=platform)
 
 
@@ -34,11 +34,11 @@ def multiply(a, b):
     return a @ b
 
 
-# The formula.
+# Formula.
 
 
-def flops_of_train_step(model, num_steps, platform):
-    """FLOPs per token of a real train step, optimizer and all, in the program traced for `platform`."""
+def count_train_step(model, num_steps, platform):
+    """Return the FLOPs per token of a train step, optimizer included, traced for `platform`."""
     tokens_BxT = jnp.zeros((1, T), jnp.int32)
 
     def make():
@@ -50,7 +50,7 @@ def flops_of_train_step(model, num_steps, platform):
 
     tokens = jax.ShapeDtypeStruct((num_steps, B // num_steps, T), jnp.int32)
     batch = {"x": tokens, "y": tokens, "padding_mask": jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)}
-    return count(step, jax.eval_shape(make), batch, jax.random.key(0), platform=platform) / (B * T)
+    return count_flops(step, jax.eval_shape(make), batch, jax.random.key(0), platform=platform) / (B * T)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def flops_of_train_step(model, num_steps, platform):
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.soak), 32])
 @pytest.mark.parametrize("remat", ["none", "dots", "layers"])
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
-def test_the_formula_is_what_a_train_step_computes(layer_loop, remat, chunk, platform, num_steps, heads):
+def test_the_formula_matches_a_traced_train_step(layer_loop, remat, chunk, platform, num_steps, heads):
     config = GPTConfig(layers=LAYERS, heads=heads, width=D, dropout=0.1, layer_loop=layer_loop)
     model = GPT(config, V, T, memory=MemoryConfig(remat=remat, loss_chunk_positions=chunk))
     flops = compute_transformer_flops(
@@ -72,10 +72,10 @@ def test_the_formula_is_what_a_train_step_computes(layer_loop, remat, chunk, pla
         last_parameters=4 * D**2,
         is_attention_recomputed=platform == "cpu",
     )
-    assert flops_of_train_step(model, num_steps, platform) == flops.per_token + flops.recomputed_per_token
+    assert count_train_step(model, num_steps, platform) == flops.per_token + flops.recomputed_per_token
 
 
-def test_the_formula_holds_where_query_heads_share_keys_and_values():
+def test_the_formula_holds_for_grouped_query_attention():
     N, K, H = 8, 2, 4
     shapes = {"query": (D, N * H), "key": (D, K * H), "value": (D, K * H), "out": (N * H, D), "unembed": (D, V)}
 
@@ -87,7 +87,7 @@ def test_the_formula_holds_where_query_heads_share_keys_and_values():
         return jax.nn.logsumexp((x_BxTxD + a_BxTxD) @ params["unembed"], axis=-1).sum()
 
     args = {name: jnp.zeros(shape) for name, shape in shapes.items()}, jnp.zeros((B, T, D))
-    executed = count(jax.grad(loss, argnums=(0, 1)), *args) / (B * T)
+    executed = count_flops(jax.grad(loss, argnums=(0, 1)), *args) / (B * T)
     flops = compute_transformer_flops(
         layers=1,
         layer_parameters=2 * D * N * H + 2 * D * K * H,
@@ -100,7 +100,7 @@ def test_the_formula_holds_where_query_heads_share_keys_and_values():
     assert flops.recomputed_per_token == 0
 
 
-def test_gpt2_small_takes_what_its_published_sizes_say():
+def test_gpt2_small_matches_its_published_sizes():
     flops = compute_transformer_flops(
         layers=12,
         layer_parameters=12 * 768**2,
@@ -113,10 +113,10 @@ def test_gpt2_small_takes_what_its_published_sizes_say():
         assert term in flops.formula
 
 
-# What a job says.
+# FLOPs of a job.
 
 
-def test_a_job_has_a_number_without_a_formula_and_gpts_formula_halves_attention(tmp_path):
+def test_default_flops_are_counted_and_the_gpt_formula_halves_attention(tmp_path):
     job = gpt(tmp_path / "run", **{"config.memory.remat": "layers", "config.memory.loss_chunk_positions": 4})
     job.setup(Hosts.single_process())
     width, length, layers = 32, 16, 2
@@ -129,72 +129,75 @@ def test_a_job_has_a_number_without_a_formula_and_gpts_formula_halves_attention(
     assert "counted in the program traced for cpu" in counted.formula
 
 
-def test_what_is_counted_and_not_computed_twice_is_not_recomputed():
+def test_flops_without_rematerialisation_have_none_recomputed():
     flops = count_train_flops(lambda b, a: (a @ b).sum(), B_20x30, A_10x20, num_tokens=10, platform="cpu")
     assert (flops.per_token, flops.recomputed_per_token) == (3 * PRODUCT / 10, 0)
 
 
-# The count.
+# Counting.
 
 
-def test_a_matmul_takes_two_for_each_product_batched_or_not():
-    assert count(multiply, A_10x20, B_20x30) == PRODUCT
-    assert count(jax.vmap(multiply), jnp.zeros((7, 10, 20)), jnp.zeros((7, 20, 30))) == 7 * PRODUCT
-    assert count(lambda a: jnp.sin(a) + 1, A_10x20) == 0
+def test_a_matmul_counts_two_flops_per_product():
+    assert count_flops(multiply, A_10x20, B_20x30) == PRODUCT
+    assert count_flops(jax.vmap(multiply), jnp.zeros((7, 10, 20)), jnp.zeros((7, 20, 30))) == 7 * PRODUCT
+    assert count_flops(lambda a: jnp.sin(a) + 1, A_10x20) == 0
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_convolution_is_counted_as_xla_counts_it(groups):
+def test_convolutions_are_counted_like_in_xla(groups):
     def convolve(image, kernel):
         return jax.lax.conv_general_dilated(image, kernel, (1, 1), "VALID", feature_group_count=groups)
 
     args = jnp.zeros((2, 6, 9, 8)), jnp.zeros((4, 6 // groups, 3, 2))
-    assert count(convolve, *args) == jax.jit(convolve).lower(*args).compile().cost_analysis()["flops"]
-    assert count(convolve, *args) == 2 * (2 * 4 * 7 * 7) * (6 // groups * 3 * 2)
+    assert count_flops(convolve, *args) == jax.jit(convolve).lower(*args).compile().cost_analysis()["flops"]
+    assert count_flops(convolve, *args) == 2 * (2 * 4 * 7 * 7) * (6 // groups * 3 * 2)
 
 
-def test_a_loop_counts_as_often_as_it_runs():
+def test_a_loop_body_counts_once_per_iteration():
     def loop(a, b):
         return jax.lax.scan(lambda carry, _: (carry, jax.lax.map(lambda row: row @ b, a).sum()), 0, length=5)
 
-    assert count(loop, A_10x20, B_20x30) == 5 * PRODUCT
+    assert count_flops(loop, A_10x20, B_20x30) == 5 * PRODUCT
 
 
-def test_a_call_counts_once_and_with_a_gradient_of_its_own_that_is_counted():
+def test_calls_count_once_and_custom_gradients_count_as_defined():
     with_tangent, with_gradient = jax.custom_jvp(multiply), jax.custom_vjp(multiply)
     with_tangent.defjvp(lambda primals, tangents: (multiply(*primals), tangents[0] @ primals[1]))
     with_gradient.defvjp(lambda a, b: (a @ b, (a, b)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
     for call in (jax.jit(multiply), jax.checkpoint(multiply), with_tangent, with_gradient):
-        assert count(call, A_10x20, B_20x30) == PRODUCT
+        assert count_flops(call, A_10x20, B_20x30) == PRODUCT
 
     def gradient(call):
         return jax.value_and_grad(lambda a, b: jnp.sin(call(a, b)).sum(), argnums=(0, 1))
 
-    assert count(gradient(with_gradient), A_10x20, B_20x30) == 3 * PRODUCT
-    assert count(gradient(with_tangent), A_10x20, B_20x30) == 2 * PRODUCT
+    assert count_flops(gradient(with_gradient), A_10x20, B_20x30) == 3 * PRODUCT
+    assert count_flops(gradient(with_tangent), A_10x20, B_20x30) == 2 * PRODUCT
 
 
-def test_of_branches_the_most_expensive_counts():
+def test_the_most_expensive_branch_counts():
     branches = [lambda a: a, lambda a: a @ a.T @ a, lambda a: a @ (a.T @ a)]
-    assert count(lambda a, index: jax.lax.switch(index, branches, a), A_10x20, 1) == 2 * 2 * 10 * 20 * 20
+    assert count_flops(lambda a, index: jax.lax.switch(index, branches, a), A_10x20, 1) == 2 * 2 * 10 * 20 * 20
 
 
 @pytest.mark.parametrize(("platform", "times"), [("tpu", 2), ("cuda", 3), ("cpu", 1)])
-def test_of_forms_for_platforms_only_one_counts_in_the_gradient_too(platform, times):
+def test_only_the_branch_of_the_platform_counts(platform, times):
     def again(times):
         return lambda a, b: sum((jnp.sin(a * k) @ b).sum() for k in range(times))
 
     def loss(a, b):
         return jax.lax.platform_dependent(a, b, tpu=again(2), cuda=again(3), default=again(1))
 
-    assert count(jax.value_and_grad(loss, argnums=(0, 1)), A_10x20, B_20x30, platform=platform) == 3 * times * PRODUCT
+    assert (
+        count_flops(jax.value_and_grad(loss, argnums=(0, 1)), A_10x20, B_20x30, platform=platform)
+        == 3 * times * PRODUCT
+    )
 
 
-def test_a_program_for_each_device_counts_on_every_one():
+def test_shard_map_counts_on_every_device():
     mesh = mesh_of(2, 2, 2)
     spec = PartitionSpec(("data", "fsdp"))
     mapped = jax.shard_map(multiply, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
-    assert count(mapped, jnp.zeros((16, 20)), B_20x30) == 2 * 2 * 16 * 20 * 30  # each row twice: over tensor
+    assert count_flops(mapped, jnp.zeros((16, 20)), B_20x30) == 2 * 2 * 16 * 20 * 30  # rows are replicated over tensor
     half = jax.shard_map(
         multiply,
         mesh=mesh,
@@ -202,25 +205,25 @@ def test_a_program_for_each_device_counts_on_every_one():
         in_specs=(PartitionSpec("data"), PartitionSpec()),
         out_specs=PartitionSpec("data"),
     )
-    assert count(jax.jit(half), jnp.zeros((16, 20)), B_20x30) == 2 * 16 * 20 * 30
+    assert count_flops(jax.jit(half), jnp.zeros((16, 20)), B_20x30) == 2 * 16 * 20 * 30
 
 
-def test_a_loop_of_unknown_length_is_refused_only_where_there_are_matmuls_in_it():
+def test_a_loop_of_unknown_length_is_rejected_if_it_contains_matmuls():
     def until_large(step):
         return lambda a: jax.lax.while_loop(lambda a: a.sum() < 9, step, a)
 
-    assert count(until_large(lambda a: a + 1), A_10x20) == 0
+    assert count_flops(until_large(lambda a: a + 1), A_10x20) == 0
     with pytest.raises(ValueError, match="how often while runs the matmuls"):
-        count(until_large(lambda a: a @ a.T @ a), A_10x20)
+        count_flops(until_large(lambda a: a @ a.T @ a), A_10x20)
 
 
-def test_a_kernel_counts_what_it_says_and_one_that_says_nothing_is_refused():
+def test_a_kernel_counts_its_estimate_and_needs_one():
     def kernel(estimate):
         def copy(source, target):
             target[...] = source[...]
 
         return pl.pallas_call(copy, jax.ShapeDtypeStruct(A_10x20.shape, A_10x20.dtype), cost_estimate=estimate)
 
-    assert count(kernel(pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=0)), A_10x20) == 77
+    assert count_flops(kernel(pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=0)), A_10x20) == 77
     with pytest.raises(ValueError, match="pallas_call does not say how many FLOPs"):
-        count(kernel(None), A_10x20)
+        count_flops(kernel(None), A_10x20)

@@ -1,4 +1,4 @@
-"""LoRA: begins as the base, trains as one written by hand, leaves the base alone, and is seen merged by who looks."""
+"""LoRA: starts equal to the base, matches a NumPy reference, keeps the base frozen, and is merged for readers."""
 
 import json
 import shutil
@@ -37,27 +37,27 @@ COMMON: dict[str, Any] = {
 }
 SIZES = {"layers": 2, "heads": 2, "width": 16}
 DECODER = SIZES | {"mlp_width": 24, "layer_pattern": ["window", "full"], "window": 4}
-# Each: the job, its model, targets of which one is a module and one a matrix, and the adapted matrices.
+# Job class, its config, targets (a module and a matrix) and the number of adapted matrices.
 MODELS: dict[str, tuple[type[BaseTrainer], dict[str, Any], list[str], int]] = {
-    "lookup": (TrainLookup, {}, ["Embed_*"], 1),  # compiles in no time
+    "lookup": (TrainLookup, {}, ["Embed_*"], 1),  # fast to compile
     "stacked": (PretrainGPT, {"config.model": SIZES}, ["blocks.query", "blocks.mlp_*.kernel"], 3),
     "unrolled": (PretrainDecoder, {"config.model": DECODER}, ["*.query", "*layer_1*.mlp.down.kernel"], 3),
 }
 EMA = {"config.ema": {"decays": [0.5], "evaluate": True}}
 
 
-def plain(name: str, directory: Path, **changes: Any) -> BaseTrainer:
+def make_base_job(name: str, directory: Path, **changes: Any) -> BaseTrainer:
     job_class, model, _, _ = MODELS[name]
     return gpt(directory, job_class, **{"job": name_of(job_class)} | COMMON | model | changes)
 
 
-def adapted(name: str, directory: Path, base: Path, **changes: Any) -> BaseTrainer:
+def make_lora_job(name: str, directory: Path, base: Path, **changes: Any) -> BaseTrainer:
     rule = {"rank": 4, "alpha": 6.0, "targets": MODELS[name][2]}
-    return plain(name, directory, **{"checkpoint.init_from": str(base), "config.adapter": rule} | EMA | changes)
+    return make_base_job(name, directory, **{"checkpoint.init_from": str(base), "config.adapter": rule} | EMA | changes)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapter")
 
 
@@ -69,41 +69,41 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def base(place: Path, name: str) -> BaseTrainer:
-    found = plain(name, place / f"{name}_base")
+def base(parent: Path, name: str) -> BaseTrainer:
+    found = make_base_job(name, parent / f"{name}_base")
     found()
     return found
 
 
 @pytest.fixture(scope="module")
-def whole(place: Path, name: str, base: BaseTrainer) -> BaseTrainer:
-    found = adapted(name, place / f"{name}_whole", base.store.root)
+def uninterrupted(parent: Path, name: str, base: BaseTrainer) -> BaseTrainer:
+    found = make_lora_job(name, parent / f"{name}_whole", base.store.root)
     found()
     return found
 
 
-def tokens(job: BaseTrainer, num_steps: int = 1) -> dict[str, jax.Array]:
-    """A batch (S, B, T) of 16 examples, of which some targets are padding."""
+def make_batch(job: BaseTrainer, num_steps: int = 1) -> dict[str, jax.Array]:
+    """Return a batch (S, B, T) of 16 examples, in which some targets are padding."""
     shape = (num_steps, 16 // num_steps, 8)
     x = jax.random.randint(jax.random.key(3), shape, 0, job.vocabulary_size)
     return {"x": x, "y": jnp.roll(x, 1, axis=-1), "padding_mask": x % 5 > 0}
 
 
-def begun(job: BaseTrainer, base: BaseTrainer) -> Any:
-    """The state at step 0 beside the base."""
+def init_state_with_base(job: BaseTrainer, base: BaseTrainer) -> Any:
+    """Return the initial state with the weights of the base."""
     job.setup(Hosts.single_process())
     return replace_base(job.train_setup.init_state(), get_model_weights(base.state))
 
 
-def shaken(state: Any) -> Any:
-    """`state` with an adapter that does something."""
+def randomise_adapter(state: Any) -> Any:
+    """Return `state` with random adapter weights."""
     draw = lambda leaf: 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape)  # noqa: E731
     return state.replace(params=jax.tree.map(draw, state.params))
 
 
-def test_each_matrix_of_each_layer_has_its_own_and_nothing_is_seen_of_them_at_the_start(name, base, place):
-    job = adapted(name, place / f"{name}_start", base.store.root)
-    state = begun(job, base)
+def test_every_matrix_has_its_own_adapter_that_starts_as_zero(name, base, parent):
+    job = make_lora_job(name, parent / f"{name}_start", base.store.root)
+    state = init_state_with_base(job, base)
     leaves = flatten_with_names(state.params)
     assert len(leaves) == 2 * MODELS[name][3]
     own = flatten_with_names(state.variables["base"])
@@ -115,26 +115,30 @@ def test_each_matrix_of_each_layer_has_its_own_and_nothing_is_seen_of_them_at_th
         if which == "lora_a":
             assert float(jnp.abs(matrix).max()) <= rows**-0.5
     assert leaves_equal(get_model_weights(state), get_model_weights(base.state))
-    batch = tokens(job)
+    batch = make_batch(job)
     ours, theirs = jax.jit(job.val_step)(state, batch), jax.jit(base.val_step)(base.state, batch)
     assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=1e-6)
 
 
-def test_merged_equals_unmerged(name, base, place):
-    state = shaken(begun(adapted(name, place / f"{name}_start", base.store.root), base))
-    val_step, batch = jax.jit(base.val_step), tokens(base)
+def test_merged_and_unmerged_weights_have_the_same_loss(name, base, parent):
+    state = randomise_adapter(
+        init_state_with_base(make_lora_job(name, parent / f"{name}_start", base.store.root), base)
+    )
+    val_step, batch = jax.jit(base.val_step), make_batch(base)
     unmerged, merged, untouched = (val_step(each, batch)[0] for each in (state, merge_adapter(state), base.state))
     assert float(unmerged) == pytest.approx(float(merged), rel=1e-5)
     assert abs(float(unmerged) - float(untouched)) > 1e-2
 
 
 @pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_three_steps_are_those_of_a_lora_written_by_hand(name, base, place, num_steps):
-    """By numpy, from the gradient of the plain model at the merged weights: dA = s dW B', dB = s A' dW."""
+def test_three_steps_match_a_numpy_reference(name, base, parent, num_steps):
+    """Compare with NumPy, from the gradient of the base model at the merged weights: dA = s dW B', dB = s A' dW."""
     plain_sgd = {"name": "sgd", "learning_rate": 0.5, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}
-    job = adapted(name, place / f"{name}_hand", base.store.root, **{"config.optimizer": plain_sgd, "config.ema": None})
-    state = shaken(begun(job, base))
-    batch, scale = tokens(job, num_steps), 6.0 / 4
+    job = make_lora_job(
+        name, parent / f"{name}_hand", base.store.root, **{"config.optimizer": plain_sgd, "config.ema": None}
+    )
+    state = randomise_adapter(init_state_with_base(job, base))
+    batch, scale = make_batch(job, num_steps), 6.0 / 4
     flat = jax.tree.map(lambda leaf: leaf.reshape(1, 16, 8), batch)
 
     def loss(params: Any) -> jax.Array:
@@ -162,60 +166,64 @@ def test_three_steps_are_those_of_a_lora_written_by_hand(name, base, place, num_
     assert float(meta["grad_norm"]) > 0
 
 
-def test_the_base_keeps_its_bits_and_has_no_moments(whole, base):
-    assert leaves_equal(whole.state.variables["base"], base.state.params)
-    size = sum(leaf.size for leaf in jax.tree.leaves(whole.state.params))
-    moments = sum(leaf.size for leaf in jax.tree.leaves(whole.state.opt_state) if leaf.ndim)
+def test_the_base_stays_unchanged_and_has_no_moments(uninterrupted, base):
+    assert leaves_equal(uninterrupted.state.variables["base"], base.state.params)
+    size = sum(leaf.size for leaf in jax.tree.leaves(uninterrupted.state.params))
+    moments = sum(leaf.size for leaf in jax.tree.leaves(uninterrupted.state.opt_state) if leaf.ndim)
     assert moments == 2 * size < sum(leaf.size for leaf in jax.tree.leaves(base.state.params))
-    assert all(jnp.any(leaf) for leaf in jax.tree.leaves(whole.state.params))
+    assert all(jnp.any(leaf) for leaf in jax.tree.leaves(uninterrupted.state.params))
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_bits(name, whole, base, place):
-    first = adapted(name, place / f"{name}_resumed", base.store.root)
+def test_resumed_run_is_bit_identical(name, uninterrupted, base, parent):
+    first = make_lora_job(name, parent / f"{name}_resumed", base.store.root)
     stop_after(first, STOP + 1)
-    again = adapted(name, place / f"{name}_resumed", base.store.root)
+    again = make_lora_job(name, parent / f"{name}_resumed", base.store.root)
     again()
-    assert leaves_equal(again.state, whole.state)
+    assert leaves_equal(again.state, uninterrupted.state)
 
 
-def test_cut_over_devices_it_is_the_same(name, whole, base, place):
-    cut = adapted(name, place / f"{name}_cut", base.store.root, **set_mesh(2, 2, 2))
+def test_sharded_run_equals_the_unsharded_run(name, uninterrupted, base, parent):
+    cut = make_lora_job(name, parent / f"{name}_cut", base.store.root, **set_mesh(2, 2, 2))
     cut()
     assert all("fsdp" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(cut.state.params))
     for leaf, matrix in flatten_with_names(cut.state.params).items():
-        np.testing.assert_allclose(matrix, flatten_with_names(whole.state.params)[leaf], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(matrix, flatten_with_names(uninterrupted.state.params)[leaf], rtol=1e-3, atol=1e-4)
     like = get_model_weights(cut.train_setup.abstract_state)
-    opened, _ = open_checkpoint(whole.store.root / "checkpoints" / str(STEPS), like=like)
-    expected = flatten_with_names(get_model_weights(whole.state))
+    opened, _ = open_checkpoint(uninterrupted.store.root / "checkpoints" / str(STEPS), like=like)
+    expected = flatten_with_names(get_model_weights(uninterrupted.state))
     for leaf, found in flatten_with_names(opened).items():
         assert found.sharding == flatten_with_names(like)[leaf].sharding
         np.testing.assert_allclose(found, expected[leaf], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("weights", ["params", "ema_0.5"])
-def test_who_looks_sees_the_sum(whole, weights):
-    seen = get_model_weights(whole.state)["params"]
+def test_readers_see_merged_weights(uninterrupted, weights):
+    seen = get_model_weights(uninterrupted.state)["params"]
     if weights != "params":
-        seen = get_model_weights(whole.state.replace(params=whole.state.riders["ema"]["0.5"]))["params"]
-    opened, _ = open_checkpoint(whole.store.root, weights=weights)
+        seen = get_model_weights(uninterrupted.state.replace(params=uninterrupted.state.riders["ema"]["0.5"]))["params"]
+    opened, _ = open_checkpoint(uninterrupted.store.root, weights=weights)
     assert "variables" not in opened
     assert flatten_with_names(opened["params"]).keys() == flatten_with_names(seen).keys()
     for leaf, found in flatten_with_names(opened["params"]).items():
         np.testing.assert_allclose(found, flatten_with_names(seen)[leaf], rtol=1e-6, atol=1e-7)
-    row = parse_lines(whole.store.read("metrics.jsonl"))[-1]
+    row = parse_lines(uninterrupted.store.read("metrics.jsonl"))[-1]
     scored = next(
-        iter(evaluate(open_run(str(whole.store.root)), EvaluationRequest(weights=weights), Hosts.single_process()))
+        iter(
+            evaluate(
+                open_run(str(uninterrupted.store.root)), EvaluationRequest(weights=weights), Hosts.single_process()
+            )
+        )
     )
     key = "val/loss" if weights == "params" else f"val/{weights}/loss"
     assert scored["loss"] == pytest.approx(row[key], rel=1e-6)
-    pieces = sample(open_run(str(whole.store.root)), SampleRequest("1 ", num_tokens=3, weights=weights))
+    pieces = sample(open_run(str(uninterrupted.store.root)), SampleRequest("1 ", num_tokens=3, weights=weights))
     assert "".join(pieces).startswith("1 ")
 
 
-# Refusals.
+# Validation.
 
-RULE: dict[str, Any] = {"targets": ["blocks.query"]}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+ADAPTER: dict[str, Any] = {"targets": ["blocks.query"]}
+INVALID_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no base": ({"checkpoint.init_from": None}, "config.adapter: an adapter is trained beside .* set checkpoint.init_"),
     "nothing fits": (
         {"config.adapter": {"targets": ["blocks.qery"]}},
@@ -233,19 +241,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"config.adapter": {"targets": ["final_norm"]}},
         "'final_norm' fits final_norm.bias, which is no matrix",
     ),
-    "rank 0": ({"config.adapter": RULE | {"rank": 0}}, "config.adapter.rank"),
-    "alpha 0": ({"config.adapter": RULE | {"alpha": 0.0}}, "config.adapter.alpha"),
+    "rank 0": ({"config.adapter": ADAPTER | {"rank": 0}}, "config.adapter.rank"),
+    "alpha 0": ({"config.adapter": ADAPTER | {"alpha": 0.0}}, "config.adapter.alpha"),
     "no targets": ({"config.adapter": {"targets": []}}, "config.adapter.targets"),
-    "a name of PEFT's": ({"config.adapter": RULE | {"lora_alpha": 8.0}}, "lora_alpha.* alpha"),
+    "a name of PEFT's": ({"config.adapter": ADAPTER | {"lora_alpha": 8.0}}, "lora_alpha.* alpha"),
     "rounding": ({"config.precision": {"params": "bfloat16", "rounding": "stochastic"}}, "an adapter is float32"),
     "a base that is not there": ({"checkpoint.init_from": "nowhere/at/all"}, "checkpoint.init_from.*nowhere"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_in_a_line(case, tmp_path):
-    changes, message = REFUSED[case]
-    beside = {"checkpoint.init_from": str(tmp_path / "base"), "config.adapter": RULE}
+@pytest.mark.parametrize("case", INVALID_CONFIGS)
+def test_invalid_adapters_are_rejected_in_one_line(case, tmp_path):
+    changes, message = INVALID_CONFIGS[case]
+    beside = {"checkpoint.init_from": str(tmp_path / "base"), "config.adapter": ADAPTER}
     document = gpt_document(tmp_path / "run", **COMMON | {"config.model": SIZES} | beside | changes)
 
     def begin() -> None:
@@ -257,14 +265,14 @@ def test_what_cannot_be_is_refused_in_a_line(case, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
-    first = plain("lookup", tmp_path / "first")
+def test_another_base_is_rejected_and_a_deleted_base_is_not_needed(tmp_path):
+    first = make_base_job("lookup", tmp_path / "first")
     first()
-    other = plain("lookup", tmp_path / "other", seed=1)
+    other = make_base_job("lookup", tmp_path / "other", seed=1)
     other()
 
     def job(base: Path) -> BaseTrainer:
-        return adapted("lookup", tmp_path / "run", base)
+        return make_lora_job("lookup", tmp_path / "run", base)
 
     begun = job(tmp_path / "first")
     stop_after(begun, STOP)
@@ -272,7 +280,7 @@ def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
         with pytest.raises(InvalidError, match=f"{ADAPTER_BASE}: .* has 'run .*', the spec 'run "):
             job(another)()
     with pytest.raises(InvalidError, match="is of a run with an adapter; export it"):
-        adapted("lookup", tmp_path / "second", tmp_path / "run")()
+        make_lora_job("lookup", tmp_path / "second", tmp_path / "run")()
     shutil.move(tmp_path / "first", tmp_path / "moved")
     stop_after(job(tmp_path / "moved"), STOP + 1)
     shutil.rmtree(tmp_path / "moved")
@@ -282,16 +290,16 @@ def test_another_base_is_refused_and_one_that_is_gone_is_not_missed(tmp_path):
     assert manifest["identity"][ADAPTER_BASE] == begun.setup_builder.base_identity[ADAPTER_BASE]
 
 
-def test_bfloat16_holds_the_base_and_the_adapter_stays_float32(tmp_path):
+def test_a_bfloat16_base_has_a_float32_adapter(tmp_path):
     types = {"config.precision": {"params": "bfloat16", "compute": "float32"}}
-    job = adapted("stacked", tmp_path / "run", tmp_path / "base", **types | set_mesh(2, 2, 2))
+    job = make_lora_job("stacked", tmp_path / "run", tmp_path / "base", **types | set_mesh(2, 2, 2))
     abstract = job.setup_builder.build(jax.devices()).abstract_state
     assert {leaf.dtype for leaf in jax.tree.leaves(abstract.params)} == {jnp.dtype("float32")}
     assert {leaf.dtype for leaf in jax.tree.leaves(abstract.variables["base"])} == {jnp.dtype("bfloat16")}
     query = abstract.params["blocks"]["query"]["kernel"]
-    assert query["lora_a"].sharding.spec == PartitionSpec(None, STATE_AXES, None)  # as embed, heads of the base
+    assert query["lora_a"].sharding.spec == PartitionSpec(None, STATE_AXES, None)  # like embed and heads of the base
     assert query["lora_b"].sharding.spec == PartitionSpec(
         None, None, ("tensor", "fsdp")
-    )  # by fsdp, too, where it divides
+    )  # also over fsdp, where it divides
     for leaf in jax.tree.leaves((abstract.params, abstract.variables, abstract.opt_state)):
         assert leaf.ndim == 0 or "fsdp" in str(leaf.sharding.spec)

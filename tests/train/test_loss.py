@@ -1,4 +1,4 @@
-"""Cross entropy as sums.
+"""Cross-entropy sums.
 
 Shape legend: B batch, T sequence, V vocabulary, D width, C positions of a chunk.
 """
@@ -24,8 +24,8 @@ def inputs() -> tuple[jax.Array, jax.Array, jax.Array]:
     return logits_BxTxV, y_BxT, mask_BxT
 
 
-def reference(logits_BxTxV, y_BxT, mask_BxT):
-    """Loss and gradient in float64, token by token."""
+def compute_reference(logits_BxTxV, y_BxT, mask_BxT):
+    """Compute loss and gradient in float64, token by token."""
     logits_BxTxV, y_BxT, mask_BxT = (np.asarray(x) for x in (logits_BxTxV, y_BxT, mask_BxT))
     loss, gradient_BxTxV = 0.0, np.zeros(logits_BxTxV.shape)
     for b, t in np.ndindex(y_BxT.shape):
@@ -39,19 +39,19 @@ def reference(logits_BxTxV, y_BxT, mask_BxT):
 
 def test_loss_count_and_gradient_equal_a_float64_reference(inputs):
     (loss, count), gradient_BxTxV = jax.jit(jax.value_and_grad(cross_entropy_sum, has_aux=True))(*inputs)
-    expected_loss, expected_gradient_BxTxV = reference(*inputs)
+    expected_loss, expected_gradient_BxTxV = compute_reference(*inputs)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     np.testing.assert_allclose(gradient_BxTxV, expected_gradient_BxTxV, atol=1e-6)
     assert count == inputs[2].sum()
 
 
-def test_a_masked_token_adds_nothing_whatever_its_label(inputs):
+def test_masked_tokens_add_nothing(inputs):
     logits_BxTxV, y_BxT, mask_BxT = inputs
     other_y_BxT = jnp.where(mask_BxT == 1, y_BxT, (y_BxT + 1) % V)
     assert cross_entropy_sum(logits_BxTxV, y_BxT, mask_BxT) == cross_entropy_sum(logits_BxTxV, other_y_BxT, mask_BxT)
 
 
-def test_sums_of_parts_are_the_sum_of_the_whole(inputs):
+def test_sums_of_parts_add_up_to_the_sum_of_the_batch(inputs):
     whole = cross_entropy_sum(*inputs)
     parts = [cross_entropy_sum(*(x[b : b + 1] for x in inputs)) for b in range(B)]
     np.testing.assert_allclose(np.sum(parts, axis=0), whole, rtol=1e-6)
@@ -73,7 +73,7 @@ def test_bfloat16_logits_are_summed_in_float32(inputs):
     assert loss == cross_entropy_sum(half_BxTxV.astype(jnp.float32), y_BxT, mask_BxT)[0]
 
 
-# In chunks.
+# Chunked cross-entropy.
 
 CHUNKED_T, D = 24, 8
 
@@ -84,7 +84,7 @@ def unembed(weights_VxD, x_BxCxD):
 
 @pytest.fixture
 def hidden() -> tuple[jax.Array, ...]:
-    """Weights, hidden states, labels, and a mask of ragged rows, one of them empty."""
+    """Return weights, hidden states, labels, and a mask of ragged sequences, one of them empty."""
     generator = np.random.default_rng(1)
     weights_VxD = jnp.asarray(generator.normal(size=(V, D)), jnp.float32)
     x_BxTxD = jnp.asarray(generator.normal(size=(B, CHUNKED_T, D)), jnp.float32)
@@ -103,7 +103,7 @@ def chunked_loss(chunk_positions):
 
 
 @pytest.mark.parametrize("chunk_positions", [1, 3, 8, CHUNKED_T])
-def test_a_loss_in_chunks_is_the_loss_of_the_whole_and_so_are_its_gradients(hidden, chunk_positions):
+def test_chunked_loss_and_gradients_equal_unchunked_ones(hidden, chunk_positions):
     def values(loss):
         return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*hidden))
 
@@ -111,7 +111,7 @@ def test_a_loss_in_chunks_is_the_loss_of_the_whole_and_so_are_its_gradients(hidd
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6 * float(jnp.abs(expected).max()))
 
 
-def test_what_the_logits_are_made_of_besides_has_its_gradient_too(hidden):
+def test_captured_parameters_of_the_logits_get_their_gradient(hidden):
     weights_VxD, *tokens = hidden
 
     def loss(bias_V, chunk_positions):
@@ -126,7 +126,7 @@ def test_what_the_logits_are_made_of_besides_has_its_gradient_too(hidden):
     np.testing.assert_allclose(jax.grad(loss)(bias_V, 8), jax.grad(loss)(bias_V, None), rtol=1e-5, atol=1e-6)
 
 
-def test_weights_of_tokens_have_their_gradient_in_the_loss_and_in_the_count(hidden):
+def test_token_weights_get_gradients_from_loss_and_count(hidden):
     *before, mask_BxT = hidden
 
     def mean(loss):
@@ -139,7 +139,7 @@ def test_weights_of_tokens_have_their_gradient_in_the_loss_and_in_the_count(hidd
     np.testing.assert_allclose(mean(chunked_loss(8)), mean(whole_loss), rtol=1e-5, atol=1e-7)
 
 
-def test_weights_may_hold_what_has_no_gradient(hidden):
+def test_weights_may_contain_leaves_without_a_gradient(hidden):
     weights_VxD, *tokens = hidden
     narrow = {"kernel": (10 * weights_VxD).astype(jnp.int8), "scale": jnp.float32(0.1), "offset": 2.0, "none": None}
 
@@ -159,7 +159,7 @@ def test_weights_may_hold_what_has_no_gradient(hidden):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_on_several_devices_gradients_of_what_all_have_are_added_up(hidden):
+def test_gradients_of_replicated_weights_are_summed_over_devices(hidden):
     mesh = mesh_over({"data": 3})
     specs = PartitionSpec(), *(PartitionSpec("data"),) * 3
 
@@ -175,16 +175,16 @@ def test_on_several_devices_gradients_of_what_all_have_are_added_up(hidden):
 
 
 @pytest.mark.parametrize("argument", [0, 1], ids=["weights", "hidden states"])
-def test_what_is_frozen_costs_no_matmul(hidden, argument):
+def test_frozen_inputs_cost_no_matmul(hidden, argument):
     def matmuls(argnums):
         gradient = jax.value_and_grad(lambda *inputs: chunked_loss(8)(*inputs)[0], argnums=argnums)
         return jax.jit(gradient).lower(*hidden).compile().as_text().count(" dot(")
 
-    assert matmuls((0, 1)) == 3  # logits once, and a gradient each
+    assert matmuls((0, 1)) == 3  # logits once and two gradients
     assert matmuls(argument) == 2
 
 
-def test_the_gradient_of_bfloat16_weights_is_added_up_over_chunks_in_float32(hidden):
+def test_gradients_of_bfloat16_weights_are_accumulated_over_chunks_in_float32(hidden):
     weights_VxD, x_BxTxD, *targets = hidden
     half = weights_VxD.astype(jnp.bfloat16), jnp.abs(x_BxTxD).astype(jnp.bfloat16)
     gradient_VxD, _ = jax.grad(chunked_loss(1), has_aux=True)(*half, *targets)
@@ -196,6 +196,6 @@ def test_the_gradient_of_bfloat16_weights_is_added_up_over_chunks_in_float32(hid
     assert (gradient_VxD == sum(part.astype(jnp.float32) for part in reversed(parts)).astype(jnp.bfloat16)).all()
 
 
-def test_chunks_that_do_not_divide_the_sequence_are_refused_with_the_numbers(hidden):
+def test_chunks_that_do_not_divide_the_sequence_are_rejected(hidden):
     with pytest.raises(ValueError, match="chunk_positions=7 does not divide the sequence length 24"):
         chunked_loss(7)(*hidden)

@@ -1,4 +1,4 @@
-"""Steps and validation sets without a target: a mean over nothing is null everywhere, and such a step moves nothing."""
+"""Steps and validation sets without targets: their mean losses are null, and such a step updates no parameters."""
 
 import functools
 from pathlib import Path
@@ -21,15 +21,15 @@ from tests.support.tiny import gpt, leaves_equal, rows, set_mesh, stop_after, tr
 from tests.test_values import TrainLookup
 
 T, BATCH = 8, 8
-EMPTY = [2, 4, 6, 8, 10, 12, 14, 16]  # prompts are even, answers odd
+EMPTY = [2, 4, 6, 8, 10, 12, 14, 16]  # even ids are the prompt, odd ids the completion
 FULL = [2, 4, 6, 1, 3, 5, 7, 9]
 
 
-def corpus(directory: Path, documents: Any) -> Path:
+def write_marked_corpus(directory: Path, documents: Any) -> Path:
     return write_corpus(directory, [documents], vocabulary_size=32, marks_of=lambda ids: ids % 2)
 
 
-def answers(source: Path, **changes: Any) -> dict[str, Any]:
+def make_config(source: Path, **changes: Any) -> dict[str, Any]:
     data = {"source": str(source), "train_on": "answers", "packing": "pad", "sequence_length": T}
     config = {
         "config.data": data | {"validation_fraction": 0.25},
@@ -43,8 +43,8 @@ HOOKS = [{"hook": "runner.hook:StopAtLoss", "config": {"value": 1.0}}, "runner.h
 HOOKS += [{"hook": "runner.hook:EarlyStopping", "config": {"patience": 1}}]
 
 
-def test_a_run_without_a_target_has_no_loss_and_moves_nothing(tmp_path: Path, capsys: Any) -> None:
-    changes = answers(corpus(tmp_path / "corpus", [EMPTY] * 80), hooks=HOOKS)
+def test_a_run_without_targets_has_null_losses_and_updates_nothing(tmp_path: Path, capsys: Any) -> None:
+    changes = make_config(write_marked_corpus(tmp_path / "corpus", [EMPTY] * 80), hooks=HOOKS)
     changes |= {"checkpoint.keep_best": {"metric": "val/loss"}, "logging.tensorboard": True, "config.ema.decays": [0.9]}
     changes |= {"config.eval": {"every_steps": 2, "batches": 1}, "config.metrics.norms": "groups"}
     changes["job"] = "tests.test_values:TrainLookup"
@@ -66,24 +66,28 @@ def test_a_run_without_a_target_has_no_loss_and_moves_nothing(tmp_path: Path, ca
     lines = {line for line in told.err.splitlines() if "no target" in line}
     assert ["100% of" in line for line in lines] == [True, True]
     assert not [each for each in read_log(job.store, "events") if each["event"] == "evaluation_problem"]
-    # Readers.
+    # Read-only commands.
     for arguments in (["metrics", str(tmp_path / "run"), "--csv"], ["status", str(tmp_path / "run")]):
         assert run_command(arguments) == 0
     assert run_command(["evaluate", str(tmp_path / "run")]) == 0
     assert "no loss, because there is no target" in capsys.readouterr().out
 
 
-def test_a_null_is_nothing_to_a_sink() -> None:
+def test_writers_omit_null_values() -> None:
     assert _encode_value(None) == b""
     assert _format_row({"step": 1, "train/loss": None, "val/loss": None}) == "loss -  val -"
 
 
-def test_a_plan_warns_of_sequences_without_a_target(tmp_path: Path, capsys: Any) -> None:
+def test_plan_warns_of_sequences_without_targets(tmp_path: Path, capsys: Any) -> None:
     dialogues = [EMPTY, FULL, FULL] * 40
-    job = gpt(tmp_path / "run", TrainLookup, **answers(corpus(tmp_path / "corpus", dialogues)))
+    job = gpt(tmp_path / "run", TrainLookup, **make_config(write_marked_corpus(tmp_path / "corpus", dialogues)))
     lines = job.dataset.find_missing_targets()
     assert ["33%" in line or "34%" in line for line in lines] == [True, True]
-    few = gpt(tmp_path / "few", TrainLookup, **answers(corpus(tmp_path / "other", [EMPTY, *[FULL] * 15] * 10)))
+    few = gpt(
+        tmp_path / "few",
+        TrainLookup,
+        **make_config(write_marked_corpus(tmp_path / "other", [EMPTY, *[FULL] * 15] * 10)),
+    )
     assert few.dataset.find_missing_targets() == []
 
 
@@ -104,8 +108,8 @@ CASES += [{"config.train.same_bits_devices": 2, "config.train.micro_batch_exampl
 CASES += [{"config.ema.decays": [0.5], "config.noise_scale": {}}]
 
 
-class CountingGPT(PretrainGPT):
-    """Counts its targets itself."""
+class TokenCountGPT(PretrainGPT):
+    """A job that returns its own token count."""
 
     @classmethod
     def forward(cls, apply_fn, params, batch, key):
@@ -113,15 +117,17 @@ class CountingGPT(PretrainGPT):
         return loss_sum, meta | {"token_count": target_weights(batch).sum(), "sums": {"own": loss_sum}}
 
 
-@pytest.mark.parametrize("job_class", [PretrainGPT, pytest.param(CountingGPT, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("job_class", [PretrainGPT, pytest.param(TokenCountGPT, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "changes",
     [CASES[0], *(pytest.param(case, marks=pytest.mark.soak) for case in CASES[1:])],
     ids=lambda case: "-".join(map(str, case.values())),
 )
-def test_a_step_without_a_target_moves_only_counts(job_class: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_without_targets_updates_only_counters(job_class: Any, changes: dict[str, Any], tmp_path: Path) -> None:
     name = changes.get("config.optimizer.name", "adamw")
-    base = answers(corpus(tmp_path / "corpus", [FULL] * 80), **{"config.optimizer.name": name, **set_mesh(1, 1, 1)})
+    base = make_config(
+        write_marked_corpus(tmp_path / "corpus", [FULL] * 80), **{"config.optimizer.name": name, **set_mesh(1, 1, 1)}
+    )
     base |= {"config.model": {"layers": 1, "heads": 1, "width": 8}, "config.schedule": {"warmup_steps": 0}}
     base |= {"config.schedule": {"name": "constant"}} if name == "schedule_free_adamw" else {}
     base |= {"config.optimizer.rank": 2} if name == "galore" else {}
@@ -145,7 +151,7 @@ def test_a_step_without_a_target_moves_only_counts(job_class: Any, changes: dict
     moved, _ = run(1)
     held, metas = run(1, 0)
     assert [float(meta["token_count"]) for meta in metas] == [BATCH * T, 0]
-    assert ("own" in metas[1]) == (job_class is CountingGPT)
+    assert ("own" in metas[1]) == (job_class is TokenCountGPT)
     assert np.isnan(metas[1].get("own", np.nan))
     for field in ("params", "riders", "variables"):
         assert leaves_equal(getattr(moved, field), getattr(held, field))
@@ -154,16 +160,16 @@ def test_a_step_without_a_target_moves_only_counts(job_class: Any, changes: dict
     changed = [jax.tree_util.keystr(path) for (path, a), (_, b) in pairs if not leaves_equal(a, b)]
     assert changed
     assert all(path.endswith(".count") for path in changed)
-    # Its schedule goes on with the step: of a run that begins with such a step, the next one has the second rate.
+    # The schedule advances: after an initial step without targets, the next step has the second learning rate.
     after, metas = run(0, 1)
     assert metas[1]["learning_rate"] == np.float32(setup.schedule(1))
     assert not leaves_equal(after.params, setup.init_state().params)
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(after.params))
 
 
-def test_steps_without_a_target_are_passed_over_wherever_a_run_is_cut(tmp_path: Path) -> None:
-    """Half of the sequences have none, and a batch is one sequence."""
-    changes = answers(corpus(tmp_path / "corpus", [EMPTY, FULL] * 40), **{"logging.every_steps": 3})
+def test_steps_without_targets_are_skipped_wherever_a_run_is_resumed(tmp_path: Path) -> None:
+    """Half of the sequences have no target, and a batch is one sequence."""
+    changes = make_config(write_marked_corpus(tmp_path / "corpus", [EMPTY, FULL] * 40), **{"logging.every_steps": 3})
     changes |= {"config.train": {"total_steps": 12, "global_batch_examples": 1}, **set_mesh(1, 1, 8)}
     whole = gpt(tmp_path / "whole", TrainLookup, **changes)
     whole()

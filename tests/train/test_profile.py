@@ -1,4 +1,4 @@
-"""Steps that are recorded: by the spec or on request, the right ones, the bits unmoved; a failure is a warning."""
+"""Profiles of steps chosen by the spec or on request; they leave training unchanged, and a failure is a warning."""
 
 import gzip
 import json
@@ -21,8 +21,8 @@ from tests.support.tiny import gpt, gpt_document, stop_after
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What jax's profiler is asked, which here records nothing."""
+def profiler_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace JAX's profiler and return the list of calls."""
     found: list[str] = []
 
     def start_trace(folder: str) -> None:
@@ -35,21 +35,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def events(store: Store) -> list[JsonObject]:
+def read_profile_events(store: Store) -> list[JsonObject]:
     return [event for event in read_log(store, "events") if event["event"] == "profile"]
 
 
-def steps_of(found: list[JsonObject]) -> list[tuple[int, int]]:
+def get_steps(found: list[JsonObject]) -> list[tuple[int, int]]:
     return [(event["start"], event["step"]) for event in found]
 
 
 @pytest.mark.soak
-def test_the_steps_that_the_spec_names_are_recorded_and_the_bits_stay(tmp_path: Path) -> None:
+def test_the_steps_of_the_spec_are_profiled_and_the_run_is_bit_identical(tmp_path: Path) -> None:
     gpt(tmp_path / "plain")()
     gpt(tmp_path / "run", **{"logging.profile": "3:5"})()
     plain, run = (LocalStore(tmp_path / name) for name in ("plain", "run"))
     assert read_json(run, "result.json") == read_json(plain, "result.json")
-    (event,) = events(run)
+    (event,) = read_profile_events(run)
     assert (event["start"], event["step"], event["path"]) == (3, 5, "profiles/000001.3-5")
     folder = tmp_path / "run" / event["path"]
     assert gzip.decompress((folder / "memory.prof").read_bytes())
@@ -62,26 +62,26 @@ def test_the_steps_that_the_spec_names_are_recorded_and_the_bits_stay(tmp_path: 
         ("3:5", 0, 8, [(3, 5)]),
         ("0:2", 0, 8, [(0, 2)]),
         ("3:5", 3, 8, [(3, 5)]),
-        ("3:6", 4, 8, [(4, 6)]),  # resumed within
+        ("3:6", 4, 8, [(4, 6)]),  # resumed inside the range
         ("3:5", 5, 8, []),
-        ("6:20", 0, 8, [(6, 8)]),  # the run ends within
+        ("6:20", 0, 8, [(6, 8)]),  # the run ends inside the range
         (None, 0, 8, []),
     ],
 )
-def test_which_steps_are_recorded(
-    spec: str | None, first: int, steps: int, recorded: list[tuple[int, int]], asked: list[str], tmp_path: Path
+def test_profiled_steps_lie_within_the_attempt(
+    spec: str | None, first: int, steps: int, recorded: list[tuple[int, int]], profiler_calls: list[str], tmp_path: Path
 ) -> None:
     store = LocalStore(tmp_path)
     profiler = Profiler(make_attempt(store), spec)
     for step in range(first, steps + 1):
         profiler.on_step(step)
     profiler.close(steps)
-    assert steps_of(events(store)) == recorded
-    assert asked[1::2] == ["end"] * len(recorded)
+    assert get_steps(read_profile_events(store)) == recorded
+    assert profiler_calls[1::2] == ["end"] * len(recorded)
 
 
-class Asking(PretrainGPT):
-    """Asks, once, and does not go on before the other thread knows."""
+class RequestingGPT(PretrainGPT):
+    """A job that requests a profile at step 2 and waits until the polling thread has read the request."""
 
     has_been_asked = threading.Event()
 
@@ -94,19 +94,19 @@ class Asking(PretrainGPT):
 
 
 @pytest.mark.soak
-def test_a_running_job_records_its_next_steps_when_it_is_asked_to(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_running_job_profiles_its_next_steps_on_request(
+    profiler_calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile, "POLL_SECONDS", 0.001)
-    job = gpt(tmp_path / "run", Asking)
+    job = gpt(tmp_path / "run", RequestingGPT)
     stop_after(job, 7)
     gpt(tmp_path / "run")()
-    assert steps_of(events(job.store)) == [(3, 6)]
-    assert asked == ["begin 000001.3-6", "end"]
+    assert get_steps(read_profile_events(job.store)) == [(3, 6)]
+    assert profiler_calls == ["begin 000001.3-6", "end"]
 
 
-def test_in_a_bucket_a_profile_is_copied_there(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_profile_is_copied_to_the_bucket(
+    profiler_calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path))
     store = memory_bucket()
@@ -116,14 +116,14 @@ def test_in_a_bucket_a_profile_is_copied_there(
         profiler.on_step(step)
     profiler.close(3)
     attempt.background_writer.flush()
-    (event,) = events(store)
+    (event,) = read_profile_events(store)
     assert sorted(store.list_sizes(event["path"])) == ["memory.prof", "trace"]
 
 
 @pytest.mark.parametrize("place", ["start_trace", "stop_trace", "device_memory_profile"])
-def test_a_profile_that_fails_costs_a_warning(
+def test_a_failing_profile_is_a_warning(
     place: str,
-    asked: list[str],
+    profiler_calls: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -139,11 +139,11 @@ def test_a_profile_that_fails_costs_a_warning(
     profiler.close(4)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "no profile of steps 000001.1-3: RuntimeError: Only one profile may be run at a time."
-    assert events(store) == []
+    assert read_profile_events(store) == []
 
 
 @pytest.mark.parametrize("store", [memory_bucket(), None], ids=["bucket", "disk"])
-def test_a_request_is_taken_once_and_one_that_is_none_is_left_out(store: Store | None, tmp_path: Path) -> None:
+def test_a_request_is_taken_once_and_a_malformed_one_is_ignored(store: Store | None, tmp_path: Path) -> None:
     store = store or LocalStore(tmp_path)
     assert take_profile_request(store) is None
     request_profile(store, 7)
@@ -154,14 +154,14 @@ def test_a_request_is_taken_once_and_one_that_is_none_is_left_out(store: Store |
 
 
 @pytest.mark.parametrize("value", ["5:5", "5:3", f"0:{MAX_PROFILE_STEPS + 1}", "5", "a:b", ""])
-def test_steps_that_cannot_be_recorded_are_refused(value: str, tmp_path: Path) -> None:
+def test_invalid_step_ranges_are_rejected(value: str, tmp_path: Path) -> None:
     document = parse_document(json.dumps(gpt_document(tmp_path, **{"logging.profile": value})), "x.yaml")
     with pytest.raises(SpecError, match=r"logging\.profile"):
         validate_spec(document)
 
 
 @pytest.mark.parametrize("words", [["--steps", "0"], ["--steps", str(MAX_PROFILE_STEPS + 1)], []])
-def test_a_request_for_too_much_or_where_no_run_is_is_refused(words: list[str], tmp_path: Path) -> None:
+def test_requests_for_too_many_steps_or_without_a_run_are_rejected(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(InvalidError):
         run_command(["profile", str(tmp_path), *words])
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""bfloat16 parameters rounded by chance: right on average, the same bits on every mesh, as good as float32."""
+"""Stochastic rounding of bfloat16 parameters: unbiased, independent of the mesh, and as good as float32."""
 
 import flax.linen as nn
 import jax
@@ -28,14 +28,14 @@ def test_the_mean_of_many_draws_is_the_value():
     drawn = np.asarray(draw(jnp.arange(DRAWS)), np.float64)
     exact = np.asarray(values, np.float64)
     gap = np.abs(drawn - exact).max(axis=0)
-    assert (np.abs(drawn - exact) <= np.abs(exact) / 128).all()  # one of the two nearest
+    assert (np.abs(drawn - exact) <= np.abs(exact) / 128).all()  # one of the two nearest values
     assert ((drawn > exact).any(axis=0) & (drawn < exact).any(axis=0)).all()
     assert (np.abs(drawn.mean(axis=0) - exact) < 5 * gap / np.sqrt(DRAWS)).all()
     nearest = np.asarray(values.astype(jnp.bfloat16), np.float64)
     assert (np.abs(nearest - exact) > 5 * gap / np.sqrt(DRAWS)).any()
 
 
-def test_what_is_a_bfloat16_already_or_not_finite_stays():
+def test_bfloat16_and_non_finite_values_are_unchanged():
     values = jnp.asarray([0.0, -0.0, 1.0, -1.5, jnp.inf, -jnp.inf, jnp.nan, 3.0e38], jnp.float32)
     values = values.at[-1].set(values[-1].astype(jnp.bfloat16).astype(jnp.float32))
     for number in range(20):
@@ -43,8 +43,8 @@ def test_what_is_a_bfloat16_already_or_not_finite_stays():
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(values))
 
 
-class Narrow(nn.Module):
-    """Logits by token, through a hidden layer; begins at the same weights whatever their type."""
+class NarrowModel(nn.Module):
+    """Token model with a hidden layer; its initial weights do not depend on the dtype."""
 
     vocabulary_size: int
     dtype: str
@@ -59,12 +59,12 @@ class Narrow(nn.Module):
 
 
 class TrainNarrow(BaseTrainer):
-    """Trains it."""
+    """Trainer of the narrow model."""
 
     Config = PretrainGPT.Config
 
     def model(self):
-        return Narrow(self.vocabulary_size, self.config.precision.params)
+        return NarrowModel(self.vocabulary_size, self.config.precision.params)
 
 
 def job(directory):
@@ -77,7 +77,7 @@ def directory(tmp_path_factory):
 
 
 @pytest.mark.soak
-def test_stopped_and_resumed_it_ends_with_the_same_bits_and_moments_are_float32(directory):
+def test_resumed_run_is_bit_identical_and_moments_are_float32(directory):
     whole = job(directory / "whole")
     whole()
     first = job(directory / "resumed")
@@ -98,11 +98,11 @@ def test_the_draws_do_not_depend_on_the_mesh(sizes):
     assert leaves_equal(jax.device_get(found), jax.device_get(jax.jit(round_stochastically)(values, KEY)))
 
 
-def mean_of_last_losses(dtype, rounding):
-    """Of 200 steps on the same data from the same weights."""
-    model, optimizer = Narrow(V, dtype), update_in_float32(optax.adamw(2e-3))
+def compute_last_loss(dtype, rounding):
+    """Return the mean of the last losses of 200 steps on fixed data and initial weights."""
+    model, optimizer = NarrowModel(V, dtype), update_in_float32(optax.adamw(2e-3))
     state = make_state(model, KEY, optimizer, jnp.zeros((1, T), jnp.int32), deterministic=True)
-    sequences = np.random.default_rng(0).integers(0, V, (200, 1, 16, T + 1)) // np.arange(1, T + 2)  # to be learned
+    sequences = np.random.default_rng(0).integers(0, V, (200, 1, 16, T + 1)) // np.arange(1, T + 2)  # learnable
     batches = {"x": jnp.asarray(sequences[..., :-1]), "y": jnp.asarray(sequences[..., 1:])}
     batches["padding_mask"] = jnp.ones(batches["x"].shape, bool)
 
@@ -116,12 +116,12 @@ def mean_of_last_losses(dtype, rounding):
     return float(losses[-10:].mean())
 
 
-def test_200_steps_come_within_one_percent_of_float32():
-    whole = mean_of_last_losses("float32", "nearest")
-    assert abs(mean_of_last_losses("bfloat16", "stochastic") / whole - 1) < 0.01
-    assert abs(mean_of_last_losses("bfloat16", "nearest") / whole - 1) > 0.02
+def test_the_loss_after_200_steps_is_within_one_percent_of_float32():
+    whole = compute_last_loss("float32", "nearest")
+    assert abs(compute_last_loss("bfloat16", "stochastic") / whole - 1) < 0.01
+    assert abs(compute_last_loss("bfloat16", "nearest") / whole - 1) > 0.02
 
 
-def test_rounding_that_nothing_reads_is_refused():
+def test_rounding_of_float32_parameters_is_rejected():
     with pytest.raises(ValueError, match="rounding=stochastic: nothing reads it, as params are float32"):
         PrecisionConfig(rounding="stochastic")

@@ -1,7 +1,7 @@
-"""Jobs with `same_bits_devices`: whole ones that move between meshes, and steps of every kind on other numbers.
+"""Jobs with `same_bits_devices`: runs that move between meshes, and steps of every model on other device counts.
 
-Values of every key do the same in tests/test_values.py, and whole runs that move to one device in
-tests/survival/test_same_bits.py.
+tests/test_values.py does the same for values of every key, and tests/survival/test_same_bits.py for whole runs that
+move to one device.
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ FEATURES: dict[str, tuple[type, dict[str, Any]]] = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("feature", FEATURES)
-def test_moved_between_meshes_a_job_ends_in_the_same_bits_and_rows(feature: str, tmp_path: Path) -> None:
+def test_a_job_moved_between_meshes_is_bit_identical(feature: str, tmp_path: Path) -> None:
     job_class, changes = FEATURES[feature]
 
     def job(name: str, mesh: dict[str, int]) -> BaseTrainer:
@@ -62,12 +62,12 @@ def test_moved_between_meshes_a_job_ends_in_the_same_bits_and_rows(feature: str,
 @pytest.mark.parametrize(
     ("kind", "is_as_users"),
     [
-        # Of several of its operations XLA makes other code where it generates that in several parts.
+        # XLA splits the code generation of some of its operations, and then compiles them differently.
         pytest.param("window", False, id="window, compiled in little time"),
         *(pytest.param(kind, True, id=kind, marks=pytest.mark.soak) for kind in KINDS),
     ],
 )
-def test_a_kind_of_model_has_the_same_bits_on_one_device_two_and_eight(
+def test_steps_on_one_two_and_eight_devices_are_bit_identical(
     kind: str, is_as_users: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_as_users:

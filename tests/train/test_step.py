@@ -1,4 +1,4 @@
-"""The step's loss is a mean over real tokens: no split into micro-batches or devices changes it beyond rounding.
+"""Train step: the loss is a mean over real tokens, independent of micro-batches and devices except for rounding.
 
 Shape legend: S accumulation steps, B examples, T sequence length, R = S * B examples of a global batch.
 """
@@ -25,32 +25,32 @@ VOCABULARY, T, R = 32, 12, 16
 SPLITS = [1, 2, 4, 8]
 KEY = jax.random.key(0)
 MODEL = GPT(GPTConfig(layers=2, heads=4, width=32), VOCABULARY, T)
-TX = optax.sgd(1.0)  # so that the parameters that a step takes away are its gradient
+TX = optax.sgd(1.0)  # with a learning rate of 1, the update is the negative gradient
 
 
-def make(key):
+def init_train_state(key):
     return make_state(MODEL, key, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
 
 
 def ragged_lengths():
-    """From no real token at all to a full row; the first quarter of the rows is all padding."""
+    """Return lengths from no real token to a full sequence; the first quarter of the sequences is all padding."""
     return np.asarray([0, 0, 0, 0, 1, 12, 12, 12, 1, 1, 2, 1, 12, 5, 7, 3])
 
 
-def rows(lengths_R):
+def make_rows(lengths_R):
     generator = np.random.default_rng(0)
     x_RxT, y_RxT = generator.integers(0, VOCABULARY, (2, R, T)).astype(np.int32)
     return {"x": x_RxT, "y": y_RxT, "padding_mask": np.arange(T) < np.asarray(lengths_R)[:, None]}
 
 
 def split(rows, S):
-    """(S, B, T)."""
+    """Reshape to (S, B, T)."""
     return {name: jnp.asarray(leaf.reshape(S, R // S, T)) for name, leaf in rows.items()}
 
 
 @pytest.fixture(scope="module")
 def state() -> TrainState:
-    return jax.jit(make)(KEY)
+    return jax.jit(init_train_state)(KEY)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,9 @@ def val():
 
 
 @pytest.fixture(scope="module")
-def whole(state, train):
-    """Loss, gradient norm and new parameters of the batch taken at once."""
-    return run(train, state, split(rows(ragged_lengths()), 1), 1)
+def full_batch(state, train):
+    """Return loss, gradient norm and new parameters of the batch in one micro-batch."""
+    return run(train, state, split(make_rows(ragged_lengths()), 1), 1)
 
 
 def run(train, state, batch, S):
@@ -80,39 +80,39 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize("S", [*(pytest.param(S, marks=pytest.mark.soak) for S in (2, 8)), 4])
-def test_loss_and_gradients_do_not_depend_on_the_split_into_micro_batches(state, train, whole, S):
-    actual = run(train, state, split(rows(ragged_lengths()), S), S)
-    assert_close(actual, whole)
+def test_loss_and_gradients_do_not_depend_on_the_split_into_micro_batches(state, train, full_batch, S):
+    actual = run(train, state, split(make_rows(ragged_lengths()), S), S)
+    assert_close(actual, full_batch)
 
 
 @pytest.mark.parametrize("S", [2, *(pytest.param(S, marks=pytest.mark.soak) for S in SPLITS[2:])])
-def test_a_mean_of_means_would_fail_that(state, val, whole, S):
-    """The test above has power: weighing a short micro-batch like a long one moves the loss far more."""
-    batch = split(rows(ragged_lengths()), S)
+def test_a_mean_of_means_gives_another_loss(state, val, full_batch, S):
+    """Check the power of the test above: weighting all micro-batches equally changes the loss far more."""
+    batch = split(make_rows(ragged_lengths()), S)
     means = []
     for index in range(S):
         loss_sum, token_count, _ = val(state, {name: leaf[index : index + 1] for name, leaf in batch.items()})
         means.append(float(loss_sum) / max(float(token_count), 1.0))
-    assert abs(np.mean(means) - float(whole[0])) > 1e-3
+    assert abs(np.mean(means) - float(full_batch[0])) > 1e-3
 
 
-def test_the_loss_is_the_mean_over_real_tokens_in_float64(state, whole):
-    batch = rows(ragged_lengths())
+def test_the_loss_is_the_mean_over_real_tokens_in_float64(state, full_batch):
+    batch = make_rows(ragged_lengths())
     apply = jax.jit(functools.partial(MODEL.apply, deterministic=True))
     logits_RxTxV = np.asarray(apply({"params": state.params}, batch["x"]), np.float64)
     log_p_RxTxV = logits_RxTxV - np.log(np.exp(logits_RxTxV).sum(-1, keepdims=True))
     loss_RxT = -np.take_along_axis(log_p_RxTxV, batch["y"][..., None], -1)[..., 0]
-    np.testing.assert_allclose(whole[0], loss_RxT[batch["padding_mask"]].mean(), rtol=1e-6)
+    np.testing.assert_allclose(full_batch[0], loss_RxT[batch["padding_mask"]].mean(), rtol=1e-6)
 
 
-def test_what_is_padding_changes_nothing(state, train, whole):
-    batch = rows(ragged_lengths())
+def test_padding_changes_nothing(state, train, full_batch):
+    batch = make_rows(ragged_lengths())
     batch["y"] = np.where(batch["padding_mask"], batch["y"], 0)
-    assert_close(run(train, state, split(batch, 2), 2), whole)
+    assert_close(run(train, state, split(batch, 2), 2), full_batch)
 
 
-def test_a_batch_of_nothing_but_padding_has_no_loss_and_moves_nothing(state, train):
-    loss, grad_norm, params = run(train, state, split(rows(np.zeros(R)), 2), 2)
+def test_a_batch_of_padding_has_zero_loss_and_updates_nothing(state, train):
+    loss, grad_norm, params = run(train, state, split(make_rows(np.zeros(R)), 2), 2)
     assert loss == grad_norm == 0
     assert_close(params, jax.device_get(state.params))
 
@@ -127,22 +127,22 @@ def test_a_batch_of_nothing_but_padding_has_no_loss_and_moves_nothing(state, tra
         pytest.param((1, 2, 4), 2, marks=pytest.mark.soak),
     ],
 )
-def test_loss_and_gradients_do_not_depend_on_the_devices(state, whole, sizes, S):
-    assert_close(run_on(mesh_of(*sizes), state, S), whole)
+def test_loss_and_gradients_do_not_depend_on_the_devices(state, full_batch, sizes, S):
+    assert_close(run_on(mesh_of(*sizes), state, S), full_batch)
 
 
 def run_on(mesh, state, S):
-    """`run` over the ragged rows, with state and batch cut over `mesh`."""
+    """Call `run` on the ragged sequences, with state and batch sharded over `mesh`."""
     boxed = jax.eval_shape(lambda key: MODEL.init(key, jnp.zeros((1, T), jnp.int32), deterministic=True), KEY)
     shardings = compute_variable_shardings(boxed["params"], mesh)
-    abstract = make_abstract_state(make, KEY, shardings, mesh).replace(apply_fn=state.apply_fn)
+    abstract = make_abstract_state(init_train_state, KEY, shardings, mesh).replace(apply_fn=state.apply_fn)
     sharded = jax.device_put(state, get_shardings(abstract))
-    batch = jax.device_put(split(rows(ragged_lengths()), S), make_batch_sharding(mesh))
+    batch = jax.device_put(split(make_rows(ragged_lengths()), S), make_batch_sharding(mesh))
     with use_sharding_rules(mesh):
         return run(jax.jit(PretrainGPT.train_step, static_argnums=3), sharded, batch, S)
 
 
-def sparing(model, remat, chunk_positions=None):
+def with_remat(model, remat, chunk_positions=None):
     return model.clone(memory=MemoryConfig(remat=remat, loss_chunk_positions=chunk_positions))
 
 
@@ -156,39 +156,41 @@ def sparing(model, remat, chunk_positions=None):
         ("layers", 4, "unroll"),
     ],
 )
-def test_loss_and_gradients_do_not_depend_on_what_is_kept(state, train, whole, remat, chunk_positions, layer_loop):
-    model = sparing(MODEL, remat, chunk_positions)
+def test_loss_and_gradients_do_not_depend_on_rematerialisation(
+    state, train, full_batch, remat, chunk_positions, layer_loop
+):
+    model = with_remat(MODEL, remat, chunk_positions)
     model = model.clone(config=model.config.model_copy(update={"layer_loop": layer_loop}))
-    actual = run(train, state.replace(apply_fn=model.apply), split(rows(ragged_lengths()), 2), 2)
-    assert_close(actual, whole)
+    actual = run(train, state.replace(apply_fn=model.apply), split(make_rows(ragged_lengths()), 2), 2)
+    assert_close(actual, full_batch)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("remat", ["dots", "layers"])
-def test_a_layer_that_is_computed_again_draws_the_same_dropout(state, train, remat):
+def test_rematerialised_layers_draw_the_same_dropout(state, train, remat):
     noisy = MODEL.clone(config=MODEL.config.model_copy(update={"dropout": 0.5}))
-    batch = split(rows(ragged_lengths()), 2)
+    batch = split(make_rows(ragged_lengths()), 2)
     kept, again = (
-        run(train, state.replace(apply_fn=model.apply), batch, 2) for model in (noisy, sparing(noisy, remat))
+        run(train, state.replace(apply_fn=model.apply), batch, 2) for model in (noisy, with_remat(noisy, remat))
     )
     assert_close(again, kept)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
-def test_a_step_that_keeps_little_does_not_depend_on_the_devices(state, whole, sizes):
-    actual = run_on(mesh_of(*sizes), state.replace(apply_fn=sparing(MODEL, "layers", 4).apply), 2)
-    assert_close(actual, whole)
+def test_a_rematerialised_step_does_not_depend_on_the_devices(state, full_batch, sizes):
+    actual = run_on(mesh_of(*sizes), state.replace(apply_fn=with_remat(MODEL, "layers", 4).apply), 2)
+    assert_close(actual, full_batch)
 
 
 def test_the_step_counts_optimizer_steps_and_not_micro_batches(state, train):
-    new, _, _ = train(state, split(rows(ragged_lengths()), 4), KEY, 4)
+    new, _, _ = train(state, split(make_rows(ragged_lengths()), 4), KEY, 4)
     assert int(new.step) == int(state.step) + 1
 
 
 @pytest.mark.parametrize("S", [*(pytest.param(S, marks=pytest.mark.soak) for S in SPLITS[:-1]), SPLITS[-1]])
 def test_validation_returns_sums_over_tokens(state, val, S):
-    batch = rows(ragged_lengths())
+    batch = make_rows(ragged_lengths())
     loss_sum, token_count, meta = val(state, split(batch, S))
     parts = [val(state, {name: jnp.asarray(leaf[r : r + 1])[None] for name, leaf in batch.items()}) for r in range(R)]
     assert float(token_count) == batch["padding_mask"].sum()
@@ -200,14 +202,14 @@ def test_validation_returns_sums_over_tokens(state, val, S):
 def test_dropout_is_drawn_from_the_key_and_validation_has_none(state, train, val):
     model = GPT(GPTConfig(layers=2, heads=4, width=32, dropout=0.5), VOCABULARY, T)
     noisy = state.replace(apply_fn=model.apply)
-    batch = split(rows(np.full(R, T)), 2)
+    batch = split(make_rows(np.full(R, T)), 2)
     losses = [float(train(noisy, batch, key, 2)[1]) for key in (KEY, KEY, jax.random.key(1))]
     assert losses[0] == losses[1] != losses[2]
     assert float(val(noisy, batch)[0]) == pytest.approx(float(val(state, batch)[0]), rel=1e-6)
 
 
-class Table(nn.Module):
-    """Logits looked up by token: the smallest model."""
+class TableModel(nn.Module):
+    """Logits looked up by token, the smallest model."""
 
     dtype: str
 
@@ -220,31 +222,31 @@ class Table(nn.Module):
 def test_gradients_of_bfloat16_parameters_are_added_up_in_float32():
     seen = []
     tx = optax.GradientTransformation(lambda params: (), lambda grads, state, params: (seen.append(grads) or grads, ()))
-    state = make_state(Table("bfloat16"), KEY, tx, jnp.zeros((1, T), jnp.int32), deterministic=True)
-    batch = split(rows(np.full(R, T)), 8)
+    state = make_state(TableModel("bfloat16"), KEY, tx, jnp.zeros((1, T), jnp.int32), deterministic=True)
+    batch = split(make_rows(np.full(R, T)), 8)
     new, loss, _ = PretrainGPT.train_step(state, batch, KEY, 8)
     assert {leaf.dtype for leaf in jax.tree.leaves(seen)} == {jnp.dtype("float32")}
     assert new.params["table"].dtype == jnp.bfloat16
     assert loss.dtype == jnp.float32
 
 
-def test_the_meta_of_the_last_micro_batch_is_handed_on():
+def test_the_step_returns_the_meta_of_the_last_micro_batch():
     class WithMeta(PretrainGPT):
         @classmethod
         def forward(cls, apply_fn, params, batch, key):
             loss_sum, _ = super().forward(apply_fn, params, batch, key)
             return loss_sum, {"first_token": batch["x"][0, 0]}
 
-    state = make_state(Table("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
-    batch = split(rows(np.full(R, T)), 4)
+    state = make_state(TableModel("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
+    batch = split(make_rows(np.full(R, T)), 4)
     _, _, meta = WithMeta.train_step(state, batch, KEY, 4)
     assert set(meta) == {"grad_norm", "first_token"}
     assert meta["first_token"] == batch["x"][-1, 0, 0]
     assert WithMeta.val_step(state, batch)[2]["first_token"] == batch["x"][-1, 0, 0]
 
 
-class Masking(PretrainGPT):
-    """Leaves odd targets out of the loss by itself, and says how many are left."""
+class MaskingGPT(PretrainGPT):
+    """A job that leaves odd targets out of the loss and returns the count of the others."""
 
     @classmethod
     def forward(cls, apply_fn, params, batch, key):
@@ -255,40 +257,40 @@ class Masking(PretrainGPT):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("S", [pytest.param(1, marks=pytest.mark.soak), 4])
-def test_a_forward_that_masks_by_itself_says_how_many_tokens_are_left(state, train, val, S):
-    """So it is the same as a batch that comes masked."""
-    batch = rows(ragged_lengths())
+def test_a_forward_can_mask_targets_and_return_the_token_count(state, train, val, S):
+    """The result is the same as for a batch with that mask."""
+    batch = make_rows(ragged_lengths())
     masked = batch | {"padding_mask": batch["padding_mask"] & (batch["y"] % 2 == 0)}
     expected = run(train, state, split(masked, S), S)
-    own_train = jax.jit(Masking.train_step, static_argnums=3)
+    own_train = jax.jit(MaskingGPT.train_step, static_argnums=3)
     assert_close(run(own_train, state, split(batch, S), S), expected)
     _, _, meta = own_train(state, split(batch, S), KEY, S)
     assert float(meta["token_count"]) == masked["padding_mask"].sum()
-    assert_close(Masking.val_step(state, split(batch, S))[:2], val(state, split(masked, S))[:2])
+    assert_close(MaskingGPT.val_step(state, split(batch, S))[:2], val(state, split(masked, S))[:2])
 
 
-def test_a_forward_that_counts_no_token_has_no_loss():
-    state = make_state(Table("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
-    batch = rows(ragged_lengths())
-    loss, grad_norm, _ = run(Masking.train_step, state, split(batch | {"y": batch["y"] * 0 + 1}, 2), 2)
+def test_a_forward_without_tokens_has_zero_loss():
+    state = make_state(TableModel("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
+    batch = make_rows(ragged_lengths())
+    loss, grad_norm, _ = run(MaskingGPT.train_step, state, split(batch | {"y": batch["y"] * 0 + 1}, 2), 2)
     assert loss == grad_norm == 0
 
 
-# Weights of targets.
+# Target weights.
 
 
-def weighted_rows():
-    """Weights that add up to less than 1; what padding weighs must not matter."""
-    batch = rows(ragged_lengths())
+def make_weighted_rows():
+    """Return weights that sum to less than 1, and NaN for padding, which must be ignored."""
+    batch = make_rows(ragged_lengths())
     weight_RxT = np.random.default_rng(5).uniform(0, 0.01, (R, T)).astype(np.float32)
     return batch | {"loss_weight": np.where(batch["padding_mask"], weight_RxT, np.nan)}
 
 
 @pytest.mark.parametrize("S", [pytest.param(1, marks=pytest.mark.soak), 4])
 @pytest.mark.parametrize("job", [BaseTrainer, PretrainGPT])
-def test_the_weighted_loss_and_its_gradient_are_those_of_float64(job, S):
-    batch = weighted_rows()
-    state = make_state(Table("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
+def test_weighted_loss_and_gradient_match_float64(job, S):
+    batch = make_weighted_rows()
+    state = make_state(TableModel("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
     real = batch["padding_mask"]
     x, y, weight = (batch[name][real] for name in ("x", "y", "loss_weight"))
     weight = weight.astype(np.float64) / weight.sum(dtype=np.float64)
@@ -307,14 +309,14 @@ def test_the_weighted_loss_and_its_gradient_are_those_of_float64(job, S):
     np.testing.assert_allclose(count, batch["loss_weight"][real].sum(dtype=np.float64), rtol=1e-6)
 
 
-def test_weights_hold_in_a_loss_in_chunks_too(state, val):
+def test_target_weights_apply_to_the_chunked_loss(state, val):
     model = GPT(MODEL.config, VOCABULARY, T, memory=MemoryConfig(loss_chunk_positions=4))
-    batch = split(weighted_rows(), 2)
+    batch = split(make_weighted_rows(), 2)
     assert_close(val(state.replace(apply_fn=model.apply), batch)[:2], val(state, batch)[:2])
 
 
-def test_targets_that_all_weigh_nothing_have_no_loss_and_move_nothing(train):
-    state = make_state(Table("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
-    batch = rows(ragged_lengths()) | {"loss_weight": np.zeros((R, T), np.float32)}
+def test_targets_with_zero_weights_have_zero_loss_and_update_nothing(train):
+    state = make_state(TableModel("float32"), KEY, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
+    batch = make_rows(ragged_lengths()) | {"loss_weight": np.zeros((R, T), np.float32)}
     loss, grad_norm, _ = run(train, state, split(batch, 2), 2)
     assert loss == grad_norm == 0

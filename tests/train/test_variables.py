@@ -1,4 +1,4 @@
-"""A model's variables other than its parameters are state: every theorem of the state holds for them."""
+"""Model variables other than parameters are part of the state: saved, restored, sharded and exported like them."""
 
 import math
 
@@ -25,8 +25,8 @@ KEY = jax.random.key(0)
 RATE = np.float32(0.1)
 
 
-class Biased(nn.Module):
-    """Logits looked up by token, and a bias of each token that no gradient moves."""
+class BiasModel(nn.Module):
+    """Logits looked up by token, plus a bias per token that gets no gradient."""
 
     @nn.compact
     def __call__(self, x_BxT, *, deterministic):
@@ -36,11 +36,11 @@ class Biased(nn.Module):
         return table_VxV[x_BxT] + jax.lax.stop_gradient(nn.unbox(bias_V))
 
 
-class Balanced(BaseTrainer):
-    """Lowers the bias of the tokens that the step has had more often than the mean, and raises that of the others."""
+class BalancingJob(BaseTrainer):
+    """A job that lowers the bias of tokens that were more frequent than the mean and raises that of the others."""
 
     def model(self):
-        return Biased()
+        return BiasModel()
 
     @classmethod
     def forward(cls, apply_fn, params, batch, key):
@@ -57,19 +57,19 @@ class Balanced(BaseTrainer):
         return {"balance": {"bias": bias_V}}, {"most": jnp.max(counts_V), "tokens_seen": statistics["tokens"]}
 
 
-def batch_of(S):
+def make_batch(S):
     generator = np.random.default_rng(0)
     rows = {"x": generator.integers(0, V, (R, T)), "y": generator.integers(0, V, (R, T))}
     rows["padding_mask"] = np.arange(T) < generator.integers(0, T + 1, (R, 1))
     return {name: jnp.asarray(leaf).reshape(S, R // S, T) for name, leaf in rows.items()}
 
 
-def make(key):
-    return make_state(Biased(), key, optax.sgd(1.0), jnp.zeros((1, T), jnp.int32), deterministic=True)
+def init_train_state(key):
+    return make_state(BiasModel(), key, optax.sgd(1.0), jnp.zeros((1, T), jnp.int32), deterministic=True)
 
 
-def biases_of(batch):
-    """By numpy, from the whole batch."""
+def compute_biases(batch):
+    """Compute the biases with NumPy from the whole batch."""
     counts_V = np.bincount(batch["y"][batch["padding_mask"]], minlength=V)
     return RATE * np.sign(counts_V.sum() - V * counts_V).astype(np.float32)
 
@@ -80,32 +80,32 @@ SPLITS = [(1, None), (8, None), (2, (8, 1, 1))]
 @pytest.mark.parametrize(
     ("S", "sizes"), [(2, None), (8, (1, 2, 4)), *(pytest.param(*case, marks=pytest.mark.soak) for case in SPLITS)]
 )
-def test_no_split_of_the_batch_moves_a_bit_of_the_next_variables(S, sizes):
-    batch, state = batch_of(S), make(KEY)
-    step = jax.jit(Balanced.train_step, static_argnums=3)
+def test_the_next_variables_do_not_depend_on_the_split_of_the_batch(S, sizes):
+    batch, state = make_batch(S), init_train_state(KEY)
+    step = jax.jit(BalancingJob.train_step, static_argnums=3)
     if sizes is None:
         after, _, meta = step(state, batch, KEY, S)
     else:
         mesh = mesh_of(*sizes)
         with use_sharding_rules(mesh):
             after, _, meta = step(state, jax.device_put(batch, make_batch_sharding(mesh)), KEY, S)
-    expected = biases_of(jax.device_get(batch))
+    expected = compute_biases(jax.device_get(batch))
     assert np.asarray(after.variables["balance"]["bias"]).tobytes() == expected.tobytes()
     assert set(meta) == {"grad_norm", "last", "most", "tokens_seen"}
     assert meta["tokens_seen"].dtype == jnp.float32
-    parts = sizes[0] if sizes else 1  # along `data`, of which the last one says it
+    parts = sizes[0] if sizes else 1  # along `data`; the last part returns it
     assert meta["last"] == batch["padding_mask"][-1, -R // S // parts :].sum()
 
 
-def test_validation_sees_the_variables():
-    state, batch = make(KEY), batch_of(2)
+def test_validation_uses_the_variables():
+    state, batch = init_train_state(KEY), make_batch(2)
     other = state.replace(variables={"balance": {"bias": jnp.arange(V, dtype=jnp.float32)}})
-    loss, _, meta = Balanced.val_step(state, batch)
+    loss, _, meta = BalancingJob.val_step(state, batch)
     assert set(meta) == {"last"}
-    assert float(loss) != float(Balanced.val_step(other, batch)[0])
+    assert float(loss) != float(BalancingJob.val_step(other, batch)[0])
 
 
-def test_a_state_without_variables_has_the_names_and_the_fingerprint_that_flaxs_has():
+def test_a_state_without_variables_has_the_fingerprint_of_flaxs_state():
     model = nn.Dense(3)
     state = make_state(model, KEY, optax.adamw(1e-3), jnp.zeros((1, 2)))
     plain = flax_state.TrainState.create(apply_fn=model.apply, params=state.params, tx=optax.adamw(1e-3))
@@ -115,25 +115,25 @@ def test_a_state_without_variables_has_the_names_and_the_fingerprint_that_flaxs_
     assert compute_fingerprint(state) == compute_fingerprint(plain)
 
 
-def test_variables_have_names_of_their_own_and_count_in_the_fingerprint():
-    state = make(KEY)
+def test_variables_have_leaf_names_and_enter_the_fingerprint():
+    state = init_train_state(KEY)
     assert "variables.balance.bias" in list_leaf_names(state)
     assert compute_fingerprint(state) != compute_fingerprint(
         state.replace(variables={"balance": {"bias": jnp.ones(V)}})
     )
 
 
-def test_what_a_model_takes_is_known_behind_its_variables():
-    state = make(KEY)
+def test_arguments_of_a_model_are_found_when_its_variables_are_bound():
+    state = init_train_state(KEY)
     apply_fn = bind_variables(state.apply_fn, state.variables)
-    with pytest.raises(InvalidError, match="Biased takes no segments"):
+    with pytest.raises(InvalidError, match="BiasModel takes no segments"):
         document_arguments(apply_fn, {"segment": jnp.ones((1, T))})
 
 
-# As a job.
+# Whole jobs.
 
 
-def job(directory, job_class=Balanced, **changes):
+def job(directory, job_class=BalancingJob, **changes):
     return gpt(directory, job_class, **{"config.model": {}, **changes})
 
 
@@ -143,13 +143,13 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(directory):
+def uninterrupted(directory):
     found = job(directory / "whole")
     found()
     return found
 
 
-def test_they_lie_on_the_mesh_as_their_names_say(directory):
+def test_variables_are_sharded_by_their_logical_axes(directory):
     sharded = job(directory / "sharded", **set_mesh(2, 2, 2))
     sharded.setup(Hosts.single_process())
     for state in (sharded.abstract_state(), sharded.init_state()):
@@ -160,40 +160,42 @@ def test_they_lie_on_the_mesh_as_their_names_say(directory):
 @pytest.mark.parametrize(
     "mesh", [{}, pytest.param(set_mesh(1, 4, 2), marks=pytest.mark.soak)], ids=["here", "on another mesh"]
 )
-def test_stopped_and_resumed_they_have_the_bits_of_the_whole_run(directory, whole, mesh):
+def test_resumed_variables_are_bit_identical(directory, uninterrupted, mesh):
     name = "elsewhere" if mesh else "resumed"
     first = job(directory / name)
     stop_after(first, 3)
     again = job(directory / name, **mesh)
     again()
-    assert leaves_equal(again.state.variables, whole.state.variables)
-    assert np.abs(whole.state.variables["balance"]["bias"]).max() > 0.7
+    assert leaves_equal(again.state.variables, uninterrupted.state.variables)
+    assert np.abs(uninterrupted.state.variables["balance"]["bias"]).max() > 0.7
     if not mesh:
-        assert read_json(again.store, "result.json") == read_json(whole.store, "result.json")
+        assert read_json(again.store, "result.json") == read_json(uninterrupted.store, "result.json")
 
 
-def test_an_open_checkpoint_has_them(whole):
-    weights, _ = open_checkpoint(whole.store.root)
-    assert leaves_equal(weights, whole.weights(whole.state))
+def test_an_opened_checkpoint_contains_the_variables(uninterrupted):
+    weights, _ = open_checkpoint(uninterrupted.store.root)
+    assert leaves_equal(weights, uninterrupted.weights(uninterrupted.state))
     assert set(weights) == {"params", "variables"}
-    apply_fn, variables = Biased().apply, {"params": weights["params"], **weights["variables"]}
+    apply_fn, variables = BiasModel().apply, {"params": weights["params"], **weights["variables"]}
     tokens = jnp.zeros((1, T), jnp.int32)
     assert leaves_equal(
         apply_fn(variables, tokens, deterministic=True),
-        bind_variables(apply_fn, whole.state.variables)({"params": whole.state.params}, tokens, deterministic=True),
+        bind_variables(apply_fn, uninterrupted.state.variables)(
+            {"params": uninterrupted.state.params}, tokens, deterministic=True
+        ),
     )
 
 
-def test_another_run_begins_with_them(directory, whole):
-    class Still(Balanced):
+def test_another_run_can_start_from_the_variables(directory, uninterrupted):
+    class Still(BalancingJob):
         update_variables = BaseTrainer.update_variables
 
-    other = job(directory / "warm", Still, **{"checkpoint.init_from": str(whole.store.root)})
+    other = job(directory / "warm", Still, **{"checkpoint.init_from": str(uninterrupted.store.root)})
     other()
-    assert leaves_equal(other.state.variables, whole.state.variables)
+    assert leaves_equal(other.state.variables, uninterrupted.state.variables)
 
 
-def test_weights_without_them_are_refused_by_their_name(directory):
+def test_weights_without_the_variables_are_rejected_by_name(directory):
     class Plain(nn.Module):
         @nn.compact
         def __call__(self, x_BxT, *, deterministic):
@@ -208,8 +210,8 @@ def test_weights_without_them_are_refused_by_their_name(directory):
         job(directory / "from_plain", **{"checkpoint.init_from": str(directory / "plain")})()
 
 
-def test_variables_that_come_back_in_another_form_are_refused_by_their_name(directory):
-    class Narrow(Balanced):
+def test_variables_of_a_changed_dtype_are_rejected_by_name(directory):
+    class Narrow(BalancingJob):
         @classmethod
         def update_variables(cls, variables, statistics):
             return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables), {}

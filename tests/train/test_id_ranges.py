@@ -1,4 +1,4 @@
-"""Which ids token files hold is found by one host, once, and known to all."""
+"""Ranges of token ids: one host scans the token files once and shares the result with all hosts."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from tests.support.coordinator import MemoryCoordinator, play
 NUM_HOSTS = 3
 
 
-def count_scans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each scan from now on has read."""
+def record_scans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the number of tokens that each scan reads from now on."""
     scanned: list[int] = []
     scan = tokens.TokenSequence.scan
 
@@ -31,10 +31,10 @@ def count_scans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return scanned
 
 
-def test_one_host_reads_all_ids_and_all_know_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_host_scans_all_ids_and_shares_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = write_bin(tmp_path / "a.bin", np.arange(2000) % 700)
     second = write_npy(tmp_path / "b.npy", np.arange(1000) % 900)
-    scanned = count_scans(monkeypatch)
+    scanned = record_scans(monkeypatch)
     mixture = [{"name": "a", "source": str(first)}, {"name": "b", "source": str(second)}]
     datasets = [load("python-stdlib", cache=tmp_path / f"{host}", mixture=mixture) for host in range(NUM_HOSTS)]
 
@@ -52,7 +52,7 @@ def test_one_host_reads_all_ids_and_all_know_them(tmp_path: Path, monkeypatch: p
     assert "token id 899 at position 899 of" in found[0][1]
 
 
-def test_what_the_one_host_finds_wrong_ends_all_in_one_line(tmp_path: Path) -> None:
+def test_invalid_ids_stop_all_hosts_with_the_same_line(tmp_path: Path) -> None:
     path = write_npy(tmp_path / "a.npy", [*range(200), -1, *range(200)])
     datasets = [load(path, cache=tmp_path / f"{host}") for host in range(NUM_HOSTS)]
 
@@ -65,7 +65,7 @@ def test_what_the_one_host_finds_wrong_ends_all_in_one_line(tmp_path: Path) -> N
     assert lines == [f"token id -1 at position 200 of {path} is negative"] * NUM_HOSTS
 
 
-def test_an_id_that_a_hosts_own_copy_alone_holds_is_named_when_it_is_read(tmp_path: Path) -> None:
+def test_an_invalid_id_in_one_hosts_copy_is_reported_when_read(tmp_path: Path) -> None:
     ids = np.arange(2000) % 700
     path = write_bin(tmp_path / "a.bin", ids)
     found = load(path, cache=tmp_path / "first").find_id_ranges(None)
@@ -77,7 +77,7 @@ def test_an_id_that_a_hosts_own_copy_alone_holds_is_named_when_it_is_read(tmp_pa
 
 
 @pytest.mark.parametrize("has_other_data", [False, True])
-def test_an_attempt_that_goes_on_on_the_same_data_reads_none_of_many_ids_again(
+def test_resuming_on_the_same_data_does_not_scan_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_other_data: bool
 ) -> None:
     path = write_bin(tmp_path / "a.bin", np.arange(4000) % 200)
@@ -87,6 +87,6 @@ def test_an_attempt_that_goes_on_on_the_same_data_reads_none_of_many_ids_again(
     identity = {"config.data": fingerprint, "config.model.vocabulary_size": 300}
     store = LocalStore(tmp_path / "run")
     store.write("checkpoints/4/manifest.json", Manifest(name="4", step=4, identity=identity).encode())
-    scanned = count_scans(monkeypatch)
+    scanned = record_scans(monkeypatch)
     share_ids(dataset, store, Hosts.single_process())
     assert (scanned, dataset.vocabulary_size) == (([4000], 200) if has_other_data else ([], 300))

@@ -1,4 +1,4 @@
-"""Whatever a data set is made of, a run that is stopped and resumed ends in the bits of one that was not."""
+"""Resume from every kind of data source: a stopped and resumed run is bit-identical to an uninterrupted one."""
 
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ STOP, STEPS = 4, 8
 DAILY = ("mixture",)
 
 
-def rows_of(directory: Path) -> list[dict[str, Any]]:
-    """The rows without their speed, which is no part of the trajectory."""
+def read_trajectory(directory: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics without speeds, which are not part of the trajectory."""
     rows = parse_lines((directory / "metrics.jsonl").read_bytes())
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in DAILY else pytest.mark.soak) for k in KINDS])
-def test_stopped_and_resumed_every_bit_is_the_same(tmp_path: Path, kind: str) -> None:
+def test_resumed_run_is_bit_identical(tmp_path: Path, kind: str) -> None:
     data = {"sequence_length": 16, "validation_fraction": 0.2, **kept(kind, tmp_path)}
     data["validation"] = {"other": write_documents(tmp_path / "other", 60, 9)}
     if "mixture" in data:
@@ -32,15 +32,15 @@ def test_stopped_and_resumed_every_bit_is_the_same(tmp_path: Path, kind: str) ->
     whole()
     parts = gpt(tmp_path / "parts", RecordingGPT, **changes)
     stop_after(parts, STOP)
-    document = load_document(tmp_path / "parts" / "spec.yaml")  # as the run has written it, nothing left open
+    document = load_document(tmp_path / "parts" / "spec.yaml")  # the spec that the run wrote, fully resolved
     parts = RecordingGPT(validate_spec(document), document)
     parts()
     assert parts.step == whole.step == STEPS
     assert leaves_equal(parts.state, whole.state)
-    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
+    assert read_trajectory(tmp_path / "parts") == read_trajectory(tmp_path / "whole")
     for step in range(STEPS):
         assert recorded_rows(tmp_path / "parts", step) == recorded_rows(tmp_path / "whole", step)
-    last = rows_of(tmp_path / "whole")[-1]
+    last = read_trajectory(tmp_path / "whole")[-1]
     sets = [named["name"] for named in data["mixture"]] if "mixture" in data else ["validation"]
     assert {key for key in last if key.startswith("val/")} == {
         "val/loss",
