@@ -11,6 +11,8 @@ from runner.process import make_environment
 # emitters of fused loops, in place of which the older ones serve.
 _UNOPTIMIZED = "--xla_backend_optimization_level=0"
 _EMITTERS = "xla_cpu_use_fusion_emitters"
+
+
 def _is_known(flag: str) -> bool:
     """Report whether the installed XLA has a flag of this name; an unknown one in XLA_FLAGS aborts the process."""
     package = find_spec("jaxlib")
