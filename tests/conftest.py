@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from runner import console
-from tests.support import faked, leftover
+from tests.support import leftover, simulated_devices
 
 # The workers of pytest-xdist inherit the variable from the process that starts them, which makes the directory.
 SESSION_VARIABLE = "RUNNER_TESTS_SESSION"
@@ -21,7 +21,7 @@ _is_session_mine = SESSION_VARIABLE not in os.environ
 if _is_session_mine:
     os.environ[SESSION_VARIABLE] = tempfile.mkdtemp(prefix="runner-tests-")
 os.environ["RUNNER_CACHE"] = os.path.join(os.environ[SESSION_VARIABLE], "cache")
-faked.fake_here(8)
+simulated_devices.configure_simulated_devices(8)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup what tests start would inherit that it is ignored
 
 pytest_plugins = ("pytester",)

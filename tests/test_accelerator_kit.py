@@ -23,7 +23,7 @@ from tests.benchmarks.accelerator.section import determinism, forecast, speed, t
 from tests.benchmarks.accelerator.size import ROOT, SIZES, Setting
 from tests.benchmarks.accelerator.table import render
 from tests.benchmarks.accelerator.turn import Player, PlayerError
-from tests.support import faked, leftover
+from tests.support import leftover, simulated_devices
 
 KIT = Path(package.__file__).parent
 MACHINE = Machine("NVIDIA H100 80GB", 1, 80 * 10**9, 16, "3.12.3", {"jax": "0.10"})
@@ -476,7 +476,7 @@ def test_every_section_sees_all_it_came_for_on_a_cpu(tmp_path):
     """The whole kit, as it is run on an accelerator, at tiny sizes; without torch, which the suite does not need."""
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", package.__name__, "--out", str(out), "--size", "tiny", "--minutes", "60"]
-    result = subprocess.run(command, cwd=ROOT, env=faked.environment(1), capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=simulated_devices.environment(1), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     results = read_results(out)
     figures = {(part.name, figure.name): figure.value for part in results.parts for figure in part.figures}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from runner.console import LineFormatter, configure_console, say, warn
-from tests.support.harness import ROOT
-from tests.support.streams import STREAMS, WAYS, start_bereft
+from tests.support.job_process import ROOT
+from tests.support.lost_streams import STREAM_LOSSES, STREAMS, start_with_lost_streams
 
 HOSTILE = {
     "a terminal's escapes": "\x1b[2J\x1b]0;owned\x07",
@@ -49,14 +49,14 @@ sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", STREAM_LOSSES)
 def test_a_lost_stream_stops_no_program(way: str, tmp_path: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{_PRINTS}"]
-    with start_bereft(command, way, STREAMS["all"], variables, tmp_path) as bereft:
+    with start_with_lost_streams(command, way, STREAMS["all"], variables, tmp_path) as bereft:
         while not (tmp_path / "ready").exists() and bereft.process.poll() is None:
             time.sleep(0.01)
-        bereft.strike()
+        bereft.lose_streams()
         (tmp_path / "struck").touch()
         assert bereft.process.wait(600) == 7, (tmp_path / "error").read_text()
     assert (tmp_path / "data").read_text() == "data"

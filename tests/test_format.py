@@ -22,9 +22,9 @@ from runner.errors import InvalidError, NewerFormatError
 from runner.parallel.mesh import AXES
 from runner.spec import JobConfig, load_document, validate_spec
 from runner.storage import LocalStore, Store, read_json, read_log
-from tests.support.damage import newer_format
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
-from tests.support.tiny import ROOT, counter
+from tests.support.damage import write_newer_format
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
+from tests.support.tiny_jobs import ROOT, make_counter
 
 DATA = Path(__file__).parent / "data"
 FORMATS = sorted(int(path.name.removeprefix("format_")) for path in DATA.glob("format_*"))
@@ -47,7 +47,7 @@ def copy_of(number: int, name: str, directory: Path) -> Path:
 def in_memory(directory: Path) -> Store:
     """A bucket with the objects that were in the one that the run wrote to."""
     driver = MemoryDriver()
-    bucket = memory_bucket(driver)
+    bucket = make_memory_bucket(driver)
     for path in directory.rglob("*"):
         if path.is_file():
             bucket.write(path.relative_to(directory).as_posix(), path.read_bytes())
@@ -85,7 +85,7 @@ def test_a_run_of_a_released_version_goes_on(
     assert "good" in lines[0]
     again(job)
     if job_class is Counter:
-        counter(tmp_path / "whole", **{"config.total_steps": 6, "config.width": 8})()
+        make_counter(tmp_path / "whole", **{"config.total_steps": 6, "config.width": 8})()
         whole = read_json(LocalStore(tmp_path / "whole"), "result.json")
         assert read_json(job.store, "result.json") == whole
 
@@ -184,7 +184,7 @@ def test_a_run_that_depends_on_a_key_that_has_gone_is_refused_by_its_name(number
 def test_what_a_newer_runner_has_written_is_refused_and_not_touched(place: str, tmp_path: Path) -> None:
     directory = copy_of(1, "counter", tmp_path / "run")
     (directory / "result.json").write_text(json.dumps({"step": 4, "fingerprint": "0"}))
-    newer_format(directory / place)
+    write_newer_format(directory / place)
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     with pytest.raises(InvalidError, match="written by a newer runner"):
         load(directory, Counter)()

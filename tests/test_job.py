@@ -32,7 +32,7 @@ from runner.run.attempt import JobReport
 from runner.run.fence import Fence
 from runner.spec import ExecutionSpec, read_spec
 from runner.storage import LocalStore, read_json, read_log
-from tests.support.tiny import StopAfter, counter, leaves_equal
+from tests.support.tiny_jobs import StopAfter, are_leaves_equal, make_counter
 
 
 def events(directory, *kinds):
@@ -55,7 +55,7 @@ def stop_after(job, step):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
-    counter(directory)()
+    make_counter(directory)()
     return result(directory)
 
 
@@ -66,7 +66,7 @@ def test_the_surface_that_a_job_has():
 
 
 def test_a_job_that_was_never_stopped_writes_its_result(tmp_path, undisturbed):
-    job = counter(tmp_path)
+    job = make_counter(tmp_path)
     assert not job.done
     job()
     assert job.done
@@ -82,10 +82,10 @@ def test_a_job_that_was_never_stopped_writes_its_result(tmp_path, undisturbed):
 
 @pytest.mark.parametrize("step", [1, 10, 15, 39])
 def test_stopped_and_resumed_it_ends_with_the_same_bits(tmp_path, undisturbed, step):
-    stop_after(counter(tmp_path), step)
-    assert not counter(tmp_path).done
+    stop_after(make_counter(tmp_path), step)
+    assert not make_counter(tmp_path).done
     assert committed_steps(tmp_path)[-1] == step
-    counter(tmp_path)()
+    make_counter(tmp_path)()
     assert result(tmp_path) == undisturbed
     (restored,) = events(tmp_path, "restore")
     assert (restored["attempt"], restored["step"]) == (2, step)
@@ -96,21 +96,21 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(tmp_path, undisturbed, s
 def test_stopped_at_every_step_it_ends_with_the_same_bits(tmp_path, undisturbed):
     small = {"checkpoint.keep_last": 1}
     for step in range(1, 40, 3):
-        stop_after(counter(tmp_path, **small), step)
-    counter(tmp_path, **small)()
+        stop_after(make_counter(tmp_path, **small), step)
+    make_counter(tmp_path, **small)()
     assert result(tmp_path) == undisturbed
 
 
 def test_a_stop_at_a_saved_step_does_not_save_it_twice(tmp_path):
-    stop_after(counter(tmp_path), 10)
+    stop_after(make_counter(tmp_path), 10)
     assert [event["step"] for event in events(tmp_path, "save")] == [10]
-    stop_after(counter(tmp_path), 11)
+    stop_after(make_counter(tmp_path), 11)
     assert [event["step"] for event in events(tmp_path, "save")] == [10, 11]
 
 
 def test_a_stop_that_comes_at_the_last_step_leaves_only_the_end_to_the_next_attempt(tmp_path, undisturbed):
-    stop_after(counter(tmp_path), 40)
-    counter(tmp_path)()
+    stop_after(make_counter(tmp_path), 40)
+    make_counter(tmp_path)()
     assert result(tmp_path) == undisturbed
     assert [event["step"] for event in events(tmp_path, "save")] == [10, 20, 30, 40]
 
@@ -127,31 +127,31 @@ class Telling(Counter):
 
 
 def test_a_job_may_tell_more_at_its_end(tmp_path, undisturbed):
-    counter(tmp_path, Telling)()
+    make_counter(tmp_path, Telling)()
     assert result(tmp_path) == undisturbed | {"doubled": 80}
 
 
 def test_run_again_a_finished_job_does_nothing(tmp_path, capsys):
-    counter(tmp_path)()
+    make_counter(tmp_path)()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    counter(tmp_path)()
+    make_counter(tmp_path)()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert "done, nothing to do" in capsys.readouterr().out
 
 
 def test_a_finished_job_goes_on_where_its_end_may_move(tmp_path):
-    counter(tmp_path / "a")()
-    counter(tmp_path / "a", **{"config.total_steps": 60})()
-    counter(tmp_path / "b", **{"config.total_steps": 60})()
+    make_counter(tmp_path / "a")()
+    make_counter(tmp_path / "a", **{"config.total_steps": 60})()
+    make_counter(tmp_path / "b", **{"config.total_steps": 60})()
     assert result(tmp_path / "a") == result(tmp_path / "b")
     assert events(tmp_path / "a", "restore")[0]["step"] == 40
 
 
 def test_what_the_bits_depend_on_is_refused_on_resume_with_its_key(tmp_path):
-    stop_after(counter(tmp_path), 15)
+    stop_after(make_counter(tmp_path), 15)
     for key, value in (("seed", 1), ("config.width", 65)):
         with pytest.raises(InvalidError, match=rf"{key}: .*has \d+, the spec {value}"):
-            counter(tmp_path, **{key: value})()
+            make_counter(tmp_path, **{key: value})()
     assert len(events(tmp_path, "start")) == 1
 
 
@@ -169,21 +169,21 @@ def test_what_the_bits_depend_on_is_refused_on_resume_with_its_key(tmp_path):
     ids=str,
 )
 def test_what_moves_no_bit_may_change_on_resume(tmp_path, undisturbed, change):
-    stop_after(counter(tmp_path), 15)
-    counter(tmp_path, **change)()
+    stop_after(make_counter(tmp_path), 15)
+    make_counter(tmp_path, **change)()
     assert result(tmp_path) == undisturbed
 
 
 def test_a_directory_of_another_job_is_refused_and_untouched(tmp_path):
-    stop_after(counter(tmp_path), 15)
+    stop_after(make_counter(tmp_path), 15)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InvalidError, match="belongs to the job 'count', this one is 'other'"):
-        counter(tmp_path, name="other")()
+        make_counter(tmp_path, name="other")()
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_resolved_spec_is_saved_and_reads_back(tmp_path):
-    job = counter(tmp_path)
+    job = make_counter(tmp_path)
     job()
     saved = read_spec(tmp_path / "spec.yaml")
     assert saved == job.resolved_spec()
@@ -191,7 +191,7 @@ def test_the_resolved_spec_is_saved_and_reads_back(tmp_path):
 
 
 def test_the_job_keeps_its_id_over_attempts(tmp_path):
-    first, second = counter(tmp_path), counter(tmp_path)
+    first, second = make_counter(tmp_path), make_counter(tmp_path)
     stop_after(first, 5)
     second()
     assert first.attempt.run_id == second.attempt.run_id == json.loads((tmp_path / "job.json").read_text())["id"]
@@ -209,14 +209,14 @@ class TakenOver(Counter):
 
 def test_a_fenced_attempt_ends_and_commits_nothing_more(tmp_path):
     with pytest.raises(FencedError, match="attempt 2 has taken over"):
-        counter(tmp_path, TakenOver)()
+        make_counter(tmp_path, TakenOver)()
     assert set(committed_steps(tmp_path)) <= {10}
     assert not (tmp_path / "result.json").exists()
     assert [event["event"] for event in events(tmp_path) if event["step"] and event["step"] > 10] in ([], ["save"])
 
 
 def test_saves_by_the_clock_come_at_logged_steps(tmp_path):
-    counter(tmp_path, checkpoint={"every_steps": None, "every_minutes": 1e-9}, **{"logging.every_steps": 16})()
+    make_counter(tmp_path, checkpoint={"every_steps": None, "every_minutes": 1e-9}, **{"logging.every_steps": 16})()
     assert [event["step"] for event in events(tmp_path, "commit")] == [16, 32, 40]
 
 
@@ -236,11 +236,11 @@ class Naming(Counter):
 
 
 def test_a_named_checkpoint_round_trips(tmp_path, undisturbed):
-    job = counter(tmp_path, Naming, **{"checkpoint.keep_last": 1})
+    job = make_counter(tmp_path, Naming, **{"checkpoint.keep_last": 1})
     job()
     state, step = job.loaded
     assert step == 12
-    assert leaves_equal(state, job.kept)
+    assert are_leaves_equal(state, job.kept)
     assert result(tmp_path)["fingerprint"] == undisturbed["fingerprint"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["40", "before-the-change"]
 
@@ -277,26 +277,26 @@ def test_a_name_is_saved_under_and_loaded_or_refused_with_nothing_written(tmp_pa
 
     if os.fspath(name) in ("best", "12", "a.b-c_D", "x" * 100):
         with pytest.raises(PreemptedError):
-            counter(tmp_path, Saving)()
+            make_counter(tmp_path, Saving)()
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [os.fspath(name)]
     else:
         with pytest.raises(InvalidError, match=r"cannot be (called|saved as)"):
-            counter(tmp_path, Saving)()
+            make_counter(tmp_path, Saving)()
         assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_named_checkpoint_is_not_resumed_from(tmp_path, undisturbed):
-    stop_after(counter(tmp_path, Naming), 14)
-    counter(tmp_path)()
+    stop_after(make_counter(tmp_path, Naming), 14)
+    make_counter(tmp_path)()
     assert [event["step"] for event in events(tmp_path, "restore")] == [14]
     assert result(tmp_path) == undisturbed
 
 
 def test_a_directory_whose_owner_cannot_be_read_is_refused(tmp_path):
-    counter(tmp_path)()
+    make_counter(tmp_path)()
     (tmp_path / "job.json").write_text('{"id": "0123')
     with pytest.raises(InvalidError, match=r"job\.json is damaged"):
-        counter(tmp_path)()
+        make_counter(tmp_path)()
 
 
 def test_loading_what_is_not_there_is_refused(tmp_path):
@@ -305,7 +305,7 @@ def test_loading_what_is_not_there_is_refused(tmp_path):
             self.load("nothing")
 
     with pytest.raises(ResumeError, match=r"nothing: .*never committed; the run has none"):
-        counter(tmp_path, Lost)()
+        make_counter(tmp_path, Lost)()
 
 
 @pytest.mark.parametrize("name", [*NAMES, 7, None, b"best", 7.0], ids=repr)
@@ -315,7 +315,7 @@ def test_a_load_of_any_other_name_is_refused_in_one_line(tmp_path, name):
             self.load(name)
 
     with pytest.raises(InvalidError, match=r"cannot be called|never committed") as caught:
-        counter(tmp_path, Lost)()
+        make_counter(tmp_path, Lost)()
     assert "\n" not in str(caught.value)
 
 
@@ -342,7 +342,7 @@ def own_rows(directory):
 def test_a_job_that_is_no_trainer_writes_rows_that_survive(tmp_path, capsys):
     changes = {"config.total_steps": 16, "checkpoint.every_steps": 3, "logging.tensorboard": True}
     changes["checkpoint.keep_best"] = {"metric": "accuracy", "mode": "max"}
-    counter(tmp_path / "whole", Logging, **changes)()
+    make_counter(tmp_path / "whole", Logging, **changes)()
     told = capsys.readouterr()
     assert "step 2/16  accuracy 0.02  eval/error 0.5\n" in told.out
     assert "step 4/16  accuracy 0.04  eval/error -\n" in told.out
@@ -361,10 +361,10 @@ def test_a_job_that_is_no_trainer_writes_rows_that_survive(tmp_path, capsys):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        counter(tmp_path / "killed", Killed, **changes)()
+        make_counter(tmp_path / "killed", Killed, **changes)()
     assert own_rows(tmp_path / "killed")[-1]["step"] == 10
-    counter(tmp_path / "killed", Logging, **changes)()
-    back = counter(tmp_path / "back", Logging, **changes)
+    make_counter(tmp_path / "killed", Logging, **changes)()
+    back = make_counter(tmp_path / "back", Logging, **changes)
     back.loads = True
     back()
     for name in ("killed", "back"):
@@ -393,19 +393,19 @@ def test_what_a_row_cannot_hold_costs_a_line(tmp_path, metrics, words, capsys):
             self.log_metrics(metrics)
             super().run()
 
-    counter(tmp_path, Wrong)()
+    make_counter(tmp_path, Wrong)()
     assert f"log_metrics at step 0: {words}" in capsys.readouterr().err
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_job_without_rows_has_no_file_of_them(tmp_path):
-    counter(tmp_path)()
+    make_counter(tmp_path)()
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("call", ["save", "load", "save_or_stop", "log_metrics"])
 def test_a_job_that_does_not_run_says_so(tmp_path, call):
-    job = counter(tmp_path)
+    job = make_counter(tmp_path)
     arguments = {"save_or_stop": (), "log_metrics": ({},)}.get(call, ("name",))
     with pytest.raises(PhaseError, match=rf"Counter\.{call}: the job is not running yet"):
         getattr(job, call)(*arguments)
@@ -428,7 +428,7 @@ class FullDisk(Counter):
 
 
 def test_a_failed_save_does_not_stop_the_job_and_the_next_is_tried(tmp_path, undisturbed, capsys):
-    counter(tmp_path, FullDisk)()
+    make_counter(tmp_path, FullDisk)()
     assert [event["step"] for event in events(tmp_path, "save_failed")] == [20]
     assert [event["step"] for event in events(tmp_path, "commit")] == [10, 30, 40]
     assert "SAVE FAILED at step 20" in capsys.readouterr().err
@@ -450,13 +450,13 @@ class StoppedAtAFailure(FullDisk):
 
 def test_a_stop_at_a_step_whose_save_has_failed_saves_it_again(tmp_path):
     with pytest.raises(PreemptedError):
-        counter(tmp_path, StoppedAtAFailure)()
+        make_counter(tmp_path, StoppedAtAFailure)()
     assert [event["step"] for event in events(tmp_path, "save_failed")] == [20]
     assert (tmp_path / "checkpoints" / "20" / "manifest.json").exists()
 
 
 def test_the_automatic_interval_is_measured_by_a_durable_save(tmp_path):
-    counter(
+    make_counter(
         tmp_path / "run",
         **{
             "checkpoint.every_steps": None,
@@ -475,8 +475,8 @@ class FullAtTheEnd(FullDisk):
 
 def test_a_job_that_cannot_save_its_end_is_not_done(tmp_path):
     with pytest.raises(StorageError, match="step 40 could not be saved"):
-        counter(tmp_path, FullAtTheEnd)()
-    assert not counter(tmp_path).done
+        make_counter(tmp_path, FullAtTheEnd)()
+    assert not make_counter(tmp_path).done
 
 
 def test_a_job_needs_neither_topology_nor_net(tmp_path):
@@ -489,14 +489,14 @@ def test_a_job_needs_neither_topology_nor_net(tmp_path):
 
 
 def test_a_save_that_does_not_fit_into_the_grace_period_is_said_once_and_at_the_next_start(tmp_path, capsys):
-    job = counter(tmp_path, checkpoint={"every_steps": 10, "grace_seconds": 1e-6})
+    job = make_counter(tmp_path, checkpoint={"every_steps": 10, "grace_seconds": 1e-6})
     stop_after(job, 25)
     assert capsys.readouterr().err.count("checkpoint.grace_seconds is 1e-06") == 1
-    counter(tmp_path, checkpoint={"every_steps": 10, "grace_seconds": 1e-6})()
+    make_counter(tmp_path, checkpoint={"every_steps": 10, "grace_seconds": 1e-6})()
     grace = events(tmp_path, "grace")
     assert [row["attempt"] for row in grace] == [1, 2]
     assert [row["event"] for row in events(tmp_path) if row["attempt"] == 2][2:4] == ["grace", "restore"]
-    counter(tmp_path / "enough", checkpoint={"every_steps": 10, "grace_seconds": 60.0})()
+    make_counter(tmp_path / "enough", checkpoint={"every_steps": 10, "grace_seconds": 60.0})()
     assert not events(tmp_path / "enough", "grace")
 
 
@@ -510,7 +510,7 @@ def test_a_step_that_is_no_count_ends_the_job_before_it_is_committed(tmp_path, r
                 getattr(self, report if self.step > 10 else "save_or_stop")()
 
     with pytest.raises(MiscountError, match=r"^experiments.counter:Counter: step is 11.0, of type float"):
-        counter(tmp_path, CountsBadly)()
+        make_counter(tmp_path, CountsBadly)()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["10"]
     assert committed_steps(tmp_path) == [10]
     assert not (tmp_path / "result.json").exists()
@@ -527,17 +527,17 @@ def test_a_run_that_returns_before_its_end_has_failed_and_keeps_what_was_good(tm
 
     words = f"^experiments.counter:Counter: run returned at step {last_step} of 40: "
     with pytest.raises(MiscountError, match=words) as caught:
-        counter(tmp_path, Lazy)()
+        make_counter(tmp_path, Lazy)()
     assert len(str(caught.value).splitlines()) == 1
-    assert not counter(tmp_path).done
+    assert not make_counter(tmp_path).done
     assert committed_steps(tmp_path) == list(range(10, last_step + 1, 10))
-    counter(tmp_path)()
+    make_counter(tmp_path)()
     assert result(tmp_path) == undisturbed
 
 
 def test_a_checkpoint_beyond_an_end_that_was_lowered_is_still_the_end(tmp_path):
-    stop_after(counter(tmp_path), 30)
-    counter(tmp_path, **{"config.total_steps": 20})()
+    stop_after(make_counter(tmp_path), 30)
+    make_counter(tmp_path, **{"config.total_steps": 20})()
     assert result(tmp_path)["step"] == 30
 
 
@@ -551,7 +551,7 @@ def remove_the_attempts(directory):
 
 def begin_another_run(directory):
     remove(directory)
-    counter(directory, **{"config.total_steps": 5})()
+    make_counter(directory, **{"config.total_steps": 5})()
 
 
 @pytest.mark.parametrize("strike", [remove, remove_the_attempts, begin_another_run])
@@ -563,6 +563,6 @@ def test_a_directory_that_is_removed_under_a_job_is_named_and_is_the_users(tmp_p
             super().save_or_stop()
 
     with pytest.raises(RemovedError, match="attempts/1, the claim of this attempt, is missing") as caught:
-        counter(tmp_path / "run", Struck)()
+        make_counter(tmp_path / "run", Struck)()
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run" / "checkpoints" / "20" / "manifest.json").exists()

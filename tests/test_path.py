@@ -15,7 +15,7 @@ from runner.data.source_files import find_source
 from runner.errors import EXIT_INVALID, InvalidError
 from runner.spec import CheckpointConfig, parse_document, validate_spec
 from runner.storage import local_directory
-from tests.support.tiny import merge
+from tests.support.tiny_jobs import merge
 
 RUN = Path(__file__).parent / "data/format_1/counter"
 BAD = {

@@ -16,7 +16,7 @@ from runner.run.events import EVENT_KEYS, EVENTS
 from runner.run.layout import RESULT_KEYS
 from runner.storage import parse_lines, url
 from tests.support.memory_bucket import MemoryDriver
-from tests.support.tiny import counter, gpt, stop_after
+from tests.support.tiny_jobs import make_counter, make_gpt, stop_after
 
 # Of `result.json`, where a hook has ended the run or has more to say: tests/hook/test_run.py.
 OF_HOOKS = {"stopped_by", "stopped_because", "stopped_rule", "best_step", "best_value", "<name>"}
@@ -51,11 +51,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "logging.every_steps": 4,
         "config.eval.bits_per_byte": True,
     }
-    job = gpt(directory, **changes)
+    job = make_gpt(directory, **changes)
     stop_after(job, 5)
     files = [path for path in (directory / "checkpoints/5").rglob("*") if path.is_file()]
     max(files, key=lambda path: path.stat().st_size).write_bytes(b"damaged")
-    gpt(directory, **changes)()
+    make_gpt(directory, **changes)()
     return directory
 
 
@@ -64,7 +64,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A counter with a fast tier, saving when it pays."""
     directory = tmp_path_factory.mktemp("record") / "run"
     fast = {"checkpoint.local_directory": str(directory.parent / "fast"), "checkpoint.local_every_steps": 1}
-    counter(directory, **fast, **{"checkpoint.every_steps": None, "checkpoint.every": "auto"})()
+    make_counter(directory, **fast, **{"checkpoint.every_steps": None, "checkpoint.every": "auto"})()
     return directory
 
 

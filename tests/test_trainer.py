@@ -43,23 +43,23 @@ from runner.plan.checks import Findings, open_job
 from runner.spec import hash_record, parse_document, read_spec, validate_config, validate_spec
 from runner.storage import LocalStore, read_json, read_log
 from runner.train.checks import list_local_options
-from tests.support.tiny import (
+from tests.support.tiny_jobs import (
     RecordingGPT,
-    finish,
-    gpt,
-    gpt_document,
-    gpt_spec,
-    leaves_equal,
-    recorded_rows,
-    rows,
-    set_mesh,
+    are_leaves_equal,
+    make_gpt,
+    make_gpt_document,
+    make_gpt_spec,
+    make_mesh_options,
+    read_recorded_rows,
+    read_rows,
+    read_trajectory,
     start_python,
     stop_after,
-    trajectory,
+    wait_for_output,
 )
 from tests.test_values import TrainLookup
 
-JOB = {"job": "tests.support.tiny:RecordingGPT"}
+JOB = {"job": "tests.support.tiny_jobs:RecordingGPT"}
 STOP, STEPS = 4, 8
 NO_ARGUMENT = inspect.Parameter.empty
 
@@ -72,7 +72,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(directory):
     """A job that ran to its end as data 8."""
-    job = gpt(directory / "undisturbed", RecordingGPT, **JOB)
+    job = make_gpt(directory / "undisturbed", RecordingGPT, **JOB)
     job()
     return job
 
@@ -80,9 +80,9 @@ def undisturbed(directory):
 @pytest.fixture(scope="module")
 def interrupted(directory):
     """The directory of a job that was stopped half way, where it was about to evaluate."""
-    job = gpt(directory / "interrupted", RecordingGPT, **JOB)
+    job = make_gpt(directory / "interrupted", RecordingGPT, **JOB)
     stop_after(job, STOP)
-    assert "val/loss" not in rows(job.store.root)[-1]
+    assert "val/loss" not in read_rows(job.store.root)[-1]
     shutil.rmtree(job.store.root / "rows")
     return job.store.root
 
@@ -91,7 +91,7 @@ def interrupted(directory):
 
 
 def test_a_spec_without_topology_is_an_assertion_error(tmp_path):
-    document = gpt_document(tmp_path / "run")
+    document = make_gpt_document(tmp_path / "run")
     del document["topology"]
     with pytest.raises(AssertionError):
         PretrainGPT(ExecutionSpec.model_validate(document))
@@ -137,7 +137,7 @@ def test_every_logged_step_stands_once_with_its_keys(undisturbed):
     expected = {"step", "train/loss", "train/loss_mean", "train/grad_norm", "train/learning_rate", "train/tokens"}
     expected |= {f"perf/{name}" for name in ("tokens_per_second", "step_seconds_median", "step_seconds_p95")}
     expected |= {"perf/time", "perf/attempt"}
-    found = rows(undisturbed.store.root)
+    found = read_rows(undisturbed.store.root)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for row in found:
         assert set(row) == expected | ({"val/loss"} if row["step"] in (4, 8) else set())
@@ -150,21 +150,21 @@ def test_every_logged_step_stands_once_with_its_keys(undisturbed):
 def test_mfu_is_told_where_the_peak_of_the_devices_is_known(tmp_path, monkeypatch):
     speeds = dataclasses.replace(CHIPS["v5e"].speeds, flops_per_second=1e9)
     monkeypatch.setitem(CHIPS, "cpu", dataclasses.replace(CHIPS["cpu"], speeds=speeds))
-    job = gpt(tmp_path / "run")
+    job = make_gpt(tmp_path / "run")
     job()
-    for row in rows(job.store.root):
+    for row in read_rows(job.store.root):
         expected = row["perf/tokens_per_second"] * job.flops_per_token(job.train_setup).per_token / (8 * 1e9)
         assert row["perf/mfu"] == pytest.approx(expected)
 
 
 def test_the_rate_of_a_step_is_the_schedules_at_the_steps_before_it(undisturbed):
-    rates = [row["train/learning_rate"] for row in rows(undisturbed.store.root)]
+    rates = [row["train/learning_rate"] for row in read_rows(undisturbed.store.root)]
     assert rates[:3] == pytest.approx([0.0, 5e-4, 1e-3])
     assert rates[5] == pytest.approx(1e-4 + 9e-4 * 0.5)
 
 
 def test_the_result_holds_step_tokens_losses_and_the_fingerprint_of_the_state(undisturbed):
-    last = rows(undisturbed.store.root)[-1]
+    last = read_rows(undisturbed.store.root)[-1]
     assert read_json(undisturbed.store, "result.json") == {
         "step": STEPS,
         "tokens": STEPS * 16 * 16,
@@ -196,7 +196,7 @@ def test_a_batch_is_x_y_and_mask_of_micro_batches_sharded_over_the_mesh(undistur
         )
         assert batch["x"].addressable_shards[0].data.shape == (1, 2, 16)
         assert (batch["x"][:, :, 1:] == batch["y"][:, :, :-1]).all()
-    assert leaves_equal(undisturbed.batch("train"), undisturbed.batch("train", STEPS))
+    assert are_leaves_equal(undisturbed.batch("train"), undisturbed.batch("train", STEPS))
 
 
 def test_the_validation_loss_is_the_mean_over_the_tokens_of_its_batches(undisturbed):
@@ -206,7 +206,7 @@ def test_the_validation_loss_is_the_mean_over_the_tokens_of_its_batches(undistur
     for index in range(2):
         loss, count, _ = validation.compiled(state, undisturbed.batch("validation", index))
         loss_sum, tokens = loss_sum + float(loss), tokens + float(count)
-    assert rows(undisturbed.store.root)[-1]["val/loss"] == pytest.approx(loss_sum / tokens, rel=1e-6)
+    assert read_rows(undisturbed.store.root)[-1]["val/loss"] == pytest.approx(loss_sum / tokens, rel=1e-6)
 
 
 # Resumed, here and on other meshes.
@@ -214,14 +214,14 @@ def test_the_validation_loss_is_the_mean_over_the_tokens_of_its_batches(undistur
 
 def test_stopped_and_resumed_on_the_same_mesh_every_bit_is_the_same(directory, undisturbed, interrupted):
     again = shutil.copytree(interrupted, directory / "again")
-    gpt(again, RecordingGPT, **JOB)()
-    assert trajectory(again) == trajectory(undisturbed.store.root)
+    make_gpt(again, RecordingGPT, **JOB)()
+    assert read_trajectory(again) == read_trajectory(undisturbed.store.root)
     assert read_json(LocalStore(again), "result.json") == read_json(undisturbed.store, "result.json")
 
 
 def launch(*arguments, directory, devices, data, fsdp, tensor):
     path = directory.parent / f"{directory.name}.yaml"
-    document = gpt_document(directory, **JOB, **set_mesh(data, fsdp, tensor))
+    document = make_gpt_document(directory, **JOB, **make_mesh_options(data, fsdp, tensor))
     path.write_text(yaml.safe_dump(document))
     return start_python("-m", *(str(path) if word == "SPEC" else word for word in arguments), devices=devices)
 
@@ -238,9 +238,9 @@ def elsewhere(request, directory, interrupted):
         "two processes": lambda to: launch(*local, directory=to, devices=None, data="auto", fsdp=2, tensor=1),
     }
     if request.param in starts:
-        finish(starts[request.param](copy))
+        wait_for_output(starts[request.param](copy))
     else:
-        gpt(copy, RecordingGPT, **JOB, **set_mesh(1, 4, 2))()
+        make_gpt(copy, RecordingGPT, **JOB, **make_mesh_options(1, 4, 2))()
     return copy
 
 
@@ -258,10 +258,10 @@ def elsewhere(request, directory, interrupted):
 )
 def test_resumed_on_another_mesh_batches_are_the_same_and_losses_within_rounding(undisturbed, elsewhere):
     for step in range(STOP, STEPS):
-        expected = recorded_rows(undisturbed.store.root, step)
+        expected = read_recorded_rows(undisturbed.store.root, step)
         assert len(expected) == 16
-        assert recorded_rows(elsewhere, step) == expected
-    expected, actual = trajectory(undisturbed.store.root), trajectory(elsewhere)
+        assert read_recorded_rows(elsewhere, step) == expected
+    expected, actual = read_trajectory(undisturbed.store.root), read_trajectory(elsewhere)
     assert actual[: STOP - 1] == expected[: STOP - 1]
     assert [row["step"] for row in actual] == list(range(1, STEPS + 1))
     for row, reference in zip(actual, expected, strict=True):
@@ -297,7 +297,7 @@ class Watched(PretrainGPT):
 
 
 def test_the_state_is_donated_and_each_of_the_two_programs_is_traced_once(tmp_path):
-    job = gpt(tmp_path / "run", Watched, **set_mesh(2, 2, 2))
+    job = make_gpt(tmp_path / "run", Watched, **make_mesh_options(2, 2, 2))
     job()
     assert (job.traces_before_run, Watched.traces) == (2, 2)  # what is wrong with either shows before anything is run
     assert len(job.gone) == STEPS
@@ -318,12 +318,12 @@ def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, mon
     changes = {"config.train.global_batch_examples": 64, "config.model.layers": 1, "config.eval.every_steps": None}
     memory = [1 << 40]
     monkeypatch.setattr(trainer, "read_device_memory_bytes", lambda: memory[0])
-    ample = gpt(tmp_path / "ample", **changes)
+    ample = make_gpt(tmp_path / "ample", **changes)
     ample()
     assert (ample.compiled.layout.micro_batch_examples, ample.compiled.layout.accumulate_steps) == (8, 1)
 
     memory[0] = int(needed_bytes(ample) * 0.97 / trainer.MEMORY_SHARE)
-    scarce = gpt(tmp_path / "scarce", **changes)
+    scarce = make_gpt(tmp_path / "scarce", **changes)
     stop_after(scarce, STOP)
     chosen = scarce.compiled.layout.micro_batch_examples
     assert chosen < 8
@@ -331,10 +331,10 @@ def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, mon
     assert needed_bytes(scarce) <= memory[0] * trainer.MEMORY_SHARE
 
     memory[0] = 1 << 40
-    resumed = gpt(tmp_path / "scarce", **changes)
+    resumed = make_gpt(tmp_path / "scarce", **changes)
     resumed()
     assert resumed.compiled.layout.micro_batch_examples == chosen, "an earlier choice on this hardware stays"
-    for row, reference in zip(rows(resumed.store.root), rows(ample.store.root), strict=True):
+    for row, reference in zip(read_rows(resumed.store.root), read_rows(ample.store.root), strict=True):
         assert row["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-5)
         assert row["train/tokens"] == reference["train/tokens"]
 
@@ -343,7 +343,9 @@ def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, mon
 def test_where_not_one_example_fits_the_numbers_are_given(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "read_device_memory_bytes", lambda: 100 * 2**10)
     with pytest.raises(SpecError, match=r"topology: a step with 1 example\(s\) a device needs 0\.\d+ GiB .* 0\.00 GiB"):
-        gpt(tmp_path / "run", **{"config.train.micro_batch_examples": 1, "config.train.global_batch_examples": 8})()
+        make_gpt(
+            tmp_path / "run", **{"config.train.micro_batch_examples": 1, "config.train.global_batch_examples": 8}
+        )()
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
@@ -366,10 +368,10 @@ def test_an_experiment_may_bring_an_optax_optimizer_and_its_own_schedule(tmp_pat
             super().run()
 
     changes = {"config.train.total_steps": 2, "config.schedule.warmup_steps": 0, "config.model.layers": 1}
-    job = gpt(tmp_path / "run", Own, **changes)
+    job = make_gpt(tmp_path / "run", Own, **changes)
     job()
-    assert leaves_equal(job.first, job.state.params)
-    assert [row["train/learning_rate"] for row in rows(job.store.root)] == [0.125, 0.125]
+    assert are_leaves_equal(job.first, job.state.params)
+    assert [row["train/learning_rate"] for row in read_rows(job.store.root)] == [0.125, 0.125]
 
 
 @pytest.mark.parametrize(("name", "moments"), [("adamw", 2), ("lion", 1), ("sgd", 1)])
@@ -383,7 +385,7 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
         def schedule(cls):
             return "linear"
 
-    job = gpt(tmp_path / "run", Named)
+    job = make_gpt(tmp_path / "run", Named)
     job.setup(Hosts.single_process())
     abstract = job.abstract_state()
     kernels = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (256, 32)]
@@ -428,15 +430,15 @@ def test_what_is_called_on_the_class_sees_the_config_of_its_job_and_of_no_other(
     changes = {"config.train.total_steps": 1, "config.schedule.warmup_steps": 0, "config.model.layers": 1}
     changes |= {"config.optimizer": {}}
     jobs = {
-        auxiliary: gpt(tmp_path / str(auxiliary), WithCoefficient, **changes, **{"config.auxiliary": auxiliary})
+        auxiliary: make_gpt(tmp_path / str(auxiliary), WithCoefficient, **changes, **{"config.auxiliary": auxiliary})
         for auxiliary in (0.0, 2.0)
     }
     for job in jobs.values():
         job()
-    (plain,), (more,) = (rows(job.store.root) for job in jobs.values())
+    (plain,), (more,) = (read_rows(job.store.root) for job in jobs.values())
     assert more["train/loss"] == pytest.approx(plain["train/loss"] + 2.0, rel=1e-6)
     assert more["val/loss"] == pytest.approx(plain["val/loss"] + 2.0, rel=1e-6)
-    other = gpt(tmp_path / "rate", WithCoefficient, **changes, **{"config.rate": 0.5})
+    other = make_gpt(tmp_path / "rate", WithCoefficient, **changes, **{"config.rate": 0.5})
     assert (jobs[0.0].schedule()(0), other.schedule()(0)) == (0.0, 0.5)
     assert [type(job).__name__ for job in (*jobs.values(), other)] == ["WithCoefficient"] * 3
     assert isinstance(other, WithCoefficient)
@@ -502,8 +504,8 @@ def test_a_run_that_was_begun_with_keys_that_nothing_reads_goes_on_without_them(
             content["digest"] = hash_record(content)
         path.write_text(json.dumps(content))
     with pytest.raises(InvalidError, match=r"config\.optimizer\.b1"):
-        gpt(again, RecordingGPT, **JOB, **{"config.optimizer.b1": 0.5})()
-    job = gpt(again, RecordingGPT, **JOB)
+        make_gpt(again, RecordingGPT, **JOB, **{"config.optimizer.b1": 0.5})()
+    job = make_gpt(again, RecordingGPT, **JOB)
     job()
     assert read_json(job.store, "result.json") == read_json(undisturbed.store, "result.json")
 
@@ -532,9 +534,9 @@ def test_rows_carry_the_scalars_that_a_step_returns_and_need_no_norm_of_the_grad
             state, loss, meta = super().train_step(state, batch, key, accumulate_steps)
             return state, loss, meta | {"mine": meta.pop("grad_norm")}
 
-    job = gpt(tmp_path / "run", Told, **{"config.train.total_steps": 2, "config.schedule": {}})
+    job = make_gpt(tmp_path / "run", Told, **{"config.train.total_steps": 2, "config.schedule": {}})
     job()
-    for row in rows(job.store.root):
+    for row in read_rows(job.store.root):
         assert (row["train/share"], row["train/count"], row["train/odd"]) == (0.5, 3, None)
         assert "train/grad_norm" not in row
         assert row["train/mine"] > 0
@@ -561,7 +563,7 @@ def test_meta_that_no_row_can_hold_is_refused_before_the_directory_is_claimed(tm
         extra: ClassVar = {name: make}
 
     with pytest.raises(InvalidError, match=message) as caught:
-        gpt(tmp_path / "run", Refused, **{"config.model.layers": 1})()
+        make_gpt(tmp_path / "run", Refused, **{"config.model.layers": 1})()
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -578,7 +580,7 @@ def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tm
             super().save_or_stop()
 
     changes = {"config.data.source": str(path), "config.model.layers": 1, "checkpoint.every_steps": 2}
-    job = gpt(tmp_path / "run", Overwritten, **changes)
+    job = make_gpt(tmp_path / "run", Overwritten, **changes)
     phases = {
         place: note_phases(monkeypatch, job, holder, place)
         for holder, place in ((Prefetcher, "__next__"), (Dataset, "check"))
@@ -613,7 +615,7 @@ def test_a_bad_id_among_many_ends_the_run_with_2_when_it_is_met(tmp_path, monkey
     ids.tofile(path)
     changes = {"config.data.source": str(path), "config.model.vocabulary_size": 200}
     with pytest.raises(DataError, match=r"token id 999 at position 3990 of .*tokens\.bin is beyond") as caught:
-        gpt(tmp_path / "run", TrainLookup, **changes)()
+        make_gpt(tmp_path / "run", TrainLookup, **changes)()
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -673,7 +675,7 @@ class ActingHook(Observer):
 
 
 LOADING = {"config.eval.every_steps": 2, "logging.every_steps": 2, "logging.tensorboard": True}
-LOADING["hooks"] = ["tests.support.hooked:Counts", "tests.support.hooked:Watcher"]
+LOADING["hooks"] = ["tests.support.hooks:RowCounter", "tests.support.hooks:DiaryObserver"]
 
 
 @pytest.mark.parametrize(
@@ -688,16 +690,16 @@ LOADING["hooks"] = ["tests.support.hooked:Counts", "tests.support.hooked:Watcher
     ],
 )
 def test_a_job_that_loads_goes_on_as_one_that_was_restored_there(name, place, changes, step, tmp_path):
-    plain = gpt(tmp_path / "plain", TrainLookup, **LOADING | changes)
+    plain = make_gpt(tmp_path / "plain", TrainLookup, **LOADING | changes)
     plain()
-    job = gpt(tmp_path / "run", Loading, **LOADING | changes)
+    job = make_gpt(tmp_path / "run", Loading, **LOADING | changes)
     job.name, job.place = name, place
     job()
     state, loaded_step = job.loaded
     assert loaded_step == step
-    assert name != "three" or leaves_equal(state, job.kept)
-    assert trajectory(tmp_path / "run") == trajectory(tmp_path / "plain")
-    assert leaves_equal(job.state, plain.state)
+    assert name != "three" or are_leaves_equal(state, job.kept)
+    assert read_trajectory(tmp_path / "run") == read_trajectory(tmp_path / "plain")
+    assert are_leaves_equal(job.state, plain.state)
     assert "8" in os.listdir(tmp_path / "run" / "checkpoints")
     (event,) = [each for each in read_log(job.store, "events") if each["event"] == "load"]
     assert (event["step"], event["name"], event["before"]) == (step, name, 6)
@@ -709,7 +711,7 @@ def test_a_job_that_loads_goes_on_as_one_that_was_restored_there(name, place, ch
 @pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.soak)])
 def test_a_job_that_ends_after_a_load_is_resumed_from_what_it_has_loaded(kind, tmp_path):
     changes = {"checkpoint.every_steps": 5, "checkpoint.keep_last": 1}
-    plain = gpt(tmp_path / "plain", TrainLookup, **LOADING | changes)
+    plain = make_gpt(tmp_path / "plain", TrainLookup, **LOADING | changes)
     plain()
 
     class Ending(Loading):
@@ -718,15 +720,15 @@ def test_a_job_that_ends_after_a_load_is_resumed_from_what_it_has_loaded(kind, t
             if self.loaded and kind == "kill":
                 raise KeyboardInterrupt
 
-    job = gpt(tmp_path / "run", Ending, **LOADING | changes)
+    job = make_gpt(tmp_path / "run", Ending, **LOADING | changes)
     with pytest.raises(KeyboardInterrupt if kind == "kill" else PreemptedError):
         job(stop=None if kind == "kill" else StopAfterLoad(job))
-    again = gpt(tmp_path / "run", TrainLookup, **LOADING | changes)
+    again = make_gpt(tmp_path / "run", TrainLookup, **LOADING | changes)
     again()
     (restored,) = [each for each in read_log(job.store, "events") if each["event"] == "restore"]
     assert restored["step"] == 3
-    assert trajectory(tmp_path / "run") == trajectory(tmp_path / "plain")
-    assert leaves_equal(again.state, plain.state)
+    assert read_trajectory(tmp_path / "run") == read_trajectory(tmp_path / "plain")
+    assert are_leaves_equal(again.state, plain.state)
 
 
 class StopAfterLoad(StopNotice):
@@ -749,7 +751,7 @@ class StopAfterLoad(StopNotice):
     ],
 )
 def test_a_load_that_is_not_between_two_steps_is_refused(place, words, tmp_path):
-    job = gpt(tmp_path / "run", Loading, **LOADING | {"hooks": [f"{__name__}:ActingHook"]})
+    job = make_gpt(tmp_path / "run", Loading, **LOADING | {"hooks": [f"{__name__}:ActingHook"]})
     job.place = place
     with pytest.raises((PhaseError, HookError), match=f"load: it was called during {words}"):
         job()
@@ -773,7 +775,7 @@ METHODS = {
 @pytest.mark.parametrize("phase", ["before", "done", pytest.param("stopped", marks=pytest.mark.soak)])
 def test_a_method_at_the_wrong_time_says_so(phase, tmp_path):
     reach, words = PHASES[phase]
-    job = gpt(tmp_path / "run", TrainLookup)
+    job = make_gpt(tmp_path / "run", TrainLookup)
     reach(job)
     before = sorted(path for path in tmp_path.rglob("*"))
     for name, call in METHODS.items():
@@ -791,12 +793,12 @@ def test_a_method_at_the_wrong_time_says_so(phase, tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     wild = {"config.optimizer.learning_rate": 1e30, "config.optimizer.clip_norm": None}
     wild |= {"config.schedule": {"name": "constant"}, "checkpoint.every_steps": 1}
-    job = gpt(tmp_path / "run", **wild)
+    job = make_gpt(tmp_path / "run", **wild)
     with pytest.raises(DivergedError, match=r"step 2: training diverged: loss .*; the last good checkpoint is kept"):
         job()
     job.checkpointer.wait_until_finished()
     assert list(read_committed(job.store)) == [1]
-    assert [row["step"] for row in rows(job.store.root)] == [1]
+    assert [row["step"] for row in read_rows(job.store.root)] == [1]
     assert not job.done
 
 
@@ -806,10 +808,10 @@ def test_a_warm_start_takes_the_weights_of_another_run_and_nothing_else(tmp_path
             self.first = jax.device_get(self.state)
             raise PreemptedError("seen enough")
 
-    job = gpt(tmp_path / "run", AtTheStart, **{"checkpoint.init_from": str(undisturbed.store.root)})
+    job = make_gpt(tmp_path / "run", AtTheStart, **{"checkpoint.init_from": str(undisturbed.store.root)})
     with pytest.raises(PreemptedError):
         job()
-    assert leaves_equal(job.first.params, undisturbed.state.params)
+    assert are_leaves_equal(job.first.params, undisturbed.state.params)
     assert int(job.first.step) == 0
     moments = [leaf for leaf in jax.tree.leaves(job.first.opt_state) if leaf.ndim]
     assert moments
@@ -834,14 +836,14 @@ def test_a_warm_start_takes_the_weights_of_another_run_and_nothing_else(tmp_path
 )
 def test_what_cannot_work_is_refused_with_its_key(tmp_path, changes, message):
     with pytest.raises(SpecError, match=message):
-        gpt(tmp_path / "run", **changes)()
+        make_gpt(tmp_path / "run", **changes)()
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("chunk", "is_dropped"), [(None, False), (64, False), (96, True)])
 def test_a_shorter_sequence_is_offered_with_chunks_of_the_loss_that_divide_it(tmp_path, chunk, is_dropped):
     changes = {"config.data.sequence_length": 192, "config.memory.loss_chunk_positions": chunk}
-    job = gpt(tmp_path / "run", **changes)
+    job = make_gpt(tmp_path / "run", **changes)
     options = list_local_options(job.spec, job.topology, job.config, 8)
     assert "config.data.sequence_length=128" in options
     assert ("config.memory.loss_chunk_positions=null" in options) == is_dropped
@@ -858,7 +860,7 @@ def test_a_shorter_sequence_is_offered_with_chunks_of_the_loss_that_divide_it(tm
     ids=["source", "dtype", "mixture", "validation"],
 )
 def test_where_the_data_is_missing_what_is_offered_trains_on_what_is_here(tmp_path, data):
-    job = gpt(tmp_path / "run", **{"config.data": {"sequence_length": 16, **data}})
+    job = make_gpt(tmp_path / "run", **{"config.data": {"sequence_length": 16, **data}})
     options = [shlex.split(option)[0] for option in list_local_options(job.spec, job.topology, job.config, 8)]
     text = yaml.safe_dump(job.spec.model_dump(mode="json"))
     offered = validate_config(parse_document(text, "spec.yaml", options), PretrainGPT.Config).data
@@ -867,7 +869,7 @@ def test_where_the_data_is_missing_what_is_offered_trains_on_what_is_here(tmp_pa
 
 
 def test_a_spec_of_a_trainer_is_made_whole_from_its_defaults(tmp_path):
-    spec = gpt_spec(tmp_path / "run")
+    spec = make_gpt_spec(tmp_path / "run")
     assert spec.topology is not None
     assert PretrainGPT(spec).total_steps == STEPS
 
@@ -891,5 +893,5 @@ def test_a_train_step_that_gives_the_state_another_form_is_refused_before_anythi
             return state.replace(params=state.params | {"embedding": change(state.params["embedding"])}), loss, meta
 
     with pytest.raises(StateError, match=message):
-        gpt(tmp_path / "run", Changing)()
+        make_gpt(tmp_path / "run", Changing)()
     assert not (tmp_path / "run" / "attempts").exists()

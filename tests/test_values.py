@@ -30,9 +30,9 @@ from runner.optim.config import OPTIMIZERS
 from runner.parallel.mesh import AXES
 from runner.storage import read_json
 from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
-from tests.support import ordered
-from tests.support.judged import write_questions
-from tests.support.tiny import counter, gpt, outcome, stop_after
+from tests.support import same_bits
+from tests.support.bigram import write_questions
+from tests.support.tiny_jobs import make_counter, make_gpt, read_outcome, stop_after
 
 OPEN = "another"  # any value that is not one of a few
 STOP, STEPS, TOKENS = 2, 3, 3 * 16 * 16
@@ -444,7 +444,7 @@ def maker(
         places["TEXTS"] = str(write_texts(directory / "texts"))
         places["QUESTIONS"] = str(write_questions(directory / "questions.jsonl", number=2))
         placed = {key: put_in_place(value, places) for key, value in together.items()}
-        return gpt(directory / name, job_class, **base | placed | changes)
+        return make_gpt(directory / name, job_class, **base | placed | changes)
 
     return make
 
@@ -458,7 +458,7 @@ def check(row: list[Case], directory: Path, job_class: type[BaseTrainer], base: 
     for case in row:
         assert case.value == OPEN or value_in(make("whole"), case.key) == case.value
     resume(make)
-    assert outcome(directory / "resumed") == outcome(directory / "whole")
+    assert read_outcome(directory / "resumed") == read_outcome(directory / "whole")
 
 
 def resume(make: Callable[[str], RestoreableJob]) -> None:
@@ -504,7 +504,7 @@ def test_each_value_alone_resumes_to_the_bits_of_an_undisturbed_run(case: Case, 
 @pytest.mark.parametrize("row", packed(DECODERS), ids=lambda row: f"{len(row)} values")
 def test_values_of_a_decoder_together_make_a_train_step(row: list[Case], tmp_path: Path) -> None:
     together = all_of(row)
-    job = gpt(tmp_path / "run", PretrainDecoder, **DECODER_BASE | together)
+    job = make_gpt(tmp_path / "run", PretrainDecoder, **DECODER_BASE | together)
     assert all(case.value == OPEN or value_in(job, case.key) == case.value for case in row)
     job.setup_builder.trace(job.setup_builder.build(jax.devices()))
 
@@ -521,7 +521,7 @@ def can_be_ordered(case: Case) -> bool:
     return (
         case.key.startswith("config.")
         and not case.key.startswith(("config.eval.", "config.train."))
-        and do_agree(case.changes, ordered.CHANGES)
+        and do_agree(case.changes, same_bits.SAME_BITS_OPTIONS)
         and OPTIMIZERS[name].is_elementwise
         and not case.key.startswith("config.noise_scale")
     )
@@ -542,14 +542,14 @@ def test_values_have_the_same_bits_on_one_device_two_and_eight(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ordered.compile_as_users_do(monkeypatch)
-    make = maker(all_of(row) | ordered.CHANGES, tmp_path, job_class, base)
-    on_one, *others = (ordered.bits_on(make("run"), number) for number in ordered.NUMBERS)
+    same_bits.use_user_compiler_options(monkeypatch)
+    make = maker(all_of(row) | same_bits.SAME_BITS_OPTIONS, tmp_path, job_class, base)
+    on_one, *others = (same_bits.compute_bits(make("run"), number) for number in same_bits.DEVICE_COUNTS)
     assert others == [on_one] * len(others)
 
 
 def test_a_job_without_a_topology_resumes_to_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
-    resume(lambda name: counter(tmp_path / name, **{"topology": None, "config.total_steps": STEPS}))
+    resume(lambda name: make_counter(tmp_path / name, **{"topology": None, "config.total_steps": STEPS}))
 
 
 class OwnOptimizer(TrainLookup):
@@ -561,8 +561,8 @@ class OwnOptimizer(TrainLookup):
 def test_an_optimizer_of_the_jobs_own_needs_no_learning_rate_and_none_is_logged(tmp_path: Path) -> None:
     assert [(case.key, case.value) for case in CASES if case not in TRAINERS] == BY_ITSELF
     changes = BASE | {"config.optimizer": {}}
-    resume(lambda name: gpt(tmp_path / name, OwnOptimizer, **changes))
-    rows, result = outcome(tmp_path / "whole")
+    resume(lambda name: make_gpt(tmp_path / name, OwnOptimizer, **changes))
+    rows, result = read_outcome(tmp_path / "whole")
     assert "train/learning_rate" not in rows[-1]
     assert rows[-1]["train/loss"] == result["train_loss"]
 
@@ -575,7 +575,7 @@ class InjectedOptimizer(TrainLookup):
 
 
 def test_a_rate_that_an_optimizer_of_the_jobs_own_keeps_in_its_state_is_logged(tmp_path: Path) -> None:
-    resume(lambda name: gpt(tmp_path / name, InjectedOptimizer, **BASE | {"config.optimizer": {}}))
-    rows, _ = outcome(tmp_path / "resumed")
+    resume(lambda name: make_gpt(tmp_path / name, InjectedOptimizer, **BASE | {"config.optimizer": {}}))
+    rows, _ = read_outcome(tmp_path / "resumed")
     assert [row["train/learning_rate"] for row in rows] == pytest.approx([0.1, 0.09, 0.08])
-    assert rows == outcome(tmp_path / "whole")[0]
+    assert rows == read_outcome(tmp_path / "whole")[0]

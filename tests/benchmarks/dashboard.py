@@ -24,7 +24,7 @@ from runner.metrics.file import read_rows
 from runner.metrics.rows import Row
 from runner.process import find_free_port
 from runner.storage import LocalStore
-from tests.support.harness import ROOT
+from tests.support.job_process import ROOT
 
 POLL_SECONDS = 2.0
 ANSWER_SECONDS = 120.0  # for a hang

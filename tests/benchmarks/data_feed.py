@@ -28,7 +28,7 @@ from runner.data.corpus_index import HEAD_BYTES, INDEX, CorpusIndex, CorpusShard
 from runner.storage import LocalStore, Version, compute_crc32c, open_store
 from tests.data.buckets import URL, CountingDriver, lead_to, put_in_bucket, write_corpus
 from tests.data.corpus import load
-from tests.support.servers import BACKENDS, Faults, start_backend
+from tests.support.object_stores import BACKENDS, Faults, start_backend
 
 LATENCY_SECONDS = 0.02
 NUM_TOKENS = 1 << 26

@@ -22,7 +22,7 @@ from runner.data import Dataset, Prefetcher
 from tests.benchmarks.jobs import BATCHES, SIZES, make_job
 from tests.data.corpus import load
 from tests.support.attempt import start
-from tests.support.servers import BACKENDS, Faults, lead, start_backend
+from tests.support.object_stores import BACKENDS, Faults, route_stores_to, start_backend
 
 LATENCY_SECONDS = 0.02
 NUM_TOKENS = 1 << 21
@@ -46,7 +46,7 @@ def main() -> None:
         path = Path(directory) / "train.bin"
         ids.tofile(path)
         backend.write("step/train.bin", path.read_bytes())
-        lead(patch, backend)
+        route_stores_to(patch, backend)
         backend.proxy.faults = Faults(latency_seconds=LATENCY_SECONDS)
         job = start(make_job(options.size, Path(directory) / "run", 1))
         layout, step_of, state = job.compiled.layout, job.compiled.executable, job.state

@@ -27,7 +27,7 @@ from runner.train.evaluators import Evaluator
 from tests.benchmarks.jobs import make_job
 from tests.support.attempt import start
 
-HOOKS = ["tests.support.hooked:Counts", "runner.hook:EarlyStopping"]
+HOOKS = ["tests.support.hooks:RowCounter", "runner.hook:EarlyStopping"]
 
 
 class Timed:

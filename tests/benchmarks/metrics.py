@@ -17,7 +17,7 @@ from typing import Any
 from runner.metrics.file import MetricsFile, open_metrics_file
 from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, Store, encode_line
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
 NUM_MEASURED = 300
 
@@ -102,7 +102,7 @@ def main() -> None:
         driver.put = lambda key, content, version, put=put, sent=sent: (  # type: ignore[method-assign,misc]
             sent.append(len(content)) or put(key, content, version)
         )
-        bucket = memory_bucket(driver)
+        bucket = make_memory_bucket(driver)
         bucket.write("metrics.jsonl", content)
         del content
         measure("bucket", bucket, num_rows, sent)

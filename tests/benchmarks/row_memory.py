@@ -19,7 +19,7 @@ from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
 from runner.plan.program import open_machine
 from runner.train.compile import ProgramMemory, list_batch_layouts
-from tests.support.tiny import gpt
+from tests.support.tiny_jobs import make_gpt
 
 DEVICES = 8
 MODEL = {
@@ -44,7 +44,7 @@ def memory_of(tokens: int, parts: int, devices: Sequence[jax.Device], directory:
         "config.precision.compute": "bfloat16",
         "topology.mesh": dict.fromkeys(AXES, 1) | {"fsdp": groups, "sequence": parts},
     }
-    job = gpt(directory / "run", PretrainDecoder, **changes)
+    job = make_gpt(directory / "run", PretrainDecoder, **changes)
     train_setup = job.setup_builder.build_on_mesh(
         job.setup_builder.make_mesh(devices), jax.random.key(0), example_length=8
     )

@@ -30,7 +30,7 @@ from runner.spec import CheckpointConfig
 from runner.storage import Store, open_store
 from tests.benchmarks.jobs import make_job
 from tests.support.attempt import start
-from tests.support.servers import BUCKET, Backend, start_backend
+from tests.support.object_stores import BUCKET, Backend, start_backend
 
 LATENCY_SECONDS = 0.05
 NUM_ARRAYS, ARRAY_SHAPE = 16, (1024, 4096)

@@ -24,8 +24,8 @@ from runner.errors import FencedError, ResumeError
 from runner.spec import CheckpointConfig, hash_record
 from runner.storage import LocalStore, compute_crc32c, read_log
 from tests.support.attempt import make_attempt
-from tests.support.memory_bucket import memory_bucket
-from tests.support.tiny import FACTORISATIONS, leaves_equal, mesh_of
+from tests.support.memory_bucket import make_memory_bucket
+from tests.support.tiny_jobs import FACTORISATIONS, are_leaves_equal, make_full_mesh
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -114,7 +114,7 @@ class Attempt:
 
 @pytest.fixture(params=["disk", "bucket"])
 def first(request, tmp_path):
-    store = LocalStore(tmp_path / "run") if request.param == "disk" else memory_bucket()
+    store = LocalStore(tmp_path / "run") if request.param == "disk" else make_memory_bucket()
     return Attempt(store, tmp_path / "staging")
 
 
@@ -140,7 +140,7 @@ def test_a_saved_state_comes_back_bit_for_bit_with_its_manifest(first):
     first.save_all(50)
     found = first.restore()
     state, manifest = found.state, found.manifest
-    assert leaves_equal(state, make_state(50))
+    assert are_leaves_equal(state, make_state(50))
     assert manifest.step == 50
     assert manifest.fingerprint == compute_fingerprint(state) == compute_fingerprint(make_state(50))
     (commit,) = first.events("commit")
@@ -150,24 +150,27 @@ def test_a_saved_state_comes_back_bit_for_bit_with_its_manifest(first):
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 4, 2), (2, 2, 2)])
 def test_a_state_saved_in_one_sharding_is_restored_in_any_other(first, sizes):
-    mesh = mesh_of(*sizes)
+    mesh = make_full_mesh(*sizes)
     state = {"w": make_state()["params"]["kernel"], "m": make_state()["moments"][0]}
     sharded = jax.device_put(state, NamedSharding(mesh, PartitionSpec(AXES)))
     first.save("1", sharded)
     assert first.saver.wait_until_finished()
     targets = [
-        *(NamedSharding(mesh_of(*other), PartitionSpec("fsdp", ("data", "tensor"))) for other in FACTORISATIONS[::3]),
+        *(
+            NamedSharding(make_full_mesh(*other), PartitionSpec("fsdp", ("data", "tensor")))
+            for other in FACTORISATIONS[::3]
+        ),
         jax.sharding.SingleDeviceSharding(jax.devices()[3]),
     ]
     for target in targets:
         restored = first.restore(abstract(state, target)).state
-        assert leaves_equal(restored, state)
+        assert are_leaves_equal(restored, state)
         assert all(leaf.sharding == target for leaf in jax.tree.leaves(restored))
 
 
 def test_the_saved_bits_are_those_before_the_next_step_took_the_buffers(first):
     """The state is donated right after `save` returns, as in training, while orbax still writes."""
-    mesh = mesh_of(1, 8, 1)
+    mesh = make_full_mesh(1, 8, 1)
     place = NamedSharding(mesh, PartitionSpec("fsdp"))
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x * 3 + 1, tree), donate_argnums=0)
     state = {"w": jax.device_put(jnp.arange(1 << 20, dtype=jnp.float32).reshape(1024, 1024), place)}
@@ -178,7 +181,7 @@ def test_the_saved_bits_are_those_before_the_next_step_took_the_buffers(first):
             state = advance(state)
         assert first.saver.wait_until_finished()
         restored = first.load(str(step), abstract(state)).state
-        assert leaves_equal(restored, expected)
+        assert are_leaves_equal(restored, expected)
 
 
 def test_retention_deletes_the_manifest_first(first, monkeypatch):
@@ -228,7 +231,7 @@ def test_what_a_newer_attempt_has_retired_can_never_be_committed(first):
     assert not first.saver.wait_until_finished()
     assert newer[0].steps() == [1]
     newer[0].save_all(2)
-    assert leaves_equal(newer[0].again().restore().state, make_state(2))
+    assert are_leaves_equal(newer[0].again().restore().state, make_state(2))
 
 
 def test_a_zombie_that_was_first_has_a_checkpoint_that_counts(first):
@@ -276,7 +279,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_restored(first, dam
     again = first.again()
     found = again.restore()
     assert found.manifest.step == 1
-    assert leaves_equal(found.state, make_state(1))
+    assert are_leaves_equal(found.state, make_state(1))
     (quarantine,) = again.events("quarantine")
     (fallback,) = again.events("fallback")
     assert reason in quarantine["reason"]
@@ -353,7 +356,7 @@ def test_a_committed_checkpoint_is_never_written_again(first):
     again.save("1", make_state(7))
     assert not again.saver.wait_until_finished()
     assert {name: first.store.read(f"checkpoints/1/{name}") for name in files} == files
-    assert leaves_equal(again.restore().state, make_state(1))
+    assert are_leaves_equal(again.restore().state, make_state(1))
 
 
 def test_a_zombie_cannot_commit_over_a_newer_attempt(first):
@@ -368,7 +371,7 @@ def test_a_zombie_cannot_commit_over_a_newer_attempt(first):
         first.save("3", make_state(3))
     assert not newer.files("checkpoints/3")
     newer.save_all(2)
-    assert leaves_equal(newer.restore().state, make_state(2))
+    assert are_leaves_equal(newer.restore().state, make_state(2))
     with pytest.raises(FencedError):
         delete_step(first.attempt, 1)
     assert newer.steps() == [1, 2]
@@ -407,7 +410,7 @@ def test_a_named_checkpoint_is_not_resumed_from(first):
     again = first.again()
     assert again.restore().manifest.step == 1
     found = again.load("best", abstract(make_state()))
-    assert leaves_equal(found.state, make_state(9))
+    assert are_leaves_equal(found.state, make_state(9))
     assert found.manifest.name == "best"
 
 
@@ -535,4 +538,4 @@ def test_weights_of_a_run_that_deletes_its_old_checkpoints_are_looked_for_again(
     monkeypatch.setattr(owner, name, advance)
     params = make_state()["params"]
     found = load_weights(other, "runs/first", {"params": params})
-    assert leaves_equal(found["params"], make_state(2)["params"])
+    assert are_leaves_equal(found["params"], make_state(2)["params"])

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import harness
-from tests.support.cloud import CloudJob, free_name
-from tests.support.harness import LITTLE, Job, killed_after, undisturbed
-from tests.support.servers import BACKENDS, Backend, start_backend
+from tests.support import job_process
+from tests.support.cloud_job import CloudJob, make_unique_name
+from tests.support.job_process import SMALL_GPT_OPTIONS, Job, make_killed_run, make_uninterrupted_run
+from tests.support.object_stores import BACKENDS, Backend, start_backend
 
 SPEC = "specs/gpt_nano.yaml"
 OPTIONS = (
-    *LITTLE,
+    *SMALL_GPT_OPTIONS,
     "config.train.total_steps=12",
     "config.schedule.warmup_steps=2",
     "checkpoint.every_steps=4",
@@ -37,7 +37,7 @@ def everywhere(backends: dict[str, Backend]) -> dict[str, str]:
 
 def command(backends: dict[str, Backend], *arguments: str) -> tuple[int, str]:
     """Exit code and output of `python -m runner checkpoints ...`."""
-    code, output = harness.command(harness.environment(1) | everywhere(backends), "checkpoints", *arguments)
+    code, output = job_process.run_runner(job_process.environment(1) | everywhere(backends), "checkpoints", *arguments)
     assert "Traceback" not in output, output
     return code, output
 
@@ -46,9 +46,9 @@ def command(backends: dict[str, Backend], *arguments: str) -> tuple[int, str]:
 def test_a_step_goes_from_cloud_to_cloud_and_home_and_the_run_goes_on_from_it_to_the_same_bits(
     backends: dict[str, Backend], tmp_path: Path
 ) -> None:
-    origin = killed_after(4, SPEC, OPTIONS).copy_to(tmp_path / "origin")
+    origin = make_killed_run(4, SPEC, OPTIONS).copy_to(tmp_path / "origin")
     step = origin.newest()
-    stations = [str(origin.directory), *(backends[name].url(free_name("copy")) for name in BACKENDS)]
+    stations = [str(origin.directory), *(backends[name].url(make_unique_name("copy")) for name in BACKENDS)]
     stations += [str(tmp_path / "home")]
     for source, target in itertools.pairwise(stations):
         code, output = command(backends, "copy", f"{source}/checkpoints/{step}", target)
@@ -58,18 +58,18 @@ def test_a_step_goes_from_cloud_to_cloud_and_home_and_the_run_goes_on_from_it_to
     home = Job(SPEC, tmp_path / "home", OPTIONS)
     again = home.finish()
     assert [event["step"] for event in again.events("restore")] == [step]
-    assert home.result() == undisturbed(SPEC, OPTIONS).result()
+    assert home.result() == make_uninterrupted_run(SPEC, OPTIONS).result()
 
 
 @pytest.mark.soak
 def test_a_run_in_a_bucket_goes_on_from_a_step_that_was_copied_there(backends: dict[str, Backend]) -> None:
-    origin = killed_after(4, SPEC, OPTIONS)
-    job = CloudJob(backends["gs"], free_name("moved"), SPEC, OPTIONS)
+    origin = make_killed_run(4, SPEC, OPTIONS)
+    job = CloudJob(backends["gs"], make_unique_name("moved"), SPEC, OPTIONS)
     code, output = command(backends, "copy", str(origin.directory), job.directory)
     assert code == 0, output
     again = job.finish()
     assert [event["step"] for event in again.events("restore")] == [origin.newest()]
-    assert job.result() == undisturbed(SPEC, OPTIONS).result()
+    assert job.result() == make_uninterrupted_run(SPEC, OPTIONS).result()
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,18 @@ def test_a_run_in_a_bucket_goes_on_from_a_step_that_was_copied_there(backends: d
 def test_weights_of_a_run_in_one_cloud_begin_a_run_in_another(
     backends: dict[str, Backend], source: str, target: str, place: str
 ) -> None:
-    origin = undisturbed(SPEC, OPTIONS)
-    url = backends[source].url(free_name("origin"))
+    origin = make_uninterrupted_run(SPEC, OPTIONS)
+    url = backends[source].url(make_unique_name("origin"))
     code, output = command(backends, "copy", str(origin.directory), url)
     assert code == 0, output
     options = (*OPTIONS, "config.train.total_steps=4")
     taken = f"checkpoint.init_from={origin.directory}"
-    expected = undisturbed(SPEC, (*options, taken)).result()
-    assert expected != undisturbed(SPEC, options).result(), "the weights were not taken"
+    expected = make_uninterrupted_run(SPEC, (*options, taken)).result()
+    assert expected != make_uninterrupted_run(SPEC, options).result(), "the weights were not taken"
     taken = f"checkpoint.init_from={url}{place}"
-    job = CloudJob(backends[target], free_name("fine"), SPEC, (*options, taken), variables=dict(everywhere(backends)))
+    job = CloudJob(
+        backends[target], make_unique_name("fine"), SPEC, (*options, taken), variables=dict(everywhere(backends))
+    )
     job.finish()
     assert job.result() == expected
 
@@ -101,8 +103,8 @@ def test_weights_of_a_run_in_one_cloud_begin_a_run_in_another(
 def test_a_damaged_step_is_not_copied_and_one_that_is_there_is_not_replaced(
     backends: dict[str, Backend], tmp_path: Path
 ) -> None:
-    origin = killed_after(4, SPEC, OPTIONS).copy_to(tmp_path / "origin")
-    target = backends["s3"].url(free_name("refused"))
+    origin = make_killed_run(4, SPEC, OPTIONS).copy_to(tmp_path / "origin")
+    target = backends["s3"].url(make_unique_name("refused"))
     path = origin.largest_file(origin.newest())
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

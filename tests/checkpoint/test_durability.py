@@ -16,8 +16,8 @@ from runner.distributed.agreement import Hosts, Liveness
 from runner.distributed.key_value import KeyValueStore
 from runner.storage import LocalStore, append_line
 from runner.storage.store import ABSENT
-from tests.support.inputs import tokenise, write_texts
-from tests.support.tiny import counter, gpt
+from tests.support.tiny_jobs import make_counter, make_gpt
+from tests.support.tokenise_inputs import make_tokenise_job, write_text_files
 
 
 def get_key(path: Path | int) -> tuple[int, int]:
@@ -87,7 +87,7 @@ def test_a_manifest_is_committed_after_all_that_it_names(flushes: Flushes, tmp_p
     flushes.watch("manifest.json", lambda _, manifest: manifest.parent)
     flushes.watch("result.json", lambda temporary, _: temporary)
     root = tmp_path / "above" / "run"
-    counter(root, **{"config.total_steps": 20, "checkpoint.every_steps": 10})()
+    make_counter(root, **{"config.total_steps": 20, "checkpoint.every_steps": 10})()
     assert flushes.checked == ["manifest.json", "manifest.json", "result.json"]
     assert flushes.list_late_parents(root / "checkpoints" / "20" / "manifest.json", root) == []
     assert flushes.list_late_parents(root / "result.json", tmp_path) == []
@@ -97,7 +97,7 @@ def test_a_manifest_is_committed_after_all_that_it_names(flushes: Flushes, tmp_p
 def test_a_part_of_the_fast_tier_is_on_the_disk_before_its_name(flushes: Flushes, tmp_path: Path) -> None:
     flushes.watch("16", lambda temporary, _: temporary)
     options = {"checkpoint.local_directory": str(tmp_path / "new" / "fast"), "checkpoint.local_every_steps": 8}
-    counter(tmp_path / "run", **{"config.total_steps": 20} | options)()
+    make_counter(tmp_path / "run", **{"config.total_steps": 20} | options)()
     assert flushes.checked == ["16"]
     (part,) = tmp_path.glob("new/fast/*/*/16/part.json")
     assert flushes.list_late_parents(part.parent, tmp_path) == []
@@ -161,7 +161,7 @@ def test_a_rename_is_on_the_disk(source: str, flushes: Flushes, tmp_path: Path) 
 @pytest.mark.soak
 def test_metrics_are_on_the_disk_before_the_commit(flushes: Flushes, tmp_path: Path) -> None:
     flushes.watch("manifest.json", lambda _, manifest: manifest.parents[2] / "metrics.jsonl")
-    job = gpt(tmp_path / "run", **{"checkpoint.every_steps": 4, "config.train.total_steps": 4})
+    job = make_gpt(tmp_path / "run", **{"checkpoint.every_steps": 4, "config.train.total_steps": 4})
     job()
     assert flushes.checked == ["manifest.json"]
     flushes.watch("out", lambda temporary, _: temporary)
@@ -172,8 +172,8 @@ def test_metrics_are_on_the_disk_before_the_commit(flushes: Flushes, tmp_path: P
 
 def test_a_corpus_is_on_the_disk_before_its_index(flushes: Flushes, tmp_path: Path) -> None:
     flushes.watch("index.json", lambda _, index: index.parent)
-    source = write_texts(tmp_path / "texts", ["one", "two", "three"])
-    tokenise(tmp_path / "run", **{"config.source": source})()
+    source = write_text_files(tmp_path / "texts", ["one", "two", "three"])
+    make_tokenise_job(tmp_path / "run", **{"config.source": source})()
     assert flushes.checked == ["index.json"]
 
 

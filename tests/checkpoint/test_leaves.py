@@ -31,8 +31,8 @@ from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.save import _copy
 from runner.errors import InvalidError, StateError
 from runner.storage import LocalStore, read_log
-from tests.support.memory_bucket import memory_bucket
-from tests.support.tiny import finish, start_python, stop_after
+from tests.support.memory_bucket import make_memory_bucket
+from tests.support.tiny_jobs import start_python, stop_after, wait_for_output
 
 DTYPES = sorted(
     {found.dtype.name for found in vars(jnp).values() if isinstance(getattr(found, "dtype", None), np.dtype)}
@@ -116,7 +116,7 @@ def forms(state: Any) -> Any:
 
 @pytest.fixture(params=["disk", pytest.param("bucket", marks=pytest.mark.soak)])
 def make_store(request, tmp_path):
-    return lambda name: LocalStore(tmp_path / name) if request.param == "disk" else memory_bucket()
+    return lambda name: LocalStore(tmp_path / name) if request.param == "disk" else make_memory_bucket()
 
 
 def make_leaves(kinds: Any) -> dict[str, Any]:
@@ -346,7 +346,7 @@ def test_a_state_of_20_000_leaves_comes_back(tmp_path, monkeypatch):
     """Compiled as users do: XLA's older emitters, which compile most tests sooner, need 22 GB for so many results."""
     monkeypatch.delenv("XLA_FLAGS")
     code = "import sys, tests.checkpoint.test_leaves as this; this.keep_many_leaves(this.Path(sys.argv[1]))"
-    finish(start_python("-c", code, str(tmp_path), devices=8))
+    wait_for_output(start_python("-c", code, str(tmp_path), devices=8))
 
 
 class OnOneDevice(Whole):

@@ -27,12 +27,12 @@ from runner.checkpoint.manifest import (
 )
 from runner.errors import ResumeError
 from runner.storage import LocalStore, compute_crc32c
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
 
 @pytest.fixture(params=["disk", "bucket"])
 def store(request, tmp_path):
-    return LocalStore(tmp_path / "run") if request.param == "disk" else memory_bucket()
+    return LocalStore(tmp_path / "run") if request.param == "disk" else make_memory_bucket()
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_a_manifest_that_is_damaged_is_neither_committed_over_nor_retired(store)
 
 
 def test_a_void_step_is_no_checkpoint_and_says_who_found_it_unfinished():
-    store = memory_bucket()
+    store = make_memory_bucket()
     upload_arrays(store, 1)
     retire_uncommitted(store, 5, 2)
     assert store.list_sizes(STEP).keys() == {MANIFEST}
@@ -271,7 +271,7 @@ def test_a_void_step_is_no_checkpoint_and_says_who_found_it_unfinished():
 
 def test_in_a_bucket_a_commit_between_the_look_and_the_void_wins():
     driver = MemoryDriver()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     upload_arrays(store, 1)
 
     def overtake(verb, key):
@@ -287,7 +287,7 @@ def test_in_a_bucket_a_commit_between_the_look_and_the_void_wins():
 
 def test_in_a_bucket_a_void_between_the_look_and_the_commit_wins():
     driver = MemoryDriver()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     upload_arrays(store, 1)
 
     def overtake(verb, key):
@@ -304,7 +304,7 @@ def test_in_a_bucket_a_void_between_the_look_and_the_commit_wins():
 
 
 def test_in_a_bucket_a_retire_that_was_killed_is_ended_by_the_next(monkeypatch):
-    store = memory_bucket()
+    store = make_memory_bucket()
     upload_arrays(store, 1)
 
     def killed(prefix):

@@ -10,14 +10,14 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runner.checkpoint import blocks as pieces
 from runner.storage import compute_crc32c
-from tests.support.tiny import FACTORISATIONS, leaves_equal, mesh_of
+from tests.support.tiny_jobs import FACTORISATIONS, are_leaves_equal, make_full_mesh
 
 SHARDED = PartitionSpec("fsdp", ("data", "tensor"))
 PLACES = {
-    **{f"mesh {sizes}": NamedSharding(mesh_of(*sizes), SHARDED) for sizes in FACTORISATIONS},
-    "first axis": NamedSharding(mesh_of(2, 2, 2), PartitionSpec(("data", "fsdp", "tensor"))),
-    "second axis": NamedSharding(mesh_of(2, 2, 2), PartitionSpec(None, "tensor")),
-    "copies": NamedSharding(mesh_of(2, 2, 2), PartitionSpec()),
+    **{f"mesh {sizes}": NamedSharding(make_full_mesh(*sizes), SHARDED) for sizes in FACTORISATIONS},
+    "first axis": NamedSharding(make_full_mesh(2, 2, 2), PartitionSpec(("data", "fsdp", "tensor"))),
+    "second axis": NamedSharding(make_full_mesh(2, 2, 2), PartitionSpec(None, "tensor")),
+    "copies": NamedSharding(make_full_mesh(2, 2, 2), PartitionSpec()),
     "one device": SingleDeviceSharding(jax.devices()[3]),
 }
 WHOLE = np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)
@@ -55,7 +55,7 @@ def test_what_was_written_in_one_sharding_is_read_in_every_other(tmp_path, writt
     for sharding in PLACES.values():
         read = files.read({"w": describe(array, sharding)})["w"]
         assert read.sharding == sharding
-        assert leaves_equal(read, array)
+        assert are_leaves_equal(read, array)
 
 
 @pytest.mark.parametrize("written", ["mesh (2, 2, 2)", "second axis", "copies"])
@@ -69,7 +69,7 @@ def test_a_shard_may_be_cut_into_pieces_anywhere(tmp_path, monkeypatch, written,
     assert all(len(pieces) > 1 for pieces in sizes)
     assert all(set(pieces[:-1]) == {NARROW_PIECES} and 0 < pieces[-1] <= NARROW_PIECES for pieces in sizes)
     assert sum(map(sum, sizes)) == WHOLE.nbytes, "each element stands once, whatever copies there are"
-    assert leaves_equal(files.read({"w": describe(array, PLACES[read])})["w"], array)
+    assert are_leaves_equal(files.read({"w": describe(array, PLACES[read])})["w"], array)
 
 
 LEAVES = {
@@ -97,7 +97,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path, monkeypatch, name, 
     monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
     value = LEAVES[name]
     axis = PartitionSpec() if value.ndim == 0 else PartitionSpec("fsdp")
-    places = [NamedSharding(mesh_of(2, 4, 1), axis), NamedSharding(mesh_of(2, 2, 2), PartitionSpec())]
+    places = [NamedSharding(make_full_mesh(2, 4, 1), axis), NamedSharding(make_full_mesh(2, 2, 2), PartitionSpec())]
     for number, place in enumerate(places):
         array = jax.device_put(value, place)
         files = Written(tmp_path / str(number), {name: array})
@@ -106,7 +106,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path, monkeypatch, name, 
         for other in places:
             read = files.read({name: describe(array, other)})[name]
             assert (read.shape, read.dtype, read.sharding) == (array.shape, array.dtype, other)
-            assert leaves_equal(read, array)
+            assert are_leaves_equal(read, array)
 
 
 def test_leaves_whose_names_are_alike_have_files_of_their_own(tmp_path):
@@ -117,7 +117,7 @@ def test_leaves_whose_names_are_alike_have_files_of_their_own(tmp_path):
     assert len(files.table.files) == len(names)
     read = files.read({name: describe(leaf, place) for name, leaf in leaves.items()})
     assert list(read) == names
-    assert all(leaves_equal(read[name], leaves[name]) for name in names)
+    assert all(are_leaves_equal(read[name], leaves[name]) for name in names)
 
 
 def test_the_table_says_size_and_crc_of_every_file(tmp_path):
@@ -153,7 +153,7 @@ def test_tables_of_several_processes_make_one(tmp_path):
         whole.shards,
         {"w": describe(array, PLACES["mesh (2, 2, 2)"])},
     )
-    assert leaves_equal(read["w"], array)
+    assert are_leaves_equal(read["w"], array)
 
 
 def test_the_copy_is_of_the_moment_and_the_arrays_may_be_donated(tmp_path):
@@ -211,7 +211,7 @@ def test_a_piece_that_is_damaged_is_named(tmp_path, monkeypatch, damage, reason)
         files.read(abstract)
     assert str(caught.value).startswith(f"{piece} ")
     del abstract["w"]
-    assert leaves_equal(files.read(abstract)["a"], array)
+    assert are_leaves_equal(files.read(abstract)["a"], array)
 
 
 def test_that_the_store_is_down_is_no_damage(tmp_path):

@@ -28,7 +28,7 @@ from runner.spec import CheckpointConfig
 from runner.storage import TransientError, bucket
 from runner.storage import store as retry
 from tests.support.attempt import make_attempt
-from tests.support.memory_bucket import MemoryDriver, MemoryLog, memory_bucket
+from tests.support.memory_bucket import MemoryDriver, MemoryLog, make_memory_bucket
 
 KEEP_LAST = 2
 Rows = list[dict[str, Any]]
@@ -89,7 +89,7 @@ class Process:
     def __init__(self, world: "World"):
         self.mortal = Mortal(world.driver)
         self.world = world
-        store = memory_bucket(self.mortal)  # type: ignore[arg-type]
+        store = make_memory_bucket(self.mortal)  # type: ignore[arg-type]
         self.attempt = make_attempt(store, MemoryLog(world.rows))
         writer = BlockWriter(store, self.attempt.hosts, world.staging)
         rule = CheckpointConfig(keep_last=KEEP_LAST, max_unsaved_minutes=1.0)
@@ -128,7 +128,7 @@ class World:
         self.durable = 0
 
     def check(self) -> None:
-        store = memory_bucket(self.driver)
+        store = make_memory_bucket(self.driver)
         entries = [entry for entry in inspect.list_entries(store, inspect.VerifyDepth.FILES) if entry.is_committed]
         assert [entry.problems for entry in entries] == [()] * len(entries), "a committed checkpoint does not verify"
         newest = max((int(entry.name) for entry in entries), default=0)

@@ -10,10 +10,10 @@ from runner.checkpoint.manifest import Manifest, commit, read_committed
 from runner.checkpoint.policy import Retention, find_superfluous_steps
 from runner.storage import compute_crc32c, open_store
 from tests.support.attempt import make_attempt
-from tests.support.cloud import free_name
-from tests.support.harness import Job
-from tests.support.memory_bucket import MemoryDriver, MemoryLog, memory_bucket
-from tests.support.servers import BACKENDS, lead, start_backend
+from tests.support.cloud_job import make_unique_name
+from tests.support.job_process import Job
+from tests.support.memory_bucket import MemoryDriver, MemoryLog, make_memory_bucket
+from tests.support.object_stores import BACKENDS, route_stores_to, start_backend
 
 
 def unmeasured(*steps):
@@ -104,13 +104,13 @@ class ShuffledDriver(MemoryDriver):
 @contextlib.contextmanager
 def open_somewhere(kind, order, tmp_path, monkeypatch):
     if kind == "memory":
-        yield memory_bucket(ShuffledDriver(order))
+        yield make_memory_bucket(ShuffledDriver(order))
     elif kind == "disk":
         yield open_store(str(tmp_path / "run"))
     else:
         with start_backend(kind) as backend:
-            lead(monkeypatch, backend)
-            yield open_store(backend.url(free_name("retention")))
+            route_stores_to(monkeypatch, backend)
+            yield open_store(backend.url(make_unique_name("retention")))
 
 
 def commit_step(store, step):
@@ -159,7 +159,7 @@ def test_the_best_by_a_metric_outlives_its_age_and_a_kill(mode, tmp_path):
     )
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", options)
     attempt = job.start()
-    attempt.until(lambda: job.newest() >= 12, "two commits")
+    attempt.wait_until(lambda: job.newest() >= 12, "two commits")
     attempt.kill()
     job.finish()
     losses = {row["step"]: row["val/loss"] for row in job.rows() if "val/loss" in row}

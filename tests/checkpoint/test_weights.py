@@ -19,8 +19,8 @@ from runner.run.fence import Fence
 from runner.spec import dump_spec
 from runner.storage import LocalStore, Store, compute_crc32c, open_store, parse_json
 from tests.checkpoint.test_checkpoint import Attempt
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
-from tests.support.tiny import counter
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
+from tests.support.tiny_jobs import make_counter
 
 URL = "gs://bucket/run"
 
@@ -63,7 +63,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     """Steps 1 and 2 of a run."""
     store: Store = LocalStore(tmp_path / "run")
     if request.param == "bucket":
-        store = memory_bucket(TrustedDriver())
+        store = make_memory_bucket(TrustedDriver())
         monkeypatch.setattr(weights, "open_store", lambda text: store if text == URL else open_store(text))
     attempt = Attempt(store, tmp_path / "staging")
     attempt.where = URL if request.param == "bucket" else str(tmp_path / "run")
@@ -71,7 +71,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         attempt.save(str(step), values(step))
         assert attempt.saver.wait_until_finished()
     attempt.attempt.background_writer.flush()
-    store.write("spec.yaml", dump_spec(counter(tmp_path / "other").resolved_spec()).encode())
+    store.write("spec.yaml", dump_spec(make_counter(tmp_path / "other").resolved_spec()).encode())
     return attempt
 
 
@@ -181,7 +181,7 @@ class Watched(Counter):
 
 
 def test_a_living_run_is_looked_at_and_not_fenced(tmp_path: Path) -> None:
-    job = counter(tmp_path / "run", Watched, **{"checkpoint.keep_last": 1})
+    job = make_counter(tmp_path / "run", Watched, **{"checkpoint.keep_last": 1})
     job()
     assert job.looks == 3
     assert job.attempt.fence.find_newest() == 1
@@ -193,7 +193,7 @@ def test_types_of_64_bits_stay_what_they_are(tmp_path: Path) -> None:
         state = {"params": {"a": jnp.arange(5, dtype=jnp.int64) << 40, "b": jnp.float64(1) / 3}}
         run.save("1", state)
         assert run.saver.wait_until_finished()
-    run.store.write("spec.yaml", dump_spec(counter(tmp_path / "other").resolved_spec()).encode())
+    run.store.write("spec.yaml", dump_spec(make_counter(tmp_path / "other").resolved_spec()).encode())
     found, _ = open_checkpoint(tmp_path / "run")
     assert {name: str(leaf.dtype) for name, leaf in found["params"].items()} == {"a": "int64", "b": "float64"}
     assert np.asarray(found["params"]["a"]).tolist() == [number << 40 for number in range(5)]
@@ -225,7 +225,7 @@ def test_all_good_is_told_as_deep_as_it_was_checked(run: Attempt) -> None:
 
 def test_what_a_bucket_itself_has_lost_is_found_by_reading_every_byte_back(tmp_path: Path) -> None:
     driver = TrustedDriver()
-    run = Attempt(memory_bucket(driver), tmp_path / "staging")
+    run = Attempt(make_memory_bucket(driver), tmp_path / "staging")
     run.save("2", values(2))
     assert run.saver.wait_until_finished()
     driver.rot(piece(run, 2))
@@ -246,7 +246,7 @@ def test_bits_that_do_not_give_their_fingerprint_are_found_by_computing_it_anew(
 def test_a_copy_of_what_orbax_wrote_is_read_back_from_a_bucket(tmp_path: Path) -> None:
     origin = Attempt(LocalStore(tmp_path / "run"), tmp_path / "staging")
     origin.save_all(1)
-    bucket = memory_bucket()
+    bucket = make_memory_bucket()
     for name in origin.files("checkpoints"):
         bucket.write(f"checkpoints/{name}", origin.store.read(f"checkpoints/{name}"))
     lines, code = format_report(bucket, VerifyDepth.BITS)

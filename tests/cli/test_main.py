@@ -19,7 +19,7 @@ from runner.cli.app import COMMANDS, main
 from runner.errors import InvalidError
 from runner.inference.open_run import SampleRequest
 from runner.spec import ExecutionSpec
-from tests.support import life
+from tests.support import run_outcomes
 
 ROOT = Path(__file__).parents[2]
 
@@ -245,7 +245,7 @@ def test_console_scripts_call_the_same():
 
 
 def test_a_read_only_command_works_on_a_run(tmp_path, ask):
-    life.make(tmp_path / "run")()
+    run_outcomes.make_job(tmp_path / "run")()
     code, output, problems = ask("checkpoints", str(tmp_path / "run"))
     assert (code, problems) == (0, "")
     assert "40" in output

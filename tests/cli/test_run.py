@@ -6,10 +6,15 @@ import pytest
 
 from runner import job
 from runner.cli import app, run
-from tests.support.faulty import Exits
-from tests.support.harness import Job
+from tests.support.faulty_jobs import ExitingCounter
+from tests.support.job_process import Job
 
-COUNTER = ("config.total_steps=4", "config.step_seconds=0", "config.width=16", "job=tests.support.faulty:Exits")
+COUNTER = (
+    "config.total_steps=4",
+    "config.step_seconds=0",
+    "config.width=16",
+    "job=tests.support.faulty_jobs:ExitingCounter",
+)
 
 
 class EndedError(Exception):
@@ -41,7 +46,7 @@ def command(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("place", ["setup", "prepare", "init", "run", "save_or_stop", "make_save_contents", "result"])
 def test_sys_exit_in_a_job_is_1_and_one_line(place, command, monkeypatch):
-    monkeypatch.setattr(Exits, "place", place)
+    monkeypatch.setattr(ExitingCounter, "place", place)
     code, line = command()
     assert code == 1
     assert line.startswith("the job called sys.exit(0), which does not end a job")
@@ -49,8 +54,8 @@ def test_sys_exit_in_a_job_is_1_and_one_line(place, command, monkeypatch):
 
 @pytest.mark.parametrize("code", [None, 75, 76, "good bye"])
 def test_no_code_of_its_own_makes_it_another_end(code, command, monkeypatch):
-    monkeypatch.setattr(Exits, "place", "run")
-    monkeypatch.setattr(Exits, "code", code)
+    monkeypatch.setattr(ExitingCounter, "place", "run")
+    monkeypatch.setattr(ExitingCounter, "code", code)
     assert command()[0] == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 from runner.cli.app import run_command
 from runner.errors import InvalidError
 from runner.spec import ExecutionSpec, load_document
-from tests.support.harness import ROOT, command, environment
+from tests.support.job_process import ROOT, environment, run_runner
 
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 NANO = str(ROOT / "specs" / "gpt_nano.yaml")
@@ -88,8 +88,8 @@ def test_a_spec_that_cannot_be_loaded_is_one_line(text: str | None, message: str
 
 
 def test_the_command_ends_with_2_and_the_line() -> None:
-    code, output = command(environment(1), "schema", "specs/none.yaml")
+    code, output = run_runner(environment(1), "schema", "specs/none.yaml")
     assert (code, output) == (2, "specs/none.yaml: cannot read the spec: No such file or directory\n")
-    code, output = command(environment(1), "schema", "specs/gpt_nano.yaml", "more")
+    code, output = run_runner(environment(1), "schema", "specs/gpt_nano.yaml", "more")
     assert code == 2
     assert "unexpected extra argument(s) (more)" in output

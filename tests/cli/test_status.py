@@ -18,8 +18,8 @@ from runner.distributed.clock import TimeBucket
 from runner.history.reader import HistoryReader, read_history
 from runner.history.records import RunState, to_json
 from runner.storage import LocalStore, encode_line
-from tests.support import life
-from tests.support.memory_bucket import memory_bucket
+from tests.support import run_outcomes
+from tests.support.memory_bucket import make_memory_bucket
 from tests.survival.test_damage_table import files_of
 
 HOSTILE = "<b>\x1b[31mred\x1b]0;title\x07\r\n[bold]\u202e\udcff\x9b2J" + "x" * 5000
@@ -30,8 +30,8 @@ def template() -> Path:
     """Two attempts, and rows."""
     directory = Path(os.environ["RUNNER_TESTS_SESSION"]) / "status" / str(os.getpid()) / "run"
     directory.parent.mkdir(parents=True)
-    life.stop_at(directory, 20)
-    life.make(directory)()
+    run_outcomes.stop_after_step(directory, 20)
+    run_outcomes.make_job(directory)()
     rows = [{"step": step, "train/loss": 5.0 / step, "train/tokens": step * 100} for step in range(1, 41)]
     rows[-1] |= {"perf/tokens_per_second": 12345.0, "perf/mfu": 0.4, "val/loss": 0.25}
     (directory / "metrics.jsonl").write_bytes(b"".join(map(encode_line, rows)))
@@ -167,7 +167,7 @@ def test_watching_goes_on_until_the_run_is_done(
 
 
 def test_a_run_in_a_bucket_is_told_as_one_on_a_disk(run: Path) -> None:
-    bucket = memory_bucket()
+    bucket = make_memory_bucket()
     for name, content in files_of(run).items():
         bucket.write("events/000001.0.0000.jsonl" if name == "events.jsonl" else name, content)
     now = read_history(LocalStore(run)).now

@@ -11,14 +11,17 @@ from runner.cli import verify_resume
 from runner.cli.verify_resume import Trial, TrialRun
 from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, FailedError, RetryableError
 from runner.process import start_processes
-from tests.support import harness
+from tests.support import job_process
 
 COUNTER = ("specs/counter.yaml", "--set", "config.step_seconds=0.02", "--set", "config.width=5000")
 
 
 def verify(*arguments: str, devices: int = 1) -> tuple[int, str]:
-    code, output = harness.command(
-        harness.environment(devices), "verify-resume", *arguments, deadline_seconds=harness.WHOLE_RUN_DEADLINE_SECONDS
+    code, output = job_process.run_runner(
+        job_process.environment(devices),
+        "verify-resume",
+        *arguments,
+        deadline_seconds=job_process.WHOLE_RUN_DEADLINE_SECONDS,
     )
     assert "Traceback" not in output, output
     return code, output
@@ -131,16 +134,16 @@ def test_a_job_that_cannot_be_run_to_its_end_has_its_own_word(ends, kind, code, 
 @pytest.mark.parametrize(
     ("job", "leaf", "hint"),
     [
-        ("KeepsStateOutside", "total", "state outside its pytree"),
-        ("DependsOnTheClock", "total", "two undisturbed runs would differ too"),
-        ("SplitsItsKey", "values", "state outside its pytree"),
+        ("HiddenStateCounter", "total", "state outside its pytree"),
+        ("ClockDependentCounter", "total", "two undisturbed runs would differ too"),
+        ("SplitKeyCounter", "values", "state outside its pytree"),
     ],
 )
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_job_that_cannot_be_resumed_is_found_with_the_step_and_the_leaf(
     job: str, leaf: str, hint: str, processes: str
 ) -> None:
-    code, output = verify(*COUNTER, "--set", f"job=tests.support.faulty:{job}", "--processes", processes)
+    code, output = verify(*COUNTER, "--set", f"job=tests.support.faulty_jobs:{job}", "--processes", processes)
     assert code == 1, output
     found = re.search(r"DIFFERENT: step (\d+) is the first checkpoint that differs \(step (\d+) is equal\), in", output)
     assert found is not None, output
@@ -160,7 +163,7 @@ HOOKED = (
 @pytest.mark.soak
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_hook_that_counts_in_the_state_passes(processes: str) -> None:
-    hooks = "hooks=[tests.support.hooked:Diary, {hook: runner.hook:EarlyStopping, config: {patience: 90}}]"
+    hooks = "hooks=[tests.support.hooks:DiaryHook, {hook: runner.hook:EarlyStopping, config: {patience: 90}}]"
     code, output = verify(*HOOKED, "--set", hooks, "--processes", processes)
     assert code == 0, output
     assert "SAME BITS after 3 kills" in output
@@ -169,17 +172,17 @@ def test_a_hook_that_counts_in_the_state_passes(processes: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_hook_that_hides_state_is_found_with_its_counter(processes: str) -> None:
-    hooks = "hooks=[tests.support.hooked:HidesState]"
+    hooks = "hooks=[tests.support.hooks:HiddenStateHook]"
     code, output = verify(*HOOKED, "--kills", "1", "--set", hooks, "--processes", processes)
     assert code == 1, output
     assert re.search(r"DIFFERENT: step \d+ is the first checkpoint that differs", output), output
-    assert re.search(r"in 1 of \d+ leaves: riders\.hooks\.HidesState\.seen", output), output
+    assert re.search(r"in 1 of \d+ leaves: riders\.hooks\.HiddenStateHook\.seen", output), output
     assert "state outside its pytree" in output
 
 
 @pytest.mark.soak  # in process, daily, in tests/checkpoint/test_leaves.py
 def test_a_leaf_that_becomes_weakly_typed_is_named_with_the_reason() -> None:
-    code, output = verify(*COUNTER, "--set", "job=tests.support.faulty:BecomesWeak")
+    code, output = verify(*COUNTER, "--set", "job=tests.support.faulty_jobs:WeakTypeCounter")
     assert code == 1, output
     assert "scale: is weakly typed and would come back strong" in output
 

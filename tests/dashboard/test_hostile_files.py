@@ -21,7 +21,7 @@ from runner.errors import RunnerError
 from runner.run.clock_file import HEADER_BYTES, encode_slot
 from runner.storage import ConfinedStore, JsonObject, LocalStore, WrongKindError, encode_json
 from tests.dashboard.lives import BEGAN, events_of, make_run, rows_of
-from tests.support.memory_bucket import memory_bucket
+from tests.support.memory_bucket import make_memory_bucket
 
 HUGE = "9" * 400  # an integer that no float holds
 # Each as it is written in JSON, which Python's parser takes although some are no JSON.
@@ -257,7 +257,7 @@ def test_a_bad_line_is_passed_over_and_counted(tmp_path):
 
 
 def test_a_bad_line_in_a_bucket_is_passed_over_and_counted():
-    store = make_run(memory_bucket(), num_attempts=1, num_rows=4)
+    store = make_run(make_memory_bucket(), num_attempts=1, num_rows=4)
     for name in ("metrics.jsonl", "events/000001.0.0000.jsonl"):
         store.write(name, store.read(name) + b'\xff\n{"step": true}\n[]\n')
     warnings = RunReader(store, "a").read()

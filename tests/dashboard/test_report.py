@@ -15,7 +15,7 @@ from runner.dashboard import report as report_module
 from runner.dashboard.report import make_run_names, render_report
 from runner.storage import JsonObject, LocalStore
 from tests.dashboard.lives import LOST_STEPS, events_of, lines_of, make_run, rows_of
-from tests.support.memory_bucket import memory_bucket
+from tests.support.memory_bucket import make_memory_bucket
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = (
@@ -193,7 +193,7 @@ def test_values_that_are_not_finite_are_marked_where_they_are(tmp_path):
 
 def test_several_runs_are_compared_wherever_they_are(tmp_path):
     spec = "name: {0}\ndirectory: runs/{0}\nconfig: {{train: {{total_steps: 60}}, rate: {1}}}\n"
-    bucket = make_run(memory_bucket(), spec=spec.format("b", 2))
+    bucket = make_run(make_memory_bucket(), spec=spec.format("b", 2))
     stores = [make_run(LocalStore(tmp_path / "a"), spec=spec.format("a", 1)), bucket]
     data = data_of(render_report(stores))
     assert [run["label"] for run in data["runs"]] == ["a", "run"]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.data import Dataset, load_global_batch
 from tests.data.corpus import KINDS, load_kind
-from tests.support import faked
+from tests.support import simulated_devices
 
 T = 8
 
@@ -133,7 +133,7 @@ def test_a_host_reads_only_the_sequences_of_its_devices(
     hosts = [
         subprocess.Popen(
             [sys.executable, "-c", HOST_PROGRAM, port, str(num_hosts), str(process_id), kind, str(place)],
-            env=faked.environment(each),
+            env=simulated_devices.environment(each),
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
             text=True,

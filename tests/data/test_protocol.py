@@ -11,7 +11,7 @@ from runner.data import Source, load_dataset
 from runner.errors import DataError, InvalidError
 from runner.storage import LocalStore, read_json
 from tests.data.corpus import READS
-from tests.support.tiny import gpt, stop_after
+from tests.support.tiny_jobs import make_gpt, stop_after
 
 
 class Squares(Source):
@@ -187,7 +187,7 @@ def test_a_source_that_changes_is_found_before_a_save() -> None:
 def test_a_run_on_it_is_stopped_and_resumed_to_the_same_bits_and_refused_on_other_tokens(tmp_path: Path) -> None:
     def job(name: str, first: int = 3) -> Any:
         data = {"source": f"{HERE}:Squares", "options": {"first": first}, "sequence_length": 16}
-        return gpt(tmp_path / name, **{"config.data": data, "config.train.total_steps": 4})
+        return make_gpt(tmp_path / name, **{"config.data": data, "config.train.total_steps": 4})
 
     job("whole")()
     stopped = job("stopped")

@@ -20,8 +20,8 @@ from runner.storage.store import TransientError
 from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket, random_shards, write_corpus
 from tests.data.corpus import load, write_bin, write_npy
 from tests.data.golden import CASES, copy_golden
-from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
-from tests.support.tiny import gpt, stop_after
+from tests.support.object_stores import BACKENDS, Backend, Faults, route_stores_to, start_backend
+from tests.support.tiny_jobs import make_gpt, stop_after
 
 NUM_TOKENS = 5000
 SIZES = [[40, 900, 1, 300], [], [5], [1500, 0, 700], [0, 90, 1464]]
@@ -448,7 +448,7 @@ def test_a_run_is_stopped_and_resumed_to_the_same_bits_with_the_cache_torn_and_t
 
     def job(name: str, source: str, **changes: Any) -> Any:
         data = {"source": source, "sequence_length": 16, "validation_fraction": 0.0, **changes}
-        return gpt(tmp_path / name, **{"config.data": data, "config.train.total_steps": 3})
+        return make_gpt(tmp_path / name, **{"config.data": data, "config.train.total_steps": 3})
 
     there, small = f"{URL}/*.bin", {"cache_bytes": 1 << 15}
     job("whole", str(bins.directory / "*.bin"))()
@@ -467,7 +467,7 @@ def test_a_run_is_stopped_and_resumed_to_the_same_bits_with_the_cache_torn_and_t
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     with start_backend(request.param) as started:
-        lead(monkeypatch, started)
+        route_stores_to(monkeypatch, started)
         monkeypatch.setattr("runner.storage.store.FIRST_WAIT_SECONDS", 0.001)
         yield started
 

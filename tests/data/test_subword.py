@@ -13,10 +13,22 @@ from runner.data.tokenizers import TOKENIZER_FILES, TiktokenTokenizer, load_toke
 from runner.errors import DataError, InvalidError
 from runner.spec.imports import import_extra
 from runner.storage import LocalStore
-from tests.support.inputs import DOCUMENTS, GPT2_PATTERN, SEPARATOR, make_hf, make_ranks, make_sentencepiece
+from tests.support.tokenise_inputs import (
+    DOCUMENTS,
+    GPT2_PATTERN,
+    SEPARATOR,
+    make_hf_tokenizer,
+    make_sentencepiece_model,
+    make_tiktoken_ranks,
+)
 
 TEXTS = [*DOCUMENTS, "", " ", f"a {SEPARATOR} b", "\0\x7f\r\n", "é" * 100]
-CONTENTS = {"hf": make_hf(), "sentencepiece": make_sentencepiece(), "tiktoken": make_ranks(), "bytes": None}
+CONTENTS = {
+    "hf": make_hf_tokenizer(),
+    "sentencepiece": make_sentencepiece_model(),
+    "tiktoken": make_tiktoken_ranks(),
+    "bytes": None,
+}
 MORE: dict[str, dict[str, Any]] = {"tiktoken": {"pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 258}}}
 
 
@@ -86,10 +98,10 @@ def test_a_file_of_another_kind_is_refused(kind, content):
 @pytest.mark.parametrize(
     ("content", "special", "message"),
     [
-        (make_ranks().partition(b"\n")[2], {}, "1 of the 256 bytes have none, as 0x00"),
-        (make_ranks() + b"dGhlbg== 7\n", {}, "two tokens have the same"),
-        (make_ranks(), {SEPARATOR: 257}, "has a token of id 257 already"),
-        (make_ranks(), {SEPARATOR: 258, "x": 258}, "has a token of id 258 already"),
+        (make_tiktoken_ranks().partition(b"\n")[2], {}, "1 of the 256 bytes have none, as 0x00"),
+        (make_tiktoken_ranks() + b"dGhlbg== 7\n", {}, "two tokens have the same"),
+        (make_tiktoken_ranks(), {SEPARATOR: 257}, "has a token of id 257 already"),
+        (make_tiktoken_ranks(), {SEPARATOR: 258, "x": 258}, "has a token of id 258 already"),
     ],
 )
 def test_ranks_with_which_the_library_would_panic_or_mix_tokens_up_are_refused(content, special, message):
@@ -99,7 +111,7 @@ def test_ranks_with_which_the_library_would_panic_or_mix_tokens_up_are_refused(c
 
 def test_a_pattern_that_is_none_is_refused():
     with pytest.raises(DataError, match="does not fit its pattern"):
-        TiktokenTokenizer(make_ranks(), "(", {})
+        TiktokenTokenizer(make_tiktoken_ranks(), "(", {})
 
 
 def test_an_unknown_kind_is_refused_with_a_list_of_kinds():

@@ -13,7 +13,7 @@ from runner.errors import DataError, StorageError
 from runner.storage import DeniedError
 from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket
 from tests.data.corpus import load
-from tests.support.servers import BACKENDS, Faults, lead, start_backend
+from tests.support.object_stores import BACKENDS, Faults, route_stores_to, start_backend
 
 TEXTS = {
     "docs/a.txt": "The quick brown fox, größer.\n" * 9,
@@ -195,7 +195,7 @@ def test_text_comes_whole_from_a_service_that_fails_and_is_slow(
 ) -> None:
     root = write_texts(tmp_path / "texts")
     with start_backend(name) as backend:
-        lead(monkeypatch, backend)
+        route_stores_to(monkeypatch, backend)
         for path in TEXTS:
             backend.write(f"texts/{path}", TEXTS[path].encode())
         backend.proxy.faults = Faults(error_rate=0.3, latency_seconds=0.01)

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from runner.distributed.preemption import parse_preemption_reason
-from tests.support.harness import Job, undisturbed
+from tests.support.job_process import Job, make_uninterrupted_run
 
 SPEC = "specs/counter.yaml"
 
@@ -60,9 +60,9 @@ def test_a_preempted_machine_saves_and_ends_with_75_despite_a_later_sigterm(mach
     is_preempted, requests = machine
     job = Job(SPEC, tmp_path / "run", ("config.step_seconds=0.02", "checkpoint.every_steps=1000", "config.width=64"))
     attempt = job.start()
-    attempt.until(lambda: job.events("progress"), "the first steps")
+    attempt.wait_until(lambda: job.events("progress"), "the first steps")
     is_preempted.set()
-    attempt.until(lambda: "being preempted: stopping at the next step" in attempt.output, "the stop")
+    attempt.wait_until(lambda: "being preempted: stopping at the next step" in attempt.output, "the stop")
     if attempt.process.poll() is None:
         attempt.process.send_signal(signal.SIGTERM)
     attempt.expect(75)
@@ -71,4 +71,4 @@ def test_a_preempted_machine_saves_and_ends_with_75_despite_a_later_sigterm(mach
     assert requests[0][1] == "Google"
     is_preempted.clear()
     job.with_options("config.step_seconds=0").finish()
-    assert job.result() == undisturbed(SPEC, ("config.width=64",)).result()
+    assert job.result() == make_uninterrupted_run(SPEC, ("config.width=64",)).result()

@@ -13,7 +13,7 @@ from runner.distributed.clock import Progress
 from runner.distributed.heartbeat import StragglerDetector
 from runner.distributed.key_value import MAX_DECISIONS, KeyValueStore
 from runner.errors import PeerLostError
-from tests.support.coordinator import MemoryCoordinator, play
+from tests.support.coordinator import MemoryCoordinator, run_on_all_hosts
 
 RUNNER = Path(key_value.__file__).parents[1]
 
@@ -30,7 +30,7 @@ def test_10_000_decisions_leave_no_more_keys_than_64():
     def agree(hosts):
         return all(hosts.agree(number) == number for number in range(10_000))
 
-    assert all(play(coordinator.hosts(), agree))
+    assert all(run_on_all_hosts(coordinator.hosts(), agree))
     assert coordinator.most_keys <= MAX_DECISIONS + 3 * 64
 
 
@@ -41,7 +41,7 @@ def test_gathers_leave_the_keys_of_at_most_three():
         mine = hosts.process_id
         return all(hosts.gather([mine, number]) == [[p, number] for p in range(8)] for number in range(300))
 
-    assert all(play(coordinator.hosts(), gather))
+    assert all(run_on_all_hosts(coordinator.hosts(), gather))
     assert coordinator.most_keys <= 3 * 8
 
 
@@ -62,7 +62,7 @@ def test_any_order_of_calls_returns_the_same_everywhere(seed):
         [[number, process] for process in range(5)] if name == "gather" else [number, 0]
         for number, name in enumerate(calls)
     ]
-    assert play(coordinator.hosts(), call_all) == [expected] * 5
+    assert run_on_all_hosts(coordinator.hosts(), call_all) == [expected] * 5
     assert coordinator.most_keys <= MAX_DECISIONS + 3 * 5
 
 
@@ -77,7 +77,7 @@ def test_process_0_deletes_no_decision_that_a_slow_process_has_not_read():
     threads = [threading.Thread(target=agree, args=(hosts,)) for hosts in (main, prompt, late)]
     for thread in threads[:2]:
         thread.start()
-    coordinator.until(lambda: coordinator.num_at_barrier() == 2)
+    coordinator.wait_until(lambda: coordinator.num_at_barrier() == 2)
     decisions = [key for key in coordinator.present() if key.startswith(key_value.DECISIONS)]
     assert len(decisions) == MAX_DECISIONS, "the late host has read none of them"
     threads[2].start()

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from runner.errors import InvalidError, SpecError
-from tests.support.judged import TINY, Judged, write_questions
-from tests.support.tiny import gpt
+from tests.support.bigram import BIGRAM_OPTIONS, BigramTrainer, write_questions
+from tests.support.tiny_jobs import make_gpt
 
 
-class Alone(Judged):
+class Alone(BigramTrainer):
     """Leaves out what the spec asks for."""
 
     def evaluator(self) -> Any:
@@ -37,18 +37,20 @@ def test_what_a_spec_asks_for_in_vain_is_refused_before_anything_is_written(
     changes: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SpecError) as caught:
-        gpt(tmp_path / "run", Judged, **TINY, **changes)()
+        make_gpt(tmp_path / "run", BigramTrainer, **BIGRAM_OPTIONS, **changes)()
     assert line in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
 def test_questions_need_a_tokenizer_and_prompts_are_ids_without_one(tmp_path: Path) -> None:
     np.arange(5000, dtype="<u2").__mod__(250).astype("<u2").tofile(tmp_path / "tokens.bin")
-    tokens = TINY | {"config.data.source": str(tmp_path / "tokens.bin"), "config.train.total_steps": 3}
+    tokens = BIGRAM_OPTIONS | {"config.data.source": str(tmp_path / "tokens.bin"), "config.train.total_steps": 3}
     asked = {"config.eval.multiple_choice": [task(write_questions(tmp_path / "q.jsonl"))]}
     with pytest.raises(InvalidError, match=r"eval.multiple_choice needs the tokenizer of the data"):
-        gpt(tmp_path / "run", Judged, **tokens, **asked)()
-    job = gpt(tmp_path / "run", Judged, **tokens, **{"config.eval.samples": {"prompts": ["7 8 9", ""], "tokens": 2}})
+        make_gpt(tmp_path / "run", BigramTrainer, **tokens, **asked)()
+    job = make_gpt(
+        tmp_path / "run", BigramTrainer, **tokens, **{"config.eval.samples": {"prompts": ["7 8 9", ""], "tokens": 2}}
+    )
     job()
     texts = [job.report.get_newest_row()[f"val/sample/{number}"] for number in range(2)]
     assert [len(text.split()) for text in texts] == [5, 2]
@@ -62,4 +64,4 @@ def test_what_evaluator_leaves_out_is_a_key_that_nothing_reads(key: str, tmp_pat
         "multiple_choice": [task(write_questions(tmp_path / "q.jsonl"))],
     }
     with pytest.raises(SpecError, match=f"config.eval.{key}: nothing reads it, evaluator\\(\\) returns others"):
-        gpt(tmp_path / "run", Alone, **TINY, **{f"config.eval.{key}": values[key]})()
+        make_gpt(tmp_path / "run", Alone, **BIGRAM_OPTIONS, **{f"config.eval.{key}": values[key]})()

@@ -27,7 +27,7 @@ from runner.evaluation.likelihood import (
 from runner.inference.evaluate import EvaluationRequest, evaluate
 from runner.inference.open_run import open_run
 from runner.parallel.mesh import make_mesh
-from tests.support.tiny import gpt
+from tests.support.tiny_jobs import make_gpt
 
 NUM_QUESTIONS = 200
 LENGTH = 32
@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = directory.parent / "questions.jsonl"
     path.write_text("".join(json.dumps(question) + "\n" for question in made_up_questions(NUM_QUESTIONS)))
     asked = {"config.eval.multiple_choice": [{"name": "made_up", "path": str(path)}]}
-    gpt(directory, **SMALL, **asked)()
+    make_gpt(directory, **SMALL, **asked)()
     return directory
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from runner import BaseTrainer
 from runner.storage import LocalStore, read_json
-from tests.support.judged import TINY, JudgedByAll, rows_of, write_questions
-from tests.support.tiny import gpt, stop_after
+from tests.support.bigram import BIGRAM_OPTIONS, EvaluatedBigramTrainer, read_trajectory, write_questions
+from tests.support.tiny_jobs import make_gpt, stop_after
 
 STEPS = 12
 
@@ -20,7 +20,7 @@ class StrikeError(Exception):
 
 
 def changes(directory: Path) -> dict[str, Any]:
-    return TINY | {
+    return BIGRAM_OPTIONS | {
         "config.train.total_steps": STEPS,
         "config.eval.every_steps": 4,
         "config.eval.at_start": True,
@@ -36,7 +36,7 @@ def changes(directory: Path) -> dict[str, Any]:
     }
 
 
-class Struck(JudgedByAll):
+class Struck(EvaluatedBigramTrainer):
     """Ends like one that is killed after `at` steps, once what was saved is committed."""
 
     at = 0
@@ -55,12 +55,12 @@ def struck_at(step: int) -> type[BaseTrainer]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("whole") / "run"
-    gpt(directory, JudgedByAll, **changes(directory.parent))()
+    make_gpt(directory, EvaluatedBigramTrainer, **changes(directory.parent))()
     return directory
 
 
 def test_rows_hold_what_forward_and_every_evaluator_say_at_its_own_cadence(whole: Path) -> None:
-    rows = {row["step"]: row for row in rows_of(whole)}
+    rows = {row["step"]: row for row in read_trajectory(whole)}
     assert list(rows) == [0, 3, 4, 5, 6, 8, 9, 10, 12]
     cadences = {"val/loss": 4, "val/bits_per_byte": 4, "val/squares/acc": 5, "val/sample/0": 6, "val/own/sum": 3}
     for key, every in cadences.items():
@@ -86,9 +86,9 @@ def test_rows_of_a_run_that_was_killed_and_resumed_are_those_of_an_undisturbed_o
     whole: Path, tmp_path: Path, step: int
 ) -> None:
     with pytest.raises(StrikeError):
-        gpt(tmp_path / "run", struck_at(step), **changes(whole.parent))()
-    gpt(tmp_path / "run", JudgedByAll, **changes(whole.parent))()
-    assert rows_of(tmp_path / "run") == rows_of(whole)
+        make_gpt(tmp_path / "run", struck_at(step), **changes(whole.parent))()
+    make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **changes(whole.parent))()
+    assert read_trajectory(tmp_path / "run") == read_trajectory(whole)
     assert read_json_result(tmp_path / "run") == read_json_result(whole)
 
 
@@ -96,19 +96,19 @@ def test_rows_of_a_run_that_was_killed_and_resumed_are_those_of_an_undisturbed_o
 def test_rows_of_a_run_that_was_stopped_and_resumed_are_those_of_an_undisturbed_one(
     whole: Path, tmp_path: Path, step: int
 ) -> None:
-    job = gpt(tmp_path / "run", JudgedByAll, **changes(whole.parent))
+    job = make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **changes(whole.parent))
     stop_after(job, step)
-    gpt(tmp_path / "run", JudgedByAll, **changes(whole.parent))()
-    assert rows_of(tmp_path / "run") == rows_of(whole)
+    make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **changes(whole.parent))()
+    assert read_trajectory(tmp_path / "run") == read_trajectory(whole)
 
 
 def test_what_judges_a_run_moves_no_bit_of_it_and_the_mean_is_over_the_steps_since_the_row_before(
     whole: Path, tmp_path: Path
 ) -> None:
-    gpt(tmp_path / "run", JudgedByAll, **TINY, **{"config.train.total_steps": STEPS})()
+    make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **BIGRAM_OPTIONS, **{"config.train.total_steps": STEPS})()
     assert read_json_result(tmp_path / "run")["fingerprint"] == read_json_result(whole)["fingerprint"]
-    losses = {row["step"]: row["train/loss"] for row in rows_of(tmp_path / "run")}
-    for before, row in itertools.pairwise(rows_of(whole)):
+    losses = {row["step"]: row["train/loss"] for row in read_trajectory(tmp_path / "run")}
+    for before, row in itertools.pairwise(read_trajectory(whole)):
         window = [losses[step] for step in range(before["step"] + 1, row["step"] + 1)]
         assert row["train/loss_mean"] == pytest.approx(sum(window) / len(window), rel=1e-12)
 

@@ -20,11 +20,21 @@ from runner.evaluation.generation import (
 )
 from tests.data.buckets import write_corpus
 from tests.data.corpus import write_bin
-from tests.support.inputs import GPT2_PATTERN, SEPARATOR, make_hf, make_ranks, make_sentencepiece
+from tests.support.tokenise_inputs import (
+    GPT2_PATTERN,
+    SEPARATOR,
+    make_hf_tokenizer,
+    make_sentencepiece_model,
+    make_tiktoken_ranks,
+)
 
 TEXT = "naïve, 数字 🙂🙃 the end. é"
 TIKTOKEN = {"pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 258}}
-FILE = {"hf": (make_hf(), {}), "sentencepiece": (make_sentencepiece(), {}), "tiktoken": (make_ranks(), TIKTOKEN)}
+FILE = {
+    "hf": (make_hf_tokenizer(), {}),
+    "sentencepiece": (make_sentencepiece_model(), {}),
+    "tiktoken": (make_tiktoken_ranks(), TIKTOKEN),
+}
 
 
 def record_of(kind):

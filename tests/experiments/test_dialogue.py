@@ -33,8 +33,16 @@ from runner.data.chat import (
 from runner.data.tokenizers import HuggingFaceTokenizer
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import find_assets
-from tests.support.inputs import SEPARATOR, Bucket, content_of, index_of, make_hf, read_corpus, tokenise
-from tests.support.tiny import gpt, leaves_equal, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt, stop_after
+from tests.support.tokenise_inputs import (
+    SEPARATOR,
+    FakeBucket,
+    make_hf_tokenizer,
+    make_tokenise_job,
+    read_corpus,
+    read_corpus_files,
+    read_index,
+)
 
 PLAIN = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
@@ -82,7 +90,7 @@ def write_lines(path: Path, records: list[Any]) -> str:
 
 def marked(corpus: Path) -> list[tuple[bytes, bytes]]:
     """Of each dialogue of a corpus of bytes its text, and what of that is of answers."""
-    index = index_of(corpus)
+    index = read_index(corpus)
     marks = np.concatenate([np.fromfile(corpus / f"{shard.name}.answers", "u1") for shard in index.shards])
     documents = read_corpus(corpus)
     edges = np.cumsum([len(ids) for ids in documents])[:-1]
@@ -111,7 +119,7 @@ def dialogues(tmp_path: Path, records: list[Any], **changes: Any) -> list[tuple[
     chat = {key: value for key, value in changes.items() if "." not in key}
     others = {key: value for key, value in changes.items() if "." in key}
     source = write_lines(tmp_path / "lines.jsonl", records)
-    tokenise(tmp_path / "run", **{"config.source": source, "config.chat": chat}, **others)()
+    make_tokenise_job(tmp_path / "run", **{"config.source": source, "config.chat": chat}, **others)()
     return marked(tmp_path / "run/corpus")
 
 
@@ -156,7 +164,7 @@ def test_what_is_cut_ends_with_a_separator_that_is_not_to_be_learned(begin, most
 
 
 def test_ids_are_those_of_the_library_and_each_says_which_characters_it_is_of():
-    content = make_hf()
+    content = make_hf_tokenizer()
     ids, spans = HuggingFaceTokenizer(content).encode_spans([TEXT])[0]
     library = tokenizers.Tokenizer.from_str(content.decode())
     library.no_truncation()
@@ -195,14 +203,14 @@ def test_dialogues_that_are_too_long_are_cut_or_left_out_and_counted(tmp_path, c
 
 
 def test_a_special_token_of_the_template_is_one_of_the_tokenizer(tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(make_hf())
+    (tmp_path / "tokenizer.json").write_bytes(make_hf_tokenizer())
     source = write_lines(tmp_path / "lines.jsonl", [{"messages": TURNS}])
     template_file = write_template(tmp_path, bos_token={"content": SEPARATOR})
     chat = {
         "config.chat.template": template_file,
         "config.tokenizer": {"kind": "hf", "file": f"{tmp_path}/tokenizer.json"},
     }
-    tokenise(tmp_path / "run", **{"config.source": source}, **chat)()
+    make_tokenise_job(tmp_path / "run", **{"config.source": source}, **chat)()
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert read_corpus(tmp_path / "run/corpus")[0][0] == library.token_to_id(SEPARATOR)
 
@@ -224,7 +232,7 @@ def test_the_end_of_a_turn_is_the_special_token_after_a_message(source):
 
 
 def test_a_corpus_keeps_its_template_for_exports(tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(make_hf())
+    (tmp_path / "tokenizer.json").write_bytes(make_hf_tokenizer())
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|pad|>{% endfor %}"
     changes = {
         "config.source": write_lines(tmp_path / "lines.jsonl", [{"messages": TURNS}]),
@@ -232,7 +240,7 @@ def test_a_corpus_keeps_its_template_for_exports(tmp_path):
         "config.tokenizer": {"kind": "hf", "file": f"{tmp_path}/tokenizer.json"},
         "config.separator": SEPARATOR,
     }
-    tokenise(tmp_path / "run", **changes)()
+    make_tokenise_job(tmp_path / "run", **changes)()
     data = DataConfig(source=f"{tmp_path}/run/corpus", sequence_length=16)
     assets = find_assets(data, None)
     settings = json.loads(assets.tokenizer.files["tokenizer_config.json"])
@@ -262,12 +270,12 @@ def test_a_template_is_read_from_where_tokenizers_have_it(tmp_path, config, besi
 def test_a_bucket_gives_the_same_corpus_as_a_disk(tmp_path, monkeypatch):
     records = [{"messages": TURNS}, *PAIRS]
     dialogues(tmp_path, records, template=write_template(tmp_path), **{"config.shard_bytes": 1000})
-    bucket = Bucket(monkeypatch)
+    bucket = FakeBucket(monkeypatch)
     bucket.write("in/lines.jsonl", (tmp_path / "lines.jsonl").read_bytes())
     bucket.write("in/tokenizer_config.json", (tmp_path / "tokenizer_config.json").read_bytes())
     changes = {"config.source": "gs://b/in/*.jsonl", "config.output": "gs://b/out"}
     changes |= {"config.chat.template": "gs://b/in/tokenizer_config.json", "config.shard_bytes": 1000}
-    tokenise(tmp_path / "other", **changes)()
+    make_tokenise_job(tmp_path / "other", **changes)()
     found = bucket.copy_to("out", tmp_path / "copy")
     assert marked(found) == marked(tmp_path / "run/corpus")
 
@@ -275,19 +283,19 @@ def test_a_bucket_gives_the_same_corpus_as_a_disk(tmp_path, monkeypatch):
 def test_a_stopped_job_ends_with_the_same_bytes_and_refuses_another_template(tmp_path):
     changes: dict[str, Any] = {"config.source": write_lines(tmp_path / "lines.jsonl", PAIRS)}
     changes |= {"config.shard_bytes": 300, "config.chat.template": write_template(tmp_path)}
-    tokenise(tmp_path / "whole", **changes)()
-    stopped = tokenise(tmp_path / "run", **changes)
+    make_tokenise_job(tmp_path / "whole", **changes)()
+    stopped = make_tokenise_job(tmp_path / "run", **changes)
     stop_after(stopped, 500)
     write_template(tmp_path, MARKED)
     with pytest.raises(InvalidError, match=r"config\.chat\.template\.sha256"):
-        tokenise(tmp_path / "run", **changes)()
+        make_tokenise_job(tmp_path / "run", **changes)()
     write_template(tmp_path)
     (tmp_path / "run/corpus/00001-000.answers").unlink()
     with pytest.raises(InvalidError, match=r"00001-000\.answers is missing or truncated; remove .*00001\.json"):
-        tokenise(tmp_path / "run", **changes)()
+        make_tokenise_job(tmp_path / "run", **changes)()
     (tmp_path / "run/corpus/00001.json").unlink()
-    tokenise(tmp_path / "run", **changes)()
-    assert content_of(tmp_path / "run/corpus") == content_of(tmp_path / "whole/corpus")
+    make_tokenise_job(tmp_path / "run", **changes)()
+    assert read_corpus_files(tmp_path / "run/corpus") == read_corpus_files(tmp_path / "whole/corpus")
 
 
 # Bad input.
@@ -399,7 +407,7 @@ def test_a_wrong_key_is_refused_in_one_line(tmp_path, changes, message):
         Path(places[name]).write_text(json.dumps(content))
     placed = {key: places.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
     with pytest.raises(InvalidError, match=message) as caught:
-        tokenise(tmp_path / "run", **{"config.source": places["LINES"]} | placed)()
+        make_tokenise_job(tmp_path / "run", **{"config.source": places["LINES"]} | placed)()
     assert "\n" not in re.sub(r"\n?validate.*", "", str(caught.value))
 
 
@@ -447,7 +455,7 @@ def test_the_loss_is_that_of_answers_alone_and_a_stop_changes_no_bit(tmp_path, p
         "config.train": {"total_steps": 3, "global_batch_examples": 8},
         "config.schedule": {"name": "constant"},
     }
-    whole = gpt(tmp_path / "whole", TrainLookup, **changes)
+    whole = make_gpt(tmp_path / "whole", TrainLookup, **changes)
     params_VxV = np.asarray(
         whole.setup_builder.build(jax.devices()).init_state().params["Embed_0"]["embedding"], np.float64
     )
@@ -460,11 +468,11 @@ def test_the_loss_is_that_of_answers_alone_and_a_stop_changes_no_bit(tmp_path, p
     first = json.loads((tmp_path / "whole/metrics.jsonl").read_text().splitlines()[0])
     np.testing.assert_allclose(first["train/loss"], losses[is_answer].mean(), rtol=1e-6)
     assert abs(losses[rows["padding_mask"]].mean() - losses[is_answer].mean()) > 1e-3
-    parts = gpt(tmp_path / "parts", TrainLookup, **changes)
+    parts = make_gpt(tmp_path / "parts", TrainLookup, **changes)
     stop_after(parts, 1)
-    parts = gpt(tmp_path / "parts", TrainLookup, **changes)
+    parts = make_gpt(tmp_path / "parts", TrainLookup, **changes)
     parts()
-    assert leaves_equal(parts.state, whole.state)
+    assert are_leaves_equal(parts.state, whole.state)
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
@@ -476,9 +484,9 @@ def test_rows_of_a_table_are_the_dialogues_of_the_same_lines(tmp_path, name):
     chat = {"template": template}
     lines = dialogues(tmp_path, records, template=template)
     changes = {"config.source": write_table(tmp_path / name, records), "config.chat": chat, "config.shard_bytes": 600}
-    tokenise(tmp_path / "table", **changes)()
+    make_tokenise_job(tmp_path / "table", **changes)()
     assert marked(tmp_path / "table/corpus") == lines
-    assert len(index_of(tmp_path / "table/corpus").shards) > 1 or name == "rows.arrow"
+    assert len(read_index(tmp_path / "table/corpus").shards) > 1 or name == "rows.arrow"
 
 
 TABLES: dict[str, tuple[Any, str]] = {
@@ -497,5 +505,5 @@ TABLES: dict[str, tuple[Any, str]] = {
 def test_a_table_without_dialogues_is_refused_in_one_line(tmp_path, columns, message):
     parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
     with pytest.raises(InvalidError, match=message) as caught:
-        tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "t.parquet"), "config.chat": {}})()
+        make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "t.parquet"), "config.chat": {}})()
     assert "\n" not in str(caught.value)

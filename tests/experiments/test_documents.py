@@ -21,7 +21,7 @@ from experiments.model.attention import blocked_attention, fused_attention, xla_
 from runner.config import MemoryConfig
 from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state
-from tests.support.tiny import leaves_equal, mesh_of
+from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh
 
 VOCABULARY, T = 31, 128
 LENGTHS = [[37, 1, 60, 22], [90, 20], [128], [5, 5, 5]]  # of the documents of each row; the rest is padding
@@ -127,7 +127,7 @@ def test_what_padding_holds_changes_no_bit():
     batch = pack(documents(LENGTHS))
     changes = {"x": VOCABULARY - 1, "y": 7, "position": np.arange(T, dtype=np.int32)}
     other = {name: np.where(batch["padding_mask"], batch[name], value) for name, value in changes.items()}
-    assert leaves_equal(loss_and_gradients(batch), loss_and_gradients(batch | other))
+    assert are_leaves_equal(loss_and_gradients(batch), loss_and_gradients(batch | other))
 
 
 def test_rows_of_nothing_but_padding_add_nothing():
@@ -174,4 +174,4 @@ def test_documents_are_the_same_in_any_split_over_micro_batches_and_devices(S, s
     halves = [loss_and_gradients(pack(half)) for half in (rows[:4], rows[4:])]
     loss, gradients = jax.tree.map(lambda a, b: (a + b) / sum(map(sum, LENGTHS * 2)), *halves)
     params = jax.tree.map(np.subtract, jax.device_get(initial_params()), gradients)
-    assert_same(step(rows, S, mesh_of(*sizes)), (loss, optax.tree.norm(gradients), params))
+    assert_same(step(rows, S, make_full_mesh(*sizes)), (loss, optax.tree.norm(gradients), params))

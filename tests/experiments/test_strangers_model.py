@@ -22,7 +22,7 @@ from runner.parallel.mesh import STATE_AXES
 from runner.storage import read_json, read_log
 from runner.train.flops import compute_transformer_flops, count_train_flops
 from tests.experiments.test_documents import LENGTHS, VOCABULARY, T, alone, assert_same, documents, pack
-from tests.support.tiny import FACTORISATIONS, ROOT, TEXT, merge, set_mesh, trajectory
+from tests.support.tiny_jobs import FACTORISATIONS, ROOT, TEXT, make_mesh_options, merge, read_trajectory
 
 SOAK = pytest.mark.soak
 PAGE = (ROOT / "experiments" / "README.md").read_text()
@@ -77,7 +77,7 @@ def make_job(page, tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(make_job):
     """Return a job that has run to its end with the memory options of the page, over a mesh of three axes."""
-    job = make_job("undisturbed", **set_mesh(2, 2, 2))
+    job = make_job("undisturbed", **make_mesh_options(2, 2, 2))
     job()
     return job
 
@@ -88,12 +88,12 @@ def test_a_resumed_run_has_the_same_bits(undisturbed, make_job):
     *_, last = sorted((root / "checkpoints").iterdir())
     shutil.rmtree(last)
     (root / "result.json").unlink()
-    again = make_job("again", **set_mesh(2, 2, 2))
+    again = make_job("again", **make_mesh_options(2, 2, 2))
     again()
     resumed = next(event for event in read_log(again.store, "events") if event["event"] == "restore")
     assert resumed["step"] == SAVED
-    assert [row["step"] for row in trajectory(again.store.root)] == list(range(1, STEPS + 1))
-    assert trajectory(again.store.root) == trajectory(undisturbed.store.root)
+    assert [row["step"] for row in read_trajectory(again.store.root)] == list(range(1, STEPS + 1))
+    assert read_trajectory(again.store.root) == read_trajectory(undisturbed.store.root)
     assert read_json(again.store, "result.json") == read_json(undisturbed.store, "result.json")
 
 
@@ -106,7 +106,7 @@ def test_a_sharded_step_has_the_loss_of_one_device(undisturbed, make_job):
     params = jax.device_get(undisturbed.train_setup.init_state().params)
     loss_sum, gradients = jax.jit(jax.value_and_grad(loss))(params, batch | {"example": np.arange(len(batch["x"]))})
     count = batch["padding_mask"].sum()
-    first = trajectory(undisturbed.store.root)[0]
+    first = read_trajectory(undisturbed.store.root)[0]
     assert first["train/loss"] == pytest.approx(float(loss_sum / count), abs=1e-5)
     assert first["train/grad_norm"] == pytest.approx(float(optax.tree.norm(gradients) / count), rel=1e-4)
 
@@ -133,7 +133,7 @@ def test_loss_and_gradients_on_many_devices_equal_one(mesh, make_job, on_one_dev
     expected, before, after = on_one_device
     # Half as many heads of keys as of queries, and eight devices may share them.
     loss, same_before, sharded_after = after_a_step(
-        make_job("many", **{"config.optimizer": SGD}, **set_mesh(*mesh)), jax.devices()
+        make_job("many", **{"config.optimizer": SGD}, **make_mesh_options(*mesh)), jax.devices()
     )
     assert loss == pytest.approx(expected, abs=1e-5)
     gradients, sharded = (
@@ -145,7 +145,7 @@ def test_loss_and_gradients_on_many_devices_equal_one(mesh, make_job, on_one_dev
 
 
 def test_every_matrix_is_sharded_by_its_names(make_job):
-    train_setup = make_job("names", **set_mesh(2, 2, 2)).setup_builder.build(jax.devices())
+    train_setup = make_job("names", **make_mesh_options(2, 2, 2)).setup_builder.build(jax.devices())
     shardings = train_setup.abstract_state.params
     specs = {
         jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.sharding.spec)

@@ -32,33 +32,33 @@ from runner.data.corpus_index import CorpusShard
 from runner.errors import DataError, InvalidError, StorageError
 from runner.evaluation.generation import encode_prompt, find_start_token, load_source_codec
 from runner.storage import DeadlineError
-from tests.support import inputs
-from tests.support.inputs import (
+from tests.support import tokenise_inputs
+from tests.support.object_stores import BACKENDS, Faults, route_stores_to, start_backend
+from tests.support.tiny_jobs import StopAfter, stop_after
+from tests.support.tokenise_inputs import (
     DOCUMENTS,
-    FORMS,
+    FILE_FORMATS,
     SEPARATOR,
-    content_of,
     decode_corpus,
-    index_of,
+    make_tokenise_job,
     read_corpus,
-    tokenise,
-    write_texts,
+    read_corpus_files,
+    read_index,
+    write_text_files,
 )
-from tests.support.servers import BACKENDS, Faults, lead, start_backend
-from tests.support.tiny import StopAfter, stop_after
 
 STDLIB = "python-stdlib"
 
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return inputs.make_tokenizer_files(tmp_path_factory.mktemp("tokenizers"))
+    return tokenise_inputs.make_tokenizer_files(tmp_path_factory.mktemp("tokenizers"))
 
 
 def refusal(directory: Path, **changes: Any) -> str:
     """The one line with which a job is refused; it leaves no index."""
     with pytest.raises(InvalidError) as caught:
-        tokenise(directory, **changes)()
+        make_tokenise_job(directory, **changes)()
     assert not list(directory.rglob("index.json"))
     message = str(caught.value)
     assert "\n" not in message
@@ -68,30 +68,30 @@ def refusal(directory: Path, **changes: Any) -> str:
 # What comes out.
 
 
-@pytest.mark.parametrize("name", ["texts", *FORMS])
+@pytest.mark.parametrize("name", ["texts", *FILE_FORMATS])
 def test_every_form_gives_the_documents_that_were_put_in(tmp_path, name):
     if name == "texts":
-        source = write_texts(tmp_path / "in", DOCUMENTS)
+        source = write_text_files(tmp_path / "in", DOCUMENTS)
     else:
-        (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+        (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
         source = str(tmp_path / name)
-    tokenise(tmp_path / "run", **{"config.source": source, "config.separator": 0})()
+    make_tokenise_job(tmp_path / "run", **{"config.source": source, "config.separator": 0})()
     corpus = tmp_path / "run/corpus"
     assert decode_corpus(corpus) == DOCUMENTS
     assert all(ids[-1] == 0 for ids in read_corpus(corpus))
-    assert len(index_of(corpus).shards) > 1
-    assert index_of(corpus).num_tokens == sum(len(text.encode()) + 1 for text in DOCUMENTS)
+    assert len(read_index(corpus).shards) > 1
+    assert read_index(corpus).num_tokens == sum(len(text.encode()) + 1 for text in DOCUMENTS)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "hf", "sentencepiece", "tiktoken", "bpe"])
 def test_every_kind_of_tokenizer_comes_back_from_the_index_and_decodes(tmp_path, kinds, kind):
     separator = {"bytes": None, "sentencepiece": "</s>"}.get(kind, SEPARATOR)
     changes = {"config.tokenizer": kinds[kind], "config.separator": separator}
-    tokenise(tmp_path / "run", **{"config.source": write_texts(tmp_path / "in", DOCUMENTS)}, **changes)()
+    make_tokenise_job(tmp_path / "run", **{"config.source": write_text_files(tmp_path / "in", DOCUMENTS)}, **changes)()
     found = decode_corpus(tmp_path / "run/corpus")
     is_exact = kind != "sentencepiece"  # which normalises
     assert found == DOCUMENTS if is_exact else len(found) == len(DOCUMENTS)
-    assert index_of(tmp_path / "run/corpus").tokenizer["kind"] == {"bpe": "hf"}.get(kind, kind)
+    assert read_index(tmp_path / "run/corpus").tokenizer["kind"] == {"bpe": "hf"}.get(kind, kind)
 
 
 def test_ids_are_those_of_the_library_and_decode_to_the_text(tmp_path):
@@ -106,10 +106,10 @@ def test_ids_are_those_of_the_library_and_decode_to_the_text_for_every_file(tmp_
 def _compare_with_the_library(tmp_path: Path, num_files: int | None) -> None:
     texts = [Path(file.name).read_bytes().decode(errors="replace") for file in find_files(STDLIB)[:num_files]]
     texts = [text for text in texts if SEPARATOR not in text]
-    source = write_texts(tmp_path / "in", texts)
+    source = write_text_files(tmp_path / "in", texts)
     changes = {"config.tokenizer": {"kind": "bpe", "vocabulary_size": 1000, "sample_bytes": 100_000}}
     changes |= {"config.separator": SEPARATOR, "config.shard_bytes": 100_000}
-    tokenise(tmp_path / "run", **{"config.source": source}, **changes)()
+    make_tokenise_job(tmp_path / "run", **{"config.source": source}, **changes)()
     corpus = tmp_path / "run/corpus"
     library = tokenizers.Tokenizer.from_file(str(corpus / "tokenizer.json"))
     end = library.token_to_id(SEPARATOR)
@@ -121,8 +121,8 @@ def _compare_with_the_library(tmp_path: Path, num_files: int | None) -> None:
 
 
 def test_a_vocabulary_is_trained_to_the_same_bytes_again(tmp_path):
-    write_texts(tmp_path / "in", DOCUMENTS)
-    config = tokenise(
+    write_text_files(tmp_path / "in", DOCUMENTS)
+    config = make_tokenise_job(
         tmp_path / "run", **{"config.tokenizer": {"kind": "bpe", "vocabulary_size": 290}}, **_some(tmp_path)
     )
     pieces = cut_into_pieces(find_files(str(tmp_path / "in/*.txt")), 500)
@@ -139,20 +139,20 @@ def test_a_vocabulary_is_trained_to_the_same_bytes_again(tmp_path):
 
 
 def test_one_vocabulary_is_trained_over_several_sources(tmp_path):
-    write_texts(tmp_path / "in", ["aaaa bbbb " * 50] * 5)
-    (tmp_path / "x.jsonl").write_bytes(inputs.lines(["wxyz " * 60] * 5, "content"))
+    write_text_files(tmp_path / "in", ["aaaa bbbb " * 50] * 5)
+    (tmp_path / "x.jsonl").write_bytes(tokenise_inputs.make_jsonl(["wxyz " * 60] * 5, "content"))
     sources = [{"source": str(tmp_path / "in/*.txt")}, {"source": str(tmp_path / "x.jsonl"), "field": "content"}]
     bpe = {"kind": "bpe", "vocabulary_size": 290, "sources": sources}
     source = {"config.source": str(tmp_path / "in/*.txt"), "config.tokenizer": bpe}
-    tokenise(tmp_path / "one", **source)()
+    make_tokenise_job(tmp_path / "one", **source)()
     content = (tmp_path / "one/corpus/tokenizer.json").read_bytes()
     assert {"aaaa", "wxyz"} <= json.loads(content)["model"]["vocab"].keys()
     other = {"config.source": str(tmp_path / "x.jsonl"), "config.field": "content"}
-    tokenise(tmp_path / "two", **other, **{"config.tokenizer": bpe})()
+    make_tokenise_job(tmp_path / "two", **other, **{"config.tokenizer": bpe})()
     assert (tmp_path / "two/corpus/tokenizer.json").read_bytes() == content
-    (tmp_path / "x.jsonl").write_bytes(inputs.lines(["changed"], "content"))
+    (tmp_path / "x.jsonl").write_bytes(tokenise_inputs.make_jsonl(["changed"], "content"))
     with pytest.raises(InvalidError, match=r"config\.tokenizer\.sources"):
-        tokenise(tmp_path / "one", **source, **{"checkpoint.keep_last": 4}).validate_checkpoints()
+        make_tokenise_job(tmp_path / "one", **source, **{"checkpoint.keep_last": 4}).validate_checkpoints()
     bad = [*sources, {"source": str(tmp_path / "none.jsonl")}]
     assert "config.tokenizer.sources.2.source: no file matches" in refusal(
         tmp_path / "run", **source | {"config.tokenizer": bpe | {"sources": bad}}
@@ -176,32 +176,32 @@ def test_lines_tell_how_long_a_vocabulary_is_being_trained(monkeypatch):
 def test_wide_ids_are_written_wide(tmp_path, kinds):
     wide = kinds["tiktoken"] | {"special_tokens": {SEPARATOR: 70_000}}
     changes = {"config.tokenizer": wide, "config.separator": SEPARATOR}
-    tokenise(tmp_path / "run", **_some(tmp_path), **changes)()
-    index = index_of(tmp_path / "run/corpus")
+    make_tokenise_job(tmp_path / "run", **_some(tmp_path), **changes)()
+    index = read_index(tmp_path / "run/corpus")
     assert (index.dtype, index.vocabulary_size, index.separator) == ("uint32", 70_001, 70_000)
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
 
 
 @pytest.mark.parametrize("separator", [None, 7])
 def test_an_empty_document_is_its_separator_or_is_left_out(tmp_path, capsys, separator):
-    (tmp_path / "a.jsonl").write_bytes(inputs.lines(["one", "", "two", ""]))
+    (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(["one", "", "two", ""]))
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.separator": separator}
-    tokenise(tmp_path / "run", **changes)()
+    make_tokenise_job(tmp_path / "run", **changes)()
     assert decode_corpus(tmp_path / "run/corpus") == (["one", "two"] if separator is None else ["one", "", "two", ""])
     assert ("left out 2 empty documents" in capsys.readouterr().out) == (separator is None)
 
 
 def test_a_document_longer_than_a_shard_makes_a_long_shard(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(inputs.lines(["short", "x" * 5000, "short"]))
-    tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl"), "config.shard_bytes": 100})()
+    (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(["short", "x" * 5000, "short"]))
+    make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl"), "config.shard_bytes": 100})()
     assert decode_corpus(tmp_path / "run/corpus") == ["short", "x" * 5000, "short"]
-    assert max(shard.num_tokens for shard in index_of(tmp_path / "run/corpus").shards) > 5000
+    assert max(shard.num_tokens for shard in read_index(tmp_path / "run/corpus").shards) > 5000
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 100, 3000, 1 << 30])
 @pytest.mark.parametrize("name", ["a.jsonl", "c.jsonl.zst", "d.parquet"])
 def test_pieces_of_any_size_hold_the_same_documents(tmp_path, name, shard_bytes):
-    (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+    (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
     files = find_files(str(tmp_path / name))
     parts = [part for piece in cut_into_pieces(files, shard_bytes) for part in piece]
     found = [text for part in parts for text in read_documents(part, None, "text")]
@@ -211,7 +211,7 @@ def test_pieces_of_any_size_hold_the_same_documents(tmp_path, name, shard_bytes)
 
 def test_a_bad_line_is_called_by_its_number_wherever_its_part_begins(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(inputs.lines(DOCUMENTS[:50]) + b"{oh\n" + inputs.lines(DOCUMENTS[:50]))
+    path.write_bytes(tokenise_inputs.make_jsonl(DOCUMENTS[:50]) + b"{oh\n" + tokenise_inputs.make_jsonl(DOCUMENTS[:50]))
     for shard_bytes in (10, 100, 1000, 1 << 20):
         parts = [part for piece in cut_into_pieces(find_files(str(path)), shard_bytes) for part in piece]
         (bad,) = [text for part in parts for text in read_documents(part, None, "text") if isinstance(text, BadRecord)]
@@ -234,11 +234,11 @@ COMPRESSIONS: dict[str, Any] = {
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_lines_of_json_are_read_under_every_name_and_compression(tmp_path, lines, compression):
     path = tmp_path / f"part-0000{lines}{compression}"
-    path.write_bytes(COMPRESSIONS[compression](inputs.lines(DOCUMENTS)))
+    path.write_bytes(COMPRESSIONS[compression](tokenise_inputs.make_jsonl(DOCUMENTS)))
     (file,) = find_files(str(path))
     ((part,),) = cut_into_pieces([file], 1 << 20)
     assert list(read_documents(part, None, "text")) == [text.encode() for text in DOCUMENTS]
-    path.write_bytes(COMPRESSIONS[compression](inputs.lines(DOCUMENTS))[:-9])
+    path.write_bytes(COMPRESSIONS[compression](tokenise_inputs.make_jsonl(DOCUMENTS))[:-9])
     if compression:
         with pytest.raises(DataError, match=r"is not a valid \..* file"):
             list(read_documents(InputPart(find_files(str(path))[0], 0), None, "text"))
@@ -259,8 +259,8 @@ TEXT_TYPES = {
 @pytest.mark.parametrize("kind", TEXT_TYPES)
 def test_a_column_of_text_is_read_in_every_encoding_of_arrow(tmp_path, monkeypatch, kind, name):
     texts = pyarrow.array(["naïve", None, "naïve", ""]).cast(TEXT_TYPES[kind])
-    monkeypatch.setattr(inputs, "table", lambda _: pyarrow.table({"text": texts}))
-    (tmp_path / name).write_bytes(FORMS[name]([]))
+    monkeypatch.setattr(tokenise_inputs, "make_table", lambda _: pyarrow.table({"text": texts}))
+    (tmp_path / name).write_bytes(FILE_FORMATS[name]([]))
     (file,) = find_files(str(tmp_path / name))
     found = list(read_documents(InputPart(file, file.size_bytes), None, "text"))
     assert found[0] == found[2] == "naïve".encode()
@@ -270,14 +270,14 @@ def test_a_column_of_text_is_read_in_every_encoding_of_arrow(tmp_path, monkeypat
 
 def test_a_column_of_nulls_and_one_of_numbers_are_told(tmp_path, monkeypatch):
     for values, message in (([None, None], "'text' is null"), ([1, 2], "column 'text' is int64, needs string")):
-        monkeypatch.setattr(inputs, "table", lambda _, values=values: pyarrow.table({"text": values}))
-        (tmp_path / "d.parquet").write_bytes(FORMS["d.parquet"]([]))
+        monkeypatch.setattr(tokenise_inputs, "make_table", lambda _, values=values: pyarrow.table({"text": values}))
+        (tmp_path / "d.parquet").write_bytes(FILE_FORMATS["d.parquet"]([]))
         assert message in refusal(tmp_path / "run", **{"config.source": str(tmp_path / "d.parquet")})
 
 
 def test_a_begin_token_comes_once_before_every_document(tmp_path, kinds):
     texts = ["one", f"{SEPARATOR}two", ""]  # the text of a special token is that token in a tokenizer of kind hf
-    (tmp_path / "a.jsonl").write_bytes(inputs.lines(texts))
+    (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(texts))
     content = json.loads(Path(kinds["hf"]["file"]).read_bytes())
     process = {"single": [{"SpecialToken": {"id": SEPARATOR, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]}
     process |= {
@@ -288,12 +288,12 @@ def test_a_begin_token_comes_once_before_every_document(tmp_path, kinds):
     (tmp_path / "t.json").write_text(json.dumps(content))
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.begin": SEPARATOR, "config.separator": "<|pad|>"}
     for name, file in (("plain", kinds["hf"]["file"]), ("with a post-processor", str(tmp_path / "t.json"))):
-        tokenise(tmp_path / name, **changes, **{"config.tokenizer": {"kind": "hf", "file": file}})()
+        make_tokenise_job(tmp_path / name, **changes, **{"config.tokenizer": {"kind": "hf", "file": file}})()
         corpus = tmp_path / name / "corpus"
         found = read_corpus(corpus)
         assert [ids.tolist().count(0) for ids in found] == [1, 1, 1]
         assert all(ids[0] == 0 and ids[-1] == 1 for ids in found)
-        assert (index_of(corpus).begin, json.loads((corpus / "index.json").read_bytes())["format"]) == (0, 3)
+        assert (read_index(corpus).begin, json.loads((corpus / "index.json").read_bytes())["format"]) == (0, 3)
         codec = load_source_codec(TokenSource(source=str(corpus)), DataConfig(source=str(corpus), sequence_length=8))
         assert (find_start_token(codec, DataConfig(source="x", sequence_length=8)), codec.separator) == (0, 1)
         assert encode_prompt(codec, "one") == found[0][:-1].tolist()
@@ -307,41 +307,41 @@ BLANKS = " " * 1_200_000  # on which the regular expressions of tiktoken overflo
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_document_on_which_a_tokenizer_panics_is_named_and_may_be_skipped(tmp_path, kinds, capsys, shuffle):
     texts = [*DOCUMENTS[:5], BLANKS, *DOCUMENTS[5:9]]
-    (tmp_path / "a.jsonl").write_bytes(b"\n{}\n" + inputs.lines(texts))
+    (tmp_path / "a.jsonl").write_bytes(b"\n{}\n" + tokenise_inputs.make_jsonl(texts))
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.tokenizer": kinds["tiktoken"]}
     changes |= {"config.shuffle": shuffle, "config.shard_bytes": 1 << 30}
     found = refusal(tmp_path / "run", **changes, **{"config.skip_bad": 1})
     assert "config.skip_bad allows 1" in found
-    tokenise(tmp_path / "run", **changes, **{"config.skip_bad": 2})()
+    make_tokenise_job(tmp_path / "run", **changes, **{"config.skip_bad": 2})()
     assert sorted(decode_corpus(tmp_path / "run/corpus")) == sorted(DOCUMENTS[:9])
     record = FinishedPiece.from_json(json.loads((tmp_path / "run/corpus/00000.json").read_bytes()))
     assert (record.num_bad, "a.jsonl:8: the tokenizer cannot encode" in record.first_bad) == (2, True)
 
 
 def test_a_text_file_on_which_a_tokenizer_panics_is_named(tmp_path, kinds):
-    source = write_texts(tmp_path / "in", [*DOCUMENTS[:3], BLANKS])
+    source = write_text_files(tmp_path / "in", [*DOCUMENTS[:3], BLANKS])
     changes = {"config.source": source, "config.tokenizer": kinds["tiktoken"]}
     found = refusal(tmp_path / "run", **changes)
     assert "00003.txt: the tokenizer cannot encode" in found
     assert "set config.skip_bad" in found
-    tokenise(tmp_path / "run", **changes, **{"config.skip_bad": 1})()
+    make_tokenise_job(tmp_path / "run", **changes, **{"config.skip_bad": 1})()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS[:3]
 
 
 # Shuffled, and without duplicates.
 
 
-@pytest.mark.parametrize("name", ["texts", *FORMS])
+@pytest.mark.parametrize("name", ["texts", *FILE_FORMATS])
 def test_a_shuffled_corpus_holds_the_same_documents_in_an_order_of_the_seed(tmp_path, name):
-    source = write_texts(tmp_path / "in", DOCUMENTS) if name == "texts" else str(tmp_path / name)
+    source = write_text_files(tmp_path / "in", DOCUMENTS) if name == "texts" else str(tmp_path / name)
     if name != "texts":
-        (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+        (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
     changes = {"config.source": source, "config.shuffle": True}
     orders = []
     for run, seed in (("one", 0), ("again", 0), ("other", 1)):
-        tokenise(tmp_path / run, **changes, seed=seed)()
+        make_tokenise_job(tmp_path / run, **changes, seed=seed)()
         orders.append(decode_corpus(tmp_path / run / "corpus"))
-    assert content_of(tmp_path / "one/corpus") == content_of(tmp_path / "again/corpus")
+    assert read_corpus_files(tmp_path / "one/corpus") == read_corpus_files(tmp_path / "again/corpus")
     assert orders[0] != orders[2]
     for order in orders:
         assert order != DOCUMENTS
@@ -353,7 +353,7 @@ def test_the_order_that_a_seed_gives_stays_the_same_for_ever():
 
 
 def test_pieces_of_a_shuffled_source_mix_its_parts(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(inputs.lines(DOCUMENTS * 20))
+    (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(DOCUMENTS * 20))
     pieces = cut_into_pieces(find_files(str(tmp_path / "a.jsonl")), 20_000, 5)
     starts = [[part.start or 0 for part in piece] for piece in pieces]
     assert min(len(each) for each in starts[:-1]) > 10
@@ -363,14 +363,14 @@ def test_pieces_of_a_shuffled_source_mix_its_parts(tmp_path):
 REPEATED = [*DOCUMENTS[:40], *DOCUMENTS[20:60], DOCUMENTS[3], *DOCUMENTS[60:], *DOCUMENTS[:2]]
 
 
-@pytest.mark.parametrize("name", ["texts", *FORMS])
+@pytest.mark.parametrize("name", ["texts", *FILE_FORMATS])
 @pytest.mark.parametrize("range_documents", [1 << 22, 5])
 def test_of_equal_documents_the_first_alone_is_kept(tmp_path, capsys, monkeypatch, name, range_documents):
     monkeypatch.setattr(output, "_RANGE_DOCUMENTS", range_documents)
-    source = write_texts(tmp_path / "in", REPEATED) if name == "texts" else str(tmp_path / name)
+    source = write_text_files(tmp_path / "in", REPEATED) if name == "texts" else str(tmp_path / name)
     if name != "texts":
-        (tmp_path / name).write_bytes(FORMS[name](REPEATED))
-    tokenise(tmp_path / "run", **{"config.source": source, "config.deduplicate": True})()
+        (tmp_path / name).write_bytes(FILE_FORMATS[name](REPEATED))
+    make_tokenise_job(tmp_path / "run", **{"config.source": source, "config.deduplicate": True})()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
     assert "left out 23 documents that repeat an earlier one" in capsys.readouterr().out
     assert not list((tmp_path / "run/corpus").glob("*.digests"))
@@ -380,7 +380,9 @@ def test_duplicates_are_left_out_of_dialogues_too(tmp_path):
     pairs = [{"prompt": f"{i % 7}?", "completion": "yes" if i < 20 else "no"} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.chat": {}, "config.deduplicate": True}
-    tokenise(tmp_path / "run", **changes, **{"config.shard_bytes": 30, "config.separator": 0, "config.begin": 1})()
+    make_tokenise_job(
+        tmp_path / "run", **changes, **{"config.shard_bytes": 30, "config.separator": 0, "config.begin": 1}
+    )()
     found = decode_corpus(tmp_path / "run/corpus")
     assert found == list(dict.fromkeys(f"\x01{pair['prompt']}{pair['completion']}" for pair in pairs))
 
@@ -392,12 +394,12 @@ def test_a_source_without_documents_has_no_duplicates(tmp_path):
 
 
 def test_a_shuffled_corpus_without_duplicates_is_the_same_after_every_loss(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(inputs.lines(REPEATED))
+    (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(REPEATED))
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.deduplicate": True, "config.shuffle": True}
-    tokenise(tmp_path / "whole", **changes)()
-    whole = content_of(tmp_path / "whole/corpus")
+    make_tokenise_job(tmp_path / "whole", **changes)()
+    whole = read_corpus_files(tmp_path / "whole/corpus")
     assert sorted(decode_corpus(tmp_path / "whole/corpus")) == sorted(DOCUMENTS)
-    job = tokenise(tmp_path / "run", **changes)
+    job = make_tokenise_job(tmp_path / "run", **changes)
     with pytest.raises(RuntimeError, match="crash"):
         job(stop=CrashAfter(job, 500))
     shutil.copytree(tmp_path / "run", tmp_path / "crashed")
@@ -407,8 +409,8 @@ def test_a_shuffled_corpus_without_duplicates_is_the_same_after_every_loss(tmp_p
         shutil.copytree(tmp_path / "crashed", tmp_path / "run")
         for path in (tmp_path / "run/corpus").glob(lost):
             path.unlink()
-        tokenise(tmp_path / "run", **changes)()
-        assert content_of(tmp_path / "run/corpus") == whole, lost
+        make_tokenise_job(tmp_path / "run", **changes)()
+        assert read_corpus_files(tmp_path / "run/corpus") == whole, lost
 
 
 # From a bucket to a bucket.
@@ -418,38 +420,38 @@ def test_a_shuffled_corpus_without_duplicates_is_the_same_after_every_loss(tmp_p
     "source", ["gs://b/web/*.jsonl.zst", "gs://b/web/**/*.zst", "gs://b/web/[ab]*.zst", "gs://b/web"]
 )
 def test_a_bucket_gives_the_documents_of_its_files_and_takes_the_corpus(tmp_path, monkeypatch, source):
-    bucket = inputs.Bucket(monkeypatch)
+    bucket = tokenise_inputs.FakeBucket(monkeypatch)
     for i, name in enumerate(["a", "b"]):
-        bucket.write(f"web/{name}.jsonl.zst", FORMS["c.jsonl.zst"](DOCUMENTS[i * 50 : i * 50 + 50]))
+        bucket.write(f"web/{name}.jsonl.zst", FILE_FORMATS["c.jsonl.zst"](DOCUMENTS[i * 50 : i * 50 + 50]))
     bucket.write("other/a.jsonl.zst", b"not read")
     bucket.write("webb/a.jsonl.zst", b"not read")
-    bucket.write("t.json", inputs.make_hf())
+    bucket.write("t.json", tokenise_inputs.make_hf_tokenizer())
     changes = {"config.tokenizer": {"kind": "hf", "file": "gs://b/t.json"}, "config.separator": SEPARATOR}
-    job = tokenise(tmp_path / "run", **{"config.source": source, "config.output": "gs://b/out"}, **changes)
+    job = make_tokenise_job(tmp_path / "run", **{"config.source": source, "config.output": "gs://b/out"}, **changes)
     job()
     assert decode_corpus(bucket.copy_to("out", tmp_path / "out")) == DOCUMENTS[:100]
 
 
 def test_one_object_of_a_bucket_is_a_source(tmp_path, monkeypatch):
-    bucket = inputs.Bucket(monkeypatch)
-    bucket.write("web/a.jsonl", inputs.lines(DOCUMENTS))
+    bucket = tokenise_inputs.FakeBucket(monkeypatch)
+    bucket.write("web/a.jsonl", tokenise_inputs.make_jsonl(DOCUMENTS))
     bucket.write("web/a.jsonl2", b"not read")
-    tokenise(tmp_path / "run", **{"config.source": "gs://b/web/a.jsonl"})()
+    make_tokenise_job(tmp_path / "run", **{"config.source": "gs://b/web/a.jsonl"})()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
 
 
 @pytest.mark.parametrize("own", ["a[1].jsonl", "a b*.jsonl"])
 def test_an_object_whose_name_holds_wild_characters_is_a_source(tmp_path, monkeypatch, own):
-    bucket = inputs.Bucket(monkeypatch)
-    bucket.write(f"web/{own}", inputs.lines(DOCUMENTS))
+    bucket = tokenise_inputs.FakeBucket(monkeypatch)
+    bucket.write(f"web/{own}", tokenise_inputs.make_jsonl(DOCUMENTS))
     bucket.write("web/a1.jsonl", b"not read")
-    tokenise(tmp_path / "run", **{"config.source": f"gs://b/web/{own}"})()
+    make_tokenise_job(tmp_path / "run", **{"config.source": f"gs://b/web/{own}"})()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
 
 
-@pytest.mark.parametrize("name", ["texts.txt", *FORMS])
+@pytest.mark.parametrize("name", ["texts.txt", *FILE_FORMATS])
 def test_a_large_file_in_a_bucket_is_read_in_blocks(tmp_path, monkeypatch, name):
-    bucket, most_bytes, block_bytes = inputs.Bucket(monkeypatch), 0, 512
+    bucket, most_bytes, block_bytes = tokenise_inputs.FakeBucket(monkeypatch), 0, 512
     monkeypatch.setattr(input_files, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(input_documents, "BLOCK_BYTES", block_bytes)
     real = bucket.driver.get_range
@@ -461,8 +463,8 @@ def test_a_large_file_in_a_bucket_is_read_in_blocks(tmp_path, monkeypatch, name)
 
     monkeypatch.setattr(bucket.driver, "get_range", get_range)
     texts = ["".join(DOCUMENTS)] if name == "texts.txt" else DOCUMENTS
-    bucket.write(f"web/{name}", texts[0].encode() if name == "texts.txt" else FORMS[name](texts))
-    tokenise(tmp_path / "run", **{"config.source": f"gs://b/web/{name}"})()
+    bucket.write(f"web/{name}", texts[0].encode() if name == "texts.txt" else FILE_FORMATS[name](texts))
+    make_tokenise_job(tmp_path / "run", **{"config.source": f"gs://b/web/{name}"})()
     assert decode_corpus(tmp_path / "run/corpus") == texts
     assert most_bytes == block_bytes
 
@@ -477,8 +479,8 @@ def test_a_large_file_in_a_bucket_is_read_in_blocks(tmp_path, monkeypatch, name)
     ],
 )
 def test_a_source_that_a_bucket_does_not_have_is_refused(tmp_path, monkeypatch, source, message):
-    bucket = inputs.Bucket(monkeypatch)
-    bucket.write("web/a.jsonl", inputs.lines(DOCUMENTS))
+    bucket = tokenise_inputs.FakeBucket(monkeypatch)
+    bucket.write("web/a.jsonl", tokenise_inputs.make_jsonl(DOCUMENTS))
     bucket.write("web/a.txt", b"text")
     assert message in refusal(tmp_path / "run", **{"config.source": source})
 
@@ -497,13 +499,13 @@ def test_a_source_that_a_bucket_does_not_have_is_refused(tmp_path, monkeypatch, 
     ids=str,
 )
 def test_an_object_that_cannot_be_read_is_named(tmp_path, monkeypatch, error, raised, name, block_bytes):
-    bucket = inputs.Bucket(monkeypatch)
+    bucket = tokenise_inputs.FakeBucket(monkeypatch)
     if block_bytes is not None:
         monkeypatch.setattr(input_files, "BLOCK_BYTES", block_bytes)
         monkeypatch.setattr(input_documents, "BLOCK_BYTES", block_bytes)
     key = f"web/{name}"
     form = {"c.jsonl": "a.jsonl", "c.parquet": "d.parquet"}.get(name, name)
-    bucket.write(key, FORMS[form](DOCUMENTS))
+    bucket.write(key, FILE_FORMATS[form](DOCUMENTS))
     content = bucket.driver.objects[key][0]
 
     def strike(verb: str, struck: str) -> None:
@@ -514,7 +516,7 @@ def test_an_object_that_cannot_be_read_is_named(tmp_path, monkeypatch, error, ra
 
     bucket.driver.before = strike
     with pytest.raises(raised, match=r"web/c"):
-        tokenise(tmp_path / "run", **{"config.source": f"gs://b/web/{name}"})()
+        make_tokenise_job(tmp_path / "run", **{"config.source": f"gs://b/web/{name}"})()
 
 
 # A job that is stopped, and what may have changed when it goes on.
@@ -522,12 +524,12 @@ def test_an_object_that_cannot_be_read_is_named(tmp_path, monkeypatch, error, ra
 
 def _some(tmp_path: Path) -> dict[str, Any]:
     is_there = (tmp_path / "in").exists()
-    return {"config.source": str(tmp_path / "in/*.txt") if is_there else write_texts(tmp_path / "in", DOCUMENTS)}
+    return {"config.source": str(tmp_path / "in/*.txt") if is_there else write_text_files(tmp_path / "in", DOCUMENTS)}
 
 
 def _stopped(tmp_path: Path, **changes: Any) -> Path:
     """A run that was asked to stop in the middle."""
-    job = tokenise(tmp_path / "run", **_some(tmp_path), **changes)
+    job = make_tokenise_job(tmp_path / "run", **_some(tmp_path), **changes)
     stop_after(job, 500)
     return tmp_path / "run"
 
@@ -536,13 +538,13 @@ def test_a_stopped_job_goes_on_without_making_a_piece_again(tmp_path):
     run = _stopped(tmp_path)
     records = {path: path.stat().st_mtime_ns for path in (run / "corpus").glob("0*")}
     assert len(records) > 2
-    tokenise(run, **_some(tmp_path))()
+    make_tokenise_job(run, **_some(tmp_path))()
     assert records == {path: path.stat().st_mtime_ns for path in records}
-    tokenise(tmp_path / "whole", **_some(tmp_path))()
-    assert content_of(run / "corpus") == content_of(tmp_path / "whole/corpus")
+    make_tokenise_job(tmp_path / "whole", **_some(tmp_path))()
+    assert read_corpus_files(run / "corpus") == read_corpus_files(tmp_path / "whole/corpus")
     results = [json.loads((directory / "result.json").read_bytes()) for directory in (run, tmp_path / "whole")]
     assert results[0] == results[1]
-    assert results[0]["tokens"] == index_of(run / "corpus").num_tokens
+    assert results[0]["tokens"] == read_index(run / "corpus").num_tokens
 
 
 @pytest.mark.parametrize("name", ["00000.json", "00000-000.bin", "00000-000.ends"])
@@ -554,14 +556,14 @@ def test_what_was_lost_since_is_told_or_made_again(tmp_path, name):
             rf"{re.escape(name)} is missing or truncated; remove .*00000.json", refusal(run, **_some(tmp_path))
         )
         (run / "corpus/00000.json").unlink()
-    tokenise(run, **_some(tmp_path))()
+    make_tokenise_job(run, **_some(tmp_path))()
     assert decode_corpus(run / "corpus") == DOCUMENTS
 
 
 def test_a_job_that_is_done_does_nothing_even_if_its_corpus_was_moved_away(tmp_path):
-    tokenise(tmp_path / "run", **_some(tmp_path))()
+    make_tokenise_job(tmp_path / "run", **_some(tmp_path))()
     (tmp_path / "run/corpus").rename(tmp_path / "elsewhere")
-    tokenise(tmp_path / "run", **_some(tmp_path))()
+    make_tokenise_job(tmp_path / "run", **_some(tmp_path))()
     assert not (tmp_path / "run/corpus").exists()
 
 
@@ -574,7 +576,7 @@ def test_a_damaged_record_is_named_and_its_piece_made_again(tmp_path, damage):
     path.write_bytes(json.dumps(json.loads(record) | json.loads(damage)).encode() if is_part else damage)
     assert "00001.json is missing or damaged; remove it and run again" in refusal(run, **_some(tmp_path))
     path.unlink()
-    tokenise(run, **_some(tmp_path))()
+    make_tokenise_job(run, **_some(tmp_path))()
     assert path.read_bytes() == record
 
 
@@ -582,7 +584,7 @@ def test_what_a_killed_process_was_writing_does_not_stay(tmp_path):
     run = _stopped(tmp_path)
     (run / "corpus/.00009-000.bin.0123abcd.tmp").write_bytes(b"half")
     (run / "corpus/.mine").write_bytes(b"somebody's own")
-    tokenise(run, **_some(tmp_path))()
+    make_tokenise_job(run, **_some(tmp_path))()
     assert [path.name for path in (run / "corpus").glob(".*")] == [".mine"]
 
 
@@ -599,17 +601,17 @@ def test_another_input_is_refused_and_named(tmp_path):
     (tmp_path / "in/new.txt").write_text("new")
     assert "new.txt is new" in refusal(run, **source)
     (tmp_path / "in/new.txt").unlink()
-    tokenise(run, **source)()
+    make_tokenise_job(run, **source)()
 
 
 def test_an_object_that_was_replaced_by_one_of_its_size_is_refused_and_named(tmp_path, monkeypatch):
-    bucket = inputs.Bucket(monkeypatch)
-    bucket.write("web/a.jsonl", inputs.lines(DOCUMENTS[:60]))
-    bucket.write("web/b.jsonl", inputs.lines(DOCUMENTS[60:]))
+    bucket = tokenise_inputs.FakeBucket(monkeypatch)
+    bucket.write("web/a.jsonl", tokenise_inputs.make_jsonl(DOCUMENTS[:60]))
+    bucket.write("web/b.jsonl", tokenise_inputs.make_jsonl(DOCUMENTS[60:]))
     changes = {"config.source": "gs://b/web/*"}
-    job = tokenise(tmp_path / "run", **changes)
+    job = make_tokenise_job(tmp_path / "run", **changes)
     stop_after(job, 500)
-    bucket.write("web/b.jsonl", inputs.lines(DOCUMENTS[:59:-1]))
+    bucket.write("web/b.jsonl", tokenise_inputs.make_jsonl(DOCUMENTS[:59:-1]))
     assert "gs://b/web/b.jsonl has changed since this job began" in refusal(tmp_path / "run", **changes)
 
 
@@ -620,9 +622,9 @@ def test_another_tokenizer_is_refused(tmp_path, kinds):
     path.write_bytes(before.replace(b"<|pad|>", b"<|PAD|>"))
     changes = _some(tmp_path) | {"config.tokenizer": kinds["hf"]}
     with pytest.raises(InvalidError, match=r"config.tokenizer.sha256: checkpoint 500 has"):
-        tokenise(run, **changes)()
+        make_tokenise_job(run, **changes)()
     path.write_bytes(before)
-    tokenise(run, **_some(tmp_path), **{"config.tokenizer": kinds["hf"]})()
+    make_tokenise_job(run, **_some(tmp_path), **{"config.tokenizer": kinds["hf"]})()
 
 
 class CrashAfter(StopAfter):
@@ -637,7 +639,7 @@ class CrashAfter(StopAfter):
 def test_another_tokenizer_is_refused_before_the_first_checkpoint_too(tmp_path, kinds):
     shutil.copy(kinds["hf"]["file"], tmp_path / "t.json")
     changes = _some(tmp_path) | {"config.tokenizer": {"kind": "hf", "file": str(tmp_path / "t.json")}}
-    job = tokenise(tmp_path / "run", **changes)
+    job = make_tokenise_job(tmp_path / "run", **changes)
     with pytest.raises(RuntimeError, match="crash"):
         job(stop=CrashAfter(job, 500))
     (tmp_path / "t.json").write_bytes((tmp_path / "t.json").read_bytes().replace(b"<|pad|>", b"<|PAD|>"))
@@ -653,7 +655,7 @@ def test_a_trained_tokenizer_that_was_replaced_is_refused(tmp_path, kinds):
 
 def test_two_runs_never_write_one_corpus(tmp_path):
     output = {"config.output": str(tmp_path / "corpus")}
-    job = tokenise(tmp_path / "run", **_some(tmp_path), **output)
+    job = make_tokenise_job(tmp_path / "run", **_some(tmp_path), **output)
     stop_after(job, 500)
     found = refusal(tmp_path / "other", **_some(tmp_path), **output)
     assert f"is the corpus of the run 'tokenise' in {tmp_path / 'run'}; use another output" in found
@@ -703,8 +705,8 @@ def test_two_runs_never_write_one_corpus(tmp_path):
     ids=str,
 )
 def test_a_wrong_value_is_refused_in_one_line_before_anything_is_written(tmp_path, kinds, change, message):
-    source = write_texts(tmp_path / "in", DOCUMENTS[:3])
-    (tmp_path / "in/a.jsonl").write_bytes(inputs.lines(DOCUMENTS))
+    source = write_text_files(tmp_path / "in", DOCUMENTS[:3])
+    (tmp_path / "in/a.jsonl").write_bytes(tokenise_inputs.make_jsonl(DOCUMENTS))
     (tmp_path / "in/b.zip").write_bytes(b"PK")
     (tmp_path / "in/none.json").write_text(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
     words = {"IN": str(tmp_path / "in"), "TEXT": str(tmp_path / "in/00000.txt"), "OTHER": str(tmp_path / "in/b.zip")}
@@ -770,7 +772,7 @@ CASES = [(name, damage) for damage, (names, _, _) in DAMAGES.items() for name in
 @pytest.mark.parametrize(("name", "damage"), CASES)
 def test_a_damaged_input_ends_the_job_with_one_line_that_names_it(tmp_path, name, damage):
     _, spoil, message = DAMAGES[damage]
-    (tmp_path / name).write_bytes(spoil(FORMS[name](DOCUMENTS)))
+    (tmp_path / name).write_bytes(spoil(FILE_FORMATS[name](DOCUMENTS)))
     found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / name)})
     assert re.search(message, found), found
     assert name in found
@@ -779,8 +781,8 @@ def test_a_damaged_input_ends_the_job_with_one_line_that_names_it(tmp_path, name
 @pytest.mark.parametrize("name", ["d.parquet", "e.arrow", "f.arrow"])
 def test_two_columns_of_one_name_are_refused(tmp_path, monkeypatch, name):
     twice = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
-    monkeypatch.setattr(inputs, "table", lambda _: twice)
-    (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+    monkeypatch.setattr(tokenise_inputs, "make_table", lambda _: twice)
+    (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
     found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / name)})
     assert f"{name} has 2 columns 'text', needs one" in found
 
@@ -795,7 +797,7 @@ def test_a_text_that_the_tokenizer_has_no_ids_for_ends_the_job_with_one_line(tmp
 
 @pytest.mark.parametrize("name", ["a.jsonl", "d.parquet", "e.arrow"])
 def test_a_field_that_is_missing_is_told_with_the_nearest(tmp_path, name):
-    (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+    (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
     found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / name), "config.field": "texts"})
     assert "has no " in found
     assert "did you mean config.field: text?" in found
@@ -803,23 +805,23 @@ def test_a_field_that_is_missing_is_told_with_the_nearest(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.arrow"])
 def test_so_many_bad_lines_are_left_out_as_the_spec_allows(tmp_path, capsys, name):
-    (tmp_path / name).write_bytes(FORMS[name]([*DOCUMENTS[:60], None, *DOCUMENTS[60:], None]))
+    (tmp_path / name).write_bytes(FILE_FORMATS[name]([*DOCUMENTS[:60], None, *DOCUMENTS[60:], None]))
     source = {"config.source": str(tmp_path / name)}
     assert re.search("'text' is (not a string: null|null)", refusal(tmp_path / "strict", **source))
     found = refusal(tmp_path / "run", **source, **{"config.skip_bad": 1})
     assert "config.skip_bad allows 1" in found
-    tokenise(tmp_path / "run", **source, **{"config.skip_bad": 2})()
+    make_tokenise_job(tmp_path / "run", **source, **{"config.skip_bad": 2})()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
     assert "skipped 2 lines without text, the first is" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize("name", list(FILE_FORMATS))
 def test_a_first_try_with_a_wrong_field_claims_nothing(tmp_path, name):
-    (tmp_path / name).write_bytes(FORMS[name](DOCUMENTS))
+    (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
     changes = {"config.source": str(tmp_path / name), "config.tokenizer": {"kind": "bpe", "vocabulary_size": 290}}
     refusal(tmp_path / "run", **changes, **{"config.field": "content"})
     assert not list((tmp_path / "run").glob("*"))
-    tokenise(tmp_path / "run", **changes)()
+    make_tokenise_job(tmp_path / "run", **changes)()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
 
 
@@ -833,15 +835,15 @@ def test_a_first_try_that_made_no_piece_leaves_the_directory_to_a_corrected_spec
     assert "has no 'text'" in refusal(tmp_path / "run", **wrong)
     assert (tmp_path / "run/job.json").exists()
     right = wrong | {"config.field": "body", "config.tokenizer": bpe | {"vocabulary_size": 280}}
-    tokenise(tmp_path / "run", **right)()
-    assert index_of(tmp_path / "run/corpus").vocabulary_size <= 280
+    make_tokenise_job(tmp_path / "run", **right)()
+    assert read_index(tmp_path / "run/corpus").vocabulary_size <= 280
     assert decode_corpus(tmp_path / "run/corpus") == [*map(str, range(99)), "y"]
     with pytest.raises(InvalidError, match="another trajectory"):
-        tokenise(tmp_path / "run", **wrong)()
+        make_tokenise_job(tmp_path / "run", **wrong)()
 
 
 def test_a_directory_with_work_in_it_is_not_left_to_another_spec(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(inputs.lines(DOCUMENTS) + b"{}\n")
+    (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(DOCUMENTS) + b"{}\n")
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.shard_bytes": 300}
     assert "has no 'text'" in refusal(tmp_path / "run", **changes)
     assert list((tmp_path / "run/corpus").glob("0*.json"))
@@ -851,12 +853,12 @@ def test_a_directory_with_work_in_it_is_not_left_to_another_spec(tmp_path):
 def refused(directory: Path, **changes: Any) -> str:
     """The lines with which a job is refused."""
     with pytest.raises(InvalidError) as caught:
-        tokenise(directory, **changes)()
+        make_tokenise_job(directory, **changes)()
     return str(caught.value)
 
 
 def test_a_line_without_the_field_tells_that_it_may_be_skipped(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(inputs.lines(DOCUMENTS) + b'{"name": 1}\n')
+    (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(DOCUMENTS) + b'{"name": 1}\n')
     found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl")})
     assert "a.jsonl:122: has no 'text'" in found
     assert "set config.skip_bad" in found
@@ -864,15 +866,15 @@ def test_a_line_without_the_field_tells_that_it_may_be_skipped(tmp_path):
 
 def test_a_file_that_cannot_be_read_is_told_before_anything_is_written(tmp_path, monkeypatch):
     """Asked of `os.access`, since root may read everything."""
-    source = write_texts(tmp_path / "in", DOCUMENTS[:3])
+    source = write_text_files(tmp_path / "in", DOCUMENTS[:3])
     monkeypatch.setattr(os, "access", lambda name, _: not name.endswith("00002.txt"))
     assert "cannot read" in refusal(tmp_path / "run", **{"config.source": source})
     assert not (tmp_path / "run").exists()
 
 
 def test_a_file_that_changes_under_the_job_ends_it(tmp_path):
-    write_texts(tmp_path / "in", DOCUMENTS)
-    job = tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "in/*.txt")})
+    write_text_files(tmp_path / "in", DOCUMENTS)
+    job = make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "in/*.txt")})
     assert len(job.files) == len(DOCUMENTS)
     (tmp_path / "in/00100.txt").write_text("other")
     with pytest.raises(DataError, match=r"00100\.txt has changed since the job started"):
@@ -905,24 +907,24 @@ def test_time_left_is_said_in_a_fitting_unit(seconds, words):
 
 def test_bad_lines_of_several_pieces_are_too_many_before_the_end(tmp_path):
     for name in "abcdef":
-        (tmp_path / f"{name}.jsonl").write_bytes(inputs.lines([*DOCUMENTS[:60], None]))
+        (tmp_path / f"{name}.jsonl").write_bytes(tokenise_inputs.make_jsonl([*DOCUMENTS[:60], None]))
     source = {"config.source": str(tmp_path / "*.jsonl"), "config.skip_bad": 2}
     found = refusal(tmp_path / "run", **source)
     assert "a.jsonl:61" in found
     assert "3 bad lines so far, config.skip_bad allows 2" in found
-    num_pieces = len(tokenise(tmp_path / "run", **source).pieces)
+    num_pieces = len(make_tokenise_job(tmp_path / "run", **source).pieces)
     assert len(list((tmp_path / "run/corpus").glob("[0-9]*.json"))) < num_pieces
 
 
 def test_half_a_character_in_a_json_text_becomes_a_question_mark(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\\ud800b"}\n')
-    tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl")})()
+    make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl")})()
     assert decode_corpus(tmp_path / "run/corpus") == ["a?b"]
 
 
 def test_text_that_is_not_utf_8_keeps_its_bytes(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(256)))
-    tokenise(tmp_path / "run", **{"config.source": str(tmp_path / "a.txt")})()
+    make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "a.txt")})()
     (ids,) = read_corpus(tmp_path / "run/corpus")
     assert np.array_equal(ids, np.arange(256))
 
@@ -932,19 +934,19 @@ def test_text_that_is_not_utf_8_keeps_its_bytes(tmp_path):
 def test_from_a_real_cloud_to_a_real_cloud_that_fails_now_and_then(tmp_path, monkeypatch, name):
     """Input, tokenizer, output and the run itself in a bucket that answers three requests of ten with 503."""
     with start_backend(name) as backend:
-        lead(monkeypatch, backend)
+        route_stores_to(monkeypatch, backend)
         open_store.cache_clear()
         top = f"tokenise-{tmp_path.name}"
         for i, own in enumerate("abc"):
-            backend.write(f"{top}/in/{own}.jsonl.zst", FORMS["c.jsonl.zst"](DOCUMENTS[i * 40 : i * 40 + 40]))
-        backend.write(f"{top}/t.json", inputs.make_hf())
+            backend.write(f"{top}/in/{own}.jsonl.zst", FILE_FORMATS["c.jsonl.zst"](DOCUMENTS[i * 40 : i * 40 + 40]))
+        backend.write(f"{top}/t.json", tokenise_inputs.make_hf_tokenizer())
         tokenizer = {"kind": "hf", "file": backend.url(f"{top}/t.json")}
         changes = {"config.source": backend.url(f"{top}/in/*.zst"), "config.tokenizer": tokenizer}
         backend.proxy.faults = Faults(error_rate=0.3, error_statuses=(503,))
-        job = tokenise(backend.url(f"{top}/run"), **changes)
+        job = make_tokenise_job(backend.url(f"{top}/run"), **changes)
         with pytest.raises(RuntimeError, match="crash"):
             job(stop=CrashAfter(job, 500))
-        tokenise(backend.url(f"{top}/run"), **changes)()
+        make_tokenise_job(backend.url(f"{top}/run"), **changes)()
         assert backend.proxy.fired["error"]
         (tmp_path / "corpus").mkdir()
         for file in backend.names(f"{top}/run/corpus/"):

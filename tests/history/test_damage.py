@@ -11,8 +11,8 @@ from runner.cli.app import run_command
 from runner.errors import InvalidError, StorageError
 from runner.history.reader import read_history
 from runner.storage import LocalStore, TransientError
-from tests.support.damage import ERRORS, damages_of, give_errors
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
+from tests.support.damage import ERRORS, inject_errors, list_damages
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 from tests.survival.test_damage_table import RUNS, cases, daily, files_of, template
 
 
@@ -32,11 +32,11 @@ def strike(kind: str, place: Path, damage: str, base: Path) -> None:
     shutil.copytree(template(kind), base, symlinks=True)
     path, run = base / place, base / "run"
     if damage not in ERRORS:
-        damages_of(path)[damage](path)
+        list_damages(path)[damage](path)
     before = files_of(base)
     with pytest.MonkeyPatch.context() as patch:
         if damage in ERRORS:
-            give_errors(patch, path, ERRORS[damage])
+            inject_errors(patch, path, ERRORS[damage])
         history = read_history(LocalStore(run))
         assert run_command(["status", str(run)]) == run_command(["status", str(run), "--json"]) == 0
     assert files_of(base) == before
@@ -64,7 +64,7 @@ def test_a_damaged_directory_still_has_a_history(
 
 def test_a_bucket_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = MemoryDriver()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     for name, content in files_of(template("finished") / "run").items():
         store.write(name, content)
     assert read_history(store).attempts

@@ -10,8 +10,8 @@ import pytest
 
 from runner.history.reader import read_history
 from runner.storage import LocalStore, encode_line
-from tests.support.counted_rows import NUM_PARSED_MAX, count_parsed
-from tests.support.counted_rows import make_row as row
+from tests.support.metric_rows import NUM_PARSED_MAX, count_parsed
+from tests.support.metric_rows import make_row as row
 
 # A kernel's `ru_maxrss` counts what the process was before it became this program: the tests of a worker.
 STATUS = """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runner.history import ledger as ledgers
 from runner.history.ledger import LedgerReader, LedgerSummary, apply_events
 from runner.storage import LocalStore, Store, encode_line, iterate_log, jsonl
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
 
 class Written:
@@ -82,7 +82,7 @@ ACTIONS = st.lists(
 def test_incremental_reading_equals_reading_everything(kind, num_unseen, actions):
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledgers, "_UNSEEN_MAX", num_unseen)
-        store = LocalStore(Path(directory)) if kind == "disk" else memory_bucket()
+        store = LocalStore(Path(directory)) if kind == "disk" else make_memory_bucket()
         written, reader = Written(store), LedgerReader(store)
         written.resume(0)
         for action in [*actions, "look"]:
@@ -134,7 +134,7 @@ def num_parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 @pytest.mark.parametrize("kind", ["disk", "bucket"])
 def test_the_second_reading_parses_only_new_events(kind, tmp_path, num_parsed):
     driver = MemoryDriver()
-    store = LocalStore(tmp_path) if kind == "disk" else memory_bucket(driver)
+    store = LocalStore(tmp_path) if kind == "disk" else make_memory_bucket(driver)
     written, reader, fetched = Written(store), LedgerReader(store), []
     driver.before = lambda verb, key: fetched.append(key) if verb == "get" else None
     for _ in range(20):
@@ -154,7 +154,7 @@ def test_the_second_reading_parses_only_new_events(kind, tmp_path, num_parsed):
 
 @pytest.mark.parametrize("kind", ["disk", "bucket"])
 def test_an_incomplete_line_is_read_when_it_is_complete(kind, tmp_path):
-    store = LocalStore(tmp_path) if kind == "disk" else memory_bucket()
+    store = LocalStore(tmp_path) if kind == "disk" else make_memory_bucket()
     name = "events.jsonl" if kind == "disk" else "events/000001.0.0000.jsonl"
     reader = LedgerReader(store)
     whole = encode_line({"time": 1.0, "attempt": 1, "process": 0, "event": "progress", "step": 1})

@@ -9,7 +9,7 @@ from runner.distributed.clock import TimeBucket
 from runner.history.reader import read_history
 from runner.history.records import History, RunState, Verification
 from runner.storage import LocalStore
-from tests.support import life
+from tests.support import run_outcomes
 
 STEP_SECONDS = 0.01
 
@@ -35,11 +35,11 @@ def check_sums(history: History) -> None:
 
 def test_the_history_of_a_run_is_exact_to_the_step(tmp_path: Path) -> None:
     run, pace = tmp_path / "run", {"config.step_seconds": STEP_SECONDS}
-    life.stop_at(run, 20, **pace)
-    life.kill_at(run, 34, **pace)
-    life.stop_at(run, 36, **pace)
+    run_outcomes.stop_after_step(run, 20, **pace)
+    run_outcomes.kill_after_step(run, 34, **pace)
+    run_outcomes.stop_after_step(run, 36, **pace)
     flip_a_bit(run / "checkpoints/36")
-    life.make(run, **pace)()
+    run_outcomes.make_job(run, **pace)()
     history = read_history(LocalStore(run))
     told = [(each.state, each.resumed_step, each.reached_step, each.lost_steps) for each in history.attempts]
     assert told == [
@@ -68,10 +68,10 @@ def test_the_history_of_a_run_is_exact_to_the_step(tmp_path: Path) -> None:
 def test_lost_time_is_the_time_since_the_save(tmp_path: Path) -> None:
     """By the clock's own words, of a run whose later steps are ten times as slow: no share by number would do."""
     run = tmp_path / "run"
-    life.stop_at(run, 20)
-    life.kill_at(run, 34, **{"config.step_seconds": STEP_SECONDS})
+    run_outcomes.stop_after_step(run, 20)
+    run_outcomes.kill_after_step(run, 34, **{"config.step_seconds": STEP_SECONDS})
     killed = read_history(LocalStore(run)).attempts[-1]
-    life.stop_at(run, 31)
+    run_outcomes.stop_after_step(run, 31)
     saves = [row for row in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if row["event"] == "save"]
     kept_seconds = next(row["clock"]["steps"] for row in saves if (row["attempt"], row["step"]) == (2, 30))
     attempt = read_history(LocalStore(run)).attempts[1]
@@ -83,11 +83,11 @@ def test_lost_time_is_the_time_since_the_save(tmp_path: Path) -> None:
 def test_an_old_checkpoint_loses_steps_of_several_attempts(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (15, 25, 35):
-        life.stop_at(run, step)
+        run_outcomes.stop_after_step(run, step)
     for path in (run / "checkpoints").iterdir():
         if int(path.name) > 10:
             flip_a_bit(path)
-    life.make(run)()
+    run_outcomes.make_job(run)()
     history = read_history(LocalStore(run))
     assert [each.lost_steps for each in history.attempts] == [5, 10, 10, 0]
     check_sums(history)

@@ -14,19 +14,19 @@ from runner.history.records import History, RunState
 from runner.run import clock_file
 from runner.run.fence import Fence
 from runner.storage import LocalStore
-from tests.support import life
+from tests.support import run_outcomes
 
 ENDS: dict[str, tuple[Callable[[Path], None], RunState, int | None, str | None]] = {
-    "done": (life.done, RunState.DONE, 0, None),
-    "preempted": (life.preempted, RunState.PREEMPTED, 75, None),
-    "idle": (life.idle, RunState.PREEMPTED, 75, None),
-    "broken": (life.broken, RunState.FAILED, 1, "ZeroDivisionError: division by zero"),
-    "diverged": (life.diverged, RunState.FAILED, 1, "step 13: training diverged"),
-    "refused": (life.refused, RunState.INVALID, 2, "a token file has changed"),
-    "unreachable": (life.unreachable, RunState.RETRYABLE, 76, "the bucket does not answer"),
-    "stuck": (life.stuck, RunState.RETRYABLE, 76, "the job cannot continue: process 0 is in step 1"),
-    "fenced": (life.fenced, RunState.FENCED, None, None),
-    "killed": (life.killed, RunState.KILLED, None, None),
+    "done": (run_outcomes.complete_run, RunState.DONE, 0, None),
+    "preempted": (run_outcomes.preempt_run, RunState.PREEMPTED, 75, None),
+    "idle": (run_outcomes.exit_idle, RunState.PREEMPTED, 75, None),
+    "broken": (run_outcomes.fail_with_bug, RunState.FAILED, 1, "ZeroDivisionError: division by zero"),
+    "diverged": (run_outcomes.diverge, RunState.FAILED, 1, "step 13: training diverged"),
+    "refused": (run_outcomes.reject_data, RunState.INVALID, 2, "a token file has changed"),
+    "unreachable": (run_outcomes.lose_storage, RunState.RETRYABLE, 76, "the bucket does not answer"),
+    "stuck": (run_outcomes.hang, RunState.RETRYABLE, 76, "the job cannot continue: process 0 is in step 1"),
+    "fenced": (run_outcomes.fence_run, RunState.FENCED, None, None),
+    "killed": (run_outcomes.kill_run, RunState.KILLED, None, None),
 }
 
 

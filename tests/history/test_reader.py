@@ -11,8 +11,8 @@ from runner.history.reader import read_history
 from runner.history.records import RunState
 from runner.storage import LocalStore, encode_line
 from tests.history.test_life import check_sums
-from tests.support import life
-from tests.support.memory_bucket import memory_bucket
+from tests.support import run_outcomes
+from tests.support.memory_bucket import make_memory_bucket
 
 OLD = Path(__file__).parents[1] / "data" / "format_1"
 
@@ -30,7 +30,7 @@ def write(directory: Path, name: str, lines: list[bytes]) -> None:
 def test_a_run_of_an_older_version_is_reconstructed_from_events(name: str, step: int, total_steps: int) -> None:
     store = LocalStore(OLD / name)
     if name == "bucket":
-        store = memory_bucket()
+        store = make_memory_bucket()
         for path in (OLD / name).rglob("*"):
             if path.is_file():
                 store.write(path.relative_to(OLD / name).as_posix(), path.read_bytes())
@@ -43,9 +43,9 @@ def test_a_run_of_an_older_version_is_reconstructed_from_events(name: str, step:
 
 def test_a_run_of_an_older_version_continues_with_a_clock(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    life.stop_at(run, 20)
+    run_outcomes.stop_after_step(run, 20)
     (run / "attempts/1.clock").unlink()
-    life.make(run)()
+    run_outcomes.make_job(run)()
     history = read_history(LocalStore(run))
     assert [each.state for each in history.attempts] == [RunState.PREEMPTED, RunState.DONE]
     assert [each.seconds[TimeBucket.SET_UP] > 0 for each in history.attempts] == [False, True]
@@ -103,7 +103,7 @@ def test_validation_is_that_of_the_surviving_trajectory(tmp_path: Path) -> None:
 
 def test_a_copied_directory_has_the_same_history(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    life.done(run)
+    run_outcomes.complete_run(run)
     shutil.copytree(run, tmp_path / "copy")
     now = read_history(LocalStore(run)).now
     first, second = (read_history(LocalStore(tmp_path / name), now) for name in ("run", "copy"))

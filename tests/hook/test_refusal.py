@@ -15,10 +15,10 @@ from runner.hook.listing import ListedHook
 from runner.hook.protocol import Moment
 from runner.spec import parse_document, read_spec
 from tests.hook.small import job
-from tests.support.tiny import counter, gpt_document
+from tests.support.tiny_jobs import make_counter, make_gpt_document
 from tests.test_values import TrainLookup
 
-HERE = "tests.support.hooked"
+HERE = "tests.support.hooks"
 SPEC = """
 name: tiny
 job: tests.test_values:TrainLookup
@@ -53,7 +53,7 @@ def early(**config: Any) -> dict[str, Any]:
     ],
 )
 def test_an_entry_that_is_none_is_refused_with_its_place(hooks: Any, words: str, tmp_path) -> None:
-    text = "\n".join(f"{key}: {value!r}" for key, value in gpt_document(tmp_path / "run", hooks=hooks).items())
+    text = "\n".join(f"{key}: {value!r}" for key, value in make_gpt_document(tmp_path / "run", hooks=hooks).items())
     (tmp_path / "spec.yaml").write_text(text)
     with pytest.raises(InvalidError) as caught:
         read_spec(tmp_path / "spec.yaml")
@@ -79,8 +79,8 @@ def test_an_entry_that_is_none_is_refused_with_its_place(hooks: Any, words: str,
         ([early(), early()], "hooks.1: a hook is called EarlyStopping already; give this one a name of its own"),
         ([early() | {"name": "fired"}], "a hook is called fired already"),
         (["runner.hook:BestAtEnd"], "hooks.0: BestAtEnd needs checkpoint.keep_best"),
-        ([f"{HERE}:Wide"], "hooks.0: init returns an array of float64"),
-        ([f"{HERE}:Large"], "hooks.0: init returns 400,000 bytes of counters; a hook may have 65,536"),
+        ([f"{HERE}:Float64Hook"], "hooks.0: init returns an array of float64"),
+        ([f"{HERE}:LargeStateHook"], "hooks.0: init returns 400,000 bytes of counters; a hook may have 65,536"),
     ],
 )
 def test_what_is_known_from_the_spec_is_refused_before_anything_begins(hooks: Any, words: str, tmp_path) -> None:
@@ -91,7 +91,7 @@ def test_what_is_known_from_the_spec_is_refused_before_anything_begins(hooks: An
 
 def test_all_of_it_has_its_line(tmp_path) -> None:
     document = parse_document(SPEC.format(directory=tmp_path / "run"), "some.yaml")
-    document.data["config"] = gpt_document(tmp_path / "run")["config"]
+    document.data["config"] = make_gpt_document(tmp_path / "run")["config"]
     spec = ExecutionSpec.model_validate(document.data)
     with pytest.raises(InvalidError, match=r"^some.yaml:7: hooks.0.config: needs one of"):
         TrainLookup(spec, document)
@@ -106,7 +106,7 @@ def test_all_of_it_has_its_line(tmp_path) -> None:
 
 def test_a_job_that_calls_no_hooks_refuses_them(tmp_path) -> None:
     with pytest.raises(InvalidError, match="hooks: Counter calls no hooks"):
-        counter(tmp_path / "run", hooks=["runner.hook:EarlyStopping"])
+        make_counter(tmp_path / "run", hooks=["runner.hook:EarlyStopping"])
 
 
 def test_a_hook_that_waits_for_evaluations_is_refused_where_nothing_is_evaluated(tmp_path) -> None:
@@ -123,7 +123,7 @@ def outcome(listed: ListedHook, method: str, step: int = 4) -> str | None:
 @pytest.mark.parametrize(
     ("method", "how", "words"),
     [
-        ("on_row", "raise", r"ZeroDivisionError: a bug \(at .*hooked.py:\d+\)$"),
+        ("on_row", "raise", r"ZeroDivisionError: a bug \(at .*hooks.py:\d+\)$"),
         ("on_row", "exit", "SystemExit: 0"),
         ("on_row", "base", "GeneratorExit: an end"),
         ("on_end", "digits", "ValueError: returned an integer of 401 digits"),
@@ -142,7 +142,7 @@ def outcome(listed: ListedHook, method: str, step: int = 4) -> str | None:
     ],
 )
 def test_what_a_call_may_not_do_is_one_line(method: str, how: str, words: str, tmp_path) -> None:
-    hook = {"hook": f"{HERE}:Sick", "config": {"how": how, "method": method}}
+    hook = {"hook": f"{HERE}:FaultyHook", "config": {"how": how, "method": method}}
     (listed,) = job(tmp_path / "run", hook).hooks.listed
     problem = outcome(listed, method)
     assert re.match(words, str(problem)), problem
@@ -160,8 +160,10 @@ def test_what_a_call_may_not_do_is_one_line(method: str, how: str, words: str, t
     ],
 )
 def test_a_hook_that_fails_ends_the_run_with_1_and_what_was_saved_is_good(method, step, how, saved, tmp_path) -> None:
-    hook = {"hook": f"{HERE}:Sick", "config": {"how": how, "method": method, "step": step}}
-    words = "Sick: result.json has step already" if how == "taken" else f"Sick in {method} at step {step}: Zero"
+    hook = {"hook": f"{HERE}:FaultyHook", "config": {"how": how, "method": method, "step": step}}
+    words = (
+        "FaultyHook: result.json has step already" if how == "taken" else f"FaultyHook in {method} at step {step}: Zero"
+    )
     with pytest.raises(HookError, match=f"^hook {words}") as caught:
         job(tmp_path / "run", hook, **{"checkpoint.every_steps": 3})()
     assert caught.value.exit_code == 1
@@ -171,7 +173,7 @@ def test_a_hook_that_fails_ends_the_run_with_1_and_what_was_saved_is_good(method
 
 
 def test_an_observer_has_no_say(tmp_path) -> None:
-    (listed,) = job(tmp_path / "run", f"{HERE}:Bossy").hooks.listed
+    (listed,) = job(tmp_path / "run", f"{HERE}:VerdictObserver").hooks.listed
     assert "TypeError: returned a verdict, which an Observer cannot" in str(outcome(listed, "on_row"))
 
 
@@ -198,12 +200,12 @@ def test_a_call_is_a_phase_of_its_own_and_told_of_once_if_it_takes_long(tmp_path
     monkeypatch.setattr(Progress, "report_phase", spying(Progress.report_phase, names))
     monkeypatch.setattr("runner.hook.dispatch._SLOW_SECONDS", 0.0)
     monkeypatch.setattr("runner.hook.dispatch._SLOW_STEPS", 0.0)
-    found = job(tmp_path / "run", f"{HERE}:Watcher")
+    found = job(tmp_path / "run", f"{HERE}:DiaryObserver")
     found()
     told = [line for line in capsys.readouterr().err.splitlines() if "took" in line]
-    assert len([line for line in told if "hook Watcher took" in line and "in on_row at step 1" in line]) == 1
+    assert len([line for line in told if "hook DiaryObserver took" in line and "in on_row at step 1" in line]) == 1
     assert len([line for line in told if "in on_row" in line]) == 1
-    assert {"hook Watcher.on_start", "hook Watcher.on_row", "hook Watcher.on_end"} <= {*names}
+    assert {"hook DiaryObserver.on_start", "hook DiaryObserver.on_row", "hook DiaryObserver.on_end"} <= {*names}
 
 
 def spying(report_phase: Any, names: list[str]) -> Any:

@@ -20,9 +20,9 @@ from runner.records import validate_record
 from runner.run.layout import RESULT_KEYS
 from runner.storage import LocalStore, parse_lines
 from tests.hook.small import job
-from tests.support.tiny import leaves_equal
+from tests.support.tiny_jobs import are_leaves_equal
 
-HERE = "tests.support.hooked"
+HERE = "tests.support.hooks"
 BEST = {"checkpoint.keep_best": {"metric": "val/loss"}, "checkpoint.every_steps": 100, "checkpoint.keep_last": 1}
 
 
@@ -47,7 +47,7 @@ def plain(tmp_path_factory):
 
 
 def test_without_hooks_the_state_has_no_leaf_of_them_and_with_observers_neither(plain, tmp_path) -> None:
-    watched = job(tmp_path / "watched", f"{HERE}:Watcher")
+    watched = job(tmp_path / "watched", f"{HERE}:DiaryObserver")
     watched()
     assert list_leaf_names(plain.state) == list_leaf_names(watched.state)
     assert not [name for name in list_leaf_names(plain.state) if "hooks" in name]
@@ -56,10 +56,10 @@ def test_without_hooks_the_state_has_no_leaf_of_them_and_with_observers_neither(
 
 
 def test_counters_change_no_weight_and_are_numpy_in_and_out(plain, tmp_path) -> None:
-    counted = job(tmp_path / "counted", f"{HERE}:Diary")
+    counted = job(tmp_path / "counted", f"{HERE}:DiaryHook")
     counted()
-    assert leaves_equal(plain.state.params, counted.state.params)
-    counters = jax.device_get(counted.state.riders["hooks"]["Diary"])
+    assert are_leaves_equal(plain.state.params, counted.state.params)
+    counters = jax.device_get(counted.state.riders["hooks"]["DiaryHook"])
     assert counters["calls"].tolist() == [8, 4]
     rows = parse_lines((tmp_path / "counted" / "metrics.jsonl").read_bytes())
     total = np.float32(0)
@@ -126,7 +126,7 @@ def test_hooks_with_counters_are_part_of_the_trajectory(before: Any, after: Any,
 def test_observers_come_and_go(tmp_path) -> None:
     schedule = {"config.schedule": {"name": "constant"}}
     job(tmp_path / "run", **schedule)()
-    job(tmp_path / "run", f"{HERE}:Watcher", **schedule, **{"config.train.total_steps": 10})()
+    job(tmp_path / "run", f"{HERE}:DiaryObserver", **schedule, **{"config.train.total_steps": 10})()
     assert (tmp_path / "run" / "diary").read_text().splitlines() == [
         "start 8",
         *("saw row 9", "saw row 10", "saw evaluation 10"),
@@ -138,7 +138,7 @@ def test_observers_come_and_go(tmp_path) -> None:
 
 @pytest.mark.soak
 def test_a_stop_between_evaluations_is_evaluated_as_a_last_step_is(tmp_path) -> None:
-    job(tmp_path / "run", {"hook": f"{HERE}:AtStep", "config": {"step": 3}})()
+    job(tmp_path / "run", {"hook": f"{HERE}:StepActionHook", "config": {"step": 3}})()
     found = result(tmp_path / "run")
     assert (found["step"], found["stopped_because"]) == (3, "it was time")
     assert found["val_loss"] == read_rows(LocalStore(tmp_path / "run"))[-1]["val/loss"]
@@ -197,7 +197,7 @@ def test_the_best_step_is_saved_kept_and_named_for_whoever_asks(tmp_path, capsys
     assert [line.endswith(f"best: {rows[best]:g}") for line in lines] == [True, False]
     weights, _ = open_checkpoint(f"{tmp_path / 'run'}/checkpoints/best")
     again, _ = open_checkpoint(tmp_path / "run", best)
-    assert leaves_equal(weights, again)
+    assert are_leaves_equal(weights, again)
     tuned = job(tmp_path / "tuned", **{"checkpoint.init_from": f"{tmp_path / 'run'}/checkpoints/best"})
     tuned()
     assert f"weights of step {best} taken from" in capsys.readouterr().out
@@ -205,7 +205,7 @@ def test_the_best_step_is_saved_kept_and_named_for_whoever_asks(tmp_path, capsys
 
 @pytest.mark.soak
 def test_hooks_count_in_no_speed_and_in_the_time_of_evaluation(tmp_path) -> None:
-    slow = {"hook": f"{HERE}:Sleeps", "config": {"seconds": 0.2}}
+    slow = {"hook": f"{HERE}:SleepingObserver", "config": {"seconds": 0.2}}
     found = job(tmp_path / "run", slow, **{"config.train.total_steps": 4})
     found()
     seconds = read_history(LocalStore(tmp_path / "run")).seconds

@@ -11,21 +11,21 @@ import pytest
 from runner.errors import PreemptedError
 from runner.storage import parse_lines
 from tests.hook.small import job
-from tests.support.tiny import StopAfter
+from tests.support.tiny_jobs import StopAfter
 
-HERE = "tests.support.hooked"
+HERE = "tests.support.hooks"
 HOOKS: dict[str, list[Any]] = {
-    "counters": [f"{HERE}:Diary"],
-    "observer": [f"{HERE}:Watcher"],
+    "counters": [f"{HERE}:DiaryHook"],
+    "observer": [f"{HERE}:DiaryObserver"],
     "early stopping": [{"hook": "runner.hook:EarlyStopping", "config": {"patience": 2, "min_delta": 10.0}}],
     "stop at a loss": [{"hook": "runner.hook:StopAtLoss", "config": {"value": 100.0, "metric": "train/tokens"}}],
-    "stop between evaluations": [f"{HERE}:Diary", {"hook": f"{HERE}:AtStep", "config": {"step": 5}}],
-    "evaluate": [f"{HERE}:Diary", {"hook": f"{HERE}:AtStep", "config": {"step": 3, "act": "evaluate"}}],
-    "save": [f"{HERE}:Diary", {"hook": f"{HERE}:AtStep", "config": {"step": 3, "act": "save"}}],
+    "stop between evaluations": [f"{HERE}:DiaryHook", {"hook": f"{HERE}:StepActionHook", "config": {"step": 5}}],
+    "evaluate": [f"{HERE}:DiaryHook", {"hook": f"{HERE}:StepActionHook", "config": {"step": 3, "act": "evaluate"}}],
+    "save": [f"{HERE}:DiaryHook", {"hook": f"{HERE}:StepActionHook", "config": {"step": 3, "act": "save"}}],
     "best at end": ["runner.hook:BestAtEnd"],
 }
 _PATIENT = {"hook": "runner.hook:EarlyStopping", "config": {"patience": 4, "min_delta": 10.0}}
-HOOKS["several"] = [*HOOKS["evaluate"], f"{HERE}:Watcher", "runner.hook:BestAtEnd", _PATIENT]
+HOOKS["several"] = [*HOOKS["evaluate"], f"{HERE}:DiaryObserver", "runner.hook:BestAtEnd", _PATIENT]
 ALL = [name if name == "several" else pytest.param(name, marks=pytest.mark.soak) for name in HOOKS]
 STOPPING = ["early stopping", "stop at a loss", "stop between evaluations"]
 BEST = {"checkpoint.keep_best": {"metric": "val/loss"}}

@@ -28,9 +28,9 @@ from runner.huggingface.assets import (
 from runner.spec import InitFromConfig
 from runner.storage import LocalStore
 from tests.data.buckets import write_corpus
-from tests.support.inputs import SEPARATOR, make_hf, make_ranks
-from tests.support.tiny import TEXT as TRAINING_TEXT
-from tests.support.tiny import gpt
+from tests.support.tiny_jobs import TEXT as TRAINING_TEXT
+from tests.support.tiny_jobs import make_gpt
+from tests.support.tokenise_inputs import SEPARATOR, make_hf_tokenizer, make_tiktoken_ranks
 
 TEXT = "héllo\n wörld\r\n\tthe 日本 \x00\x7f é 12 's\u00ad<|end|>" + "".join(map(chr, range(0x80, 0x180)))
 
@@ -81,7 +81,7 @@ def test_every_byte_is_its_own_id(tmp_path: Path):
 
 
 def test_a_corpus_exports_its_own_tokenizer(tmp_path: Path):
-    content = make_hf()
+    content = make_hf_tokenizer()
     record = with_file(tmp_path / "corpus", "hf", content, "tokenizer.json")
     end = tokenizers.Tokenizer.from_str(content.decode()).token_to_id(SEPARATOR)
     found = make_tokenizer_files(config(corpus(tmp_path / "corpus", record, 400, end)))
@@ -94,7 +94,7 @@ def test_a_corpus_exports_its_own_tokenizer(tmp_path: Path):
 
 
 def test_a_missing_tokenizer_has_a_reason(tmp_path: Path):
-    record = with_file(tmp_path / "ranks", "tiktoken", make_ranks(), "tokenizer.tiktoken")
+    record = with_file(tmp_path / "ranks", "tiktoken", make_tiktoken_ranks(), "tokenizer.tiktoken")
     found = make_tokenizer_files(config(corpus(tmp_path / "ranks", record, 258)))
     assert (list(found.files), found.vocabulary_size) == (["tokenizer.tiktoken"], 258)
     assert found.problem is not None
@@ -109,7 +109,7 @@ def test_a_missing_tokenizer_has_a_reason(tmp_path: Path):
 
 # Published weights that a run starts from, and the data that it trains on.
 
-HF = make_hf()
+HF = make_hf_tokenizer()
 WORDS = tokenizers.Tokenizer.from_str(HF.decode()).get_vocab()
 END, TURN = WORDS[SEPARATOR], WORDS["<|pad|>"]  # the second special token stands in for the end of a turn
 BASE_CONFIG = {"model_type": "llama", "max_position_embeddings": 8192, "bos_token_id": 5, "eos_token_id": 6}
@@ -233,7 +233,7 @@ def test_another_tokenizer_can_be_given(tmp_path: Path):
 def test_a_run_exports_the_assets_of_its_base(tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(TRAINING_TEXT)
-    first = gpt(tmp_path / "first", **{"config.train.total_steps": 4})
+    first = make_gpt(tmp_path / "first", **{"config.train.total_steps": 4})
     first()
     base = tmp_path / "base"
     assert run_command(["export", str(first.store.root), "-o", str(base)]) == 0
@@ -242,7 +242,7 @@ def test_a_run_exports_the_assets_of_its_base(tmp_path: Path):
     ids = np.frombuffer(TRAINING_TEXT.encode(), np.uint8).astype("<u2")
     ids[-1] = first.vocabulary_size - 1  # the vocabulary is as large as that of the base
     ids.tofile(tmp_path / "ids.bin")
-    second = gpt(
+    second = make_gpt(
         tmp_path / "second",
         **{
             "config.train.total_steps": 4,

@@ -10,8 +10,8 @@ from runner import BaseTrainer
 from runner.huggingface.export import ExportOptions, export
 from runner.storage import parse_json
 from tests.huggingface.test_init_from import AtTheStart, first
-from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
-from tests.support.tiny import gpt, leaves_equal
+from tests.support.object_stores import BACKENDS, Backend, Faults, route_stores_to, start_backend
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt
 
 pytestmark = pytest.mark.soak
 SHARD_BYTES = 20_000
@@ -20,7 +20,7 @@ SHARD_BYTES = 20_000
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
     """A run that is done, on a disk."""
-    job = gpt(tmp_path_factory.mktemp("cloud") / "run", **{"config.train.total_steps": 4})
+    job = make_gpt(tmp_path_factory.mktemp("cloud") / "run", **{"config.train.total_steps": 4})
     job()
     return job
 
@@ -42,7 +42,7 @@ def test_an_export_to_a_bucket_equals_one_to_a_disk(
 ) -> None:
     on_disk = Path(exported(run, str(tmp_path / "out")))
     with start_backend(name) as backend:
-        lead(monkeypatch, backend)
+        route_stores_to(monkeypatch, backend)
         backend.proxy.faults = Faults(error_rate=0.3, error_statuses=(503,))
         exported(run, backend.url(tmp_path.name))
         assert backend.proxy.fired["error"]
@@ -58,9 +58,9 @@ def test_a_job_starts_from_weights_in_a_bucket(
     name: str, run: BaseTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start_backend(name) as backend:
-        lead(monkeypatch, backend)
+        route_stores_to(monkeypatch, backend)
         source = exported(run, backend.url(tmp_path.name))
         backend.proxy.faults = Faults(error_rate=0.3, error_statuses=(503,))
-        begun = first(gpt(run.store.root.parent / name, AtTheStart, **{"checkpoint.init_from": source}))
+        begun = first(make_gpt(run.store.root.parent / name, AtTheStart, **{"checkpoint.init_from": source}))
         assert backend.proxy.fired["error"]
-    assert leaves_equal(begun, jax.device_get(run.state.params))
+    assert are_leaves_equal(begun, jax.device_get(run.state.params))

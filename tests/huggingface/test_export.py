@@ -21,8 +21,8 @@ from runner.storage import LocalStore, Store, open_store
 from tests.checkpoint.test_checkpoint import Attempt
 from tests.huggingface.small import SmallFiles, leaves, publish, tensors, tree
 from tests.huggingface.test_load import born, load
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
-from tests.support.tiny import counter
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
+from tests.support.tiny_jobs import make_counter
 
 URL = "gs://bucket/run"
 
@@ -32,7 +32,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     """Steps 1 and 2 of a run."""
     store: Store = LocalStore(tmp_path / "run")
     if request.param == "bucket":
-        store = memory_bucket()
+        store = make_memory_bucket()
         monkeypatch.setattr(weights, "open_store", lambda text: store if text == URL else open_store(text))
     attempt = Attempt(store, tmp_path / "staging")
     attempt.where = URL if request.param == "bucket" else str(tmp_path / "run")
@@ -41,7 +41,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         attempt.save(str(step), state)
         assert attempt.saver.wait_until_finished()
     attempt.attempt.background_writer.flush()
-    store.write("spec.yaml", dump_spec(counter(tmp_path / "other").resolved_spec()).encode())
+    store.write("spec.yaml", dump_spec(make_counter(tmp_path / "other").resolved_spec()).encode())
     return attempt
 
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_leaf(run: Attempt, tmp_path
 
 def test_the_config_is_uploaded_last(run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     driver = MemoryDriver()
-    out = memory_bucket(driver)
+    out = make_memory_bucket(driver)
     monkeypatch.setattr(write, "open_store", lambda text: out)
     sent: list[str] = []
     driver.before = lambda verb, key: sent.append(key) if verb == "put" else None

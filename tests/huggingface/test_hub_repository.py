@@ -10,7 +10,7 @@ from runner.console import warn
 from runner.errors import InvalidError, RetryableError
 from runner.huggingface import hub as repository
 from runner.huggingface.hub import HubRepository, PushResult
-from tests.support.hub import READER, TOKEN, Hub, Repo, start_hub
+from tests.support.hub import READ_TOKEN, TOKEN, Hub, StoredRepository, start_hub
 
 NAME = "owner/model"
 CARD = "---\ntags:\n- jax\n---\n\n# model\n"
@@ -39,7 +39,7 @@ def push(directory: Path, is_public: bool = False) -> PushResult:
     return there.push(directory, "Step 3 of model")
 
 
-def content(repo: Repo) -> dict[str, str]:
+def content(repo: StoredRepository) -> dict[str, str]:
     """What was pushed to it."""
     return {name: text.decode() for name, text in repo.files.items() if name != ".gitattributes"}
 
@@ -59,7 +59,7 @@ def test_a_push_is_one_commit_and_a_second_one_none(hub: Hub, tmp_path: Path, is
 
 
 def test_a_push_deletes_only_files_of_earlier_exports(hub: Hub, tmp_path: Path) -> None:
-    repo = hub.repos[NAME] = Repo(is_private=True)
+    repo = hub.repos[NAME] = StoredRepository(is_private=True)
     theirs = {"LICENSE": b"theirs", "onnx/model.onnx": b"theirs", "model.bin": b"theirs"}
     repo.files |= theirs
     push(written(tmp_path / "sharded"))
@@ -107,7 +107,7 @@ def test_a_busy_hub_is_retryable(hub: Hub, tmp_path: Path, status: int) -> None:
 
 def test_one_of_two_concurrent_pushes_is_retryable(hub: Hub, tmp_path: Path) -> None:
     directory = written(tmp_path / "out")
-    repo = hub.repos[NAME] = Repo(is_private=True)
+    repo = hub.repos[NAME] = StoredRepository(is_private=True)
 
     def meanwhile(number: int, line: str) -> None:
         if "/preupload/" in line:
@@ -129,7 +129,7 @@ REFUSALS = {
     ),
     "no token": (lambda hub, patch: patch.delenv("HF_TOKEN"), "no token; set HF_TOKEN, or log in"),
     "broken token": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_a-tok\x07en"), "a character that no token has"),
-    "a token that reads": (lambda hub, patch: patch.setenv("HF_TOKEN", READER), "the token may only read"),
+    "a token that reads": (lambda hub, patch: patch.setenv("HF_TOKEN", READ_TOKEN), "the token may only read"),
     "offline": (lambda hub, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True), "HF_HUB_OFFLINE is set"),
     "no library": (
         lambda hub, patch: patch.setitem(sys.modules, "huggingface_hub", None),
@@ -139,13 +139,16 @@ REFUSALS = {
         lambda hub, patch: patch.setattr(constants, "ENDPOINT", "hub.example"),
         "HF_ENDPOINT=hub.example: needs",
     ),
-    "public already": (lambda hub, patch: hub.repos.update({NAME: Repo(False)}), "is public; give --public"),
+    "public already": (
+        lambda hub, patch: hub.repos.update({NAME: StoredRepository(False)}),
+        "is public; give --public",
+    ),
     "not allowed there": (
         lambda hub, patch: setattr(hub, "fault", lambda number, line: 403 if "create" in line else None),
         "the token may not write to owner/model: as the test said",
     ),
     "ignored": (
-        lambda hub, patch: hub.repos.update({NAME: Repo(True, ignored=("config.json",))}),
+        lambda hub, patch: hub.repos.update({NAME: StoredRepository(True, ignored=("config.json",))}),
         "has not taken config.json: see its .gitignore",
     ),
 }
@@ -165,7 +168,7 @@ def test_a_refused_push_is_one_line_without_the_token(
 
 
 def test_a_private_repository_is_not_pushed_to_as_public(hub: Hub, tmp_path: Path) -> None:
-    hub.repos[NAME] = Repo(is_private=True)
+    hub.repos[NAME] = StoredRepository(is_private=True)
     with pytest.raises(InvalidError, match="and is private; leave out --public"):
         push(written(tmp_path / "out"), is_public=True)
 

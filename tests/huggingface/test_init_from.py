@@ -24,7 +24,7 @@ from runner.plan.checks import Findings, check_weights
 from runner.spec import InitFromConfig
 from runner.storage import parse_lines, read_json
 from tests.huggingface.small import leaves, publish, tensors
-from tests.support.tiny import counter, gpt, leaves_equal, outcome, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, make_counter, make_gpt, read_outcome, stop_after
 
 STOP, STEPS = 4, 8  # of a job like the one of test_trainer.py, whose compiled programs it shares
 JOB: dict[str, Any] = {"checkpoint.every_steps": STOP, "checkpoint.keep_best": {"metric": "val/loss"}}
@@ -64,7 +64,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(directory: Path) -> BaseTrainer:
     """A run that is done."""
-    job = gpt(directory / "run", **JOB)
+    job = make_gpt(directory / "run", **JOB)
     job()
     return job
 
@@ -103,8 +103,8 @@ def weights_begun_with(source: Path, job: BaseTrainer, like: Any, allowed: Seque
 
 
 def test_a_fine_tune_starts_with_the_final_weights_and_loss(directory: Path, run: BaseTrainer, exported: Path):
-    job = gpt(directory / "tuned", AtTheStart, **JOB | {"checkpoint.init_from": str(exported)})
-    assert leaves_equal(first(job), jax.device_get(run.state.params))
+    job = make_gpt(directory / "tuned", AtTheStart, **JOB | {"checkpoint.init_from": str(exported)})
+    assert are_leaves_equal(first(job), jax.device_get(run.state.params))
     assert job.evaluated["val/loss"] == read_json(run.store, "result.json")["val_loss"]
 
 
@@ -112,22 +112,22 @@ def test_a_fine_tune_starts_with_the_final_weights_and_loss(directory: Path, run
 def test_weights_are_imported_once_and_exports_are_read_only(directory: Path, run: BaseTrainer, exported: Path):
     source = shutil.copytree(exported, directory / "source")
     begun = JOB | {"checkpoint.init_from": {"path": str(source)}}
-    whole = gpt(directory / "whole", Exporting, **begun)
+    whole = make_gpt(directory / "whole", Exporting, **begun)
     whole()
-    stopped = gpt(directory / "stopped", **begun)
+    stopped = make_gpt(directory / "stopped", **begun)
     stop_after(stopped, STOP)
     shutil.rmtree(source)  # its own checkpoint outranks what it began with
-    gpt(directory / "stopped", **begun)()
-    assert outcome(directory / "stopped") == outcome(directory / "whole")
+    make_gpt(directory / "stopped", **begun)()
+    assert read_outcome(directory / "stopped") == read_outcome(directory / "whole")
     assert events(directory / "whole") == events(run.store.root)
     weights, _ = open_checkpoint(directory / "whole", STOP)
-    assert leaves_equal(begun_with(directory / "meanwhile", run), weights["params"])
+    assert are_leaves_equal(begun_with(directory / "meanwhile", run), weights["params"])
 
 
 @pytest.mark.soak  # daily of a smaller family, in test_load.py
 def test_longer_tables_take_the_first_entries(directory: Path, run: BaseTrainer, exported: Path):
     changes = {"config.data.sequence_length": 32, "config.model.vocabulary_size": 300}
-    longer = gpt(directory / "longer", **changes)
+    longer = make_gpt(directory / "longer", **changes)
     fresh = longer.setup_builder.build(jax.devices()).init_state()
     allowed = ["transformer.wte.weight", "transformer.wpe.weight"]
     found = begun_with(exported, longer, fresh.params, allowed)
@@ -136,7 +136,7 @@ def test_longer_tables_take_the_first_entries(directory: Path, run: BaseTrainer,
     for name, size in (("embedding", 256), ("positions", 16)):
         assert (found[name][:size] == known[name]).all()
         assert (found[name][size:] == fresh[name][size:]).all()
-    assert leaves_equal(found["blocks"], known["blocks"])
+    assert are_leaves_equal(found["blocks"], known["blocks"])
 
 
 def test_tensor_names_of_the_first_release_are_known(directory: Path, run: BaseTrainer, exported: Path):
@@ -147,7 +147,7 @@ def test_tensor_names_of_the_first_release_are_known(directory: Path, run: BaseT
     (directory / "first").mkdir()
     shutil.copy(exported / "config.json", directory / "first")
     save_file(files, directory / "first" / "model.safetensors")
-    assert leaves_equal(begun_with(directory / "first", run), jax.device_get(run.state.params))
+    assert are_leaves_equal(begun_with(directory / "first", run), jax.device_get(run.state.params))
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
@@ -177,13 +177,13 @@ def problems(job: BaseTrainer, abstract: Any = None) -> list[str]:
 def test_plan_reports_weights_that_do_not_match(
     directory: Path, exported: Path, changes: dict[str, Any], expected: list[str]
 ):
-    found = problems(gpt(directory / "misfit", **changes, **{"checkpoint.init_from": str(exported)}))
+    found = problems(make_gpt(directory / "misfit", **changes, **{"checkpoint.init_from": str(exported)}))
     for line in expected:
         assert any(line in problem for problem in found), found
 
 
 def test_weights_that_do_not_match_are_refused_before_the_claim(directory: Path, exported: Path):
-    job = gpt(directory / "misfit", **{"config.model.heads": 2, "checkpoint.init_from": str(exported)})
+    job = make_gpt(directory / "misfit", **{"config.model.heads": 2, "checkpoint.init_from": str(exported)})
     with pytest.raises(InvalidError, match=r"checkpoint\.init_from: .*: n_head: got 4, the model needs 2"):
         job()
     assert not (directory / "misfit").exists()
@@ -213,7 +213,7 @@ def test_sources_of_init_from(directory: Path, run: BaseTrainer, exported: Path,
     places = {"run": str(run.store.root), "exported": str(exported), "small": str(directory / "small")}
     path = (source if isinstance(source, str) else source["path"]).format(**places)
     rule = path if isinstance(source, str) else source | {"path": path}
-    job = gpt(directory / "chosen", **{"checkpoint.init_from": rule})
+    job = make_gpt(directory / "chosen", **{"checkpoint.init_from": rule})
     found = problems(job, run.abstract_state())
     assert bool(found) == (message is not None)
     assert message is None or re.search(message, found[0])
@@ -224,30 +224,30 @@ def test_a_job_without_a_family_says_so(directory: Path, exported: Path, run: Ba
         def family(self) -> None:
             return None
 
-    job = gpt(directory / "nameless", Nameless, **{"checkpoint.init_from": str(exported)})
+    job = make_gpt(directory / "nameless", Nameless, **{"checkpoint.init_from": str(exported)})
     (problem,) = problems(job, run.abstract_state())
     assert "the job does not map its parameters to Hugging Face's names; implement `family`" in problem
-    counter(directory / "count")()
+    make_counter(directory / "count")()
     with pytest.raises(InvalidError, match="does not map its parameters to Hugging Face's names; implement `family`"):
         run_command(["export", str(directory / "count"), "-o", str(directory / "none")])
 
 
 def test_the_best_checkpoint_is_the_one_kept_as_best(directory: Path, run: BaseTrainer):
-    counter(directory / "no_best")()
-    rows, _ = outcome(run.store.root)
+    make_counter(directory / "no_best")()
+    rows, _ = read_outcome(run.store.root)
     losses = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
     best = min(losses, key=lambda step: losses[step])
     found, _ = open_checkpoint(run.store.root, "best")
-    assert leaves_equal(found, open_checkpoint(run.store.root, best)[0])
+    assert are_leaves_equal(found, open_checkpoint(run.store.root, best)[0])
     with pytest.raises(InvalidError, match=r"its spec has no checkpoint\.keep_best"):
         open_checkpoint(directory / "no_best", "best")
 
 
 def test_weights_have_the_sharding_of_the_given_state(run: BaseTrainer, directory: Path):
-    job = gpt(directory / "sharded", **{"topology.mesh": {"data": 2, "fsdp": 2, "tensor": 2}})
+    job = make_gpt(directory / "sharded", **{"topology.mesh": {"data": 2, "fsdp": 2, "tensor": 2}})
     abstract = {"params": job.setup_builder.build(jax.devices()).abstract_state.params}
     found, _ = open_checkpoint(run.store.root, like=abstract)
-    assert leaves_equal(found["params"], run.state.params)
+    assert are_leaves_equal(found["params"], run.state.params)
     assert [leaf.sharding for leaf in jax.tree.leaves(found)] == [leaf.sharding for leaf in jax.tree.leaves(abstract)]
     other = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*leaf.shape, 1), leaf.dtype), abstract)
     message = r"params\.blocks\.attention_norm\.bias: checkpoint has float32\[2,32\], the job float32\[2,32,1\]"
@@ -274,6 +274,6 @@ def test_weights_that_are_not_finite_are_refused_by_tensor_and_file(
     bad.reshape(-1)[-1] = value
     save_file({**found, name: bad}, source / "model.safetensors")
     with pytest.raises(InvalidError, match=rf"model\.safetensors: {re.escape(name)} has values that are NaN") as caught:
-        gpt(directory / f"from-{value}-{dtype}", **JOB | {"checkpoint.init_from": str(source)})()
+        make_gpt(directory / f"from-{value}-{dtype}", **JOB | {"checkpoint.init_from": str(source)})()
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2

@@ -19,7 +19,7 @@ from runner.huggingface.safetensors import open_published_weights
 from runner.spec import InitFromConfig
 from runner.storage import LocalStore, Store
 from tests.huggingface.small import SHAPES, D, SmallFiles, V, leaves, publish, tensors
-from tests.support.tiny import mesh_of
+from tests.support.tiny_jobs import make_full_mesh
 
 CUTS = {
     "params.embedding": ("fsdp", "tensor"),
@@ -54,7 +54,7 @@ def load(where: Path | Store, like: dict[str, Any], rule: InitFromConfig | None 
 
 def born(values: dict[str, np.ndarray], sizes: tuple[int, int, int], dtype: Any = jnp.float32) -> dict[str, Any]:
     """Arrays on a mesh, as a job's init makes them."""
-    mesh = mesh_of(*sizes)
+    mesh = make_full_mesh(*sizes)
     return {
         name: jax.device_put(jnp.asarray(value, dtype), NamedSharding(mesh, PartitionSpec(*CUTS.get(name, ()))))
         for name, value in values.items()

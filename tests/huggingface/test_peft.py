@@ -14,7 +14,7 @@ from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, open_checkpoint
 from runner.cli.app import run_command
 from runner.errors import InvalidError
-from tests.support.tiny import gpt, name_of
+from tests.support.tiny_jobs import get_job_name, make_gpt
 
 COMMON: dict[str, Any] = {
     "config.schedule": {"name": "constant"},
@@ -36,12 +36,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """One that adapts what is exported to `base` beside it."""
     job_class, model, targets = JOBS[request.param]
     place = tmp_path_factory.mktemp("peft")
-    first = gpt(place / "first", job_class, **COMMON | {"job": name_of(job_class), "config.model": model})
+    first = make_gpt(place / "first", job_class, **COMMON | {"job": get_job_name(job_class), "config.model": model})
     first()
     assert run_command(["export", str(place / "first"), "-o", str(place / "base")]) == 0
     rule = {"rank": 4, "alpha": 6.0, "targets": targets}
     beside = {"checkpoint.init_from": str(place / "base"), "config.adapter": rule}
-    job = gpt(place / "run", job_class, **COMMON | {"job": name_of(job_class), "config.model": model} | beside)
+    job = make_gpt(
+        place / "run", job_class, **COMMON | {"job": get_job_name(job_class), "config.model": model} | beside
+    )
     job()
     return job
 
@@ -86,7 +88,9 @@ def test_an_adapter_of_an_embedding_is_refused(place: Path, tmp_path: Path) -> N
     job_class, model, _ = JOBS["gpt_2"]
     if "gpt2" not in (place / "base" / "config.json").read_text():
         job_class, model, _ = JOBS["llama"]
-    job = gpt(tmp_path / "run", job_class, **COMMON | {"job": name_of(job_class), "config.model": model} | beside)
+    job = make_gpt(
+        tmp_path / "run", job_class, **COMMON | {"job": get_job_name(job_class), "config.model": model} | beside
+    )
     job()
     with pytest.raises(InvalidError, match=r"embedding .* no plain form .* export without --adapter"):
         run_command(["export", str(tmp_path / "run"), "--adapter", "-o", str(tmp_path / "out")])

@@ -13,8 +13,8 @@ from runner import BaseTrainer
 from runner.checkpoint.manifest import read_manifest
 from runner.cli.app import run_command
 from runner.errors import InvalidError
-from tests.support.hub import Hub, Repo, start_hub
-from tests.support.tiny import gpt, start_python
+from tests.support.hub import Hub, StoredRepository, start_hub
+from tests.support.tiny_jobs import make_gpt, start_python
 
 NAME = "owner/model"
 SMALL = {"config.model": {"layers": 1, "heads": 1, "width": 16}, "config.eval.batches": 1}
@@ -24,7 +24,7 @@ DEADLINE_SECONDS = 300.0
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
     """A run that is done."""
-    job = gpt(tmp_path_factory.mktemp("push") / "run", **SMALL)
+    job = make_gpt(tmp_path_factory.mktemp("push") / "run", **SMALL)
     job()
     return job
 
@@ -39,7 +39,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def pushed(repo: Repo) -> dict[str, bytes]:
+def pushed(repo: StoredRepository) -> dict[str, bytes]:
     return {name: text for name, text in repo.files.items() if name != ".gitattributes"}
 
 

@@ -16,8 +16,8 @@ from runner.data.chat import ChatRecord, Dialogue, Renderer, read_template
 from runner.evaluation.generation import make_variables
 from runner.huggingface.export import ExportOptions, export
 from tests.huggingface.test_init_from import weights_begun_with
-from tests.support.inputs import SEPARATOR, make_hf, read_corpus, tokenise
-from tests.support.tiny import TEXT, gpt, leaves_equal
+from tests.support.tiny_jobs import TEXT, are_leaves_equal, make_gpt
+from tests.support.tokenise_inputs import SEPARATOR, make_hf_tokenizer, make_tokenise_job, read_corpus
 
 pytestmark = pytest.mark.soak
 PROMPT = "12 squared is 144.\n"
@@ -47,7 +47,7 @@ JOBS: dict[str, tuple[type[BaseTrainer], dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=JOBS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
     job_class, changes = JOBS[request.param]
-    job = gpt(tmp_path_factory.mktemp("run") / "run", job_class, **changes | {"config.train.total_steps": 4})
+    job = make_gpt(tmp_path_factory.mktemp("run") / "run", job_class, **changes | {"config.train.total_steps": 4})
     job()
     return job
 
@@ -80,7 +80,7 @@ def test_transformers_opens_exports_and_its_files_are_imported(
     model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     expected = jax.tree.map(lambda leaf: leaf.astype(dtype or leaf.dtype).astype(leaf.dtype), weights)
-    assert leaves_equal(weights_begun_with(tmp_path / "saved", run, weights), expected)
+    assert are_leaves_equal(weights_begun_with(tmp_path / "saved", run, weights), expected)
 
 
 # Dialogues. The turns end with `<|pad|>`; `^` is no token of the tokenizer.
@@ -104,7 +104,7 @@ SHORT: dict[str, Any] = {"config.train.total_steps": 4, "config.model": LLAMA}
 
 def write_corpus(directory: Path, kind: str, template: str) -> Path:
     """Tokenise dialogues, and return the path of the corpus."""
-    (directory / "tokenizer.json").write_bytes(make_hf())
+    (directory / "tokenizer.json").write_bytes(make_hf_tokenizer())
     settings = {"chat_template": TEMPLATES[template], "bos_token": "^", "eos_token": SEPARATOR}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     (directory / "lines.jsonl").write_text((json.dumps({"messages": DIALOGUE}) + "\n") * 50)
@@ -115,7 +115,7 @@ def write_corpus(directory: Path, kind: str, template: str) -> Path:
         "config.separator": 10 if kind == "bytes" else SEPARATOR,
         "config.chat.template": str(directory / "tokenizer_config.json"),
     }
-    tokenise(directory / "tokenise", **changes)()
+    make_tokenise_job(directory / "tokenise", **changes)()
     return directory / "tokenise/corpus"
 
 
@@ -164,7 +164,7 @@ def validate_generation(out: Path, ends: list[int]) -> None:
 def test_transformers_renders_the_text_that_a_corpus_was_made_from(tmp_path: Path, kind: str, template: str):
     transformers = pytest.importorskip("transformers")
     corpus = write_corpus(tmp_path, kind, template)
-    job = gpt(
+    job = make_gpt(
         tmp_path / "run",
         PretrainDecoder,
         **SHORT,
@@ -198,7 +198,7 @@ def test_a_run_on_token_files_exports_what_it_started_from(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     corpus = write_corpus(tmp_path, "hf", "plain")
     changes: dict[str, Any] = {**SHORT, "config.data.source": str(corpus), "config.data.train_on": "answers"}
-    first = gpt(tmp_path / "first", PretrainDecoder, **changes)
+    first = make_gpt(tmp_path / "first", PretrainDecoder, **changes)
     first()
     base, out = tmp_path / "base", tmp_path / "out"
     export(str(first.store.root), "newest", first.family(), first.config.data, str(base))
@@ -216,7 +216,7 @@ def test_a_run_on_token_files_exports_what_it_started_from(tmp_path: Path):
     ids[-1] = first.vocabulary_size - 1  # the vocabulary is as large as that of the base
     ids.astype("<u2").tofile(tmp_path / "ids.bin")
     changes = {**SHORT, "config.data.source": str(tmp_path / "ids.bin"), "checkpoint.init_from": str(base)}
-    second = gpt(tmp_path / "second", PretrainDecoder, **changes)
+    second = make_gpt(tmp_path / "second", PretrainDecoder, **changes)
     second()
     shutil.rmtree(base)
     export(str(second.store.root), "newest", second.family(), second.config.data, str(out))

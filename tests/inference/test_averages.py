@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from runner import open_checkpoint
 from tests.inference.test_commands import rows_of, say, score
-from tests.support.tiny import gpt
+from tests.support.tiny_jobs import make_gpt
 from tests.test_values import TrainLookup
 
 SETTINGS: dict[str, Any] = {
@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has ended, of a few steps."""
     directory = tmp_path_factory.mktemp("averages") / "run"
-    gpt(directory, TrainLookup, **SETTINGS)()
+    make_gpt(directory, TrainLookup, **SETTINGS)()
     return directory
 
 
@@ -51,7 +51,7 @@ def test_text_of_an_average_is_another(run: Path, capfd: pytest.CaptureFixture[s
 def test_an_average_is_exported_as_it_is_stored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     narrow = {"config.model": {"layers": 1, "heads": 2, "width": 16}, "config.precision.params": "bfloat16"}
-    gpt(run, **SETTINGS | narrow | {"job": "experiments.gpt:PretrainGPT"})()
+    make_gpt(run, **SETTINGS | narrow | {"job": "experiments.gpt:PretrainGPT"})()
     assert say(capfd, run, "--weights", "ema_0.5", "-o", run.parent / "out", command="export")[0] == 0
     found = load_file(run.parent / "out" / "model.safetensors")
     weights, _ = open_checkpoint(run, weights="ema_0.5")

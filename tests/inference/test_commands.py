@@ -21,9 +21,9 @@ from runner.data.tokenizers import TOKENIZER_FILES
 from runner.process import make_placements
 from tests.data.buckets import write_corpus
 from tests.data.corpus import write_bin
-from tests.support.harness import hash_tree
-from tests.support.inputs import GPT2_PATTERN, SEPARATOR, Bucket, make_ranks
-from tests.support.tiny import counter, finish, gpt, start_python
+from tests.support.job_process import hash_tree
+from tests.support.tiny_jobs import make_counter, make_gpt, start_python, wait_for_output
+from tests.support.tokenise_inputs import GPT2_PATTERN, SEPARATOR, FakeBucket, make_tiktoken_ranks
 
 SETTINGS = {
     "config.train.total_steps": 4,
@@ -39,7 +39,7 @@ def job(directory: Path, job_class: type[BaseTrainer] = PretrainGPT) -> BaseTrai
     """Trains on one text, and validates on its end and on another."""
     other = directory.parent / "other.txt"
     other.write_text("naïve counting: one, two, three.\n" * 12)
-    return gpt(directory, job_class, **SETTINGS, **{"config.data.validation": {"other": str(other)}})
+    return make_gpt(directory, job_class, **SETTINGS, **{"config.data.validation": {"other": str(other)}})
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_looking_while_a_run_trains_changes_neither_its_files_nor_its_bits(run: 
                 before = without_ledger(directory)
                 program = f"sys.exit(main(['sample', {str(directory)!r}]) or main(['evaluate', {str(directory)!r}]))"
                 program = f"import sys\nfrom runner.cli.app import main\n{program}"
-                seen.append(finish(start_python("-c", program, devices=8)))
+                seen.append(wait_for_output(start_python("-c", program, devices=8)))
                 assert without_ledger(directory) == before
 
     directory = run.parent / "watched"
@@ -242,7 +242,7 @@ def test_looking_while_a_run_trains_changes_neither_its_files_nor_its_bits(run: 
 def test_a_run_in_a_bucket_is_only_read(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket, verbs = Bucket(monkeypatch), set()
+    bucket, verbs = FakeBucket(monkeypatch), set()
     for path in filter(Path.is_file, run.rglob("*")):
         bucket.write(f"run/{path.relative_to(run)}", path.read_bytes())
     bucket.driver.before = lambda verb, key: verbs.add(verb)
@@ -264,7 +264,7 @@ def test_experts_are_evaluated_with_their_balancing_biases(tmp_path: Path, capfd
     }
     model = {"layers": 2, "heads": 4, "width": 32, "mlp_width": 48, "moe": experts}
     job_name = {"job": "experiments.model.decoder:PretrainDecoder"}
-    gpt(tmp_path / "run", PretrainDecoder, **SETTINGS, **job_name, **{"config.model": model})()
+    make_gpt(tmp_path / "run", PretrainDecoder, **SETTINGS, **job_name, **{"config.model": model})()
     (found,) = score(capfd, tmp_path / "run")
     assert found["loss"] == rows_of(tmp_path / "run")[4]["val/loss"]
     assert say(capfd, tmp_path / "run", "--tokens", 9)[0] == 0
@@ -276,7 +276,7 @@ def test_several_processes_score_like_one(run: Path, capfd: pytest.CaptureFixtur
     placements = make_placements(2)
     words = ["-m", "runner", "evaluate", str(run), "--json"]
     processes = [start_python(*words, *place, devices=4) for place in placements]
-    outputs = [finish(process) for process in processes]
+    outputs = [wait_for_output(process) for process in processes]
     several = json.loads(outputs[0].splitlines()[-1])
     assert several["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert several["tokens"] == alone["tokens"]
@@ -307,7 +307,7 @@ def spoiled(run: Path, name: str) -> Path:
         shutil.rmtree(copy / "checkpoints")
         return copy
     if name == "counter":
-        counter(run.parent / name, **{"config.total_steps": 1})()
+        make_counter(run.parent / name, **{"config.total_steps": 1})()
         return run.parent / name
     if name == "wider":
         copy = changed(run, name)
@@ -317,7 +317,7 @@ def spoiled(run: Path, name: str) -> Path:
     if name == "ids":
         return changed(run, name, source=str(write_bin(run.parent / "ids.bin", np.arange(200))))
     if name == "vocabulary":
-        content = make_ranks()
+        content = make_tiktoken_ranks()
         record = {
             "kind": "tiktoken",
             "file": TOKENIZER_FILES["tiktoken"],

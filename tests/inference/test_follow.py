@@ -13,16 +13,16 @@ from runner.errors import InvalidError
 from runner.inference.evaluate import follow
 from runner.inference.open_run import open_run
 from runner.storage import LocalStore
-from tests.support.harness import hash_tree
-from tests.support.judged import TINY, Judged, rows_of, write_questions
-from tests.support.tiny import gpt, stop_after
+from tests.support.bigram import BIGRAM_OPTIONS, BigramTrainer, read_trajectory, write_questions
+from tests.support.job_process import hash_tree
+from tests.support.tiny_jobs import make_gpt, stop_after
 
 STEPS = 6
 
 
 def changes(directory: Path) -> dict[str, Any]:
-    return TINY | {
-        "job": "tests.support.judged:Judged",
+    return BIGRAM_OPTIONS | {
+        "job": "tests.support.bigram:BigramTrainer",
         "config.train.total_steps": STEPS,
         "config.eval.every_steps": 2,
         "config.eval.multiple_choice": [{"name": "squares", "path": str(write_questions(directory / "q.jsonl"))}],
@@ -33,7 +33,7 @@ def changes(directory: Path) -> dict[str, Any]:
 
 def test_each_step_of_a_live_run_is_scored_once_until_it_is_done(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    job = gpt(run, Judged, **changes(tmp_path))
+    job = make_gpt(run, BigramTrainer, **changes(tmp_path))
     stop_after(job, 3)
     waited = []
 
@@ -41,14 +41,14 @@ def test_each_step_of_a_live_run_is_scored_once_until_it_is_done(tmp_path: Path)
         """The run goes on while nothing is new: in its own process, as far as its files go."""
         waited.append(len(found))
         if len(waited) == 2:
-            gpt(run, Judged, **changes(tmp_path))()
+            make_gpt(run, BigramTrainer, **changes(tmp_path))()
 
     found: list[dict[str, Any]] = []
     for record in follow(open_run(str(run)), None, Hosts.single_process(), wait=go_on):
         found.append(record)
     assert waited == [2, 2]
     assert [record["step"] for record in found] == [2, 3, 4, 6]
-    rows = {row["step"]: row for row in rows_of(run)}
+    rows = {row["step"]: row for row in read_trajectory(run)}
     for record in found[:1] + found[2:]:
         row = rows[record["step"]]
         assert record["loss"] == row["val/loss"]
@@ -60,7 +60,7 @@ def test_the_command_goes_on_behind_what_its_own_file_holds_and_writes_nothing_t
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, own = tmp_path / "run", tmp_path / "figures.jsonl"
-    gpt(run, Judged, **changes(tmp_path))()
+    make_gpt(run, BigramTrainer, **changes(tmp_path))()
     before = hash_tree(run)
     append_record(own, {"step": 4, "known": True})
     with own.open("ab") as file:

@@ -14,7 +14,7 @@ import pytest
 from runner.checkpoint import arrays
 from runner.cli.app import run_command
 from runner.storage import LocalStore
-from tests.support.tiny import gpt
+from tests.support.tiny_jobs import make_gpt
 
 OLD, NEW = "4", "8"
 
@@ -22,7 +22,7 @@ OLD, NEW = "4", "8"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved") / "run"
-    gpt(directory, **{"checkpoint.every_steps": 4, "checkpoint.keep_last": 2})()
+    make_gpt(directory, **{"checkpoint.every_steps": 4, "checkpoint.keep_last": 2})()
     return directory
 
 

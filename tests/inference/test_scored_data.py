@@ -14,13 +14,16 @@ from runner.evaluation.generation import load_source_codec
 from runner.inference.evaluate import DATA_SET
 from tests.data.buckets import write_corpus
 from tests.data.corpus import write_bin
-from tests.support.inputs import DOCUMENTS, GPT2_PATTERN, SEPARATOR, make_hf, make_ranks
+from tests.support.tokenise_inputs import DOCUMENTS, GPT2_PATTERN, SEPARATOR, make_hf_tokenizer, make_tiktoken_ranks
 
 LENGTH = 96
 RECORDS = {
     "bytes": ({"kind": "bytes"}, None),
-    "hf": ({"kind": "hf"}, make_hf()),
-    "tiktoken": ({"kind": "tiktoken", "pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 258}}, make_ranks()),
+    "hf": ({"kind": "hf"}, make_hf_tokenizer()),
+    "tiktoken": (
+        {"kind": "tiktoken", "pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 258}},
+        make_tiktoken_ranks(),
+    ),
 }
 
 

@@ -12,8 +12,16 @@ from launch.kubernetes import engine as jobset
 from launch.kubernetes.engine import JobSetArguments
 from launch.slurm.engine import SlurmArguments
 from launch.tpu_vm.engine import TpuVmArguments
-from tests.support.harness import ROOT
-from tests.support.hostile import OVERRIDE_OF_LINES, PLACED, TEXTS, UNPRINTABLE, Engine, commit_of, given_to
+from tests.support.job_process import ROOT
+from tests.support.special_characters import (
+    CONTROL_CHARACTER_TEXTS,
+    MULTILINE_OVERRIDE,
+    TEXTS,
+    UNPRINTABLE_TEXTS,
+    Engine,
+    extract_job_arguments,
+    make_committed_project,
+)
 
 COUNTER = str(ROOT / "specs" / "counter.yaml")
 ENGINE_OPTIONS = {
@@ -27,7 +35,7 @@ ARGUMENTS = {"slurm": SlurmArguments, "jobset": JobSetArguments, "tpu-vm": TpuVm
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """TPU VMs ship a commit, so there is one."""
-    return commit_of(tmp_path_factory.mktemp("hostile") / "project")
+    return make_committed_project(tmp_path_factory.mktemp("hostile") / "project")
 
 
 @pytest.fixture
@@ -56,7 +64,7 @@ def text_options(engine):
     ("engine", "option"), [(engine, option) for engine in ENGINE_OPTIONS for option in text_options(engine)]
 )
 def test_no_option_takes_what_nobody_can_mean(engine, option, render):
-    for text in UNPRINTABLE:
+    for text in UNPRINTABLE_TEXTS:
         code, output, errors = render(engine, f"{option}={text}")
         assert (code, output, len(errors)) == (2, "", 1), (text, errors)
         assert option in errors[0]
@@ -89,12 +97,12 @@ def test_a_value_arrives_as_it_was_given(engine, text, render, tmp_path):
     override = f"group={json.dumps(text)}"
     code, output, errors = render(engine, "--set", override, "--set", f"project={json.dumps(text, ensure_ascii=False)}")
     assert (code, errors) == (0, [])
-    words = given_to(Engine(engine), output, tmp_path)
+    words = extract_job_arguments(Engine(engine), output, tmp_path)
     assert words[words.index(override) - 1] == "--set"
     assert f"project={json.dumps(text, ensure_ascii=False)}" in words
 
 
-@pytest.mark.parametrize("text", [text for text in (*TEXTS, *PLACED) if "\0" not in text], ids=ascii)
+@pytest.mark.parametrize("text", [text for text in (*TEXTS, *CONTROL_CHARACTER_TEXTS) if "\0" not in text], ids=ascii)
 def test_a_variable_and_a_spec_arrive_in_the_pods_as_they_were_given(text, render, tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text(f"{Path(COUNTER).read_text()}group: {json.dumps(text, ensure_ascii=False)}\n", newline="")
@@ -118,13 +126,13 @@ def test_a_value_that_is_no_text_is_refused(engine, render):
 
 @pytest.mark.parametrize("engine", ENGINE_OPTIONS)
 def test_a_value_of_several_lines_arrives_as_it_was_given(engine, render, tmp_path):
-    code, output, errors = render(engine, "--set", OVERRIDE_OF_LINES)
+    code, output, errors = render(engine, "--set", MULTILINE_OVERRIDE)
     assert (code, errors) == (0, [])
-    assert OVERRIDE_OF_LINES in given_to(Engine(engine), output, tmp_path)
+    assert MULTILINE_OVERRIDE in extract_job_arguments(Engine(engine), output, tmp_path)
 
 
 def test_a_script_for_sbatch_has_no_line_that_a_value_has_made(render):
-    plain, hostile = (render("slurm", "--set", override)[1] for override in ("seed=1", OVERRIDE_OF_LINES))
+    plain, hostile = (render("slurm", "--set", override)[1] for override in ("seed=1", MULTILINE_OVERRIDE))
     assert len(plain.split("\n")) == len(hostile.split("\n"))
     assert "\r" not in hostile  # sbatch refuses it
 

@@ -10,7 +10,7 @@ import pytest
 
 from runner.process import STOP_SIGNALS
 from tests.support import leftover
-from tests.support.harness import DEADLINE_SECONDS, Job
+from tests.support.job_process import DEADLINE_SECONDS, Job
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,7 +98,7 @@ def test_a_launcher_under_nohup_hears_no_sighup_and_neither_do_its_processes(tmp
 def test_a_launcher_that_dies_leaves_no_process_and_loses_no_step(number, code, tmp_path):
     job = Job("specs/counter.yaml", tmp_path / "run", ("config.total_steps=100000", "config.step_seconds=0.05"))
     launcher = job.launch(2)
-    launcher.until(lambda: job.newest() > 0, "a commit")
+    launcher.wait_until(lambda: job.newest() > 0, "a commit")
     children = launcher.children()
     assert len(children) == 2
     launcher.process.send_signal(number)

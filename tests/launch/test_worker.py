@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch import worker
-from tests.support.harness import DEADLINE_SECONDS
+from tests.support.job_process import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 SPEC = """\

@@ -22,9 +22,9 @@ from runner.metrics.window import MetricsWindow
 from runner.metrics.writers import LiveProgress, PlainProgress
 from runner.run.fence import Fence
 from runner.storage import ABSENT, BackgroundWriter, DeniedError, LocalStore, encode_line
-from tests.support.damage import ERRORS, damages_of, give_errors
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
-from tests.support.tiny import gpt_spec
+from tests.support.damage import ERRORS, inject_errors, list_damages
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
+from tests.support.tiny_jobs import make_gpt_spec
 
 
 def row(step, **more):
@@ -47,7 +47,7 @@ class Still(BackgroundWriter):
 
 @pytest.fixture(params=["disk", "bucket"])
 def store(request, tmp_path):
-    return LocalStore(tmp_path) if request.param == "disk" else memory_bucket()
+    return LocalStore(tmp_path) if request.param == "disk" else make_memory_bucket()
 
 
 def open_file(store, background=None):
@@ -76,7 +76,7 @@ def steps_in(store):
 
 def test_the_kind_of_file_follows_the_store(tmp_path):
     assert isinstance(open_file(LocalStore(tmp_path)), LocalMetricsFile)
-    assert isinstance(open_file(memory_bucket()), BucketMetricsFile)
+    assert isinstance(open_file(make_memory_bucket()), BucketMetricsFile)
 
 
 def test_rows_are_read_as_they_were_written(store):
@@ -180,7 +180,7 @@ def damaged(base, name):
     store = LocalStore(base / "run")
     write(store, 10, 20, 30)
     if name not in ERRORS:
-        damages_of(base / "run/metrics.jsonl")[name](base / "run/metrics.jsonl")
+        list_damages(base / "run/metrics.jsonl")[name](base / "run/metrics.jsonl")
     return store
 
 
@@ -188,11 +188,11 @@ def test_a_damaged_file_keeps_whole_rows_or_is_refused(tmp_path):
     whole = tmp_path / "whole"
     write(LocalStore(whole), 10)
     outcomes = {}
-    for name in (*damages_of(whole / "metrics.jsonl"), *ERRORS):
+    for name in (*list_damages(whole / "metrics.jsonl"), *ERRORS):
         store = damaged(tmp_path / name, name)
         with pytest.MonkeyPatch.context() as patch:
             if name in ERRORS:
-                give_errors(patch, store.root / "metrics.jsonl", ERRORS[name])
+                inject_errors(patch, store.root / "metrics.jsonl", ERRORS[name])
             try:
                 file = open_file(store)
                 file.rewind(30)
@@ -232,7 +232,7 @@ class ContentVersions(MemoryDriver):
 
 def written_zombie(driver):
     """A bucket, and the metrics of an attempt that has written two rows and will be overtaken."""
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     zombie = open_file(store)
     zombie.rewind(0)
     zombie.append(row(10))
@@ -268,7 +268,7 @@ def test_a_bucket_zombie_is_fenced_once_a_newer_attempt_begins():
 
 
 def test_a_bucket_zombie_does_no_harm_in_the_background():
-    store, background = memory_bucket(), BackgroundWriter()
+    store, background = make_memory_bucket(), BackgroundWriter()
     zombie = open_file(store, background)
     zombie.rewind(0)
     open_file(store).rewind(0)
@@ -328,7 +328,7 @@ def test_the_owner_overwrites_what_a_bucket_zombie_has_written(restored):
 
 def test_rewind_overwrites_a_late_write_of_a_dead_attempt():
     driver = MemoryDriver()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     write(store, 10, 20)
 
     def overtake(verb, key):
@@ -358,7 +358,7 @@ def test_replace_last_completes_the_newest_row(store):
 
 def test_a_row_replaced_while_being_sent_is_sent_again():
     driver = MemoryDriver()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     file = open_file(store)
     file.rewind(0)
     file.append(row(10))
@@ -379,7 +379,7 @@ def test_a_row_replaced_while_being_sent_is_sent_again():
 
 
 def test_bucket_rows_are_sent_in_the_background():
-    background, store = BackgroundWriter(), memory_bucket()
+    background, store = BackgroundWriter(), make_memory_bucket()
     file = open_file(store, background)
     file.rewind(0)
     for step in (10, 20, 30):
@@ -390,7 +390,7 @@ def test_bucket_rows_are_sent_in_the_background():
 
 def test_rows_are_kept_if_the_bucket_refuses_them():
     driver = MemoryDriver()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     file = open_file(store)
     file.rewind(0)
 
@@ -454,7 +454,7 @@ def assert_a_later_attempt_keeps(store, step):
 
 def test_the_cost_of_a_bucket_row_is_bounded(small_parts):
     driver, sizes = MemoryDriver(), []
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     file = open_file(store)
     file.rewind(0)
     put = driver.put
@@ -472,7 +472,7 @@ def test_the_cost_of_a_bucket_row_is_bounded(small_parts):
 
 def test_parts_beyond_the_restored_step_are_deleted(small_parts):
     driver = MemoryDriver()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     write(store, *range(1, 101))
     num_objects = len(driver.objects)
     file = open_file(store)
@@ -483,7 +483,7 @@ def test_parts_beyond_the_restored_step_are_deleted(small_parts):
 
 
 def test_a_large_object_of_an_earlier_version_is_continued(small_parts):
-    store = memory_bucket()
+    store = make_memory_bucket()
     store.write("metrics.jsonl", b"".join(encode_line(row(step)) for step in range(1, 201)))
     assert_a_later_attempt_keeps(store, 150)
     assert len(store.read("metrics.jsonl")) < 1300
@@ -493,7 +493,7 @@ def test_a_large_object_of_an_earlier_version_is_continued(small_parts):
 @pytest.mark.parametrize("number", range(1, 14))
 def test_a_kill_in_any_write_loses_no_synced_row(small_parts, number, is_answer_lost):
     driver, synced = MemoryDriver(), [0]
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     write(store, *range(1, 21))
     file = open_file(store)
     file.rewind(20)
@@ -516,13 +516,13 @@ def test_a_kill_in_any_write_loses_no_synced_row(small_parts, number, is_answer_
         play(file, range(21, 60), synced)
     assert 20 < synced[-1] < 59 or number == 1
     for restored in (max(synced[-1], 20), 20, 13, 7, 1, 0):
-        assert_a_later_attempt_keeps(memory_bucket(copied(driver)), restored)
+        assert_a_later_attempt_keeps(make_memory_bucket(copied(driver)), restored)
 
 
 @pytest.mark.parametrize(("verb", "number"), [("put", 1), ("put", 2), ("delete", 1), ("delete", 2)])
 def test_a_kill_during_a_rewind_loses_no_other_row(small_parts, verb, number):
     driver = MemoryDriver()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     write(store, *range(1, 101))
     file = open_file(store)
 
@@ -534,7 +534,7 @@ def test_a_kill_during_a_rewind_loses_no_other_row(small_parts, verb, number):
         file.rewind(9)
     driver.before = lambda verb, key: None
     for restored in (9, 5, 0):
-        assert_a_later_attempt_keeps(memory_bucket(copied(driver)), restored)
+        assert_a_later_attempt_keeps(make_memory_bucket(copied(driver)), restored)
 
 
 def copied(driver):
@@ -550,7 +550,7 @@ def copied(driver):
 @pytest.mark.parametrize("number", range(1, 9))
 def test_a_zombie_that_resumes_in_any_write_harms_no_row(small_parts, driver_class, num_rows, number):
     driver = driver_class()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     write(store, *range(1, 21))
     zombie, owner, synced = open_file(store), [], [15]
     zombie.rewind(20)
@@ -565,7 +565,7 @@ def test_a_zombie_that_resumes_in_any_write_harms_no_row(small_parts, driver_cla
     with contextlib.suppress(FencedError):
         play(zombie, range(21, 60), [])
     for restored in (synced[-1], 15, 8):
-        assert_a_later_attempt_keeps(memory_bucket(copied(driver)), restored)
+        assert_a_later_attempt_keeps(make_memory_bucket(copied(driver)), restored)
     play(owner[0], range(synced[-1] + 1, 60), [])
     zombie.append(row(1000))
     with pytest.raises(FencedError):
@@ -575,7 +575,7 @@ def test_a_zombie_that_resumes_in_any_write_harms_no_row(small_parts, driver_cla
 
 def test_a_reader_beside_a_writer_sees_each_row_once(small_parts):
     driver = MemoryDriver()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     write(store, *range(1, 101))
 
     def go_back():
@@ -802,5 +802,5 @@ class Screen(io.StringIO):
 @pytest.mark.parametrize(("stream", "form"), [(io.StringIO, "text"), (io.StringIO, "json"), (Screen, "json")])
 def test_progress_is_plain_without_a_terminal(stream, form, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdout", stream())
-    spec = gpt_spec(tmp_path / "run", **{"logging.format": form})
+    spec = make_gpt_spec(tmp_path / "run", **{"logging.format": form})
     assert isinstance(writers.make_progress(spec, 10, 0, 64), PlainProgress)

@@ -12,8 +12,8 @@ from runner import BaseTrainer
 from runner.errors import InvalidError, SpecError
 from runner.metrics.meta import LIST_MAX, Histogram, histogram, replace_sums_by_means, to_row_value, validate_meta
 from runner.train.step import Norms, compute_norms
-from tests.support.judged import TINY, Judged, rows_of
-from tests.support.tiny import gpt
+from tests.support.bigram import BIGRAM_OPTIONS, BigramTrainer, read_trajectory
+from tests.support.tiny_jobs import make_gpt
 
 SHOWABLE: dict[str, Any] = {
     "a float": 0.5,
@@ -100,8 +100,10 @@ def test_means_do_not_depend_on_the_split_of_the_batch(tmp_path: Path) -> None:
     found = {}
     for micro in (1, 4):
         directory = tmp_path / f"micro{micro}"
-        gpt(directory, Judged, **(TINY | documents | {"config.train.micro_batch_examples": micro}))()
-        found[micro] = rows_of(directory)[-1]
+        make_gpt(
+            directory, BigramTrainer, **(BIGRAM_OPTIONS | documents | {"config.train.micro_batch_examples": micro})
+        )()
+        found[micro] = read_trajectory(directory)[-1]
     for row in found.values():
         for name in OF_SUMS:
             for key in (f"train/{name}", f"val/{name}"):
@@ -117,18 +119,22 @@ def test_the_mean_over_steps_is_weighted_by_tokens(tmp_path: Path) -> None:
     text.mkdir()
     for number in range(400):
         (text / f"{number}.txt").write_text("a" * (1 + number % 15))
-    changes = TINY | {"config.data.source": f"{text}/*.txt", "config.data.packing": "pad"}
+    changes = BIGRAM_OPTIONS | {"config.data.source": f"{text}/*.txt", "config.data.packing": "pad"}
     changes |= {"config.train.total_steps": 4}
-    single = gpt(tmp_path / "single", Judged, **changes)
+    single = make_gpt(tmp_path / "single", BigramTrainer, **changes)
     single()
-    gpt(tmp_path / "window", Judged, **changes, **{"logging.every_steps": 4, "config.eval.every_steps": None})()
+    make_gpt(
+        tmp_path / "window", BigramTrainer, **changes, **{"logging.every_steps": 4, "config.eval.every_steps": None}
+    )()
     tokens = [int(np.asarray(single.batch("train", step)["padding_mask"]).sum()) for step in range(4)]
     assert len(set(tokens)) > 1
-    losses = [row["train/loss"] for row in rows_of(tmp_path / "single")]
-    assert rows_of(tmp_path / "window")[-1]["train/loss_mean"] == pytest.approx(np.average(losses, weights=tokens))
+    losses = [row["train/loss"] for row in read_trajectory(tmp_path / "single")]
+    assert read_trajectory(tmp_path / "window")[-1]["train/loss_mean"] == pytest.approx(
+        np.average(losses, weights=tokens)
+    )
 
 
-class Refused(Judged):
+class Refused(BigramTrainer):
     """Returns without a key, in validation alone, what no row can hold."""
 
     @classmethod
@@ -137,7 +143,7 @@ class Refused(Judged):
         return loss_sum, meta | ({"x": batch["x"]} if key is None else {})
 
 
-class RefusedInTraining(Judged):
+class RefusedInTraining(BigramTrainer):
     @classmethod
     def forward(cls, apply_fn: Any, params: Any, batch: Any, key: jax.Array | None) -> Any:
         loss_sum, meta = super().forward(apply_fn, params, batch, key)
@@ -159,7 +165,7 @@ def test_invalid_meta_is_refused_before_anything_is_written(
     job_class: type[BaseTrainer], changes: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     with pytest.raises((InvalidError, SpecError), match=line):
-        gpt(tmp_path / "run", job_class, **TINY, **changes)()
+        make_gpt(tmp_path / "run", job_class, **BIGRAM_OPTIONS, **changes)()
     assert not (tmp_path / "run").exists()
 
 

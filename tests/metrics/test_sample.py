@@ -4,9 +4,9 @@ import pytest
 
 from runner.metrics.file import SAMPLE_ROWS_MAX, SealedPart, encode_parts, read_rows, read_sample
 from runner.storage import LocalStore, encode_line
-from tests.support.counted_rows import NUM_PARSED_MAX, count_parsed
-from tests.support.counted_rows import make_row as row
-from tests.support.memory_bucket import memory_bucket
+from tests.support.memory_bucket import make_memory_bucket
+from tests.support.metric_rows import NUM_PARSED_MAX, count_parsed
+from tests.support.metric_rows import make_row as row
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_lines_that_are_no_rows_are_skipped(tail, tmp_path):
 
 
 def test_in_a_bucket_parts_are_sampled_and_the_last_is_read():
-    store, parts = memory_bucket(), []
+    store, parts = make_memory_bucket(), []
     for number in range(100):
         steps = range(number * 10 + 1, number * 10 + 11)
         named = parts if len(parts) >= 64 else []
@@ -81,7 +81,7 @@ def test_in_a_bucket_parts_are_sampled_and_the_last_is_read():
 )
 def test_invalid_part_names_are_reported_in_a_line(named):
     """By `status` as what is not read, by a start as what a person must move away."""
-    store = memory_bucket()
+    store = make_memory_bucket()
     if named == "circle":
         named = [["metrics/a.jsonl", 1]]
         store.write("metrics/a.jsonl", encode_line({"parts": named}) + row(1))
@@ -93,6 +93,6 @@ def test_invalid_part_names_are_reported_in_a_line(named):
 
 
 def test_a_missing_part_leaves_the_newest_rows():
-    store = memory_bucket()
+    store = make_memory_bucket()
     store.write("metrics.jsonl", encode_parts([SealedPart("metrics/a.jsonl", 1)]) + row(2))
     assert steps_of(read_sample(store)) == [2]

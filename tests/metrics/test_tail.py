@@ -11,7 +11,7 @@ from runner.metrics import file as bucket
 from runner.metrics.file import MetricsTailUpdate, open_metrics_file, open_metrics_tail, read_rows
 from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, encode_line
-from tests.support.memory_bucket import memory_bucket
+from tests.support.memory_bucket import make_memory_bucket
 
 KINDS = ("disk", "bucket")
 LINE = encode_line({"step": 1, "train/loss": 0.5})
@@ -39,7 +39,7 @@ def test_a_tail_knows_the_surviving_rows_after_any_appends_and_rewinds(kind, act
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket, "PART_BYTES", 150)
         patch.setattr(bucket, "PARTS_MAX", 3)
-        store = LocalStore(Path(directory)) if kind == "disk" else memory_bucket()
+        store = LocalStore(Path(directory)) if kind == "disk" else make_memory_bucket()
         tail, final, step, attempt = open_metrics_tail(store), [], 0, 0
         for action in [0.0, *actions]:
             if isinstance(action, float):  # a new attempt resumes at this share of what there is

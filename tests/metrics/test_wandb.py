@@ -10,8 +10,8 @@ import yaml
 from runner.metrics.wandb import upload_offline_runs
 from runner.storage import LocalStore, parse_lines, read_json
 from tests.support import wandb_file
-from tests.support.memory_bucket import memory_bucket
-from tests.support.tiny import finish, gpt, gpt_document, start_python
+from tests.support.memory_bucket import make_memory_bucket
+from tests.support.tiny_jobs import make_gpt, make_gpt_document, start_python, wait_for_output
 from tests.support.wandb_server import start_wandb
 
 NO_KEY = {"WANDB_API_KEY": "", "NETRC": "/nonexistent"}
@@ -21,7 +21,7 @@ SMALL = {}
 STOPPED_AT_4 = """
 import os, sys
 from runner.errors import PreemptedError
-from tests.support.tiny import StopAfter, gpt
+from tests.support.tiny_jobs import StopAfter, gpt
 from pathlib import Path
 job = gpt(Path(sys.argv[1]), **{"logging.wandb": "offline"})
 try:
@@ -34,7 +34,7 @@ except PreemptedError:
 ONLINE = """
 import sys, time
 from pathlib import Path
-from tests.support.tiny import StopAfter, gpt
+from tests.support.tiny_jobs import StopAfter, gpt
 changes = {"logging.wandb": "online", "logging.wandb_tags": ["one", "two"], "checkpoint.every_steps": 2}
 job, step = gpt(Path(sys.argv[1]), **changes), int(sys.argv[2])
 
@@ -50,7 +50,7 @@ job(stop=Hang(job, step))
 
 def run_spec(directory, mode):
     path = directory.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(gpt_document(directory, **{"logging.wandb": mode}, **SMALL)))
+    path.write_text(yaml.safe_dump(make_gpt_document(directory, **{"logging.wandb": mode}, **SMALL)))
     return "-m", "runner", str(path)
 
 
@@ -58,11 +58,11 @@ def run_spec(directory, mode):
 def runs(tmp_path_factory):
     """Outputs of an offline job in two attempts, and of an online job whose server is dead."""
     base = tmp_path_factory.mktemp("wandb")
-    gpt(base / "plain", **SMALL)()
+    make_gpt(base / "plain", **SMALL)()
     dead = start_python(*run_spec(base / "dead", "online"), **DEAD_SERVER)
-    outputs = {"first": finish(start_python("-c", STOPPED_AT_4, str(base / "offline"), **NO_KEY))}
-    outputs["second"] = finish(start_python(*run_spec(base / "offline", "offline"), **NO_KEY))
-    outputs["dead"] = finish(dead)
+    outputs = {"first": wait_for_output(start_python("-c", STOPPED_AT_4, str(base / "offline"), **NO_KEY))}
+    outputs["second"] = wait_for_output(start_python(*run_spec(base / "offline", "offline"), **NO_KEY))
+    outputs["dead"] = wait_for_output(dead)
     return base, outputs
 
 
@@ -70,12 +70,12 @@ def runs(tmp_path_factory):
 def test_an_offline_run_holds_the_rows_of_killed_attempts(runs):
     base, outputs = runs
     (path,) = (base / "offline").rglob("*run-*.wandb")
-    assert wandb_file.history(path) == parse_lines((base / "offline/metrics.jsonl").read_bytes())
+    assert wandb_file.read_history(path) == parse_lines((base / "offline/metrics.jsonl").read_bytes())
     assert "is switched off" not in outputs["first"] + outputs["second"]
 
 
 def test_offline_files_of_a_bucket_run_are_uploaded(tmp_path):
-    store, folder = memory_bucket(), tmp_path / "wandb" / "wandb"
+    store, folder = make_memory_bucket(), tmp_path / "wandb" / "wandb"
     for earlier in ("offline-run-0-x", "offline-run-0-y"):
         store.write(f"wandb/wandb/{earlier}/run.wandb", b"of an attempt on another machine")
     for name in ("offline-run-1-x/run-x.wandb", "offline-run-1-x/files/requirements.txt", "run-2-x/run-x.wandb"):
@@ -111,7 +111,7 @@ def test_the_online_server_holds_only_the_surviving_trajectory(tmp_path):
             first.kill()
         (run,) = server.runs
         lost = server.history(run)
-        finish(start_python("-c", ONLINE, str(directory), "0", **online))
+        wait_for_output(start_python("-c", ONLINE, str(directory), "0", **online))
         assert server.runs == [run]
         rows = parse_lines((directory / "metrics.jsonl").read_bytes())
         assert server.history(run) == rows
@@ -127,6 +127,6 @@ def test_the_online_server_holds_only_the_surviving_trajectory(tmp_path):
 
 def test_wandb_is_not_imported_if_disabled(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "runner.metrics.wandb", raising=False)
-    gpt(tmp_path / "run", **SMALL)()
+    make_gpt(tmp_path / "run", **SMALL)()
     assert not (tmp_path / "run" / "wandb").exists()
     assert "runner.metrics.wandb" not in sys.modules

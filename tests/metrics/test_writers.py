@@ -20,8 +20,8 @@ from runner.metrics.rows import Row
 from runner.metrics.writers import AsyncMetricWriter, TensorBoardWriter
 from runner.storage import LocalStore, encode_line, parse_lines, read_json, read_log
 from tests.support import wandb_file
-from tests.support.memory_bucket import memory_bucket
-from tests.support.tiny import gpt
+from tests.support.memory_bucket import make_memory_bucket
+from tests.support.tiny_jobs import make_gpt
 
 SAVED, STRUCK = 3, 5
 ALL_ON = {"logging.tensorboard": True, "logging.wandb": "online", "logging.wandb_tags": ["a tag"]}
@@ -68,11 +68,11 @@ class Life:
     def __init__(self, directory: Path):
         self.directory = directory
         with pytest.raises(StrikeError):
-            gpt(directory, Struck, **CHANGES, **ALL_ON)()
+            make_gpt(directory, Struck, **CHANGES, **ALL_ON)()
         self.lost = self.rows()[SAVED:]
         self.looking_on = accumulate(directory / "tensorboard")
         assert len(rows_of(self.looking_on)) == STRUCK
-        gpt(directory, **CHANGES, **ALL_ON)()
+        make_gpt(directory, **CHANGES, **ALL_ON)()
         self.looking_on.Reload()
 
     def rows(self) -> list[Row]:
@@ -110,7 +110,7 @@ def shown_by_json(life: Life) -> list[Row]:
 
 def shown_by_wandb(life: Life) -> list[Row]:
     (path,) = life.wandb_files()
-    return wandb_file.history(path)
+    return wandb_file.read_history(path)
 
 
 # What a sink holds, and how it keeps a row. A sink that the spec can name stands here by the name of its place.
@@ -146,7 +146,7 @@ def test_wandb_without_a_key_logs_offline(life: Life) -> None:
     run_id = read_json(LocalStore(life.directory), "job.json")["id"]
     (path,) = life.wandb_files()
     assert (path.name, path.parent.name.partition("-")[0]) == (f"run-{run_id}.wandb", "offline")
-    told = wandb_file.config(path)
+    told = wandb_file.read_config(path)
     assert told["config"]["train"]["micro_batch_examples"] == 2
     assert told["tags"] == ["a tag"]
     assert {"versions", "hosts", "cpus"} <= told["environment"].keys()
@@ -206,7 +206,7 @@ def test_a_failing_writer_is_switched_off_once_without_waiting(way: str, monkeyp
 def test_failing_writers_cost_a_line_and_an_event_but_no_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpt(tmp_path / "undisturbed")()
+    make_gpt(tmp_path / "undisturbed")()
     monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.1)
     free, told = threading.Event(), {}
 
@@ -216,7 +216,7 @@ def test_failing_writers_cost_a_line_and_an_event_but_no_bits(
         return AsyncMetricWriter(name, lambda: Broken(way, free), earlier, on_off)
 
     monkeypatch.setattr(writers, "AsyncMetricWriter", broken)
-    gpt(tmp_path / "run", **ALL_ON)()
+    make_gpt(tmp_path / "run", **ALL_ON)()
     free.set()
     assert sorted(told) == sorted(SHOWN.keys() & {"tensorboard", "wandb"})
     store = LocalStore(tmp_path / "run")
@@ -260,7 +260,7 @@ def test_a_completed_row_adds_only_new_keys() -> None:
 def test_a_bucket_holds_only_the_newest_event_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tensorboard, "UPLOAD_SECONDS", 0.0)
-    store = memory_bucket()
+    store = make_memory_bucket()
     for attempt in (8, 9, 10):
         file = TensorBoardWriter(store, "job1234", attempt)
         file.supersede()

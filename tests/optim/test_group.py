@@ -15,7 +15,7 @@ from runner.optim.library import make_optimizer, update_in_float32
 from runner.train import step as pure
 from runner.train.state import make_state_from_variables
 from tests.optim.test_formula import MATRICES, PARAMETERS, PARAMS, config_of, rate_of, trained
-from tests.support.tiny import gpt, leaves_equal
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt
 
 STEPS = 4
 FEW = {name: parameter for name, parameter in PARAMETERS.items() if name != "large"}
@@ -56,10 +56,10 @@ def test_frozen_parameters_keep_their_bits_and_have_no_moments(name):
     expected, expected_state = run(name, parameters=rest, clip_norm=0.1, **keys)
     assert isinstance(state, FrozenParametersState)
     assert state.names == {"embedding", "tall"}
-    assert leaves_equal(state.inner, expected_state)
-    assert leaves_equal({key: found[key] for key in rest}, expected)
+    assert are_leaves_equal(state.inner, expected_state)
+    assert are_leaves_equal({key: found[key] for key in rest}, expected)
     for key in ("embedding", "tall"):
-        assert leaves_equal(found[key], jnp.asarray(PARAMS[key], jnp.float32))
+        assert are_leaves_equal(found[key], jnp.asarray(PARAMS[key], jnp.float32))
 
 
 def test_a_frozen_negative_zero_stays_negative():
@@ -67,7 +67,7 @@ def test_a_frozen_negative_zero_stays_negative():
     tx = make_optimizer("adamw", config, optax.constant_schedule(0.1), FEW)
     params = {key: jnp.full(parameter.shape, -0.0) for key, parameter in FEW.items()}
     updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
-    assert leaves_equal(optax.apply_updates(params, updates)["tall"], params["tall"])
+    assert are_leaves_equal(optax.apply_updates(params, updates)["tall"], params["tall"])
 
 
 def test_a_group_with_its_own_norm_is_clipped_alone():
@@ -130,7 +130,7 @@ def test_keys_without_effect_in_a_frozen_group_are_refused():
 
 
 def test_a_pattern_that_matches_nothing_is_refused_by_key(tmp_path):
-    job = gpt(tmp_path / "run", **{"config.optimizer.groups": [{"pattern": "no.such"}]})
+    job = make_gpt(tmp_path / "run", **{"config.optimizer.groups": [{"pattern": "no.such"}]})
     with pytest.raises(SpecError, match=r"^[^\n]*config.optimizer: groups: 'no.such' matches no parameter[^\n]*$"):
         job.setup_builder.build(jax.devices())
 
@@ -166,8 +166,8 @@ def test_frozen_parameters_get_no_gradient(num_micro):
         found, _, meta = jax.jit(step)(state)
         norms.append((float(meta["grad_norm"]), str(jax.make_jaxpr(step)(state)).count("dot_general")))
         moved = found.params
-        assert leaves_equal(moved["Dense_0"], variables["params"]["Dense_0"]) == bool(groups)
-        assert not leaves_equal(moved["Embed_0"], variables["params"]["Embed_0"])
+        assert are_leaves_equal(moved["Dense_0"], variables["params"]["Dense_0"]) == bool(groups)
+        assert not are_leaves_equal(moved["Embed_0"], variables["params"]["Embed_0"])
     (whole_norm, whole_products), (norm, products) = norms
     assert norm < whole_norm
     assert products == whole_products - 1

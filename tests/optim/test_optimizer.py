@@ -17,7 +17,7 @@ from runner.optim.groups import Parameter
 from runner.optim.library import make_optimizer, update_in_float32
 from runner.optim.transforms import compute_gradient_point
 from runner.train.optimizer import SPEC, choose_optimizer
-from tests.support.tiny import gpt, leaves_equal, merge
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt, merge
 
 TOTAL = 100
 NAMES = get_args(OptimizerConfig.model_fields["name"].annotation)
@@ -94,9 +94,9 @@ def test_bfloat16_parameters_are_updated_in_float32(name):
         expected, wide_state = tx.update(GRADS, wide_state, wide)
         assert kinds_of(updates) == kinds_of(wide)
         assert kinds_of(narrow_state) == kinds
-        assert leaves_equal((updates, narrow_state), (expected, wide_state))
+        assert are_leaves_equal((updates, narrow_state), (expected, wide_state))
         narrow = optax.apply_updates(narrow, updates)
-        assert leaves_equal(narrow, jax.tree.map(lambda p, u: (p + u).astype(jnp.bfloat16), wide, updates))
+        assert are_leaves_equal(narrow, jax.tree.map(lambda p, u: (p + u).astype(jnp.bfloat16), wide, updates))
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
 
 
@@ -168,7 +168,7 @@ def test_biases_and_norms_of_stacked_layers_do_not_decay(name, tmp_path):
     """Stacked, they have two axes like a matrix; their names tell them apart."""
     changes = {"config.optimizer.name": name, "config.optimizer.weight_decay": 0.5, "config.schedule.name": "constant"}
     changes |= {"config.schedule.warmup_steps": 0, "config.schedule.final_learning_rate": 0.0}
-    abstract = gpt(tmp_path / "run", **changes).setup_builder.build(jax.devices()).abstract_state
+    abstract = make_gpt(tmp_path / "run", **changes).setup_builder.build(jax.devices()).abstract_state
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), abstract.params)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates = jax.jit(lambda zeros, params: abstract.tx.update(zeros, abstract.tx.init(params), params)[0])(

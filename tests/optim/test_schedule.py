@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from runner.errors import InvalidError
 from runner.optim.config import SCHEDULES, ScheduleConfig
 from runner.optim.library import make_schedule
-from tests.support.tiny import gpt
+from tests.support.tiny_jobs import make_gpt
 from tests.test_values import TrainLookup
 
 PEAK, FINAL, TOTAL = 0.3, 0.02, 400
@@ -116,7 +116,7 @@ def test_a_schedule_that_the_job_names_reads_the_keys_of_the_spec(name, tmp_path
 
     def problems(**config):
         changes = {"config.schedule": config, "config.train.total_steps": TOTAL, "config.optimizer.learning_rate": 0.1}
-        return gpt(tmp_path / "run", Naming, **changes).setup_builder
+        return make_gpt(tmp_path / "run", Naming, **changes).setup_builder
 
     own = KEYS.get(name, {}) | {"warmup_steps": WARMUP}
     own |= {"final_learning_rate": FINAL} if "final_learning_rate" in SCHEDULES[name].defaults else {}

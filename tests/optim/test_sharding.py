@@ -18,7 +18,7 @@ from runner.optim.transforms import compute_gradient_point
 from runner.parallel.mesh import make_mesh, use_sharding_rules
 from runner.train.setup import build_train_setup
 from runner.train.state import get_shardings, restart_averages, sharded_init
-from tests.support.tiny import gpt, leaves_equal
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt
 
 SHAPES = {
     "wide": ((3, 8, 24), ("layers", "embed", "mlp")),
@@ -91,13 +91,13 @@ def test_parameters_have_a_name_a_shape_and_axes():
 
 
 def test_a_warm_start_restarts_the_average(tmp_path):
-    job = gpt(tmp_path / "run", **{"config.optimizer.name": "schedule_free_adamw", "config.model.layers": 1})
+    job = make_gpt(tmp_path / "run", **{"config.optimizer.name": "schedule_free_adamw", "config.model.layers": 1})
     job.train_setup = job.setup_builder.build(jax.devices())
     state = job.init_state()
     weights = jax.tree.map(lambda leaf: leaf + 1, job.weights(state))
     begun = restart_averages(state.replace(params=weights["params"]))
-    assert leaves_equal(begun.opt_state[1].fast, weights["params"])
-    assert leaves_equal(begun.params, weights["params"])
+    assert are_leaves_equal(begun.opt_state[1].fast, weights["params"])
+    assert are_leaves_equal(begun.params, weights["params"])
     assert all(
         a.unsafe_buffer_pointer() != b.unsafe_buffer_pointer()
         for x, y in zip(jax.tree.leaves(begun.opt_state[1].fast), jax.tree.leaves(begun.params), strict=True)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from runner.parallel.canonical import canonicalise
 from runner.parallel.mesh import BATCH_AXES, use_sharding_rules
-from tests.support.tiny import mesh_over
+from tests.support.tiny_jobs import make_partial_mesh
 
 X = jnp.linspace(-2.0, 3.0, 24, dtype=jnp.float32).reshape(4, 6)
 
@@ -106,7 +106,7 @@ def test_the_canonical_program_computes_the_same_without_duplicates(name: str, i
             function = lambda x: jnp.vdot(x, PROGRAMS[name](x))  # noqa: E731 - another program, of its values
         else:
             function = jax.grad(lambda x: jnp.vdot(x, PROGRAMS[name](x)))
-    with use_sharding_rules(mesh_over({"data": 4})):
+    with use_sharding_rules(make_partial_mesh({"data": 4})):
         once = trace(canonicalise(function), X)
         check_jaxpr(once.jaxpr)
         np.testing.assert_allclose(jax.jit(canonicalise(function))(X), jax.jit(function)(X), rtol=1e-5, atol=1e-6)
@@ -179,7 +179,7 @@ def test_operations_traced_under_other_settings_differ() -> None:
 
 
 def test_rematerialisation_works_with_operands_that_do_not_vary() -> None:
-    mesh = mesh_over({"data": 4})
+    mesh = make_partial_mesh({"data": 4})
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
         specs = PartitionSpec(), PartitionSpec("data")

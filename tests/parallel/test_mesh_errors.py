@@ -13,7 +13,7 @@ from experiments.model.decoder import PretrainDecoder
 from runner.errors import InvalidError
 from runner.parallel.mesh import AXES
 from runner.spec import load_document
-from tests.support.tiny import gpt
+from tests.support.tiny_jobs import make_gpt
 
 EXPERTS = {"experts": 6, "experts_per_token": 2}
 
@@ -61,7 +61,7 @@ def test_a_mesh_that_does_not_divide_is_refused_in_one_line(name: str, tmp_path:
     changes = {"config.model": {"layers": 1, "heads": 4, "width": 16, "mlp_width": 16}} | {
         f"config.{key}": value for key, value in keys.items()
     }
-    job = gpt(tmp_path / "run", PretrainDecoder, **changes, **{"topology.mesh": dict.fromkeys(AXES, 1) | mesh})
+    job = make_gpt(tmp_path / "run", PretrainDecoder, **changes, **{"topology.mesh": dict.fromkeys(AXES, 1) | mesh})
     with pytest.raises(InvalidError) as refused:
         job.setup_builder.trace(job.setup_builder.build(jax.devices()))
     assert line in str(refused.value)

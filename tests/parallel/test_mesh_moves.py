@@ -7,7 +7,7 @@ from experiments.model.decoder import PretrainDecoder
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.parallel.mesh import AXES
 from runner.storage import parse_lines
-from tests.support.tiny import gpt, leaves_equal, mesh_id, outcome, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, format_mesh, make_gpt, read_outcome, stop_after
 
 STOP, STEPS = 2, 3
 JOB = {
@@ -36,11 +36,11 @@ MOVES = [
     ({"data": 2, "sequence": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "expert": 2}),
     ({"sequence": 4, "expert": 2}, {"sequence": 2, "expert": 2, "tensor": 2}),
 ]
-MESHES = list({mesh_id(mesh): mesh for way in MOVES for mesh in way}.values())
+MESHES = list({format_mesh(mesh): mesh for way in MOVES for mesh in way}.values())
 
 
 def job(directory, mesh):
-    return gpt(directory, PretrainDecoder, **JOB, **{"topology.mesh": dict.fromkeys(AXES, 1) | mesh})
+    return make_gpt(directory, PretrainDecoder, **JOB, **{"topology.mesh": dict.fromkeys(AXES, 1) | mesh})
 
 
 def stopped(directory, mesh):
@@ -55,7 +55,7 @@ def restored(made):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("first", "then"), MOVES, ids=mesh_id)
+@pytest.mark.parametrize(("first", "then"), MOVES, ids=format_mesh)
 def test_a_checkpoint_resumes_bit_identically_on_another_mesh(tmp_path, first, then):
     before = stopped(tmp_path / "run", first)
     saved = compute_fingerprint(before.state)
@@ -65,19 +65,19 @@ def test_a_checkpoint_resumes_bit_identically_on_another_mesh(tmp_path, first, t
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("mesh", MESHES, ids=format_mesh)
 def test_a_resume_is_bit_identical_on_every_mesh(tmp_path, mesh):
     stopped(tmp_path / "run", mesh)
     job(tmp_path / "run", mesh)()
     job(tmp_path / "whole", mesh)()
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("mesh", MESHES, ids=format_mesh)
 def test_init_is_bit_identical_on_every_mesh_and_experts_are_sharded(tmp_path, mesh):
     here, alone = (stopped(tmp_path / name, sizes) for name, sizes in (("here", mesh), ("alone", {"data": 8})))
-    assert leaves_equal(here.init_state().params, alone.init_state().params)
+    assert are_leaves_equal(here.init_state().params, alone.init_state().params)
     experts = mesh.get("expert", 1)
     for tree in (here.state.params, here.state.opt_state):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -20,18 +20,18 @@ from runner.parallel.reduction import has_deferred_all_reduce, run_per_data_shar
 from runner.train.compile import list_batch_layouts
 from runner.train.step import StepOptions, train_step
 from tests.support.llama import PretrainLlama
-from tests.support.tiny import gpt, mesh_id, mesh_over
+from tests.support.tiny_jobs import format_mesh, make_gpt, make_partial_mesh
 
 S, B, T, D = 4, 8, 6, 3
 KEY = jax.random.key(0)
 SOAK = pytest.mark.soak
 MESHES = [{"data": 4}, {"data": 2, "fsdp": 4}, {"data": 2, "tensor": 2}, {"fsdp": 4}]
-of_meshes = pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
+of_meshes = pytest.mark.parametrize("sizes", MESHES, ids=format_mesh)
 
 
 @of_meshes
 def test_sums_are_reduced_and_the_rest_is_the_last_shards(sizes):
-    mesh, values = mesh_over(sizes), np.arange(S * B, dtype=np.float32).reshape(S, B)
+    mesh, values = make_partial_mesh(sizes), np.arange(S * B, dtype=np.float32).reshape(S, B)
 
     def of_part(factor, part):
         return {"sum": jnp.sum(factor * part)}, {
@@ -57,7 +57,7 @@ def test_a_data_shard_sees_only_the_other_axes(sizes):
         seen.append((part.shape, mesh.empty, spec and spec[0]))
         return jnp.sum(part), ()
 
-    with use_sharding_rules(mesh_over(sizes)):
+    with use_sharding_rules(make_partial_mesh(sizes)):
         jax.eval_shape(lambda batch: run_per_data_shard(of_part, (), batch), jnp.zeros((S, B)))
     parts, is_alone = sizes.get("data", 1), set(sizes) == {"data"}
     axes = BATCH_AXES if parts == 1 else None if is_alone else ("fsdp", "expert")
@@ -97,11 +97,11 @@ DAILY = ({"data": 2, "fsdp": 2, "tensor": 2},)
         pytest.param(sizes, marks=() if {axis: size for axis, size in sizes.items() if size > 1} in DAILY else SOAK)
         for sizes in every_mesh(8)
     ],
-    ids=mesh_id,
+    ids=format_mesh,
 )
 def test_a_model_without_sharding_constraints_compiles(sizes, tmp_path):
     changes = {"topology.mesh": sizes, "config.data.sequence_length": 64, "config.train.global_batch_examples": 16}
-    job = gpt(tmp_path / "run", PretrainLlama, **changes, **{"config.model": {}})
+    job = make_gpt(tmp_path / "run", PretrainLlama, **changes, **{"config.model": {}})
     train_setup = job.setup_builder.build(jax.devices())
     step = train_setup.compile_train(job.train_step, list_batch_layouts(job.config, train_setup.mesh)[0])
     assert step.executable is not None
@@ -139,7 +139,7 @@ def stepped(sizes):
 
     if sizes is None:
         return jax.device_get(jax.jit(step)(state, batch))
-    mesh = mesh_over(sizes)
+    mesh = make_partial_mesh(sizes)
     with use_sharding_rules(mesh):
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
         return jax.device_get(jax.jit(step)(state, batch))

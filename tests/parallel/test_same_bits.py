@@ -21,8 +21,8 @@ from runner.train.state import (
     make_state,
 )
 from runner.train.step import StepOptions, train_step, val_step
-from tests.support.faked import AS_USERS
-from tests.support.tiny import gpt, leaves_equal, mesh_id, mesh_over
+from tests.support.simulated_devices import USER_COMPILER_OPTIONS
+from tests.support.tiny_jobs import are_leaves_equal, format_mesh, make_gpt, make_partial_mesh
 
 # By hand.
 
@@ -89,7 +89,7 @@ def make(key):
 @functools.cache
 def steps_on(sizes, num_groups, m, options=()):
     """State, losses, norms and validation after three steps, compiled with these options."""
-    mesh = mesh_over(dict(sizes))
+    mesh = make_partial_mesh(dict(sizes))
     boxed = jax.eval_shape(lambda key: MODEL.init(key, jnp.zeros((1, T), jnp.int32), deterministic=True), KEY)
     abstract = make_abstract_state(make, KEY, compute_variable_shardings(boxed["params"], mesh), mesh)
     shardings = get_shardings(abstract)
@@ -120,8 +120,8 @@ def steps_on(sizes, num_groups, m, options=()):
         pytest.param({}, 12, 1, (), id="one device, compiled in little time"),
         *(
             pytest.param(
-                *(sizes, num_groups, m, tuple(AS_USERS.items())),
-                id=f"{mesh_id(sizes)}, {num_groups} groups of {m}",
+                *(sizes, num_groups, m, tuple(USER_COMPILER_OPTIONS.items())),
+                id=f"{format_mesh(sizes)}, {num_groups} groups of {m}",
                 marks=pytest.mark.soak,
             )
             for num_groups, m in ((12, 1), (12, 2), (6, 1))
@@ -132,7 +132,7 @@ def steps_on(sizes, num_groups, m, options=()):
 )
 def test_steps_are_bit_identical_on_any_number_of_devices(sizes, num_groups, m, options):
     expected = steps_on(tuple(WHOLE.items()), num_groups, m, options)
-    assert leaves_equal(steps_on(tuple(sizes.items()), num_groups, m, options), expected)
+    assert are_leaves_equal(steps_on(tuple(sizes.items()), num_groups, m, options), expected)
     assert expected[2][0][1]["grad_norm"] > 0.1  # and so it was clipped
 
 
@@ -140,7 +140,7 @@ def test_steps_are_bit_identical_on_any_number_of_devices(sizes, num_groups, m, 
 def test_usual_steps_depend_on_the_number_of_devices():
     """Else the tests above show nothing."""
     on_two, *others = (steps_on((("data", size),), size, 1)[0] for size in (2, 3, 4, 6))
-    assert not all(leaves_equal(params, on_two) for params in others)
+    assert not all(are_leaves_equal(params, on_two) for params in others)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,10 @@ def test_usual_steps_depend_on_the_number_of_devices():
 )
 def test_a_mesh_that_cannot_keep_the_order_is_refused(sizes, devices, message):
     with pytest.raises(InvalidError, match=message):
-        validate_same_bits_mesh(mesh_over(sizes), devices)
+        validate_same_bits_mesh(make_partial_mesh(sizes), devices)
 
 
 def test_a_batch_that_does_not_divide_into_groups_is_refused(tmp_path):
     train = {"total_steps": 1, "global_batch_examples": 40, "micro_batch_examples": 2, "same_bits_devices": 8}
     with pytest.raises(ValueError, match="micro-batches of 2 on same_bits_devices=8; use 32 or 48"):
-        _ = gpt(tmp_path / "run", **{"config.train": train}).config
+        _ = make_gpt(tmp_path / "run", **{"config.train": train}).config

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from tests.support.libtpu import held
+from tests.support.libtpu import lock_libtpu
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -17,5 +17,5 @@ def _started_backend() -> None:
 @pytest.fixture
 def libtpu() -> Iterator[None]:
     """Hold libtpu for a test whose processes plan for TPUs."""
-    with held():
+    with lock_libtpu():
         yield

@@ -30,8 +30,8 @@ from runner.plan.program import TargetMachine, compute_sent_bytes, open_machine
 from runner.train.compile import list_batch_layouts
 from runner.trainer import BaseTrainer
 from tests.plan.tpu_program import shapes_in
-from tests.support.libtpu import printed_by
-from tests.support.tiny import gpt, mesh_id
+from tests.support.libtpu import run_module
+from tests.support.tiny_jobs import format_mesh, make_gpt
 
 N = 8  # devices, all along one axis
 B = 1
@@ -76,7 +76,7 @@ def decoder(axis: str, directory: Path, shapes: Shapes, **changes: Any) -> BaseT
     examples = B * N if axis in ("data", *STATE_AXES) else B
     mesh = {"topology.mesh": {"data": 1} | {axis: N}, "config.train.global_batch_examples": examples}
     model = shapes.changes(key_value_heads=N, mlp_width=shapes.M, tied_embedding=False)
-    return gpt(directory, PretrainDecoder, **{**model, **mesh, **changes})
+    return make_gpt(directory, PretrainDecoder, **{**model, **mesh, **changes})
 
 
 def compiled(job: BaseTrainer) -> tuple[str, list[Collective]]:
@@ -292,7 +292,7 @@ def test_every_axis_has_a_count_on_tpus() -> None:
 @functools.cache
 def tpu_program(name: str) -> dict[str, Any]:
     """Return what `print_tpu_program` prints."""
-    return dict(printed_by("tests.plan.test_axes", name))
+    return dict(run_module("tests.plan.test_axes", name))
 
 
 @pytest.mark.soak
@@ -364,7 +364,7 @@ def small_gpt(axis: str, directory: Path, accumulate_steps: int = 1, shapes: Sha
     """Return a GPT over `N` devices along `axis`."""
     examples = B * accumulate_steps * (1 if axis == "tensor" else N)
     mesh = {"topology.mesh": {"data": 1} | {axis: N}, "config.train.global_batch_examples": examples}
-    return gpt(directory, PretrainGPT, **shapes.changes(), **mesh)
+    return make_gpt(directory, PretrainGPT, **shapes.changes(), **mesh)
 
 
 def gpt_on_cpu(axis: str) -> dict[str, int]:
@@ -419,7 +419,7 @@ _DAILY_GRADIENTS = [({"data": 2, "fsdp": 4}, 8)]
         pytest.param(
             *of_mesh,
             accumulate_steps,
-            id=f"{mesh_id(of_mesh[0])}, {of_mesh[1]}, {accumulate_steps} micro-batches",
+            id=f"{format_mesh(of_mesh[0])}, {of_mesh[1]}, {accumulate_steps} micro-batches",
             marks=() if (of_mesh[0], accumulate_steps) in _DAILY_GRADIENTS else pytest.mark.soak,
         )
         for of_mesh in GRADIENTS
@@ -435,7 +435,7 @@ def test_gradients_go_along_data_once_a_step_and_as_shards(
 ) -> None:
     changes = {"topology.mesh": {"data": 1} | mesh, "config.precision.compute": compute}
     examples = {"config.train.global_batch_examples": B * N * accumulate_steps}
-    _, found = compiled(gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes, **examples))
+    _, found = compiled(make_gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes, **examples))
     assert along_data(found) == {("all-reduce", axes): number for axes, number in expected.items()}
 
 
@@ -456,7 +456,7 @@ def test_between_slices_goes_the_sum_of_each_slice_and_nothing_else(
     mesh: dict[str, int], numbers: float, accumulate_steps: int, tmp_path: Path
 ) -> None:
     changes = {"topology.mesh": mesh, "config.train.global_batch_examples": B * N * accumulate_steps}
-    _, found = compiled(gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes))
+    _, found = compiled(make_gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes))
     devices = tuple(jax.devices()[:N])
     machine = TargetMachine(devices, devices, parse_accelerator("2xv5e-4"), "", True, 0)
     _, network = compute_sent_bytes(found, dict.fromkeys(AXES, 1) | mesh, machine)
@@ -482,7 +482,7 @@ def test_same_bits_send_the_subtrees_of_each_device_and_gather_the_sum(
     sizes, number, axes = dict.fromkeys(AXES, 1) | mesh, math.prod(mesh.values()), tuple(mesh)
     changes = {"topology.mesh": {"data": 1} | mesh, "config.train.same_bits_devices": groups}
     examples = {"config.train.global_batch_examples": B * groups}
-    job = gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes, **examples)
+    job = make_gpt(tmp_path / "run", PretrainGPT, **TINY_GPT.changes(), **changes, **examples)
     train_setup = job.setup_builder.build(jax.devices()[:number])
     text = train_setup.compile_train(job.train_step, list_batch_layouts(job.config, train_setup.mesh)[0]).text
     assert sums_of(find_collectives(text, train_setup.mesh_sizes), itemsize=4) == {

@@ -10,11 +10,11 @@ from runner.data.corpus_index import HEAD_BYTES
 from runner.plan.checks import DataCheck, Findings, check_data
 from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
 from tests.data.corpus import write_bin
-from tests.support.tiny import gpt
+from tests.support.tiny_jobs import make_gpt
 
 
 def check(tmp_path: Path, findings: Findings | None = None, num_hosts: int = 1, **data: Any) -> DataCheck:
-    job = gpt(
+    job = make_gpt(
         tmp_path / "run",
         **{"config.data": {"sequence_length": 16, **data}, "config.model.vocabulary_size": 4096},
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.accelerator import CHIPS
-from tests.support.harness import ROOT, WHOLE_RUN_DEADLINE_SECONDS, command, environment
+from tests.support.job_process import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment, run_runner
 
 pytestmark = pytest.mark.usefixtures("libtpu")
 NANO = "specs/gpt_nano.yaml"
@@ -49,7 +49,7 @@ def plan(spec: str, topology: str, directory: Path) -> list[str]:
     """Return what the command prints, without the sections that differ between machines."""
     options = ["--topology", topology, "--set", f"directory={directory}"]
     words = "plan", f"specs/{spec}.yaml", *options
-    code, output = command(environment(1), *words, deadline_seconds=WHOLE_RUN_DEADLINE_SECONDS, has_progress=True)
+    code, output = run_runner(environment(1), *words, deadline_seconds=WHOLE_RUN_DEADLINE_SECONDS, has_progress=True)
     sections = [section.splitlines() for section in output.strip().split("\n\n")]
     kept = [lines for lines in sections if lines[0] not in ("data", "directory", "compilation")]
     assert code == (2 if "problem: " in output else 0), output
@@ -88,7 +88,7 @@ def test_every_shipped_spec_has_a_plan() -> None:
 
 @pytest.mark.soak
 def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
-    code, output = command(environment(1), "plan", NANO, "--topology", "v5e-4", "--json", has_progress=True)
+    code, output = run_runner(environment(1), "plan", NANO, "--topology", "v5e-4", "--json", has_progress=True)
     assert code == 0, output
     found = json.loads(output)["plan"]
     assert found["job"]["compiler"]["value"].startswith("libtpu ")
@@ -108,7 +108,7 @@ def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
 def test_every_kind_of_model_compiles_for_every_tpu_with_the_flags_of_its_chip(kind: str, chip: str) -> None:
     """With some programs libtpu dies of flags that others are faster with."""
     mesh = ["--set", f"topology.mesh={MESHES[kind]}", "--set", "config.precision.compute=bfloat16"]
-    code, output = command(environment(1), "plan", f"specs/{kind}.yaml", "--topology", f"{chip}-8", *mesh)
+    code, output = run_runner(environment(1), "plan", f"specs/{kind}.yaml", "--topology", f"{chip}-8", *mesh)
     assert code == 0, output
 
 
@@ -123,7 +123,7 @@ def test_a_libtpu_that_does_not_work_is_one_line(module: str, message: str, tmp_
     (tmp_path / "libtpu" / "__init__.py").write_text(module)
     variables = environment(1) | {"PYTHONPATH": str(tmp_path)}
     variables.pop("TPU_LIBRARY_PATH", None)  # jax leaves it to those that this process starts
-    code, output = command(variables, "plan", NANO, "--topology", "v5e-4", has_progress=True)
+    code, output = run_runner(variables, "plan", NANO, "--topology", "v5e-4", has_progress=True)
     assert code == 2
     assert "Traceback" not in output
     assert message in output
@@ -140,7 +140,7 @@ def test_a_libtpu_that_another_process_holds_is_one_line() -> None:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        code, output = command(environment(1), "plan", NANO, "--topology", "v5e-4", has_progress=True)
+        code, output = run_runner(environment(1), "plan", NANO, "--topology", "v5e-4", has_progress=True)
         assert code == 2
         assert "Traceback" not in output
         assert "another process holds libtpu" in output

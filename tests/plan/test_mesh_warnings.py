@@ -19,7 +19,7 @@ from runner.plan.report import EarlyEstimate
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
 from tests.plan.test_hlo import STATED, computation, module
-from tests.support.harness import ROOT
+from tests.support.job_process import ROOT
 
 ONES = dict.fromkeys(AXES, 1)
 SPECS = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))

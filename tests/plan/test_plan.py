@@ -21,15 +21,15 @@ from runner.plan.checks import Findings, check_directory
 from runner.plan.program import open_machine
 from runner.spec import Document, SpecLocation
 from tests.support.attempt import start
-from tests.support.harness import ROOT, Job, command, environment, unoptimized
-from tests.support.tiny import gpt, stop_after
+from tests.support.job_process import ROOT, Job, disable_compiler_optimizer, environment, run_runner
+from tests.support.tiny_jobs import make_gpt, stop_after
 from tests.train.test_lora import make_base_job, make_lora_job
 
 NANO = "specs/gpt_nano.yaml"
 
 
 def plan(*arguments: str, expected: int = 0) -> str:
-    code, output = command(unoptimized(environment(1)), "plan", *arguments, has_progress=True)
+    code, output = run_runner(disable_compiler_optimizer(environment(1)), "plan", *arguments, has_progress=True)
     assert code == expected, output
     assert "Traceback" not in output
     return output
@@ -156,7 +156,7 @@ def test_the_program_that_is_planned_is_the_one_that_several_processes_run(tmp_p
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_arguments_are_to_the_byte_what_the_run_holds_on_a_device(mesh: dict[str, int], tmp_path: Path) -> None:
-    job = gpt(tmp_path / "run", **{"topology.mesh": mesh})
+    job = make_gpt(tmp_path / "run", **{"topology.mesh": mesh})
     start(job)
     device = jax.devices()[3]
     held = [
@@ -207,7 +207,11 @@ print(resident("VmHWM") - before, job.compiled.memory.needed * 2)
 @pytest.mark.soak
 def test_the_peak_of_a_step_is_what_was_planned() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", PEAK], cwd=ROOT, env=unoptimized(environment(1)), capture_output=True, text=True
+        [sys.executable, "-c", PEAK],
+        cwd=ROOT,
+        env=disable_compiler_optimizer(environment(1)),
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
     measured, planned = map(int, result.stdout.split())
@@ -245,7 +249,9 @@ def test_a_first_estimate_comes_on_standard_error_before_anything_is_compiled(
 ) -> None:
     words = [sys.executable, "-m", "runner", "plan", NANO, "--topology", topology, "--json"]
     words += ["--set", "config.model.vocabulary_size=256", "--set", "config.train.micro_batch_examples=1"]
-    result = subprocess.run(words, cwd=ROOT, env=unoptimized(environment(1)), capture_output=True, text=True)
+    result = subprocess.run(
+        words, cwd=ROOT, env=disable_compiler_optimizer(environment(1)), capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["problems"] == []
     first, second = [line for line in result.stderr.splitlines() if line.startswith(("first estimate", "compiling"))][
@@ -274,7 +280,9 @@ sys.exit(main(["plan", *sys.argv[1:]]))
 def plan_small(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
     """Return a plan for a v5e with little memory, on fake CPU devices."""
     words = [sys.executable, "-c", SMALL_CHIPS, str(int(hbm_bytes)), *arguments]
-    result = subprocess.run(words, cwd=ROOT, env=unoptimized(environment(1)), capture_output=True, text=True)
+    result = subprocess.run(
+        words, cwd=ROOT, env=disable_compiler_optimizer(environment(1)), capture_output=True, text=True
+    )
     assert result.returncode == expected, result.stdout + result.stderr
     return result.stdout
 
@@ -325,7 +333,7 @@ def test_that_no_slice_ends_in_time_is_told() -> None:
     output = subprocess.run(
         [sys.executable, "-c", SMALL_CHIPS, "16000000000", NANO, "--topology", "v5e-256", *AUTO, "1e-12"],
         cwd=ROOT,
-        env=unoptimized(environment(1)),
+        env=disable_compiler_optimizer(environment(1)),
         capture_output=True,
         text=True,
     )

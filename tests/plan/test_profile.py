@@ -24,8 +24,8 @@ from runner.plan.program import TargetMachine
 from runner.plan.search import CompiledCandidate
 from runner.train.compile import ProgramMemory
 from tests.plan.forecast.text import MESH, module, negate
-from tests.support.harness import command, environment
-from tests.support.libtpu import held
+from tests.support.job_process import environment, run_runner
+from tests.support.libtpu import lock_libtpu
 
 NANO = ("specs/gpt_nano.yaml", "--set", "config.model.layers=1", "--set", "config.model.width=16")
 GROUPS = "channel_id=1, replica_groups=[2,2]<=[4], use_global_device_ids=true"
@@ -161,8 +161,8 @@ def test_options_that_do_not_go_together_are_refused(options: list[str], message
 def test_the_command_prints_the_profile_of_a_spec_and_writes_its_trace(topology: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     words = (*NANO, "--topology", topology, "--set", f"directory={tmp_path}", "--profile", "--trace", str(trace))
-    with held() if topology == "v5e-4" else nullcontext():
-        code, output = command(environment(1), "plan", *words, "--json", has_progress=True)
+    with lock_libtpu() if topology == "v5e-4" else nullcontext():
+        code, output = run_runner(environment(1), "plan", *words, "--json", has_progress=True)
     assert code == 0, output
     found = json.loads(output)["plan"]
     first = found["forecast of a step"]

@@ -10,7 +10,7 @@ from runner.plan.mesh import order_sizes
 from runner.plan.prediction import Predictor, build_abstract
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
-from tests.support.harness import ROOT
+from tests.support.job_process import ROOT
 
 DEVICES, FSDP = 256, 16
 LENGTHS, PARTS = (8192, 32_768, 131_072), (1, 4, 16)

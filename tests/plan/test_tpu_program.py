@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.plan.tpu_program import Shape
-from tests.support.libtpu import printed_by
+from tests.support.libtpu import run_module
 
 pytestmark = pytest.mark.soak
 # A small spec as a large one would be, with a vocabulary that is no other size.
@@ -35,7 +35,7 @@ def program(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def look(spec: str, *options: str) -> dict[str, Any]:
     """Return what `tpu_program` prints."""
-    return dict(printed_by("tests.plan.tpu_program", f"specs/{spec}.yaml", *options))
+    return dict(run_module("tests.plan.tpu_program", f"specs/{spec}.yaml", *options))
 
 
 def without_ones(shape: Shape | list[int]) -> list[int]:

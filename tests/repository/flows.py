@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from runner import BaseTrainer, RestoreableJob
-from tests.support.faked import fake_here
+from tests.support.simulated_devices import configure_simulated_devices
 
 ROOT = Path(__file__).parents[2]
 # Subjects of each flow, as names below `runner` at which a path may begin; former names too, to measure older trees.
@@ -104,11 +104,11 @@ def measure_flows(train: Callable[[], None]) -> dict[str, list[str]]:
 
 def main() -> None:
     """Print the files of each flow."""
-    fake_here(1)
-    from tests.support.tiny import gpt  # noqa: PLC0415 - imports jax, for which devices are simulated first
+    configure_simulated_devices(1)
+    from tests.support.tiny_jobs import make_gpt  # noqa: PLC0415 - imports jax, for which devices are simulated first
 
     with tempfile.TemporaryDirectory() as directory:
-        flows = measure_flows(lambda: gpt(Path(directory) / "run", **{"config.train.total_steps": 4})())
+        flows = measure_flows(lambda: make_gpt(Path(directory) / "run", **{"config.train.total_steps": 4})())
     for flow, files in flows.items():
         print(f"{flow}: {len(files)} files: {' '.join(files)}")
 

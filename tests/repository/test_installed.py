@@ -12,9 +12,21 @@ import pytest
 
 from runner.spec.imports import EXTRA_PACKAGES, format_install
 from tests.repository.test_readme import blocks
-from tests.support.faked import environment
-from tests.support.inputs import make_hf, make_ranks, make_sentencepiece, tokenise_document
-from tests.support.installed import PAGE_EXTRAS, ROOT, closure, installed, is_complete, make_environment
+from tests.support.simulated_devices import environment
+from tests.support.tokenise_inputs import (
+    make_hf_tokenizer,
+    make_sentencepiece_model,
+    make_tiktoken_ranks,
+    make_tokenise_document,
+)
+from tests.support.virtual_environment import (
+    PAGE_EXTRAS,
+    ROOT,
+    is_extra_installed,
+    list_distributions,
+    list_installed,
+    make_virtual_environment,
+)
 
 # Imports every module, then gives the command line each of a list of cases, each in a child. The parent has imported
 # everything once, which is most of what a command costs.
@@ -58,9 +70,9 @@ def write_cases(directory: Path) -> dict[str, list[str]]:
         json.dumps({"text": "a", "messages": [{"role": "assistant", "content": "a"}]})
     )
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), directory / "table.parquet")
-    (directory / "hf.json").write_bytes(make_hf())
-    (directory / "sp.model").write_bytes(make_sentencepiece())
-    (directory / "tk.tiktoken").write_bytes(make_ranks())
+    (directory / "hf.json").write_bytes(make_hf_tokenizer())
+    (directory / "sp.model").write_bytes(make_sentencepiece_model())
+    (directory / "tk.tiktoken").write_bytes(make_tiktoken_ranks())
     (directory / "chat.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
     jobs: dict[str, dict[str, Any]] = {
         "parquet": {"config.source": "table.parquet"},
@@ -70,7 +82,7 @@ def write_cases(directory: Path) -> dict[str, list[str]]:
     }
     cases = {}
     for name, changes in jobs.items():
-        document = tokenise_document(f"runs/{name}", **{"config.source": "lines.jsonl"} | changes)
+        document = make_tokenise_document(f"runs/{name}", **{"config.source": "lines.jsonl"} | changes)
         (directory / f"{name}.yaml").write_text(json.dumps(document))
         cases[name] = [f"{name}.yaml"]
     for name, scheme in (("gcs", "gs"), ("s3", "s3"), ("azure", "az")):
@@ -99,7 +111,7 @@ def probe(directory: Path, python: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_environment(tmp_path_factory.mktemp("base") / "env")
+    return make_virtual_environment(tmp_path_factory.mktemp("base") / "env")
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +121,15 @@ def found(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, Any
 
 def is_missing(extra: str) -> bool:
     """Whether the base install lacks something of an extra that is installed here, or would be."""
-    return not is_complete(extra) or closure(extra) > closure()
+    return not is_extra_installed(extra) or list_distributions(extra) > list_distributions()
 
 
 def test_every_extra_of_the_project_is_in_the_table_of_extras():
     assert sorted(EXTRA_PACKAGES) == PAGE_EXTRAS
-    here = installed()
+    here = list_installed()
     for extra, packages in EXTRA_PACKAGES.items():
-        if is_complete(extra) and is_missing(extra):
-            brought = [here[name] for name in closure(extra) - closure()]
+        if is_extra_installed(extra) and is_missing(extra):
+            brought = [here[name] for name in list_distributions(extra) - list_distributions()]
             tops = {file.parts[0] for distribution in brought for file in distribution.files or ()}
             assert tops >= set(packages) - {"jax_cuda12_plugin"}
 
@@ -146,9 +158,11 @@ def test_nothing_was_claimed_by_who_lacked_an_extra(found, tmp_path_factory):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("extra", [extra for extra in sorted(set(EXTRA_PACKAGES) - PLUGINS) if is_complete(extra)])
+@pytest.mark.parametrize(
+    "extra", [extra for extra in sorted(set(EXTRA_PACKAGES) - PLUGINS) if is_extra_installed(extra)]
+)
 def test_with_its_extra_nothing_of_it_is_missing(tmp_path, extra):
-    output = probe(tmp_path / "here", make_environment(tmp_path / "env", [extra]))["output"][extra]
+    output = probe(tmp_path / "here", make_virtual_environment(tmp_path / "env", [extra]))["output"][extra]
     assert "needs the package" not in output
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from runner.storage import parse_lines
-from tests.support.faked import environment
-from tests.support.installed import make_environment, named_extras
+from tests.support.simulated_devices import environment
+from tests.support.virtual_environment import list_named_extras, make_virtual_environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -60,7 +60,7 @@ SMALLER = {
 def copy_project(directory: Path) -> Path:
     """A copy of the project, under git, whose `.venv` is the base install."""
     shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
-    make_environment(directory / ".venv", root=directory)
+    make_virtual_environment(directory / ".venv", root=directory)
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *words], cwd=directory, check=True)
@@ -167,7 +167,7 @@ def test_every_other_command_of_a_page_runs(page: Path, checkout: Path, request:
     if page == ROOT / "README.md":
         (checkout / "runs/gpt_small").symlink_to("undisturbed")  # for the run of the first block, which takes minutes
     shutil.rmtree(checkout / ".venv")
-    make_environment(checkout / ".venv", named_extras(page.read_text()), checkout)
+    make_virtual_environment(checkout / ".venv", list_named_extras(page.read_text()), checkout)
     for block in blocks(page):
         if block not in (*SETUP, DEMONSTRATION):
             run_block(block, checkout, as_a_person())

@@ -8,7 +8,7 @@ from runner import hook
 from runner.errors import InvalidError
 from runner.spec import ExecutionSpec
 from tests.repository.reference import BEGIN, PAGE, reference, sections_of
-from tests.support.tiny import counter
+from tests.support.tiny_jobs import make_counter
 
 BASES = ("Act", "Hook", "HookConfig", "Moment", "Observer", "SeenJob", "Verdict")
 
@@ -30,9 +30,9 @@ def test_every_key_has_a_line_of_its_own() -> None:
 def test_the_name_is_in_no_trajectory_and_stays(tmp_path: Path) -> None:
     (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith("| `name` | string | required")]
     assert line.endswith("| stays |")
-    counter(tmp_path / "run", **{"config.total_steps": 2})()
+    make_counter(tmp_path / "run", **{"config.total_steps": 2})()
     with pytest.raises(InvalidError, match="belongs to the job 'count'"):
-        counter(tmp_path / "run", name="other", **{"config.total_steps": 3})()
+        make_counter(tmp_path / "run", name="other", **{"config.total_steps": 3})()
 
 
 def test_every_shipped_hook_has_its_config_there() -> None:

@@ -18,7 +18,7 @@ from runner.run.clock_file import (
     start_clock_file,
 )
 from runner.storage import BackgroundWriter, LocalStore
-from tests.support.memory_bucket import memory_bucket
+from tests.support.memory_bucket import make_memory_bucket
 
 SLOT_BYTES = len(encode_slot(0, ClockReading(0.0, 0, 0.0, TimeBucket.STEPS, (0.0,) * len(COUNTED_BUCKETS), None)))
 
@@ -154,7 +154,7 @@ def test_an_entry_in_its_place_loses_the_record_at_most(stands, tmp_path, capsys
 def test_in_a_bucket_the_file_is_put_periodically_and_at_the_end(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    store, background, clock = memory_bucket(), BackgroundWriter(), Clock()
+    store, background, clock = make_memory_bucket(), BackgroundWriter(), Clock()
     monkeypatch.setattr(background, "mark", lambda name, send: send())
     written: list[int] = []
     write = store.write

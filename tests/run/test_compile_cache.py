@@ -18,20 +18,20 @@ from runner.process import find_free_port
 from runner.run import compile_cache
 from runner.run.compile_cache import CompileCache
 from runner.storage import Store
-from tests.support import harness
-from tests.support.cloud import CloudJob, assert_same_outcome, free_name
-from tests.support.harness import (
-    LITTLE,
+from tests.support import job_process
+from tests.support.cloud_job import CloudJob, assert_same_outcome, make_unique_name
+from tests.support.job_process import (
     ROOT,
+    SMALL_GPT_OPTIONS,
     WHOLE_RUN_DEADLINE_SECONDS,
     Attempt,
     Job,
     kill_all_when,
-    undisturbed,
-    whole_counter,
+    make_uninterrupted_counter_run,
+    make_uninterrupted_run,
 )
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
-from tests.support.servers import start_backend
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
+from tests.support.object_stores import start_backend
 
 COMPILE = """
 import os, resource, signal, sys
@@ -48,7 +48,7 @@ print(jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(5.0)))
 """
 SHARED = "topology.compile_cache=directory"
 NANO = (
-    *LITTLE,
+    *SMALL_GPT_OPTIONS,
     "config.train.total_steps=40",
     "checkpoint.every_steps=4",
     "logging.every_steps=5",
@@ -73,7 +73,7 @@ NAME = f"run/compiled/0.{KEY}"
 
 
 def compile_once(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    variables = harness.environment(1, cache) | {"JAX_EXPLAIN_CACHE_MISSES": "1"}
+    variables = job_process.environment(1, cache) | {"JAX_EXPLAIN_CACHE_MISSES": "1"}
     return subprocess.run(
         [sys.executable, "-c", COMPILE, *arguments],
         cwd=ROOT,
@@ -132,7 +132,7 @@ def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 def test_a_program_is_shared_with_the_next_machine_and_then_cached_there(make_host) -> None:
     driver = MemoryDriver()
-    first, second = make_host(memory_bucket(driver)), make_host(memory_bucket(driver))
+    first, second = make_host(make_memory_bucket(driver)), make_host(make_memory_bucket(driver))
     assert first.cache.get(KEY) is None
     first.cache.put(KEY, b"program")
     first.publish()
@@ -163,11 +163,11 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_shared_entry_is_a_miss_and_is_replaced(damage, make_host, capsys) -> None:
     driver = MemoryDriver()
-    first = make_host(memory_bucket(driver))
+    first = make_host(make_memory_bucket(driver))
     first.cache.put(KEY, b"program")
     first.publish()
     driver.put(NAME, damage(driver.objects[NAME][0]), None)
-    second, third = make_host(memory_bucket(driver), process=1), make_host(memory_bucket(driver))
+    second, third = make_host(make_memory_bucket(driver), process=1), make_host(make_memory_bucket(driver))
     assert second.cache.get(KEY) is None
     assert f"0.{KEY} is damaged; the program is compiled again" in capsys.readouterr().err
     second.cache.put(KEY, b"new program")
@@ -189,11 +189,11 @@ def test_a_damaged_entry_on_this_disk_is_a_miss_and_is_replaced(damage, make_hos
 
 def test_an_entry_is_published_once(make_host) -> None:
     driver = MemoryDriver()
-    hosts = [make_host(memory_bucket(driver), process) for process in (0, 1, 0)]
+    hosts = [make_host(make_memory_bucket(driver), process) for process in (0, 1, 0)]
     for number, host in enumerate(hosts):
         host.cache.put(KEY, f"program {number}".encode())
         host.publish()
-    hosts[1].cache = CompileCache(memory_bucket(driver))
+    hosts[1].cache = CompileCache(make_memory_bucket(driver))
     hosts[1].cache.put(OTHER_KEY, b"of process 1 alone")
     hosts[1].publish()
     assert sorted(driver.objects) == [NAME, f"run/compiled/1.{OTHER_KEY}"]
@@ -210,7 +210,7 @@ def test_the_first_of_two_concurrent_publishers_wins(make_host) -> None:
             driver.put(NAME, sealed, None)
 
     driver.before = be_first
-    host = make_host(memory_bucket(driver))
+    host = make_host(make_memory_bucket(driver))
     host.cache.put(KEY, b"program")
     host.publish()
     assert driver.objects[NAME][0] == sealed
@@ -221,7 +221,7 @@ def test_a_fenced_attempt_publishes_nothing(make_host) -> None:
         raise FencedError("attempt 2 has taken over")
 
     driver = MemoryDriver()
-    host = make_host(memory_bucket(driver))
+    host = make_host(make_memory_bucket(driver))
     host.cache.put(KEY, b"program")
     host.publish(raise_if_fenced)
     assert not driver.objects
@@ -245,10 +245,10 @@ def test_a_bucket_that_is_down_gets_the_programs_later(make_host, warnings, monk
             raise OSError("down")
 
     driver.before = refuse
-    host = make_host(memory_bucket(driver))
+    host = make_host(make_memory_bucket(driver))
     host.cache.put(KEY, b"program")
     host.cache.publish(lambda: None, 0)
-    deadline = time.monotonic() + harness.DEADLINE_SECONDS
+    deadline = time.monotonic() + job_process.DEADLINE_SECONDS
     while not driver.objects and time.monotonic() < deadline:
         time.sleep(0.01)
     assert list(driver.objects) == [NAME]
@@ -258,7 +258,7 @@ def test_a_bucket_that_is_down_gets_the_programs_later(make_host, warnings, monk
 @pytest.mark.parametrize("verb", ["list", "get"])
 def test_a_bucket_that_cannot_be_read_costs_a_warning_and_a_compilation(verb, make_host, warnings) -> None:
     driver = MemoryDriver()
-    first, second = make_host(memory_bucket(driver)), make_host(memory_bucket(driver))
+    first, second = make_host(make_memory_bucket(driver)), make_host(make_memory_bucket(driver))
     for key in (KEY, OTHER_KEY):
         first.cache.put(key, b"program")
     first.publish()
@@ -279,16 +279,16 @@ def test_a_long_attempt_prunes_many_unused_entries(make_host, monkeypatch) -> No
     keys = [f"jit_step-{number:064}" for number in range(4)]
     names = [f"run/compiled/0.{key}" for key in keys]
     for process, some in ((1, keys[:1]), (0, keys[1:3])):
-        host = make_host(memory_bucket(driver), process)
+        host = make_host(make_memory_bucket(driver), process)
         for key in some:
             host.cache.put(key, b"program")
         host.publish()
-    host = make_host(memory_bucket(driver))
+    host = make_host(make_memory_bucket(driver))
     assert host.cache.get(keys[1]) == b"program"
     host.publish()
     assert set(names[1:3]) < set(driver.objects), "deletes few"
     driver.put("run/compiled/.0.torn.tmp", b"", None)
-    host = make_host(memory_bucket(driver))
+    host = make_host(make_memory_bucket(driver))
     assert host.cache.get(keys[1]) == b"program"
     host.cache.put(keys[3], b"program")
     host.publish()
@@ -298,7 +298,7 @@ def test_a_long_attempt_prunes_many_unused_entries(make_host, monkeypatch) -> No
 def test_nothing_is_shared_if_the_environment_sets_a_cache_directory(make_host, warnings, monkeypatch) -> None:
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     driver = MemoryDriver()
-    host = make_host(memory_bucket(driver))
+    host = make_host(make_memory_bucket(driver))
     host.cache.put(KEY, b"program")
     host.publish()
     assert not driver.objects
@@ -352,7 +352,7 @@ def test_a_killed_job_compiles_nothing_again_on_a_fresh_machine(tmp_path: Path) 
         keys = {name.partition(".")[2] for name in published(first)}
         return has_all(published(first), ["0.jit_step", "0.jit_val_step"]) and missed(attempt).keys() <= keys
 
-    attempt.until(lambda: first.newest() and has_published_all(), "a commit and the programs")
+    attempt.wait_until(lambda: first.newest() and has_published_all(), "a commit and the programs")
     attempt.kill()
     there = published(first)
     assert set(STEPS) <= set(missed(attempt).values())
@@ -371,7 +371,9 @@ def test_a_killed_job_compiles_nothing_again_on_a_fresh_machine(tmp_path: Path) 
 def test_damaged_programs_are_compiled_again_and_replaced(tmp_path: Path) -> None:
     first = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, SHARED), cache=tmp_path / "first machine")
     attempt = first.start()
-    attempt.until(lambda: first.newest() and has_all(published(first), ["0.jit_advance"]), "a commit and the program")
+    attempt.wait_until(
+        lambda: first.newest() and has_all(published(first), ["0.jit_advance"]), "a commit and the program"
+    )
     attempt.kill()
     damages = dict(zip(sorted(published(first)), itertools.cycle(DAMAGES.values()), strict=False))
     for name, damage in damages.items():
@@ -384,7 +386,7 @@ def test_damaged_programs_are_compiled_again_and_replaced(tmp_path: Path) -> Non
         assert f"{name} is damaged; the program is compiled again" in second.output
         content = (first.directory / "compiled" / name).read_bytes()
         assert compile_cache._unseal(name.removeprefix("0."), content), f"{name} is not healed"
-    assert first.outcome() == whole_counter(COUNTER).outcome()
+    assert first.outcome() == make_uninterrupted_counter_run(COUNTER).outcome()
 
 
 @pytest.mark.soak
@@ -396,14 +398,14 @@ def test_a_job_continues_if_no_program_can_be_read_or_published(tmp_path: Path) 
     attempt = job.finish()
     for word in ("read and are compiled again", "published, will be tried again"):
         assert attempt.output.count(f"compiled programs cannot be {word}") == 1, attempt.output
-    assert job.outcome() == whole_counter(COUNTER).outcome()
+    assert job.outcome() == make_uninterrupted_counter_run(COUNTER).outcome()
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("explained", "keeps_all")
 def test_two_processes_compile_nothing_again_on_fresh_machines_and_a_bucket(tmp_path: Path) -> None:
     with start_backend("s3") as backend:
-        job = CloudJob(backend, free_name("compiled"), "specs/counter.yaml", (*COUNTER, SHARED))
+        job = CloudJob(backend, make_unique_name("compiled"), "specs/counter.yaml", (*COUNTER, SHARED))
         place = ["--coordinator", "127.0.0.1:{}", "--num-processes", "2", "--process-id"]
 
         def start(job: CloudJob, name: str) -> list[Attempt]:
@@ -421,7 +423,7 @@ def test_two_processes_compile_nothing_again_on_fresh_machines_and_a_bucket(tmp_
         for attempt in start(job.with_options(FAST), "second"):
             attempt.expect(0)
             assert not compiled_again(attempt, there)
-        assert_same_outcome(job, whole_counter(COUNTER))
+        assert_same_outcome(job, make_uninterrupted_counter_run(COUNTER))
 
 
 @pytest.mark.soak
@@ -442,4 +444,4 @@ def test_two_processes_that_share_every_matrix_compile_nothing_again_on_fresh_ma
     for attempt in start("second"):
         attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
         assert not compiled_again(attempt, there)
-    assert job.outcome() == undisturbed("specs/gpt_nano.yaml", LONG, 2, 2).outcome()
+    assert job.outcome() == make_uninterrupted_run("specs/gpt_nano.yaml", LONG, 2, 2).outcome()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runner.run.attempt import format_end_lines
-from tests.support.tiny import counter, gpt
+from tests.support.tiny_jobs import make_counter, make_gpt
 
 
 def test_the_end_lines_are_short_and_unlike_the_line_that_scripts_read() -> None:
@@ -17,14 +17,14 @@ def test_the_end_lines_are_short_and_unlike_the_line_that_scripts_read() -> None
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("make", [gpt, counter])
+@pytest.mark.parametrize("make", [make_gpt, make_counter])
 def test_the_end_lines_name_existing_files_and_how_to_sample(
     make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(tmp_path / "run", **{"config.train.total_steps" if make is gpt else "config.total_steps": 3})()
+    make(tmp_path / "run", **{"config.train.total_steps" if make is make_gpt else "config.total_steps": 3})()
     found = re.fullmatch(r"files: (\S+) \((.*) \.\.\.\)", format_end_lines(str(tmp_path / "run"), 3)[0])
     assert found is not None
     for name in found[2].split(", "):
         assert (Path(found[1]) / name).exists()
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith(f"python -m runner sample {found[1]}") == (make is gpt)
+    assert last.endswith(f"python -m runner sample {found[1]}") == (make is make_gpt)

@@ -18,7 +18,7 @@ from runner.checkpoint.manifest import seal
 from runner.run import events
 from runner.run.events import EVENT_KEYS, EVENTS
 from runner.storage import LocalStore, read_log
-from tests.support.tiny import counter, stop_after
+from tests.support.tiny_jobs import make_counter, stop_after
 
 ROOT = Path(runner.__file__).parents[1]
 FILES = sorted(path for package in ("runner", "experiments", "launch") for path in (ROOT / package).rglob("*.py"))
@@ -199,7 +199,7 @@ def test_the_environment_is_recorded_and_a_resume_reports_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop_at(step: int) -> None:
-        job = counter(tmp_path / "run")
+        job = make_counter(tmp_path / "run")
         stop_after(job, step)
 
     def list_events(name: str) -> list[dict[str, Any]]:

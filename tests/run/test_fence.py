@@ -8,12 +8,12 @@ from runner.errors import FencedError
 from runner.run.events import EventLog
 from runner.run.fence import Fence, is_unstarted
 from runner.storage import BackgroundWriter, LocalStore, open_log, read_log
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
 
 @pytest.fixture(params=["disk", "bucket"])
 def store(request, tmp_path):
-    return LocalStore(tmp_path) if request.param == "disk" else memory_bucket()
+    return LocalStore(tmp_path) if request.param == "disk" else make_memory_bucket()
 
 
 def test_attempts_count_from_one(store):
@@ -82,9 +82,9 @@ def test_the_local_check_on_a_disk_sees_a_newer_attempt(tmp_path):
 
 def test_the_local_check_in_a_bucket_makes_no_request(tmp_path):
     driver = MemoryDriver()
-    older = Fence(memory_bucket(driver))
+    older = Fence(make_memory_bucket(driver))
     older.claim()
-    Fence(memory_bucket(driver)).claim()
+    Fence(make_memory_bucket(driver)).claim()
     asked = []
     driver.before = lambda verb, key: asked.append(verb)
     older.check_locally()

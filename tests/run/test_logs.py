@@ -11,7 +11,7 @@ from runner.console import LOGGER, say, warn
 from runner.run import logs
 from runner.run.logs import drain_log_file, install_log_file, open_log_file
 from runner.storage import BackgroundWriter, LocalStore, Store
-from tests.support.memory_bucket import memory_bucket
+from tests.support.memory_bucket import make_memory_bucket
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(params=["disk", "bucket"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return LocalStore(tmp_path / "run") if request.param == "disk" else memory_bucket()
+    return LocalStore(tmp_path / "run") if request.param == "disk" else make_memory_bucket()
 
 
 def begin(store: Store) -> None:

@@ -19,15 +19,21 @@ from runner.spec import HookEntry, compute_trajectory, make_document
 from runner.storage import LocalStore, read_log
 from tests.data.buckets import URL, put_in_bucket
 from tests.data.corpus import write_bin, write_npy
-from tests.support.inputs import DOCUMENTS, content_of, make_tokenizer_files, tokenise, write_texts
-from tests.support.tiny import counter, gpt, gpt_spec, name_of, outcome, stop_after
+from tests.support.tiny_jobs import get_job_name, make_counter, make_gpt, make_gpt_spec, read_outcome, stop_after
+from tests.support.tokenise_inputs import (
+    DOCUMENTS,
+    make_tokenise_job,
+    make_tokenizer_files,
+    read_corpus_files,
+    write_text_files,
+)
 
 SAME, OTHER = "same", "other"
 
 
 @pytest.fixture(autouse=True)
 def run_in_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the text that `gpt_spec` writes beside a run out of the checkout."""
+    """Keep the text that `make_gpt_spec` writes beside a run out of the checkout."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -35,7 +41,7 @@ def validate(saved: dict[str, Any], present: dict[str, Any], content: str = SAME
     """Compare two specs whose data have the fingerprints `same` and `content`."""
 
     def identify(data: dict[str, Any], fingerprint: str) -> RunIdentity:
-        spec = gpt_spec(Path("run"), **{"config.data": {"sequence_length": 16} | data})
+        spec = make_gpt_spec(Path("run"), **{"config.data": {"sequence_length": 16} | data})
         config = PretrainGPT.Config.model_validate(spec.config)
         identity = compute_trajectory(spec, config) | {"config.data": fingerprint}
         return RunIdentity(make_document(spec), config, identity, ())
@@ -106,7 +112,7 @@ def test_a_run_goes_on_with_its_data_and_its_directory_elsewhere(
     ids = np.random.default_rng(0).integers(0, 60, 3000)
 
     def job(directory: str, source: str) -> Any:
-        return gpt(tmp_path / directory, **{"config.data": {"source": source, "sequence_length": 16}})
+        return make_gpt(tmp_path / directory, **{"config.data": {"source": source, "sequence_length": 16}})
 
     old, new = (write_bin(tmp_path / place / "x.bin", ids) for place in ("old", "new"))
     job("whole", str(old))()
@@ -119,7 +125,7 @@ def test_a_run_goes_on_with_its_data_and_its_directory_elsewhere(
     stop_after(job("elsewhere", str(new)), 5)
     put_in_bucket(monkeypatch, tmp_path / "new")
     job("elsewhere", f"{URL}/x.bin")()
-    assert outcome(tmp_path / "elsewhere") == outcome(tmp_path / "whole")
+    assert read_outcome(tmp_path / "elsewhere") == read_outcome(tmp_path / "whole")
     events = read_log(LocalStore(tmp_path / "elsewhere"), "events")
     moved = [(event["step"], event["changes"]) for event in events if event["event"] == "moved"]
     assert moved == [
@@ -130,18 +136,18 @@ def test_a_run_goes_on_with_its_data_and_its_directory_elsewhere(
 
 @pytest.mark.soak
 def test_initial_weights_may_move_or_go_once_the_run_has_begun(tmp_path: Path) -> None:
-    gpt(tmp_path / "base", **{"config.train.total_steps": 3})()
+    make_gpt(tmp_path / "base", **{"config.train.total_steps": 3})()
     for name in ("run", "whole"):
-        job = gpt(tmp_path / name, **{"checkpoint.init_from": str(tmp_path / "base")})
+        job = make_gpt(tmp_path / name, **{"checkpoint.init_from": str(tmp_path / "base")})
         if name == "whole":
             job()
         else:
             stop_after(job, 2)
     shutil.move(tmp_path / "base", tmp_path / "moved")
-    stop_after(gpt(tmp_path / "run", **{"checkpoint.init_from": str(tmp_path / "moved")}), 4)
+    stop_after(make_gpt(tmp_path / "run", **{"checkpoint.init_from": str(tmp_path / "moved")}), 4)
     shutil.rmtree(tmp_path / "moved")
-    gpt(tmp_path / "run", **{"checkpoint.init_from": str(tmp_path / "base")})()
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    make_gpt(tmp_path / "run", **{"checkpoint.init_from": str(tmp_path / "base")})()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
 
 
 @pytest.mark.soak
@@ -151,7 +157,7 @@ def test_the_fast_tier_is_used_after_a_move(tmp_path: Path) -> None:
     fast = {"checkpoint.local_directory": str(tmp_path / "fast"), "checkpoint.local_every_steps": 1}
 
     def job(source: Path) -> Any:
-        return gpt(tmp_path / "run", **fast, **{"config.data": {"source": str(source), "sequence_length": 16}})
+        return make_gpt(tmp_path / "run", **fast, **{"config.data": {"source": str(source), "sequence_length": 16}})
 
     stop_after(job(places[0]), 3)
     shutil.rmtree(tmp_path / "old")
@@ -177,18 +183,18 @@ class MistakenCounter(Counter):
 
 
 def test_a_renamed_class_goes_on_and_another_class_does_not(tmp_path: Path) -> None:
-    stop_after(counter(tmp_path), 10)
+    stop_after(make_counter(tmp_path), 10)
     for other in (OtherCounter, DerivedCounter):
         with pytest.raises(InvalidError, match=r"job: .* has 'experiments.counter:Counter'.* former_paths"):
-            counter(tmp_path, other, job=name_of(other))()
+            make_counter(tmp_path, other, job=get_job_name(other))()
     with pytest.raises(InvalidError, match=r"job: MistakenCounter\.former_paths"):
-        counter(tmp_path, MistakenCounter, job=name_of(MistakenCounter))()
-    job = counter(tmp_path, RenamedCounter, job=name_of(RenamedCounter))
+        make_counter(tmp_path, MistakenCounter, job=get_job_name(MistakenCounter))()
+    job = make_counter(tmp_path, RenamedCounter, job=get_job_name(RenamedCounter))
     job()
     assert job.step == 40
     events = read_log(LocalStore(tmp_path), "events")
     (moved,) = [event for event in events if event["event"] == "moved"]
-    assert moved["changes"] == [f"job: 'experiments.counter:Counter' became {name_of(RenamedCounter)!r}"]
+    assert moved["changes"] == [f"job: 'experiments.counter:Counter' became {get_job_name(RenamedCounter)!r}"]
 
 
 class RenamedGPT(PretrainGPT):
@@ -199,8 +205,8 @@ def test_a_trainer_knows_its_former_paths_and_not_those_of_its_base(tmp_path: Pa
     class Derived(RenamedGPT):
         pass
 
-    assert gpt(tmp_path, RenamedGPT).former_values["job"] == RenamedGPT.former_paths
-    assert gpt(tmp_path, Derived).former_values["job"] == ()
+    assert make_gpt(tmp_path, RenamedGPT).former_values["job"] == RenamedGPT.former_paths
+    assert make_gpt(tmp_path, Derived).former_values["job"] == ()
 
 
 class RenamedHook(Hook):
@@ -220,7 +226,7 @@ def test_a_renamed_hook_is_the_one_that_stopped_the_run() -> None:
 
 def _tokenise(tmp_path: Path, run: str, place: str) -> Any:
     """A job on the files in a directory, with the tokenizer that is there."""
-    return tokenise(
+    return make_tokenise_job(
         tmp_path / run,
         **{
             "config.source": f"{tmp_path}/{place}/in/*.txt",
@@ -233,7 +239,7 @@ def _tokenise(tmp_path: Path, run: str, place: str) -> Any:
 def stopped(tmp_path: Path) -> Path:
     """A tokenise job that was stopped in the middle, its input and its tokenizer in `old`."""
     (tmp_path / "old").mkdir()
-    write_texts(tmp_path / "old/in", DOCUMENTS)
+    write_text_files(tmp_path / "old/in", DOCUMENTS)
     shutil.copy(make_tokenizer_files(tmp_path / "old")["hf"]["file"], tmp_path / "old/t.json")
     _tokenise(tmp_path, "whole", "old")()
     stop_after(_tokenise(tmp_path, "run", "old"), 500)
@@ -249,7 +255,7 @@ def test_a_corpus_is_continued_with_input_tokenizer_and_directory_elsewhere(stop
     shutil.move(stopped / "new", stopped / "newer")
     _tokenise(stopped, "elsewhere", "newer")()
     assert made == {path: path.stat().st_mtime_ns for path in made}
-    assert content_of(stopped / "elsewhere/corpus") == content_of(stopped / "whole/corpus")
+    assert read_corpus_files(stopped / "elsewhere/corpus") == read_corpus_files(stopped / "whole/corpus")
     events = read_log(LocalStore(stopped / "elsewhere"), "events")
     assert [len(event["changes"]) for event in events if event["event"] == "moved"] == [2, 2]
 
@@ -272,9 +278,9 @@ def test_other_input_or_another_tokenizer_elsewhere_is_refused(stopped: Path) ->
 def test_a_copy_of_a_run_does_not_write_the_corpus_of_the_original(tmp_path: Path) -> None:
     def job(run: str) -> Any:
         source = {"config.source": f"{tmp_path}/in/*.txt", "config.output": f"{tmp_path}/corpus"}
-        return tokenise(tmp_path / run, **source)
+        return make_tokenise_job(tmp_path / run, **source)
 
-    write_texts(tmp_path / "in", DOCUMENTS)
+    write_text_files(tmp_path / "in", DOCUMENTS)
     stop_after(job("run"), 500)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     with pytest.raises(InvalidError, match="is the corpus of the run"):
@@ -290,7 +296,7 @@ def test_a_class_of_data_and_a_format_may_change_if_the_ids_do_not(tmp_path: Pat
     write_bin(tmp_path / "a.bin", ids)
     write_npy(tmp_path / "a.npy", ids, "<u2")
     fingerprints = {
-        gpt(
+        make_gpt(
             tmp_path / "run", **{"config.data": {"source": f"{tmp_path}/{name}", "sequence_length": 16}}
         ).dataset.fingerprint
         for name in ("a.bin", "a.npy")
@@ -299,7 +305,7 @@ def test_a_class_of_data_and_a_format_may_change_if_the_ids_do_not(tmp_path: Pat
 
 
 def test_content_keys_are_keys_of_the_config() -> None:
-    config = PretrainGPT.Config.model_validate(gpt_spec(Path("run")).config)
+    config = PretrainGPT.Config.model_validate(make_gpt_spec(Path("run")).config)
     for key in config.content_keys:
         section, _, name = key.removeprefix("data.").rpartition(".")
         assert section in ("", "mixture")

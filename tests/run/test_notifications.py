@@ -16,7 +16,7 @@ from runner.run.attempt import HOUR_SECONDS, NOTIFIED_EVENTS, Notifier
 from runner.run.events import EVENTS
 from runner.spec import NotifyConfig, read_spec
 from runner.storage import LocalStore, read_json
-from tests.support.tiny import counter, stop_after
+from tests.support.tiny_jobs import make_counter, stop_after
 
 RUN = {"run": "count", "directory": "runs/count", "attempt": 3}
 
@@ -169,12 +169,12 @@ def test_each_event_is_sent_once_and_the_url_is_never_written(tmp_path: Path, se
         "logging.notify": {"webhook": secret, "preemptions_per_hour": 1, **appending(tmp_path / "told")},
     }
     for steps in (3, 4):
-        job = counter(tmp_path / "run", **changes)
+        job = make_counter(tmp_path / "run", **changes)
         stop_after(job, steps)
     with pytest.raises(DivergedError):
-        counter(tmp_path / "run", Diverging, **changes)()
-    counter(tmp_path / "run", **changes)()
-    counter(tmp_path / "run", **changes)()
+        make_counter(tmp_path / "run", Diverging, **changes)()
+    make_counter(tmp_path / "run", **changes)()
+    make_counter(tmp_path / "run", **changes)()
     assert what_is_told(tmp_path / "told") == [
         ("preempted", None, "2 times within an hour"),
         ("failed", 5, "step 5: training diverged"),
@@ -188,7 +188,7 @@ def test_each_event_is_sent_once_and_the_url_is_never_written(tmp_path: Path, se
 
 
 def test_failing_recipients_do_not_change_the_result(tmp_path: Path) -> None:
-    counter(tmp_path / "plain")()
-    counter(tmp_path / "told", **{"logging.notify": {"command": ["false"], "webhook": "http://127.0.0.1:9"}})()
+    make_counter(tmp_path / "plain")()
+    make_counter(tmp_path / "told", **{"logging.notify": {"command": ["false"], "webhook": "http://127.0.0.1:9"}})()
     results = [read_json(LocalStore(tmp_path / name), "result.json") for name in ("plain", "told")]
     assert results[0] == results[1]

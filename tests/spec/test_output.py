@@ -7,7 +7,7 @@ from runner.errors import FailedError
 from runner.spec import ExecutionSpec, Topology, dump_spec, json_schema, parse_document, validate_spec
 from runner.spec.document import TextDumper, dump_yaml
 from tests.spec.sample import Config
-from tests.support.hostile import PLACED, TEXTS
+from tests.support.special_characters import CONTROL_CHARACTER_TEXTS, TEXTS
 
 
 def test_a_dumped_spec_reads_back_as_itself_in_declared_order() -> None:
@@ -18,7 +18,7 @@ def test_a_dumped_spec_reads_back_as_itself_in_declared_order() -> None:
     assert list(yaml.safe_load(text)) == list(ExecutionSpec.model_fields)
 
 
-@pytest.mark.parametrize("text", [*TEXTS, *PLACED], ids=ascii)
+@pytest.mark.parametrize("text", [*TEXTS, *CONTROL_CHARACTER_TEXTS], ids=ascii)
 def test_every_text_is_dumped_as_it_is(text: str) -> None:
     config = {text: [text, {"nested": text}], "long": (text + " ") * 50}
     spec = ExecutionSpec(name="x", job="a:B", directory="gs://b/x", config=config)

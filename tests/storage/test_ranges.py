@@ -7,8 +7,8 @@ import pytest
 
 from runner.storage import ABSENT, ChangedError, DeniedError, LocalStore, Store, open_store
 from runner.storage.store import TransientError
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
-from tests.support.servers import BACKENDS, Backend, Faults, lead, start_backend
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
+from tests.support.object_stores import BACKENDS, Backend, Faults, route_stores_to, start_backend
 
 CONTENT = bytes(range(256)) * 40
 RANGES = [(0, 1), (0, 10240), (255, 257), (5000, 9096), (10239, 10240)]
@@ -22,7 +22,7 @@ def _no_time_is_lost_between_tries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     with start_backend(request.param) as started:
-        lead(monkeypatch, started)
+        route_stores_to(monkeypatch, started)
         yield started
 
 
@@ -30,10 +30,10 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     if request.param in BACKENDS:
         with start_backend(request.param) as started:
-            lead(monkeypatch, started)
+            route_stores_to(monkeypatch, started)
             yield open_store(started.url(f"ranges/{request.node.name}"))
     else:
-        yield LocalStore(tmp_path / "corpus") if request.param == "disk" else memory_bucket()
+        yield LocalStore(tmp_path / "corpus") if request.param == "disk" else make_memory_bucket()
 
 
 def test_a_listing_tells_names_sizes_and_versions(store: Store) -> None:
@@ -100,7 +100,7 @@ def test_a_file_on_a_disk_that_ends_early_is_refused(tmp_path: Path) -> None:
 
 def test_a_bucket_that_is_down_for_a_while_delays_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = MemoryDriver()
-    store = memory_bucket(driver)
+    store = make_memory_bucket(driver)
     store.write("x.bin", CONTENT)
     version, calls = store.list_files("x.bin")["x.bin"].version, []
 
@@ -132,6 +132,6 @@ class ShortDriver(MemoryDriver):
 
 
 def test_an_answer_of_another_length_is_asked_for_again() -> None:
-    store = memory_bucket(ShortDriver())
+    store = make_memory_bucket(ShortDriver())
     store.write("x.bin", CONTENT)
     assert store.read_range("x.bin", 3, 9, store.list_files("x.bin")["x.bin"].version) == CONTENT[3:9]

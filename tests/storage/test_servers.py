@@ -32,8 +32,8 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import InvalidResponse
 
 from runner.storage import TransientError
-from tests.support.harness import DEADLINE_SECONDS, ROOT
-from tests.support.servers import BACKENDS, BUCKET, AmazonServer, Backend, Faults, lead, start_backend
+from tests.support.job_process import DEADLINE_SECONDS, ROOT
+from tests.support.object_stores import BACKENDS, BUCKET, AmazonServer, Backend, Faults, route_stores_to, start_backend
 
 CONTENT = bytes(range(256)) * 8 + b"\r\n\r"
 NUM_RACERS = 8
@@ -235,7 +235,7 @@ CLIENTS: dict[str, type[Client]] = {"gs": GoogleClient, "s3": AmazonClient, "az"
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """Each server in turn, with an environment that leads to its proxy."""
     with start_backend(request.param) as started:
-        lead(monkeypatch, started)
+        route_stores_to(monkeypatch, started)
         yield started
 
 
@@ -243,7 +243,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """The server of which the proxy does a part."""
     with start_backend("gs") as started:
-        lead(monkeypatch, started)
+        route_stores_to(monkeypatch, started)
         yield started
 
 
@@ -362,7 +362,7 @@ def test_one_of_many_replacers_wins(client, name):
 
 def test_head_answers_with_the_size_alone(monkeypatch, name):
     with start_backend("s3") as backend:
-        lead(monkeypatch, backend)
+        route_stores_to(monkeypatch, backend)
         client = AmazonClient()
         client.put(name, CONTENT)
         assert client.client.head_object(Bucket=BUCKET, Key=name)["ContentLength"] == len(CONTENT)
@@ -518,7 +518,7 @@ def test_faults_keep_to_what_they_match(backend, client, name):
 def test_chance_is_the_same_for_the_same_seed(monkeypatch):
     def fates(seed: int) -> list[int]:
         with start_backend("s3", seed) as backend:
-            lead(monkeypatch, backend)
+            route_stores_to(monkeypatch, backend)
             client = AmazonClient()
             backend.write("chance", CONTENT)
             backend.proxy.faults = Faults(error_rate=0.3, cut_rate=0.3)
@@ -552,7 +552,7 @@ def test_a_closed_proxy_answers_nobody(backend, client, name):
 
 def test_servers_die_with_the_process_that_started_them():
     program = (
-        "import time; from tests.support.servers import BACKENDS, start_backend\n"
+        "import time; from tests.support.object_stores import BACKENDS, start_backend\n"
         "print(*[start_backend(name).server.port for name in BACKENDS], flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -33,7 +33,7 @@ from runner.storage import (
     validate_url,
 )
 from runner.storage.store import retry_with_backoff
-from tests.support.memory_bucket import MemoryDriver, memory_bucket
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
 NUM_RACERS = 8
 
@@ -50,7 +50,7 @@ def _no_time_is_lost_between_tries(monkeypatch):
 
 @pytest.fixture(params=["disk", "bucket"])
 def store(request, tmp_path):
-    return LocalStore(tmp_path / "run") if request.param == "disk" else memory_bucket()
+    return LocalStore(tmp_path / "run") if request.param == "disk" else make_memory_bucket()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def driver():
 
 @pytest.fixture
 def bucket(driver):
-    return memory_bucket(driver)
+    return make_memory_bucket(driver)
 
 
 # Publishing: on a disk and in a bucket.
@@ -530,7 +530,7 @@ class LosingDriver(MemoryDriver):
 @pytest.mark.parametrize("is_there", [False, True], ids=["creating", "replacing"])
 def test_a_conditional_write_whose_answer_was_lost_has_succeeded(is_there):
     driver = LosingDriver()
-    bucket = memory_bucket(driver)
+    bucket = make_memory_bucket(driver)
     driver.lost = True
     before = bucket.write_if("x", b"before", ABSENT) if is_there else ABSENT
     driver.lost = False
@@ -542,7 +542,7 @@ def test_a_conditional_write_whose_answer_was_lost_has_succeeded(is_there):
 
 def test_a_conditional_write_whose_answer_was_lost_and_that_was_replaced_has_lost():
     driver = LosingDriver()
-    bucket = memory_bucket(driver)
+    bucket = make_memory_bucket(driver)
     driver.in_between = lambda: bucket.write("x", b"another's")
     with pytest.raises(FileExistsError):
         bucket.write_if("x", b"mine", ABSENT)
@@ -556,7 +556,7 @@ def test_a_conditional_write_that_was_overtaken_while_it_was_tried_again_has_los
         if verb == "put":
             tries.append(key)
             if len(tries) == 1:
-                memory_bucket(driver).write_if("x", b"another's", ABSENT)
+                make_memory_bucket(driver).write_if("x", b"another's", ABSENT)
                 raise TransientError("503")
 
     driver.before = before

@@ -74,7 +74,7 @@ class MemoryCoordinator:
             if not self._changed.wait_for(lambda: self._num_waiting[barrier_id] >= needed, timeout_in_ms / 1000):
                 raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: Barrier timed out. Id: {barrier_id}")
 
-    def until(self, is_true: Callable[[], bool]) -> None:
+    def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Block until a change makes `is_true` true."""
         with self._changed:
             assert self._changed.wait_for(is_true, DEADLINE_SECONDS), self.values
@@ -84,7 +84,7 @@ class MemoryCoordinator:
         return sum(self._num_waiting.values())
 
 
-def play(hosts: Sequence[Hosts], act: Callable[[Hosts], Any]) -> list[Any]:
+def run_on_all_hosts(hosts: Sequence[Hosts], act: Callable[[Hosts], Any]) -> list[Any]:
     """`act` on every host at once, each in a thread; the results in order of process."""
     with ThreadPoolExecutor(len(hosts)) as pool:
         return list(pool.map(act, hosts))

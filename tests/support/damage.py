@@ -26,44 +26,44 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def missing(path: Path) -> None:
+def delete(path: Path) -> None:
     remove(path)
 
 
-def empty(path: Path) -> None:
+def make_empty(path: Path) -> None:
     is_directory = path.is_dir()
     remove(path)
     path.mkdir() if is_directory else path.touch()
 
 
-def torn(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def no_text(path: Path) -> None:
+def write_binary(path: Path) -> None:
     path.write_bytes(bytes(range(256)) * 8)
 
 
-def _writing(content: bytes) -> Damage:
+def _make_writer(content: bytes) -> Damage:
     def damage(path: Path) -> None:
         path.write_bytes(content)
 
     return damage
 
 
-def other_types(path: Path) -> None:
+def change_value_types(path: Path) -> None:
     """The same keys, with values of another type; a manifest with the digest of its new content."""
     record = json.loads(path.read_bytes())
     others = {key: [key] if not isinstance(value, list) else 1 for key, value in record.items() if key != "format"}
     _rewrite(path, record | others)
 
 
-def fewer_keys(path: Path) -> None:
+def drop_keys(path: Path) -> None:
     record = json.loads(path.read_bytes())
     _rewrite(path, {key: record[key] for key in record if key == "format"})
 
 
-def newer_format(path: Path) -> None:
+def write_newer_format(path: Path) -> None:
     _rewrite(path, json.loads(path.read_bytes()) | {"format": 2, "more": 1})
 
 
@@ -73,68 +73,76 @@ def _rewrite(path: Path, record: dict[str, Any]) -> None:
     path.write_bytes(seal(record) if is_manifest else json.dumps(record).encode())
 
 
-def other_kind(path: Path) -> None:
+def change_file_type(path: Path) -> None:
     is_directory = path.is_dir()
     remove(path)
     path.write_bytes(b"{}") if is_directory else path.mkdir()
 
 
-def dangling_link(path: Path) -> None:
+def replace_by_dangling_link(path: Path) -> None:
     remove(path)
     path.symlink_to(path.parent / "nowhere" / "at all")
 
 
-def loop_of_links(path: Path) -> None:
+def replace_by_link_loop(path: Path) -> None:
     remove(path)
     path.symlink_to(path)
 
 
-def pipe(path: Path) -> None:
+def replace_by_pipe(path: Path) -> None:
     remove(path)
     os.mkfifo(path)
 
 
-def link_to_it(path: Path) -> None:
+def move_behind_link(path: Path) -> None:
     """Moved to another disk, with a link in its place: no damage at all."""
     elsewhere = next(parent / "elsewhere" for parent in path.parents if (parent / "elsewhere").is_dir())
     shutil.move(path, elsewhere / path.name)
     path.symlink_to(elsewhere / path.name)
 
 
-ANY = (missing, empty, other_kind, dangling_link, loop_of_links, pipe, link_to_it)
-OF_FILES = {"torn": torn, "no text": no_text}
-OF_JSON: dict[str, Damage] = {
-    "a list": _writing(b"[]"),
-    "an object": _writing(b"{}"),
-    "text": _writing(b'"void contested"'),
-    "a number": _writing(b"7"),
-    "null": _writing(b"null"),
-    "deep": _writing(b"[" * 100_000),
-    "other types": other_types,
-    "fewer keys": fewer_keys,
-    "newer format": newer_format,
+PATH_DAMAGES = (
+    delete,
+    make_empty,
+    change_file_type,
+    replace_by_dangling_link,
+    replace_by_link_loop,
+    replace_by_pipe,
+    move_behind_link,
+)
+FILE_DAMAGES = {"torn": truncate, "no text": write_binary}
+JSON_DAMAGES: dict[str, Damage] = {
+    "a list": _make_writer(b"[]"),
+    "an object": _make_writer(b"{}"),
+    "text": _make_writer(b'"void contested"'),
+    "a number": _make_writer(b"7"),
+    "null": _make_writer(b"null"),
+    "deep": _make_writer(b"[" * 100_000),
+    "other types": change_value_types,
+    "fewer keys": drop_keys,
+    "newer format": write_newer_format,
 }
 ERRORS = {name: getattr(errno, name) for name in ("EACCES", "EIO", "ESTALE", "ELOOP", "EISDIR", "EROFS")}
 
 
-def damages_of(path: Path) -> dict[str, Damage]:
+def list_damages(path: Path) -> dict[str, Damage]:
     """All that can be done to what stands at `path`."""
-    found: dict[str, Damage] = {damage.__name__.replace("_", " "): damage for damage in ANY}
+    found: dict[str, Damage] = {damage.__name__.replace("_", " "): damage for damage in PATH_DAMAGES}
     if path.is_file():
-        found |= OF_FILES
-    return found | (OF_JSON if path.suffix == ".json" else {})
+        found |= FILE_DAMAGES
+    return found | (JSON_DAMAGES if path.suffix == ".json" else {})
 
 
-def give_errors(monkeypatch: pytest.MonkeyPatch, path: Path, number: int) -> None:
+def inject_errors(monkeypatch: pytest.MonkeyPatch, path: Path, number: int) -> None:
     """From now on whatever this process asks of `path`, or of what is below it, is answered by an error.
 
     But that it is there may be asked: a disk whose blocks are bad knows its names.
     """
     for module, name in (("os", "open"), ("os", "listdir"), ("os", "scandir"), ("io", "open")):
-        monkeypatch.setattr(f"{module}.{name}", _giving(getattr(__import__(module), name), path, number))
+        monkeypatch.setattr(f"{module}.{name}", _fail_below(getattr(__import__(module), name), path, number))
 
 
-def _giving(original: Callable[..., Any], path: Path, number: int) -> Callable[..., Any]:
+def _fail_below(original: Callable[..., Any], path: Path, number: int) -> Callable[..., Any]:
     def ask(name: Any = ".", *arguments: Any, **named: Any) -> Any:
         if isinstance(name, str | os.PathLike) and Path(name).is_relative_to(path):
             raise OSError(number, os.strerror(number), str(name))

@@ -21,12 +21,12 @@ from huggingface_hub.utils import _http as client
 from tests.support.local_server import LocalServer, QuietHandler
 
 TOKEN = "hf_a-token-that-may-write"
-READER = "hf_a-token-that-may-read"
+READ_TOKEN = "hf_a-token-that-may-read"
 _LARGE = (".safetensors", "tokenizer.json")
 _PIECE_BYTES = 1 << 12
 
 
-class Refused(Exception):  # noqa: N818 - an answer
+class HubError(Exception):
     """An answer that is no success."""
 
     def __init__(self, status: int, message: str, code: str = ""):
@@ -35,7 +35,7 @@ class Refused(Exception):  # noqa: N818 - an answer
 
 
 @dataclass
-class Repo:
+class StoredRepository:
     """One repository."""
 
     is_private: bool
@@ -70,7 +70,7 @@ class Hub:
     """
 
     def __init__(self) -> None:
-        self.repos: dict[str, Repo] = {}
+        self.repos: dict[str, StoredRepository] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.fault: Callable[[int, str], int | None] = lambda number, line: None
@@ -104,17 +104,17 @@ class Hub:
         self.objects[digest] = bytes(content)
 
     def answer(self, line: str, token: str, body: bytes, query: str) -> Any:
-        """The JSON that a request is answered with. Raises `Refused`."""
+        """The JSON that a request is answered with. Raises `HubError`."""
         with self._lock:
-            if token not in (TOKEN, READER):
-                raise Refused(401, f"Invalid credentials: {token}")
+            if token not in (TOKEN, READ_TOKEN):
+                raise HubError(401, f"Invalid credentials: {token}")
             if line == "GET /api/whoami-v2":
                 role = "write" if token == TOKEN else "read"
                 return {"name": "owner", "auth": {"accessToken": {"displayName": "test", "role": role}}}
             if line.startswith("GET /api/models/"):
                 return self._info("/".join(line.split("/")[3:5]))
             if token != TOKEN:
-                raise Refused(403, "this token may not write")
+                raise HubError(403, "this token may not write")
             sent = [json.loads(text) for text in body.splitlines()] if "/commit/" in line else json.loads(body)
             return self._write(line, sent)
 
@@ -134,9 +134,9 @@ class Hub:
         assert verb == "commit"
         return {"commitUrl": f"{self.endpoint}/{name}/commit/{self._commit(repo, sent)}", "commitOid": repo.sha}
 
-    def _find(self, name: str) -> Repo:
+    def _find(self, name: str) -> StoredRepository:
         if name not in self.repos:
-            raise Refused(404, "Repository not found", "RepoNotFound")
+            raise HubError(404, "Repository not found", "RepoNotFound")
         return self.repos[name]
 
     def _info(self, name: str) -> Any:
@@ -146,8 +146,10 @@ class Hub:
 
     def _create(self, name: str, sent: Any) -> Any:
         if name in self.repos:
-            raise Refused(409, "You already created this model repo")
-        self.repos[name] = Repo(is_private=sent.get("visibility") == "private" or sent.get("private") is True)
+            raise HubError(409, "You already created this model repo")
+        self.repos[name] = StoredRepository(
+            is_private=sent.get("visibility") == "private" or sent.get("private") is True
+        )
         return {"url": f"{self.endpoint}/{name}"}
 
     def _object(self, wanted: Any) -> Any:
@@ -155,14 +157,14 @@ class Hub:
             return wanted
         return wanted | {"actions": {"upload": {"href": f"{self.endpoint}/lfs/{wanted['oid']}"}}}
 
-    def _mode(self, repo: Repo, path: str) -> Any:
+    def _mode(self, repo: StoredRepository, path: str) -> Any:
         mode = "lfs" if path.endswith(_LARGE) else "regular"
         return {"path": path, "uploadMode": mode, "shouldIgnore": path in repo.ignored, "oid": repo.oid(path)}
 
-    def _commit(self, repo: Repo, lines: list[Any]) -> str:
+    def _commit(self, repo: StoredRepository, lines: list[Any]) -> str:
         head, *operations = lines
         if head["value"].get("parentCommit", repo.sha) != repo.sha:
-            raise Refused(412, "A commit has happened since. Please refresh and try again.")
+            raise HubError(412, "A commit has happened since. Please refresh and try again.")
         assert operations, "an empty commit"
         files = dict(repo.files)
         for operation in operations:
@@ -171,7 +173,7 @@ class Hub:
                 del files[value["path"]]
             elif operation["key"] == "lfsFile":
                 if value["oid"] not in self.objects:
-                    raise Refused(400, f"{value['path']}: the object was never uploaded")
+                    raise HubError(400, f"{value['path']}: the object was never uploaded")
                 files[value["path"]] = self.objects[value["oid"]]
             else:
                 assert operation["key"] == "file"
@@ -212,7 +214,7 @@ class _Handler(QuietHandler):
             else:
                 token = self.headers.get("Authorization", "").removeprefix("Bearer ")
                 content = json.dumps(hub.answer(line, token, b"".join(self._pieces()), query)).encode()
-        except Refused as refused:
+        except HubError as refused:
             status, content = refused.status, json.dumps({"error": str(refused)}).encode()
             headers = {"X-Error-Code": refused.code, "X-Error-Message": str(refused)}
         except TimeoutError:

@@ -74,7 +74,7 @@ class MemoryDriver:
             self.objects.pop(key, None)
 
 
-def memory_bucket(driver: MemoryDriver | None = None) -> BucketStore:
+def make_memory_bucket(driver: MemoryDriver | None = None) -> BucketStore:
     """A store on a bucket of its own, or on that of `driver`."""
     return BucketStore("mem://bucket/run", "run", driver or MemoryDriver())
 

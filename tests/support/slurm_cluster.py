@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.faked import environment
+from tests.support.simulated_devices import environment
 
 NODES = ("127.0.0.1", "127.0.0.2")
 DEADLINE_SECONDS = 180.0
@@ -31,7 +31,7 @@ def _free_ports(number: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def until(happens: Callable[[], object], what: str, report: Callable[[], str]) -> None:
+def wait_until(happens: Callable[[], object], what: str, report: Callable[[], str]) -> None:
     """Wait until `happens()`; fails with `report()` at the deadline."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not happens():
@@ -55,11 +55,11 @@ class SlurmCluster:
         key.chmod(0o600)
         files = [f"--{kind}-file={directory}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
         self._start("munged", "munged", "--foreground", "--force", f"--socket={munge_socket}", *files)
-        until(munge_socket.exists, "munged's socket", self.report)
+        wait_until(munge_socket.exists, "munged's socket", self.report)
         self._start("slurmctld", "slurmctld", "-D", "-c")
         for node in NODES:
             self.start_node(node)
-        until(lambda: self.command("sinfo", "-h", "-o", "%D %t") == "2 idle", "both nodes are idle", self.report)
+        wait_until(lambda: self.command("sinfo", "-h", "-o", "%D %t") == "2 idle", "both nodes are idle", self.report)
 
     def _configure(self) -> None:
         directory, host = self.directory, socket.gethostname().partition(".")[0]
@@ -142,7 +142,7 @@ class SlurmCluster:
         """Cancel all jobs and stop the daemons."""
         self.command("scancel", "--user=root")
         with contextlib.suppress(AssertionError):
-            until(lambda: not self.command("squeue", "--noheader"), "no job is left", self.report)
+            wait_until(lambda: not self.command("squeue", "--noheader"), "no job is left", self.report)
         for name in (*NODES, "slurmctld", "munged"):
             daemon = self._daemons.get(name)
             if daemon is not None and daemon.poll() is None:

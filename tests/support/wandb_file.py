@@ -12,23 +12,23 @@ _HEADER, _BLOCK_BYTES = 7, 1 << 15
 _FULL, _LAST = 1, 4
 
 
-def history(path: Path) -> list[dict[str, Any]]:
+def read_history(path: Path) -> list[dict[str, Any]]:
     """Every row that was logged, by its step."""
     rows = []
-    for record in records(path):
+    for record in read_records(path):
         if record.WhichOneof("record_type") == "history":
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             rows.append({"step": row["_step"]} | {key: row[key] for key in row if key[0] != "_"})
     return rows
 
 
-def config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """What the run was told as its config when it began."""
-    (run,) = (record.run for record in records(path) if record.WhichOneof("record_type") == "run")
+    (run,) = (record.run for record in read_records(path) if record.WhichOneof("record_type") == "run")
     return {item.key: json.loads(item.value_json) for item in run.config.update} | {"tags": list(run.tags)}
 
 
-def records(path: Path) -> Iterator[Any]:
+def read_records(path: Path) -> Iterator[Any]:
     """All records; https://github.com/google/leveldb/blob/main/doc/log_format.md, after a header of seven bytes."""
     content = path.read_bytes()
     assert content[:4] == b":W&B"

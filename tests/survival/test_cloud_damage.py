@@ -25,19 +25,19 @@ from runner.errors import EXIT_DONE
 from runner.spec import CheckpointConfig
 from runner.storage import LocalStore, Store, open_store
 from tests.support.attempt import make_attempt
-from tests.support.cloud import (
+from tests.support.cloud_job import (
     CloudAttempt,
     CloudJob,
     assert_same_outcome,
-    daily_on,
-    free_name,
-    no_traceback,
-    play_on,
+    check_output_lines,
+    make_backend_params,
+    make_unique_name,
+    run_scenario,
 )
-from tests.support.harness import whole_counter
+from tests.support.job_process import make_uninterrupted_counter_run
 from tests.support.memory_bucket import MemoryLog
-from tests.support.servers import Backend, lead, start_backend
-from tests.support.tiny import leaves_equal, mesh_of
+from tests.support.object_stores import Backend, route_stores_to, start_backend
+from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh
 
 OLDER, NEWEST = 5, 10
 COUNTER_SPEC = "specs/counter.yaml"
@@ -78,7 +78,7 @@ DAMAGES: tuple[Damage, ...] = (flip_first_bit, flip_any_bit, empty, truncate, de
 def make_state(seed: int) -> dict[str, jax.Array]:
     """Return a state with a large leaf, sharded over four devices, and some small ones."""
     generator = np.random.default_rng(seed)
-    mesh = mesh_of(2, 4, 1)
+    mesh = make_full_mesh(2, 4, 1)
     cut, whole = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
     return {
         "kernel": jax.device_put(jnp.asarray(generator.normal(size=(16, 32)), jnp.float32), cut),
@@ -127,7 +127,7 @@ def check_case(store: Store, name: str, damage: Damage, content: bytes, chance: 
     found = restore_newest(attempt, None, abstract_state(), {}.__eq__)
     assert found is not None
     assert found.manifest.step == OLDER
-    assert leaves_equal(found.state, make_state(OLDER))
+    assert are_leaves_equal(found.state, make_state(OLDER))
     assert list(read_committed(store)) == [OLDER]
     quarantined = store.list_sizes(f"quarantine/{NEWEST}.{attempt.number}")
     events = [(row["event"], row["step"]) for row in records.rows]
@@ -174,8 +174,8 @@ def test_verify_names_every_damaged_file_and_restore_falls_back(
         assert damage_every_file(LocalStore(tmp_path / "run"), tmp_path) >= MIN_CASES[where]
         return
     with start_backend(where) as backend:
-        lead(monkeypatch, backend)
-        store = open_store(backend.url(free_name("damage")))
+        route_stores_to(monkeypatch, backend)
+        store = open_store(backend.url(make_unique_name("damage")))
         assert damage_every_file(store, tmp_path / "staging") >= MIN_CASES[where]
 
 
@@ -186,9 +186,9 @@ def has_committed_twice(job: CloudJob, attempt: CloudAttempt) -> bool:
 
 
 def damage_and_restart(backend: Backend) -> None:
-    job = CloudJob(backend, free_name("damaged"), COUNTER_SPEC, COUNTER)
+    job = CloudJob(backend, make_unique_name("damaged"), COUNTER_SPEC, COUNTER)
     attempt = job.start()
-    attempt.until_server(lambda: has_committed_twice(job, attempt), "two commits")
+    attempt.wait_for_server(lambda: has_committed_twice(job, attempt), "two commits")
     attempt.kill()
     chance = random.Random(1)
     for damage in (flip_any_bit, delete):
@@ -203,17 +203,17 @@ def damage_and_restart(backend: Backend) -> None:
         assert code == 1, output
         assert name.removeprefix(f"checkpoints/{newest}/") in output
         attempt = job.start()
-        attempt.until_server(lambda attempt=attempt: has_committed_twice(job, attempt), "two commits")
+        attempt.wait_for_server(lambda attempt=attempt: has_committed_twice(job, attempt), "two commits")
         attempt.kill()
-        lines = no_traceback(attempt)
+        lines = check_output_lines(attempt)
         assert any(line.startswith(f"checkpoint {newest} (durable) not restored") for line in lines), attempt.output
         assert f"restored step {older} from the durable tier" in lines
         assert job.files(f"quarantine/{newest}.")
     job.finish()
-    assert_same_outcome(job, whole_counter(COUNTER))
+    assert_same_outcome(job, make_uninterrupted_counter_run(COUNTER))
 
 
-@pytest.mark.parametrize("name", daily_on(None))
+@pytest.mark.parametrize("name", make_backend_params(None))
 def test_a_restart_on_damaged_checkpoints_has_equal_bits(name: str) -> None:
-    whole_counter(COUNTER)
-    play_on(name, damage_and_restart)
+    make_uninterrupted_counter_run(COUNTER)
+    run_scenario(name, damage_and_restart)

@@ -11,16 +11,16 @@ import pytest
 from tests.data.buckets import random_shards, write_corpus
 from tests.data.corpus import write_bin, write_npy
 from tests.data.golden import write_megatron, write_records
-from tests.support.cloud import CloudJob, free_name
-from tests.support.harness import LITTLE, WHOLE_RUN_DEADLINE_SECONDS, Job, undisturbed
-from tests.support.servers import BACKENDS, Faults, start_backend
+from tests.support.cloud_job import CloudJob, make_unique_name
+from tests.support.job_process import SMALL_GPT_OPTIONS, WHOLE_RUN_DEADLINE_SECONDS, Job, make_uninterrupted_run
+from tests.support.object_stores import BACKENDS, Faults, start_backend
 
 NUM_PROCESSES = 4
 NUM_STRIKES = 3
 OUTAGE_SECONDS = 60.0
 NUM_OUTAGE_REQUESTS = 30  # requests of an outage, which the retries of all processes make in half a minute
 OPTIONS = (
-    *LITTLE,
+    *SMALL_GPT_OPTIONS,
     "config.train.total_steps=24",
     "config.model.vocabulary_size=1000",
     "config.eval.every_steps=12",
@@ -93,26 +93,28 @@ def test_faults_of_a_data_bucket_change_no_bit(name: str, kind: str, tmp_path: P
     for attempt in whole.start_processes(NUM_PROCESSES):  # as many: another topology rounds otherwise
         attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
     with start_backend(name) as backend:
-        place = free_name("data")
+        place = make_unique_name("data")
         for path in (tmp_path / "data").rglob("*.*"):
             backend.write(f"{place}/{path.relative_to(tmp_path / 'data')}", path.read_bytes())
         cache = tmp_path / "cache"
         options = (*OPTIONS, *KINDS[kind](backend.url(place)), "config.data.cache_bytes=1000000")
         job = CloudJob(
-            backend, free_name("run"), "specs/gpt_nano.yaml", options, variables={"RUNNER_CACHE": str(cache)}
+            backend, make_unique_name("run"), "specs/gpt_nano.yaml", options, variables={"RUNNER_CACHE": str(cache)}
         )
         for _ in range(NUM_STRIKES):
             backend.proxy.faults = Faults(error_rate=0.3, latency_seconds=0.01)
             step, attempts = job.newest(), job.start_processes(NUM_PROCESSES)
-            attempts[0].until_server(lambda step=step: job.newest() > step, "commit")
+            attempts[0].wait_for_server(lambda step=step: job.newest() > step, "commit")
             for attempt in attempts:
                 attempt.kill()
             damage_cache(cache, chance)
         backend.proxy.faults = Faults(error_rate=0.1)
         step, attempts = job.newest(), job.start_processes(NUM_PROCESSES)
-        attempts[0].until_server(lambda: job.newest() > step, "commit")
+        attempts[0].wait_for_server(lambda: job.newest() > step, "commit")
         backend.proxy.faults = Faults(outage=True)
-        attempts[0].until_server(lambda: backend.proxy.fired["outage"] >= NUM_OUTAGE_REQUESTS, "requests in an outage")
+        attempts[0].wait_for_server(
+            lambda: backend.proxy.fired["outage"] >= NUM_OUTAGE_REQUESTS, "requests in an outage"
+        )
         backend.proxy.faults = Faults()
         for attempt in attempts:
             attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
@@ -133,18 +135,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_outage_of_the_data_bucket_delays_training_only(name: str, data: Path) -> None:
     long = ("config.train.total_steps=600", "checkpoint.every_steps=100", "config.eval.every_steps=300")
     options = (*OPTIONS, *long)  # so that steps are left whose tokens nobody has asked for yet
-    whole = undisturbed("specs/gpt_nano.yaml", (*options, *KINDS["mixture"](str(data))), num_processes=NUM_PROCESSES)
+    whole = make_uninterrupted_run(
+        "specs/gpt_nano.yaml", (*options, *KINDS["mixture"](str(data))), num_processes=NUM_PROCESSES
+    )
     with start_backend(name) as backend:
-        place, proxy = free_name("data"), backend.proxy
+        place, proxy = make_unique_name("data"), backend.proxy
         for path in data.rglob("*.*"):
             backend.write(f"{place}/{path.relative_to(data)}", path.read_bytes())
         options = (*options, *KINDS["mixture"](backend.url(place)), "config.data.cache_bytes=0")
-        job = CloudJob(backend, free_name("run"), "specs/gpt_nano.yaml", options)
+        job = CloudJob(backend, make_unique_name("run"), "specs/gpt_nano.yaml", options)
         attempts = job.start_processes(NUM_PROCESSES)
-        attempts[0].until_server(lambda: job.events("progress"), "some steps")
+        attempts[0].wait_for_server(lambda: job.events("progress"), "some steps")
         begun, num_requests = time.monotonic(), len(proxy.requests)
         proxy.faults = Faults(outage=True)
-        attempts[0].until_server(lambda: time.monotonic() - begun >= OUTAGE_SECONDS, "the end of the outage")
+        attempts[0].wait_for_server(lambda: time.monotonic() - begun >= OUTAGE_SECONDS, "the end of the outage")
         refused = [path for _, path in proxy.requests[num_requests:]]
         proxy.faults = Faults()
         for attempt in attempts:
@@ -164,21 +168,21 @@ def test_kills_of_gpt_small_with_a_corpus_in_a_bucket_change_no_bit(
     whole = Job("specs/gpt_small.yaml", tmp_path / "whole", (*SMALL, f"config.data.source={tmp_path / 'corpus'}"))
     whole.finish()
     with start_backend("s3") as backend:
-        place = free_name("corpus")
+        place = make_unique_name("corpus")
         CloudJob(
-            backend, free_name("tokens"), "specs/tokenise_stdlib.yaml", (f"config.output={backend.url(place)}",)
+            backend, make_unique_name("tokens"), "specs/tokenise_stdlib.yaml", (f"config.output={backend.url(place)}",)
         ).finish()
         assert backend.read(f"{place}/index.json") == (tmp_path / "corpus" / "index.json").read_bytes()
         job = CloudJob(
             backend,
-            free_name("small"),
+            make_unique_name("small"),
             "specs/gpt_small.yaml",
             (*SMALL, f"config.data.source={backend.url(place)}"),
             variables={"RUNNER_CACHE": str(tmp_path / "cache")},
         )
         for _ in range(NUM_STRIKES):
             step, attempt = job.newest(), job.start()
-            attempt.until_server(lambda step=step: job.newest() > step, "commit")
+            attempt.wait_for_server(lambda step=step: job.newest() > step, "commit")
             attempt.kill()
         job.finish()
         assert job.result()["fingerprint"] == whole.result()["fingerprint"]

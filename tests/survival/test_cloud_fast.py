@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cloud import POLL_SECONDS, CloudAttempt, CloudJob, assert_same_outcome, free_name
-from tests.support.harness import common_steps, kill_all_when, parts_of, undisturbed
-from tests.support.servers import BACKENDS, Backend, start_backend
+from tests.support.cloud_job import POLL_SECONDS, CloudAttempt, CloudJob, assert_same_outcome, make_unique_name
+from tests.support.job_process import kill_all_when, list_common_steps, list_fast_tier_parts, make_uninterrupted_run
+from tests.support.object_stores import BACKENDS, Backend, start_backend
 
 SPEC = "specs/gpt_nano.yaml"
 # Every process has a part of every large leaf.
@@ -36,7 +36,7 @@ def kill_beyond_durable_step(job: CloudJob, fast: Path, durable: int) -> CloudAt
     def is_beyond() -> bool:
         time.sleep(POLL_SECONDS)
         newest = job.newest()
-        return newest >= durable and len([step for step in common_steps(fast, PROCESSES) if step > newest]) > 1
+        return newest >= durable and len([step for step in list_common_steps(fast, PROCESSES) if step > newest]) > 1
 
     kill_all_when(attempts, is_beyond, f"two fast steps beyond {durable}")
     return attempts[0]
@@ -53,17 +53,17 @@ def lose_machines(backend: Backend) -> None:
     with tempfile.TemporaryDirectory() as directory:
         fast = Path(directory)
         tier = (f"checkpoint.local_directory={fast}", "checkpoint.local_every_steps=2")
-        job = CloudJob(backend, free_name("machines"), SPEC, (*OPTIONS, *tier), devices=DEVICES)
+        job = CloudJob(backend, make_unique_name("machines"), SPEC, (*OPTIONS, *tier), devices=DEVICES)
         kill_beyond_durable_step(job, fast, 10)
 
-        older, newest = common_steps(fast, PROCESSES)[-2:]
-        part = parts_of(fast, 1)[newest]
+        older, newest = list_common_steps(fast, PROCESSES)[-2:]
+        part = list_fast_tier_parts(fast, 1)[newest]
         max((part / "pieces").iterdir(), key=lambda path: path.stat().st_size).unlink()
         num_requests = len(backend.proxy.requests)
         attempt = kill_beyond_durable_step(job, fast, job.newest() + 10)
         assert restored_step_and_tier(attempt) == (older, "fast")
         assert f"checkpoint {newest} (fast) not restored: process 1: " in attempt.output, attempt.output
-        is_piece = job.requested("GET", PIECES)
+        is_piece = job.match_requests("GET", PIECES)
         assert not [request for request in backend.proxy.requests[num_requests:] if is_piece(*request)], "reads"
 
         (machine,) = fast.glob("*/1")
@@ -73,7 +73,7 @@ def lose_machines(backend: Backend) -> None:
         for attempt in attempts:
             attempt.expect(0)
         assert restored_step_and_tier(attempts[0]) == (durable, "durable")
-        assert_same_outcome(job, undisturbed(SPEC, OPTIONS, DEVICES, PROCESSES))
+        assert_same_outcome(job, make_uninterrupted_run(SPEC, OPTIONS, DEVICES, PROCESSES))
 
 
 @pytest.mark.soak

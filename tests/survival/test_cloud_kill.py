@@ -7,20 +7,20 @@ import time
 
 import pytest
 
-from tests.support.cloud import (
+from tests.support.cloud_job import (
     CloudAttempt,
     CloudJob,
-    Gate,
-    Kind,
+    RequestFilter,
+    RequestGate,
     assert_same_outcome,
     assert_verified,
-    daily_on,
-    free_name,
-    no_traceback,
-    play_on,
+    check_output_lines,
+    make_backend_params,
+    make_unique_name,
+    run_scenario,
 )
-from tests.support.harness import undisturbed, whole_counter
-from tests.support.servers import BACKENDS, Backend, start_backend
+from tests.support.job_process import make_uninterrupted_counter_run, make_uninterrupted_run
+from tests.support.object_stores import BACKENDS, Backend, start_backend
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 # 10 MB of state: more than one request an array on gs:// and s3://.
@@ -76,9 +76,9 @@ ZOMBIES: dict[str, tuple[str, tuple[str, ...], tuple[str, str]]] = {
 
 def kill_in_flight(job: CloudJob, what: str, place: tuple[str, str], rng: random.Random) -> None:
     """kill -9 while a request is on its way. It arrives after the death, at once or some time into the next attempt."""
-    gate = Gate(job.backend, job.requested(*place))
+    gate = RequestGate(job.backend, job.match_requests(*place))
     attempt = job.start()
-    attempt.until(lambda: gate.has_caught, what)
+    attempt.wait_until(lambda: gate.has_caught, what)
     attempt.kill()
     assert attempt.process.returncode == -9, attempt.report(f"ended before it was killed in {what}")
     threading.Timer(rng.choice([0.0, rng.uniform(0.5, 2.0)]), gate.open).start()
@@ -94,14 +94,14 @@ def kill_after(attempt: CloudAttempt, seconds: float) -> None:
 def kill_while_stepping(job: CloudJob, seconds: float) -> None:
     """Kill -9 the job so many seconds after it has a state."""
     attempt = job.start()
-    attempt.until(lambda: attempt.has_requested(job.requested(*STATE)), "a state")
+    attempt.wait_until(lambda: attempt.has_requested(job.match_requests(*STATE)), "a state")
     kill_after(attempt, seconds)
 
 
 def kill_after_a_commit(job: CloudJob) -> None:
     """Kill -9 the job as soon as it has committed a step."""
     attempt = job.start()
-    attempt.until_server(job.committed, "a commit")
+    attempt.wait_for_server(job.committed, "a commit")
     attempt.kill()
 
 
@@ -126,10 +126,10 @@ def storm(job: CloudJob, strikes: dict[str, Strike], seed: int) -> int:
 
 
 def kill_a_counter(backend: Backend, options: tuple[str, ...], strikes: dict[str, Strike]) -> None:
-    job = CloudJob(backend, free_name("kill-counter"), COUNTER_SPEC, options)
+    job = CloudJob(backend, make_unique_name("kill-counter"), COUNTER_SPEC, options)
     assert storm(job, strikes, seed=1) > len(strikes)
     job.with_options("config.step_seconds=0").finish()
-    assert_same_outcome(job, whole_counter(options))
+    assert_same_outcome(job, make_uninterrupted_counter_run(options))
     assert len(job.committed()) == 3
 
 
@@ -147,53 +147,53 @@ def test_kills_in_every_kind_of_request_change_no_bit(name: str) -> None:
 
 
 def kill_gpt_nano(backend: Backend) -> None:
-    job = CloudJob(backend, free_name("kill-nano"), NANO_SPEC, NANO)
+    job = CloudJob(backend, make_unique_name("kill-nano"), NANO_SPEC, NANO)
     storm(job, NANO_STRIKES, seed=2)
     job.finish()
-    assert_same_outcome(job, undisturbed(NANO_SPEC, NANO))
+    assert_same_outcome(job, make_uninterrupted_run(NANO_SPEC, NANO))
     assert [row["step"] for row in job.rows()] == list(range(2, 33, 2))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BACKENDS)
 def test_kills_of_gpt_nano_in_a_bucket_change_no_bit(name: str) -> None:
-    undisturbed(NANO_SPEC, NANO)
-    play_on(name, kill_gpt_nano)
+    make_uninterrupted_run(NANO_SPEC, NANO)
+    run_scenario(name, kill_gpt_nano)
 
 
 def stop_with_sigterm(backend: Backend) -> None:
-    job = CloudJob(backend, free_name("sigterm"), COUNTER_SPEC, SHORT)
+    job = CloudJob(backend, make_unique_name("sigterm"), COUNTER_SPEC, SHORT)
     attempt = job.start()
-    attempt.until(lambda: attempt.has_requested(job.requested(*COMMIT), 2), "two commits")
+    attempt.wait_until(lambda: attempt.has_requested(job.match_requests(*COMMIT), 2), "two commits")
     attempt.process.send_signal(signal.SIGTERM)
     attempt.expect(75)
-    no_traceback(attempt)
+    check_output_lines(attempt)
     (preempt,) = job.events("preempt")
     assert preempt["saved"]
     assert 0 < preempt["step"] == job.newest() < 40
     assert_verified(job)
     again = job.finish()
     assert [event["step"] for event in again.events("restore")] == [preempt["step"]]
-    assert_same_outcome(job, whole_counter(SHORT))
+    assert_same_outcome(job, make_uninterrupted_counter_run(SHORT))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", daily_on("gs"))
+@pytest.mark.parametrize("name", make_backend_params("gs"))
 def test_sigterm_saves_the_running_step_to_the_bucket(name: str) -> None:
-    whole_counter(SHORT)
-    play_on(name, stop_with_sigterm)
+    make_uninterrupted_counter_run(SHORT)
+    run_scenario(name, stop_with_sigterm)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["gs"])
 def test_a_kill_of_either_process_changes_no_bit(name: str) -> None:
-    whole = undisturbed(NANO_SPEC, TWO_PROCESS_NANO, 1, NUM_PROCESSES)
+    whole = make_uninterrupted_run(NANO_SPEC, TWO_PROCESS_NANO, 1, NUM_PROCESSES)
     with start_backend(name) as backend:
-        job = CloudJob(backend, free_name("two"), NANO_SPEC, TWO_PROCESS_NANO)
+        job = CloudJob(backend, make_unique_name("two"), NANO_SPEC, TWO_PROCESS_NANO)
         for victim, place in ((0, (WRITE, r"checkpoints/\d+/arrays\.\d+/1/.*")), (1, COMMIT)):
-            with Gate(backend, job.requested(*place)) as gate:
+            with RequestGate(backend, job.match_requests(*place)) as gate:
                 attempts = job.start_processes(NUM_PROCESSES)
-                attempts[0].until(lambda gate=gate: gate.has_caught, str(place))  # type: ignore[misc]
+                attempts[0].wait_until(lambda gate=gate: gate.has_caught, str(place))  # type: ignore[misc]
                 attempts[victim].kill()
             attempts[1 - victim].expect(76)
         for attempt in job.start_processes(NUM_PROCESSES):
@@ -201,33 +201,36 @@ def test_a_kill_of_either_process_changes_no_bit(name: str) -> None:
         assert_same_outcome(job, whole)
 
 
-def stop_and_continue(job: CloudJob, kind: Kind) -> None:
+def stop_and_continue(job: CloudJob, kind: RequestFilter) -> None:
     """A process stopped in flight is overtaken by one that finishes, and then goes on."""
     zombie = job.start()
-    zombie.until(lambda: zombie.has_requested(job.requested(*COMMIT)), "a commit")
-    with Gate(job.backend, kind) as gate:
-        zombie.until(lambda: gate.has_caught, "a request to be stopped in")
+    zombie.wait_until(lambda: zombie.has_requested(job.match_requests(*COMMIT)), "a commit")
+    with RequestGate(job.backend, kind) as gate:
+        zombie.wait_until(lambda: gate.has_caught, "a request to be stopped in")
         zombie.freeze()
         assert not job.exists("result.json")
         job.finish()
-        before = job.what_counts()
+        before = job.read_progress_objects()
         assert "result.json" in before
         assert sum(name.endswith("manifest.json") for name in before) >= 3
     zombie.thaw()
     zombie.expect(1)
-    assert any("has taken over" in line or "was written by another attempt" in line for line in no_traceback(zombie)), (
-        zombie.output
-    )
-    assert job.what_counts() == before, zombie.report("has changed what counts")
+    assert any(
+        "has taken over" in line or "was written by another attempt" in line for line in check_output_lines(zombie)
+    ), zombie.output
+    assert job.read_progress_objects() == before, zombie.report("has changed what counts")
 
 
 def resume_zombies(backend: Backend) -> None:
     failures = []
     for what, (spec, options, place) in ZOMBIES.items():
-        job = CloudJob(backend, free_name("zombie"), spec, options)
+        job = CloudJob(backend, make_unique_name("zombie"), spec, options)
         try:
-            stop_and_continue(job, job.requested(*place))
-            assert_same_outcome(job, undisturbed(spec, options) if spec == NANO_SPEC else whole_counter(options))
+            stop_and_continue(job, job.match_requests(*place))
+            assert_same_outcome(
+                job,
+                make_uninterrupted_run(spec, options) if spec == NANO_SPEC else make_uninterrupted_counter_run(options),
+            )
         except AssertionError as error:
             error.add_note(f"stopped when {what}")
             failures.append(error)
@@ -238,6 +241,6 @@ def resume_zombies(backend: Backend) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_fenced_zombie_commits_nothing(name: str) -> None:
-    whole_counter(SHORT)
-    undisturbed(NANO_SPEC, NANO)
-    play_on(name, resume_zombies)
+    make_uninterrupted_counter_run(SHORT)
+    make_uninterrupted_run(NANO_SPEC, NANO)
+    run_scenario(name, resume_zombies)

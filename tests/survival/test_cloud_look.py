@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cloud import CloudJob, free_name
-from tests.support.harness import ROOT, Row, command
-from tests.support.servers import BACKENDS, Backend, start_backend
+from tests.support.cloud_job import CloudJob, make_unique_name
+from tests.support.job_process import ROOT, Row, run_runner
+from tests.support.object_stores import BACKENDS, Backend, start_backend
 
 pytestmark = pytest.mark.soak
 OPTIONS = (
@@ -36,7 +36,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 def command_output(job: CloudJob, *words: str) -> str:
     """What a command that must end with 0 prints."""
-    code, output = command(job.environment, words[0], job.directory, *words[1:])
+    code, output = run_runner(job.environment, words[0], job.directory, *words[1:])
     assert code == 0, output
     return output
 
@@ -67,9 +67,9 @@ def fetch(address: str) -> Row:
 
 
 def test_status_and_dashboard_are_right_during_and_after_a_run(backend: Backend, tmp_path: Path) -> None:
-    job = CloudJob(backend, free_name("look"), "specs/gpt_nano.yaml", OPTIONS, cache=tmp_path)
-    first = job.start_held("step 12")
-    first.until_server(lambda: job.newest() >= 5 and job.rows()[-1]["step"] == 12, "a commit and the place")
+    job = CloudJob(backend, make_unique_name("look"), "specs/gpt_nano.yaml", OPTIONS, cache=tmp_path)
+    first = job.start_paused("step 12")
+    first.wait_for_server(lambda: job.newest() >= 5 and job.rows()[-1]["step"] == 12, "a commit and the place")
     alive = status(job)
     assert (alive["state"], len(alive["attempts"])) == ("running", 1)
     assert alive["step"] >= 10

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.corrupt import BAD_STEP
-from tests.support.harness import Job, whole_counter
+from tests.support.corrupt_counter import BAD_STEP
+from tests.support.job_process import Job, make_uninterrupted_counter_run
 
 SPEC = "specs/counter.yaml"
 OPTIONS = ("config.total_steps=60", "config.step_seconds=0.005", "checkpoint.every_steps=5")
@@ -20,7 +20,7 @@ def test_a_corrupt_replica_is_named_and_not_committed(tmp_path: Path, tier: str)
         "checkpoint.every_steps=30",
     )
     options = OPTIONS + (fast if tier == "fast" else ())
-    job = Job(SPEC, tmp_path / "run", (*options, "job=tests.support.corrupt:CorruptCounter"), devices=4)
+    job = Job(SPEC, tmp_path / "run", (*options, "job=tests.support.corrupt_counter:CorruptCounter"), devices=4)
     attempt = job.start()
     attempt.expect(76)
     (line,) = [line for line in attempt.output.splitlines() if "replicas" in line]
@@ -32,4 +32,4 @@ def test_a_corrupt_replica_is_named_and_not_committed(tmp_path: Path, tier: str)
     again = job.finish()
     (restore,) = again.events("restore")
     assert (restore["step"], restore["tier"]) == ((24, "fast") if tier == "fast" else (20, "durable"))
-    assert job.outcome() == whole_counter(OPTIONS).outcome()
+    assert job.outcome() == make_uninterrupted_counter_run(OPTIONS).outcome()

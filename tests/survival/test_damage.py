@@ -10,11 +10,20 @@ import pytest
 
 from runner.checkpoint.manifest import seal
 from runner.storage import compute_crc32c
-from tests.support.harness import LITTLE, Attempt, Job, has_state, hash_tree, killed_after, undisturbed, whole_counter
+from tests.support.job_process import (
+    SMALL_GPT_OPTIONS,
+    Attempt,
+    Job,
+    has_state,
+    hash_tree,
+    make_killed_run,
+    make_uninterrupted_counter_run,
+    make_uninterrupted_run,
+)
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 NANO = (
-    *LITTLE,
+    *SMALL_GPT_OPTIONS,
     "config.train.total_steps=30",
     "checkpoint.every_steps=5",
     "logging.every_steps=4",
@@ -80,18 +89,20 @@ def make_empty_directory_after(job: Job) -> None:
 
 def assert_ends_like_undisturbed(job: Job, attempt: Attempt) -> None:
     attempt.expect(0)
-    whole = whole_counter(COUNTER) if job.spec == COUNTER_SPEC else undisturbed(NANO_SPEC, NANO)
+    whole = (
+        make_uninterrupted_counter_run(COUNTER) if job.spec == COUNTER_SPEC else make_uninterrupted_run(NANO_SPEC, NANO)
+    )
     assert job.outcome() == whole.outcome()
     assert job.committed()[-1] == whole.result()["step"]
     assert not job.uncommitted()
 
 
 def counter_at_newest(directory: Path) -> Job:
-    return killed_after(NEWEST, COUNTER_SPEC, COUNTER).copy_to(directory).with_options(NO_DELAY)
+    return make_killed_run(NEWEST, COUNTER_SPEC, COUNTER).copy_to(directory).with_options(NO_DELAY)
 
 
 def nano_at_newest(directory: Path) -> Job:
-    return killed_after(NEWEST, NANO_SPEC, NANO).copy_to(directory)
+    return make_killed_run(NEWEST, NANO_SPEC, NANO).copy_to(directory)
 
 
 @pytest.fixture(params=[counter_at_newest, pytest.param(nano_at_newest, marks=pytest.mark.soak)])
@@ -195,19 +206,19 @@ def test_a_job_without_a_good_checkpoint_changes_no_file(job: Job, part: str) ->
 def test_training_continues_after_a_save_on_a_full_disk(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()
-    attempt.until(lambda: job.newest() >= 10, "the commit of step 10")
+    attempt.wait_until(lambda: job.newest() >= 10, "the commit of step 10")
     attempt.limit_file_size(FILE_LIMIT_BYTES)
-    attempt.until(lambda: len(attempt.events("save_failed")) >= 2, "two failed saves")
+    attempt.wait_until(lambda: len(attempt.events("save_failed")) >= 2, "two failed saves")
     failed = [event["step"] for event in attempt.events("save_failed")]
     last_good = job.newest()
     assert failed == [last_good + 5, last_good + 10]
     attempt.limit_file_size(resource.RLIM_INFINITY)
-    attempt.until(lambda: job.newest() > failed[-1], "the next save")
+    attempt.wait_until(lambda: job.newest() > failed[-1], "the next save")
     attempt.expect(0)
     assert attempt.output.count("SAVE FAILED") == len(attempt.events("save_failed"))
     assert f"SAVE FAILED at step {failed[0]}" in attempt.output
     assert "Traceback" not in attempt.output, "the libraries have told it again"
-    assert job.outcome() == whole_counter(COUNTER).outcome()
+    assert job.outcome() == make_uninterrupted_counter_run(COUNTER).outcome()
     for step in job.uncommitted():
         assert not any(path.is_file() for path in (job.checkpoints / str(step)).rglob("*")), "space was not freed"
 
@@ -216,21 +227,21 @@ def test_training_continues_after_a_save_on_a_full_disk(tmp_path: Path) -> None:
 def test_a_kill_after_failed_saves_restores_the_last_commit(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()
-    attempt.until(lambda: job.newest() >= 5, "the commit of step 5")
+    attempt.wait_until(lambda: job.newest() >= 5, "the commit of step 5")
     attempt.limit_file_size(FILE_LIMIT_BYTES)
-    attempt.until(lambda: attempt.events("save_failed"), "a failed save")
+    attempt.wait_until(lambda: attempt.events("save_failed"), "a failed save")
     attempt.kill()
     last_good = job.newest()
     again = job.with_options(NO_DELAY).finish()
     assert [event["step"] for event in again.events("restore")] == [last_good]
-    assert job.outcome() == whole_counter(COUNTER).outcome()
+    assert job.outcome() == make_uninterrupted_counter_run(COUNTER).outcome()
 
 
 @pytest.mark.soak
 def test_a_failed_final_save_ends_with_76(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()
-    attempt.until(lambda: has_state(attempt) and job.newest() >= 5, "the commit of step 5")
+    attempt.wait_until(lambda: has_state(attempt) and job.newest() >= 5, "the commit of step 5")
     attempt.limit_file_size(FILE_LIMIT_BYTES)
     attempt.expect(76)
     assert "the state of step 60 could not be saved" in attempt.output
@@ -240,4 +251,4 @@ def test_a_failed_final_save_ends_with_76(tmp_path: Path) -> None:
     assert 5 <= last_good < 60
     again = job.with_options(NO_DELAY).finish()
     assert [event["step"] for event in again.events("restore")] == [last_good]
-    assert job.outcome() == whole_counter(COUNTER).outcome()
+    assert job.outcome() == make_uninterrupted_counter_run(COUNTER).outcome()

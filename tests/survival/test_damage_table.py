@@ -23,9 +23,9 @@ from runner.run.attempt import IncidentRecorder
 from runner.run.layout import LAYOUT, OPTIONAL_ENTRIES
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.attempt import start
-from tests.support.damage import ERRORS, damages_of, give_errors
-from tests.support.harness import command, environment, killed_after, whole_counter
-from tests.support.tiny import counter, stop_after
+from tests.support.damage import ERRORS, inject_errors, list_damages
+from tests.support.job_process import environment, make_killed_run, make_uninterrupted_counter_run, run_runner
+from tests.support.tiny_jobs import make_counter, stop_after
 
 STEPS, NEWEST = 8, 6
 HANG_SECONDS = 120  # no start takes so long, on any machine
@@ -40,7 +40,7 @@ Act = Callable[[Path], None]
 
 
 def make(base: Path, **more: object) -> Counter:
-    return counter(base / "run", **OPTIONS, **more)
+    return make_counter(base / "run", **OPTIONS, **more)
 
 
 def with_fast_tier(base: Path) -> Counter:
@@ -177,18 +177,18 @@ def strike(kind: str, place: Path, damage: str, base: Path) -> str:
     shutil.copytree(template(kind), base, symlinks=True)
     path = base / place
     if damage not in ERRORS:
-        damages_of(path)[damage](path)
+        list_damages(path)[damage](path)
     before = files_of(base)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("runner.storage.local._REMOVE_TRIES", 1)
         if damage in ERRORS:
-            give_errors(patch, path, ERRORS[damage])
+            inject_errors(patch, path, ERRORS[damage])
         error = start_again(kind, base)
     return check(error, before, base)
 
 
 def cases(kind: str) -> list[tuple[Path, str]]:
-    return [(place, damage) for place in places(kind) for damage in (*damages_of(template(kind) / place), *ERRORS)]
+    return [(place, damage) for place in places(kind) for damage in (*list_damages(template(kind) / place), *ERRORS)]
 
 
 def daily(kind: str) -> list[tuple[Path, str]]:
@@ -329,13 +329,13 @@ STRUCK = ("checkpoints/4/manifest.json", "checkpoints/4", "job.json", "attempts"
 @pytest.mark.soak
 @pytest.mark.parametrize("place", STRUCK)
 def test_processes_survive_or_report_every_damage(place: str, tmp_path: Path) -> None:
-    begun = killed_after(4, SPEC, PROCESS)
-    for number, name in enumerate(damages_of(begun.directory / place)):
+    begun = make_killed_run(4, SPEC, PROCESS)
+    for number, name in enumerate(list_damages(begun.directory / place)):
         (tmp_path / str(number) / BESIDE).mkdir(parents=True)
         job = begun.copy_to(tmp_path / str(number) / "run")
-        damages_of(job.directory / place)[name](job.directory / place)
-        code, output = command(environment(1), *job.arguments)
+        list_damages(job.directory / place)[name](job.directory / place)
+        code, output = run_runner(environment(1), *job.arguments)
         assert "Traceback" not in output, f"{name}: {output}"
         assert code in (EXIT_DONE, EXIT_INVALID, EXIT_RETRYABLE), f"{name}: ended with {code}: {output}"
         assert output.strip(), f"{name}: says nothing"
-        assert code != EXIT_DONE or job.result() == whole_counter(PROCESS).result(), name
+        assert code != EXIT_DONE or job.result() == make_uninterrupted_counter_run(PROCESS).result(), name

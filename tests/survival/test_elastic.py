@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.harness import Attempt, Job, whole_counter
+from tests.support.job_process import Attempt, Job, make_uninterrupted_counter_run
 
 SPEC = "specs/counter.yaml"
 OPTIONS = ("config.width=64", "config.total_steps=400")
@@ -35,11 +35,11 @@ def test_missing_hosts_are_named_and_no_host_runs_alone(tmp_path):
 def test_an_elastic_job_resumes_with_the_present_hosts(tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, "topology.elastic=true", "config.step_seconds=0.02"))
     attempts = job.start_processes(3)
-    attempts[0].until(lambda: job.newest() >= 50, "step 50")
+    attempts[0].wait_until(lambda: job.newest() >= 50, "step 50")
     for attempt in attempts:
         attempt.kill()
     for attempt in start_without(job.with_options("config.step_seconds=0", SOON), 1):
         attempt.expect(0)
     assert [start["processes"] for start in job.events("start")] == [3, 2]
     assert job.events("restore")[0]["step"] >= 50
-    assert job.result() == whole_counter(OPTIONS).result()
+    assert job.result() == make_uninterrupted_counter_run(OPTIONS).result()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Job, undisturbed
+from tests.support.job_process import Job, make_uninterrupted_run
 
 SPEC = "specs/counter.yaml"
 OPTIONS = ("config.width=64", "checkpoint.every_steps=10")
@@ -24,7 +24,7 @@ def test_a_finished_job_exits_0_and_another_job_2(tmp_path):
 
 
 def test_divergence_exits_1_and_keeps_the_last_checkpoint(tmp_path):
-    job = Job(SPEC, tmp_path / "run", (*OPTIONS, "job=tests.support.faulty:Diverges"))
+    job = Job(SPEC, tmp_path / "run", (*OPTIONS, "job=tests.support.faulty_jobs:DivergingCounter"))
     for attempt in job.start_processes(2):
         attempt.expect(1)
         assert "step 30 is not finite" in attempt.output
@@ -33,7 +33,7 @@ def test_divergence_exits_1_and_keeps_the_last_checkpoint(tmp_path):
 
 @pytest.mark.soak
 def test_an_exception_in_one_process_exits_1_and_peers_76(tmp_path):
-    job = Job(SPEC, tmp_path / "run", (*OPTIONS, "job=tests.support.faulty:HasABug"))
+    job = Job(SPEC, tmp_path / "run", (*OPTIONS, "job=tests.support.faulty_jobs:FailingPeerCounter"))
     first, second = job.start_processes(2)
     second.expect(1)
     assert "ZeroDivisionError: a bug" in second.output
@@ -52,14 +52,14 @@ def test_an_exception_in_one_process_exits_1_and_peers_76(tmp_path):
 def test_a_preemption_exits_75_and_a_lost_peer_76(target, tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, SLOW))
     attempts = job.start_processes(2)
-    attempts[0].until(lambda: job.newest() >= 20, "step 20")
+    attempts[0].wait_until(lambda: job.newest() >= 20, "step 20")
     attempts[target].process.send_signal(signal.SIGTERM)
     for attempt in attempts:
         attempt.expect(75)
     newest = job.newest()
     assert [(event["step"], event["saved"]) for event in job.events("preempt")] == [(newest, True)]
     attempts = job.start_processes(2)
-    attempts[0].until(lambda: job.newest() >= newest + 20, "20 more steps")
+    attempts[0].wait_until(lambda: job.newest() >= newest + 20, "20 more steps")
     attempts[target].kill()
     attempts[1 - target].expect(76)
     assert job.events("restore")[0]["step"] == newest
@@ -69,15 +69,15 @@ def test_a_preemption_exits_75_and_a_lost_peer_76(target, tmp_path):
 
 @pytest.mark.soak
 def test_wrong_clocks_change_no_bit(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support" / "sick"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support" / "sick_process"))
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, SLOW, "checkpoint.every_minutes=0.02"))
     for off_seconds in (3600, -3600):
         monkeypatch.setenv("CLOCK_SECONDS", str(off_seconds))
         attempt = job.start()
         newest = job.newest()
-        attempt.until(lambda newest=newest: job.newest() >= newest + 30, "30 more steps")
+        attempt.wait_until(lambda newest=newest: job.newest() >= newest + 30, "30 more steps")
         attempt.kill()
     monkeypatch.delenv("CLOCK_SECONDS")
     job.with_options("config.step_seconds=0").finish()
     assert [row["step"] for row in job.events("restore")] == sorted(row["step"] for row in job.events("restore"))
-    assert job.result() == undisturbed(SPEC, OPTIONS).result()
+    assert job.result() == make_uninterrupted_run(SPEC, OPTIONS).result()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Job
+from tests.support.job_process import Job
 
 pytestmark = pytest.mark.soak
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import (
+from tests.support.job_process import (
     Attempt,
     Job,
-    common_steps,
     has_state,
     kill_all_when,
-    parts_of,
-    undisturbed,
-    whole_counter,
+    list_common_steps,
+    list_fast_tier_parts,
+    make_uninterrupted_counter_run,
+    make_uninterrupted_run,
 )
 
 GPT = (
@@ -47,12 +47,12 @@ def make_job(tmp_path: Path, what: tuple[str, ...] = COUNTER) -> Job:
 
 def parts(tmp_path: Path, process: int) -> dict[int, Path]:
     """Return the steps of which a process has a part in its fast tier."""
-    return parts_of(tmp_path / "fast", process)
+    return list_fast_tier_parts(tmp_path / "fast", process)
 
 
 def common(tmp_path: Path) -> list[int]:
     """Return the steps of which every process has a part."""
-    return common_steps(tmp_path / "fast", PROCESSES)
+    return list_common_steps(tmp_path / "fast", PROCESSES)
 
 
 def run_until(job: Job, happens: Callable[[], bool], what: str) -> list[Attempt]:
@@ -75,8 +75,8 @@ def finish(job: Job) -> dict[str, object]:
 def expected(what: tuple[str, ...] = COUNTER) -> object:
     """Return the outcome of two undisturbed processes without a fast tier."""
     if what is COUNTER:
-        return whole_counter(COUNTER[1:]).outcome()
-    return undisturbed(what[0], what[1:], DEVICES, PROCESSES).outcome()
+        return make_uninterrupted_counter_run(COUNTER[1:]).outcome()
+    return make_uninterrupted_run(what[0], what[1:], DEVICES, PROCESSES).outcome()
 
 
 @pytest.mark.soak
@@ -140,7 +140,7 @@ def test_parts_of_another_mesh_are_ignored(tmp_path: Path) -> None:
     run_until(job, lambda: job.newest() >= 20 and max(common(tmp_path), default=0) > 21, "a durable step")
     durable = job.newest()
     alone = job.start()
-    alone.until(lambda: has_state(alone), "a state")
+    alone.wait_until(lambda: has_state(alone), "a state")
     (restore,) = alone.events("restore")
     alone.kill()
     assert (restore["step"], restore["tier"]) in {(durable, "durable")}
@@ -152,13 +152,13 @@ def test_a_stop_after_a_fast_restore_saves_durably(tmp_path: Path) -> None:
     fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=60")
     job = Job("specs/counter.yaml", tmp_path / "run", (*options, *fast))
     attempt = job.start()
-    attempt.until(lambda: job.newest() == 60, "the last step")
+    attempt.wait_until(lambda: job.newest() == 60, "the last step")
     attempt.kill()
     shutil.rmtree(job.checkpoints / "60")
     (job.directory / "result.json").unlink(missing_ok=True)
     job.finish()
     assert job.committed() == [60]
-    assert job.outcome() == undisturbed("specs/counter.yaml", options).outcome()
+    assert job.outcome() == make_uninterrupted_run("specs/counter.yaml", options).outcome()
 
 
 @pytest.mark.soak
@@ -167,13 +167,13 @@ def test_a_single_process_restores_from_its_fast_tier(tmp_path: Path) -> None:
     fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=2")
     job = Job("specs/counter.yaml", tmp_path / "run", (*options, *fast))
     attempt = job.start()
-    attempt.until(lambda: max(parts(tmp_path, 0), default=0) >= 20, "a fast step")
+    attempt.wait_until(lambda: max(parts(tmp_path, 0), default=0) >= 20, "a fast step")
     attempt.kill()
     newest = max(parts(tmp_path, 0))
     again = job.finish()
     (restore,) = again.events("restore")
     assert (restore["step"], restore["tier"]) == (newest, "fast")
-    assert job.outcome() == undisturbed("specs/counter.yaml", options).outcome()
+    assert job.outcome() == make_uninterrupted_run("specs/counter.yaml", options).outcome()
     assert len(parts(tmp_path, 0)) == 2
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from runner.checkpoint.manifest import CHECKPOINTS
-from tests.support.harness import Job, undisturbed
+from tests.support.job_process import Job, make_uninterrupted_run
 from tests.survival.test_kill import NANO, TRAINER_DELAYS, assert_each_logged_step_once, kill_before_done, storm
 
 GPT, EXPERTS = "specs/gpt_nano.yaml", "specs/moe_nano.yaml"
@@ -107,7 +107,7 @@ def test_kills_in_every_phase_change_no_bit_and_no_row(feature, tmp_path):
     kill_before_done(job, 120)
     job.finish()
     assert_each_logged_step_once(job, 4, 10, 120)
-    assert job.outcome() == undisturbed(spec, options, devices).outcome()
+    assert job.outcome() == make_uninterrupted_run(spec, options, devices).outcome()
 
 
 def test_kills_of_two_processes_change_no_bit_and_no_row(feature, tmp_path):
@@ -115,8 +115,8 @@ def test_kills_of_two_processes_change_no_bit_and_no_row(feature, tmp_path):
     job = Job(spec, tmp_path / "run", options, devices)
     for step in (6, 30, 72):
         attempt = job.launch(2)
-        attempt.until(lambda step=step: any(committed >= step for committed in job.committed()), f"step {step}")
+        attempt.wait_until(lambda step=step: any(committed >= step for committed in job.committed()), f"step {step}")
         attempt.kill_tree()
     job.launch(2).expect(0)
     assert_each_logged_step_once(job, 4, 10, 120)
-    assert job.outcome() == undisturbed(spec, options, devices, num_processes=2).outcome()
+    assert job.outcome() == make_uninterrupted_run(spec, options, devices, num_processes=2).outcome()

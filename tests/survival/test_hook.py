@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import LITTLE, Job, undisturbed
+from tests.support.job_process import SMALL_GPT_OPTIONS, Job, make_uninterrupted_run
 from tests.survival.test_kill import TRAINER_DELAYS, storm
 
 pytestmark = pytest.mark.soak
 SPEC = "specs/gpt_nano.yaml"
 SMALL = (
-    *LITTLE,
+    *SMALL_GPT_OPTIONS,
     "config.model={layers: 1, heads: 1, width: 16}",
     "config.train.total_steps=300",
     "checkpoint.every_steps=5",
@@ -20,9 +20,12 @@ SMALL = (
     "logging.every_steps=3",
     "config.eval.every_steps=10",
 )
-HERE = "tests.support.hooked"
-HOOKS = f"hooks=[{HERE}:Diary, {HERE}:Watcher, runner.hook:BestAtEnd, {{hook: {HERE}:AtStep, config: {{step: 150}}}}]"
-EARLY = f"hooks=[{{hook: runner.hook:EarlyStopping, config: {{patience: 4, min_delta: 0.2}}}}, {HERE}:Diary]"
+HERE = "tests.support.hooks"
+HOOKS = (
+    f"hooks=[{HERE}:DiaryHook, {HERE}:DiaryObserver, runner.hook:BestAtEnd, "
+    f"{{hook: {HERE}:StepActionHook, config: {{step: 150}}}}]"
+)
+EARLY = f"hooks=[{{hook: runner.hook:EarlyStopping, config: {{patience: 4, min_delta: 0.2}}}}, {HERE}:DiaryHook]"
 
 
 def diary(job: Job) -> list[str]:
@@ -40,9 +43,9 @@ def test_kills_in_every_phase_change_no_hook_state(hooks: str, tmp_path: Path) -
     job = Job(SPEC, tmp_path / "run", (*SMALL, hooks))
     storm(job, 14, seed=5, delays=TRAINER_DELAYS)
     job.finish()
-    whole = undisturbed(SPEC, (*SMALL, hooks))
+    whole = make_uninterrupted_run(SPEC, (*SMALL, hooks))
     assert job.outcome() == whole.outcome()
-    assert job.result()["stopped_by"] in ("AtStep", "EarlyStopping")
+    assert job.result()["stopped_by"] in ("StepActionHook", "EarlyStopping")
     assert by_step(diary(job)) == by_step(diary(whole))
     again = job.start()
     again.expect(0)
@@ -55,7 +58,7 @@ def test_stops_of_two_processes_change_no_hook_state(number: int, tmp_path) -> N
     job, chance = Job(SPEC, tmp_path / "run", (*SMALL, HOOKS)), random.Random(number)
     for round_ in range(4):
         attempts, before = job.start_processes(2), job.newest()
-        if not attempts[0].reaches(lambda before=before: job.newest() >= before + 10, "two more saves"):
+        if not attempts[0].wait_until_or_exit(lambda before=before: job.newest() >= before + 10, "two more saves"):
             break
         time.sleep(chance.uniform(0, 0.2))
         if round_ % 2:
@@ -69,14 +72,14 @@ def test_stops_of_two_processes_change_no_hook_state(number: int, tmp_path) -> N
     if not (job.directory / "result.json").exists():
         for attempt in job.start_processes(2):
             attempt.expect(0)
-    whole = undisturbed(SPEC, (*SMALL, HOOKS), num_processes=2)
+    whole = make_uninterrupted_run(SPEC, (*SMALL, HOOKS), num_processes=2)
     assert job.outcome() == whole.outcome()
     assert by_step(diary(job)) == by_step(diary(whole))
 
 
 def sick_options(**config: object) -> str:
     words = ", ".join(f"{key}: {value}" for key, value in config.items())
-    return f"hooks=[{{hook: {HERE}:Sick, config: {{{words}}}}}]"
+    return f"hooks=[{{hook: {HERE}:FaultyHook, config: {{{words}}}}}]"
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -86,7 +89,9 @@ def test_an_exception_of_a_hook_on_one_host_exits_1(process: int, method: str, t
     job = Job(SPEC, tmp_path / "run", options)
     for attempt in job.start_processes(2):
         attempt.expect(1)
-        assert f"hook Sick in {method} at step 15 on process {process}: ZeroDivisionError: a bug" in attempt.output
+        assert (
+            f"hook FaultyHook in {method} at step 15 on process {process}: ZeroDivisionError: a bug" in attempt.output
+        )
         assert "Traceback" not in attempt.output
     assert job.newest() == 10
     for attempt in job.with_options(sick_options(step=1000)).start_processes(2):
@@ -105,7 +110,8 @@ def test_only_the_verdict_of_host_0_counts(process: int, last_step: int, tmp_pat
     assert job.result()["step"] == last_step
     said = ("stop", "go on") if process == 0 else ("go on", "stop")
     assert (
-        f"hook Sick says {said[0]} on process 0 and {said[1]} on process 1, in on_row at step 15" in attempts[0].output
+        f"hook FaultyHook says {said[0]} on process 0 and {said[1]} on process 1, in on_row at step 15"
+        in attempts[0].output
     )
 
 
@@ -116,10 +122,10 @@ def test_the_watchdog_names_a_hanging_hook(processes: int, tmp_path) -> None:
     job = Job(SPEC, tmp_path / "run", options)
     for attempt in job.start_processes(2) if processes == 2 else [job.start()]:
         attempt.expect(76)
-        assert "is in hook Sick.on_row at step 14 for" in attempt.output, attempt.report("does not name the hook")
+        assert "is in hook FaultyHook.on_row at step 14 for" in attempt.output, attempt.report("does not name the hook")
         assert "past the deadline" in attempt.output
     stacks = (job.directory / "stacks" / f"000001.{guilty}.txt").read_text()
-    assert "tests/support/hooked.py" in stacks
+    assert "tests/support/hooks.py" in stacks
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -127,7 +133,7 @@ def test_a_hook_that_raises_before_a_collective_exits_1(process: int, tmp_path: 
     job = Job(SPEC, tmp_path / "run", (*SMALL, sick_options(step=15, how="alone", process=process)))
     for attempt in job.start_processes(2):
         attempt.expect(1)
-        line = f"hook Sick in on_row at step 15 on process {process}: ZeroDivisionError: a bug"
+        line = f"hook FaultyHook in on_row at step 15 on process {process}: ZeroDivisionError: a bug"
         assert line in attempt.output, attempt.report("does not name the hook")
         assert f"waiting for process {1 - process} to finish the same call" in attempt.output
         assert f"process {1 - process} did not finish the same call within" in attempt.output
@@ -136,7 +142,7 @@ def test_a_hook_that_raises_before_a_collective_exits_1(process: int, tmp_path: 
 def test_every_host_names_a_failed_evaluator(tmp_path: Path) -> None:
     options = (
         *SMALL,
-        "job=tests.support.judged:JudgedAlone",
+        "job=tests.support.bigram:FailingEvaluatorTrainer",
         "checkpoint.keep_best=null",
         "deadlines.phase_seconds=60",
     )

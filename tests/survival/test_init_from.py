@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faked import environment
-from tests.support.harness import (
+from tests.support.job_process import (
     Job,
     Phase,
-    command,
     compiling,
     has_state,
     just_committed,
+    make_uninterrupted_run,
+    run_runner,
     saving,
     start_up,
-    undisturbed,
 )
+from tests.support.simulated_devices import environment
 from tests.survival.test_kill import NANO, storm
 from tests.survival.test_process import DEVICES, NUM_PROCESSES, OPTIONS, SPEC
 
@@ -24,13 +24,13 @@ DELAYS: dict[Phase, float] = {start_up: 1.0, compiling: 0.5, has_state: 0.3, sav
 
 
 def exported(job: Job, directory: Path) -> Path:
-    code, output = command(environment(1), "export", str(job.directory), "-o", str(directory / "exported"))
+    code, output = run_runner(environment(1), "export", str(job.directory), "-o", str(directory / "exported"))
     assert code == 0, output
     return directory / "exported"
 
 
 def test_kills_after_a_warm_start_change_no_bit(tmp_path: Path) -> None:
-    source = exported(undisturbed("specs/gpt_nano.yaml", NANO), tmp_path)
+    source = exported(make_uninterrupted_run("specs/gpt_nano.yaml", NANO), tmp_path)
     begun = (*NANO, f"checkpoint.init_from={source}")
     whole = Job("specs/gpt_nano.yaml", tmp_path / "whole", begun)
     whole.launch(1).expect(0)
@@ -41,7 +41,7 @@ def test_kills_after_a_warm_start_change_no_bit(tmp_path: Path) -> None:
 
 
 def test_two_processes_start_from_equal_bits(tmp_path: Path) -> None:
-    source = exported(undisturbed(SPEC, OPTIONS, DEVICES, NUM_PROCESSES), tmp_path)
+    source = exported(make_uninterrupted_run(SPEC, OPTIONS, DEVICES, NUM_PROCESSES), tmp_path)
     options = (*OPTIONS, f"checkpoint.init_from={source}", "topology.mesh={data: 1, fsdp: 2, tensor: 2}")
     digests = []
     for number, devices in ((1, 4), (2, 2)):

@@ -13,8 +13,8 @@ from runner.history.reader import read_history
 from runner.history.records import RunState
 from runner.storage import LocalStore
 from tests.history.test_life import check_sums, flip_a_bit
-from tests.support.harness import Attempt, Job
-from tests.support.tiny import gpt_document
+from tests.support.job_process import Attempt, Job
+from tests.support.tiny_jobs import make_gpt_document
 
 SHARE = 0.02  # of the wall time, by which each bucket may differ
 GAP_SECONDS = 2.0
@@ -26,11 +26,11 @@ class Life:
     def __init__(self, base: Path):
         self.run, self.watch = base / "run", base / "watch.jsonl"
         changes = {
-            "job": "tests.support.timed:TimedGPT",
+            "job": "tests.support.timed_gpt:TimedGPT",
             "config.train.total_steps": 400,
             "config.eval.every_steps": 100,
         }
-        document = gpt_document(self.run, **changes, **{"checkpoint.every_steps": 50, "logging.every_steps": 10})
+        document = make_gpt_document(self.run, **changes, **{"checkpoint.every_steps": 50, "logging.every_steps": 10})
         spec = base / "timed.yaml"
         spec.write_text(yaml.safe_dump(document))
         self.job = Job(str(spec), self.run)
@@ -61,7 +61,7 @@ class Life:
     def kill_at(self, number: int, step: int) -> None:
         """Start an attempt and kill it while it is held after this step."""
         attempt = self.start(f"{number}:{step}")
-        attempt.until(lambda: self.lines(number, "held"), f"step {step}")
+        attempt.wait_until(lambda: self.lines(number, "held"), f"step {step}")
         attempt.kill()
         self.ended()
 
@@ -97,7 +97,7 @@ def stop_watch(life: Life, kept: dict[int, int]) -> dict[TimeBucket, float]:
 def test_goodput_accounting_agrees_with_a_stopwatch(tmp_path: Path) -> None:
     life = Life(tmp_path)
     first = life.start()
-    first.until(lambda: life.step(1) >= 200, "step 200")
+    first.wait_until(lambda: life.step(1) >= 200, "step 200")
     first.process.terminate()
     first.expect(75)
     life.ended()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.process import find_free_port
-from tests.support.harness import Attempt, Job, undisturbed
+from tests.support.job_process import Attempt, Job, make_uninterrupted_run
 
 pytestmark = pytest.mark.soak
 SPEC = "specs/counter.yaml"
@@ -136,7 +136,7 @@ def start(job: Job) -> list[HostAttempt]:
 def test_a_network_partition_is_reported_and_changes_no_bit(network, tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, PACE))
     attempts = start(job)
-    attempts[0].until(lambda: job.newest() >= 100, "step 100")
+    attempts[0].wait_until(lambda: job.newest() >= 100, "step 100")
     network.cut(2)
     for attempt in attempts:
         attempt.expect(76)
@@ -148,16 +148,16 @@ def test_a_network_partition_is_reported_and_changes_no_bit(network, tmp_path):
     for attempt in start(job.with_options("config.step_seconds=0")):
         attempt.expect(0)
     assert job.events("restore")[-1]["step"] >= 100
-    assert job.result() == undisturbed(SPEC, OPTIONS).result()
+    assert job.result() == make_uninterrupted_run(SPEC, OPTIONS).result()
 
 
 def test_a_slow_host_is_named_as_a_straggler(network, tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, PACE))
     with network.delay(1, 0.2):
         attempts = start(job)
-        attempts[0].until(lambda: job.events("straggler"), "a straggler")
+        attempts[0].wait_until(lambda: job.events("straggler"), "a straggler")
         for attempt in attempts:
             attempt.expect(0, 900)
     assert all(found["late"] == [1] for found in job.events("straggler") if found["late"])
     assert "straggler: process 1 reached step" in attempts[0].output
-    assert job.result() == undisturbed(SPEC, OPTIONS).result()
+    assert job.result() == make_uninterrupted_run(SPEC, OPTIONS).result()

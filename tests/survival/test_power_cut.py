@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job
-from tests.support.inputs import write_texts
+from tests.support.job_process import WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job
+from tests.support.tokenise_inputs import write_text_files
 
 pytestmark = pytest.mark.soak
 
@@ -112,7 +112,7 @@ class Storm:
             # phases: start-up, between saves, in a save, in retention.
             if moments.random() < 0.8:
                 newest = job.newest()
-                attempt.reaches(lambda newest=newest: job.newest() > newest, "a commit")
+                attempt.wait_until_or_exit(lambda newest=newest: job.newest() > newest, "a commit")
             time.sleep(moments.uniform(0, 2.0))
             if attempt.process.poll() is not None:
                 attempt.expect(0)
@@ -184,7 +184,7 @@ def test_the_checkpoint_of_a_commit_survives_a_cut_seconds_later(
     disk = make_disk("ext4")
     job = Job("specs/counter.yaml", disk.mount_point / "run", (*COUNTER, "checkpoint.every_steps=50"))
     attempt = job.start()
-    attempt.until(lambda: job.newest() >= 100, "the second commit")
+    attempt.wait_until(lambda: job.newest() >= 100, "the second commit")
     attempt.freeze()
     newest = job.newest()
     time.sleep(12)  # more than the interval at which ext4 commits its journal
@@ -201,7 +201,7 @@ def count_pieces(job: Job) -> int:
 
 def test_a_corpus_survives_power_cuts_with_the_same_bytes(make_disk: Callable[[str], Disk], tmp_path: Path) -> None:
     disk = make_disk("ext4")
-    source = write_texts(tmp_path / "texts", [f"text {i} " * (i % 7 + 1) for i in range(400)])
+    source = write_text_files(tmp_path / "texts", [f"text {i} " * (i % 7 + 1) for i in range(400)])
     spec = tmp_path / "tokenise.yaml"
     spec.write_text(
         "name: tokenise\njob: experiments.tokenise:Tokenise\ndirectory: unused\n"
@@ -215,7 +215,7 @@ def test_a_corpus_survives_power_cuts_with_the_same_bytes(make_disk: Callable[[s
         attempt = job.start()
         if moments.random() < 0.8:
             num_pieces = count_pieces(job)
-            attempt.reaches(lambda before=num_pieces: count_pieces(job) > before, "the next piece")
+            attempt.wait_until_or_exit(lambda before=num_pieces: count_pieces(job) > before, "the next piece")
         time.sleep(moments.uniform(0, 0.3))
         if attempt.process.poll() is not None:
             attempt.expect(0)

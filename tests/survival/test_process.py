@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Attempt, Job, compiling, has_state, saving, undisturbed
+from tests.support.job_process import Attempt, Job, compiling, has_state, make_uninterrupted_run, saving
 
 SPEC = "specs/gpt_nano.yaml"
 OPTIONS = (
@@ -31,7 +31,7 @@ def job(tmp_path: Path) -> Job:
 
 def assert_ends_like_undisturbed(job: Job) -> None:
     job.launch(NUM_PROCESSES).expect(0)
-    assert job.outcome() == undisturbed(SPEC, OPTIONS, DEVICES, NUM_PROCESSES).outcome()
+    assert job.outcome() == make_uninterrupted_run(SPEC, OPTIONS, DEVICES, NUM_PROCESSES).outcome()
     assert [row["step"] for row in job.rows()] == list(range(1, 21))
 
 
@@ -55,7 +55,7 @@ def test_the_peer_of_a_killed_process_exits_76(job: Job) -> None:
     for victim in range(NUM_PROCESSES):
         attempts = job.start_processes(NUM_PROCESSES)
         main, survivor = attempts[0], attempts[1 - victim]
-        main.until(lambda main=main: row_beyond_the_newest_commit(main), "the step after a commit")  # type: ignore[misc]
+        main.wait_until(lambda main=main: row_beyond_the_newest_commit(main), "the step after a commit")  # type: ignore[misc]
         attempts[victim].kill()
         survivor.expect(76)
     assert_ends_like_undisturbed(job)
@@ -64,7 +64,7 @@ def test_the_peer_of_a_killed_process_exits_76(job: Job) -> None:
 @pytest.mark.soak
 def test_a_launcher_without_restarts_exits_76_after_a_kill(job: Job) -> None:
     launcher = job.launch(NUM_PROCESSES)
-    launcher.until(lambda: compiling(launcher), "compiling")
+    launcher.wait_until(lambda: compiling(launcher), "compiling")
     os.kill(find_child(launcher, 1), signal.SIGKILL)
     launcher.expect(76)
     assert not launcher.children()
@@ -77,14 +77,14 @@ def test_sigterm_to_one_process_stops_all_at_one_step(job: Job) -> None:
     for target in range(NUM_PROCESSES):
         attempts = job.start_processes(NUM_PROCESSES)
         main = attempts[0]
-        main.until(lambda main=main: row_beyond_the_newest_commit(main), "the step after a commit")  # type: ignore[misc]
+        main.wait_until(lambda main=main: row_beyond_the_newest_commit(main), "the step after a commit")  # type: ignore[misc]
         attempts[target].process.send_signal(signal.SIGTERM)
         for attempt in attempts:
             attempt.expect(75)
         assert_all_is_saved(main, stopped_at)
         stopped_at = job.newest()
     launcher = job.launch(NUM_PROCESSES)
-    launcher.until(lambda: has_state(launcher) and job.rows()[-1]["step"] > stopped_at, "a step")
+    launcher.wait_until(lambda: has_state(launcher) and job.rows()[-1]["step"] > stopped_at, "a step")
     launcher.process.send_signal(signal.SIGTERM)
     launcher.expect(75)
     assert_all_is_saved(launcher, stopped_at)
@@ -104,7 +104,7 @@ def assert_all_is_saved(attempt: Attempt, restored_step: int) -> None:
 def test_sigterm_during_compilation_ends_all_with_75(job: Job, tmp_path: Path, target: int) -> None:
     cold = Job(job.spec, job.directory, job.options, job.devices, cache=tmp_path / "cold cache")
     attempts = cold.start_processes(NUM_PROCESSES)
-    attempts[0].until(lambda: compiling(attempts[0]), "compiling")
+    attempts[0].wait_until(lambda: compiling(attempts[0]), "compiling")
     attempts[target].process.send_signal(signal.SIGTERM)
     for attempt in attempts:
         attempt.expect(75)
@@ -127,14 +127,14 @@ def test_restarts_by_the_launcher_change_no_bit(
         (1, signal.SIGKILL, has_state),
     ]
     for number, (victim, strike, phase) in enumerate(strikes):
-        launcher.until(
+        launcher.wait_until(
             lambda number=number, phase=phase: job.newest() >= 20 * (number + 1) and phase(launcher),  # type: ignore[misc]
             f"progress and {phase.__name__}",
         )
         os.kill(find_child(launcher, victim), strike)
-        launcher.until(lambda number=number: job.num_attempts() == number + 2, "another attempt")  # type: ignore[misc]
+        launcher.wait_until(lambda number=number: job.num_attempts() == number + 2, "another attempt")  # type: ignore[misc]
     launcher.expect(0)
-    assert job.outcome() == undisturbed(spec, options, DEVICES, NUM_PROCESSES).outcome()
+    assert job.outcome() == make_uninterrupted_run(spec, options, DEVICES, NUM_PROCESSES).outcome()
     counted, phases = [line for line in launcher.output.splitlines() if line.startswith("launch: ")][-2:]
     assert "5 attempts (3 retryable, 1 preempted, 1 done)" in counted
     assert "lost" in phases
@@ -143,7 +143,7 @@ def test_restarts_by_the_launcher_change_no_bit(
 def test_the_launcher_kills_after_the_grace_period(tmp_path: Path) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", ("config.total_steps=1000", "config.step_seconds=0.05"))
     launcher = job.launch(1, grace_seconds=2)
-    launcher.until(lambda: has_state(launcher), "a state")
+    launcher.wait_until(lambda: has_state(launcher), "a state")
     (stuck,) = launcher.children()
     os.kill(stuck, signal.SIGSTOP)
     launcher.process.send_signal(signal.SIGTERM)

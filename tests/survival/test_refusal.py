@@ -8,23 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.harness import (
-    LITTLE,
+from tests.support.job_process import (
+    SMALL_GPT_OPTIONS,
     Attempt,
     Job,
     Phase,
     has_state,
     hash_tree,
-    killed_after,
+    make_killed_run,
+    make_uninterrupted_counter_run,
+    make_uninterrupted_run,
     saving,
-    undisturbed,
-    whole_counter,
 )
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 COUNTER = ("config.total_steps=60", "config.step_seconds=0.02", "config.width=1000000", "checkpoint.every_steps=5")
 NANO = (
-    *LITTLE,
+    *SMALL_GPT_OPTIONS,
     "config.train.total_steps=30",
     "checkpoint.every_steps=5",
     "logging.every_steps=4",
@@ -50,7 +50,7 @@ def assert_refused(job: Job, *texts: str) -> Attempt:
 
 @pytest.fixture
 def nano(tmp_path: Path) -> Job:
-    return killed_after(20, NANO_SPEC, NANO).copy_to(tmp_path / "run")
+    return make_killed_run(20, NANO_SPEC, NANO).copy_to(tmp_path / "run")
 
 
 # Whose directory is this?
@@ -91,8 +91,8 @@ def test_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
     text.write_bytes(b"to be or not to be " * 1000)
     options = (*NANO, f"config.data.source={text}")
     job = Job(NANO_SPEC, tmp_path / "run", options)
-    attempt = job.start_held("step 8")
-    attempt.until(lambda: job.newest() >= 5, "the first commit")
+    attempt = job.start_paused("step 8")
+    attempt.wait_until(lambda: job.newest() >= 5, "the first commit")
     attempt.kill()
     text.write_bytes(b"to be or not to bee " * 1000)
     assert_refused(job, "config.data")
@@ -113,7 +113,7 @@ def test_changes_of_logging_mesh_and_cadence_change_no_bit(nano: Job, mesh: tupl
         *mesh,
     )
     changed.finish()
-    assert changed.result() == undisturbed(NANO_SPEC, NANO).result()
+    assert changed.result() == make_uninterrupted_run(NANO_SPEC, NANO).result()
     assert changed.committed() == [28, 30]
     assert [row["step"] for row in changed.rows()] == [4, 8, 10, 12, 16, 20, 25, 30]
 
@@ -125,14 +125,14 @@ def test_changes_of_logging_mesh_and_cadence_change_no_bit(nano: Job, mesh: tupl
 def test_the_older_of_two_live_attempts_is_fenced(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     older = job.with_options("config.step_seconds=1").start()
-    older.until(lambda: job.newest() >= 5, "the first commit")
+    older.wait_until(lambda: job.newest() >= 5, "the first commit")
     newer = job.start()
     newer.expect(0)
     older.expect(1)
     assert "attempt 2 has taken over" in older.output
     assert "Traceback" not in older.output
     assert_older_committed_nothing_after_newer(job)
-    assert job.outcome() == whole_counter(COUNTER).outcome()
+    assert job.outcome() == make_uninterrupted_counter_run(COUNTER).outcome()
 
 
 @pytest.mark.soak
@@ -149,7 +149,7 @@ def test_an_attempt_that_wakes_up_late_changes_nothing(
 ) -> None:
     job = Job(spec, tmp_path / "run", options)
     older = job.start()
-    assert older.freeze_in(phase), older.report("ended too early")
+    assert older.freeze_during(phase), older.report("ended too early")
     job.finish()
     committed = job.committed()
     kept = {step: hash_tree(job.checkpoints / str(step)) for step in committed}
@@ -165,7 +165,7 @@ def test_an_attempt_that_wakes_up_late_changes_nothing(
     for step in committed:
         now = hash_tree(job.checkpoints / str(step))
         assert {name: now.get(name) for name in kept[step]} == kept[step]
-    assert job.outcome() == undisturbed(spec, options).outcome()
+    assert job.outcome() == make_uninterrupted_run(spec, options).outcome()
     job.finish()
 
 

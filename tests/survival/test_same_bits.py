@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.harness import Job, undisturbed
+from tests.support.job_process import Job, make_uninterrupted_run
 from tests.survival.test_kill import assert_each_logged_step_once
 
 STEPS = 30
@@ -44,10 +44,10 @@ def test_resumes_on_other_meshes_change_no_bit(name, tmp_path):
         if number + 1 == len(PLACES):
             attempt.expect(0)
             break
-        attempt.until(lambda step=4 * (number + 1): any(each >= step for each in job.committed()), "the next step")
+        attempt.wait_until(lambda step=4 * (number + 1): any(each >= step for each in job.committed()), "the next step")
         attempt.kill_tree()
     assert_each_logged_step_once(job, 1, 10, STEPS)
-    assert job.outcome() == undisturbed(spec, (*options, DATA), devices=8).outcome()
+    assert job.outcome() == make_uninterrupted_run(spec, (*options, DATA), devices=8).outcome()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_changed_reduction_order_is_refused(mine, message, tmp_path):
     changes = (*OPTIONS, DATA, "config.train.same_bits_devices=12")
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", changes, devices=4)
     attempt = job.start()
-    attempt.until(lambda: bool(job.committed()), "a checkpoint")
+    attempt.wait_until(lambda: bool(job.committed()), "a checkpoint")
     attempt.kill_tree()
     ended = job.with_options(mine).start()
     ended.expect(2)

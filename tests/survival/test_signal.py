@@ -10,28 +10,28 @@ import pytest
 
 from runner.history.reader import read_history
 from runner.storage import LocalStore
-from tests.support.harness import (
-    LITTLE,
+from tests.support.job_process import (
+    SMALL_GPT_OPTIONS,
     Attempt,
     Job,
     Phase,
-    catches,
     compiling,
+    has_signal_handler,
     has_state,
     hash_tree,
     just_committed,
-    killed_after,
+    make_killed_run,
+    make_uninterrupted_counter_run,
+    make_uninterrupted_run,
     restoring,
     retaining,
     saving,
-    undisturbed,
-    whole_counter,
 )
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 COUNTER = ("config.total_steps=100", "config.step_seconds=0.05", "config.width=1000000", "checkpoint.every_steps=4")
 NANO = (
-    *LITTLE,
+    *SMALL_GPT_OPTIONS,
     "config.train.total_steps=30",
     "checkpoint.every_steps=6",
     "logging.every_steps=1",
@@ -62,7 +62,7 @@ def make_up_evaluation(attempt: Attempt) -> bool:
 
 def handling_signals(attempt: Attempt) -> bool:
     """Python runs and has installed the handler, so this is the earliest moment that the command can answer for."""
-    return catches(attempt.process.pid, signal.SIGTERM) and not attempt.events("start")
+    return has_signal_handler(attempt.process.pid, signal.SIGTERM) and not attempt.events("start")
 
 
 def assert_stopped(attempt: Attempt, saved: bool) -> int:
@@ -81,14 +81,14 @@ def assert_stopped(attempt: Attempt, saved: bool) -> int:
 
 def signal_while_held(attempt: Attempt, phase: Phase, number: int, gate: Path) -> None:
     """Send a signal in a phase that lasts until `gate` is there, and open it when the signal has been heard."""
-    attempt.signal_in(phase, number)
-    attempt.until(lambda: "stopping" in attempt.output, "the answer to the signal")
+    attempt.signal_during(phase, number)
+    attempt.wait_until(lambda: "stopping" in attempt.output, "the answer to the signal")
     gate.touch()
 
 
 def assert_restores(attempt: Attempt, step: int) -> None:
     """The attempt goes on from `step`, and from the newest checkpoint without a detour."""
-    attempt.until(lambda: has_state(attempt), "restored")
+    attempt.wait_until(lambda: has_state(attempt), "restored")
     assert [event["step"] for event in attempt.events("restore")] == [step]
     assert not attempt.events("fallback", "quarantine")
 
@@ -104,7 +104,7 @@ def finish_like(whole: Job, job: Job, step: int) -> None:
 
 def nano_at_six(directory: Path) -> Job:
     """Killed at step 6; rows that the kill came too late for are dropped, since tests wait for those to be written."""
-    job = killed_after(6, NANO_SPEC, NANO).copy_to(directory)
+    job = make_killed_run(6, NANO_SPEC, NANO).copy_to(directory)
     metrics = directory / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(line for line in lines if json.loads(line)["step"] <= 6))
@@ -119,7 +119,7 @@ def test_sigterm_at_startup_exits_at_once(tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     before = hash_tree(job.directory)
     attempt = job.start()
-    attempt.signal_in(handling_signals, signal.SIGTERM)
+    attempt.signal_during(handling_signals, signal.SIGTERM)
     assert assert_stopped(attempt, saved=False) == 6
     assert hash_tree(job.directory) == before
 
@@ -129,19 +129,19 @@ def test_sigterm_at_startup_exits_at_once(tmp_path: Path) -> None:
 def test_a_signal_does_not_wait_for_the_compiler(tmp_path: Path, number: int) -> None:
     job = Job(NANO_SPEC, tmp_path / "run", NANO, cache=tmp_path / "cold cache")
     attempt = job.start()
-    attempt.signal_in(compiling, number, delay_seconds=0.2)
+    attempt.signal_during(compiling, number, delay_seconds=0.2)
     assert_stopped(attempt, saved=False)
     assert not attempt.events("init"), "the compiler was waited for"
-    finish_like(undisturbed(NANO_SPEC, NANO), Job(NANO_SPEC, tmp_path / "run", NANO), 0)
+    finish_like(make_uninterrupted_run(NANO_SPEC, NANO), Job(NANO_SPEC, tmp_path / "run", NANO), 0)
 
 
 @pytest.mark.soak
 def test_sigterm_during_restore_keeps_the_checkpoint(tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
-    attempt.signal_in(restoring, signal.SIGTERM)
+    attempt.signal_during(restoring, signal.SIGTERM)
     assert_stopped(attempt, saved=False)
-    finish_like(undisturbed(NANO_SPEC, NANO), job, 6)
+    finish_like(make_uninterrupted_run(NANO_SPEC, NANO), job, 6)
 
 
 @pytest.mark.soak
@@ -151,7 +151,7 @@ def test_sigterm_during_restore_keeps_the_checkpoint(tmp_path: Path) -> None:
 def test_a_signal_between_steps_saves_the_running_step(tmp_path: Path, number: int) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
-    assert attempt.freeze_in(lambda attempt: has_state(attempt) and job.rows()[-1]["step"] >= 8), attempt.report(
+    assert attempt.freeze_during(lambda attempt: has_state(attempt) and job.rows()[-1]["step"] >= 8), attempt.report(
         "ended"
     )
     row = job.rows()[-1]["step"]
@@ -160,14 +160,14 @@ def test_a_signal_between_steps_saves_the_running_step(tmp_path: Path, number: i
     step = assert_stopped(attempt, saved=True)
     assert step in (row, row + 1, row + 2)  # the first if it was frozen between its row and the look at signals
     assert job.rows()[-1]["step"] == step
-    finish_like(undisturbed(NANO_SPEC, NANO), job, step)
+    finish_like(make_uninterrupted_run(NANO_SPEC, NANO), job, step)
 
 
 @pytest.mark.soak
 def test_sigterm_during_a_save_saves_the_next_step_too(tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     attempt = job.start()
-    assert attempt.freeze_in(saving), attempt.report("ended without a save")
+    assert attempt.freeze_during(saving), attempt.report("ended without a save")
     saved = job.uncommitted()[-1]
     reached = max(saved, job.rows()[-1]["step"])  # steps go on while it is written
     attempt.process.send_signal(signal.SIGTERM)
@@ -175,17 +175,17 @@ def test_sigterm_during_a_save_saves_the_next_step_too(tmp_path: Path) -> None:
     step = assert_stopped(attempt, saved=True)
     assert step in (reached, reached + 1, reached + 2)
     assert saved in job.committed()
-    finish_like(undisturbed(NANO_SPEC, NANO), job, step)
+    finish_like(make_uninterrupted_run(NANO_SPEC, NANO), job, step)
 
 
 @pytest.mark.soak
 def test_sigterm_while_waiting_for_data_finishes_the_step(tmp_path: Path) -> None:
     job = Job(NANO_SPEC, tmp_path / "run", NANO)
-    attempt = job.start_held(f"data {WAIT_STEP - 1}", until=tmp_path / "gate")
+    attempt = job.start_paused(f"data {WAIT_STEP - 1}", until=tmp_path / "gate")
     signal_while_held(attempt, after_row(WAIT_STEP - 1), signal.SIGTERM, tmp_path / "gate")
     step = assert_stopped(attempt, saved=True)
     assert step in (WAIT_STEP - 1, WAIT_STEP)  # the first if it was frozen between its row and the look at signals
-    finish_like(undisturbed(NANO_SPEC, NANO), job, step)
+    finish_like(make_uninterrupted_run(NANO_SPEC, NANO), job, step)
 
 
 @pytest.mark.soak
@@ -193,18 +193,18 @@ def test_sigterm_while_waiting_for_data_finishes_the_step(tmp_path: Path) -> Non
 def test_an_interrupted_evaluation_is_repeated(tmp_path: Path, step: int) -> None:
     job = nano_at_six(tmp_path / "run")
     gates = tmp_path / "first gate", tmp_path / "second gate"
-    attempt = job.start_held(f"evaluation {step} 1", until=gates[0])
+    attempt = job.start_paused(f"evaluation {step} 1", until=gates[0])
     signal_while_held(attempt, after_row(step - 1), signal.SIGTERM, gates[0])
     assert assert_stopped(attempt, saved=True) == step
     assert job.rows()[-1]["step"] == step
     assert "val/loss" not in job.rows()[-1], "the evaluation was not cut short"
 
-    again = job.start_held(f"evaluation {step} 1", until=gates[1])
+    again = job.start_paused(f"evaluation {step} 1", until=gates[1])
     signal_while_held(again, make_up_evaluation, signal.SIGTERM, gates[1])
     again.expect(75)
     assert job.newest() == step
     assert "val/loss" not in job.rows()[-1], "the evaluation was not cut short again"
-    finish_like(undisturbed(NANO_SPEC, NANO), job, step)
+    finish_like(make_uninterrupted_run(NANO_SPEC, NANO), job, step)
 
 
 # The base class, by the counter.
@@ -227,7 +227,7 @@ def test_stops_of_a_counter_in_every_phase_change_no_bit(tmp_path: Path, number:
     step = 0
     for phase in phases:
         attempt = job.start()
-        attempt.signal_in(phase, number, rng.uniform(0.05, 0.2) if phase is has_state else 0.0)
+        attempt.signal_during(phase, number, rng.uniform(0.05, 0.2) if phase is has_state else 0.0)
         attempt.expect(75)
         if step:
             assert [event["step"] for event in attempt.events("restore")] in ([step], [])
@@ -241,21 +241,21 @@ def test_stops_of_a_counter_in_every_phase_change_no_bit(tmp_path: Path, number:
             assert [event["saved"] for event in preempts] == [step > before]
             assert not preempts[0]["saved"] or preempts[0]["step"] == step
             assert step > before or phase is has_state, attempt.report(f"lost what it did {phase.__name__}")
-    finish_like(whole_counter(COUNTER), job, step)
+    finish_like(make_uninterrupted_counter_run(COUNTER), job, step)
 
 
 @pytest.mark.soak
 def test_a_second_sigterm_exits_at_once(tmp_path: Path) -> None:
-    job = killed_after(8, COUNTER_SPEC, COUNTER).copy_to(tmp_path / "run")
+    job = make_killed_run(8, COUNTER_SPEC, COUNTER).copy_to(tmp_path / "run")
     before = hash_tree(job.checkpoints)
     attempt = job.with_options("config.step_seconds=3600").start()
-    attempt.signal_in(has_state, signal.SIGTERM, delay_seconds=0.2)
-    attempt.until(lambda: "stopping" in attempt.output, "the answer to the first SIGTERM")
+    attempt.signal_during(has_state, signal.SIGTERM, delay_seconds=0.2)
+    attempt.wait_until(lambda: "stopping" in attempt.output, "the answer to the first SIGTERM")
     attempt.process.send_signal(signal.SIGTERM)
     attempt.expect(75)
     assert hash_tree(job.checkpoints) == before
     assert read_history(LocalStore(job.directory)).attempts[-1].code == 75
-    finish_like(whole_counter(COUNTER), job, 8)
+    finish_like(make_uninterrupted_counter_run(COUNTER), job, 8)
 
 
 @pytest.mark.soak
@@ -267,7 +267,7 @@ def test_a_second_sigterm_exits_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_repeated_finished_job_changes_no_file(tmp_path: Path, spec: str, options: tuple[str, ...]) -> None:
-    job = undisturbed(spec, options).copy_to(tmp_path / "run")
+    job = make_uninterrupted_run(spec, options).copy_to(tmp_path / "run")
     before = hash_tree(job.directory)
     job.finish()
     assert hash_tree(job.directory) == before

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from runner.spec import read_spec
-from tests.support import harness
-from tests.support.hostile import OVERRIDE_OF_LINES, TEXTS
-from tests.support.slurm_cluster import NODES, SlurmCluster, until
+from tests.support import job_process
+from tests.support.slurm_cluster import NODES, SlurmCluster, wait_until
+from tests.support.special_characters import MULTILINE_OVERRIDE, TEXTS
 
 pytestmark = pytest.mark.soak
 
@@ -37,14 +37,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 class SlurmJob:
     """A job that was submitted by `python -m launch slurm`, in a working directory of its own."""
 
-    def __init__(self, cluster: SlurmCluster, job: harness.Job, working_directory: Path, *options: str):
+    def __init__(self, cluster: SlurmCluster, job: job_process.Job, working_directory: Path, *options: str):
         self.cluster, self.job = cluster, job
         working_directory.mkdir()
-        variables = cluster.variables | harness.environment(job.devices, job.cache)
+        variables = cluster.variables | job_process.environment(job.devices, job.cache)
         variables |= {name: cluster.variables[name] for name in ("SLURM_CONF", "PATH")}
         command = [sys.executable, "-m", "launch", "slurm", *job.arguments, "--output", "job.log", *options]
         # Found from any directory, as an installed project is.
-        variables["PYTHONPATH"] = str(harness.ROOT)
+        variables["PYTHONPATH"] = str(job_process.ROOT)
         result = subprocess.run(command, cwd=working_directory, env=variables, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         self.id = re.fullmatch(r"submitted as job (\d+)\n", result.stdout)[1]
@@ -54,8 +54,8 @@ class SlurmJob:
         log = self.log.read_text(errors="replace") if self.log.exists() else "none"
         return f"{self.cluster.job(self.id)}\n--- the job's log\n{log}\n{self.cluster.report()}"
 
-    def until(self, happens, what: str) -> None:
-        until(happens, what, self.report)
+    def wait_until(self, happens, what: str) -> None:
+        wait_until(happens, what, self.report)
 
     def num_restarts(self) -> int:
         return int(self.cluster.job(self.id)["Restarts"])
@@ -68,26 +68,26 @@ class SlurmJob:
             assert state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), f"{state}\n{self.report()}"
             return any(row["attempt"] == attempt for row in self.job.events("commit"))
 
-        self.until(has_committed, f"a commit of attempt {attempt}")
+        self.wait_until(has_committed, f"a commit of attempt {attempt}")
 
     def await_restart(self, number: int) -> None:
         """Wait until SLURM has counted this restart."""
-        self.until(lambda: self.num_restarts() >= number, f"restart {number}")
+        self.wait_until(lambda: self.num_restarts() >= number, f"restart {number}")
 
     def await_end(self) -> dict[str, str]:
         """Wait for the end; what SLURM says of it."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self.until(lambda: self.cluster.job(self.id)["JobState"] in over, "the end of the job")
+        self.wait_until(lambda: self.cluster.job(self.id)["JobState"] in over, "the end of the job")
         return self.cluster.job(self.id)
 
 
 def test_slurm_requeues_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    spec = str(harness.ROOT / "specs" / "gpt_nano.yaml")
-    undisturbed = harness.Job(spec, tmp_path / "undisturbed", OPTIONS, devices=1, cache=cache)
-    undisturbed.launch(num_processes=2).expect(0, harness.WHOLE_RUN_DEADLINE_SECONDS)
+    spec = str(job_process.ROOT / "specs" / "gpt_nano.yaml")
+    undisturbed = job_process.Job(spec, tmp_path / "undisturbed", OPTIONS, devices=1, cache=cache)
+    undisturbed.launch(num_processes=2).expect(0, job_process.WHOLE_RUN_DEADLINE_SECONDS)
 
-    job = harness.Job(spec, tmp_path / "disturbed run", OPTIONS, devices=1, cache=cache)
+    job = job_process.Job(spec, tmp_path / "disturbed run", OPTIONS, devices=1, cache=cache)
     submitted = SlurmJob(cluster, job, tmp_path / "work", "--nodes", "2", "--cpus-per-task", "1")
     submitted.await_commit(attempt=1)
     cluster.kill_node(NODES[1])
@@ -118,7 +118,7 @@ def test_slurm_requeues_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp
 
 def test_a_time_limit_preempts_and_scancel_ends_a_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     options = ("config.total_steps=100000", "config.step_seconds=0.1", "checkpoint.every_steps=50")
-    job = harness.Job(str(harness.ROOT / "specs" / "counter.yaml"), tmp_path / "run", options, devices=1)
+    job = job_process.Job(str(job_process.ROOT / "specs" / "counter.yaml"), tmp_path / "run", options, devices=1)
     limits = ("--time", "2", "--grace-seconds", "59")  # SLURM counts limits in minutes
     submitted = SlurmJob(cluster, job, tmp_path / "work", *limits)
     submitted.await_restart(1)
@@ -136,17 +136,17 @@ def test_a_time_limit_preempts_and_scancel_ends_a_job(cluster: SlurmCluster, tmp
 def test_special_characters_reach_a_job_unchanged(cluster: SlurmCluster, tmp_path: Path) -> None:
     spec = tmp_path / "my specs; it's $HOME" / "#SBATCH counter.yaml"
     spec.parent.mkdir()
-    spec.write_text((harness.ROOT / "specs" / "counter.yaml").read_text())
+    spec.write_text((job_process.ROOT / "specs" / "counter.yaml").read_text())
     project, group = json.dumps("".join(TEXTS)), "".join(reversed(TEXTS))
     options = (
         f"name={'Az0._-' * 21}",
         f"project={project}",
         f"group={json.dumps(group)}",
-        OVERRIDE_OF_LINES,
+        MULTILINE_OVERRIDE,
         "config.total_steps=5",
         "config.step_seconds=0",
     )
-    job = harness.Job(str(spec), tmp_path / "#SBATCH; it's here", options, devices=1)
+    job = job_process.Job(str(spec), tmp_path / "#SBATCH; it's here", options, devices=1)
     comment = 'it\'s "two" words \\ #SBATCH $HOME %j 数'
     submitted = SlurmJob(cluster, job, tmp_path / "work", f"--sbatch-option=--comment={comment}")
     end = submitted.await_end()

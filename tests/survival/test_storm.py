@@ -12,9 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import WHOLE_RUN_DEADLINE_SECONDS, Attempt, Job, undisturbed, whole_counter
+from tests.support.job_process import (
+    WHOLE_RUN_DEADLINE_SECONDS,
+    Attempt,
+    Job,
+    make_uninterrupted_counter_run,
+    make_uninterrupted_run,
+)
 
-SICK = Path(__file__).parents[1] / "support" / "sick"
+SICK = Path(__file__).parents[1] / "support" / "sick_process"
 SHORT_FREEZE_SECONDS = 2.0
 SMALL_FILE_BYTES = 4096
 
@@ -43,7 +49,7 @@ class Storm:
     longest_pause_seconds: float
     num_faults: int = 0
 
-    def strike(self) -> None:
+    def lose_streams(self) -> None:
         """Inject one fault; do nothing if no process is alive."""
         time.sleep(self.chance.uniform(0.0, self.longest_pause_seconds))
         pids = children(self.launched.process.pid)
@@ -95,10 +101,10 @@ def weather(job: Job, num_processes: int, num_faults: int, longest_pause_seconds
     newest, num_in_a_row = 0, 0
     while storm.num_faults < num_faults:
         assert launched.process.poll() is None, launched.report(f"ended after {storm.num_faults} faults")
-        storm.strike()
+        storm.lose_streams()
         num_in_a_row += 1
         if num_in_a_row == FAULTS_IN_A_ROW_MAX:
-            launched.until(lambda newest=newest: job.newest() > newest, f"a commit beyond {newest}")
+            launched.wait_until(lambda newest=newest: job.newest() > newest, f"a commit beyond {newest}")
         if job.newest() > newest:
             newest, num_in_a_row = job.newest(), 0
     launched.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
@@ -124,7 +130,7 @@ def test_a_few_faults(tmp_path, monkeypatch):
     steps = ("config.total_steps=1000",)
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, *steps, "config.step_seconds=0.02"))
     weather(job, 1, 3, 1.0, monkeypatch)
-    assert job.result() == whole_counter((*COUNTER, *steps)).result()
+    assert job.result() == make_uninterrupted_counter_run((*COUNTER, *steps)).result()
 
 
 @pytest.mark.soak
@@ -132,7 +138,7 @@ def test_a_hundred_faults(tmp_path, monkeypatch):
     steps = ("config.total_steps=24000",)
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, *steps, "config.step_seconds=0.01"))
     seconds = weather(job, 1, 100, 6.0, monkeypatch)
-    whole = undisturbed("specs/counter.yaml", (*COUNTER, *steps))
+    whole = make_uninterrupted_run("specs/counter.yaml", (*COUNTER, *steps))
     assert job.result() == whole.result()
     print(f"100 faults: {seconds:.0f} s, undisturbed {at_its_pace(job, whole, 1):.0f} s")
 
@@ -142,6 +148,6 @@ def test_fifteen_faults_of_a_gpt_on_two_processes(tmp_path, monkeypatch):
     options = ("config.train.total_steps=2000", "checkpoint.every_steps=20", "logging.every_steps=100")
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", options, devices=1)
     seconds = weather(job, 2, 15, 20.0, monkeypatch)
-    whole = undisturbed("specs/gpt_nano.yaml", options, num_processes=2)
+    whole = make_uninterrupted_run("specs/gpt_nano.yaml", options, num_processes=2)
     assert job.outcome() == whole.outcome()
     print(f"15 faults: {seconds:.0f} s, undisturbed {at_its_pace(job, whole, 2):.0f} s")

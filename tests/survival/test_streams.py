@@ -9,25 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faked import environment
-from tests.support.harness import ROOT, Job
-from tests.support.streams import INPUT_WAYS, STREAMS, WAYS, start_bereft
+from tests.support.job_process import ROOT, Job
+from tests.support.lost_streams import INPUT_LOSSES, STREAM_LOSSES, STREAMS, start_with_lost_streams
+from tests.support.simulated_devices import environment
 
 SPEC = "specs/counter.yaml"
-OPTIONS = ("job=tests.support.faulty:Prints", "config.width=64", "checkpoint.every_steps=10")
+OPTIONS = ("job=tests.support.faulty_jobs:PrintingCounter", "config.width=64", "checkpoint.every_steps=10")
 ENDS = {
     "finish": (0, ("config.total_steps=60", "config.step_seconds=0.01")),
     "stop": (75, ("config.total_steps=100000", "config.step_seconds=0.01")),
-    "bug": (1, ("job=tests.support.faulty:FailsAlone", "config.total_steps=60")),
+    "bug": (1, ("job=tests.support.faulty_jobs:FailingCounter", "config.total_steps=60")),
     "invalid": (2, ("unknown=1",)),
 }
 _DAILY = {("all", "closed", "finish"), ("all", "closed", "invalid"), ("all", "terminal closes", "stop")}
 CASES = [
     pytest.param(streams, way, end, marks=() if (streams, way, end) in _DAILY else pytest.mark.soak)
     for streams in STREAMS
-    for way in WAYS
+    for way in STREAM_LOSSES
     for end in ENDS
-    if streams != "input" or way in INPUT_WAYS
+    if streams != "input" or way in INPUT_LOSSES
 ]
 
 
@@ -35,10 +35,10 @@ def _end(job: Job, module: str, arguments: list[str], streams: str, way: str, en
     """The exit code of a command that loses its streams once it has committed something."""
     command = [sys.executable, "-m", module, *arguments]
     variables = environment(1) | {"PYTHONPATH": str(ROOT)}
-    with start_bereft(command, way, STREAMS[streams], variables, job.directory.parent) as bereft:
+    with start_with_lost_streams(command, way, STREAMS[streams], variables, job.directory.parent) as bereft:
         while job.newest() < 10 and bereft.process.poll() is None:
             time.sleep(0.01)
-        bereft.strike()
+        bereft.lose_streams()
         if end == "stop" and way != "terminal closes":  # whose closing sends SIGHUP
             bereft.process.send_signal(signal.SIGTERM)
         return bereft.process.wait(600)
@@ -120,7 +120,7 @@ def test_a_command_without_a_reader_ends_as_ever(name: str, way: str, finished: 
     command = [sys.executable, "-m", "runner", *words]
     variables = environment(1) | {"PYTHONPATH": str(ROOT)}
     usual = subprocess.run(command, env=variables, cwd=tmp_path if name == "no such run" else ROOT, capture_output=True)
-    with start_bereft(command, way, STREAMS["output"], variables, tmp_path) as bereft:
+    with start_with_lost_streams(command, way, STREAMS["output"], variables, tmp_path) as bereft:
         code = bereft.process.wait(600)
     errors = (tmp_path / "error").read_text()
     assert "Traceback" not in errors
@@ -143,7 +143,7 @@ def test_an_engine_without_a_reader_ends_as_ever(words: list[str], tmp_path: Pat
     command = [sys.executable, "-m", "launch", *words]
     variables = environment(1) | {"PYTHONPATH": str(ROOT)}
     for way, expected in LOSSES.items():
-        with start_bereft(command, way, STREAMS["output"], variables, tmp_path) as bereft:
+        with start_with_lost_streams(command, way, STREAMS["output"], variables, tmp_path) as bereft:
             assert bereft.process.wait(600) == (expected or 0), way
         assert "Traceback" not in (tmp_path / "error").read_text()
 
@@ -152,11 +152,11 @@ def test_an_engine_without_a_reader_ends_as_ever(words: list[str], tmp_path: Pat
 def test_a_command_that_follows_ends_with_its_reader(tmp_path: Path) -> None:
     job = Job(SPEC, tmp_path / "run", ("config.width=64", "config.total_steps=100000", "checkpoint.every_steps=10"))
     attempt = job.start()
-    attempt.until(lambda: job.newest() >= 10, "step 10")
+    attempt.wait_until(lambda: job.newest() >= 10, "step 10")
     for words in (["status", str(job.directory), "--watch"], ["status", str(job.directory), "--watch", "--json"]):
         command = [sys.executable, "-m", "runner", *words]
         variables = environment(1) | {"PYTHONPATH": str(ROOT)}
-        with start_bereft(command, "no reader", STREAMS["output"], variables, tmp_path) as bereft:
+        with start_with_lost_streams(command, "no reader", STREAMS["output"], variables, tmp_path) as bereft:
             assert bereft.process.wait(60) == 0
     attempt.process.send_signal(signal.SIGTERM)
     attempt.expect(75)

@@ -11,7 +11,7 @@ from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.storage import parse_lines
 from runner.train.auxiliary import AuxiliaryState, init_auxiliary
-from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt, make_mesh_options, stop_after
 from tests.test_values import TrainLookup
 
 
@@ -46,7 +46,7 @@ class TrainAuxiliary(TrainLookup):
 
 
 def job(directory, job_class=TrainAuxiliary, **changes) -> BaseTrainer:
-    return gpt(directory, job_class, **{"config.train.total_steps": 5, "checkpoint.every_steps": 2, **changes})
+    return make_gpt(directory, job_class, **{"config.train.total_steps": 5, "checkpoint.every_steps": 2, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def test_auxiliary_states_add_leaves_and_leave_parameters_unchanged(directory, u
     names = list_leaf_names(uninterrupted.state)
     assert list_leaf_names(without.state) == [name for name in names if not name.startswith("riders.")]
     assert "riders.walk.Embed_0.embedding" in names
-    assert leaves_equal(without.state.params, uninterrupted.state.params)
-    assert leaves_equal(without.state.opt_state, uninterrupted.state.opt_state)
+    assert are_leaves_equal(without.state.params, uninterrupted.state.params)
+    assert are_leaves_equal(without.state.opt_state, uninterrupted.state.opt_state)
 
 
 def test_auxiliary_states_see_each_step_and_can_be_replaced_between_steps(uninterrupted):
@@ -82,7 +82,7 @@ def test_auxiliary_states_see_each_step_and_can_be_replaced_between_steps(uninte
 
 
 @pytest.mark.parametrize(
-    "mesh", [{}, pytest.param(set_mesh(2, 4, 1), marks=pytest.mark.soak)], ids=["here", "on another mesh"]
+    "mesh", [{}, pytest.param(make_mesh_options(2, 4, 1), marks=pytest.mark.soak)], ids=["here", "on another mesh"]
 )
 def test_resumed_auxiliary_states_are_bit_identical(directory, uninterrupted, mesh):
     name = "elsewhere" if mesh else "resumed"
@@ -90,14 +90,14 @@ def test_resumed_auxiliary_states_are_bit_identical(directory, uninterrupted, me
     stop_after(first, 3)
     again = job(directory / name, **mesh)
     again()
-    assert leaves_equal(again.state.riders["start"], uninterrupted.state.riders["start"])
-    assert leaves_equal(again.state.riders["counts"], uninterrupted.state.riders["counts"])
+    assert are_leaves_equal(again.state.riders["start"], uninterrupted.state.riders["start"])
+    assert are_leaves_equal(again.state.riders["counts"], uninterrupted.state.riders["counts"])
     if not mesh:
         assert again.result() == uninterrupted.result()
 
 
 def test_parameter_shaped_states_are_sharded_and_others_replicated(directory, uninterrupted):
-    sharded = job(directory / "sharded", **set_mesh(2, 2, 2))
+    sharded = job(directory / "sharded", **make_mesh_options(2, 2, 2))
     sharded.setup(Hosts.single_process())
     for state in (sharded.abstract_state(), sharded.init_state()):
         table = state.params["Embed_0"]["embedding"].sharding
@@ -110,7 +110,7 @@ def test_parameter_shaped_states_are_sharded_and_others_replicated(directory, un
 def test_auxiliary_states_are_initialised_from_loaded_weights(directory, uninterrupted):
     warm = job(directory / "warm", **{"checkpoint.init_from": str(directory / "whole"), "config.train.total_steps": 3})
     warm()
-    assert leaves_equal(warm.state.riders["start"], uninterrupted.state.params)
+    assert are_leaves_equal(warm.state.riders["start"], uninterrupted.state.params)
 
 
 def test_a_state_missing_from_the_checkpoint_is_rejected_with_its_leaves(directory):

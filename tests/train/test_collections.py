@@ -11,7 +11,7 @@ from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.storage import parse_lines
 from runner.train.loss import cross_entropy_sum
-from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt, make_mesh_options, stop_after
 
 V, D, STEPS = 256, 16, 4
 MOMENTUM, LARGEST = 0.9, 448.0  # largest float8_e4m3fn
@@ -75,7 +75,7 @@ class TrainScaled(CollectionJob):
 
 def job(directory, job_class, **changes):
     fixed = {"config.model": {}, "config.train.total_steps": STEPS, "config.train.micro_batch_examples": 1}
-    return gpt(directory, job_class, **fixed | {"config.optimizer.learning_rate": 0.1} | changes)
+    return make_gpt(directory, job_class, **fixed | {"config.optimizer.learning_rate": 0.1} | changes)
 
 
 @pytest.fixture(
@@ -90,7 +90,9 @@ def uninterrupted(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "mesh", [{}, pytest.param(set_mesh(4, 1, 2), marks=pytest.mark.soak)], ids=["here", "on a mesh of as large parts"]
+    "mesh",
+    [{}, pytest.param(make_mesh_options(4, 1, 2), marks=pytest.mark.soak)],
+    ids=["here", "on a mesh of as large parts"],
 )
 def test_resumed_collections_equal_those_of_an_uninterrupted_run(uninterrupted, tmp_path, mesh):
     job_class = type(uninterrupted).__mro__[1]
@@ -102,7 +104,7 @@ def test_resumed_collections_equal_those_of_an_uninterrupted_run(uninterrupted, 
         np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
     if not mesh:
         assert again.result() == uninterrupted.result()
-        assert leaves_equal(again.state.variables, uninterrupted.state.variables)
+        assert are_leaves_equal(again.state.variables, uninterrupted.state.variables)
 
 
 @pytest.mark.soak

@@ -10,7 +10,7 @@ import pytest
 from runner.accelerator import CHIPS
 from runner.errors import InvalidError
 from runner.train.compile import BatchLayout, StepTooLargeError, compile_lowered, compile_to_fit, get_program_memory
-from tests.support.tiny import mesh_of
+from tests.support.tiny_jobs import make_full_mesh
 
 GIB = 2**30
 RESIDENT, PER_EXAMPLE = 4 * GIB, GIB
@@ -110,14 +110,14 @@ def test_the_error_states_memory_needed_and_available(limit_gib):
 
 def test_the_layout_splits_the_global_batch_over_devices_and_micro_batches():
     fields = {"x": jnp.int32, "weight": jnp.float32}
-    layout = BatchLayout(mesh_of(2, 2, 2), 96, micro_batch_examples=3, sequence_length=16, fields=fields)
+    layout = BatchLayout(make_full_mesh(2, 2, 2), 96, micro_batch_examples=3, sequence_length=16, fields=fields)
     assert (layout.micro_batch, layout.accumulate_steps) == (12, 8)
     assert {leaf.shape for leaf in layout.abstract_batch().values()} == {(8, 12, 16)}
     assert {name: leaf.dtype for name, leaf in layout.abstract_batch().items()} == fields
 
 
 def test_programs_are_compiled_with_the_flags_of_their_chip(monkeypatch):
-    lowered, layout = jax.jit(jnp.sin).lower(1.0), BatchLayout(mesh_of(8, 1, 1), 8, 1, 16, {"x": jnp.int32})
+    lowered, layout = jax.jit(jnp.sin).lower(1.0), BatchLayout(make_full_mesh(8, 1, 1), 8, 1, 16, {"x": jnp.int32})
     assert compile_lowered(lowered, layout)[1] == {}
     flagged = replace(CHIPS["cpu"], compiler_flags=("--xla_cpu_enable_fast_math=false",))
     monkeypatch.setitem(CHIPS, "cpu", flagged)

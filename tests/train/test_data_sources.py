@@ -8,7 +8,7 @@ import pytest
 from runner.spec import load_document, validate_spec
 from runner.storage import parse_lines
 from tests.data.corpus import KINDS, kept, write_documents
-from tests.support.tiny import RecordingGPT, gpt, leaves_equal, recorded_rows, stop_after
+from tests.support.tiny_jobs import RecordingGPT, are_leaves_equal, make_gpt, read_recorded_rows, stop_after
 
 STOP, STEPS = 4, 8
 DAILY = ("mixture",)
@@ -28,18 +28,18 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, kind: str) -> None:
     if "mixture" in data:
         data["mixture"] = [named | {"max_epochs": 1000} for named in data["mixture"]]
     changes = {"config.data": data}
-    whole = gpt(tmp_path / "whole", RecordingGPT, **changes)
+    whole = make_gpt(tmp_path / "whole", RecordingGPT, **changes)
     whole()
-    parts = gpt(tmp_path / "parts", RecordingGPT, **changes)
+    parts = make_gpt(tmp_path / "parts", RecordingGPT, **changes)
     stop_after(parts, STOP)
     document = load_document(tmp_path / "parts" / "spec.yaml")  # the spec that the run wrote, fully resolved
     parts = RecordingGPT(validate_spec(document), document)
     parts()
     assert parts.step == whole.step == STEPS
-    assert leaves_equal(parts.state, whole.state)
+    assert are_leaves_equal(parts.state, whole.state)
     assert read_trajectory(tmp_path / "parts") == read_trajectory(tmp_path / "whole")
     for step in range(STEPS):
-        assert recorded_rows(tmp_path / "parts", step) == recorded_rows(tmp_path / "whole", step)
+        assert read_recorded_rows(tmp_path / "parts", step) == read_recorded_rows(tmp_path / "whole", step)
     last = read_trajectory(tmp_path / "whole")[-1]
     sets = [named["name"] for named in data["mixture"]] if "mixture" in data else ["validation"]
     assert {key for key in last if key.startswith("val/")} == {

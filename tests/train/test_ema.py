@@ -11,7 +11,7 @@ from runner.config import EmaConfig
 from runner.errors import InvalidError
 from runner.plan.report import make_state_section
 from runner.storage import parse_lines
-from tests.support.tiny import gpt, leaves_equal, set_mesh, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt, make_mesh_options, stop_after
 from tests.test_values import TrainLookup
 
 DECAYS = [0.5, 0.9]
@@ -20,7 +20,7 @@ EMA |= {"config.train.total_steps": 6, "config.schedule": {}, "checkpoint.every_
 
 
 def job(directory, job_class=TrainLookup, **changes):
-    return gpt(directory, job_class, **EMA | changes)
+    return make_gpt(directory, job_class, **EMA | changes)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,11 @@ def test_averages_leave_training_bit_identical(directory, uninterrupted):
     without = job(directory / "without", **{"config.ema": None})
     without()
     assert without.state.riders == {}
-    assert leaves_equal(without.state.params, uninterrupted.state.params)
-    assert leaves_equal(without.state.opt_state, uninterrupted.state.opt_state)
+    assert are_leaves_equal(without.state.params, uninterrupted.state.params)
+    assert are_leaves_equal(without.state.opt_state, uninterrupted.state.opt_state)
 
 
-@pytest.mark.parametrize("mesh", [{}, set_mesh(4, 2, 1)], ids=["here", "on another mesh"])
+@pytest.mark.parametrize("mesh", [{}, make_mesh_options(4, 2, 1)], ids=["here", "on another mesh"])
 def test_resumed_averages_equal_those_of_an_uninterrupted_run(directory, uninterrupted, mesh):
     name = "elsewhere" if mesh else "resumed"
     first = job(directory / name)
@@ -120,7 +120,7 @@ def test_a_run_can_start_from_an_average_of_another_run(directory, uninterrupted
     first = found.train_setup.init_state()
     begun = first.replace(params=jax.device_put(average, jax.tree.map(lambda leaf: leaf.sharding, first.params)))
     assert event["fingerprint"] == compute_fingerprint(begun)
-    assert not leaves_equal(average, uninterrupted.state.params)
+    assert not are_leaves_equal(average, uninterrupted.state.params)
     narrow = make_job_from_average(
         directory, uninterrupted, "begun_narrow", 0.9, **{"config.precision.params": "bfloat16"}
     )

@@ -15,7 +15,7 @@ from runner.plan.preflight import PlanRequest, plan
 from runner.spec import dump_spec
 from tests.data.corpus import write_bin
 from tests.inference.test_commands import say
-from tests.support.tiny import StopAfter, gpt
+from tests.support.tiny_jobs import StopAfter, make_gpt
 from tests.test_values import TrainLookup
 
 EXAMPLES, BATCH, LENGTH = 102, 8, 16
@@ -35,7 +35,7 @@ def job(tmp_path: Path, name: str, **changes: Any) -> TrainLookup:
     if not data.exists():
         write_bin(data, np.arange(EXAMPLES * LENGTH + 1) % 256)
     source = {"source": str(data), "sequence_length": LENGTH, "validation_fraction": 0}
-    return gpt(tmp_path / name, TrainLookup, **SETTINGS | {"config.data": source} | changes)
+    return make_gpt(tmp_path / name, TrainLookup, **SETTINGS | {"config.data": source} | changes)
 
 
 def test_epochs_give_the_same_run_as_steps_and_resume_bit_identically(

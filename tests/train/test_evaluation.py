@@ -22,8 +22,8 @@ from runner.storage import LocalStore, parse_lines
 from runner.train.evaluators import EvaluatorSchedule
 from runner.train.lora import LazyMergedWeights
 from tests.support.attempt import make_attempt
-from tests.support.scribble import Vandal
-from tests.support.tiny import gpt, leaves_equal, trajectory
+from tests.support.mutation import MutatingEvaluator
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt, read_trajectory
 from tests.test_values import TrainLookup
 
 
@@ -42,7 +42,7 @@ class StubEvaluator:
 
 
 def make_schedule(directory: Path, *evaluators: Any, **changes: Any) -> EvaluatorSchedule:
-    config = gpt(directory / "job", **changes).config
+    config = make_gpt(directory / "job", **changes).config
     return EvaluatorSchedule(make_attempt(LocalStore(directory / "run")), config, evaluators)
 
 
@@ -190,19 +190,19 @@ def test_invalid_evaluators_are_rejected_at_the_start(evaluator: Any, words: str
 )
 def test_a_keyboard_interrupt_stops_the_run_like_a_signal(who: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"config.eval": {"every_steps": 2, "batches": 1}, "checkpoint.every_steps": 3}
-    counts = ["tests.support.hooked:Counts"]
+    counts = ["tests.support.hooks:RowCounter"]
     hook = {"hook": f"{__name__}:InterruptsHook", "config": {"method": who}}
     job_class = InterruptingGPT if who == "evaluator" else TrainLookup
-    job = gpt(tmp_path / "run", job_class, **changes, hooks=[*counts, hook])
+    job = make_gpt(tmp_path / "run", job_class, **changes, hooks=[*counts, hook])
     InterruptingEvaluator.left = 1
     with pytest.raises(PreemptedError, match="is saved; run the same command again"):
         job()
-    again = gpt(tmp_path / "run", job_class, **changes, hooks=[*counts, hook])
+    again = make_gpt(tmp_path / "run", job_class, **changes, hooks=[*counts, hook])
     again()
-    whole = gpt(tmp_path / "whole", job_class, **changes, hooks=[*counts, hook])
+    whole = make_gpt(tmp_path / "whole", job_class, **changes, hooks=[*counts, hook])
     whole()
-    assert leaves_equal(again.state, whole.state)
-    assert trajectory(tmp_path / "run") == trajectory(tmp_path / "whole")
+    assert are_leaves_equal(again.state, whole.state)
+    assert read_trajectory(tmp_path / "run") == read_trajectory(tmp_path / "whole")
 
 
 class InterruptingEvaluator:
@@ -286,7 +286,7 @@ def test_progress_reports_evaluation_as_its_own_phase(tmp_path: Path) -> None:
     seen = []
     attempt = make_attempt(LocalStore(tmp_path / "run"))
     watching = StubEvaluator(lambda: seen.append(attempt.progress.phase) or {})
-    EvaluatorSchedule(attempt, gpt(tmp_path / "job").config, [watching]).evaluate(None, 8)
+    EvaluatorSchedule(attempt, make_gpt(tmp_path / "job").config, [watching]).evaluate(None, 8)
     assert seen == [EVALUATION]
 
 
@@ -323,7 +323,7 @@ def test_process_0_reports_a_process_with_different_results(
 
     def evaluate(process: int, figures: Any) -> None:
         attempt = replace(make_attempt(LocalStore(tmp_path / f"run{process}")), hosts=several.host(process))
-        config = gpt(tmp_path / f"job{process}").config
+        config = make_gpt(tmp_path / f"job{process}").config
         found[process] = EvaluatorSchedule(attempt, config, [StubEvaluator(figures)]).evaluate(None, 8)
 
     threads = [threading.Thread(target=evaluate, args=each) for each in enumerate([{"val/a": 1.0}, others])]
@@ -376,7 +376,7 @@ def test_an_evaluator_cannot_modify_the_weights_of_others(outer: str, tmp_path: 
             seen.append(jax.tree.map(np.array, unfold(weights)))
             return {}
 
-    schedule = make_schedule(tmp_path, Vandal(), Reader())
+    schedule = make_schedule(tmp_path, MutatingEvaluator(), Reader())
     for inner in [kind for kind in CONTAINERS if kind != LAZY]:
 
         def make(inner: str = inner) -> Any:
@@ -386,14 +386,14 @@ def test_an_evaluator_cannot_modify_the_weights_of_others(outer: str, tmp_path: 
         assert schedule.evaluate(weights, 8) == {"val/vandal": 8.0}
         for found in (seen.pop(), unfold(weights)):
             assert str(jax.tree.structure(found)) == str(jax.tree.structure(unfold(make()))), inner
-            assert leaves_equal(found, unfold(make())), inner
+            assert are_leaves_equal(found, unfold(make())), inner
 
 
 class VandalGPT(TrainLookup):
     """A job whose evaluators overwrite the weights that they are given."""
 
     def evaluator(self) -> Any:
-        return [Vandal(), *self.builtin_evaluators, Vandal()]
+        return [MutatingEvaluator(), *self.builtin_evaluators, MutatingEvaluator()]
 
 
 @pytest.mark.parametrize(
@@ -407,19 +407,19 @@ def test_evaluators_and_hooks_that_overwrite_their_inputs_leave_the_run_bit_iden
     if kind != "plain":
         changes["config.ema"] = {"decays": [0.9], "evaluate": True}
     if kind == "adapter":
-        base = gpt(tmp_path / "base", TrainLookup, **{"config.train.total_steps": 1, "config.schedule": {}})
+        base = make_gpt(tmp_path / "base", TrainLookup, **{"config.train.total_steps": 1, "config.schedule": {}})
         base()
         changes |= {"checkpoint.init_from": str(tmp_path / "base"), "config.adapter": {"targets": ["Embed_0"]}}
-    plain = gpt(tmp_path / "plain", TrainLookup, **changes)
+    plain = make_gpt(tmp_path / "plain", TrainLookup, **changes)
     plain()
-    hooks = ["tests.support.scribble:VandalHook", "tests.support.scribble:VandalObserver"]
-    shown = gpt(tmp_path / "shown", VandalGPT, **changes, hooks=hooks)
+    hooks = ["tests.support.mutation:MutatingHook", "tests.support.mutation:MutatingObserver"]
+    shown = make_gpt(tmp_path / "shown", VandalGPT, **changes, hooks=hooks)
     shown()
-    assert leaves_equal(plain.state.params, shown.state.params)
-    assert leaves_equal(plain.state.opt_state, shown.state.opt_state)
-    assert leaves_equal(plain.state.riders, {name: shown.state.riders[name] for name in plain.state.riders})
-    rows = [{key: row[key] for key in row if key != "val/vandal"} for row in trajectory(tmp_path / "shown")]
-    assert rows == trajectory(tmp_path / "plain")
+    assert are_leaves_equal(plain.state.params, shown.state.params)
+    assert are_leaves_equal(plain.state.opt_state, shown.state.opt_state)
+    assert are_leaves_equal(plain.state.riders, {name: shown.state.riders[name] for name in plain.state.riders})
+    rows = [{key: row[key] for key in row if key != "val/vandal"} for row in read_trajectory(tmp_path / "shown")]
+    assert rows == read_trajectory(tmp_path / "plain")
 
 
 class Donor:
@@ -457,4 +457,4 @@ def test_the_error_names_the_evaluator_or_hook_that_donated_the_weights(
     job_class: Any, hooks: Any, culprit: str, tmp_path: Path
 ) -> None:
     with pytest.raises(FailedError, match=f"{culprit}: it has donated the weights"):
-        gpt(tmp_path / "run", job_class, hooks=hooks)()
+        make_gpt(tmp_path / "run", job_class, hooks=hooks)()

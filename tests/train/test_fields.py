@@ -15,7 +15,7 @@ from runner.data import get_batch_fields
 from runner.errors import InvalidError
 from runner.train import compile
 from runner.train.state import make_state
-from tests.support.tiny import gpt
+from tests.support.tiny_jobs import make_gpt
 
 S, B, T, V = 2, 3, 8, 16
 KEY = jax.random.key(0)
@@ -153,7 +153,7 @@ class TextJob(BaseTrainer):
 def test_a_model_without_document_arguments_is_rejected_before_the_run_starts(tmp_path, monkeypatch):
     declared = {"segment": np.int32, "position": np.int32}
     monkeypatch.setattr(compile, "get_batch_fields", lambda config: get_batch_fields(config) | declared)
-    job = gpt(tmp_path / "run", TextJob, **{"config.model": {}})
+    job = make_gpt(tmp_path / "run", TextJob, **{"config.model": {}})
     with pytest.raises(InvalidError, match="PlainModel takes no segments"):
         job()
     assert not (tmp_path / "run").exists()

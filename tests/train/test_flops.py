@@ -18,7 +18,7 @@ from runner import BaseTrainer
 from runner.config import MemoryConfig
 from runner.distributed.agreement import Hosts
 from runner.train.flops import compute_transformer_flops, count_matmul_flops, count_train_flops
-from tests.support.tiny import gpt, mesh_of
+from tests.support.tiny_jobs import make_full_mesh, make_gpt
 
 LAYERS, D, V, T, B = 3, 32, 61, 128, 4
 BLOCK = 64  # query block of the CPU's attention, which attends to every key up to that of its last query
@@ -117,7 +117,7 @@ def test_gpt2_small_matches_its_published_sizes():
 
 
 def test_default_flops_are_counted_and_the_gpt_formula_halves_attention(tmp_path):
-    job = gpt(tmp_path / "run", **{"config.memory.remat": "layers", "config.memory.loss_chunk_positions": 4})
+    job = make_gpt(tmp_path / "run", **{"config.memory.remat": "layers", "config.memory.loss_chunk_positions": 4})
     job.setup(Hosts.single_process())
     width, length, layers = 32, 16, 2
     counted, by_formula = BaseTrainer.flops_per_token(job, job.train_setup), job.flops_per_token(job.train_setup)
@@ -194,7 +194,7 @@ def test_only_the_branch_of_the_platform_counts(platform, times):
 
 
 def test_shard_map_counts_on_every_device():
-    mesh = mesh_of(2, 2, 2)
+    mesh = make_full_mesh(2, 2, 2)
     spec = PartitionSpec(("data", "fsdp"))
     mapped = jax.shard_map(multiply, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
     assert count_flops(mapped, jnp.zeros((16, 20)), B_20x30) == 2 * 2 * 16 * 20 * 30  # rows are replicated over tensor

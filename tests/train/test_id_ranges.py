@@ -13,7 +13,7 @@ from runner.errors import DataError, InvalidError
 from runner.storage import LocalStore
 from runner.train.checks import share_ids
 from tests.data.corpus import load, write_bin, write_npy
-from tests.support.coordinator import MemoryCoordinator, play
+from tests.support.coordinator import MemoryCoordinator, run_on_all_hosts
 
 NUM_HOSTS = 3
 
@@ -45,7 +45,7 @@ def test_one_host_scans_all_ids_and_shares_them(tmp_path: Path, monkeypatch: pyt
             dataset.validate_vocabulary(800)
         return dataset.vocabulary_size, str(caught.value)
 
-    found = play(MemoryCoordinator(NUM_HOSTS).hosts(), know)
+    found = run_on_all_hosts(MemoryCoordinator(NUM_HOSTS).hosts(), know)
     assert sorted(scanned) == [1000, 2000]
     assert [size for size, _ in found] == [900] * NUM_HOSTS
     assert {line for _, line in found} == {found[0][1]}
@@ -61,7 +61,7 @@ def test_invalid_ids_stop_all_hosts_with_the_same_line(tmp_path: Path) -> None:
             share_ids(datasets[hosts.process_id], LocalStore(tmp_path / "run"), hosts)
         return str(caught.value)
 
-    lines = play(MemoryCoordinator(NUM_HOSTS).hosts(), know)
+    lines = run_on_all_hosts(MemoryCoordinator(NUM_HOSTS).hosts(), know)
     assert lines == [f"token id -1 at position 200 of {path} is negative"] * NUM_HOSTS
 
 

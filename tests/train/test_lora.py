@@ -23,7 +23,14 @@ from runner.inference.open_run import SampleRequest, open_run, sample
 from runner.parallel.mesh import STATE_AXES
 from runner.storage import parse_lines
 from runner.train.lora import get_model_weights, merge_adapter, replace_base
-from tests.support.tiny import gpt, gpt_document, leaves_equal, name_of, set_mesh, stop_after
+from tests.support.tiny_jobs import (
+    are_leaves_equal,
+    get_job_name,
+    make_gpt,
+    make_gpt_document,
+    make_mesh_options,
+    stop_after,
+)
 from tests.test_values import TrainLookup
 
 STEPS, STOP = 4, 2
@@ -48,7 +55,7 @@ EMA = {"config.ema": {"decays": [0.5], "evaluate": True}}
 
 def make_base_job(name: str, directory: Path, **changes: Any) -> BaseTrainer:
     job_class, model, _, _ = MODELS[name]
-    return gpt(directory, job_class, **{"job": name_of(job_class)} | COMMON | model | changes)
+    return make_gpt(directory, job_class, **{"job": get_job_name(job_class)} | COMMON | model | changes)
 
 
 def make_lora_job(name: str, directory: Path, base: Path, **changes: Any) -> BaseTrainer:
@@ -114,7 +121,7 @@ def test_every_matrix_has_its_own_adapter_that_starts_as_zero(name, base, parent
         assert bool(jnp.any(matrix)) == (which == "lora_a")
         if which == "lora_a":
             assert float(jnp.abs(matrix).max()) <= rows**-0.5
-    assert leaves_equal(get_model_weights(state), get_model_weights(base.state))
+    assert are_leaves_equal(get_model_weights(state), get_model_weights(base.state))
     batch = make_batch(job)
     ours, theirs = jax.jit(job.val_step)(state, batch), jax.jit(base.val_step)(base.state, batch)
     assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=1e-6)
@@ -167,7 +174,7 @@ def test_three_steps_match_a_numpy_reference(name, base, parent, num_steps):
 
 
 def test_the_base_stays_unchanged_and_has_no_moments(uninterrupted, base):
-    assert leaves_equal(uninterrupted.state.variables["base"], base.state.params)
+    assert are_leaves_equal(uninterrupted.state.variables["base"], base.state.params)
     size = sum(leaf.size for leaf in jax.tree.leaves(uninterrupted.state.params))
     moments = sum(leaf.size for leaf in jax.tree.leaves(uninterrupted.state.opt_state) if leaf.ndim)
     assert moments == 2 * size < sum(leaf.size for leaf in jax.tree.leaves(base.state.params))
@@ -179,11 +186,11 @@ def test_resumed_run_is_bit_identical(name, uninterrupted, base, parent):
     stop_after(first, STOP + 1)
     again = make_lora_job(name, parent / f"{name}_resumed", base.store.root)
     again()
-    assert leaves_equal(again.state, uninterrupted.state)
+    assert are_leaves_equal(again.state, uninterrupted.state)
 
 
 def test_sharded_run_equals_the_unsharded_run(name, uninterrupted, base, parent):
-    cut = make_lora_job(name, parent / f"{name}_cut", base.store.root, **set_mesh(2, 2, 2))
+    cut = make_lora_job(name, parent / f"{name}_cut", base.store.root, **make_mesh_options(2, 2, 2))
     cut()
     assert all("fsdp" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(cut.state.params))
     for leaf, matrix in flatten_with_names(cut.state.params).items():
@@ -254,7 +261,7 @@ INVALID_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 def test_invalid_adapters_are_rejected_in_one_line(case, tmp_path):
     changes, message = INVALID_CONFIGS[case]
     beside = {"checkpoint.init_from": str(tmp_path / "base"), "config.adapter": ADAPTER}
-    document = gpt_document(tmp_path / "run", **COMMON | {"config.model": SIZES} | beside | changes)
+    document = make_gpt_document(tmp_path / "run", **COMMON | {"config.model": SIZES} | beside | changes)
 
     def begin() -> None:
         PretrainGPT(ExecutionSpec.model_validate(document)).setup(Hosts.single_process())
@@ -292,7 +299,7 @@ def test_another_base_is_rejected_and_a_deleted_base_is_not_needed(tmp_path):
 
 def test_a_bfloat16_base_has_a_float32_adapter(tmp_path):
     types = {"config.precision": {"params": "bfloat16", "compute": "float32"}}
-    job = make_lora_job("stacked", tmp_path / "run", tmp_path / "base", **types | set_mesh(2, 2, 2))
+    job = make_lora_job("stacked", tmp_path / "run", tmp_path / "base", **types | make_mesh_options(2, 2, 2))
     abstract = job.setup_builder.build(jax.devices()).abstract_state
     assert {leaf.dtype for leaf in jax.tree.leaves(abstract.params)} == {jnp.dtype("float32")}
     assert {leaf.dtype for leaf in jax.tree.leaves(abstract.variables["base"])} == {jnp.dtype("bfloat16")}

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
-from tests.support.tiny import mesh_over
+from tests.support.tiny_jobs import make_partial_mesh
 
 B, T, V = 3, 5, 17
 
@@ -160,7 +160,7 @@ def test_weights_may_contain_leaves_without_a_gradient(hidden):
 
 
 def test_gradients_of_replicated_weights_are_summed_over_devices(hidden):
-    mesh = mesh_over({"data": 3})
+    mesh = make_partial_mesh({"data": 3})
     specs = PartitionSpec(), *(PartitionSpec("data"),) * 3
 
     def gradient(loss):

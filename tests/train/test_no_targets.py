@@ -17,7 +17,14 @@ from runner.train.loss import target_weights
 from runner.train.step import skip_step
 from tests.data.buckets import write_corpus
 from tests.support.attempt import start
-from tests.support.tiny import gpt, leaves_equal, rows, set_mesh, stop_after, trajectory
+from tests.support.tiny_jobs import (
+    are_leaves_equal,
+    make_gpt,
+    make_mesh_options,
+    read_rows,
+    read_trajectory,
+    stop_after,
+)
 from tests.test_values import TrainLookup
 
 T, BATCH = 8, 8
@@ -48,13 +55,13 @@ def test_a_run_without_targets_has_null_losses_and_updates_nothing(tmp_path: Pat
     changes |= {"checkpoint.keep_best": {"metric": "val/loss"}, "logging.tensorboard": True, "config.ema.decays": [0.9]}
     changes |= {"config.eval": {"every_steps": 2, "batches": 1}, "config.metrics.norms": "groups"}
     changes["job"] = "tests.test_values:TrainLookup"
-    job = gpt(tmp_path / "run", TrainLookup, **changes)
-    first = start(gpt(tmp_path / "first", TrainLookup, **changes)).state
+    job = make_gpt(tmp_path / "run", TrainLookup, **changes)
+    first = start(make_gpt(tmp_path / "first", TrainLookup, **changes)).state
     job()
-    assert leaves_equal(first.params, job.state.params)
-    assert leaves_equal(first.riders["ema"], job.state.riders["ema"])
+    assert are_leaves_equal(first.params, job.state.params)
+    assert are_leaves_equal(first.riders["ema"], job.state.riders["ema"])
     assert int(job.state.step) == 8
-    found = rows(tmp_path / "run")
+    found = read_rows(tmp_path / "run")
     assert [row["step"] for row in found] == [*range(1, 9)]
     nulls = {"train/loss", "train/loss_mean", "train/grad_norm", "val/loss"}
     assert {key for row in found for key in row if row[key] is None} == nulls
@@ -80,10 +87,10 @@ def test_writers_omit_null_values() -> None:
 
 def test_plan_warns_of_sequences_without_targets(tmp_path: Path, capsys: Any) -> None:
     dialogues = [EMPTY, FULL, FULL] * 40
-    job = gpt(tmp_path / "run", TrainLookup, **make_config(write_marked_corpus(tmp_path / "corpus", dialogues)))
+    job = make_gpt(tmp_path / "run", TrainLookup, **make_config(write_marked_corpus(tmp_path / "corpus", dialogues)))
     lines = job.dataset.find_missing_targets()
     assert ["33%" in line or "34%" in line for line in lines] == [True, True]
-    few = gpt(
+    few = make_gpt(
         tmp_path / "few",
         TrainLookup,
         **make_config(write_marked_corpus(tmp_path / "other", [EMPTY, *[FULL] * 15] * 10)),
@@ -126,12 +133,13 @@ class TokenCountGPT(PretrainGPT):
 def test_a_step_without_targets_updates_only_counters(job_class: Any, changes: dict[str, Any], tmp_path: Path) -> None:
     name = changes.get("config.optimizer.name", "adamw")
     base = make_config(
-        write_marked_corpus(tmp_path / "corpus", [FULL] * 80), **{"config.optimizer.name": name, **set_mesh(1, 1, 1)}
+        write_marked_corpus(tmp_path / "corpus", [FULL] * 80),
+        **{"config.optimizer.name": name, **make_mesh_options(1, 1, 1)},
     )
     base |= {"config.model": {"layers": 1, "heads": 1, "width": 8}, "config.schedule": {"warmup_steps": 0}}
     base |= {"config.schedule": {"name": "constant"}} if name == "schedule_free_adamw" else {}
     base |= {"config.optimizer.rank": 2} if name == "galore" else {}
-    job = gpt(tmp_path / "run", job_class, **base | changes)
+    job = make_gpt(tmp_path / "run", job_class, **base | changes)
     setup = job.setup_builder.build(jax.devices()[:1], lambda data: None)
     layout = job.setup_builder.get_largest_layout(setup)
     executable = setup.compile_train(job.train_step, layout).executable
@@ -154,31 +162,31 @@ def test_a_step_without_targets_updates_only_counters(job_class: Any, changes: d
     assert ("own" in metas[1]) == (job_class is TokenCountGPT)
     assert np.isnan(metas[1].get("own", np.nan))
     for field in ("params", "riders", "variables"):
-        assert leaves_equal(getattr(moved, field), getattr(held, field))
+        assert are_leaves_equal(getattr(moved, field), getattr(held, field))
     assert int(held.step) == 2
     pairs = zip(*(jax.tree_util.tree_leaves_with_path(state.opt_state) for state in (moved, held)), strict=True)
-    changed = [jax.tree_util.keystr(path) for (path, a), (_, b) in pairs if not leaves_equal(a, b)]
+    changed = [jax.tree_util.keystr(path) for (path, a), (_, b) in pairs if not are_leaves_equal(a, b)]
     assert changed
     assert all(path.endswith(".count") for path in changed)
     # The schedule advances: after an initial step without targets, the next step has the second learning rate.
     after, metas = run(0, 1)
     assert metas[1]["learning_rate"] == np.float32(setup.schedule(1))
-    assert not leaves_equal(after.params, setup.init_state().params)
+    assert not are_leaves_equal(after.params, setup.init_state().params)
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(after.params))
 
 
 def test_steps_without_targets_are_skipped_wherever_a_run_is_resumed(tmp_path: Path) -> None:
     """Half of the sequences have no target, and a batch is one sequence."""
     changes = make_config(write_marked_corpus(tmp_path / "corpus", [EMPTY, FULL] * 40), **{"logging.every_steps": 3})
-    changes |= {"config.train": {"total_steps": 12, "global_batch_examples": 1}, **set_mesh(1, 1, 8)}
-    whole = gpt(tmp_path / "whole", TrainLookup, **changes)
+    changes |= {"config.train": {"total_steps": 12, "global_batch_examples": 1}, **make_mesh_options(1, 1, 8)}
+    whole = make_gpt(tmp_path / "whole", TrainLookup, **changes)
     whole()
-    found = trajectory(tmp_path / "whole")
+    found = read_trajectory(tmp_path / "whole")
     assert {row["train/loss"] is None for row in found} == {True, False}
     assert all(row["train/loss_mean"] is None or row["train/loss_mean"] > 1 for row in found)
     for step in (1, 5, 8):
-        stop_after(gpt(tmp_path / "cut", TrainLookup, **changes), step)
-    again = gpt(tmp_path / "cut", TrainLookup, **changes)
+        stop_after(make_gpt(tmp_path / "cut", TrainLookup, **changes), step)
+    again = make_gpt(tmp_path / "cut", TrainLookup, **changes)
     again()
-    assert trajectory(tmp_path / "cut") == found
-    assert leaves_equal(again.state, whole.state)
+    assert read_trajectory(tmp_path / "cut") == found
+    assert are_leaves_equal(again.state, whole.state)

@@ -12,7 +12,7 @@ from runner.storage import parse_lines
 from runner.train import step as pure
 from runner.train.auxiliary import HalfBatchGradients, StepObservation, make_noise_scale
 from runner.train.state import TrainState
-from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh, make_gpt, make_mesh_options, stop_after
 from tests.test_values import TrainLookup
 
 T, R, V = 8, 16, 32
@@ -85,7 +85,7 @@ def test_estimates_do_not_depend_on_the_split_of_the_batch(S, sizes, run):
     if sizes is None:
         after, _, meta = jax.jit(step)(make_state(), batch)
     else:
-        mesh = mesh_of(*sizes)
+        mesh = make_full_mesh(*sizes)
         with use_sharding_rules(mesh):
             after, _, meta = jax.jit(step)(make_state(), jax.device_put(batch, make_batch_sharding(mesh)))
     square, trace = estimate_by_numpy()
@@ -149,7 +149,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(directory):
-    found = gpt(directory / "whole", TrainLookup, **MEASURED)
+    found = make_gpt(directory / "whole", TrainLookup, **MEASURED)
     found()
     return found
 
@@ -159,13 +159,13 @@ def read_scales(job):
 
 
 @pytest.mark.parametrize(
-    "split", [{}, pytest.param(set_mesh(2, 2, 2), marks=pytest.mark.soak)], ids=["here", "split otherwise"]
+    "split", [{}, pytest.param(make_mesh_options(2, 2, 2), marks=pytest.mark.soak)], ids=["here", "split otherwise"]
 )
 def test_resumed_rows_equal_those_of_an_uninterrupted_run(directory, uninterrupted, split):
     name = "elsewhere" if split else "resumed"
-    first = gpt(directory / name, TrainLookup, **MEASURED)
+    first = make_gpt(directory / name, TrainLookup, **MEASURED)
     stop_after(first, 2)
-    again = gpt(directory / name, TrainLookup, **MEASURED, **split)
+    again = make_gpt(directory / name, TrainLookup, **MEASURED, **split)
     again()
     assert None not in read_scales(uninterrupted)
     if split:
@@ -179,9 +179,9 @@ def test_resumed_rows_equal_those_of_an_uninterrupted_run(directory, uninterrupt
 @pytest.mark.soak
 def test_measuring_leaves_the_weights_bit_identical(directory, uninterrupted):
     split = {"config.train.micro_batch_examples": 1}
-    without = gpt(directory / "without", TrainLookup, **MEASURED | {"config.noise_scale": None} | split)
+    without = make_gpt(directory / "without", TrainLookup, **MEASURED | {"config.noise_scale": None} | split)
     without()
-    assert leaves_equal(without.state.params, uninterrupted.state.params)
+    assert are_leaves_equal(without.state.params, uninterrupted.state.params)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_measuring_leaves_the_weights_bit_identical(directory, uninterrupted):
 )
 def test_a_batch_without_two_halves_is_rejected(tmp_path, changes, line):
     with pytest.raises(InvalidError, match=line):
-        gpt(tmp_path / "run", TrainLookup, **MEASURED | changes)()
+        make_gpt(tmp_path / "run", TrainLookup, **MEASURED | changes)()
 
 
 def test_the_noise_scale_needs_an_even_number_of_micro_batches():

@@ -16,8 +16,8 @@ from runner.storage import JsonObject, LocalStore, Store, encode_json, read_json
 from runner.train import profiler as profile
 from runner.train.profiler import REQUEST, Profiler, request_profile, take_profile_request
 from tests.support.attempt import make_attempt
-from tests.support.memory_bucket import memory_bucket
-from tests.support.tiny import gpt, gpt_document, stop_after
+from tests.support.memory_bucket import make_memory_bucket
+from tests.support.tiny_jobs import make_gpt, make_gpt_document, stop_after
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def get_steps(found: list[JsonObject]) -> list[tuple[int, int]]:
 
 @pytest.mark.soak
 def test_the_steps_of_the_spec_are_profiled_and_the_run_is_bit_identical(tmp_path: Path) -> None:
-    gpt(tmp_path / "plain")()
-    gpt(tmp_path / "run", **{"logging.profile": "3:5"})()
+    make_gpt(tmp_path / "plain")()
+    make_gpt(tmp_path / "run", **{"logging.profile": "3:5"})()
     plain, run = (LocalStore(tmp_path / name) for name in ("plain", "run"))
     assert read_json(run, "result.json") == read_json(plain, "result.json")
     (event,) = read_profile_events(run)
@@ -98,9 +98,9 @@ def test_a_running_job_profiles_its_next_steps_on_request(
     profiler_calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile, "POLL_SECONDS", 0.001)
-    job = gpt(tmp_path / "run", RequestingGPT)
+    job = make_gpt(tmp_path / "run", RequestingGPT)
     stop_after(job, 7)
-    gpt(tmp_path / "run")()
+    make_gpt(tmp_path / "run")()
     assert get_steps(read_profile_events(job.store)) == [(3, 6)]
     assert profiler_calls == ["begin 000001.3-6", "end"]
 
@@ -109,7 +109,7 @@ def test_a_profile_is_copied_to_the_bucket(
     profiler_calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path))
-    store = memory_bucket()
+    store = make_memory_bucket()
     attempt = make_attempt(store)
     profiler = Profiler(attempt, "1:2")
     for step in range(4):
@@ -142,7 +142,7 @@ def test_a_failing_profile_is_a_warning(
     assert read_profile_events(store) == []
 
 
-@pytest.mark.parametrize("store", [memory_bucket(), None], ids=["bucket", "disk"])
+@pytest.mark.parametrize("store", [make_memory_bucket(), None], ids=["bucket", "disk"])
 def test_a_request_is_taken_once_and_a_malformed_one_is_ignored(store: Store | None, tmp_path: Path) -> None:
     store = store or LocalStore(tmp_path)
     assert take_profile_request(store) is None
@@ -155,7 +155,7 @@ def test_a_request_is_taken_once_and_a_malformed_one_is_ignored(store: Store | N
 
 @pytest.mark.parametrize("value", ["5:5", "5:3", f"0:{MAX_PROFILE_STEPS + 1}", "5", "a:b", ""])
 def test_invalid_step_ranges_are_rejected(value: str, tmp_path: Path) -> None:
-    document = parse_document(json.dumps(gpt_document(tmp_path, **{"logging.profile": value})), "x.yaml")
+    document = parse_document(json.dumps(make_gpt_document(tmp_path, **{"logging.profile": value})), "x.yaml")
     with pytest.raises(SpecError, match=r"logging\.profile"):
         validate_spec(document)
 

@@ -8,20 +8,20 @@ from runner.metrics.file import read_rows
 from runner.storage import LocalStore, Store
 from runner.train.report import Report
 from tests.support.attempt import make_attempt
-from tests.support.memory_bucket import memory_bucket
-from tests.support.tiny import gpt
+from tests.support.memory_bucket import make_memory_bucket
+from tests.support.tiny_jobs import make_gpt
 
 METRICS = "metrics.jsonl"
 
 
 @pytest.fixture(params=["disk", "bucket"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return LocalStore(tmp_path / "run") if request.param == "disk" else memory_bucket()
+    return LocalStore(tmp_path / "run") if request.param == "disk" else make_memory_bucket()
 
 
 def make_report(store: Store, tmp_path: Path) -> Report:
     """Return the report of a new attempt that has not resumed yet."""
-    job = gpt(tmp_path / "job")
+    job = make_gpt(tmp_path / "job")
     return Report(make_attempt(store), job.spec, job.config, [], 0.0, lambda step: {}, lambda: None)
 
 
@@ -43,7 +43,7 @@ def test_saved_rows_are_continued_unless_a_later_attempt_went_back(store: Store,
     assert crashed.find_problem(kept) is None
     crashed.resume(4, kept)
     assert [row["step"] for row in read_rows(store)] == [1, 2, 3, 4]
-    tokens = 4 * gpt(tmp_path / "job").config.tokens_per_step
+    tokens = 4 * make_gpt(tmp_path / "job").config.tokens_per_step
     assert crashed.result(4) == {"tokens": tokens, "train_loss": 0.25, "val_loss": None}
     assert crashed.metric("train/loss", 4) == 0.25
     assert crashed.metric("train/loss", 3) is None

@@ -14,7 +14,7 @@ from runner.optim.library import update_in_float32
 from runner.train import step as pure
 from runner.train.state import make_state
 from runner.train.step import round_stochastically
-from tests.support.tiny import gpt, leaves_equal, mesh_of, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh, make_gpt, stop_after
 
 KEY = jax.random.key(0)
 NARROW = {"config.precision.params": "bfloat16", "config.precision.rounding": "stochastic"}
@@ -68,7 +68,7 @@ class TrainNarrow(BaseTrainer):
 
 
 def job(directory):
-    return gpt(directory, TrainNarrow, **NARROW)
+    return make_gpt(directory, TrainNarrow, **NARROW)
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,10 @@ def test_resumed_run_is_bit_identical_and_moments_are_float32(directory):
 @pytest.mark.parametrize("sizes", [(4, 2, 1), (2, 2, 2)], ids=["fsdp", "all axes"])
 def test_the_draws_do_not_depend_on_the_mesh(sizes):
     values = jax.random.normal(KEY, (64, 32))
-    lying = jax.device_put(values, jax.NamedSharding(mesh_of(*sizes), jax.P("fsdp", "tensor")))
+    lying = jax.device_put(values, jax.NamedSharding(make_full_mesh(*sizes), jax.P("fsdp", "tensor")))
     found = jax.jit(round_stochastically)(lying, KEY)
     assert not found.sharding.is_fully_replicated
-    assert leaves_equal(jax.device_get(found), jax.device_get(jax.jit(round_stochastically)(values, KEY)))
+    assert are_leaves_equal(jax.device_get(found), jax.device_get(jax.jit(round_stochastically)(values, KEY)))
 
 
 def compute_last_loss(dtype, rounding):

@@ -12,9 +12,9 @@ import pytest
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner.trainer import BaseTrainer
-from tests.support import ordered
-from tests.support.sharded import KINDS, changes_for
-from tests.support.tiny import gpt, outcome, stop_after
+from tests.support import same_bits
+from tests.support.sharded_step import JOB_KINDS, make_changes
+from tests.support.tiny_jobs import make_gpt, read_outcome, stop_after
 
 STOP, STEPS, DEVICES = 2, 3, 8
 WHOLE, FIRST, THEN = {"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 4}
@@ -51,12 +51,12 @@ def test_a_job_moved_between_meshes_is_bit_identical(feature: str, tmp_path: Pat
     job_class, changes = FEATURES[feature]
 
     def job(name: str, mesh: dict[str, int]) -> BaseTrainer:
-        return gpt(tmp_path / name, job_class, **JOB | changes | {"topology.mesh": mesh})
+        return make_gpt(tmp_path / name, job_class, **JOB | changes | {"topology.mesh": mesh})
 
     stop_after(job("moved", FIRST), STOP)
     job("moved", THEN)()
     job("whole", WHOLE)()
-    assert outcome(tmp_path / "moved") == outcome(tmp_path / "whole")
+    assert read_outcome(tmp_path / "moved") == read_outcome(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,18 @@ def test_a_job_moved_between_meshes_is_bit_identical(feature: str, tmp_path: Pat
     [
         # XLA splits the code generation of some of its operations, and then compiles them differently.
         pytest.param("window", False, id="window, compiled in little time"),
-        *(pytest.param(kind, True, id=kind, marks=pytest.mark.soak) for kind in KINDS),
+        *(pytest.param(kind, True, id=kind, marks=pytest.mark.soak) for kind in JOB_KINDS),
     ],
 )
 def test_steps_on_one_two_and_eight_devices_are_bit_identical(
     kind: str, is_as_users: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_as_users:
-        ordered.compile_as_users_do(monkeypatch)
-    job = gpt(tmp_path / "run", KINDS[kind].job, **changes_for(kind) | ordered.CHANGES | {"config.schedule": {}})
-    on_one, *others = (ordered.bits_on(job, number) for number in ordered.NUMBERS)
+        same_bits.use_user_compiler_options(monkeypatch)
+    job = make_gpt(
+        tmp_path / "run",
+        JOB_KINDS[kind].job,
+        **make_changes(kind) | same_bits.SAME_BITS_OPTIONS | {"config.schedule": {}},
+    )
+    on_one, *others = (same_bits.compute_bits(job, number) for number in same_bits.DEVICE_COUNTS)
     assert others == [on_one] * len(others)

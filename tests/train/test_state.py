@@ -15,7 +15,14 @@ from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.parallel.mesh import AXES
 from runner.train import state as train_state
-from tests.support.tiny import FACTORISATIONS, MESHES, gpt, leaves_equal, mesh_of, set_mesh
+from tests.support.tiny_jobs import (
+    FACTORISATIONS,
+    MESHES,
+    are_leaves_equal,
+    make_full_mesh,
+    make_gpt,
+    make_mesh_options,
+)
 
 KEY = jax.random.key(3)
 MODEL = GPT(GPTConfig(layers=2, heads=4, width=32), 256, 16)
@@ -37,9 +44,9 @@ def get_sharded_axes(sharding):
 
 @pytest.mark.parametrize("sizes", MESHES)
 def test_sharded_init_is_bit_identical_to_unsharded_init(unsharded, sizes):
-    mesh = mesh_of(*sizes)
+    mesh = make_full_mesh(*sizes)
     variables, shardings = BaseTrainer.sharded_init(MODEL, KEY, TOKENS_BxT, mesh=mesh, deterministic=True)
-    assert leaves_equal(variables, unsharded)
+    assert are_leaves_equal(variables, unsharded)
     for leaf, sharding in zip(jax.tree.leaves(variables), jax.tree.leaves(shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         assert leaf.addressable_shards[0].data.size == math.prod(sharding.shard_shape(leaf.shape))
@@ -47,7 +54,7 @@ def test_sharded_init_is_bit_identical_to_unsharded_init(unsharded, sizes):
 
 def make_abstract_state(tmp_path, name, sizes):
     return build_train_setup(
-        gpt(tmp_path / "run", **set_mesh(*sizes), **{"config.optimizer.name": name})
+        make_gpt(tmp_path / "run", **make_mesh_options(*sizes), **{"config.optimizer.name": name})
     ).abstract_state
 
 
@@ -89,7 +96,7 @@ def test_matrices_of_heads_mlp_and_vocabulary_are_sharded_over_tensor(tmp_path, 
     "sizes", [*(pytest.param(sizes, marks=pytest.mark.soak) for sizes in ((1, 8, 1), (1, 2, 4))), (2, 2, 2)]
 )
 def test_every_device_holds_only_its_shard(tmp_path, sizes):
-    state = build_train_setup(gpt(tmp_path / "run", **set_mesh(*sizes))).init_state()
+    state = build_train_setup(make_gpt(tmp_path / "run", **make_mesh_options(*sizes))).init_state()
     matrices = [leaf for leaf in jax.tree.leaves(state) if leaf.size >= 256 * 32]
     assert len(matrices) >= 3
     for leaf in jax.tree.leaves(state):
@@ -127,7 +134,7 @@ def test_init_materialises_nothing_unsharded(tmp_path, monkeypatch):
     wide = {"config.model.width": 256, "config.model.layers": 2, "config.optimizer.name": "adamw"}
     figures = {}
     for sizes in ((8, 1, 1), (1, 8, 1)):
-        train_setup = build_train_setup(gpt(tmp_path / "run", **set_mesh(*sizes), **wide))
+        train_setup = build_train_setup(make_gpt(tmp_path / "run", **make_mesh_options(*sizes), **wide))
         full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(train_setup.abstract_state))
         analysis = measure_init_memory(monkeypatch, train_setup)
         figures[sizes] = analysis.output_size_in_bytes, analysis.temp_size_in_bytes
@@ -138,7 +145,7 @@ def test_init_materialises_nothing_unsharded(tmp_path, monkeypatch):
 
 
 def test_dimensions_that_do_not_divide_are_not_sharded():
-    mesh = mesh_of(1, 4, 2)
+    mesh = make_full_mesh(1, 4, 2)
 
     class Odd(nn.Module):
         @nn.compact
@@ -161,8 +168,10 @@ def test_dimensions_that_do_not_divide_are_not_sharded():
 
 
 def test_another_seed_gives_other_weights(unsharded):
-    other, _ = BaseTrainer.sharded_init(MODEL, jax.random.key(4), TOKENS_BxT, mesh=mesh_of(8, 1, 1), deterministic=True)
-    assert not leaves_equal(other, unsharded)
+    other, _ = BaseTrainer.sharded_init(
+        MODEL, jax.random.key(4), TOKENS_BxT, mesh=make_full_mesh(8, 1, 1), deterministic=True
+    )
+    assert not are_leaves_equal(other, unsharded)
     assert np.isfinite(jax.device_get(other["params"]["embedding"])).all()
 
 
@@ -179,10 +188,11 @@ class HalvedGPT(PretrainGPT):
 @pytest.mark.soak
 def test_an_overridden_sharded_init_decides_values_and_shardings(tmp_path, monkeypatch):
     usual, halved = (
-        build_train_setup(gpt(tmp_path / "run", job, **set_mesh(1, 8, 1))) for job in (PretrainGPT, HalvedGPT)
+        build_train_setup(make_gpt(tmp_path / "run", job, **make_mesh_options(1, 8, 1)))
+        for job in (PretrainGPT, HalvedGPT)
     )
     state = halved.init_state()
-    assert leaves_equal(state.params, jax.tree.map(lambda leaf: leaf / 2, usual.init_state().params))
+    assert are_leaves_equal(state.params, jax.tree.map(lambda leaf: leaf / 2, usual.init_state().params))
     assert all(get_sharded_axes(leaf.sharding) == set() for leaf in jax.tree.leaves(state.params))
     for leaf, abstract in zip(jax.tree.leaves(state), jax.tree.leaves(halved.abstract_state), strict=True):
         assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
@@ -190,10 +200,10 @@ def test_an_overridden_sharded_init_decides_values_and_shardings(tmp_path, monke
 
 
 def test_the_initial_state_has_the_parameters_of_sharded_init(tmp_path):
-    job = gpt(tmp_path / "run", **set_mesh(2, 2, 2))
+    job = make_gpt(tmp_path / "run", **make_mesh_options(2, 2, 2))
     train_setup = build_train_setup(job)
     variables, _ = job.sharded_init(job.model(), train_setup.key, TOKENS_BxT, mesh=train_setup.mesh, deterministic=True)
-    assert leaves_equal(train_setup.init_state().params, variables["params"])
+    assert are_leaves_equal(train_setup.init_state().params, variables["params"])
 
 
 def test_sharded_init_with_other_parameters_is_rejected(tmp_path):
@@ -204,11 +214,11 @@ def test_sharded_init_with_other_parameters_is_rejected(tmp_path):
             return {"params": {"all": variables["params"]}}, {"params": {"all": shardings["params"]}}
 
     with pytest.raises(InvalidError, match="sharded_init returns other parameters"):
-        gpt(tmp_path / "run", Others).setup(Hosts.single_process())
+        make_gpt(tmp_path / "run", Others).setup(Hosts.single_process())
 
 
 def test_an_overridden_sharded_init_works_on_an_abstract_mesh(tmp_path):
-    job = gpt(tmp_path / "run", HalvedGPT)
+    job = make_gpt(tmp_path / "run", HalvedGPT)
     mesh = AbstractMesh(tuple(8 if axis == "fsdp" else 1 for axis in AXES), AXES)
     train_setup = job.setup_builder.build_on_mesh(mesh, jax.eval_shape(lambda: KEY))
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(train_setup.abstract_state)} == {mesh}

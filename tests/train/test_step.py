@@ -19,7 +19,7 @@ from runner.config import MemoryConfig
 from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.train.loss import cross_entropy_sum
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state, make_state
-from tests.support.tiny import mesh_of
+from tests.support.tiny_jobs import make_full_mesh
 
 VOCABULARY, T, R = 32, 12, 16
 SPLITS = [1, 2, 4, 8]
@@ -128,7 +128,7 @@ def test_a_batch_of_padding_has_zero_loss_and_updates_nothing(state, train):
     ],
 )
 def test_loss_and_gradients_do_not_depend_on_the_devices(state, full_batch, sizes, S):
-    assert_close(run_on(mesh_of(*sizes), state, S), full_batch)
+    assert_close(run_on(make_full_mesh(*sizes), state, S), full_batch)
 
 
 def run_on(mesh, state, S):
@@ -179,7 +179,7 @@ def test_rematerialised_layers_draw_the_same_dropout(state, train, remat):
 @pytest.mark.soak
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
 def test_a_rematerialised_step_does_not_depend_on_the_devices(state, full_batch, sizes):
-    actual = run_on(mesh_of(*sizes), state.replace(apply_fn=with_remat(MODEL, "layers", 4).apply), 2)
+    actual = run_on(make_full_mesh(*sizes), state.replace(apply_fn=with_remat(MODEL, "layers", 4).apply), 2)
     assert_close(actual, full_batch)
 
 

@@ -18,7 +18,7 @@ from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.storage import read_json
 from runner.train.loss import cross_entropy_sum, document_arguments
 from runner.train.state import bind_variables, make_state
-from tests.support.tiny import gpt, leaves_equal, mesh_of, set_mesh, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh, make_gpt, make_mesh_options, stop_after
 
 V, T, R = 256, 16, 16
 KEY = jax.random.key(0)
@@ -86,7 +86,7 @@ def test_the_next_variables_do_not_depend_on_the_split_of_the_batch(S, sizes):
     if sizes is None:
         after, _, meta = step(state, batch, KEY, S)
     else:
-        mesh = mesh_of(*sizes)
+        mesh = make_full_mesh(*sizes)
         with use_sharding_rules(mesh):
             after, _, meta = step(state, jax.device_put(batch, make_batch_sharding(mesh)), KEY, S)
     expected = compute_biases(jax.device_get(batch))
@@ -134,7 +134,7 @@ def test_arguments_of_a_model_are_found_when_its_variables_are_bound():
 
 
 def job(directory, job_class=BalancingJob, **changes):
-    return gpt(directory, job_class, **{"config.model": {}, **changes})
+    return make_gpt(directory, job_class, **{"config.model": {}, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def uninterrupted(directory):
 
 
 def test_variables_are_sharded_by_their_logical_axes(directory):
-    sharded = job(directory / "sharded", **set_mesh(2, 2, 2))
+    sharded = job(directory / "sharded", **make_mesh_options(2, 2, 2))
     sharded.setup(Hosts.single_process())
     for state in (sharded.abstract_state(), sharded.init_state()):
         leaf = state.variables["balance"]["bias"]
@@ -158,7 +158,7 @@ def test_variables_are_sharded_by_their_logical_axes(directory):
 
 
 @pytest.mark.parametrize(
-    "mesh", [{}, pytest.param(set_mesh(1, 4, 2), marks=pytest.mark.soak)], ids=["here", "on another mesh"]
+    "mesh", [{}, pytest.param(make_mesh_options(1, 4, 2), marks=pytest.mark.soak)], ids=["here", "on another mesh"]
 )
 def test_resumed_variables_are_bit_identical(directory, uninterrupted, mesh):
     name = "elsewhere" if mesh else "resumed"
@@ -166,7 +166,7 @@ def test_resumed_variables_are_bit_identical(directory, uninterrupted, mesh):
     stop_after(first, 3)
     again = job(directory / name, **mesh)
     again()
-    assert leaves_equal(again.state.variables, uninterrupted.state.variables)
+    assert are_leaves_equal(again.state.variables, uninterrupted.state.variables)
     assert np.abs(uninterrupted.state.variables["balance"]["bias"]).max() > 0.7
     if not mesh:
         assert read_json(again.store, "result.json") == read_json(uninterrupted.store, "result.json")
@@ -174,11 +174,11 @@ def test_resumed_variables_are_bit_identical(directory, uninterrupted, mesh):
 
 def test_an_opened_checkpoint_contains_the_variables(uninterrupted):
     weights, _ = open_checkpoint(uninterrupted.store.root)
-    assert leaves_equal(weights, uninterrupted.weights(uninterrupted.state))
+    assert are_leaves_equal(weights, uninterrupted.weights(uninterrupted.state))
     assert set(weights) == {"params", "variables"}
     apply_fn, variables = BiasModel().apply, {"params": weights["params"], **weights["variables"]}
     tokens = jnp.zeros((1, T), jnp.int32)
-    assert leaves_equal(
+    assert are_leaves_equal(
         apply_fn(variables, tokens, deterministic=True),
         bind_variables(apply_fn, uninterrupted.state.variables)(
             {"params": uninterrupted.state.params}, tokens, deterministic=True
@@ -192,7 +192,7 @@ def test_another_run_can_start_from_the_variables(directory, uninterrupted):
 
     other = job(directory / "warm", Still, **{"checkpoint.init_from": str(uninterrupted.store.root)})
     other()
-    assert leaves_equal(other.state.variables, uninterrupted.state.variables)
+    assert are_leaves_equal(other.state.variables, uninterrupted.state.variables)
 
 
 def test_weights_without_the_variables_are_rejected_by_name(directory):

@@ -35,7 +35,7 @@ from experiments.model.attention import (
 from experiments.model.rotary import Rope, rotate, rotation_at
 from runner.errors import InvalidError
 from runner.parallel.mesh import use_sharding_rules
-from tests.support.tiny import mesh_of
+from tests.support.tiny_jobs import make_full_mesh
 
 ON_A_CPU = [causal_attention, xla_attention]
 SPLITS = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 2, 4), (4, 1, 2)]
@@ -290,7 +290,7 @@ def test_attention_is_the_same_under_any_sharding(form, sizes, interpreted, monk
     case = Case(T=125, N=24, K=6, B=8, segments=True, window=20, softcap=3.0)
     arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
     want = jax.jit(functools.partial(value_and_gradients, blocked_attention, **case.options))(*arrays)
-    mesh = mesh_of(*sizes)
+    mesh = make_full_mesh(*sizes)
     with use_sharding_rules(mesh):
         rows, heads = nn.logical_to_mesh_axes(("batch", "heads"))
         specs = [PartitionSpec(rows, None, heads if x.shape[2] % sizes[2] == 0 else None) for x in arrays[:4]]
@@ -315,7 +315,7 @@ def test_rotation_in_a_kernel_is_the_same_under_sharding(rows, interpreted, monk
 
     want = jax.jit(functools.partial(value_and_gradients, attend))(*arrays)
     monkeypatch.setattr(attention, "platform", lambda: "tpu")
-    mesh = mesh_of(2, 1, 4)
+    mesh = make_full_mesh(2, 1, 4)
     with use_sharding_rules(mesh):
         axes = nn.logical_to_mesh_axes(("batch", "sequence", "heads"))
         specs = [*[axes] * 4, PartitionSpec(axes[0])]

@@ -34,9 +34,9 @@ from runner.train.state import compute_variable_shardings, get_shardings, make_a
 from tests.experiments.model.test_attention import Case, value_and_gradients
 from tests.experiments.model.test_decoder import EVERYTHING, LATENT
 from tests.experiments.test_documents import LENGTHS, T, documents, pack
-from tests.support.judged import TINY, rows_of, write_questions
-from tests.support.libtpu import printed_by
-from tests.support.tiny import gpt
+from tests.support.bigram import BIGRAM_OPTIONS, read_trajectory, write_questions
+from tests.support.libtpu import run_module
+from tests.support.tiny_jobs import make_gpt
 
 SOAK = pytest.mark.soak
 WAYS = ("ring", "gather")
@@ -325,7 +325,7 @@ def test_a_sharded_step_has_the_loss_and_gradients_of_one_device(name, sizes, wa
 @pytest.mark.parametrize("way", WAYS)
 def test_evaluation_under_context_parallelism_equals_one_device(way, tmp_path):
     questions = write_questions(tmp_path / "questions.jsonl")
-    changes = TINY | {
+    changes = BIGRAM_OPTIONS | {
         "config.model": {"layers": 1, "heads": 2, "width": 16},
         "config.train.micro_batch_examples": "auto",
         "config.train.total_steps": 3,
@@ -336,8 +336,8 @@ def test_evaluation_under_context_parallelism_equals_one_device(way, tmp_path):
     }
     rows = []
     for name, mesh in {"one": {"data": 8}, "cut": {"data": 2, "sequence": 4}}.items():
-        gpt(tmp_path / name, **changes, **{"topology.mesh": mesh})()
-        rows.append(rows_of(tmp_path / name)[-1])
+        make_gpt(tmp_path / name, **changes, **{"topology.mesh": mesh})()
+        rows.append(read_trajectory(tmp_path / name)[-1])
     own = [key for key in rows[0] if key.startswith(("val/", "train/"))]
     assert {"val/squares/acc", "val/sample/0", "val/loss"} <= {*own}
     for key in own:
@@ -354,7 +354,7 @@ def compiled_for_tpu(*overrides, examples):
     others += [f"config.train.global_batch_examples={examples}"]
     others += ["config.memory.loss_chunk_positions=128", "config.precision.compute=bfloat16"]
     words = "specs/llama_nano.yaml", "v5e-4", *others, *(f"config.model.{key}" for key in sizes)
-    return printed_by("tests.experiments.model.context_program", *words)
+    return run_module("tests.experiments.model.context_program", *words)
 
 
 @pytest.mark.soak
@@ -383,4 +383,4 @@ def test_a_tpu_program_gathers_keys_and_runs_its_kernel(overrides, examples, gat
 
 @pytest.mark.soak
 def test_a_tpu_reduce_scatters_gradients_of_gathered_keys():
-    assert printed_by("tests.experiments.model.context_gradient") == ["reduce-scatter"]
+    assert run_module("tests.experiments.model.context_gradient") == ["reduce-scatter"]

@@ -26,7 +26,7 @@ from runner.errors import InvalidError
 from runner.parallel.mesh import BATCH_AXES, use_sharding_rules
 from runner.train.state import compute_variable_shardings
 from tests.experiments.test_documents import LENGTHS, NUM_DOCUMENTS, alone, documents, pack
-from tests.support.tiny import mesh_of
+from tests.support.tiny_jobs import make_full_mesh
 
 SOAK = pytest.mark.soak
 VOCABULARY = 31
@@ -187,7 +187,7 @@ def test_a_window_larger_than_the_sequence_is_full_attention():
 
 def test_heads_that_do_not_divide_over_devices_are_refused():
     with (
-        use_sharding_rules(mesh_of(1, 1, 8)),
+        use_sharding_rules(make_full_mesh(1, 1, 8)),
         pytest.raises(
             InvalidError, match=r"config.model.heads=4 does not divide .*make topology.mesh.tensor a divisor"
         ),
@@ -290,7 +290,7 @@ SPLITS = [
 def test_packed_documents_on_many_devices_equal_single_documents_on_one(name, sizes):
     rows = documents(LENGTHS) + [[]] * (8 - len(LENGTHS))  # so that they divide over every mesh
     model = make_decoder(MODELS[name], {"loss_chunk_positions": 32})
-    actual = loss_and_gradients(model, params_of(name)["params"], pack(rows), mesh_of(*sizes))
+    actual = loss_and_gradients(model, params_of(name)["params"], pack(rows), make_full_mesh(*sizes))
     expected = expected_alone(name)
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
     for got, want in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):

@@ -21,8 +21,8 @@ from runner.errors import InvalidError
 from runner.parallel.mesh import BATCH_AXES, make_mesh, use_sharding_rules
 from runner.plan.forecast.collectives import find_collectives
 from runner.train.state import compute_variable_shardings
-from tests.support.harness import command, environment
-from tests.support.tiny import AXIS_MESHES, gpt, mesh_id, mesh_over
+from tests.support.job_process import environment, run_runner
+from tests.support.tiny_jobs import AXIS_MESHES, format_mesh, make_gpt, make_partial_mesh
 
 SOAK = pytest.mark.soak
 KEY = jax.random.key(0)
@@ -88,7 +88,7 @@ def lying(mesh, model, variables):
 
 def sharded(sizes, *names):
     model, variables = layer(*names)
-    mesh = mesh_over(sizes)
+    mesh = make_partial_mesh(sizes)
     arrays = lying(mesh, model, variables)
     with use_sharding_rules(mesh):
         return jax.device_get(jax.jit(gradients_of(model))(*arrays))
@@ -110,7 +110,7 @@ def assert_same(actual, expected):
 def cases(daily, *tables):
     """Return all combinations, all but one of them for the soak."""
     return [
-        pytest.param(*case, id="-".join([mesh_id(case[0]), *case[1:]]), marks=() if case == daily else SOAK)
+        pytest.param(*case, id="-".join([format_mesh(case[0]), *case[1:]]), marks=() if case == daily else SOAK)
         for case in itertools.product(MESHES, *tables)
     ]
 
@@ -122,14 +122,14 @@ def test_a_sharded_layer_equals_one_device(mesh, room, traffic):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("room", ROOM)
-@pytest.mark.parametrize("mesh", [DATA_AND_EXPERT, ROWS_CUT], ids=mesh_id)
+@pytest.mark.parametrize("mesh", [DATA_AND_EXPERT, ROWS_CUT], ids=format_mesh)
 def test_shared_experts_and_groups_when_sharded(mesh, room):
     family = tuple(DEEPSEEK.items())
     assert_same(sharded(mesh, room, "any", family), expected(room, "any", family))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("sizes", [{"expert": 8}, ROWS_CUT], ids=mesh_id)
+@pytest.mark.parametrize("sizes", [{"expert": 8}, ROWS_CUT], ids=format_mesh)
 @pytest.mark.parametrize("room", ROOM)
 def test_batches_that_do_not_divide_stay_in_place(room, sizes):
     """Sampling has such batches."""
@@ -173,7 +173,7 @@ def test_ragged_exchange_equals_dense_exchange(traffic, monkeypatch, interpreted
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("num_experts", [8, 6])
 def test_gathered_weights_are_whole_and_gradients_scattered(num_experts, axis):
-    mesh = mesh_over({"fsdp": 4, "data": 2})
+    mesh = make_partial_mesh({"fsdp": 4, "data": 2})
     spec = PartitionSpec(*[None] * axis, "fsdp")
     whole_ExDxF, weight_ExDxF = jax.random.normal(KEY, (2, num_experts, 8, 12))
 
@@ -200,7 +200,7 @@ def test_gathered_weights_are_whole_and_gradients_scattered(num_experts, axis):
 def sent(sizes, room):
     """Return the collectives of the compiled gradients of a layer that involve more than one device."""
     model, variables = layer(room, "any")
-    mesh = mesh_over(sizes)
+    mesh = make_partial_mesh(sizes)
     arrays = lying(mesh, model, variables)
     with use_sharding_rules(mesh):
         text = jax.jit(gradients_of(model)).lower(*arrays).compile().as_text()
@@ -267,7 +267,7 @@ def test_window_size_and_worst_number_of_rounds(tokens, per_token, here, devices
 
 def job_of(directory, **changes):
     model = {"layers": 2, "heads": 4, "width": 32, "mlp_width": 16, "moe": {"experts": 8, "experts_per_token": 2}}
-    return gpt(directory, PretrainDecoder, **{"config.model": model} | changes)
+    return make_gpt(directory, PretrainDecoder, **{"config.model": model} | changes)
 
 
 def test_experts_and_their_moments_are_sharded_over_their_axis(tmp_path):
@@ -316,6 +316,6 @@ def test_experts_that_do_not_divide_are_refused_with_alternatives(tmp_path, expe
 @pytest.mark.soak
 def test_plan_refuses_experts_that_do_not_divide():
     sizes = ["--set", "config.model.moe.experts=12", "--set", "topology.mesh.expert=8"]
-    code, output = command(environment(1), "plan", "specs/moe_nano.yaml", "--topology", "cpu-8", *sizes)
+    code, output = run_runner(environment(1), "plan", "specs/moe_nano.yaml", "--topology", "cpu-8", *sizes)
     assert code == 2, output
     assert "config.model.moe.experts=12 does not divide over topology.mesh.expert=8; use 8 or 16 experts" in output

@@ -21,7 +21,7 @@ from runner.storage import parse_lines, read_json
 from runner.train.flops import count_matmul_flops
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state, make_state
 from tests.experiments.test_documents import LENGTHS, documents, pack
-from tests.support.tiny import gpt, leaves_equal, mesh_id, set_mesh, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, format_mesh, make_gpt, make_mesh_options, stop_after
 
 SOAK = pytest.mark.soak
 KEY = jax.random.key(0)
@@ -110,7 +110,7 @@ def assert_same_step(name, actual):
     before = jax.device_get(state_of(name).params)
     for new, want, old in zip(*map(jax.tree.leaves, (params, expected_params, before)), strict=True):
         np.testing.assert_allclose(new - old, want - old, rtol=0, atol=1e-4 * np.abs(want - old).max())
-    assert leaves_equal(variables, expected_variables)
+    assert are_leaves_equal(variables, expected_variables)
     for key, value in expected_meta.items():
         np.testing.assert_allclose(meta[key], value, rtol=0 if key.endswith(("load", "dropped")) else 1e-5)
 
@@ -156,7 +156,7 @@ MESHES = [
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("sizes", MESHES, ids=format_mesh)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_on_many_devices_equals_one(name, sizes):
     assert_same_step(name, step(name, 1, make_mesh(sizes)))
@@ -210,7 +210,7 @@ def test_the_formula_counts_every_form_of_attention_and_active_experts(attention
         | ATTENTION[attention],
         "config.memory.remat": remat,
     }
-    job = gpt(tmp_path / "run", PretrainDecoder, **changes)
+    job = make_gpt(tmp_path / "run", PretrainDecoder, **changes)
     model = job.model()
     tokens_BxT, weight_BxT = jnp.zeros((1, 16), jnp.int32), jnp.ones((1, 16))
     variables = nn.unbox(jax.eval_shape(functools.partial(model.init, deterministic=True), KEY, tokens_BxT))
@@ -253,7 +253,7 @@ JOB = {"config.model": SIZES | MODELS["biases"], "config.train.total_steps": 6, 
 
 
 def run(directory, **changes):
-    job = gpt(directory, PretrainDecoder, **JOB, **changes)
+    job = make_gpt(directory, PretrainDecoder, **JOB, **changes)
     job()
     return job
 
@@ -265,10 +265,10 @@ def whole(tmp_path_factory):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "mesh", [{}, pytest.param(set_mesh(1, 4, 2), marks=SOAK)], ids=["the same devices", "another mesh"]
+    "mesh", [{}, pytest.param(make_mesh_options(1, 4, 2), marks=SOAK)], ids=["the same devices", "another mesh"]
 )
 def test_a_stopped_run_resumes_to_the_same_bits_and_rows(tmp_path, whole, mesh):
-    first = gpt(tmp_path / "run", PretrainDecoder, **JOB)
+    first = make_gpt(tmp_path / "run", PretrainDecoder, **JOB)
     stop_after(first, 2)
     again = run(tmp_path / "run", **mesh)
     rows, expected_rows = (parse_lines((job.store.root / "metrics.jsonl").read_bytes()) for job in (again, whole))
@@ -278,6 +278,6 @@ def test_a_stopped_run_resumes_to_the_same_bits_and_rows(tmp_path, whole, mesh):
             assert row[key] == (expected_row[key] if not mesh else pytest.approx(expected_row[key], rel=0.05))
     if not mesh:
         assert read_json(again.store, "result.json") == read_json(whole.store, "result.json")
-        assert leaves_equal(again.state, whole.state)
+        assert are_leaves_equal(again.state, whole.state)
     biases = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(again.state.variables))])
     assert 0.01 < np.abs(biases).max() <= 6 * 0.0101

@@ -13,7 +13,7 @@ from experiments.model.config import DecoderConfig
 from experiments.model.decoder import PretrainDecoder
 from experiments.model.huggingface import DecoderFiles
 from runner.errors import InvalidError
-from tests.support.tiny import gpt, leaves_equal
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt
 
 BASE, WIDTHS, VOCABULARY, STEPS = 32, (32, 64, 128), 64, 5
 TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (8, 16))
@@ -32,7 +32,7 @@ def job(directory, width, job_class=PretrainDecoder, **changes):
         "config.train": {"total_steps": STEPS, "global_batch_examples": 8},
     }
     directory.mkdir(exist_ok=True)
-    return gpt(directory / str(width), job_class, **fixed | changes)
+    return make_gpt(directory / str(width), job_class, **fixed | changes)
 
 
 def trained(found, num_steps=STEPS):
@@ -99,7 +99,7 @@ def test_initial_weights_and_learning_rates_follow_the_table(wide, tmp_path):
     for part, name in (("attention", "query"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")):
         np.testing.assert_allclose(layer[part][name]["kernel"], of_plain[part][name]["kernel"] / 2, rtol=1e-5)
     for name in ("embedding", "head"):
-        assert leaves_equal(first[name], other[name])
+        assert are_leaves_equal(first[name], other[name])
     ones, zeros = (jax.tree.map(like, jax.device_get(first)) for like in (np.ones_like, np.zeros_like))
     moved = update(train_setup.optimizer, ones, first, zeros)
     rate = found.config.optimizer.learning_rate
@@ -132,7 +132,7 @@ def test_at_the_base_width_nothing_changes(tmp_path):
     states = [
         trained(job(tmp_path / str(base), BASE, **{"config.model.base_width": base}), 2)[1] for base in (None, BASE)
     ]
-    assert leaves_equal(states[0].params, states[1].params)
+    assert are_leaves_equal(states[0].params, states[1].params)
 
 
 class OwnOptimizer(PretrainDecoder):

@@ -13,8 +13,8 @@ from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder, PretrainDecoder
 from experiments.model.embedding import EmbeddingNoise
 from runner.config import TrainerConfig
-from tests.support.tiny import gpt as tiny_gpt
-from tests.support.tiny import leaves_equal, stop_after
+from tests.support.tiny_jobs import are_leaves_equal, stop_after
+from tests.support.tiny_jobs import make_gpt as tiny_gpt
 
 B, T, D, V = 8, 6, 8, 16
 X = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
@@ -107,4 +107,4 @@ def test_stopped_and_resumed_every_bit_is_the_same(tmp_path, job):
     stop_after(parts, 3)
     parts = tiny_gpt(tmp_path / "parts", job, **changes)
     parts()
-    assert leaves_equal(parts.state, whole.state)
+    assert are_leaves_equal(parts.state, whole.state)

@@ -19,7 +19,7 @@ from experiments.model.decoder import Decoder
 from runner.config import MemoryConfig
 from runner.parallel.mesh import make_mesh, use_sharding_rules
 from tests.experiments.model.test_decoder import FAMILIES, LLAMA
-from tests.support.tiny import mesh_id
+from tests.support.tiny_jobs import format_mesh
 
 SOAK = pytest.mark.soak
 VOCABULARY, CUT_VOCABULARY = 31, 32  # that two devices do not share, and that they do
@@ -86,7 +86,7 @@ def test_both_forms_compute_the_same_function(name, remat, as_on_a_tpu):
             for sizes in ({"fsdp": 2, "tensor": 2}, {"sequence": 2, "fsdp": 2}, {"expert": 2, "tensor": 2})
         ),
     ],
-    ids=mesh_id,
+    ids=format_mesh,
 )
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=SOAK)], ids=["tied", "apart"])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, pytest.param(CUT_VOCABULARY, marks=SOAK)])

@@ -29,7 +29,7 @@ from launch.__main__ import main
 from launch.kubernetes.engine import escape_references
 from runner.accelerator import CHIPS
 from runner.run.events import SUBMITTED
-from tests.support.harness import DEADLINE_SECONDS
+from tests.support.job_process import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "tests" / "golden" / "job.yaml"

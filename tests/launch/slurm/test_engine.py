@@ -15,7 +15,7 @@ import pytest
 from launch.__main__ import main
 from launch.slurm import engine
 from runner.process import STOP_SIGNALS
-from tests.support.harness import DEADLINE_SECONDS
+from tests.support.job_process import DEADLINE_SECONDS
 
 SCHEDULERS_SIGNALS = [number for number in STOP_SIGNALS if number != signal.SIGINT]
 ROOT = Path(__file__).parents[3]
@@ -201,10 +201,10 @@ class Play:
         """SLURM starts the job, whose command ends with `code` after SIGTERM and the word that it may."""
         self.say("waits", "")
         process = self.start(code)
-        self.until(lambda: self.read("task_pids"))
+        self.wait_until(lambda: self.read("task_pids"))
         return process
 
-    def until(self, happens: Callable[[], object]) -> None:
+    def wait_until(self, happens: Callable[[], object]) -> None:
         """Wait for what the commands do."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not happens():
@@ -299,7 +299,7 @@ def test_a_signal_to_the_shell_alone_reaches_the_tasks_once_and_never_srun(play,
     process = play.start_waiting(75)
     for num_signals in (1, 2):
         process.send_signal(number)
-        play.until(lambda count=num_signals: len(asked_for_state(play)) == count and play.read("told"))
+        play.wait_until(lambda count=num_signals: len(asked_for_state(play)) == count and play.read("told"))
     assert play.end(process) == (75, "launch: preempted; starting again\n")
     assert play.calls("scancel") == ["--signal=TERM 42.0"]
     assert play.read("told") == ["told"]

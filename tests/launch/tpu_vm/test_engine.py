@@ -15,7 +15,7 @@ from launch.__main__ import main
 from launch.tpu_vm import engine
 from launch.tpu_vm.engine import find_exit_code
 from launch.tpu_vm.gcloud import HostStatus
-from tests.support.harness import DEADLINE_SECONDS
+from tests.support.job_process import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.libtpu import printed_by
+from tests.support.libtpu import run_module
 
 pytestmark = pytest.mark.soak
 
@@ -25,7 +25,7 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, float]]:
     """Return the forecast of each op."""
-    return dict(printed_by("tests.plan.forecast.tpu_op"))
+    return dict(run_module("tests.plan.forecast.tpu_op"))
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -11,14 +11,14 @@ from pydantic import Field
 from runner.hook import Act, Hook, HookConfig, Moment, Observer, Verdict
 
 
-def note(moment: Moment, directory: Any, line: str) -> None:
+def append_to_diary(moment: Moment, directory: Any, line: str) -> None:
     """Append a line to a file beside the run, on the main host."""
     if moment.hosts.is_main:
         with (directory / "diary").open("a") as file:
             file.write(f"{line} {moment.step}\n")
 
 
-class Diary(Hook):
+class DiaryHook(Hook):
     """Counts its calls and sums what it sees, and writes each call down."""
 
     def init(self) -> Any:
@@ -26,7 +26,7 @@ class Diary(Hook):
         return {"calls": np.zeros(2, np.int32), "sum": np.float32(0)}
 
     def _count(self, moment: Moment, place: int) -> Verdict:
-        note(moment, self.job.store.root, ("row", "evaluation")[place])
+        append_to_diary(moment, self.job.store.root, ("row", "evaluation")[place])
         counters = moment.counters
         counters["calls"][place] += 1
         seen = np.float32(moment.row.get("val/loss", moment.row["train/loss"]))
@@ -41,41 +41,41 @@ class Diary(Hook):
         return self._count(moment, 1)
 
 
-class Watcher(Observer):
+class DiaryObserver(Observer):
     """Writes each call down."""
 
     def on_start(self, moment: Moment) -> None:
         """Note it."""
-        note(moment, self.job.store.root, "start")
+        append_to_diary(moment, self.job.store.root, "start")
 
     def on_row(self, moment: Moment) -> None:
         """Note it."""
-        note(moment, self.job.store.root, "saw row")
+        append_to_diary(moment, self.job.store.root, "saw row")
 
     def on_evaluation(self, moment: Moment) -> None:
         """Note it."""
-        note(moment, self.job.store.root, "saw evaluation")
+        append_to_diary(moment, self.job.store.root, "saw evaluation")
 
     def on_checkpoint(self, moment: Moment) -> None:
         """Note it."""
-        note(moment, self.job.store.root, "checkpoint")
+        append_to_diary(moment, self.job.store.root, "checkpoint")
 
     def on_end(self, moment: Moment) -> None:
         """Note it."""
-        note(moment, self.job.store.root, "end")
+        append_to_diary(moment, self.job.store.root, "end")
 
 
-class AtStepConfig(HookConfig):
+class StepActionConfig(HookConfig):
     """When, and what."""
 
     step: int = 5
     act: str = Field(default="stop")
 
 
-class AtStep(Hook):
+class StepActionHook(Hook):
     """Asks for something at one step."""
 
-    Config = AtStepConfig
+    Config = StepActionConfig
 
     def on_row(self, moment: Moment) -> Verdict | None:
         """Ask."""
@@ -84,7 +84,7 @@ class AtStep(Hook):
         return None
 
 
-class HidesState(Hook):
+class HiddenStateHook(Hook):
     """Counts in an attribute, which nobody saves."""
 
     seen = 0
@@ -99,7 +99,7 @@ class HidesState(Hook):
         return Verdict(counters={"seen": np.int32(self.seen)})
 
 
-class SickConfig(HookConfig):
+class FaultyHookConfig(HookConfig):
     """Where it falls ill."""
 
     step: int = 3
@@ -108,10 +108,10 @@ class SickConfig(HookConfig):
     how: str = "raise"
 
 
-class Sick(Hook):
+class FaultyHook(Hook):
     """Falls ill in one call of its, on one process or all."""
 
-    Config = SickConfig
+    Config = FaultyHookConfig
 
     def init(self) -> Any:
         """A counter, so that it may return a wrong one."""
@@ -175,7 +175,7 @@ class Sick(Hook):
         return self._act(moment, "on_end")
 
 
-class Bossy(Observer):
+class VerdictObserver(Observer):
     """Returns a verdict, which it may not."""
 
     def on_row(self, moment: Moment) -> Verdict:  # type: ignore[override]
@@ -183,7 +183,7 @@ class Bossy(Observer):
         return Verdict(Act.STOP)
 
 
-class Wide(Hook):
+class Float64Hook(Hook):
     """Counts in 64 bits, which the state does not have."""
 
     def init(self) -> Any:
@@ -191,7 +191,7 @@ class Wide(Hook):
         return {"n": np.float64(0)}
 
 
-class Large(Hook):
+class LargeStateHook(Hook):
     """Wants more memory than counters get."""
 
     def init(self) -> Any:
@@ -199,23 +199,23 @@ class Large(Hook):
         return {"n": np.zeros(100_000, np.int32)}
 
 
-class SleepsConfig(HookConfig):
+class SleepingObserverConfig(HookConfig):
     """How long."""
 
     seconds: float = 0.2
 
 
-class Sleeps(Observer):
+class SleepingObserver(Observer):
     """Takes its time at every row."""
 
-    Config = SleepsConfig
+    Config = SleepingObserverConfig
 
     def on_row(self, moment: Moment) -> None:
         """Sleep."""
         time.sleep(self.config.seconds)
 
 
-class Counts(Hook):
+class RowCounter(Hook):
     """Counts rows, and writes nothing down."""
 
     def init(self) -> Any:

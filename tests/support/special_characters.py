@@ -8,12 +8,12 @@ from pathlib import Path
 
 import yaml
 
-from tests.support.harness import ROOT
+from tests.support.job_process import ROOT
 
 # Line breaks of YAML 1.1 or of Python alone, marks, and what a terminal or a manifest cannot hold, at every place.
 _CHARACTERS = "\x85\u2028\u2029\ufeff\r\t\x00\x0b\x1c\x7f\x80\xa0\ufffe"
-_AROUND = (("a", "b"), ("", ""), ("a ", "\n"))
-PLACED = [f"{before}{character}{after}" for character in _CHARACTERS for before, after in _AROUND]
+_CONTEXTS = (("a", "b"), ("", ""), ("a ", "\n"))
+CONTROL_CHARACTER_TEXTS = [f"{before}{character}{after}" for character in _CHARACTERS for before, after in _CONTEXTS]
 TEXTS = (
     "it's",
     'say "no"',
@@ -39,8 +39,8 @@ TEXTS = (
     "\ufeffa",
 )
 # A value of YAML whose comments are lines of their own.
-OVERRIDE_OF_LINES = 'seed=1\n#SBATCH --nodes=7\r\n# it\'s "raw" $HOME \\\n#SBATCH --qos=none\n'
-UNPRINTABLE = ("", " ", " a", "a ", "a\nb", "a\tb", "a\rb", "\x1b[31m", "\x7f", "\udcff")
+MULTILINE_OVERRIDE = 'seed=1\n#SBATCH --nodes=7\r\n# it\'s "raw" $HOME \\\n#SBATCH --qos=none\n'
+UNPRINTABLE_TEXTS = ("", " ", " a", "a ", "a\nb", "a\tb", "a\rb", "\x1b[31m", "\x7f", "\udcff")
 _SPEC = "specs/counter.yaml"
 
 
@@ -52,7 +52,7 @@ class Engine(enum.Enum):
     TPU_VM = "tpu-vm"
 
 
-def commit_of(directory: Path) -> Path:
+def make_committed_project(directory: Path) -> Path:
     """A project with one spec, committed."""
     (directory / "specs").mkdir(parents=True)
     (directory / _SPEC).write_text((ROOT / _SPEC).read_text())
@@ -62,7 +62,7 @@ def commit_of(directory: Path) -> Path:
     return directory
 
 
-def given_to(engine: Engine, output: str, scratch: Path) -> list[str]:
+def extract_job_arguments(engine: Engine, output: str, scratch: Path) -> list[str]:
     """The words that `python -m runner` (or the worker above it) gets, by what a dry run has printed."""
     if engine is Engine.JOBSET:
         pod = yaml.safe_load(output)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
@@ -70,15 +70,15 @@ def given_to(engine: Engine, output: str, scratch: Path) -> list[str]:
     if engine is Engine.SLURM:
         assert output.count("\n#SBATCH") == output.partition("\nset -u\n")[0].count("\n#SBATCH")
         (command,) = re.findall(r"^command=\(.*\)$", output, re.MULTILINE)
-        return _words_of_bash(f'{command}\nprintf "%s\\0" "${{command[@]}}"')
+        return _run_bash(f'{command}\nprintf "%s\\0" "${{command[@]}}"')
     (attend, *_) = [line for line in output.split("\ngcloud ") if "job.sh" in line or "launch.worker" in line]
     script = next(word for word in shlex.split(f"gcloud {attend}") if word.startswith("--command="))
     (job,) = re.findall(r"setsid nohup bash -c (.*) >>log 2>&1", script, re.DOTALL)
     program = shlex.split(job)[0]
     (arguments,) = re.findall(r"launch\.worker (.*)\ncode=", program, re.DOTALL)
-    return _words_of_bash(f'printf "%s\\0" {arguments}')
+    return _run_bash(f'printf "%s\\0" {arguments}')
 
 
-def _words_of_bash(program: str) -> list[str]:
+def _run_bash(program: str) -> list[str]:
     output = subprocess.run(["bash", "-c", program], capture_output=True, check=True).stdout
     return output.decode().split("\0")[:-1]

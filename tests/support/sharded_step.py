@@ -1,6 +1,6 @@
 """A train step on many faked devices beside the same step on one: every kind of model, over meshes of all axes.
 
-    python -m tests.support.sharded DEVICES KIND     prints by mesh of so many devices how far a step is off
+    python -m tests.support.sharded_step DEVICES KIND     prints by mesh of so many devices how far a step is off
 
 A kind is what a job can be asked for that a mesh could betray; an axis of the mesh joins by its name in `AXES`.
 """
@@ -26,12 +26,12 @@ from runner.train.compile import list_batch_layouts
 from runner.train.state import get_shardings
 from runner.train.step import Batch
 from runner.trainer import BaseTrainer
-from tests.support.tiny import gpt, mesh_id
+from tests.support.tiny_jobs import format_mesh, make_gpt
 
 Mesh = Mapping[str, int]
 Changes = dict[str, Any]
 
-MOST_DEVICES = 16  # which divide rows in halves, heads, experts, examples and vocabulary below
+MAX_DEVICES = 16  # which divide rows in halves, heads, experts, examples and vocabulary below
 GRADIENTS = optax.trace(decay=0.0)  # whose state they are
 SCALE = 3.0  # of matrices at the start: no router's choice hangs on rounding, and every part counts
 
@@ -40,7 +40,7 @@ GPT = {"layers": 2, "width": 64, "heads": 16}
 EXPERTS = {"experts": 16, "experts_per_token": 2, "auxiliary_loss": 0.1, "router_z_loss": 0.01}
 
 
-class Kind(NamedTuple):
+class JobKind(NamedTuple):
     """What a job is asked for: its class, its model, and other keys of `config`."""
 
     job: type[BaseTrainer]
@@ -80,20 +80,20 @@ LATENT = {
 }
 SIGMOID = {"gate": "sigmoid", "bias_rate": 0.01, "shared_experts": 1, "dense_layers": 1, "expert_width": 16}
 GROUPS = {"groups": 4, "groups_per_token": 2, "group_score": "max", "routed_scale": 2.5, "normalise_gates": False}
-KINDS = {
-    "dense": Kind(PretrainDecoder, {"tied_embedding": True}),
-    "packed": Kind(PretrainDecoder, {}, PACKED),
-    "grouped heads": Kind(PretrainDecoder, GROUPED, {"memory.row_attention": "ring"}),
-    "window": Kind(PretrainDecoder, WINDOWS, PACKED | {"memory.row_attention": "ring"}),
-    "window, gathered": Kind(PretrainDecoder, WINDOWS, PACKED | {"memory.row_attention": "gather"}),
-    "latent": Kind(PretrainDecoder, LATENT, {"memory.remat": "layers", "memory.loss_chunk_positions": 2}),
-    "dropout": Kind(PretrainGPT, {"dropout": 0.3, "neftune_alpha": 5.0}, {"train.micro_batch_examples": 1}),
-    "sparse": Kind(PretrainDecoder, {"moe": EXPERTS | SIGMOID | GROUPS}, {"memory.remat": "dots"}),
-    "sparse, with capacity": Kind(PretrainDecoder, {"moe": EXPERTS | {"capacity_factor": 1.0}}, PACKED),
+JOB_KINDS = {
+    "dense": JobKind(PretrainDecoder, {"tied_embedding": True}),
+    "packed": JobKind(PretrainDecoder, {}, PACKED),
+    "grouped heads": JobKind(PretrainDecoder, GROUPED, {"memory.row_attention": "ring"}),
+    "window": JobKind(PretrainDecoder, WINDOWS, PACKED | {"memory.row_attention": "ring"}),
+    "window, gathered": JobKind(PretrainDecoder, WINDOWS, PACKED | {"memory.row_attention": "gather"}),
+    "latent": JobKind(PretrainDecoder, LATENT, {"memory.remat": "layers", "memory.loss_chunk_positions": 2}),
+    "dropout": JobKind(PretrainGPT, {"dropout": 0.3, "neftune_alpha": 5.0}, {"train.micro_batch_examples": 1}),
+    "sparse": JobKind(PretrainDecoder, {"moe": EXPERTS | SIGMOID | GROUPS}, {"memory.remat": "dots"}),
+    "sparse, with capacity": JobKind(PretrainDecoder, {"moe": EXPERTS | {"capacity_factor": 1.0}}, PACKED),
 }
 
 
-def meshes(devices: int) -> list[dict[str, int]]:
+def list_meshes(devices: int) -> list[dict[str, int]]:
     """Over so many devices, a power of two: each axis alone, all pairs of axes, and two triples."""
     less, more = 2 ** ((devices.bit_length() - 1) // 2), 2 ** (devices.bit_length() // 2)
     return [
@@ -112,27 +112,27 @@ def _directory() -> Path:
     return directory
 
 
-def changes_for(name: str) -> Changes:
+def make_changes(name: str) -> Changes:
     """What a job of this kind has beside its mesh and its optimizer."""
-    kind = KINDS[name]
+    kind = JOB_KINDS[name]
     others = {key: str(_directory() / "*.txt") if value == "TEXTS" else value for key, value in kind.others.items()}
     return {
         "config.model": (GPT if kind.job is PretrainGPT else DECODER) | kind.model,
-        "config.data.sequence_length": 4 * MOST_DEVICES,
-        "config.train": {"total_steps": 3, "global_batch_examples": 2 * MOST_DEVICES},
+        "config.data.sequence_length": 4 * MAX_DEVICES,
+        "config.train": {"total_steps": 3, "global_batch_examples": 2 * MAX_DEVICES},
         **{f"config.{key}": value for key, value in others.items()},
     }
 
 
 def make_job(name: str, mesh: Mesh) -> BaseTrainer:
     """A job of this kind, whose optimizer keeps the gradients of the last step."""
-    job = KINDS[name].job
+    job = JOB_KINDS[name].job
     methods = {"optimizer": classmethod(lambda cls: GRADIENTS), "schedule": classmethod(lambda cls: None)}
     changes = {"topology.mesh": dict.fromkeys(AXES, 1) | dict(mesh), "config.optimizer": {}, "config.schedule": {}}
-    return gpt(_directory() / "run", type(job.__name__, (job,), methods), **changes, **changes_for(name))
+    return make_gpt(_directory() / "run", type(job.__name__, (job,), methods), **changes, **make_changes(name))
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """What a step made, on the host."""
 
     loss: Any
@@ -140,7 +140,7 @@ class Step(NamedTuple):
     variables: Any
 
 
-def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = None) -> tuple[Step, list[Any]]:
+def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = None) -> tuple[StepResult, list[Any]]:
     """One step from the state with these leaves, or else from that of the seed; and the leaves it began with."""
     job = make_job(name, mesh)
     train_setup = job.setup_builder.build(jax.devices()[:devices])
@@ -154,11 +154,11 @@ def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = No
     state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     batch: Batch = layout.batch(job.setup_builder.dataset, "train", 0)
     after, loss, _ = step(jax.device_put(state, get_shardings(abstract)), batch, train_setup.key)
-    return Step(*jax.device_get((loss, after.opt_state.trace, after.variables))), leaves
+    return StepResult(*jax.device_get((loss, after.opt_state.trace, after.variables))), leaves
 
 
 @functools.cache
-def on_one_device(name: str) -> tuple[Step, list[Any]]:
+def take_step_on_one_device(name: str) -> tuple[StepResult, list[Any]]:
     """The step of a kind, and the state it began with."""
     return take_step(name, {}, 1)
 
@@ -171,12 +171,12 @@ class Difference(NamedTuple):
     variables: float
 
 
-def difference(name: str, mesh: Mesh, devices: int) -> Difference:
+def measure_difference(name: str, mesh: Mesh, devices: int) -> Difference:
     """Of a step over this mesh from that on one device.
 
     A gradient that is zero but for rounding, as that of a key's bias, counts as a thousandth of the largest one.
     """
-    want, leaves = on_one_device(name)
+    want, leaves = take_step_on_one_device(name)
     got, _ = take_step(name, mesh, devices, leaves)
     pairs = [*zip(jax.tree.leaves(got.gradients), jax.tree.leaves(want.gradients), strict=True)]
     floor = max(np.abs(b).max() for _, b in pairs) / 1000
@@ -188,5 +188,5 @@ def difference(name: str, mesh: Mesh, devices: int) -> Difference:
 
 if __name__ == "__main__":
     number = int(sys.argv[1])
-    found = {mesh_id(mesh): difference(sys.argv[2], mesh, number) for mesh in meshes(number)}
+    found = {format_mesh(mesh): measure_difference(sys.argv[2], mesh, number) for mesh in list_meshes(number)}
     print(json.dumps(found))

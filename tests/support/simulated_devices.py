@@ -27,10 +27,10 @@ def _is_known(flag: str) -> bool:
 
 _HAS_EMITTERS = _is_known(_EMITTERS)
 # Compiler options with which a test compiles as processes of users do, where it needs the bits that they get.
-AS_USERS = {"xla_backend_optimization_level": 3} | ({_EMITTERS: True} if _HAS_EMITTERS else {})
+USER_COMPILER_OPTIONS = {"xla_backend_optimization_level": 3} | ({_EMITTERS: True} if _HAS_EMITTERS else {})
 
 
-def fake_here(devices: int) -> None:
+def configure_simulated_devices(devices: int) -> None:
     """Give this process so many faked devices. Before jax is imported; processes that it starts inherit them."""
     flags = [_UNOPTIMIZED, *([f"--{_EMITTERS}=false"] if _HAS_EMITTERS else [])]
     os.environ.update(make_environment(devices, {"XLA_FLAGS": " ".join(flags)}))

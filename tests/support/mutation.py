@@ -12,7 +12,7 @@ import numpy as np
 from runner.hook import Hook, Moment, Observer
 
 
-def scribble(tree: Any) -> None:
+def mutate(tree: Any) -> None:
     """Replace every leaf, and add and remove entries, where a container of `tree` lets itself be written to."""
     if isinstance(tree, np.ndarray):
         with contextlib.suppress(ValueError):  # a read-only array
@@ -20,59 +20,59 @@ def scribble(tree: Any) -> None:
     elif isinstance(tree, MutableMapping) or hasattr(tree, "keys"):
         own = getattr(tree, "_dict", tree)  # that of a FrozenDict
         for key in list(own):
-            scribble(own[key])
+            mutate(own[key])
             with contextlib.suppress(TypeError):
-                own[key] = _replacement(own[key])
+                own[key] = _make_replacement(own[key])
         with contextlib.suppress(TypeError):
             own["more"] = 1
     elif isinstance(tree, MutableSequence):
         for place, each in enumerate(tree):
-            scribble(each)
-            tree[place] = _replacement(each)
+            mutate(each)
+            tree[place] = _make_replacement(each)
         tree.append(1)
     elif isinstance(tree, tuple):
         for each in tree:
-            scribble(each)
+            mutate(each)
     elif dataclasses.is_dataclass(tree):
         for field in dataclasses.fields(tree):
-            scribble(getattr(tree, field.name))
-            object.__setattr__(tree, field.name, _replacement(getattr(tree, field.name)))
+            mutate(getattr(tree, field.name))
+            object.__setattr__(tree, field.name, _make_replacement(getattr(tree, field.name)))
 
 
-def _replacement(value: Any) -> Any:
+def _make_replacement(value: Any) -> Any:
     if isinstance(value, jax.Array):
         return jnp.round(value) + jnp.ones_like(value)
     return 7.0 if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-class Vandal:
+class MutatingEvaluator:
     """An evaluator that writes into its weights."""
 
     name = "vandal"
 
     def evaluate(self, weights: Any, step: int, hosts: Any) -> dict[str, Any]:
-        scribble(weights)
+        mutate(weights)
         return {"val/vandal": float(step)}
 
 
-def scribble_all(hook: Any, moment: Moment) -> None:
+def mutate_moment(hook: Any, moment: Moment) -> None:
     """Write into everything that a moment holds."""
-    scribble(moment.weights)
-    scribble(moment.row)
-    scribble(moment.counters)
+    mutate(moment.weights)
+    mutate(moment.row)
+    mutate(moment.counters)
 
 
-class VandalHook(Hook):
+class MutatingHook(Hook):
     """Writes into what it sees, in each of its calls."""
 
     def init(self) -> Any:
         """A tree of counters."""
         return {"n": np.int32(0), "more": [np.zeros(2, np.int32)]}
 
-    on_start = on_row = on_evaluation = on_checkpoint = on_end = scribble_all
+    on_start = on_row = on_evaluation = on_checkpoint = on_end = mutate_moment
 
 
-class VandalObserver(Observer):
+class MutatingObserver(Observer):
     """The same, without counters."""
 
-    on_start = on_row = on_evaluation = on_checkpoint = on_end = scribble_all
+    on_start = on_row = on_evaluation = on_checkpoint = on_end = mutate_moment

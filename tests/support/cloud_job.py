@@ -1,7 +1,7 @@
 """Real jobs whose directory is in a bucket: the counterpart of `harness.Job`.
 
 The job sees the bucket through the proxy of its `Backend`, with whatever faults that has; what it left is read from the
-server itself. To strike at one moment a `Gate` holds the first request of a kind in the proxy: what the process asked
+server itself. To strike at one moment a `RequestGate` holds the first request of a kind: what the process asked
 for has then neither happened nor failed, for as long as the test likes, also beyond the death of the process.
 """
 
@@ -20,17 +20,17 @@ from typing import Any
 import pytest
 
 from runner.process import make_placements
-from tests.support import harness
-from tests.support.harness import (
+from tests.support import job_process
+from tests.support.job_process import (
     WHOLE_RUN_DEADLINE_SECONDS,
     Attempt,
     Job,
     Row,
-    introduce,
+    drop_speed_metrics,
+    link_peers,
     parse_lines,
-    without_speed,
 )
-from tests.support.servers import BACKENDS, BUCKET, Backend, Faults, start_backend
+from tests.support.object_stores import BACKENDS, BUCKET, Backend, Faults, start_backend
 
 POLL_SECONDS = 0.02  # between two looks at a server
 WRITES = ("PUT", "POST")
@@ -66,7 +66,7 @@ class CloudJob:
     @property
     def environment(self) -> dict[str, str]:
         """What the job's processes run under; a variable that is None is left out."""
-        variables: dict[str, str | None] = dict(harness.environment(self.devices, self.cache))
+        variables: dict[str, str | None] = dict(job_process.environment(self.devices, self.cache))
         merged = variables | self.backend.environment | self.variables
         return {key: value for key, value in merged.items() if value is not None}
 
@@ -74,14 +74,14 @@ class CloudJob:
         """`python -m runner`, as one process."""
         return CloudAttempt(self, ["runner", *self.arguments, *more_arguments])
 
-    def start_held(self, place: str) -> "CloudAttempt":
-        """`python -m runner`, which waits in a place that `tests.support.held` knows, until it is killed."""
+    def start_paused(self, place: str) -> "CloudAttempt":
+        """`python -m runner`, which waits in a place that `tests.support.paused_runner` knows, until it is killed."""
         held = replace(self, variables={**self.variables, "HELD_IN": place})
-        return CloudAttempt(held, ["tests.support.held", *self.arguments])
+        return CloudAttempt(held, ["tests.support.paused_runner", *self.arguments])
 
     def start_processes(self, num_processes: int) -> list["CloudAttempt"]:
         """The same command on every host of a job, each with its place; `devices` is per process."""
-        return introduce([self.start(*placement) for placement in make_placements(num_processes)])
+        return link_peers([self.start(*placement) for placement in make_placements(num_processes)])
 
     def finish(self) -> "CloudAttempt":
         """Run to the end, which must be good."""
@@ -91,7 +91,7 @@ class CloudJob:
 
     def verify(self) -> tuple[int, str]:
         """Exit code and output of `checkpoints --verify`, which must end in time."""
-        return harness.command(self.environment, "checkpoints", self.directory, "--verify")
+        return job_process.run_runner(self.environment, "checkpoints", self.directory, "--verify")
 
     # What the server says.
 
@@ -125,7 +125,7 @@ class CloudJob:
         """The metrics without those of speed, which no two runs share."""
         if not self.exists("metrics.jsonl"):
             return []
-        return without_speed(parse_lines(self.read("metrics.jsonl")))
+        return drop_speed_metrics(parse_lines(self.read("metrics.jsonl")))
 
     def result(self) -> Row:
         """`result.json`."""
@@ -156,14 +156,14 @@ class CloudJob:
         """Attempts that have claimed the directory."""
         return sum(name.rpartition("/")[2].isdecimal() for name in self.files("attempts/"))
 
-    def what_counts(self) -> dict[str, bytes]:
+    def read_progress_objects(self) -> dict[str, bytes]:
         """The objects that say where the run stands, byte by byte."""
         names = [name for name in self.files() if name.endswith(("manifest.json", "metrics.jsonl", "result.json"))]
         return {name: self.read(name) for name in names}
 
     # Requests of the job as the proxy sees them.
 
-    def requested(self, method_pattern: str, pattern: str) -> "Kind":
+    def match_requests(self, method_pattern: str, pattern: str) -> "RequestFilter":
         """Requests of these methods about names of the directory that match a pattern, both regular expressions."""
         whole = re.compile(f"/{BUCKET}/{re.escape(self.name)}/(?:{pattern})")
 
@@ -189,12 +189,12 @@ class CloudAttempt(Attempt):
         """What this attempt has put into the ledger so far."""
         return [row for row in self.cloud.events(*names) if row["attempt"] >= self.number]
 
-    def has_requested(self, kind: "Kind", times: int = 1) -> bool:
+    def has_requested(self, kind: "RequestFilter", times: int = 1) -> bool:
         """Whether such requests have come since the attempt was started, from whatever process."""
         requests = self.cloud.backend.proxy.requests[self._first_request :]
         return sum(kind(*request) for request in requests) >= times
 
-    def until_server(self, happens: Callable[[], Any], what: str) -> None:
+    def wait_for_server(self, happens: Callable[[], Any], what: str) -> None:
         """Like `until`, for a question that asks the server: with a pause after each."""
 
         def look() -> bool:
@@ -203,13 +203,13 @@ class CloudAttempt(Attempt):
             time.sleep(POLL_SECONDS)
             return False
 
-        self.until(look, what)
+        self.wait_until(look, what)
 
 
-Kind = Callable[[str, str], bool]
+RequestFilter = Callable[[str, str], bool]
 
 
-class Gate:
+class RequestGate:
     """Holds the first request of a kind in the proxy; those that follow pass, as does the held one once it is opened.
 
     The proxy has read only the beginning of the request's body then, so a process that dies in the middle of a large
@@ -217,14 +217,14 @@ class Gate:
     of the proxy. Leaving the context opens it.
     """
 
-    def __init__(self, backend: Backend, kind: Kind):
+    def __init__(self, backend: Backend, kind: RequestFilter):
         self._kind = kind
         self._lock = threading.Lock()
         self._opened = threading.Event()
         self.path = ""
         backend.proxy.faults = Faults(matching=self._hold)
 
-    def __enter__(self) -> "Gate":
+    def __enter__(self) -> "RequestGate":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
@@ -267,13 +267,13 @@ def assert_same_outcome(job: CloudJob, whole: Job) -> None:
     assert job.manifests()[last_step]["fingerprint"] == job.result()["fingerprint"]
 
 
-def no_traceback(attempt: CloudAttempt) -> list[str]:
+def check_output_lines(attempt: CloudAttempt) -> list[str]:
     """The lines of an attempt's output, none of which is a traceback."""
     assert "Traceback" not in attempt.output, attempt.report("printed a traceback")
     return [line for line in attempt.output.splitlines() if line.strip()]
 
 
-def free_name(stem: str) -> str:
+def make_unique_name(stem: str) -> str:
     """A directory of a test's own."""
     return f"{stem}-{os.urandom(4).hex()}"
 
@@ -281,12 +281,12 @@ def free_name(stem: str) -> str:
 Scenario = Callable[[Backend], None]
 
 
-def daily_on(daily: str | None) -> list[Any]:
+def make_backend_params(daily: str | None) -> list[Any]:
     """Every backend as a parameter; those but `daily` belong to the soak."""
     return [name if name == daily else pytest.param(name, marks=pytest.mark.soak) for name in BACKENDS]
 
 
-def play_on(name: str, scenario: Scenario) -> None:
+def run_scenario(name: str, scenario: Scenario) -> None:
     """Play a scenario on a backend of its own."""
     with start_backend(name) as backend:
         scenario(backend)

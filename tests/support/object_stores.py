@@ -90,7 +90,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """One response, whole."""
 
     status: int
@@ -103,8 +103,8 @@ def _query(target: str) -> dict[str, str]:
     return {key: values[0] for key, values in parse_qs(urlsplit(target).query, keep_blank_values=True).items()}
 
 
-def _answer(status: int, content_type: str, body: bytes, headers: tuple[Header, ...] = ()) -> Answer:
-    return Answer(status, http.HTTPStatus(status).phrase, (("Content-Type", content_type), *headers), body)
+def _answer(status: int, content_type: str, body: bytes, headers: tuple[Header, ...] = ()) -> Response:
+    return Response(status, http.HTTPStatus(status).phrase, (("Content-Type", content_type), *headers), body)
 
 
 class Server(ABC):
@@ -116,7 +116,7 @@ class Server(ABC):
         self.port = find_free_port()
         self._locks: dict[str, threading.Lock] = {}
         self._room = threading.BoundedSemaphore(UPSTREAM_CONNECTIONS)
-        self._process, self._log = _start_kept(self._command(self.port))
+        self._process, self._log = _start_supervised(self._command(self.port))
         self._wait_until_it_answers()
 
     @abstractmethod
@@ -124,11 +124,11 @@ class Server(ABC):
         """Variables that lead a client to a port of this machine."""
 
     @abstractmethod
-    def path_of(self, method: str, target: str, body_head: bytes) -> str:
+    def get_object_path(self, method: str, target: str, body_head: bytes) -> str:
         """`/bkt/name` of the object that a request is about, else the path of its URL; unquoted, without a query."""
 
     @abstractmethod
-    def error(self, status: int) -> Answer:
+    def error(self, status: int) -> Response:
         """What the service says with this status."""
 
     @abstractmethod
@@ -157,14 +157,14 @@ class Server(ABC):
         """The lock that every write of the object at `path` holds."""
         return self._locks.setdefault(path, threading.Lock())
 
-    def handle(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Response:
         """Take a request as the service would: writes of one object one after the other."""
         if request.method not in _WRITES:
             return self._send(request)
         with self.lock(request.path):
             return self._send(request)
 
-    def _send(self, request: Request) -> Answer:
+    def _send(self, request: Request) -> Response:
         # A connection for each request: one kept alive may be closed by the server just when it is used again, and
         # then nobody knows whether the write has happened. Only the test may cause that.
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=UPSTREAM_SECONDS)
@@ -176,7 +176,7 @@ class Server(ABC):
             connection.endheaders(request.body or None)
             response = connection.getresponse()
             headers = tuple((key, value) for key, value in response.getheaders() if key.lower() not in _HOP_BY_HOP)
-            return Answer(response.status, response.reason, headers, response.read())
+            return Response(response.status, response.reason, headers, response.read())
 
     def _wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -224,7 +224,7 @@ class GoogleServer(Server):
             "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA": "true",
         }
 
-    def path_of(self, method: str, target: str, body_head: bytes) -> str:
+    def get_object_path(self, method: str, target: str, body_head: bytes) -> str:
         """See `Server`. An upload names its object in the query, in its first JSON part, or when it was started."""
         path, query = urlsplit(target).path, _query(target)
         if started_path := self._uploads.get(query.get("upload_id", "")):
@@ -236,7 +236,7 @@ class GoogleServer(Server):
             name = "/" + quote(query.get("name") or _name_in_json(body_head), safe="")
         return f"/{bucket}{unquote(name)}".rstrip("/")
 
-    def error(self, status: int) -> Answer:
+    def error(self, status: int) -> Response:
         """See `Server`."""
         reason, message = {
             403: ("forbidden", "p does not have storage.objects access to the Google Cloud Storage object."),
@@ -267,7 +267,7 @@ class GoogleServer(Server):
         with _absent(NotFound, name):
             self._bucket.blob(name).delete()
 
-    def handle(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Response:
         """See `Server`. Of preconditions, those on the generation are known."""
         query = request.query
         unknown = [key for key in query if key.startswith("if") and key != "ifGenerationMatch"]
@@ -289,7 +289,7 @@ class GoogleServer(Server):
             return replace(answer, headers=(*answer.headers, ("X-Goog-Generation", str(generation))))
         return answer
 
-    def _note_upload(self, request: Request, answer: Answer) -> None:
+    def _note_upload(self, request: Request, answer: Response) -> None:
         for key, value in answer.headers:
             if key.lower() == "location":
                 self._uploads[_query(value)["upload_id"]] = request.path
@@ -332,11 +332,11 @@ class AmazonServer(Server):
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def path_of(self, method: str, target: str, body_head: bytes) -> str:
+    def get_object_path(self, method: str, target: str, body_head: bytes) -> str:
         """See `Server`."""
         return unquote(urlsplit(target).path).rstrip("/")
 
-    def error(self, status: int) -> Answer:
+    def error(self, status: int) -> Response:
         """See `Server`."""
         code, message = {
             403: ("AccessDenied", "Access Denied"),
@@ -397,11 +397,11 @@ class AzureServer(Server):
         }
         return {"AZURE_STORAGE_CONNECTION_STRING": ";".join(f"{key}={value}" for key, value in parts.items())}
 
-    def path_of(self, method: str, target: str, body_head: bytes) -> str:
+    def get_object_path(self, method: str, target: str, body_head: bytes) -> str:
         """See `Server`."""
         return unquote(urlsplit(target).path).removeprefix(f"/{_AZURE_ACCOUNT}").rstrip("/")
 
-    def error(self, status: int) -> Answer:
+    def error(self, status: int) -> Response:
         """See `Server`."""
         code, message = {
             403: ("AuthorizationPermissionMismatch", "This request is not authorized to perform this operation."),
@@ -441,7 +441,7 @@ class AzureServer(Server):
         self._container.create_container()
 
 
-def _xml_error(status: int, code: str, message: str, headers: tuple[Header, ...] = ()) -> Answer:
+def _xml_error(status: int, code: str, message: str, headers: tuple[Header, ...] = ()) -> Response:
     xml = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>{message}</Message></Error>'
     return _answer(status, "application/xml", xml.encode(), headers)
 
@@ -460,7 +460,7 @@ def _absent(kind: type[Exception], name: str) -> Iterator[None]:
 # Processes.
 
 
-def _start_kept(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+def _start_supervised(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
     """Start a command under a keeper that kills it as soon as this process ends, however it ends."""
     log = tempfile.TemporaryFile()  # noqa: SIM115
     keeper = subprocess.Popen(
@@ -472,11 +472,11 @@ def _start_kept(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Binary
         stderr=subprocess.STDOUT,
         start_new_session=True,  # a Ctrl-C at the terminal is pytest's; the servers end with it
     )
-    atexit.register(_end, keeper)
+    atexit.register(_stop_keeper, keeper)
     return keeper, log
 
 
-def _end(keeper: subprocess.Popen[bytes]) -> None:
+def _stop_keeper(keeper: subprocess.Popen[bytes]) -> None:
     assert keeper.stdin is not None
     keeper.stdin.close()
     keeper.wait(START_SECONDS)
@@ -600,7 +600,7 @@ class Proxy:
         self._listener.shutdown()
         self._listener.server_close()
 
-    def note(self, method: str, path: str) -> "Trouble":
+    def note(self, method: str, path: str) -> "RequestFaults":
         """Log a request and say what shall happen to it."""
         with self._lock:
             faults = copy.copy(self.faults)
@@ -608,10 +608,10 @@ class Proxy:
             self._seen[method, path] += 1
             number = self._seen[method, path]
         if self._closed:
-            return Trouble(self, Faults(outage=True), random.Random())
+            return RequestFaults(self, Faults(outage=True), random.Random())
         if not faults.matching(method, path):
             faults = Faults()
-        return Trouble(self, faults, random.Random(f"{self.seed} {number} {method} {path}"))
+        return RequestFaults(self, faults, random.Random(f"{self.seed} {number} {method} {path}"))
 
     def count(self, kind: str) -> None:
         """Note that a fault was done."""
@@ -619,7 +619,7 @@ class Proxy:
             self.fired[kind] += 1
 
 
-class Trouble:
+class RequestFaults:
     """What happens to one request. Each question that is answered with yes counts as a fault done."""
 
     def __init__(self, proxy: Proxy, faults: Faults, chance: random.Random):
@@ -677,7 +677,7 @@ class _Handler(QuietHandler):
         pieces = self._pieces()
         body = bytearray()
         self._read(pieces, body, _HEAD_BYTES)
-        path = proxy.server.path_of(self.command, self.path, bytes(body[:_HEAD_BYTES]))
+        path = proxy.server.get_object_path(self.command, self.path, bytes(body[:_HEAD_BYTES]))
         trouble = proxy.note(self.command, path)
         if trouble.is_outage():
             return self._hang_up()
@@ -696,7 +696,7 @@ class _Handler(QuietHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _handle  # noqa: N815
 
-    def _forward(self, path: str, body: bytes) -> Answer:
+    def _forward(self, path: str, body: bytes) -> Response:
         dropped = (*_HOP_BY_HOP, "content-length")
         headers = [(key, value) for key, value in self.headers.items() if key.lower() not in dropped]
         if body or "Content-Length" in self.headers:
@@ -709,7 +709,7 @@ class _Handler(QuietHandler):
             self.server.proxy.count("broken_server")
             return server.error(502)
 
-    def _reply(self, answer: Answer, num_body_bytes: int) -> None:
+    def _reply(self, answer: Response, num_body_bytes: int) -> None:
         self.send_response_only(answer.status, answer.reason)
         has_body = self.command != "HEAD" and answer.status not in (204, 304)
         for key, value in answer.headers:
@@ -821,7 +821,7 @@ def start_backend(name: str, seed: int = 0) -> Backend:
     return Backend(server, Proxy(server, seed))
 
 
-def lead(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
+def route_stores_to(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
     """Have the stores that this process opens find `backend`."""
     for name, value in backend.environment.items():
         monkeypatch.setenv(name, value)

@@ -18,7 +18,7 @@ from runner.storage import parse_lines
 from runner.train.loss import cross_entropy_sum, document_arguments, target_weights
 
 TEXT = "".join(f"{number} squared is {number * number}.\n" for number in range(1500))
-TINY: dict[str, Any] = {
+BIGRAM_OPTIONS: dict[str, Any] = {
     "config.model": {"layers": 1, "heads": 1, "width": 8},
     "config.data.sequence_length": 16,
     "config.train.global_batch_examples": 16,
@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
 }
 
 
-class Lookup(nn.Module):
+class BigramModel(nn.Module):
     """Logits by token: one matrix."""
 
     size: int
@@ -38,7 +38,7 @@ class Lookup(nn.Module):
         return logits_BxTxV if segments is None else logits_BxTxV * (segments > 0)[..., None]
 
 
-class Own:
+class TableEvaluator:
     """An evaluator at a cadence of its own: a number, and a list."""
 
     name = "own"
@@ -51,13 +51,13 @@ class Own:
         return {"val/own/sum": table.sum(), "val/own/rows": table[:4].sum(axis=1).tolist()}
 
 
-class Judged(BaseTrainer):
+class BigramTrainer(BaseTrainer):
     """A bigram model."""
 
     Config = PretrainGPT.Config
 
-    def model(self) -> Lookup:
-        return Lookup(self.vocabulary_size)
+    def model(self) -> BigramModel:
+        return BigramModel(self.vocabulary_size)
 
     @classmethod
     def forward(cls, apply_fn: Any, params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Meta]:
@@ -82,14 +82,14 @@ class Judged(BaseTrainer):
         }
 
 
-class JudgedByAll(Judged):
+class EvaluatedBigramTrainer(BigramTrainer):
     """Judged by what the spec asks for, and by two evaluators of its own."""
 
     def evaluator(self) -> Any:
-        return [*self.builtin_evaluators, Own(3)]
+        return [*self.builtin_evaluators, TableEvaluator(3)]
 
 
-class RaisesAlone:
+class FailingEvaluator:
     """An evaluator that raises on process 1, while the others compute with all devices."""
 
     name = "alone"
@@ -102,11 +102,11 @@ class RaisesAlone:
         return {}
 
 
-class JudgedAlone(Judged):
+class FailingEvaluatorTrainer(BigramTrainer):
     """Judged by that alone."""
 
     def evaluator(self) -> Any:
-        return RaisesAlone()
+        return FailingEvaluator()
 
 
 def write_questions(path: Path, number: int = 12) -> Path:
@@ -118,7 +118,7 @@ def write_questions(path: Path, number: int = 12) -> Path:
     return path
 
 
-def rows_of(directory: Path) -> list[dict[str, Any]]:
+def read_trajectory(directory: Path) -> list[dict[str, Any]]:
     """Without speed and time."""
     rows = parse_lines((directory / "metrics.jsonl").read_bytes())
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]

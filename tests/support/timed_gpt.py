@@ -22,7 +22,7 @@ _depth = [0]
 
 
 @contextlib.contextmanager
-def watched(name: str) -> Iterator[None]:
+def measure_seconds(name: str) -> Iterator[None]:
     """Count the time inside, but for what is watched within it."""
     began, before = time.time(), sum(_seconds.values())
     _depth[0] += 1
@@ -34,16 +34,16 @@ def watched(name: str) -> Iterator[None]:
         _seconds[name] = _seconds.get(name, 0.0) + time.time() - began - inner
 
 
-def watching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def add_measurement(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
-        with watched(name):
+        with measure_seconds(name):
             return function(*arguments, **named)
 
     return call
 
 
-Prefetcher.__next__ = watching("data_wait", Prefetcher.__next__)  # type: ignore[method-assign]
-Validation.evaluate = watching("evaluation", Validation.evaluate)  # type: ignore[method-assign]
+Prefetcher.__next__ = add_measurement("data_wait", Prefetcher.__next__)  # type: ignore[method-assign]
+Validation.evaluate = add_measurement("evaluation", Validation.evaluate)  # type: ignore[method-assign]
 
 
 class TimedGPT(PretrainGPT):
@@ -55,14 +55,14 @@ class TimedGPT(PretrainGPT):
         return super().batch(slice, step)
 
     def prepare(self) -> None:
-        self.checkpointer.save = watching("save_stall", self.checkpointer.save)  # type: ignore[method-assign]
-        self.checkpointer.wait = watching("save_stall", self.checkpointer.wait)  # type: ignore[method-assign]
+        self.checkpointer.save = add_measurement("save_stall", self.checkpointer.save)  # type: ignore[method-assign]
+        self.checkpointer.wait = add_measurement("save_stall", self.checkpointer.wait)  # type: ignore[method-assign]
         self.note(prepared=time.time())
-        with watched("compile"):
+        with measure_seconds("compile"):
             super().prepare()
 
     def restore_or_init(self) -> None:
-        with watched("restore"):
+        with measure_seconds("restore"):
             super().restore_or_init()
 
     def run(self) -> None:

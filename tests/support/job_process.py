@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runner.process import bind_to_parent, make_placements
-from tests.support.faked import environment
+from tests.support.simulated_devices import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 # For hangs alone: no machine may be too slow for them.
@@ -36,23 +36,23 @@ POLL_SECONDS = 0.001
 _IN_OPEN = 0x20
 
 # A gpt_nano that costs little. Who takes the same number of steps shares its compiled programs, in a session.
-LITTLE = (
+SMALL_GPT_OPTIONS = (
     "config.train.global_batch_examples=8",
     "config.data.sequence_length=32",
     "config.eval.batches=2",
 )
 
 Row = dict[str, Any]
-_living: set["Attempt"] = set()
+_running_attempts: set["Attempt"] = set()
 
 
 @atexit.register
-def _leave_no_process() -> None:
-    for attempt in list(_living):
+def _kill_running_attempts() -> None:
+    for attempt in list(_running_attempts):
         attempt.kill_tree()
 
 
-def unoptimized(variables: dict[str, str]) -> dict[str, str]:
+def disable_compiler_optimizer(variables: dict[str, str]) -> dict[str, str]:
     """The same without LLVM's optimiser: for who compiles to look at the program, and hardly runs it."""
     return variables | {"XLA_FLAGS": f"{variables['XLA_FLAGS']} --xla_backend_optimization_level=0"}
 
@@ -75,12 +75,12 @@ def parse_lines(content: bytes) -> list[Row]:
     return rows
 
 
-def without_speed(rows: list[Row]) -> list[Row]:
+def drop_speed_metrics(rows: list[Row]) -> list[Row]:
     """Rows of metrics without the keys that no two runs share."""
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
-def command(
+def run_runner(
     variables: dict[str, str],
     *arguments: str,
     deadline_seconds: float = DEADLINE_SECONDS,
@@ -127,14 +127,14 @@ class Job:
         """`python -m runner`, as one process."""
         return Attempt(self, ["runner", *self.arguments], self.devices)
 
-    def start_held(self, place: str, until: Path | None = None) -> "Attempt":
-        """`python -m runner`, which waits in a place that `tests.support.held` knows, until a file appears."""
+    def start_paused(self, place: str, until: Path | None = None) -> "Attempt":
+        """`python -m runner`, which waits in a place that `tests.support.paused_runner` knows, until a file appears."""
         variables = {"HELD_IN": place} | ({"HELD_UNTIL": str(until)} if until else {})
-        return Attempt(self, ["tests.support.held", *self.arguments], self.devices, **variables)
+        return Attempt(self, ["tests.support.paused_runner", *self.arguments], self.devices, **variables)
 
     def start_processes(self, num_processes: int) -> list["Attempt"]:
         """The same command on every host of a job, each with its place; `devices` is per process."""
-        return introduce(
+        return link_peers(
             [
                 Attempt(self, ["runner", *self.arguments, *placement], self.devices)
                 for placement in make_placements(num_processes)
@@ -162,7 +162,7 @@ class Job:
 
     def rows(self) -> list[Row]:
         """The metrics without those of speed, which no two runs share."""
-        return without_speed(read_lines(self.directory / "metrics.jsonl"))
+        return drop_speed_metrics(read_lines(self.directory / "metrics.jsonl"))
 
     def result(self) -> Row:
         """`result.json`."""
@@ -225,9 +225,9 @@ class Attempt:
         self.newest_at_start = job.newest()
         events = job.directory / "events.jsonl"
         self._offset_bytes = events.stat().st_size if events.exists() else 0
-        self._opened: Opened | None = None
+        self._opened: FileOpenWatch | None = None
         if self.newest_at_start:
-            self._opened = Opened(job.largest_file(self.newest_at_start))
+            self._opened = FileOpenWatch(job.largest_file(self.newest_at_start))
         self._start(arguments, environment(devices, job.cache) | variables)
 
     def _start(self, arguments: Sequence[str], variables: dict[str, str]) -> None:
@@ -241,7 +241,7 @@ class Attempt:
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
-        _living.add(self)
+        _running_attempts.add(self)
 
     def _command(self, arguments: Sequence[str]) -> list[str]:
         return [sys.executable, "-m", *arguments]
@@ -263,12 +263,12 @@ class Attempt:
 
     # Waiting.
 
-    def until(self, happens: Callable[[], Any], what: str) -> None:
+    def wait_until(self, happens: Callable[[], Any], what: str) -> None:
         """Wait until `happens()`; fails if the process ends before, or the deadline passes."""
-        if not self.reaches(happens, what):
+        if not self.wait_until_or_exit(happens, what):
             raise AssertionError(self.report(f"ended with {self.process.returncode} before {what}"))
 
-    def reaches(self, happens: Callable[[], Any], what: str) -> bool:
+    def wait_until_or_exit(self, happens: Callable[[], Any], what: str) -> bool:
         """Wait until `happens()`; False if the process ends before it."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not happens():
@@ -303,13 +303,13 @@ class Attempt:
 
     # Striking.
 
-    def freeze_in(self, phase: "Phase", delay_seconds: float = 0.0) -> bool:
+    def freeze_during(self, phase: "Phase", delay_seconds: float = 0.0) -> bool:
         """Stop the process inside `phase`, `delay_seconds` after its beginning; False if the phase was missed for good.
 
         A phase that comes again is tried again, without the delay.
         """
         pause = delay_seconds
-        while self.reaches(lambda: phase(self) or self._is_past(phase), phase.__name__):
+        while self.wait_until_or_exit(lambda: phase(self) or self._is_past(phase), phase.__name__):
             time.sleep(pause)
             self.freeze()
             if phase(self) and self.process.poll() is None:
@@ -337,15 +337,15 @@ class Attempt:
         """SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
-    def kill_in(self, phase: "Phase", delay_seconds: float = 0.0) -> bool:
+    def kill_during(self, phase: "Phase", delay_seconds: float = 0.0) -> bool:
         """kill -9 inside `phase`; False if the process was killed elsewhere because it was past it, or had ended."""
-        hit = self.freeze_in(phase, delay_seconds)
+        hit = self.freeze_during(phase, delay_seconds)
         self.kill()
         return hit
 
-    def signal_in(self, phase: "Phase", number: int, delay_seconds: float = 0.0) -> None:
+    def signal_during(self, phase: "Phase", number: int, delay_seconds: float = 0.0) -> None:
         """Send a signal inside `phase`, which the process must reach."""
-        assert self.freeze_in(phase, delay_seconds), self.report(f"ended without {phase.__name__}")
+        assert self.freeze_during(phase, delay_seconds), self.report(f"ended without {phase.__name__}")
         self.process.send_signal(number)
         self.thaw()
 
@@ -379,23 +379,23 @@ class Attempt:
         self._forget()
 
     def _forget(self) -> None:
-        _living.discard(self)
+        _running_attempts.discard(self)
         if self._opened is not None:
             self._opened.close()
             self._opened = None
 
 
-Started = TypeVar("Started", bound=Attempt)
+AttemptType = TypeVar("AttemptType", bound=Attempt)
 
 
-def introduce(attempts: list[Started]) -> list[Started]:
+def link_peers(attempts: list[AttemptType]) -> list[AttemptType]:
     """The processes of one job, each of which knows the others."""
     for attempt in attempts:
         attempt.peers = [peer for peer in attempts if peer is not attempt]
     return attempts
 
 
-class Opened:
+class FileOpenWatch:
     """Whether anybody has opened a file since this was made (inotify)."""
 
     def __init__(self, path: Path):
@@ -420,7 +420,7 @@ class Opened:
 def kill_all_when(attempts: Sequence[Attempt], happens: Callable[[], Any], what: str) -> None:
     """kill -9 to all processes of a job while `happens()` is true, which is asked again when all stand still."""
     while True:
-        attempts[0].until(happens, what)
+        attempts[0].wait_until(happens, what)
         for attempt in attempts:
             attempt.freeze()
         if happens():
@@ -485,7 +485,7 @@ def last_committed(last_step: int) -> Phase:
 
 
 @functools.cache
-def _scratch() -> Path:
+def _get_scratch_directory() -> Path:
     if session := os.environ.get("RUNNER_TESTS_SESSION"):
         return Path(session)
     path = Path(tempfile.mkdtemp(prefix="runner-harness-"))
@@ -493,10 +493,10 @@ def _scratch() -> Path:
     return path
 
 
-def _made_once(kind: str, job: Job, make: Callable[[Job], None]) -> Job:
+def _make_once(kind: str, job: Job, make: Callable[[Job], None]) -> Job:
     """`job` in a directory that `make` has filled, in this process of the session or in another."""
     key = (kind, job.spec, job.options, job.devices)
-    directory = _scratch() / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    directory = _get_scratch_directory() / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     made = replace(job, directory=directory / "run")
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
@@ -509,44 +509,46 @@ def _made_once(kind: str, job: Job, make: Callable[[Job], None]) -> Job:
 
 
 @functools.cache
-def undisturbed(spec: str, options: tuple[str, ...] = (), devices: int = 1, num_processes: int = 1) -> Job:
+def make_uninterrupted_run(spec: str, options: tuple[str, ...] = (), devices: int = 1, num_processes: int = 1) -> Job:
     """The job run to its end in one go, in a directory that tests only read."""
 
     def make(job: Job) -> None:
         attempt = job.start() if num_processes == 1 else job.launch(num_processes)
         attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
 
-    return _made_once(f"{num_processes} processes", Job(spec, Path(), options, devices), make)
+    return _make_once(f"{num_processes} processes", Job(spec, Path(), options, devices), make)
 
 
-def whole_counter(options: tuple[str, ...]) -> Job:
+def make_uninterrupted_counter_run(options: tuple[str, ...]) -> Job:
     """The undisturbed run of a counter on a disk: without its pauses and saves, which move no bit."""
     settings = dict(option.split("=", 1) for option in options)  # of two with one key the last one counts
     moving = tuple(f"{key}={settings[key]}" for key in ("config.total_steps", "config.width") if key in settings)
-    return undisturbed("specs/counter.yaml", (*moving, "config.step_seconds=0", "checkpoint.every_steps=1000000"))
+    return make_uninterrupted_run(
+        "specs/counter.yaml", (*moving, "config.step_seconds=0", "checkpoint.every_steps=1000000")
+    )
 
 
 @functools.cache
-def killed_after(step: int, spec: str, options: tuple[str, ...] = ()) -> Job:
+def make_killed_run(step: int, spec: str, options: tuple[str, ...] = ()) -> Job:
     """The job killed when `step` was committed and the one after the next not made; tests work on copies of it."""
 
     def make(job: Job) -> None:
-        attempt = job.start_held(f"step {step + 2}")
-        attempt.until(lambda: job.newest() >= step, f"the commit of step {step}")
+        attempt = job.start_paused(f"step {step + 2}")
+        attempt.wait_until(lambda: job.newest() >= step, f"the commit of step {step}")
         attempt.kill()
         assert job.newest() == step, attempt.report(f"does not stand at step {step}")
 
-    return _made_once(f"killed after {step}", Job(spec, Path(), options), make)
+    return _make_once(f"killed after {step}", Job(spec, Path(), options), make)
 
 
-def parts_of(fast: Path, process: int) -> dict[int, Path]:
+def list_fast_tier_parts(fast: Path, process: int) -> dict[int, Path]:
     """The steps of which a process has a part in a fast tier."""
     return {int(path.name): path for path in fast.glob(f"*/{process}/*") if path.name.isdecimal()}
 
 
-def common_steps(fast: Path, num_processes: int) -> list[int]:
+def list_common_steps(fast: Path, num_processes: int) -> list[int]:
     """The steps of which every process has a part there, ascending."""
-    return sorted(set.intersection(*(set(parts_of(fast, process)) for process in range(num_processes))))
+    return sorted(set.intersection(*(set(list_fast_tier_parts(fast, process)) for process in range(num_processes))))
 
 
 def hash_tree(directory: Path) -> dict[str, str]:
@@ -558,7 +560,7 @@ def hash_tree(directory: Path) -> dict[str, str]:
     }
 
 
-def catches(pid: int, number: int) -> bool:
+def has_signal_handler(pid: int, number: int) -> bool:
     """Whether the process has a handler for the signal."""
     for line in _status(pid):
         if line.startswith("SigCgt:"):

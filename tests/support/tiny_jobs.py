@@ -24,7 +24,7 @@ from runner.errors import PreemptedError
 from runner.parallel.mesh import AXES, make_mesh
 from runner.run.compile_cache import CompileCache
 from runner.storage import LocalStore, parse_lines, read_json
-from tests.support import faked
+from tests.support import simulated_devices
 
 CompileCache().open()
 
@@ -46,16 +46,16 @@ AXIS_MESHES = [
 ]
 
 
-def mesh_of(data: int, fsdp: int, tensor: int) -> Mesh:
+def make_full_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
     return make_mesh({"data": data, "fsdp": fsdp, "tensor": tensor})
 
 
-def mesh_over(sizes: Mapping[str, int]) -> Mesh:
+def make_partial_mesh(sizes: Mapping[str, int]) -> Mesh:
     """The mesh over as many devices as these axes make up."""
     return make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
 
 
-def mesh_id(sizes: Mapping[str, int]) -> str:
+def format_mesh(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
@@ -70,7 +70,7 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return base
 
 
-def gpt_document(directory: Path, **changes: Any) -> dict[str, Any]:
+def make_gpt_document(directory: Path, **changes: Any) -> dict[str, Any]:
     """The spec of a GPT with some thousand parameters; `changes` are dotted keys."""
     text = directory.parent / "text.txt"
     if not text.exists():
@@ -95,20 +95,20 @@ def gpt_document(directory: Path, **changes: Any) -> dict[str, Any]:
     return merge(document, changes)
 
 
-def gpt_spec(directory: Path, **changes: Any) -> ExecutionSpec:
-    return ExecutionSpec.model_validate(gpt_document(directory, **changes))
+def make_gpt_spec(directory: Path, **changes: Any) -> ExecutionSpec:
+    return ExecutionSpec.model_validate(make_gpt_document(directory, **changes))
 
 
-def gpt(directory: Path, job_class: type[BaseTrainer] = PretrainGPT, **changes: Any) -> BaseTrainer:
-    return job_class(gpt_spec(directory, **changes))
+def make_gpt(directory: Path, job_class: type[BaseTrainer] = PretrainGPT, **changes: Any) -> BaseTrainer:
+    return job_class(make_gpt_spec(directory, **changes))
 
 
-def name_of(job_class: type[RestoreableJob]) -> str:
+def get_job_name(job_class: type[RestoreableJob]) -> str:
     """What a spec calls it."""
     return f"{job_class.__module__}:{job_class.__qualname__}"
 
 
-def counter(directory: Path, job_class: type[Counter] = Counter, **changes: Any) -> Counter:
+def make_counter(directory: Path, job_class: type[Counter] = Counter, **changes: Any) -> Counter:
     document = {
         "name": "count",
         "job": "experiments.counter:Counter",
@@ -139,7 +139,7 @@ class RecordingGPT(PretrainGPT):
         return batch
 
 
-def recorded_rows(directory: Path, step: int) -> dict[str, str]:
+def read_recorded_rows(directory: Path, step: int) -> dict[str, str]:
     """Row of the global batch -> digest, from all processes."""
     paths = (directory / "rows").glob(f"{step}.*")
     return {row: digest for path in paths for row, digest in json.loads(path.read_text()).items()}
@@ -156,13 +156,13 @@ class StopAfter(StopNotice):
         return self._job.step >= self._step
 
 
-def set_mesh(data: int, fsdp: int, tensor: int) -> dict[str, Any]:
+def make_mesh_options(data: int, fsdp: int, tensor: int) -> dict[str, Any]:
     return {"topology.mesh": {"data": data, "fsdp": fsdp, "tensor": tensor}}
 
 
 def environment(devices: int | None = None, **changes: str) -> dict[str, str]:
     """The environment of a subprocess that sees so many devices."""
-    return (dict(os.environ) if devices is None else faked.environment(devices)) | changes
+    return (dict(os.environ) if devices is None else simulated_devices.environment(devices)) | changes
 
 
 def start_python(*arguments: str, devices: int | None = None, **changes: str) -> "subprocess.Popen[str]":
@@ -177,26 +177,26 @@ def start_python(*arguments: str, devices: int | None = None, **changes: str) ->
     )
 
 
-def finish(process: "subprocess.Popen[str]", timeout: float = 600) -> str:
+def wait_for_output(process: "subprocess.Popen[str]", timeout: float = 600) -> str:
     """Wait for a process and return its output; it must end with 0."""
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, output
     return output
 
 
-def rows(directory: Path) -> list[Any]:
+def read_rows(directory: Path) -> list[Any]:
     """Those of metrics.jsonl."""
     return parse_lines((directory / "metrics.jsonl").read_bytes())
 
 
-def trajectory(directory: Path) -> list[Any]:
+def read_trajectory(directory: Path) -> list[Any]:
     """The rows without their speed, which is no part of it."""
-    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows(directory)]
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in read_rows(directory)]
 
 
-def outcome(directory: Path) -> tuple[list[Any], Any]:
+def read_outcome(directory: Path) -> tuple[list[Any], Any]:
     """The trajectory, and the result."""
-    return trajectory(directory), read_json(LocalStore(directory), "result.json")
+    return read_trajectory(directory), read_json(LocalStore(directory), "result.json")
 
 
 def stop_after(job: RestoreableJob, step: int) -> None:
@@ -205,7 +205,7 @@ def stop_after(job: RestoreableJob, step: int) -> None:
         job(stop=StopAfter(job, step))
 
 
-def leaves_equal(a: Any, b: Any) -> bool:
+def are_leaves_equal(a: Any, b: Any) -> bool:
     """Whether two pytrees of arrays hold the same bits, wherever they lie."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(x.dtype == y.dtype and jax.device_get(x).tobytes() == jax.device_get(y).tobytes() for x, y in pairs)

@@ -10,11 +10,11 @@ from runner.parallel.mesh import AXES
 from runner.train import compile
 from runner.train.compile import list_batch_layouts
 from runner.trainer import BaseTrainer
-from tests.support.faked import AS_USERS
+from tests.support.simulated_devices import USER_COMPILER_OPTIONS
 
 DEVICES, STEPS = 8, 3
-NUMBERS = (1, 2, DEVICES)
-CHANGES: dict[str, Any] = {
+DEVICE_COUNTS = (1, 2, DEVICES)
+SAME_BITS_OPTIONS: dict[str, Any] = {
     **{f"topology.mesh.{axis}": 1 for axis in AXES},
     "topology.mesh.data": "auto",
     "config.train.micro_batch_examples": 1,
@@ -22,12 +22,12 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def compile_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_user_compiler_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else steps are compiled as tests are: in little time."""
-    monkeypatch.setattr(compile, "make_compiler_options", lambda *_: AS_USERS)
+    monkeypatch.setattr(compile, "make_compiler_options", lambda *_: USER_COMPILER_OPTIONS)
 
 
-def bits_on(job: BaseTrainer, devices: int) -> dict[str, bytes]:
+def compute_bits(job: BaseTrainer, devices: int) -> dict[str, bytes]:
     """By name the state after some steps, what these told, and what the validation step finds then."""
     train_setup = job.setup_builder.build(jax.devices()[:devices])
     layout = list_batch_layouts(job.config, train_setup.mesh)[0]

@@ -21,7 +21,7 @@ PAGE_EXTRAS = sorted(EXTRAS.keys() - {"test", "parity"})  # those that are for u
 
 
 @functools.cache
-def installed() -> dict[str, Distribution]:
+def list_installed() -> dict[str, Distribution]:
     """Every distribution that is installed here, by its canonical name."""
     found: dict[str, Distribution] = {}
     for distribution in importlib.metadata.distributions():
@@ -30,14 +30,14 @@ def installed() -> dict[str, Distribution]:
 
 
 @functools.cache
-def needs(name: str, extra: str) -> list[Requirement]:
+def list_requirements(name: str, extra: str) -> list[Requirement]:
     """What a distribution that is installed here needs, with one of its extras or without any."""
-    requirements = map(Requirement, installed()[name].requires or ())
+    requirements = map(Requirement, list_installed()[name].requires or ())
     return [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": extra})]
 
 
 @functools.cache
-def closure(*extras: str) -> frozenset[str]:
+def list_distributions(*extras: str) -> frozenset[str]:
     """The names of the distributions that an install with these extras brings, as far as they are here."""
     texts = [*PROJECT["dependencies"], *(text for extra in extras for text in EXTRAS[extra])]
     waiting = [Requirement(text) for text in texts]
@@ -46,33 +46,33 @@ def closure(*extras: str) -> frozenset[str]:
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
-        if name == PROJECT["name"] or name not in installed():
+        if name == PROJECT["name"] or name not in list_installed():
             continue
         found.add(name)
         for extra in {"", *requirement.extras}:
             if (name, extra) not in seen:
                 seen.add((name, extra))
-                waiting += needs(name, extra)
+                waiting += list_requirements(name, extra)
     return frozenset(found)
 
 
-def is_complete(extra: str) -> bool:
+def is_extra_installed(extra: str) -> bool:
     """Whether everything that an extra names is installed here."""
-    here = installed()
+    here = list_installed()
     return all(canonicalize_name(Requirement(text).name) in here for text in EXTRAS[extra])
 
 
-def named_extras(text: str) -> list[str]:
+def list_named_extras(text: str) -> list[str]:
     """The extras that a page installs."""
     found = {name for names in re.findall(r"pip install [^\n`]*\.\[([a-z,-]+)\]", text) for name in names.split(",")}
     return sorted(found - {"test", "parity"})
 
 
-def make_environment(directory: Path, extras: Iterable[str] = (), root: Path = ROOT) -> Path:
+def make_virtual_environment(directory: Path, extras: Iterable[str] = (), root: Path = ROOT) -> Path:
     """A virtual environment as `pip install -e '.[extras]'` in `root` makes it; its python."""
     venv.EnvBuilder(symlinks=True).create(directory)
     (packages,) = directory.glob("lib/python*/site-packages")
-    for path, target in _links(installed(), closure(*extras)):
+    for path, target in _list_links(list_installed(), list_distributions(*extras)):
         link = packages / path
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
@@ -85,7 +85,7 @@ def make_environment(directory: Path, extras: Iterable[str] = (), root: Path = R
     return directory / "bin" / "python"
 
 
-def _links(here: dict[str, Distribution], wanted: frozenset[str]) -> Iterator[tuple[PurePath, str]]:
+def _list_links(here: dict[str, Distribution], wanted: frozenset[str]) -> Iterator[tuple[PurePath, str]]:
     """What to link, and to what: whole directories, but single files where others have files in the same directory."""
     owners: dict[str, set[str]] = defaultdict(set)
     files: dict[str, list[PurePath]] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Every way in which a stream is lost, or cannot take every text.
-WAYS = (
+STREAM_LOSSES = (
     "closed",
     "no reader",
     "reader leaves",
@@ -24,7 +24,7 @@ WAYS = (
     "utf-8 and buffered",
 )
 # Ways that standard input has too.
-INPUT_WAYS = ("closed", "terminal closes")
+INPUT_LOSSES = ("closed", "terminal closes")
 STREAMS = {"input": (0,), "output": (1,), "error": (2,), "all": (0, 1, 2)}
 _ON_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl({}, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -32,7 +32,7 @@ _ON_TERMINAL = (
 
 
 @dataclass
-class Bereft:
+class ProcessWithLostStreams:
     """A process that loses streams.
 
     Attributes:
@@ -56,17 +56,17 @@ class Bereft:
         for descriptor in self.ours:
             os.close(descriptor)
 
-    def strike(self) -> None:
+    def lose_streams(self) -> None:
         """Take the streams away that are there so far."""
         self._is_struck.set()
         self._reader.join()
 
 
 @contextlib.contextmanager
-def start_bereft(
+def start_with_lost_streams(
     command: Sequence[str], way: str, streams: Sequence[int], variables: Mapping[str, str], directory: Path
-) -> Iterator[Bereft]:
-    """A command that loses some of its streams in one of `WAYS`; the others go to files in `directory`."""
+) -> Iterator[ProcessWithLostStreams]:
+    """A command that loses some of its streams in one of `STREAM_LOSSES`; the others go to files in `directory`."""
     variables = {**variables}
     words, ours, theirs = list(command), [], []
     given: list[int] = []
@@ -101,7 +101,7 @@ def start_bereft(
             else:
                 _fill(given[stream])
                 theirs.append(reader)
-    bereft = Bereft(
+    bereft = ProcessWithLostStreams(
         subprocess.Popen(
             words,
             env=variables,
@@ -117,7 +117,7 @@ def start_bereft(
     try:
         yield bereft
     finally:
-        bereft.strike()
+        bereft.lose_streams()
         for descriptor in theirs:
             os.close(descriptor)
         if bereft.process.poll() is None:

@@ -14,7 +14,7 @@ from runner.distributed.agreement import Hosts
 from runner.errors import DataError, DivergedError
 
 
-class Stepwise(Counter):
+class StepwiseCounter(Counter):
     """A counter whose step is a method."""
 
     def one_step(self) -> None:
@@ -30,7 +30,7 @@ class Stepwise(Counter):
             self.save_or_stop()
 
 
-class Prints(Stepwise):
+class PrintingCounter(StepwiseCounter):
     """Code of a user that prints, and logs with the wrong number of values."""
 
     def one_step(self) -> None:
@@ -41,7 +41,7 @@ class Prints(Stepwise):
         logging.getLogger(__name__).warning("%d of %d", self.step)
 
 
-class FailsAlone(Stepwise):
+class FailingCounter(StepwiseCounter):
     """Raises in step 30."""
 
     def one_step(self) -> None:
@@ -51,7 +51,7 @@ class FailsAlone(Stepwise):
             raise ZeroDivisionError("a bug")
 
 
-class KeepsStateOutside(Stepwise):
+class HiddenStateCounter(StepwiseCounter):
     """An attribute that the state does not have: how often this process has counted."""
 
     seen = 0
@@ -62,7 +62,7 @@ class KeepsStateOutside(Stepwise):
         self.state = self.state | {"total": self.state["total"] + jnp.uint32(self.seen)}
 
 
-class RefusesAlone(Stepwise):
+class RejectedDataCounter(StepwiseCounter):
     """Process 1 finds its data wrong, and the other waits for it."""
 
     def setup(self, hosts: Hosts) -> None:
@@ -73,7 +73,7 @@ class RefusesAlone(Stepwise):
         hosts.barrier()
 
 
-class BecomesWeak(Stepwise):
+class WeakTypeCounter(StepwiseCounter):
     """A leaf that is made anew from a Python number: restored, the next product with it would have another type."""
 
     def init(self) -> Any:
@@ -86,7 +86,7 @@ class BecomesWeak(Stepwise):
         self.state = self.state | {"scale": jnp.asarray(1.5)}
 
 
-class DependsOnTheClock(Stepwise):
+class ClockDependentCounter(StepwiseCounter):
     """Another value each time."""
 
     def one_step(self) -> None:
@@ -95,7 +95,7 @@ class DependsOnTheClock(Stepwise):
         self.state = self.state | {"total": self.state["total"] * 0 + jnp.uint32(nanoseconds)}
 
 
-class SplitsItsKey(Stepwise):
+class SplitKeyCounter(StepwiseCounter):
     """A random key that is split, and not folded from the step."""
 
     def run(self) -> None:
@@ -109,7 +109,7 @@ class SplitsItsKey(Stepwise):
         self.state = self.state | {"values": self.state["values"] + jax.random.bits(used, (self.config.width,))}
 
 
-class Hangs(Stepwise):
+class HangingCounter(StepwiseCounter):
     """The first attempt stands still in step 20."""
 
     def one_step(self) -> None:
@@ -119,7 +119,7 @@ class Hangs(Stepwise):
             time.sleep(10_000)
 
 
-class HasABug(Stepwise):
+class FailingPeerCounter(StepwiseCounter):
     """Process 1 raises in step 30."""
 
     def one_step(self) -> None:
@@ -129,7 +129,7 @@ class HasABug(Stepwise):
             raise ZeroDivisionError("a bug")
 
 
-class Diverges(Counter):
+class DivergingCounter(Counter):
     """What it has counted is not finite at step 30."""
 
     def make_save_contents(self) -> SaveContents:
@@ -139,7 +139,7 @@ class Diverges(Counter):
         return super().make_save_contents()
 
 
-class Exits(Counter):
+class ExitingCounter(Counter):
     """Calls `sys.exit(code)` in the method named `place`, as a stranger's script does at its end."""
 
     place, code = "", 0

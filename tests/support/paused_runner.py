@@ -1,4 +1,4 @@
-"""`python -m tests.support.held` is `python -m runner`, but the job stands still where a test wants to strike.
+"""`python -m tests.support.paused_runner` is `python -m runner`, but the job stands still where a test wants to strike.
 
 So it is struck there however slow the machine is. HELD_IN says where: `step N`, once N steps are completed; `data N`,
 where a GPT makes the batch of index N; `evaluation N I`, where it makes batch I of the evaluation after step N;
@@ -26,12 +26,12 @@ def wait_in(place: str) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def place_of_batch(job: PretrainGPT, slice: str = "train", step: int | None = None) -> str:
+def get_batch_place(job: PretrainGPT, slice: str = "train", step: int | None = None) -> str:
     """`step` is the index of the batch."""
     return f"data {step}" if slice == "train" else f"evaluation {job.step} {step}"
 
 
-def hold(kind: type, method: str, place_of: Callable[..., str]) -> None:
+def pause_before(kind: type, method: str, place_of: Callable[..., str]) -> None:
     """Wait before a method of a job, in the place that its arguments say."""
     original = getattr(kind, method)
 
@@ -44,7 +44,7 @@ def hold(kind: type, method: str, place_of: Callable[..., str]) -> None:
 
 if __name__ == "__main__":
     for kind in (Counter, PretrainGPT):
-        hold(kind, "save_or_stop", lambda job: f"step {job.step}")
-        hold(kind, "result", lambda job: "result")
-    hold(PretrainGPT, "batch", place_of_batch)
+        pause_before(kind, "save_or_stop", lambda job: f"step {job.step}")
+        pause_before(kind, "result", lambda job: "result")
+    pause_before(PretrainGPT, "batch", get_batch_place)
     runpy.run_module("runner", run_name="__main__", alter_sys=True)

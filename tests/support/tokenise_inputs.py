@@ -24,7 +24,7 @@ from runner.data.tokenizers import load_tokenizer
 from runner.storage import LocalStore, url
 from runner.storage.bucket import BucketStore
 from tests.support.memory_bucket import MemoryDriver
-from tests.support.tiny import merge
+from tests.support.tiny_jobs import merge
 
 DOCUMENTS = [f"Document {i}: {'the number ' * (i % 7)}{i * i}, naïve, 数字 🙂\n\n" for i in range(120)] + ["one line"]
 SEPARATOR = "<|endoftext|>"
@@ -33,49 +33,49 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 Documents = Sequence[str | None]
 
 
-def lines(documents: Documents, field: str = "text") -> bytes:
+def make_jsonl(documents: Documents, field: str = "text") -> bytes:
     """As .jsonl."""
     return b"".join(json.dumps({"id": i, field: text}).encode() + b"\n" for i, text in enumerate(documents))
 
 
-def table(documents: Documents) -> pyarrow.Table:
+def make_table(documents: Documents) -> pyarrow.Table:
     """As a table."""
     return pyarrow.table({"text": pyarrow.array(documents, pyarrow.string())})
 
 
-def parquet(documents: Documents) -> bytes:
+def make_parquet(documents: Documents) -> bytes:
     """As .parquet, in row groups of seven."""
     file = io.BytesIO()
-    pyarrow.parquet.write_table(table(documents), file, row_group_size=7)
+    pyarrow.parquet.write_table(make_table(documents), file, row_group_size=7)
     return file.getvalue()
 
 
-def arrow(documents: Documents, new: Callable[..., Any]) -> bytes:
+def make_arrow(documents: Documents, new: Callable[..., Any]) -> bytes:
     """As .arrow, one of its two forms."""
     file = io.BytesIO()
-    with new(file, table(documents).schema) as writer:
-        writer.write_table(table(documents), max_chunksize=7)
+    with new(file, make_table(documents).schema) as writer:
+        writer.write_table(make_table(documents), max_chunksize=7)
     return file.getvalue()
 
 
-def frames(documents: Documents) -> bytes:
+def make_zstd_frames(documents: Documents) -> bytes:
     """As .jsonl.zst, of two frames."""
-    content, half = lines(documents), len(lines(documents)) // 2
+    content, half = make_jsonl(documents), len(make_jsonl(documents)) // 2
     compress = zstandard.ZstdCompressor().compress
     return compress(content[:half]) + compress(content[half:])
 
 
-FORMS: dict[str, Callable[[Documents], bytes]] = {
-    "a.jsonl": lines,
-    "b.jsonl.gz": lambda documents: gzip.compress(lines(documents)),
-    "c.jsonl.zst": frames,
-    "d.parquet": parquet,
-    "e.arrow": lambda documents: arrow(documents, pyarrow.ipc.new_stream),
-    "f.arrow": lambda documents: arrow(documents, pyarrow.ipc.new_file),
+FILE_FORMATS: dict[str, Callable[[Documents], bytes]] = {
+    "a.jsonl": make_jsonl,
+    "b.jsonl.gz": lambda documents: gzip.compress(make_jsonl(documents)),
+    "c.jsonl.zst": make_zstd_frames,
+    "d.parquet": make_parquet,
+    "e.arrow": lambda documents: make_arrow(documents, pyarrow.ipc.new_stream),
+    "f.arrow": lambda documents: make_arrow(documents, pyarrow.ipc.new_file),
 }
 
 
-def write_texts(directory: Path, documents: Sequence[str]) -> str:
+def write_text_files(directory: Path, documents: Sequence[str]) -> str:
     """One text file a document; the glob that names them."""
     directory.mkdir(parents=True, exist_ok=True)
     for i, text in enumerate(documents):
@@ -83,7 +83,7 @@ def write_texts(directory: Path, documents: Sequence[str]) -> str:
     return str(directory / "*.txt")
 
 
-def make_hf() -> bytes:
+def make_hf_tokenizer() -> bytes:
     """A small tokenizer.json, with truncation and padding, as many have."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -98,7 +98,7 @@ def make_hf() -> bytes:
     return library.to_str().encode()
 
 
-def make_sentencepiece() -> bytes:
+def make_sentencepiece_model() -> bytes:
     """A small model of sentencepiece."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -107,7 +107,7 @@ def make_sentencepiece() -> bytes:
     return model.getvalue()
 
 
-def make_ranks() -> bytes:
+def make_tiktoken_ranks() -> bytes:
     """A file of tiktoken's ranks: all bytes, and one merge."""
     tokens = [bytes([i]) for i in range(256)] + [b"th", b"the"]
     return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
@@ -115,7 +115,11 @@ def make_ranks() -> bytes:
 
 def make_tokenizer_files(directory: Path) -> dict[str, dict[str, Any]]:
     """The `config.tokenizer` of every kind, with its files in `directory`."""
-    for name, make in (("hf.json", make_hf), ("sp.model", make_sentencepiece), ("tk.tiktoken", make_ranks)):
+    for name, make in (
+        ("hf.json", make_hf_tokenizer),
+        ("sp.model", make_sentencepiece_model),
+        ("tk.tiktoken", make_tiktoken_ranks),
+    ):
         (directory / name).write_bytes(make())
     special = {"pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 258}}
     return {
@@ -127,7 +131,7 @@ def make_tokenizer_files(directory: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def tokenise_document(directory: Path | str, **changes: Any) -> dict[str, Any]:
+def make_tokenise_document(directory: Path | str, **changes: Any) -> dict[str, Any]:
     """The spec of a job that makes bytes of what `config.source` names; `changes` are dotted keys."""
     document = {
         "name": "tokenise",
@@ -139,19 +143,19 @@ def tokenise_document(directory: Path | str, **changes: Any) -> dict[str, Any]:
     return merge(document, changes)
 
 
-def tokenise(directory: Path | str, **changes: Any) -> Tokenise:
+def make_tokenise_job(directory: Path | str, **changes: Any) -> Tokenise:
     """That job, in this process."""
-    return Tokenise(ExecutionSpec.model_validate(tokenise_document(directory, **changes)))
+    return Tokenise(ExecutionSpec.model_validate(make_tokenise_document(directory, **changes)))
 
 
-def index_of(corpus: Path) -> CorpusIndex:
+def read_index(corpus: Path) -> CorpusIndex:
     """The index of a corpus on this disk."""
     return CorpusIndex.decode((corpus / "index.json").read_bytes(), str(corpus))
 
 
 def read_corpus(corpus: Path) -> list[np.ndarray]:
     """The ids of each document, separators included."""
-    index, found = index_of(corpus), []
+    index, found = read_index(corpus), []
     for shard in index.shards:
         ids = np.fromfile(corpus / f"{shard.name}.bin", np.dtype(index.dtype))
         ends = np.fromfile(corpus / f"{shard.name}.ends", ENDS_DTYPE)
@@ -164,18 +168,18 @@ def read_corpus(corpus: Path) -> list[np.ndarray]:
 
 def decode_corpus(corpus: Path) -> list[str]:
     """The text of each document, by the tokenizer that the index names, without separators."""
-    index = index_of(corpus)
+    index = read_index(corpus)
     tokenizer = load_tokenizer(index.tokenizer, LocalStore(corpus))
     tail = 0 if index.separator is None else 1
     return [tokenizer.decode(ids[: len(ids) - tail]) for ids in read_corpus(corpus)]
 
 
-def content_of(corpus: Path) -> dict[str, bytes]:
+def read_corpus_files(corpus: Path) -> dict[str, bytes]:
     """Every file that a reader of the corpus reads."""
     return {path.name: path.read_bytes() for path in corpus.iterdir() if path.name != "owner.json"}
 
 
-class Bucket:
+class FakeBucket:
     """Every `gs://` URL is a prefix of this bucket, which is in memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
