@@ -29,7 +29,7 @@ from runner.config import PrecisionConfig
 from runner.optim.config import OPTIMIZERS
 from runner.parallel.mesh import AXES
 from runner.storage import read_json
-from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
+from tests.data.buckets import URL, make_random_shards, put_in_bucket, write_corpus
 from tests.support import same_bits
 from tests.support.bigram import write_questions
 from tests.support.tiny_jobs import make_counter, make_gpt, read_outcome, stop_after
@@ -412,7 +412,9 @@ def write_ids(path: Path, dtype: str) -> Path:
 def write_chats(directory: Path) -> Path:
     """A corpus of dialogues, made once."""
     if not directory.exists():
-        write_corpus(directory, random_shards([[30] * 40], 256), vocabulary_size=256, marks_of=lambda ids: ids % 3 == 0)
+        write_corpus(
+            directory, make_random_shards([[30] * 40], 256), vocabulary_size=256, marks_of=lambda ids: ids % 3 == 0
+        )
     return directory
 
 

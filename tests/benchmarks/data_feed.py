@@ -26,8 +26,8 @@ import pytest
 from runner.data import Source
 from runner.data.corpus_index import HEAD_BYTES, INDEX, CorpusIndex, CorpusShard
 from runner.storage import LocalStore, Version, compute_crc32c, open_store
-from tests.data.buckets import URL, CountingDriver, lead_to, put_in_bucket, write_corpus
-from tests.data.corpus import load
+from tests.data.buckets import URL, CountingDriver, put_in_bucket, serve_from, write_corpus
+from tests.data.datasets import load
 from tests.support.object_stores import BACKENDS, Faults, start_backend
 
 LATENCY_SECONDS = 0.02
@@ -110,7 +110,7 @@ def measure_slow_bucket(directory: Path, seconds: float) -> None:
         content = np.random.default_rng(0).integers(0, 50_000, NUM_TOKENS // 8, np.uint16).tobytes()
         driver.put(f"corpus/{name}", content, None)
     with pytest.MonkeyPatch.context() as patch:
-        lead_to(patch, driver)
+        serve_from(patch, driver)
         for length, count in ROWS.items():
             settings = {"sequence_length": length, "vocabulary_size": 50_304}
             tokens = load(f"{URL}/*.bin", cache=directory, cache_bytes=0, **settings).train_sources[0].source

@@ -20,7 +20,7 @@ import pytest
 
 from runner.data import Dataset, Prefetcher
 from tests.benchmarks.jobs import BATCHES, SIZES, make_job
-from tests.data.corpus import load
+from tests.data.datasets import load
 from tests.support.attempt import start
 from tests.support.object_stores import BACKENDS, Faults, route_stores_to, start_backend
 

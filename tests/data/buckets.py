@@ -1,4 +1,4 @@
-"""A bucket in memory under its own URLs, and corpora to put there."""
+"""In-memory bucket reached through its own URLs, and corpora to put there."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ URL = "s3://bkt/corpus"
 
 
 class CountingDriver(MemoryDriver):
-    """Notes what is fetched; `ranges` holds (key, start, stop) of each ranged read."""
+    """A driver that records the (key, start, stop) of each ranged read in `ranges`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class CountingDriver(MemoryDriver):
         return sum(stop - start for _, start, stop in self.ranges)
 
 
-def fail_some(rate: float) -> Callable[[str, str], None]:
-    """Return a driver's callback that fails a share of its requests, the same ones each time."""
+def make_failing_callback(rate: float) -> Callable[[str, str], None]:
+    """Return a driver callback that fails a share of the requests, the same ones in each run."""
     chance = random.Random(0)
 
     def before(verb: str, key: str) -> None:
@@ -43,17 +43,17 @@ def fail_some(rate: float) -> Callable[[str, str], None]:
 
 
 def put_in_bucket(monkeypatch: pytest.MonkeyPatch, directory: Path, driver: MemoryDriver | None = None) -> MemoryDriver:
-    """Have URL hold the files of `directory`."""
+    """Copy the files of `directory` to URL in an in-memory bucket."""
     driver = driver or CountingDriver()
-    lead_to(monkeypatch, driver)
+    serve_from(monkeypatch, driver)
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             driver.put(f"corpus/{path.relative_to(directory).as_posix()}", path.read_bytes(), None)
     return driver
 
 
-def lead_to(monkeypatch: pytest.MonkeyPatch, driver: MemoryDriver) -> None:
-    """Have every URL of `bkt` lead to the bucket in memory, without a wait between tries."""
+def serve_from(monkeypatch: pytest.MonkeyPatch, driver: MemoryDriver) -> None:
+    """Serve every URL of `bkt` from the in-memory bucket, without waiting between retries."""
 
     def open_bucket(url: str, *_: str) -> BucketStore:
         return BucketStore(url.rstrip("/"), url.rstrip("/").partition("://")[2].partition("/")[2], driver)
@@ -70,7 +70,7 @@ def write_corpus(
     change: Callable[[CorpusIndex], CorpusIndex] = lambda index: index,
     marks_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Path:
-    """Write shards of documents of ids, with their index; with `marks_of`, which tokens are of answers by their ids."""
+    """Write shards of documents and their index; `marks_of` returns the completion mask of an array of ids."""
     store, entries = LocalStore(directory), []
     for number, documents in enumerate(shards):
         ids = np.concatenate([np.empty(0, dtype), *(np.asarray(document, dtype) for document in documents)])
@@ -87,7 +87,9 @@ def write_corpus(
     return directory
 
 
-def random_shards(sizes: Sequence[Sequence[int]], vocabulary_size: int = 1000, seed: int = 0) -> list[list[list[int]]]:
-    """Shards of documents with so many random ids."""
+def make_random_shards(
+    sizes: Sequence[Sequence[int]], vocabulary_size: int = 1000, seed: int = 0
+) -> list[list[list[int]]]:
+    """Return shards of documents of the given sizes with random ids."""
     random = np.random.default_rng(seed)
     return [[random.integers(0, vocabulary_size, size).tolist() for size in shard] for shard in sizes]

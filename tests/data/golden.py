@@ -1,4 +1,4 @@
-"""Files that the tools of other formats wrote (`formats/make.py`), and what went into them."""
+"""Files written by the tools of other formats (`formats/make.py`), and their expected content."""
 
 import shutil
 import zlib
@@ -14,23 +14,23 @@ from runner.data.open_source import open_format
 from runner.data.remote import CacheSettings
 from runner.data.source_files import find_source
 from runner.data.token_files import DocumentFiles
-from tests.data.formats.make import BLOCK, documents
+from tests.data.formats.make import BLOCK, make_documents
 
 GOLDEN = Path(__file__).parent / "formats"
-WIDE, NARROW = documents(100_000), documents(50_000)
+WIDE, NARROW = make_documents(100_000), make_documents(50_000)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A source of a format: what `data.source` and `data.options` say, and the documents that went in."""
+class FormatCase:
+    """A source of another format: its `data.source` and `data.options`, and the documents it must contain."""
 
     source: str
     options: Mapping[str, str]
-    documents: list[list[int]]
+    make_documents: list[list[int]]
     dtype: str
 
     def open(self, root: Path | str, cache: Path | None = None, cache_bytes: int | None = 1 << 20) -> DocumentFiles:
-        """The source below a directory, or below a URL; then `cache` must be given."""
+        """Open the source below a directory, or below a URL, for which `cache` is required."""
         kept = cache or Path(root) / "cache"
         settings = CacheSettings(kept, cache_bytes, 9)
         return open_format(find_source(f"{root}/{self.source}"), self.options, kept, cache=settings)
@@ -45,22 +45,22 @@ class Case:
 
 
 CASES = {
-    "megatron_int32": Case("megatron/int32.idx", {}, WIDE, "int32"),
-    "megatron_int64": Case("megatron/int64.idx", {}, WIDE, "int64"),
-    "megatron_several": Case("megatron/uint16_*.idx", {}, NARROW, "uint16"),
-    "mds_bytes": Case("mds/bytes_int64", {"dtype": "int64"}, WIDE, "int64"),
-    "mds_array": Case("mds/ndarray_int32", {"column": "tokens"}, WIDE, "int32"),
-    "mds_zstd": Case("mds/zstd", {}, WIDE, "int32"),
-    "mds_indexes": Case("mds/*_int32/index.json", {}, WIDE, "int32"),
-    "mds_static": Case("mds/static", {}, documents(50_000, (BLOCK,) * 20), "uint16"),
-    "mds_columns": Case("mds/columns", {"column": "input_ids"}, NARROW, "uint16"),
-    "array_record": Case("array_record/single.array_record", {"dtype": "uint16"}, NARROW, "uint16"),
-    "array_record_several": Case("array_record/grouped_*", {"dtype": "int32"}, WIDE, "int32"),
+    "megatron_int32": FormatCase("megatron/int32.idx", {}, WIDE, "int32"),
+    "megatron_int64": FormatCase("megatron/int64.idx", {}, WIDE, "int64"),
+    "megatron_several": FormatCase("megatron/uint16_*.idx", {}, NARROW, "uint16"),
+    "mds_bytes": FormatCase("mds/bytes_int64", {"dtype": "int64"}, WIDE, "int64"),
+    "mds_array": FormatCase("mds/ndarray_int32", {"column": "tokens"}, WIDE, "int32"),
+    "mds_zstd": FormatCase("mds/zstd", {}, WIDE, "int32"),
+    "mds_indexes": FormatCase("mds/*_int32/index.json", {}, WIDE, "int32"),
+    "mds_static": FormatCase("mds/static", {}, make_documents(50_000, (BLOCK,) * 20), "uint16"),
+    "mds_columns": FormatCase("mds/columns", {"column": "input_ids"}, NARROW, "uint16"),
+    "array_record": FormatCase("array_record/single.array_record", {"dtype": "uint16"}, NARROW, "uint16"),
+    "array_record_several": FormatCase("array_record/grouped_*", {"dtype": "int32"}, WIDE, "int32"),
 }
 
 
 def copy_golden(place: Path) -> Path:
-    """A copy of the golden files, unpacked."""
+    """Copy the golden files to `place` and unpack them."""
     shutil.copytree(GOLDEN, place)
     for packed in place.rglob("*.zlib"):
         packed.with_suffix("").write_bytes(zlib.decompress(packed.read_bytes()))
@@ -69,7 +69,7 @@ def copy_golden(place: Path) -> Path:
 
 
 def write_records(path: Path, items: Sequence[Sequence[int]]) -> None:
-    """An ArrayRecord file of documents of uint16."""
+    """Write an ArrayRecord file of uint16 documents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = ArrayRecordWriter(str(path), "group_size:1")
     for ids in items:
@@ -78,7 +78,7 @@ def write_records(path: Path, items: Sequence[Sequence[int]]) -> None:
 
 
 def write_megatron(path: Path, items: Sequence[Sequence[int]]) -> None:
-    """A pair of Megatron's, of documents of int32 that are a sequence each; `path` is that of the `.idx`."""
+    """Write a Megatron dataset of int32 documents of one sequence each; `path` is the `.idx` file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lengths = np.array([len(ids) for ids in items], "<i4")
     starts = np.concatenate([[0], np.cumsum(lengths[:-1])]) * 4

@@ -11,14 +11,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.data import Dataset, load_global_batch
-from tests.data.corpus import KINDS, load_kind
+from tests.data.datasets import KINDS, load_kind
 from tests.support import simulated_devices
 
 T = 8
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
@@ -28,8 +28,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def dataset(kind: str, place: Path) -> Dataset:
-    return load_kind(kind, place, sequence_length=T)
+def dataset(kind: str, directory: Path) -> Dataset:
+    return load_kind(kind, directory, sequence_length=T)
 
 
 def make_sharding(data: int, fsdp: int, tensor: int, *axes: object) -> NamedSharding:
@@ -47,7 +47,7 @@ SPLITS: list[tuple[int, int, tuple]] = [
     (2, 8, (2, 2, 2, "data", "fsdp", "tensor")),
     (2, 8, (2, 2, 2, None, None, ("data", "tensor"))),
 ]
-# All of them of one kind, and one of them of each kind; every other in the soak.
+# Daily: all splits of one kind, and one split of every kind.
 CASES = [
     pytest.param(kind, *split, marks=() if kind == "tokens" or split == SPLITS[0] else pytest.mark.soak)
     for kind in KINDS
@@ -86,7 +86,7 @@ def test_replicated_sequences_are_read_once_and_in_one_call(dataset: Dataset, mo
     assert calls == [16]
 
 
-def test_any_step_is_reached_at_once(dataset: Dataset) -> None:
+def test_any_step_can_be_read_directly(dataset: Dataset) -> None:
     sharding = make_sharding(1, 1, 1)
     batch = load_global_batch(dataset, "train", 10**9, accumulate_steps=1, micro_batch=4, sharding=sharding)
     np.testing.assert_array_equal(batch["x"][0], dataset.read("train", 4 * 10**9, 4)["x"])
@@ -102,7 +102,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.data import Dataset, load_global_batch
-from tests.data.corpus import load_kind
+from tests.data.datasets import load_kind
 
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", int(sys.argv[2]), int(sys.argv[3]))
 dataset = load_kind(sys.argv[4], Path(sys.argv[5]))
@@ -124,7 +124,7 @@ HOSTS = [(2, "tokens"), *(pytest.param(n, kind, marks=pytest.mark.soak) for n in
 
 @pytest.mark.parametrize(("num_hosts", "kind"), HOSTS)
 def test_a_host_reads_only_the_sequences_of_its_devices(
-    dataset: Dataset, num_hosts: int, kind: str, place: Path
+    dataset: Dataset, num_hosts: int, kind: str, directory: Path
 ) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -132,7 +132,7 @@ def test_a_host_reads_only_the_sequences_of_its_devices(
     each = NUM_DEVICES // num_hosts
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST_PROGRAM, port, str(num_hosts), str(process_id), kind, str(place)],
+            [sys.executable, "-c", HOST_PROGRAM, port, str(num_hosts), str(process_id), kind, str(directory)],
             env=simulated_devices.environment(each),
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,

@@ -12,10 +12,10 @@ from runner.config import DataConfig
 from runner.data import load_global_batch, token_files
 from runner.data.token_files import TokenSequence
 from runner.errors import DataError
-from tests.data.corpus import READS, load, write_bin, write_npy
+from tests.data.datasets import READ_METHODS, load, write_bin, write_npy
 
 
-def test_y_is_the_token_after_x_and_all_of_train_is_real(tmp_path: Path) -> None:
+def test_y_is_the_token_after_x_and_training_has_no_padding(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     x, y, padding_mask = dataset.read("train", 0, 5).values()
     assert x.shape == y.shape == padding_mask.shape == (5, 8)
@@ -40,7 +40,7 @@ def test_the_splits_share_no_token(tmp_path: Path) -> None:
     assert max(train["x"].max(), train["y"].max()) < 800 <= min(validation["x"].min(), validation["y"].min())
 
 
-def test_a_sequence_depends_on_its_number_alone(tmp_path: Path) -> None:
+def test_a_sequence_depends_only_on_its_number(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     first = 10**9 * 512
     together = dataset.read("train", first, 6)
@@ -49,7 +49,7 @@ def test_a_sequence_depends_on_its_number_alone(tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.read("train", first + row, 1)["x"][0], together["x"][row])
 
 
-def test_validation_is_in_order_and_beyond_its_end_all_is_padding(tmp_path: Path) -> None:
+def test_validation_is_in_order_and_padded_beyond_its_end(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     assert dataset.num_validation_examples == 24
     x, y, padding_mask = dataset.read("validation", 20, 10).values()
@@ -67,27 +67,27 @@ def test_without_a_validation_fraction_there_is_no_validation(tmp_path: Path) ->
     assert not dataset.read("validation", 0, 3)["padding_mask"].any()
 
 
-def test_the_fingerprint_depends_on_content_and_never_on_place_or_time(tmp_path: Path) -> None:
-    for name, write in (("a.txt", lambda path: path.write_text("some text " * 50)), ("a.bin", make_bin)):
+def test_the_fingerprint_depends_on_content_and_not_on_path_or_time(tmp_path: Path) -> None:
+    for name, write in (("a.txt", lambda path: path.write_text("some text " * 50)), ("a.bin", write_small_bin)):
         write(tmp_path / name)
         there = tmp_path / f"elsewhere-{name}"
         shutil.copy(tmp_path / name, there)
         os.utime(there, (1, 1))
         here = load(tmp_path / name, cache=tmp_path / "one").fingerprint
         assert load(there, cache=tmp_path / "two").fingerprint == here
-        assert load(there, cache=tmp_path / "two").fingerprint == here, "from the cache"
+        assert load(there, cache=tmp_path / "two").fingerprint == here, "read from the cache"
         raw = bytearray(there.read_bytes())
         raw[250] ^= 1
         there.write_bytes(raw)
         assert load(there, cache=tmp_path / "two").fingerprint != here
 
 
-def make_bin(path: Path) -> None:
+def write_small_bin(path: Path) -> None:
     write_bin(path, range(500))
 
 
 IDS = np.random.default_rng(0).integers(0, 60_000, (2, 500))
-BETWEEN_ATTEMPTS: dict[str, tuple[np.ndarray, np.ndarray, str]] = {
+CHANGED_FILES: dict[str, tuple[np.ndarray, np.ndarray, str]] = {
     "cut": (IDS[0], IDS[1][:-9], "<u2"),
     "another of its size": (IDS[0], IDS[1][::-1], "<u2"),
     "in another order": (IDS[1], IDS[0], "<u2"),
@@ -95,10 +95,10 @@ BETWEEN_ATTEMPTS: dict[str, tuple[np.ndarray, np.ndarray, str]] = {
 }
 
 
-@pytest.mark.parametrize("change", BETWEEN_ATTEMPTS)
-def test_token_files_that_changed_between_two_attempts_are_other_data(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("change", CHANGED_FILES)
+def test_changed_token_files_change_the_fingerprint(tmp_path: Path, change: str) -> None:
     found = {}
-    for name, (first, second, dtype) in {"as before": (*IDS, "<u2"), change: BETWEEN_ATTEMPTS[change]}.items():
+    for name, (first, second, dtype) in {"as before": (*IDS, "<u2"), change: CHANGED_FILES[change]}.items():
         (tmp_path / name).mkdir()
         for file, ids in (("a.bin", first), ("b.bin", second)):
             ids.astype(dtype).tofile(tmp_path / name / file)
@@ -112,23 +112,21 @@ def test_token_files_that_changed_between_two_attempts_are_other_data(tmp_path: 
     [{"seed": 1}, {"sequence_length": 7}, {"validation_fraction": 0.25}, {"tokenizer": "characters"}],
     ids=lambda change: next(iter(change)),
 )
-def test_the_fingerprint_covers_all_that_shapes_the_batches(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_the_fingerprint_covers_every_setting_of_the_batches(tmp_path: Path, change: dict[str, Any]) -> None:
     (tmp_path / "a.txt").write_text("some text " * 50)
     plain = load(tmp_path / "a.txt", cache=tmp_path / "cache")
     assert load(tmp_path / "a.txt", cache=tmp_path / "cache", **change).fingerprint != plain.fingerprint
     int(plain.fingerprint, 16)
 
 
-def test_the_type_of_ids_is_refused_for_text(tmp_path: Path) -> None:
+def test_a_dtype_is_rejected_for_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text " * 20)
     with pytest.raises(DataError, match=r"data\.dtype=uint16: nothing reads it, data\.source=.* names text files"):
         load(tmp_path / "a.txt", cache=tmp_path, dtype="uint16")
 
 
 @pytest.mark.parametrize("separator", get_args(DataConfig.model_fields["document_separator"].annotation))
-def test_without_a_separator_files_are_joined_as_ever_and_each_separator_is_other_data(
-    tmp_path: Path, separator: str
-) -> None:
+def test_a_document_separator_changes_the_fingerprint(tmp_path: Path, separator: str) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("some text " * 50)
     joined = load(f"{tmp_path}/?.txt", cache=tmp_path / "cache")
@@ -139,7 +137,7 @@ def test_without_a_separator_files_are_joined_as_ever_and_each_separator_is_othe
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "test", "Train", "", None])
-def test_a_split_of_another_name_is_refused_and_never_validation(tmp_path: Path, name: Any) -> None:
+def test_unknown_split_names_are_rejected(tmp_path: Path, name: Any) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(500)), cache=tmp_path)
     with pytest.raises(ValueError, match=f"got {name!r}, needs 'train' or 'validation'"):
         dataset.read(name, 0, 1)
@@ -149,7 +147,7 @@ def test_a_split_of_another_name_is_refused_and_never_validation(tmp_path: Path,
         )
 
 
-def test_the_standard_library_trains_with_no_file_of_one_s_own(tmp_path: Path) -> None:
+def test_the_standard_library_is_a_dataset_without_user_files(tmp_path: Path) -> None:
     dataset = load("python-stdlib", cache=tmp_path, sequence_length=256, validation_fraction=0.05)
     assert dataset.num_train_tokens > 5_000_000
     assert dataset.tokenizer is not None
@@ -157,7 +155,7 @@ def test_the_standard_library_trains_with_no_file_of_one_s_own(tmp_path: Path) -
     assert "self" in text
 
 
-def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+def test_an_empty_dataset_is_rejected(tmp_path: Path) -> None:
     for name in ("a.txt", "a.bin"):
         (tmp_path / name).touch()
         for tokenizer in ("bytes", "characters"):
@@ -168,7 +166,7 @@ def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "a.npy", cache=tmp_path / "cache")
 
 
-def test_a_data_set_shorter_than_a_window_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_dataset_shorter_than_a_window_is_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.source=.*a\.bin: the training split has 4 tokens"):
         load(write_bin(tmp_path / "a.bin", range(5)), cache=tmp_path)
 
@@ -185,7 +183,7 @@ def test_text_has_the_vocabulary_of_its_tokenizer(tmp_path: Path) -> None:
     assert load(tmp_path / "a.txt", cache=tmp_path / "cache", tokenizer="characters").vocabulary_size == 3
 
 
-def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_position(tmp_path: Path) -> None:
+def test_an_id_beyond_the_vocabulary_is_reported_with_file_and_position(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", range(50))
     write_bin(tmp_path / "b.bin", [1, 2, 50304, *range(40)])
     for _ in range(2):
@@ -197,7 +195,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_position(tmp_pat
             dataset.validate_vocabulary(50304)
 
 
-def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_bad_one_is_named_when_it_is_met(
+def test_large_files_are_checked_when_read_if_the_vocabulary_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_files, "SCANNED_TOKENS_MAX", 100)
@@ -209,7 +207,7 @@ def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_
         dataset = load(tmp_path / "?.*", cache=tmp_path / "cache", vocabulary_size=95)
         dataset.validate_vocabulary(dataset.vocabulary_size)
     assert dataset.vocabulary_size == 95
-    for read in READS.values():
+    for read in READ_METHODS.values():
         read(dataset.train_sources[0].source, 0, 110)
         beyond = r"token id 95 at position 20 of .*b\.npy is beyond .* of 95 ids; .* least 96"
         with pytest.raises(DataError, match=beyond):
@@ -221,7 +219,7 @@ def test_many_ids_are_not_read_at_the_start_where_the_vocabulary_is_named_and_a_
         few.validate_vocabulary(80)
 
 
-def test_a_negative_id_is_refused(tmp_path: Path) -> None:
+def test_a_negative_id_is_rejected(tmp_path: Path) -> None:
     dataset = load(write_npy(tmp_path / "a.npy", [*range(50), -1]), cache=tmp_path / "cache")
     with pytest.raises(DataError, match=r"token id -1 at position 50 of .*a\.npy is negative"):
         dataset.validate_vocabulary(100)

@@ -1,4 +1,4 @@
-"""Formats of other tools, on files that these tools wrote (`formats/make.py`): what went in comes out, or a line."""
+"""Formats of other tools, on files written by these tools (`formats/make.py`): exact content or a one-line error."""
 
 import json
 import os
@@ -20,26 +20,26 @@ from runner.data.source_files import find_corpus, find_source, is_available
 from runner.data.token_files import TokenSequence, open_token_files
 from runner.errors import DataError
 from tests.data.buckets import URL, CountingDriver, put_in_bucket
-from tests.data.corpus import load
-from tests.data.golden import CASES, NARROW, WIDE, Case, copy_golden, write_records
+from tests.data.datasets import load
+from tests.data.golden import CASES, NARROW, WIDE, FormatCase, copy_golden, write_records
 
 each_case = pytest.mark.parametrize("name", CASES)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A copy of the golden files."""
+    """Copy the golden files."""
     return copy_golden(tmp_path / "golden")
 
 
-def edges(case: Case) -> list[int]:
-    """The positions at which something may go wrong: around the ends of documents, and a few in between."""
+def list_edges(case: FormatCase) -> list[int]:
+    """Return positions around document ends and a few in between."""
     around = {end + step for end in [0, *case.ends] for step in (-1, 0, 1)} | {100, 255, 256, 257}
     return sorted(position for position in around if 0 <= position <= len(case.ids))
 
 
 @each_case
-def test_the_ids_and_the_ends_of_documents_are_those_that_went_in(root: Path, name: str) -> None:
+def test_ids_and_document_ends_are_read_as_written(root: Path, name: str) -> None:
     case = CASES[name]
     source = case.open(root)
     assert source.has_documents
@@ -53,10 +53,10 @@ def test_the_ids_and_the_ends_of_documents_are_those_that_went_in(root: Path, na
 
 
 @each_case
-def test_any_range_is_a_slice_of_the_whole(root: Path, name: str) -> None:
+def test_every_range_is_a_slice_of_all_ids(root: Path, name: str) -> None:
     case = CASES[name]
     source = case.open(root)
-    for start, stop in combinations_with_replacement(edges(case), 2):
+    for start, stop in combinations_with_replacement(list_edges(case), 2):
         assert source.read(start, stop).tolist() == case.ids[start:stop], (start, stop)
         assert source.document_ends(start, stop).tolist() == [end for end in case.ends if start < end <= stop]
 
@@ -86,31 +86,31 @@ def test_each_segment_of_a_packed_sequence_is_one_document(root: Path, name: str
     for field in ("x", "y"):
         found = np.array([document_of[token] for token in rows[field][is_real].tolist()])
         pairs = {*zip(is_real.nonzero()[0].tolist(), rows["segment"][is_real].tolist(), found.tolist(), strict=True)}
-        assert len(pairs) == len({pair[:2] for pair in pairs}), "a document a segment"
+        assert len(pairs) == len({pair[:2] for pair in pairs}), "one document per segment"
 
 
-def test_the_file_of_nanogpt_is_read(root: Path) -> None:
+def test_a_nanogpt_file_is_read(root: Path) -> None:
     ids = [token for document in NARROW for token in document]
     source = open_token_files(find_source(f"{root}/nanogpt/train.bin"), root / "cache")
     assert source.read(0, len(source)).tolist() == ids
 
 
 @each_case
-def test_the_fingerprint_is_that_of_the_content_wherever_it_lies(root: Path, tmp_path: Path, name: str) -> None:
+def test_the_fingerprint_does_not_depend_on_the_path(root: Path, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     there = shutil.copytree(root, tmp_path / "elsewhere")
     assert case.open(there).fingerprint == case.open(root).fingerprint == case.open(root).fingerprint
 
 
-def another_id_in_records(root: Path) -> None:
+def change_id_in_records(root: Path) -> None:
     write_records(root / "array_record/single.array_record", [*NARROW[:-1], [*NARROW[-1][:-1], 7]])
 
 
-def other_documents_in_records(root: Path) -> None:
+def merge_documents_in_records(root: Path) -> None:
     write_records(root / "array_record/single.array_record", [[*NARROW[0], *NARROW[1]], *NARROW[2:]])
 
 
-def moved_ends_in_records(root: Path) -> None:
+def move_ends_in_records(root: Path) -> None:
     first, second, *rest = NARROW
     write_records(root / "array_record/single.array_record", [first[:-1], [first[-1], *second], *rest])
 
@@ -124,7 +124,7 @@ def flip_last(path: str) -> Callable[[Path], None]:
     return change
 
 
-def other_documents_in_megatron(root: Path) -> None:
+def merge_documents_in_megatron(root: Path) -> None:
     rewrite(root / "megatron/int32.idx", -8 * len(WIDE), struct.pack("<q", 2))
 
 
@@ -138,14 +138,14 @@ def rewrite(path: Path, place: int, new: bytes) -> None:
     ("name", "change"),
     [
         ("megatron_int32", flip_last("megatron/int32.bin")),
-        ("megatron_int32", other_documents_in_megatron),
+        ("megatron_int32", merge_documents_in_megatron),
         ("mds_array", flip_last("mds/ndarray_int32/shard.00000.mds")),
-        ("array_record", another_id_in_records),
-        ("array_record", other_documents_in_records),
-        ("array_record", moved_ends_in_records),
+        ("array_record", change_id_in_records),
+        ("array_record", merge_documents_in_records),
+        ("array_record", move_ends_in_records),
     ],
 )
-def test_other_ids_or_documents_have_another_fingerprint(
+def test_changed_ids_or_documents_change_the_fingerprint(
     root: Path, tmp_path: Path, name: str, change: Callable[[Path], None]
 ) -> None:
     there = shutil.copytree(root, tmp_path / "elsewhere")
@@ -157,11 +157,11 @@ def cut_to(length: int) -> Callable[[Path], None]:
     return lambda path: os.truncate(path, length if length >= 0 else path.stat().st_size + length)
 
 
-def at(place: int, new: bytes) -> Callable[[Path], None]:
+def overwrite_at(place: int, new: bytes) -> Callable[[Path], None]:
     return lambda path: rewrite(path, place, new)
 
 
-def copy_of(name: str) -> Callable[[Path], None]:
+def copy_from(name: str) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         shutil.copy(path.parent / name, path)
 
@@ -187,9 +187,9 @@ def set_in_index(**changes: Any) -> Callable[[Path], None]:
     return lambda path: path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))  # type: ignore[return-value]
 
 
-# How it is done, and what is said of it, where that is always the same.
+# Tables of damages: the change to a file and the expected error message, if it is always the same.
 Damage = tuple[Callable[[Path], Any], str | None]
-ANY: dict[str, Damage] = {
+COMMON_DAMAGES: dict[str, Damage] = {
     "missing": (Path.unlink, None),
     "empty": (cut_to(0), None),
     "cut in its head": (cut_to(10), None),
@@ -198,25 +198,28 @@ ANY: dict[str, Damage] = {
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0\0\0\0"), None),
     "no such file at all": (lambda path: path.write_bytes(bytes(range(256)) * 8), None),
 }
-IDX: dict[str, Damage] = {
-    **ANY,
-    "wrong magic": (at(0, b"TNTIDX"), r"begins with b'TNTIDXX.*, needs b'MMIDIDX"),
-    "newer version": (at(9, b"\2"), "has version 2, needs 1"),
-    "floats": (at(17, b"\7"), r"holds floats \(type 7\), needs token ids"),
-    "unknown type": (at(17, b"\11"), "has the unknown type 9, needs one of 1, 2, 3, 4, 5, 8"),
-    "another type": (at(17, b"\10"), r"sequence 1 begins at byte 20, needs 10"),
-    "huge counts": (at(18, b"\xff" * 16), "182 bytes, needs "),
+IDX_DAMAGES: dict[str, Damage] = {
+    **COMMON_DAMAGES,
+    "wrong magic": (overwrite_at(0, b"TNTIDX"), r"begins with b'TNTIDXX.*, needs b'MMIDIDX"),
+    "newer version": (overwrite_at(9, b"\2"), "has version 2, needs 1"),
+    "floats": (overwrite_at(17, b"\7"), r"holds floats \(type 7\), needs token ids"),
+    "unknown type": (overwrite_at(17, b"\11"), "has the unknown type 9, needs one of 1, 2, 3, 4, 5, 8"),
+    "another type": (overwrite_at(17, b"\10"), r"sequence 1 begins at byte 20, needs 10"),
+    "huge counts": (overwrite_at(18, b"\xff" * 16), "182 bytes, needs "),
     "multimodal": (lambda path: path.write_bytes(path.read_bytes() + bytes(7)), "multimodal data are not read"),
-    "negative length": (at(34, struct.pack("<i", -5)), "sequence 0 has -5 tokens"),
-    "no order of documents": (at(-8 * len(WIDE), struct.pack("<q", 9)), "its documents must ascend"),
-    "documents end too early": (at(-8, struct.pack("<q", 6)), "its documents must ascend from sequence 0 to 7"),
+    "negative length": (overwrite_at(34, struct.pack("<i", -5)), "sequence 0 has -5 tokens"),
+    "no order of documents": (overwrite_at(-8 * len(WIDE), struct.pack("<q", 9)), "its documents must ascend"),
+    "documents end too early": (
+        overwrite_at(-8, struct.pack("<q", 6)),
+        "its documents must ascend from sequence 0 to 7",
+    ),
 }
-PAIR: dict[str, Damage] = {
-    **ANY,
-    "of another pair": (copy_of("uint16_0.bin"), r"612 bytes, needs 1,440: int32\.idx counts 360 tokens of 4 bytes"),
+BIN_DAMAGES: dict[str, Damage] = {
+    **COMMON_DAMAGES,
+    "of another pair": (copy_from("uint16_0.bin"), r"612 bytes, needs 1,440: int32\.idx counts 360 tokens of 4 bytes"),
 }
-INDEX: dict[str, Damage] = {
-    **{name: ANY[name] for name in ("empty", "cut in its head", "cut by a byte", "no such file at all")},
+INDEX_DAMAGES: dict[str, Damage] = {
+    **{name: COMMON_DAMAGES[name] for name in ("empty", "cut in its head", "cut by a byte", "no such file at all")},
     "newer version": (set_in_index(version=3), "has version 3, needs 2"),
     "newer shard": (set_in_shard(version=3), "has version 3, needs 2"),
     "no shards": (set_in_index(shards={}), "shards is of another type"),
@@ -230,36 +233,42 @@ INDEX: dict[str, Damage] = {
     "arrays of any type": (set_in_shard(column_encodings=["ndarray"]), "is encoded as 'ndarray', needs bytes or"),
     "pickles": (set_in_shard(column_encodings=["pkl"]), "is encoded as 'pkl', needs bytes or"),
 }
-SHARD: dict[str, Damage] = {
-    **ANY,
-    "another count": (at(0, b"\3"), "holds 3 samples, needs 4, as its index says"),
-    "no order of samples": (at(8, b"\xff\xff"), "its samples do not lie one after the other"),
-    "of another data set": (at(50, b"_"), "is of different|are not those of its index|not a JSON object|char"),
-    "of another shard": (copy_of("shard.00001.mds"), "413 bytes, needs 1,458, as its index says"),
+SHARD_DAMAGES: dict[str, Damage] = {
+    **COMMON_DAMAGES,
+    "another count": (overwrite_at(0, b"\3"), "holds 3 samples, needs 4, as its index says"),
+    "no order of samples": (overwrite_at(8, b"\xff\xff"), "its samples do not lie one after the other"),
+    "of another data set": (
+        overwrite_at(50, b"_"),
+        "is of different|are not those of its index|not a JSON object|char",
+    ),
+    "of another shard": (copy_from("shard.00001.mds"), "413 bytes, needs 1,458, as its index says"),
     "a sample of no whole ids": (move_sample, "a sample holds no array of int32 of one dimension"),
 }
-ZSTD: dict[str, Damage] = {
-    name: ANY[name] for name in ("missing", "empty", "cut in its head", "cut by a byte", "no such file at all")
-} | {"of another shard": (copy_of("shard.00001.mds.zstd"), "does not hold the 1,468 bytes that its index says")}
+ZSTD_DAMAGES: dict[str, Damage] = {
+    name: COMMON_DAMAGES[name]
+    for name in ("missing", "empty", "cut in its head", "cut by a byte", "no such file at all")
+} | {"of another shard": (copy_from("shard.00001.mds.zstd"), "does not hold the 1,468 bytes that its index says")}
 DAMAGES = {
-    ("megatron_int32", "megatron/int32.idx"): IDX,
-    ("megatron_int32", "megatron/int32.bin"): PAIR,
-    ("mds_array", "mds/ndarray_int32/index.json"): INDEX,
-    ("mds_array", "mds/ndarray_int32/shard.00000.mds"): SHARD,
-    ("mds_zstd", "mds/zstd/shard.00000.mds.zstd"): ZSTD,
-    ("array_record", "array_record/single.array_record"): {name: ANY[name] for name in ANY if name != "longer"}
+    ("megatron_int32", "megatron/int32.idx"): IDX_DAMAGES,
+    ("megatron_int32", "megatron/int32.bin"): BIN_DAMAGES,
+    ("mds_array", "mds/ndarray_int32/index.json"): INDEX_DAMAGES,
+    ("mds_array", "mds/ndarray_int32/shard.00000.mds"): SHARD_DAMAGES,
+    ("mds_zstd", "mds/zstd/shard.00000.mds.zstd"): ZSTD_DAMAGES,
+    ("array_record", "array_record/single.array_record"): {
+        name: COMMON_DAMAGES[name] for name in COMMON_DAMAGES if name != "longer"
+    }
     | {"cut at a block": (cut_to(1 << 16), "holds no records: it is cut")},
 }
 
 
-def damages() -> Iterator[Any]:
+def iterate_damages() -> Iterator[Any]:
     for (name, path), table in DAMAGES.items():
         for what, (damage, message) in table.items():
             yield pytest.param(name, path, damage, message, id=f"{path}-{what}")
 
 
-@pytest.mark.parametrize(("name", "path", "damage", "message"), list(damages()))
-def test_a_damaged_file_is_named_in_one_line_and_in_a_bucket_in_the_same(
+@pytest.mark.parametrize(("name", "path", "damage", "message"), list(iterate_damages()))
+def test_a_damaged_file_gives_the_same_one_line_error_on_disk_and_in_a_bucket(
     root: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -276,11 +285,11 @@ def test_a_damaged_file_is_named_in_one_line_and_in_a_bucket_in_the_same(
     put_in_bucket(monkeypatch, root, CountingDriver())
     with pytest.raises(DataError) as there:
         CASES[name].open(URL, tmp_path / "there")
-    assert in_place(str(there.value).replace(URL, str(root))) == in_place(str(caught.value))
+    assert normalise_line(str(there.value).replace(URL, str(root))) == normalise_line(str(caught.value))
 
 
-def in_place(line: str) -> str:
-    """A line without what differs between a disk and a bucket: how a name that is not there is called."""
+def normalise_line(line: str) -> str:
+    """Return the line with the parts normalised that differ between disk and bucket (unmatched names)."""
     nothing = "no (file|object) matches|is a directory, and no corpus|1 of 1 files are of a kind that is not read"
     return re.sub(rf"data\.source=\S+: ({nothing}).*", "names nothing", line)
 
@@ -328,9 +337,7 @@ def test_a_wrong_byte_gives_ids_or_a_one_line_error(root: Path, name: str, path:
         ),
     ],
 )
-def test_the_head_of_a_sample_is_checked_when_it_is_read(
-    root: Path, name: str, path: str, place: int, message: str
-) -> None:
+def test_sample_headers_are_validated_when_read(root: Path, name: str, path: str, place: int, message: str) -> None:
     (first,) = struct.unpack("<I", (root / path).read_bytes()[4:8])
     rewrite(root / path, first + place, b"\x08")
     source = CASES[name].open(root)
@@ -338,9 +345,9 @@ def test_the_head_of_a_sample_is_checked_when_it_is_read(
         source.read(0, len(source))
 
 
-def test_two_columns_of_one_data_set_are_kept_apart(root: Path) -> None:
+def test_columns_of_a_dataset_are_cached_separately(root: Path) -> None:
     for column, size in (("input_ids", max(CASES["mds_columns"].ids) + 1), ("attention_mask", 7)):
-        case = Case("mds/columns", {"column": column}, [], "uint16")
+        case = FormatCase("mds/columns", {"column": column}, [], "uint16")
         assert case.open(root).vocabulary_size == size
 
 
@@ -374,7 +381,7 @@ def test_two_columns_of_one_data_set_are_kept_apart(root: Path) -> None:
         ),
     ],
 )
-def test_keys_that_do_not_fit_the_files_are_refused(
+def test_keys_that_do_not_match_the_files_are_rejected(
     root: Path, source: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as caught:
@@ -382,13 +389,13 @@ def test_keys_that_do_not_fit_the_files_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_another_compression_is_refused_by_name(root: Path) -> None:
+def test_unsupported_compression_is_rejected_by_name(root: Path) -> None:
     set_in_shard(compression="gz:9")(root / "mds/zstd/index.json")
     with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd: is compressed by gz, needs zstd or none"):
         CASES["mds_zstd"].open(root)
 
 
-def test_a_shard_that_was_unpacked_by_hand_is_read_where_it_lies(root: Path) -> None:
+def test_a_manually_unpacked_shard_is_read_in_place(root: Path) -> None:
     case = CASES["mds_zstd"]
     case.open(root)
     for unpacked in (root / "cache").glob("*.mds"):
@@ -400,10 +407,10 @@ def test_a_shard_that_was_unpacked_by_hand_is_read_where_it_lies(root: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "damage"),
-    [("mds_zstd", cut_to(3)), ("array_record", cut_to(3)), ("array_record", at(0, b"\4"))],
+    [("mds_zstd", cut_to(3)), ("array_record", cut_to(3)), ("array_record", overwrite_at(0, b"\4"))],
     ids=["cut shard", "cut sizes", "altered sizes"],
 )
-def test_what_is_derived_is_derived_once_and_again_if_it_was_damaged(
+def test_derived_files_are_made_once_and_again_if_damaged(
     root: Path, name: str, damage: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
@@ -419,7 +426,7 @@ def test_what_is_derived_is_derived_once_and_again_if_it_was_damaged(
     assert case.open(root).read(0, 360).tolist() == case.ids
 
 
-def test_a_cache_that_cannot_be_written_stops_only_what_needs_it(root: Path) -> None:
+def test_an_unwritable_cache_fails_only_sources_that_need_it(root: Path) -> None:
     (root / "cache").write_text("no directory")
     case = CASES["array_record"]
     assert case.open(root).read(0, 360).tolist() == case.ids
@@ -436,9 +443,7 @@ def test_a_cache_that_cannot_be_written_stops_only_what_needs_it(root: Path) -> 
     ],
 )
 @pytest.mark.parametrize("change", ["cut", "replaced", "gone"])
-def test_a_file_that_changes_under_a_running_job_is_seen_and_kills_nobody(
-    root: Path, name: str, path: str, change: str
-) -> None:
+def test_a_changed_file_is_detected_without_a_crash(root: Path, name: str, path: str, change: str) -> None:
     source = CASES[name].open(root)
     source.check()
     source.read(0, len(source))
@@ -455,7 +460,7 @@ def test_a_file_that_changes_under_a_running_job_is_seen_and_kills_nobody(
 
 
 @each_case
-def test_threads_read_the_same_at_once(root: Path, name: str) -> None:
+def test_threads_read_in_parallel(root: Path, name: str) -> None:
     case = CASES[name]
     source = case.open(root)
     ranges = [(start, min(start + 50, len(source))) for start in range(0, len(source), 7)]
@@ -465,14 +470,14 @@ def test_threads_read_the_same_at_once(root: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("extra", ["b.txt", "b.bin", "b.array_record"])
-def test_files_of_a_format_are_named_alone(root: Path, extra: str) -> None:
+def test_files_of_a_format_cannot_be_mixed_with_others(root: Path, extra: str) -> None:
     (root / "megatron" / extra).write_text("text")
     with pytest.raises(DataError, match=r"\d of \d+ files are of a kind .* or nothing but \.idx, \.array_record,"):
         find_source(f"{root}/megatron/*")
 
 
 @pytest.mark.parametrize("content", ['{"format": 1, "shards": []}', '{"version": 2', ""])
-def test_an_index_of_mds_is_distinguished_from_one_of_a_corpus(root: Path, content: str) -> None:
+def test_an_mds_index_is_distinguished_from_a_corpus_index(root: Path, content: str) -> None:
     directory = root / "mds/zstd"
     assert find_corpus(str(directory)) is find_corpus(f"{directory}/index.json") is None
     (directory / "index.json").write_text(content)

@@ -1,4 +1,4 @@
-"""Formats of other tools in a bucket: the same ids, documents and fingerprints as on a disk, whatever it does."""
+"""Formats of other tools in a bucket: same ids, documents and fingerprints as on disk, also with a failing service."""
 
 import fcntl
 import os
@@ -14,16 +14,16 @@ import pytest
 from runner.data.remote import COPIES_DIRECTORY
 from runner.errors import DataError, StorageError
 from runner.storage import DeniedError
-from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket
-from tests.data.corpus import load
-from tests.data.golden import CASES, Case, copy_golden
+from tests.data.buckets import URL, CountingDriver, make_failing_callback, put_in_bucket
+from tests.data.datasets import load
+from tests.data.golden import CASES, FormatCase, copy_golden
 
 each_case = pytest.mark.parametrize("name", CASES)
-KEPT_WHOLE = ("mds_zstd", "array_record", "array_record_several")
+COPIED_WHOLE = ("mds_zstd", "array_record", "array_record_several")
 
 
-class Golden:
-    """The golden files on a disk and in a bucket, and a cache for what is read from there."""
+class GoldenFiles:
+    """Golden files on disk and in a bucket, and a cache for those read from the bucket."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         self.root, self.cache = copy_golden(tmp_path / "golden"), tmp_path / "cache"
@@ -40,7 +40,7 @@ class Golden:
         return load(f"{root}/{case.source}", cache=cache, **changes)
 
     def change(self, path: str, content: bytes | None) -> None:
-        """Replace an object, or remove it."""
+        """Replace an object, or delete it."""
         if content is None:
             self.driver.delete(f"corpus/{path}")
         else:
@@ -48,18 +48,18 @@ class Golden:
 
 
 @pytest.fixture(autouse=True)
-def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is not what these tests look at, and its probe is what opening a small source costs."""
+def _shorten_order_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the probe of the sampling order, which dominates the cost of opening a small source."""
     monkeypatch.setattr("runner.data.sampling.ORDER_PROBE_INDICES", 4)
 
 
 @pytest.fixture
-def golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Golden:
-    return Golden(tmp_path, monkeypatch)
+def golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GoldenFiles:
+    return GoldenFiles(tmp_path, monkeypatch)
 
 
-def refuse_difference(case: Case, source: Any) -> None:
-    """The ids and documents are those that went in, wherever a range begins and ends."""
+def check_equal(case: FormatCase, source: Any) -> None:
+    """Compare ids and document ends with the expected ones, for ranges of all positions."""
     assert len(source) == len(case.ids)
     ranges = list(
         combinations_with_replacement(sorted({0, 1, 7, *case.ends[::3], len(case.ids) - 1, len(case.ids)}), 2)
@@ -71,27 +71,27 @@ def refuse_difference(case: Case, source: Any) -> None:
 
 
 @each_case
-def test_the_ids_documents_and_fingerprint_are_those_of_a_disk_cold_warm_and_in_trouble(
-    golden: Golden, monkeypatch: pytest.MonkeyPatch, name: str
+def test_content_and_fingerprint_equal_those_on_disk(
+    golden: GoldenFiles, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     case = CASES[name]
     expected = case.open(golden.root).fingerprint
     for rate in (0.0, 0.0, 0.3):
-        golden.driver.before = fail_some(rate)
+        golden.driver.before = make_failing_callback(rate)
         monkeypatch.setattr("runner.data.remote.REQUEST_BYTES_MAX", 1000 if rate else 4 << 20)
-        source = golden.open(name, cache_bytes=None if rate < 0.3 or name in KEPT_WHOLE else 0)
-        refuse_difference(case, source)
+        source = golden.open(name, cache_bytes=None if rate < 0.3 or name in COPIED_WHOLE else 0)
+        check_equal(case, source)
         assert source.fingerprint == expected
         source.check()
 
 
 @each_case
 @pytest.mark.parametrize("packing", ["concatenate", "documents"])
-def test_a_bucket_gives_the_sequences_of_a_disk(golden: Golden, name: str, packing: str) -> None:
+def test_sequences_equal_those_on_disk(golden: GoldenFiles, name: str, packing: str) -> None:
     local, there = (golden.load(name, root, packing=packing) for root in (golden.root, URL))
     assert there.fingerprint == local.fingerprint
     source = there.train_sources[0].source
-    is_copied = name in KEPT_WHOLE
+    is_copied = name in COPIED_WHOLE
     assert (source.bytes_copied > 0, source.bytes_fetched_per_token > 0) == (is_copied, not is_copied)
     assert not local.train_sources[0].source.bytes_copied
     for split in ("train", "validation"):
@@ -100,7 +100,7 @@ def test_a_bucket_gives_the_sequences_of_a_disk(golden: Golden, name: str, packi
 
 
 @each_case
-def test_a_check_before_a_save_is_one_listing_and_a_warm_start_fetches_nothing_whole(golden: Golden, name: str) -> None:
+def test_a_check_is_one_listing_and_a_warm_start_fetches_no_whole_object(golden: GoldenFiles, name: str) -> None:
     golden.open(name)
     golden.driver.ranges.clear()
     calls: list[str] = []
@@ -109,10 +109,10 @@ def test_a_check_before_a_save_is_one_listing_and_a_warm_start_fetches_nothing_w
     assert not any((start, stop - start) in {(0, size) for size in whole} for _, start, stop in golden.driver.ranges)
     golden.driver.before = lambda verb, key: calls.append(verb)
     source.check()
-    assert calls in (["list"], [])  # nothing of what is kept whole is looked at again
+    assert calls in (["list"], [])  # no further look at objects that are copied whole
 
 
-# Which object each is, and what holds of it while a job reads it.
+# One object of each format, which a test replaces.
 OBJECTS = {
     "megatron_int32": "megatron/int32.bin",
     "mds_array": "mds/ndarray_int32/shard.00001.mds",
@@ -123,7 +123,7 @@ OBJECTS = {
 
 @pytest.mark.parametrize("name", OBJECTS)
 @pytest.mark.parametrize("change", ["replaced", "cut", "gone"])
-def test_an_object_that_changes_under_a_running_job_is_named(golden: Golden, name: str, change: str) -> None:
+def test_a_changed_object_is_reported_by_name(golden: GoldenFiles, name: str, change: str) -> None:
     path = OBJECTS[name]
     source = golden.open(name, cache_bytes=None if name == "array_record" else 0)
     content = (golden.root / path).read_bytes()
@@ -135,13 +135,13 @@ def test_an_object_that_changes_under_a_running_job_is_named(golden: Golden, nam
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_an_object_that_was_replaced_is_read_as_it_is_now(golden: Golden, name: str) -> None:
+def test_a_replaced_object_is_read_anew(golden: GoldenFiles, name: str) -> None:
     path = OBJECTS[name]
     golden.open(name).read(0, 300)
     before = golden.open(name).fingerprint
     content = bytearray((golden.root / path).read_bytes())
     if name in ("megatron_int32", "mds_array"):
-        content[-4] ^= 1  # of the last id
+        content[-4] ^= 1  # in the last id
         golden.change(path, bytes(content))
         assert golden.open(name).fingerprint != before
     golden.change(path, (golden.root / path).read_bytes())
@@ -157,7 +157,7 @@ def test_an_object_that_was_replaced_is_read_as_it_is_now(golden: Golden, name: 
         ("mds_zstd", "mds/zstd/shard.00001.mds.zstd", r"zstd/shard\.00001\.mds\.zstd is missing: its index"),
     ],
 )
-def test_a_missing_object_is_named(golden: Golden, name: str, path: str, message: str) -> None:
+def test_a_missing_object_is_reported_by_name(golden: GoldenFiles, name: str, path: str, message: str) -> None:
     golden.change(path, None)
     with pytest.raises(DataError, match=message):
         golden.open(name)
@@ -165,8 +165,8 @@ def test_a_missing_object_is_named(golden: Golden, name: str, path: str, message
 
 @pytest.mark.parametrize("name", ["megatron_int32", "mds_array", "mds_zstd", "array_record"])
 @pytest.mark.parametrize("verb", ["list", "get"])
-def test_no_permission_is_the_users_to_mend_and_an_outage_is_not(
-    golden: Golden, monkeypatch: pytest.MonkeyPatch, name: str, verb: str
+def test_denied_access_is_a_user_error_and_an_outage_is_not(
+    golden: GoldenFiles, monkeypatch: pytest.MonkeyPatch, name: str, verb: str
 ) -> None:
     def before(asked: str, key: str) -> None:
         if asked == verb:
@@ -176,7 +176,7 @@ def test_no_permission_is_the_users_to_mend_and_an_outage_is_not(
     with pytest.raises(DataError, match="403"):
         golden.load(name, URL)
     monkeypatch.setattr("runner.storage.bucket.CALL_SECONDS", 0.01)
-    golden.driver.before = fail_some(1.0)
+    golden.driver.before = make_failing_callback(1.0)
     with pytest.raises(StorageError, match="503 Slow Down") as caught:
         golden.load(name, URL)
     assert caught.value.exit_code == 76
@@ -185,7 +185,7 @@ def test_no_permission_is_the_users_to_mend_and_an_outage_is_not(
 # Whole copies.
 
 
-def kept_copies(golden: Golden) -> list[Path]:
+def list_copies(golden: GoldenFiles) -> list[Path]:
     return sorted(
         path for path in (golden.cache / COPIES_DIRECTORY).rglob("*") if path.is_file() and path.suffix != ".json"
     )
@@ -201,34 +201,34 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", KEPT_WHOLE)
+@pytest.mark.parametrize("name", COPIED_WHOLE)
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink], ids=lambda damage: damage.__name__)
-def test_a_damaged_copy_is_made_again(golden: Golden, name: str, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_copy_is_fetched_again(golden: GoldenFiles, name: str, damage: Callable[[Path], None]) -> None:
     golden.open(name)
-    for path in (copies := kept_copies(golden)):
+    for path in (copies := list_copies(golden)):
         damage(path)
-    refuse_difference(CASES[name], golden.open(name))
-    assert kept_copies(golden) == copies != []
+    check_equal(CASES[name], golden.open(name))
+    assert list_copies(golden) == copies != []
 
 
-def test_a_copy_that_comes_damaged_is_never_kept(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_damaged_in_transfer_is_not_kept(golden: GoldenFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = CountingDriver.get_range
     monkeypatch.setattr(CountingDriver, "get_range", lambda *asked: whole(*asked)[:-1] + b"\xff")
     with pytest.raises(StorageError, match=rf"{URL}/array_record/single\.array_record: came damaged"):
         golden.open("array_record")
-    assert not kept_copies(golden)
+    assert not list_copies(golden)
     monkeypatch.undo()
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1000])
 @pytest.mark.parametrize("name", ["mds_zstd", "array_record"])
-def test_what_does_not_fit_into_the_cache_is_refused_with_numbers(golden: Golden, name: str, cache_bytes: int) -> None:
+def test_objects_larger_than_the_cache_are_rejected(golden: GoldenFiles, name: str, cache_bytes: int) -> None:
     with pytest.raises(DataError, match=rf"need [\d,]+ bytes .*data\.cache_bytes .* allows {cache_bytes:,}$"):
         golden.load(name, URL, cache_bytes=cache_bytes)
-    assert not kept_copies(golden)
+    assert not list_copies(golden)
 
 
-def test_copies_that_nobody_reads_make_room_and_those_in_use_stay(golden: Golden) -> None:
+def test_unused_copies_are_evicted_and_used_ones_stay(golden: GoldenFiles) -> None:
     others = [golden.cache / COPIES_DIRECTORY / name for name in ("oldest", "older", "held")]
     for age, other in enumerate(others):
         other.mkdir(parents=True)
@@ -244,7 +244,9 @@ def test_copies_that_nobody_reads_make_room_and_those_in_use_stay(golden: Golden
 
 
 @pytest.mark.parametrize("look", ["open", "scandir"])
-def test_a_directory_removed_meanwhile_stops_nobody(golden: Golden, monkeypatch: pytest.MonkeyPatch, look: str) -> None:
+def test_a_directory_removed_concurrently_is_tolerated(
+    golden: GoldenFiles, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
     golden.open("array_record")
     (own,) = (golden.cache / COPIES_DIRECTORY).iterdir()
     (other := own.with_name("other")).mkdir()
@@ -257,15 +259,16 @@ def test_a_directory_removed_meanwhile_stops_nobody(golden: Golden, monkeypatch:
         return really(path, *options, **names)
 
     monkeypatch.setattr(os, look, remove_first)
-    refuse_difference(CASES["array_record"], golden.open("array_record"))
+    check_equal(CASES["array_record"], golden.open("array_record"))
     assert removed
 
 
-def test_what_a_killed_process_or_an_earlier_version_has_left_goes(golden: Golden) -> None:
+def test_leftovers_of_killed_processes_and_earlier_versions_are_removed(golden: GoldenFiles) -> None:
     golden.open("mds_zstd")
     (directory,) = (golden.cache / COPIES_DIRECTORY).iterdir()
-    copies = kept_copies(golden)
-    shutil.copytree(directory.rename(golden.cache / "held"), directory)  # what this process holds is another one now
+    copies = list_copies(golden)
+    # The copy is another directory than the one that this process holds a lock on.
+    shutil.copytree(directory.rename(golden.cache / "held"), directory)
     (directory / ".half.tmp").write_bytes(b"half")
     golden.open("mds_zstd")
-    assert kept_copies(golden) == copies
+    assert list_copies(golden) == copies

@@ -1,4 +1,4 @@
-"""The index of a corpus: what it says comes back, and every damage is told."""
+"""Index of a corpus: round trip, and an error for every damage."""
 
 import dataclasses
 import json
@@ -11,20 +11,20 @@ from runner.errors import DataError
 
 SHARD = CorpusShard("00000", 7, 2, 40, "00000000", "11111111", "22222222")
 INDEX = CorpusIndex("uint16", 50, {"kind": "bytes"}, None, (SHARD, dataclasses.replace(SHARD, name="00001")), 1)
-OTHER = [None, True, 3, 1.5, "text", ["text"], {"a": 1}]
+WRONG_VALUES = [None, True, 3, 1.5, "text", ["text"], {"a": 1}]
 
 
-def rewritten(**changes: Any) -> bytes:
+def encode_changed(**changes: Any) -> bytes:
     record = json.loads(INDEX.encode()) | changes
     return json.dumps({key: value for key, value in record.items() if value is not ...}).encode()
 
 
-def test_it_comes_back():
+def test_the_index_round_trips():
     assert CorpusIndex.decode(INDEX.encode(), "here") == INDEX
     assert (INDEX.num_tokens, INDEX.num_documents) == (14, 4)
 
 
-def test_without_a_begin_token_it_has_the_older_format_and_no_such_key():
+def test_an_index_without_a_begin_token_has_the_older_format():
     index = dataclasses.replace(INDEX, begin=None)
     assert CorpusIndex.decode(index.encode(), "here") == index
     record = json.loads(index.encode())
@@ -32,7 +32,7 @@ def test_without_a_begin_token_it_has_the_older_format_and_no_such_key():
     assert "begin" not in record
 
 
-def test_its_keys_are_those_of_the_table():
+def test_the_keys_match_the_documented_table():
     shards = [dataclasses.replace(shard, answers_crc32c="33333333") for shard in INDEX.shards]
     record = json.loads(dataclasses.replace(INDEX, shards=tuple(shards)).encode())
     below = {f"shards.{name}" for name in record["shards"][0]}
@@ -40,37 +40,39 @@ def test_its_keys_are_those_of_the_table():
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CorpusIndex)])
-def test_every_key_is_part_of_its_digest(field):
+def test_every_key_enters_the_digest(field):
     other = {"dtype": "uint32", "vocabulary_size": 51, "tokenizer": {"kind": "hf"}, "separator": 3, "shards": (SHARD,)}
     other["begin"] = 2
     assert dataclasses.replace(INDEX, **{field: other[field]}).digest != INDEX.digest
 
 
-TOP = [key for key in INDEX_KEYS if "." not in key.name]
+TOP_KEYS = [key for key in INDEX_KEYS if "." not in key.name]
 RECORD = json.loads(INDEX.encode())
-CASES = [(key.name, value) for key in TOP for value in [..., *OTHER] if value is ... or value != RECORD[key.name]]
+CASES = [
+    (key.name, value) for key in TOP_KEYS for value in [..., *WRONG_VALUES] if value is ... or value != RECORD[key.name]
+]
 
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=str)
-def test_a_missing_or_mistyped_key_is_refused(name, value):
+def test_a_missing_or_mistyped_key_is_rejected(name, value):
     with pytest.raises(DataError, match=r"^here "):
-        CorpusIndex.decode(rewritten(**{name: value}), "here")
+        CorpusIndex.decode(encode_changed(**{name: value}), "here")
 
 
 @pytest.mark.parametrize("size", [-1, 0, 40, 1 << 33])
-def test_an_impossible_vocabulary_is_refused(size):
+def test_an_impossible_vocabulary_is_rejected(size):
     index = dataclasses.replace(INDEX, vocabulary_size=size)
     with pytest.raises(DataError, match=rf"^here is not the index of a corpus: vocabulary_size is {size}"):
         CorpusIndex.decode(index.encode(), "here")
 
 
-def test_a_newer_format_is_refused():
+def test_a_newer_index_format_is_rejected():
     with pytest.raises(DataError, match=r"^here has format 4, needs 3: written by a newer runner"):
-        CorpusIndex.decode(rewritten(format=4), "here")
+        CorpusIndex.decode(encode_changed(format=4), "here")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"null", INDEX.encode()[:-3], b"[" * 99999])
-def test_other_content_is_refused(content):
+def test_content_that_is_no_index_is_rejected(content):
     with pytest.raises(DataError, match=r"^here is not the index of a corpus"):
         CorpusIndex.decode(content, "here")
 
@@ -82,7 +84,7 @@ def test_other_content_is_refused(content):
         *({"num_tokens": -1}, {"num_documents": -1}, {"largest_id": -2}, {"largest_id": 50}),
     ],
 )
-def test_an_impossible_shard_is_refused(changes):
+def test_an_impossible_shard_is_rejected(changes):
     index = dataclasses.replace(INDEX, shards=(dataclasses.replace(SHARD, **changes), *INDEX.shards[1:]))
     with pytest.raises(DataError, match=r"^here is not the index of a corpus"):
         CorpusIndex.decode(index.encode(), "here")

@@ -1,4 +1,4 @@
-"""Mixtures: the number of an example gives its source, and every stretch has the shares of the weights."""
+"""Mixtures: the source of an example follows from its number, and every range has the shares of the weights."""
 
 import itertools
 
@@ -24,13 +24,13 @@ def mixture(request: pytest.FixtureRequest) -> Mixture:
 
 
 @pytest.mark.parametrize("first", [0, 1, 12_345, 10**12])
-def test_any_stretch_has_the_shares_of_the_weights(mixture: Mixture, first: int) -> None:
+def test_every_range_has_the_shares_of_the_weights(mixture: Mixture, first: int) -> None:
     before, after = mixture.count_examples(first), mixture.count_examples(first + 10_000)
     for old, new, share in zip(before, after, mixture.shares, strict=True):
         assert abs((new - old) / 10_000 - share) < 1e-3
 
 
-def test_counts_never_fall_and_one_rises_with_each_example(mixture: Mixture) -> None:
+def test_each_example_increments_one_count(mixture: Mixture) -> None:
     counts = [mixture.count_examples(number) for number in range(2_000)]
     for number, (old, new) in enumerate(itertools.pairwise(counts)):
         assert sum(old) == number
@@ -38,7 +38,7 @@ def test_counts_never_fall_and_one_rises_with_each_example(mixture: Mixture) -> 
 
 
 @pytest.mark.parametrize("first", [0, 7, 999, 10**12])
-def test_an_example_is_found_at_once_wherever_it_stands(mixture: Mixture, first: int) -> None:
+def test_any_example_is_located_directly(mixture: Mixture, first: int) -> None:
     sources, numbers = mixture.locate(first, 50)
     for index in range(50):
         source, number = mixture.locate(first + index, 1)

@@ -10,7 +10,7 @@ import pytest
 
 from runner.data import Prefetcher
 from runner.errors import DataError
-from tests.data.corpus import load, write_bin
+from tests.data.datasets import load, write_bin
 
 
 def test_prefetched_batches_equal_direct_ones(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_prefetched_batches_equal_direct_ones(tmp_path: Path) -> None:
             np.testing.assert_array_equal(batch["x"], dataset.read("train", step * 4, 4)["x"])
 
 
-def test_it_works_two_batches_ahead_and_no_further() -> None:
+def test_prefetching_is_two_batches_ahead() -> None:
     made: list[int] = []
     two_ahead = threading.Semaphore(0)
 
@@ -37,7 +37,7 @@ def test_it_works_two_batches_ahead_and_no_further() -> None:
             assert next(batches) == step
 
 
-def test_an_error_is_raised_in_its_turn_and_stays() -> None:
+def test_an_error_is_raised_in_order_and_again() -> None:
     def make_batch(step: int) -> int:
         if step == 2:
             raise DataError("the third batch is bad")
@@ -50,19 +50,19 @@ def test_an_error_is_raised_in_its_turn_and_stays() -> None:
                 next(batches)
 
 
-def test_closing_ends_the_thread_and_the_iteration() -> None:
-    def running() -> bool:
+def test_closing_stops_the_thread_and_the_iteration() -> None:
+    def iterate() -> bool:
         return any(thread.name == "prefetch" for thread in threading.enumerate())
 
     with Prefetcher(step for step in count()) as batches:
         assert next(batches) == 0
-        assert running()
-    assert not running()
+        assert iterate()
+    assert not iterate()
     assert list(batches) == []
     batches.close()
 
 
-def test_a_generator_that_ends_ends_the_iteration_and_one_that_is_left_is_closed() -> None:
+def test_a_finished_generator_ends_the_iteration_and_an_abandoned_one_is_closed() -> None:
     closed: list[int] = []
 
     def items(size: int) -> Generator[int]:
@@ -79,7 +79,7 @@ def test_a_generator_that_ends_ends_the_iteration_and_one_that_is_left_is_closed
     assert closed == [5, 1000]
 
 
-def test_closing_wakes_a_consumer_that_waits() -> None:
+def test_closing_wakes_a_waiting_consumer() -> None:
     release = threading.Event()
     with Prefetcher(release.wait(600) for _ in count()) as batches:
         seen: list[list[bool]] = []
@@ -93,7 +93,7 @@ def test_closing_wakes_a_consumer_that_waits() -> None:
     assert seen == [[]]
 
 
-def test_a_read_that_hangs_does_not_keep_a_dying_process_alive() -> None:
+def test_a_hanging_read_does_not_keep_the_process_alive() -> None:
     program = (
         "import threading\n"
         "from runner.data import Prefetcher\n"

@@ -1,4 +1,4 @@
-"""Tokens in a bucket are the same as on a disk: whatever the cache holds, and whatever the bucket does meanwhile."""
+"""Tokens in a bucket: same content as on disk for any state of the cache and any behaviour of the bucket."""
 
 import os
 import random
@@ -17,8 +17,15 @@ from runner.data.remote import RANGES_FILE
 from runner.errors import DataError, StorageError
 from runner.storage import ABSENT, DeniedError, LocalStore, read_json
 from runner.storage.store import TransientError
-from tests.data.buckets import URL, CountingDriver, fail_some, put_in_bucket, random_shards, write_corpus
-from tests.data.corpus import load, write_bin, write_npy
+from tests.data.buckets import (
+    URL,
+    CountingDriver,
+    make_failing_callback,
+    make_random_shards,
+    put_in_bucket,
+    write_corpus,
+)
+from tests.data.datasets import load, write_bin, write_npy
 from tests.data.golden import CASES, copy_golden
 from tests.support.object_stores import BACKENDS, Backend, Faults, route_stores_to, start_backend
 from tests.support.tiny_jobs import make_gpt, stop_after
@@ -27,7 +34,7 @@ NUM_TOKENS = 5000
 SIZES = [[40, 900, 1, 300], [], [5], [1500, 0, 700], [0, 90, 1464]]
 
 
-def write_some_bin(directory: Path) -> str:
+def write_bins(directory: Path) -> str:
     ids = np.random.default_rng(0).integers(0, 1000, NUM_TOKENS)
     for index, (start, stop) in enumerate([(0, 1700), (1700, 1700), (1700, 1705), (1705, NUM_TOKENS)]):
         write_bin(directory / f"{index}.bin", ids[start:stop])
@@ -39,34 +46,34 @@ def write_uint32(directory: Path) -> str:
     return "wide.bin"
 
 
-def write_some_npy(directory: Path) -> str:
+def write_npys(directory: Path) -> str:
     ids = np.random.default_rng(0).integers(0, 200, NUM_TOKENS)
     for index, dtype in enumerate(["<u2", ">i8", "<u1", "<i4"]):
         write_npy(directory / f"{index}.npy", ids[index * 1250 : index * 1250 + 1250], dtype)
     return "?.npy"
 
 
-def write_shards(directory: Path) -> str:
-    write_corpus(directory, random_shards(SIZES))
+def write_small_corpus(directory: Path) -> str:
+    write_corpus(directory, make_random_shards(SIZES))
     return ""
 
 
-def write_wide_shards(directory: Path) -> str:
-    write_corpus(directory, random_shards(SIZES, 100_000), "uint32", 100_000)
+def write_wide_corpus(directory: Path) -> str:
+    write_corpus(directory, make_random_shards(SIZES, 100_000), "uint32", 100_000)
     return "index.json"
 
 
 KINDS: dict[str, Callable[[Path], str]] = {
-    "bin": write_some_bin,
+    "bin": write_bins,
     "uint32": write_uint32,
-    "npy": write_some_npy,
-    "corpus": write_shards,
-    "wide corpus": write_wide_shards,
+    "npy": write_npys,
+    "corpus": write_small_corpus,
+    "wide corpus": write_wide_corpus,
 }
 
 
-class Pair:
-    """The same tokens on a disk and in a bucket."""
+class SourcePair:
+    """The same tokens on disk and in a bucket."""
 
     starts = np.random.default_rng(3).integers(0, NUM_TOKENS - 9, 200)
 
@@ -82,8 +89,8 @@ class Pair:
     def open(self, **changes: Any) -> Dataset:
         return load(f"{URL}/{self.pattern}".rstrip("/"), cache=self.cache, **self.changes, **changes)
 
-    def refuse_difference(self, dataset: Dataset) -> None:
-        """Rows of both splits, and ranges all over, some of which overlap."""
+    def check_equal(self, dataset: Dataset) -> None:
+        """Compare sequences of both splits, and random ranges, some of which overlap."""
         assert dataset.fingerprint == self.local.fingerprint
         splits: list[str] = ["train", "validation"]
         for split in splits:
@@ -96,31 +103,31 @@ class Pair:
 
 
 @pytest.fixture(autouse=True)
-def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is not what these tests look at, and its probe is what opening a small source costs."""
+def _shorten_order_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the probe of the sampling order, which dominates the cost of opening a small source."""
     monkeypatch.setattr("runner.data.sampling.ORDER_PROBE_INDICES", 4)
 
 
 @pytest.fixture(params=KINDS)
-def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    return Pair(request.param, tmp_path, monkeypatch)
+def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourcePair:
+    return SourcePair(request.param, tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def bins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    return Pair("bin", tmp_path, monkeypatch)
+def bins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourcePair:
+    return SourcePair("bin", tmp_path, monkeypatch)
 
 
-# The same rows.
+# Content.
 
 
-def test_a_bucket_gives_the_sequences_of_a_disk(pair: Pair) -> None:
+def test_sequences_equal_those_on_disk(pair: SourcePair) -> None:
     dataset = pair.open(vocabulary_size=100_000)
-    pair.refuse_difference(dataset)
+    pair.check_equal(dataset)
     dataset.check()
 
 
-def test_many_ranges_read_at_once_are_those_read_one_by_one(pair: Pair) -> None:
+def test_ranges_read_together_equal_ranges_read_singly(pair: SourcePair) -> None:
     starts = np.random.default_rng(1).integers(0, NUM_TOKENS - 1600, 30)
     for dataset in (pair.local, pair.open(vocabulary_size=100_000)):
         for length in (1, 9, 1600):
@@ -131,7 +138,7 @@ def test_many_ranges_read_at_once_are_those_read_one_by_one(pair: Pair) -> None:
         assert dataset.train_sources[0].source.read_many([], 9).shape == (0, 9)
 
 
-def test_a_bucket_of_few_ids_is_read_to_find_the_largest_where_the_spec_names_none(bins: Pair) -> None:
+def test_a_small_bucket_is_scanned_for_its_vocabulary_size(bins: SourcePair) -> None:
     dataset = bins.open()
     assert dataset.vocabulary_size == bins.local.vocabulary_size
     with pytest.raises(
@@ -140,14 +147,16 @@ def test_a_bucket_of_few_ids_is_read_to_find_the_largest_where_the_spec_names_no
         dataset.validate_vocabulary(500)
 
 
-def test_many_ids_in_a_bucket_are_not_read_to_find_the_largest(bins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_bucket_is_not_scanned_for_its_vocabulary_size(
+    bins: SourcePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("runner.data.token_files.SCANNED_TOKENS_MAX", 100)
     with pytest.raises(DataError, match=r"5,000 ids in a bucket are not read .* name the vocabulary's size"):
         _ = bins.open().vocabulary_size
     assert bins.open(vocabulary_size=1000).vocabulary_size == 1000
 
 
-def test_a_bad_id_in_a_bucket_is_named_when_it_is_met(bins: Pair) -> None:
+def test_an_invalid_id_in_a_bucket_is_reported_when_read(bins: SourcePair) -> None:
     tokens = bins.open(vocabulary_size=500).train_sources[0].source
     with pytest.raises(
         DataError, match=r"token id \d+ at position \d+ of s3://bkt/corpus/0\.bin is beyond .* of 500 ids"
@@ -155,7 +164,7 @@ def test_a_bad_id_in_a_bucket_is_named_when_it_is_met(bins: Pair) -> None:
         tokens.read_many([0, 100, 200], 50)
 
 
-# The cache.
+# Cache.
 
 
 def flip_bytes(path: Path) -> None:
@@ -195,15 +204,15 @@ def swap_slots(path: Path) -> None:
     path.write_bytes(content[slot : 2 * slot] + content[:slot] + content[2 * slot :])
 
 
-def put_a_directory_there(path: Path) -> None:
+def replace_by_directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-DAMAGES = [flip_bytes, flip_one_bit_a_slot, cut, empty, fill_with_garbage, shift, swap_slots, put_a_directory_there]
+DAMAGES = [flip_bytes, flip_one_bit_a_slot, cut, empty, fill_with_garbage, shift, swap_slots, replace_by_directory]
 
 
-def test_a_warm_cache_leaves_the_bucket_alone(pair: Pair) -> None:
+def test_a_warm_cache_fetches_almost_nothing(pair: SourcePair) -> None:
     settings = {"vocabulary_size": 100_000, "cache_bytes": 1 << 28, "sequence_length": 400}
     cold = pair.open(**settings)
     expected = cold.train_sources[0].source.read_many(pair.starts[:50], 9), cold.fingerprint
@@ -211,18 +220,18 @@ def test_a_warm_cache_leaves_the_bucket_alone(pair: Pair) -> None:
     warm = pair.open(**settings)
     np.testing.assert_array_equal(warm.train_sources[0].source.read_many(pair.starts[:50], 9), expected[0])
     assert warm.fingerprint == expected[1]
-    assert pair.driver.bytes_fetched <= (HEAD_BYTES + 1) * len(SIZES)  # of a corpus
+    assert pair.driver.bytes_fetched <= (HEAD_BYTES + 1) * len(SIZES)  # only the heads of a corpus's files
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_cache_is_a_miss(bins: Pair, damage: Callable[[Path], None]) -> None:
-    bins.refuse_difference(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
+def test_a_damaged_cache_is_a_miss(bins: SourcePair, damage: Callable[[Path], None]) -> None:
+    bins.check_equal(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
     damage(bins.cache / RANGES_FILE)
-    bins.refuse_difference(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
+    bins.check_equal(bins.open(vocabulary_size=1000, cache_bytes=1 << 15))
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 41, 42, 100, 1 << 15, 1 << 70, None])
-def test_a_cache_of_any_size_gives_the_same_sequences_and_stays_bounded(bins: Pair, cache_bytes: int | None) -> None:
+def test_a_cache_of_any_size_is_correct_and_bounded(bins: SourcePair, cache_bytes: int | None) -> None:
     for sequence_length in (8, 5):
         local = load(bins.directory / bins.pattern, cache=bins.cache, sequence_length=sequence_length)
         dataset = bins.open(vocabulary_size=1000, cache_bytes=cache_bytes, sequence_length=sequence_length)
@@ -231,22 +240,22 @@ def test_a_cache_of_any_size_gives_the_same_sequences_and_stays_bounded(bins: Pa
         assert not (bins.cache / RANGES_FILE).exists() or (bins.cache / RANGES_FILE).stat().st_size <= cache_bytes
 
 
-def test_the_cache_is_damaged_under_a_running_job(bins: Pair) -> None:
+def test_damage_to_the_cache_of_a_running_job_is_harmless(bins: SourcePair) -> None:
     dataset = bins.open(vocabulary_size=1000, cache_bytes=1 << 14)
     for damage in DAMAGES[:-1]:
-        bins.refuse_difference(dataset)
+        bins.check_equal(dataset)
         damage(bins.cache / RANGES_FILE)
-    bins.refuse_difference(dataset)
+    bins.check_equal(dataset)
 
 
-def test_processes_of_a_host_share_the_cache(bins: Pair) -> None:
-    """Several handles of one file, in threads, with slots that are raced for."""
+def test_processes_of_a_host_share_the_cache(bins: SourcePair) -> None:
+    """Open several handles of one file in threads that compete for its slots."""
     datasets = [bins.open(vocabulary_size=1000, cache_bytes=2000) for _ in range(4)]
-    run_in_parallel([lambda dataset=dataset: bins.refuse_difference(dataset) for dataset in datasets])
+    run_in_parallel([lambda dataset=dataset: bins.check_equal(dataset) for dataset in datasets])
 
 
-def test_a_cache_that_cannot_be_written_warns_once_and_stops_nothing(
-    bins: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_unwritable_cache_warns_once(
+    bins: SourcePair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = bins.open(vocabulary_size=1000, cache_bytes=1 << 20)
 
@@ -254,13 +263,13 @@ def test_a_cache_that_cannot_be_written_warns_once_and_stops_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.pwrite", full)
-    bins.refuse_difference(dataset)
+    bins.check_equal(dataset)
     assert caplog.text.count("No space left on device") == 1
     assert "RUNNER_CACHE" in caplog.text
 
 
-def test_an_object_that_is_replaced_is_not_read_from_the_cache_of_the_one_before(bins: Pair) -> None:
-    bins.refuse_difference(bins.open(vocabulary_size=1000))
+def test_a_replaced_object_is_not_read_from_the_old_cache(bins: SourcePair) -> None:
+    bins.check_equal(bins.open(vocabulary_size=1000))
     content = bins.driver.objects["corpus/3.bin"][0]
     bins.driver.put("corpus/3.bin", content[::-1], None)
     starts = bins.starts[bins.starts >= 1705]
@@ -269,10 +278,10 @@ def test_an_object_that_is_replaced_is_not_read_from_the_cache_of_the_one_before
     np.testing.assert_array_equal(found, [replaced[start - 1705 : start - 1696] for start in starts])
 
 
-# What is fetched.
+# Requests.
 
 
-def test_only_the_bytes_of_the_sequences_are_fetched(pair: Pair) -> None:
+def test_only_the_bytes_of_the_sequences_are_fetched_from_the_bucket(pair: SourcePair) -> None:
     dataset = pair.open(vocabulary_size=100_000, cache_bytes=0)
     pair.driver.ranges.clear()
     count = pair.local.num_train_examples
@@ -283,21 +292,21 @@ def test_only_the_bytes_of_the_sequences_are_fetched(pair: Pair) -> None:
     assert pair.driver.bytes_fetched <= 1.2 * len(pair.starts) * pair.row_bytes
 
 
-def test_adjacent_sequences_are_one_request(bins: Pair) -> None:
+def test_adjacent_sequences_are_one_request(bins: SourcePair) -> None:
     dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
     bins.driver.ranges.clear()
     dataset.train_sources[0].source.read_many(np.arange(1000, 1600, 8), 9)
     assert len(bins.driver.ranges) == 1
 
 
-def test_several_requests_are_under_way_at_a_time(bins: Pair) -> None:
+def test_requests_are_made_in_parallel(bins: SourcePair) -> None:
     dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
     together = threading.Barrier(8)
     bins.driver.before = lambda verb, key: together.wait(600) and None
     assert dataset.train_sources[0].source.read_many(np.arange(8) * 100 + 1800, 9).shape == (8, 9)
 
 
-def test_a_check_before_a_save_is_one_listing(pair: Pair) -> None:
+def test_a_check_before_a_save_is_one_listing(pair: SourcePair) -> None:
     dataset = pair.open(vocabulary_size=100_000)
     calls: list[str] = []
     pair.driver.before = lambda verb, key: calls.append(verb)
@@ -305,10 +314,10 @@ def test_a_check_before_a_save_is_one_listing(pair: Pair) -> None:
     assert calls == ["list"]
 
 
-# What the bucket does.
+# Faults and changes.
 
 
-def fail_the_first(number: int) -> Callable[[str, str], None]:
+def make_callback_failing_first(number: int) -> Callable[[str, str], None]:
     calls: list[str] = []
 
     def before(verb: str, key: str) -> None:
@@ -319,21 +328,23 @@ def fail_the_first(number: int) -> Callable[[str, str], None]:
     return before
 
 
-@pytest.mark.parametrize("before", [lambda: fail_some(0.3), lambda: fail_the_first(100)], ids=["503", "cut off"])
-def test_a_bucket_in_trouble_delays_and_changes_nothing(
-    pair: Pair, before: Callable[[], Callable[[str, str], None]]
+@pytest.mark.parametrize(
+    "before", [lambda: make_failing_callback(0.3), lambda: make_callback_failing_first(100)], ids=["503", "cut off"]
+)
+def test_failing_requests_are_retried_without_changing_the_data(
+    pair: SourcePair, before: Callable[[], Callable[[str, str], None]]
 ) -> None:
     pair.driver.before = before()
     dataset = pair.open(vocabulary_size=100_000)
     pair.driver.before = before()
-    pair.refuse_difference(dataset)
+    pair.check_equal(dataset)
     dataset.check()
 
 
-def test_a_bucket_that_is_gone_is_infrastructure(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_bucket_is_an_infrastructure_error(pair: SourcePair, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = pair.open(vocabulary_size=100_000, cache_bytes=0)
     monkeypatch.setattr("runner.storage.bucket.CALL_SECONDS", 0.01)
-    pair.driver.before = fail_some(1.0)
+    pair.driver.before = make_failing_callback(1.0)
     for act in (lambda: dataset.read("train", 0, 4), dataset.check, pair.open):
         with pytest.raises(StorageError, match=r"s3://bkt/corpus.*not within 0 s and \d+ tries") as caught:
             act()
@@ -353,9 +364,7 @@ def delete(driver: CountingDriver, key: str) -> None:
 
 
 @pytest.mark.parametrize("change", [replace, rewrite, delete], ids=lambda change: change.__name__)
-def test_an_object_that_changes_under_a_running_job_is_found(
-    bins: Pair, change: Callable[[CountingDriver, str], None]
-) -> None:
+def test_a_changed_object_is_detected(bins: SourcePair, change: Callable[[CountingDriver, str], None]) -> None:
     dataset = bins.open(vocabulary_size=1000, cache_bytes=0)
     change(bins.driver, "corpus/3.bin")
     message = r"s3://bkt/corpus/3\.bin: changed since the job started, or gone"
@@ -364,7 +373,7 @@ def test_an_object_that_changes_under_a_running_job_is_found(
             act()
 
 
-# Which objects are meant.
+# Globs.
 
 OBJECTS = ["a.bin", "a.bin.bak", "ab.bin", "b/a.bin", "b/c/a.bin", "b/.hidden.bin", "b/x[1].bin", "b/x1.bin", "b/*.bin"]
 NAMES = {
@@ -384,7 +393,7 @@ NAMES = {
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_glob_of_a_url_means_what_one_of_a_path_means(
+def test_globs_of_urls_match_like_globs_of_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
 ) -> None:
     for number, relative in enumerate(OBJECTS):
@@ -409,7 +418,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_url_that_names_nothing_to_train_on_is_refused_in_one_line(
+def test_a_url_without_training_data_is_rejected_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     driver = put_in_bucket(monkeypatch, tmp_path)
@@ -421,7 +430,7 @@ def test_a_url_that_names_nothing_to_train_on_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("verb", ["list", "get"])
-def test_no_permission_is_the_users_to_mend(bins: Pair, verb: str) -> None:
+def test_denied_access_is_a_user_error(bins: SourcePair, verb: str) -> None:
     def before(asked: str, key: str) -> None:
         if asked == verb:
             raise DeniedError(f"{key}: 403")
@@ -431,18 +440,18 @@ def test_no_permission_is_the_users_to_mend(bins: Pair, verb: str) -> None:
         bins.open(vocabulary_size=1000, cache_bytes=0)
 
 
-def test_the_size_of_the_cache_is_no_part_of_the_data(bins: Pair) -> None:
+def test_the_cache_size_does_not_enter_the_fingerprint(bins: SourcePair) -> None:
     assert bins.open(cache_bytes=0).fingerprint == bins.open(cache_bytes=1 << 20).fingerprint
     with pytest.raises(DataError, match=r"data\.cache_bytes=9: nothing reads it"):
         load(bins.directory / "*.bin", cache=bins.cache, cache_bytes=9)
 
 
-# A run.
+# Whole run.
 
 
 @pytest.mark.soak
-def test_a_run_is_stopped_and_resumed_to_the_same_bits_with_the_cache_torn_and_the_bucket_failing(
-    bins: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_resumed_run_is_bit_identical_with_a_damaged_cache_and_a_failing_bucket(
+    bins: SourcePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(bins.cache))
 
@@ -455,13 +464,13 @@ def test_a_run_is_stopped_and_resumed_to_the_same_bits_with_the_cache_torn_and_t
     stopped = job("stopped", there, **small)
     stop_after(stopped, 1)
     flip_bytes(bins.cache / RANGES_FILE)
-    bins.driver.before = fail_some(0.3)
+    bins.driver.before = make_failing_callback(0.3)
     job("stopped", there, **small)()
     results = [read_json(LocalStore(tmp_path / name), "result.json") for name in ("whole", "stopped")]
     assert results[0] == results[1]
 
 
-# The three services.
+# The services of three clouds.
 
 
 @pytest.fixture(params=BACKENDS)
@@ -472,11 +481,11 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield started
 
 
-def test_every_service_survives_errors_and_reports_a_change(backend: Backend, tmp_path: Path) -> None:
+def test_every_service_recovers_from_errors_and_reports_changes(backend: Backend, tmp_path: Path) -> None:
     place = f"data/{backend.name}"
     (tmp_path / "bin").mkdir()
-    write_some_bin(tmp_path / "bin")
-    write_corpus(tmp_path / "shards", random_shards(SIZES))
+    write_bins(tmp_path / "bin")
+    write_corpus(tmp_path / "shards", make_random_shards(SIZES))
     copy_golden(tmp_path / "golden")
     for path in filter(Path.is_file, tmp_path.rglob("*.*")):
         backend.write(f"{place}/{path.relative_to(tmp_path).as_posix()}", path.read_bytes())

@@ -1,4 +1,4 @@
-"""Tokenizers of files: the ids of their own libraries, the text back, and what a damaged file is told to be."""
+"""Subword tokenizers from files: ids equal those of their libraries, text round-trips, damaged files are rejected."""
 
 import base64
 import hashlib
@@ -29,11 +29,11 @@ CONTENTS = {
     "tiktoken": make_tiktoken_ranks(),
     "bytes": None,
 }
-MORE: dict[str, dict[str, Any]] = {"tiktoken": {"pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 258}}}
+OPTIONS: dict[str, dict[str, Any]] = {"tiktoken": {"pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 258}}}
 
 
-def record_of(kind: str) -> dict[str, Any]:
-    """Return the tokenizer's record in the index of a corpus."""
+def make_record(kind: str) -> dict[str, Any]:
+    """Return the tokenizer's record in a corpus index."""
     content = CONTENTS[kind]
     if content is None:
         return {"kind": kind, "vocabulary_size": 256}
@@ -41,12 +41,12 @@ def record_of(kind: str) -> dict[str, Any]:
         "kind": kind,
         "file": TOKENIZER_FILES[kind],
         "sha256": hashlib.sha256(content).hexdigest(),
-        **MORE.get(kind, {}),
+        **OPTIONS.get(kind, {}),
     }
 
 
-def ids_of_library(kind: str, text: str) -> list[int]:
-    """Return the ids that the library gives for one text."""
+def encode_with_library(kind: str, text: str) -> list[int]:
+    """Encode one text with the tokenizer's own library."""
     content = CONTENTS[kind]
     if content is None:
         return list(text.encode())
@@ -63,10 +63,10 @@ def ids_of_library(kind: str, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_ids_are_the_librarys_and_all_are_in_the_vocabulary(kind):
-    tokenizer = make_tokenizer(record_of(kind), CONTENTS[kind])
+def test_ids_equal_those_of_the_library(kind):
+    tokenizer = make_tokenizer(make_record(kind), CONTENTS[kind])
     found = tokenizer.encode_batch([text.encode() for text in TEXTS])
-    assert [ids.tolist() for ids in found] == [ids_of_library(kind, text) for text in TEXTS]
+    assert [ids.tolist() for ids in found] == [encode_with_library(kind, text) for text in TEXTS]
     assert all(ids.dtype == tokenizer.dtype == "<u2" for ids in found)
     assert max(ids.max() for ids in found if len(ids)) < tokenizer.vocabulary_size
     assert tokenizer.encode(TEXTS[3]).tolist() == tokenizer.encode_file(TEXTS[3].encode()).tolist() == found[3].tolist()
@@ -75,8 +75,8 @@ def test_ids_are_the_librarys_and_all_are_in_the_vocabulary(kind):
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_it_is_loaded_by_the_record_of_an_index(tmp_path, kind):
-    content, record = CONTENTS[kind], record_of(kind)
+def test_a_tokenizer_is_loaded_by_its_index_record(tmp_path, kind):
+    content, record = CONTENTS[kind], make_record(kind)
     store = LocalStore(tmp_path)
     if content is not None:
         with pytest.raises(DataError, match="is missing"):
@@ -85,14 +85,14 @@ def test_it_is_loaded_by_the_record_of_an_index(tmp_path, kind):
         with pytest.raises(DataError, match="is not the file that the corpus was tokenised with"):
             load_tokenizer(record, store)
         store.write(record["file"], content)
-    assert load_tokenizer(record, store).encode("the end").tolist() == ids_of_library(kind, "the end")
+    assert load_tokenizer(record, store).encode("the end").tolist() == encode_with_library(kind, "the end")
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_FILES)
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"YQ== x", b"YQ== 1 2"])
-def test_a_file_of_another_kind_is_refused(kind, content):
+def test_a_file_of_another_kind_is_rejected(kind, content):
     with pytest.raises(DataError, match=r"is not a |holds no ranks|line 1"):
-        make_tokenizer(record_of(kind), content)
+        make_tokenizer(make_record(kind), content)
 
 
 @pytest.mark.parametrize(
@@ -104,21 +104,21 @@ def test_a_file_of_another_kind_is_refused(kind, content):
         (make_tiktoken_ranks(), {SEPARATOR: 258, "x": 258}, "has a token of id 258 already"),
     ],
 )
-def test_ranks_with_which_the_library_would_panic_or_mix_tokens_up_are_refused(content, special, message):
+def test_inconsistent_ranks_are_rejected(content, special, message):
     with pytest.raises(DataError, match=message):
         TiktokenTokenizer(content, GPT2_PATTERN, special)
 
 
-def test_a_pattern_that_is_none_is_refused():
+def test_an_invalid_pattern_is_rejected():
     with pytest.raises(DataError, match="does not fit its pattern"):
         TiktokenTokenizer(make_tiktoken_ranks(), "(", {})
 
 
-def test_an_unknown_kind_is_refused_with_a_list_of_kinds():
+def test_an_unknown_kind_is_rejected_with_the_available_kinds():
     with pytest.raises(DataError, match="choose from bytes, hf, sentencepiece, tiktoken"):
         make_tokenizer({"kind": "words"}, b"")
 
 
-def test_a_package_that_is_missing_is_named_with_how_to_install_it():
+def test_a_missing_package_is_reported_with_its_install_command():
     with pytest.raises(InvalidError, match=r"needs the package not_there; .* pip install -e \.$"):
         import_extra("not_there")

@@ -16,7 +16,7 @@ def load(path: Path, cache: Path) -> TokenisedText:
     return load_text(find_source(str(path)), "characters", cache)
 
 
-def test_files_are_concatenated_in_order_and_undecodable_ones_kept(tmp_path: Path) -> None:
+def test_files_are_concatenated_in_order_and_undecodable_bytes_kept(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\xff")
     (tmp_path / "b.txt").write_bytes(b"two")
     source = find_source(f"{tmp_path}/*.txt")
@@ -27,9 +27,7 @@ def test_files_are_concatenated_in_order_and_undecodable_ones_kept(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["bytes", "characters"])
-def test_a_separator_stands_between_two_files_and_nowhere_else(
-    tmp_path: Path, name: Literal["bytes", "characters"]
-) -> None:
+def test_a_separator_is_inserted_only_between_files(tmp_path: Path, name: Literal["bytes", "characters"]) -> None:
     for number, content in enumerate((b"one", b"", b"two")):
         (tmp_path / f"{number}.txt").write_bytes(content)
     source = find_source(f"{tmp_path}/*.txt")
@@ -41,7 +39,7 @@ def test_a_separator_stands_between_two_files_and_nowhere_else(
     assert one.tokenizer.decode(one.ids) == "one"
 
 
-def test_the_second_start_reads_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_start_reads_only_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("hello wörld")
     first = load(tmp_path / "a.txt", tmp_path / "cache")
     monkeypatch.delattr("runner.data.open_source.tokenise")
@@ -59,7 +57,7 @@ def test_the_cached_array_is_a_plain_npy_file(tmp_path: Path) -> None:
     assert np.load(path, allow_pickle=False).tolist() == [0, 1, 2, 0, 1, 2]
 
 
-def test_a_cached_array_that_is_cut_altered_or_gone_is_rebuilt(tmp_path: Path) -> None:
+def test_a_damaged_or_missing_cached_array_is_rebuilt(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello world")
     expected = load(tmp_path / "a.txt", tmp_path / "cache").ids.tolist()
     (path,) = (tmp_path / "cache").glob("*.npy")
@@ -73,7 +71,7 @@ def test_a_cached_array_that_is_cut_altered_or_gone_is_rebuilt(tmp_path: Path) -
         assert path.read_bytes() == whole
 
 
-def test_a_changed_file_is_tokenised_anew(tmp_path: Path) -> None:
+def test_a_changed_file_is_tokenised_again(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("aaaa")
     first = load(tmp_path / "a.txt", tmp_path / "cache")
     (tmp_path / "a.txt").write_text("abab!")
@@ -82,7 +80,7 @@ def test_a_changed_file_is_tokenised_anew(tmp_path: Path) -> None:
     assert second.sha256 != first.sha256
 
 
-def test_a_cache_that_cannot_be_written_costs_a_warning_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_cache_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "cache").write_text("a file where the directory should be")
     with caplog.at_level(logging.WARNING):
@@ -93,7 +91,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(tmp_path: Path, cap
 
 
 @pytest.mark.soak
-def test_processes_that_race_for_one_cache_agree_and_leave_no_litter(tmp_path: Path) -> None:
+def test_processes_racing_for_one_cache_agree_and_leave_no_temporary_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the quick brown fox " * 50_000)
     program = (
         "import hashlib, sys; from pathlib import Path\n"
@@ -121,7 +119,7 @@ def test_processes_that_race_for_one_cache_agree_and_leave_no_litter(tmp_path: P
     assert not list((tmp_path / "cache").glob(".*"))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     source = find_source(f"{tmp_path}/a.txt")
     (tmp_path / "a.txt").unlink()

@@ -1,4 +1,4 @@
-"""Files under the suffixes `.bin` and `.npy`: they train on the right ids, or are refused by name in one line."""
+"""Headers of `.bin` and `.npy` files: ids are read correctly, or the file is rejected in one line."""
 
 import gzip
 import io
@@ -16,13 +16,13 @@ import zstandard
 from runner.data.token_headers import HEAD_BYTES
 from runner.errors import DataError
 from tests.data.buckets import URL, put_in_bucket
-from tests.data.corpus import load
+from tests.data.datasets import load
 from tests.data.golden import write_megatron
 
 
 @pytest.fixture(autouse=True)
-def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is not what these tests look at, and its probe is what opening a small source costs."""
+def _shorten_order_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the probe of the sampling order, which dominates the cost of opening a small source."""
     monkeypatch.setattr("runner.data.sampling.ORDER_PROBE_INDICES", 4)
 
 
@@ -30,81 +30,84 @@ IDS = np.random.default_rng(3).integers(0, 300, 900)
 WIDE = np.random.default_rng(4).integers(0, 120_000, 900)
 
 
-def with_header(numbers: list[int], ids: np.ndarray, dtype: str) -> bytes:
+def encode_with_header(numbers: list[int], ids: np.ndarray, dtype: str) -> bytes:
     header = np.zeros(256, "<i4")
     header[: len(numbers)] = numbers
     return header.tobytes() + ids.astype(dtype).tobytes()
 
 
-def npy(ids: Any, **options: Any) -> bytes:
+def encode_npy(ids: Any, **options: Any) -> bytes:
     stream = io.BytesIO()
     np.save(stream, ids, **options)
     return stream.getvalue()
 
 
-def npz() -> bytes:
+def encode_npz() -> bytes:
     stream = io.BytesIO()
     np.savez(stream, ids=IDS)
     return stream.getvalue()
 
 
-def torch_zip() -> bytes:
+def encode_torch_zip() -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({}))
     return stream.getvalue()
 
 
-def litdata(ids: np.ndarray, num_items: int) -> bytes:
-    """A chunk as `BinaryWriter` of litdata writes it."""
+def encode_litdata(ids: np.ndarray, num_items: int) -> bytes:
+    """Return a chunk in the format of litdata's `BinaryWriter`."""
     items = [part.astype("<i4").tobytes() for part in np.array_split(ids, num_items)]
     offsets = np.array([0, *np.cumsum([len(item) for item in items])], "<u4") + 4 * (num_items + 2)
     return struct.pack("<I", num_items) + offsets.astype("<u4").tobytes() + b"".join(items)
 
 
-def safetensors() -> bytes:
+def encode_safetensors() -> bytes:
     header = json.dumps({"ids": {"dtype": "I64", "shape": [900], "data_offsets": [0, 7200]}}).encode()
     return struct.pack("<Q", len(header)) + header + IDS.astype("<i8").tobytes()
 
 
 RAW = IDS.astype("<u2").tobytes()
-LLM_C = with_header([20240520, 1, 900], IDS, "<u2")
+LLM_C = encode_with_header([20240520, 1, 900], IDS, "<u2")
 
-# Name of the file, its content, `data.dtype`, and the ids that are read.
-READ: dict[str, tuple[str, bytes, str | None, np.ndarray]] = {
+# File name, content, `data.dtype` and the expected ids.
+VALID_FILES: dict[str, tuple[str, bytes, str | None, np.ndarray]] = {
     "nanogpt": ("a.bin", RAW, None, IDS),
     "nanogpt_32": ("a.bin", WIDE.astype("<u4").tobytes(), "uint32", WIDE),
     "llm_c": ("a.bin", LLM_C, None, IDS),
     "llm_c_dtype": ("a.bin", LLM_C, "uint16", IDS),
-    "llm_c_llama3": ("a.bin", with_header([20240801, 7, 900], WIDE, "<u4"), None, WIDE),
-    "nemo": ("a.bin", with_header([278895051, 1, 900, 2], IDS, "<u2"), None, IDS),
-    "nemo_32": ("a.bin", with_header([278895051, 1, 900, 4], WIDE, "<u4"), None, WIDE),
-    "header_by_chance": ("a.bin", with_header([20240520, 70_000], IDS, "<u2"), "uint16", None),
-    "npy": ("a.npy", npy(IDS), None, IDS),
-    "npy_2": ("a.npy", npy(WIDE.astype(">i4")), None, WIDE),
+    "llm_c_llama3": ("a.bin", encode_with_header([20240801, 7, 900], WIDE, "<u4"), None, WIDE),
+    "nemo": ("a.bin", encode_with_header([278895051, 1, 900, 2], IDS, "<u2"), None, IDS),
+    "nemo_32": ("a.bin", encode_with_header([278895051, 1, 900, 4], WIDE, "<u4"), None, WIDE),
+    "header_by_chance": ("a.bin", encode_with_header([20240520, 70_000], IDS, "<u2"), "uint16", None),
+    "npy": ("a.npy", encode_npy(IDS), None, IDS),
+    "npy_2": ("a.npy", encode_npy(WIDE.astype(">i4")), None, WIDE),
     "dolma": ("a.npy", RAW, "uint16", IDS),
     "olmo": ("a.npy", WIDE.astype("<u4").tobytes(), "uint32", WIDE),
 }
-READ["header_by_chance"] = (*READ["header_by_chance"][:3], np.frombuffer(READ["header_by_chance"][1], "<u2"))
+VALID_FILES["header_by_chance"] = (
+    *VALID_FILES["header_by_chance"][:3],
+    np.frombuffer(VALID_FILES["header_by_chance"][1], "<u2"),
+)
 
-# Name of the file, its content, `data.dtype`, and words of the message.
-REFUSED: dict[str, tuple[str, bytes, str | None, str]] = {
-    "llm_c_version": ("a.bin", with_header([20240520, 2, 900], IDS, "<u2"), None, "version 2; needs 1"),
-    "llm_c_llama3_version": ("a.bin", with_header([20240801, 1, 900], WIDE, "<u4"), None, "version 1; needs 7"),
+# File name, content, `data.dtype` and words of the message.
+INVALID_FILES: dict[str, tuple[str, bytes, str | None, str]] = {
+    "llm_c_version": ("a.bin", encode_with_header([20240520, 2, 900], IDS, "<u2"), None, "version 2; needs 1"),
+    "llm_c_llama3_version": ("a.bin", encode_with_header([20240801, 1, 900], WIDE, "<u4"), None, "version 1; needs 7"),
     "llm_c_cut": ("a.bin", LLM_C[:-2], None, "needs 2,824 .* truncated"),
     "llm_c_longer": ("a.bin", LLM_C + b"\0\0", None, "needs 2,824"),
     "llm_c_head": ("a.bin", LLM_C[:600], None, "header alone takes 1024"),
     "llm_c_contradicted": ("a.bin", LLM_C, "uint32", "header says uint16"),
-    "llm_c_evaluation": ("a.bin", with_header([20240522, 1, 9], IDS, "<u2"), None, "evaluation set of llm.c"),
-    "llm_c_weights": ("a.bin", with_header([20240326, 5], IDS, "<f4"), "uint16", "weights of llm.c"),
-    "llm_c_tokenizer": ("a.bin", with_header([20240328, 2], IDS, "u1"), None, "tokenizer of llm.c"),
-    "nemo_width": ("a.bin", with_header([278895051, 1, 900, 8], WIDE, "<i8"), None, "ids of 8 bytes"),
-    "npy_as_bin": ("a.bin", npy(IDS), None, "name it .npy"),
-    "npz": ("a.npy", npz(), None, "archive of arrays"),
-    "npz_as_bin": ("a.bin", npz(), None, "zip archive"),
-    "torch_zip": ("a.bin", torch_zip(), "uint16", "PyTorch checkpoint"),
+    "llm_c_evaluation": ("a.bin", encode_with_header([20240522, 1, 9], IDS, "<u2"), None, "evaluation set of llm.c"),
+    "llm_c_weights": ("a.bin", encode_with_header([20240326, 5], IDS, "<f4"), "uint16", "weights of llm.c"),
+    "llm_c_tokenizer": ("a.bin", encode_with_header([20240328, 2], IDS, "u1"), None, "tokenizer of llm.c"),
+    "nemo_width": ("a.bin", encode_with_header([278895051, 1, 900, 8], WIDE, "<i8"), None, "ids of 8 bytes"),
+    "npy_as_bin": ("a.bin", encode_npy(IDS), None, "name it .npy"),
+    "npz": ("a.npy", encode_npz(), None, "archive of arrays"),
+    "npz_as_bin": ("a.bin", encode_npz(), None, "zip archive"),
+    "torch_zip": ("a.bin", encode_torch_zip(), "uint16", "PyTorch checkpoint"),
     "torch_legacy": ("a.bin", pickle.dumps(0x1950A86A20F9469CFC6C, 2) + RAW, None, "a pickle"),
-    "npy_of_objects": ("a.npy", npy(np.array([[1], [2, 3]], object), allow_pickle=True), None, "holds object"),
+    "npy_of_objects": ("a.npy", encode_npy(np.array([[1], [2, 3]], object), allow_pickle=True), None, "holds object"),
     "pickled_array": ("a.npy", IDS.dumps(), "uint16", "a pickle"),
     "pickled_array_2": ("a.npy", pickle.dumps(IDS, 2), "uint16", "a pickle"),
     "pickled_list": ("a.bin", pickle.dumps(IDS.tolist()), None, "a pickle"),
@@ -116,15 +119,15 @@ REFUSED: dict[str, tuple[str, bytes, str | None, str]] = {
     "uint16_as_uint32_npy": ("a.npy", RAW, "uint32", "uint16 ids read as uint32"),
     "bytes_as_uint32": ("a.bin", (IDS % 100).astype("<u2").tobytes(), "uint32", "uint16 ids read as uint32"),
     "int64": ("a.bin", WIDE.astype("<i8").tobytes(), None, "looks like uint32"),
-    "litdata_tokens": ("chunk-0-0.bin", litdata(IDS, 3), None, "chunk of litdata"),
-    "litdata_one_item": ("chunk-0-0.bin", litdata(IDS, 1), "uint16", "chunk of litdata"),
-    "litdata_many_items": ("chunk-0-0.bin", litdata(np.arange(9000), 4000), None, "chunk of litdata"),
-    "litdata_zstd": ("chunk-0-0.zstd.bin", zstandard.compress(litdata(IDS, 3)), None, "compressed with zstd"),
+    "litdata_tokens": ("chunk-0-0.bin", encode_litdata(IDS, 3), None, "chunk of litdata"),
+    "litdata_one_item": ("chunk-0-0.bin", encode_litdata(IDS, 1), "uint16", "chunk of litdata"),
+    "litdata_many_items": ("chunk-0-0.bin", encode_litdata(np.arange(9000), 4000), None, "chunk of litdata"),
+    "litdata_zstd": ("chunk-0-0.zstd.bin", zstandard.compress(encode_litdata(IDS, 3)), None, "compressed with zstd"),
     "lit_gpt": ("a.bin", b"LITPKDS" + struct.pack("<QBQ", 1, 8, 900) + RAW, None, "Lit-GPT"),
     "gzip": ("a.npy", gzip.compress(RAW), "uint16", "compressed with gzip"),
     "gzip_as_bin": ("a.bin", gzip.compress(RAW), None, "compressed with gzip"),
     "zstd": ("a.bin", zstandard.compress(RAW), None, "compressed with zstd"),
-    "safetensors": ("a.bin", safetensors(), None, "safetensors"),
+    "safetensors": ("a.bin", encode_safetensors(), None, "safetensors"),
     "parquet": ("a.bin", b"PAR1" + RAW + b"PAR1", None, "Parquet"),
     "text": ("a.bin", b"It was the best of times.\n" * 300, None, "is text"),
     "text_cut_within_a_character": ("a.bin", (b"." + "\u4e94\u6708".encode() * 2000), "uint16", "is text"),
@@ -134,12 +137,12 @@ REFUSED: dict[str, tuple[str, bytes, str | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("kind", VALID_FILES)
 @pytest.mark.parametrize("place", ["disk", "bucket"])
 def test_a_token_file_is_read_by_its_header(
     kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, content, dtype, ids = READ[kind]
+    name, content, dtype, ids = VALID_FILES[kind]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_bytes(content)
     source = f"{tmp_path}/data/{name}"
@@ -161,17 +164,17 @@ def test_the_header_does_not_enter_the_fingerprint(tmp_path: Path) -> None:
     assert len(fingerprints) == 1
 
 
-def test_shards_with_and_without_a_header_are_one_sequence(tmp_path: Path) -> None:
+def test_shards_with_and_without_a_header_are_read_as_one_sequence(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(RAW)
     (tmp_path / "b.bin").write_bytes(LLM_C)
-    (tmp_path / "c.bin").write_bytes(with_header([20240801, 7, 900], WIDE, "<u4"))
+    (tmp_path / "c.bin").write_bytes(encode_with_header([20240801, 7, 900], WIDE, "<u4"))
     found = load(f"{tmp_path}/*.bin", cache=tmp_path / "cache").train_sources[0].source
     assert found.read(890, 2000).tolist() == [*IDS, *IDS, *WIDE][890:2000]
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_another_kind_of_file_is_refused_by_its_name(kind: str, tmp_path: Path) -> None:
-    name, content, dtype, words = REFUSED[kind]
+@pytest.mark.parametrize("kind", INVALID_FILES)
+def test_files_of_other_formats_are_rejected_by_name(kind: str, tmp_path: Path) -> None:
+    name, content, dtype, words = INVALID_FILES[kind]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=words) as caught:
         load(tmp_path / name, cache=tmp_path / "cache", dtype=dtype)
@@ -180,7 +183,7 @@ def test_another_kind_of_file_is_refused_by_its_name(kind: str, tmp_path: Path) 
     assert caught.value.exit_code == 2
 
 
-def test_a_bin_of_megatron_is_read_as_what_its_index_says_or_refused(tmp_path: Path) -> None:
+def test_a_megatron_bin_file_needs_its_index_or_dtype(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a.idx", [IDS.tolist(), WIDE.tolist()])
     for dtype in (None, "uint16"):
         with pytest.raises(DataError, match=r"a\.bin: .*a\.idx beside it is an index of Megatron's|looks like"):
@@ -191,7 +194,7 @@ def test_a_bin_of_megatron_is_read_as_what_its_index_says_or_refused(tmp_path: P
 
 
 @pytest.mark.parametrize("vocabulary_size", [2, 256, 50_257, 65_536])
-def test_raw_ids_are_never_taken_for_another_format(vocabulary_size: int, tmp_path: Path) -> None:
+def test_raw_ids_are_not_mistaken_for_another_format(vocabulary_size: int, tmp_path: Path) -> None:
     random = np.random.default_rng(vocabulary_size)
     for number in range(150):
         ids = random.integers(0, vocabulary_size, int(random.integers(30, 1 + HEAD_BYTES)))

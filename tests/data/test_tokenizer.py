@@ -28,7 +28,7 @@ def test_characters_are_numbered_in_sorted_order() -> None:
     assert tokenizer.decode(tokenizer.encode("wörld")) == "wörld"
 
 
-def test_undecodable_bytes_become_one_replacement_character_of_the_vocabulary() -> None:
+def test_undecodable_bytes_become_replacement_characters() -> None:
     characters, _ = collect_characters([b"a\xffb"])
     assert characters == "ab\ufffd"
     assert CharacterTokenizer(characters).encode_file(b"a\xffb").tolist() == [0, 2, 1]
@@ -42,6 +42,6 @@ def test_ids_take_the_smallest_type_that_fits(size: int, dtype: str) -> None:
     assert last.tolist() == [size - 1]
 
 
-def test_a_character_outside_the_vocabulary_is_refused() -> None:
+def test_a_character_outside_the_vocabulary_is_rejected() -> None:
     with pytest.raises(DataError, match=r"character '✓' \(U\+2713\) is not among the 3 characters of data\.source"):
         CharacterTokenizer("abc").encode("ab✓")

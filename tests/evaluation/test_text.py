@@ -19,7 +19,7 @@ from runner.evaluation.generation import (
     stream_text,
 )
 from tests.data.buckets import write_corpus
-from tests.data.corpus import write_bin
+from tests.data.datasets import write_bin
 from tests.support.tokenise_inputs import (
     GPT2_PATTERN,
     SEPARATOR,

@@ -20,7 +20,7 @@ from runner.cli.app import main
 from runner.data.tokenizers import TOKENIZER_FILES
 from runner.process import make_placements
 from tests.data.buckets import write_corpus
-from tests.data.corpus import write_bin
+from tests.data.datasets import write_bin
 from tests.support.job_process import hash_tree
 from tests.support.tiny_jobs import make_counter, make_gpt, start_python, wait_for_output
 from tests.support.tokenise_inputs import GPT2_PATTERN, SEPARATOR, FakeBucket, make_tiktoken_ranks

@@ -13,7 +13,7 @@ from runner.evaluation.builtin import EvaluationData
 from runner.evaluation.generation import load_source_codec
 from runner.inference.evaluate import DATA_SET
 from tests.data.buckets import write_corpus
-from tests.data.corpus import write_bin
+from tests.data.datasets import write_bin
 from tests.support.tokenise_inputs import DOCUMENTS, GPT2_PATTERN, SEPARATOR, make_hf_tokenizer, make_tiktoken_ranks
 
 LENGTH = 96

@@ -8,8 +8,8 @@ import pytest
 
 from runner.data.corpus_index import HEAD_BYTES
 from runner.plan.checks import DataCheck, Findings, check_data
-from tests.data.buckets import URL, put_in_bucket, random_shards, write_corpus
-from tests.data.corpus import write_bin
+from tests.data.buckets import URL, make_random_shards, put_in_bucket, write_corpus
+from tests.data.datasets import write_bin
 from tests.support.tiny_jobs import make_gpt
 
 
@@ -56,7 +56,7 @@ def test_a_source_that_is_taken_too_often_would_not_run(tmp_path: Path) -> None:
 
 def test_of_a_bucket_it_is_told_what_the_run_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
-    driver = put_in_bucket(monkeypatch, write_corpus(tmp_path / "corpus", random_shards([[500] * 20])))
+    driver = put_in_bucket(monkeypatch, write_corpus(tmp_path / "corpus", make_random_shards([[500] * 20])))
     found = check(tmp_path, num_hosts=4, source=URL)
     assert figures(found)["fetched from buckets"] == 8 * 16 * 17 * 2
     before = driver.bytes_fetched

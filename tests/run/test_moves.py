@@ -18,7 +18,7 @@ from runner.run.fence import RunIdentity
 from runner.spec import HookEntry, compute_trajectory, make_document
 from runner.storage import LocalStore, read_log
 from tests.data.buckets import URL, put_in_bucket
-from tests.data.corpus import write_bin, write_npy
+from tests.data.datasets import write_bin, write_npy
 from tests.support.tiny_jobs import get_job_name, make_counter, make_gpt, make_gpt_spec, read_outcome, stop_after
 from tests.support.tokenise_inputs import (
     DOCUMENTS,

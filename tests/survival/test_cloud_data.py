@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.buckets import random_shards, write_corpus
-from tests.data.corpus import write_bin, write_npy
+from tests.data.buckets import make_random_shards, write_corpus
+from tests.data.datasets import write_bin, write_npy
 from tests.data.golden import write_megatron, write_records
 from tests.support.cloud_job import CloudJob, make_unique_name
 from tests.support.job_process import SMALL_GPT_OPTIONS, WHOLE_RUN_DEADLINE_SECONDS, Job, make_uninterrupted_run
@@ -62,7 +62,7 @@ CASES = [
 
 def write_data(directory: Path) -> None:
     """What all the kinds are made of."""
-    shards = random_shards([[500, 3000, 40], [7000], [60, 9000], [100] * 50])
+    shards = make_random_shards([[500, 3000, 40], [7000], [60, 9000], [100] * 50])
     write_corpus(directory / "corpus", shards, vocabulary_size=1000)
     write_bin(directory / "tokens" / "a.bin", np.arange(9000) % 1000)
     write_bin(directory / "tokens" / "b.bin", np.arange(7000) * 7 % 1000)

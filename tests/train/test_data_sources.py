@@ -7,7 +7,7 @@ import pytest
 
 from runner.spec import load_document, validate_spec
 from runner.storage import parse_lines
-from tests.data.corpus import KINDS, kept, write_documents
+from tests.data.datasets import KINDS, make_config, write_documents
 from tests.support.tiny_jobs import RecordingGPT, are_leaves_equal, make_gpt, read_recorded_rows, stop_after
 
 STOP, STEPS = 4, 8
@@ -23,7 +23,7 @@ def read_trajectory(directory: Path) -> list[dict[str, Any]]:
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in DAILY else pytest.mark.soak) for k in KINDS])
 def test_resumed_run_is_bit_identical(tmp_path: Path, kind: str) -> None:
-    data = {"sequence_length": 16, "validation_fraction": 0.2, **kept(kind, tmp_path)}
+    data = {"sequence_length": 16, "validation_fraction": 0.2, **make_config(kind, tmp_path)}
     data["validation"] = {"other": write_documents(tmp_path / "other", 60, 9)}
     if "mixture" in data:
         data["mixture"] = [named | {"max_epochs": 1000} for named in data["mixture"]]

@@ -13,7 +13,7 @@ from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, PreemptedError
 from runner.plan.preflight import PlanRequest, plan
 from runner.spec import dump_spec
-from tests.data.corpus import write_bin
+from tests.data.datasets import write_bin
 from tests.inference.test_commands import say
 from tests.support.tiny_jobs import StopAfter, make_gpt
 from tests.test_values import TrainLookup

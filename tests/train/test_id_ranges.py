@@ -12,7 +12,7 @@ from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
 from runner.storage import LocalStore
 from runner.train.checks import share_ids
-from tests.data.corpus import load, write_bin, write_npy
+from tests.data.datasets import load, write_bin, write_npy
 from tests.support.coordinator import MemoryCoordinator, run_on_all_hosts
 
 NUM_HOSTS = 3

@@ -1,9 +1,9 @@
-"""Write the golden files of this directory, each with the tool that its format belongs to.
+"""Write the golden files of this directory, each with the tool that defines its format.
 
-    python tests/data/formats/make.py megatron mds array_record nanogpt
+python tests/data/formats/make.py megatron mds array_record nanogpt
 
-writes those that are named, into the directory of this file, and the versions of their tools into `versions.json`.
-Needs `megatron-core` and `torch`, `mosaicml-streaming`, `array_record`, `numpy`: only what is asked for is imported.
+writes the named formats below this directory, and the versions of the tools to `versions.json`.
+Needs `megatron-core` and `torch`, `mosaicml-streaming`, `array_record` or `numpy`, imported only for the named formats.
 """
 
 import importlib
@@ -28,14 +28,14 @@ LENGTHS = (5, 1, 300, 0, 2, 40, 12)
 BLOCK = 32
 
 
-def documents(vocabulary_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    """The documents that went into the files: any ids, another one at each position."""
+def make_documents(vocabulary_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    """Return the documents of the files, with a different id at each position."""
     first = np.cumsum([0, *lengths])
     return [[(7919 * (first[i] + j) + 13) % vocabulary_size for j in range(n)] for i, n in enumerate(lengths)]
 
 
 def make_megatron(directory: Path) -> None:
-    """`int32` and `int64`: a sequence a document. `uint16`: the documents of two files, of one or several sequences."""
+    """Write `int32`, `int64` (one sequence per document) and two `uint16` files (up to three per document)."""
     module = importlib.import_module("megatron.core.datasets.indexed_dataset")
 
     def build(name: str, dtype: type[np.number], items: list[list[int]], pieces: int) -> None:
@@ -45,14 +45,14 @@ def make_megatron(directory: Path) -> None:
             builder.add_document(np.array(ids, dtype), lengths)
         builder.finalize(str(directory / f"{name}.idx"))
 
-    build("int32", np.int32, documents(100_000), 1)
-    build("int64", np.int64, documents(100_000), 1)
-    build("uint16_0", np.uint16, documents(50_000)[:3], 3)
-    build("uint16_1", np.uint16, documents(50_000)[3:], 3)
+    build("int32", np.int32, make_documents(100_000), 1)
+    build("int64", np.int64, make_documents(100_000), 1)
+    build("uint16_0", np.uint16, make_documents(50_000)[:3], 3)
+    build("uint16_1", np.uint16, make_documents(50_000)[3:], 3)
 
 
 def make_mds(directory: Path) -> None:
-    """One directory a way in which data sets of tokens are written, with small shards so that there are several."""
+    """Write one directory for each way of storing tokens, with small shards so that there are several."""
     writer = importlib.import_module("streaming.base.format.mds.writer").MDSWriter
 
     def build(name: str, columns: dict[str, str], samples: list[dict[str, Any]], **options: Any) -> None:
@@ -60,8 +60,8 @@ def make_mds(directory: Path) -> None:
             for sample in samples:
                 out.write(sample)
 
-    wide, full = documents(100_000), [ids for ids in documents(50_000) if ids]
-    blocks = documents(50_000, (BLOCK,) * 20)
+    wide, full = make_documents(100_000), [ids for ids in make_documents(50_000) if ids]
+    blocks = make_documents(50_000, (BLOCK,) * 20)
     build("bytes_int64", {"tokens": "bytes"}, [{"tokens": np.array(ids, np.int64).tobytes()} for ids in wide])
     arrays = [{"tokens": np.array(ids, np.int32)} for ids in wide if ids]
     build("ndarray_int32", {"tokens": "ndarray:int32"}, arrays)
@@ -92,7 +92,7 @@ def make_mds(directory: Path) -> None:
 
 
 def make_array_record(directory: Path) -> None:
-    """`single`: a record a group, as data loaders want it. `grouped_*`: two files, several records a group."""
+    """Write `single` with one record per group, as data loaders need it, and `grouped_*` with several, in two files."""
     module = importlib.import_module("array_record.python.array_record_module")
 
     def build(name: str, options: str, dtype: str, items: list[list[int]]) -> None:
@@ -101,18 +101,18 @@ def make_array_record(directory: Path) -> None:
             writer.write(np.array(ids, dtype).tobytes())
         writer.close()
         path = directory / f"{name}.array_record"
-        content = zlib.compress(path.read_bytes(), 9)  # a file is padded to blocks of 64 KiB
+        content = zlib.compress(path.read_bytes(), 9)  # the tool pads files to blocks of 64 KiB
         path.with_name(f"{path.name}.zlib").write_bytes(content)
         path.unlink()
 
-    build("single", "group_size:1", "<u2", documents(50_000))
-    build("grouped_0", "group_size:4", "<i4", documents(100_000)[:3])
-    build("grouped_1", "group_size:4", "<i4", documents(100_000)[3:])
+    build("single", "group_size:1", "<u2", make_documents(50_000))
+    build("grouped_0", "group_size:4", "<i4", make_documents(100_000)[:3])
+    build("grouped_1", "group_size:4", "<i4", make_documents(100_000)[3:])
 
 
 def make_nanogpt(directory: Path) -> None:
-    """As nanoGPT's data/openwebtext/prepare.py does."""
-    ids = np.concatenate([np.array(ids, np.uint16) for ids in documents(50_000)])
+    """Write ids like nanoGPT's data/openwebtext/prepare.py."""
+    ids = np.concatenate([np.array(ids, np.uint16) for ids in make_documents(50_000)])
     array = np.memmap(directory / "train.bin", dtype=np.uint16, mode="w+", shape=(len(ids),))
     array[:] = ids
     array.flush()

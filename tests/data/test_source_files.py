@@ -8,7 +8,7 @@ from runner.data.source_files import find_source, read_source_file
 from runner.errors import DataError
 
 
-def names(source: str) -> list[str]:
+def list_names(source: str) -> list[str]:
     return [file.path.name for file in find_source(source).files]
 
 
@@ -16,21 +16,21 @@ def test_a_glob_reads_files_below_directories_in_sorted_order(tmp_path: Path) ->
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name in ("a/z.txt", "a/b/y.txt", "x.txt", "x.md"):
         (tmp_path / name).write_text(name)
-    assert names(f"{tmp_path}/**/*.txt") == ["y.txt", "z.txt", "x.txt"]
+    assert list_names(f"{tmp_path}/**/*.txt") == ["y.txt", "z.txt", "x.txt"]
 
 
-def test_a_file_whose_own_name_holds_brackets_is_found(tmp_path: Path) -> None:
+def test_a_file_name_with_brackets_is_matched_literally(tmp_path: Path) -> None:
     (tmp_path / "part[1].txt").write_text("one")
-    assert names(f"{tmp_path}/part[1].txt") == ["part[1].txt"]
+    assert list_names(f"{tmp_path}/part[1].txt") == ["part[1].txt"]
 
 
 def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "book.txt").write_text("text")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert names("~/book.txt") == ["book.txt"]
+    assert list_names("~/book.txt") == ["book.txt"]
 
 
-def test_the_standard_library_is_scattered_and_holds_nothing_installed_or_generated() -> None:
+def test_the_standard_library_excludes_installed_and_generated_files() -> None:
     source = find_source("python-stdlib")
     root = Path(sysconfig.get_paths()["stdlib"])
     relative = [file.path.relative_to(root) for file in source.files]
@@ -42,7 +42,7 @@ def test_the_standard_library_is_scattered_and_holds_nothing_installed_or_genera
         assert not path.name.startswith(("_sysconfigdata", "sitecustomize"))
 
 
-def test_a_file_that_is_missing_names_its_path_and_the_nearest_one(tmp_path: Path) -> None:
+def test_a_missing_file_suggests_the_nearest_name(tmp_path: Path) -> None:
     (tmp_path / "shakespeare.txt").write_text("text")
     with pytest.raises(
         DataError, match=r"data\.source=.*/shakespere\.txt: no file matches; did you mean .*/shakespeare"
@@ -50,7 +50,7 @@ def test_a_file_that_is_missing_names_its_path_and_the_nearest_one(tmp_path: Pat
         find_source(f"{tmp_path}/shakespere.txt")
 
 
-def test_a_missing_directory_is_named_rather_than_the_file_in_it(tmp_path: Path) -> None:
+def test_a_missing_directory_is_reported_instead_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "corpora").mkdir()
     with pytest.raises(DataError, match=r"/corpra/x\.txt: no file matches; did you mean .*/corpora\?"):
         find_source(f"{tmp_path}/corpra/x.txt")
@@ -58,7 +58,7 @@ def test_a_missing_directory_is_named_rather_than_the_file_in_it(tmp_path: Path)
         find_source(f"{tmp_path}/zzz")
 
 
-def test_a_glob_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_glob_that_matches_nothing_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"/\*\.txt: no file matches$"):
         find_source(f"{tmp_path}/*.txt")
 
@@ -68,7 +68,7 @@ def test_a_misspelt_name_is_corrected() -> None:
         find_source("python-stlib")
 
 
-def test_a_directory_says_how_to_name_its_files(tmp_path: Path) -> None:
+def test_a_directory_suggests_a_glob(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"is a directory, and no corpus \(index\.json\); name its files, as .*/\*\*/\*\.txt"
     ):
@@ -78,7 +78,7 @@ def test_a_directory_says_how_to_name_its_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.txt.zst", "a.jsonl.gz", "a.parquet", "a.arrow", "a.idx", "a.mds", "a.pdf", "a.safetensors"]
 )
-def test_a_kind_of_file_that_is_not_read_is_refused_and_never_taken_for_text(tmp_path: Path, name: str) -> None:
+def test_unsupported_files_are_rejected_and_not_read_as_text(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("text")
     (tmp_path / "b.txt").write_text("text")
     message = r"1 of 2 files are of a kind that is not read, the first is .*/a\..*; needs text .* or token ids"
@@ -87,9 +87,9 @@ def test_a_kind_of_file_that_is_not_read_is_refused_and_never_taken_for_text(tmp
 
 
 @pytest.mark.parametrize("name", ["README", "a.TXT", "a.md", "a.rs"])
-def test_text_is_known_by_its_suffix_or_by_having_none(tmp_path: Path, name: str) -> None:
+def test_text_is_recognised_by_its_suffix_or_lack_of_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("text")
-    assert names(f"{tmp_path}/*") == [name]
+    assert list_names(f"{tmp_path}/*") == [name]
 
 
 @pytest.mark.parametrize(
@@ -101,19 +101,19 @@ def test_text_is_known_by_its_suffix_or_by_having_none(tmp_path: Path, name: str
         ("gs://buck*t/a.bin", "the name of a bucket cannot hold"),
     ],
 )
-def test_a_url_that_names_no_object_is_refused_without_touching_it(url: str, message: str) -> None:
+def test_an_invalid_url_is_rejected_without_a_request(url: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         find_source(url)
 
 
-def test_token_files_and_text_files_do_not_mix(tmp_path: Path) -> None:
+def test_token_files_and_text_files_cannot_be_mixed(tmp_path: Path) -> None:
     for name in ("a.bin", "b.npy", "c.txt"):
         (tmp_path / name).write_text("text")
     with pytest.raises(DataError, match=r"matches 2 token files \(\.bin, \.npy\) and 1 text files; name one kind"):
         find_source(f"{tmp_path}/*")
 
 
-def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_grows_while_it_is_read_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text("four")
     (file,) = find_source(str(path)).files
@@ -122,7 +122,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None:
         read_source_file(file)
 
 
-def test_a_file_that_vanishes_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_vanishes_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text("four")
     (file,) = find_source(str(path)).files

@@ -1,4 +1,4 @@
-"""Files that a reader keeps on this host's disk: made by one process of all that want them, the same for each."""
+"""Derived files kept on a host's disk: one process makes each file, and all processes use it."""
 
 import os
 import shutil
@@ -21,11 +21,11 @@ NUM_PROCESSES = 4
 CONTENT = [b"first half, ", b"second half"]
 SIZE_BYTES = sum(map(len, CONTENT))
 
-Keep = Callable[[Sequence[DerivedFile]], list[SourceFile]]
+KeepFunction = Callable[[Sequence[DerivedFile]], list[SourceFile]]
 
 
-def keep_of_a_bucket(directory: Path) -> Keep:
-    """Return the `keep` function of one process that reads a bucket."""
+def make_bucket_keep(directory: Path) -> KeepFunction:
+    """Return the `keep` function of a process that reads from a bucket."""
     copies = FileCopies(directory, "source", None)
 
     def keep(wanted: Sequence[DerivedFile]) -> list[SourceFile]:
@@ -35,26 +35,26 @@ def keep_of_a_bucket(directory: Path) -> Keep:
     return keep
 
 
-def keep_of_a_disk(directory: Path) -> Keep:
-    """Return the `keep` function of one process that reads a disk."""
+def make_disk_keep(directory: Path) -> KeepFunction:
+    """Return the `keep` function of a process that reads from disk."""
     return DiskReader(directory).keep
 
 
-KEEPERS = [keep_of_a_bucket, keep_of_a_disk]
+KEEP_FACTORIES = [make_bucket_keep, make_disk_keep]
 
 
-def num_waiting() -> int:
+def count_waiting_locks() -> int:
     """Return the number of file locks that this process waits for."""
     rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     return sum(row[1] == "->" and str(os.getpid()) in row for row in rows)
 
 
-def derived(make: Callable[[], Iterator[bytes]]) -> DerivedFile:
+def make_derived_file(make: Callable[[], Iterator[bytes]]) -> DerivedFile:
     return DerivedFile(SourceFile(Path("origin"), 1, 1), "kept", SIZE_BYTES, make)
 
 
-class Makers:
-    """File made by several processes at once: the first stops in the middle until the others make it or wait."""
+class ConcurrentMakers:
+    """A file that several processes make at once; the first one pauses halfway until the others make it or wait."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self._error, self._lock = error, threading.Lock()
@@ -66,19 +66,19 @@ class Makers:
             is_first = self.num_made == 1
         yield CONTENT[0]
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while is_first and self.num_made + num_waiting() < NUM_PROCESSES:
-            assert time.monotonic() < deadline, "the others neither make the file nor wait for it"
+        while is_first and self.num_made + count_waiting_locks() < NUM_PROCESSES:
+            assert time.monotonic() < deadline, "the other processes neither make the file nor wait for it"
             time.sleep(0.001)
         if is_first and self._error is not None:
             raise self._error
         yield CONTENT[1]
 
-    def play(self, keeper: Callable[[Path], Keep], directory: Path) -> list[Any]:
-        """Return the result of each process, or its error."""
+    def play(self, keeper: Callable[[Path], KeepFunction], directory: Path) -> list[Any]:
+        """Run all processes and return the result or error of each."""
 
-        def act(keep: Keep) -> Any:
+        def act(keep: KeepFunction) -> Any:
             try:
-                return keep([derived(self.make)])[0]
+                return keep([make_derived_file(self.make)])[0]
             except StorageError as error:
                 return error
 
@@ -86,20 +86,18 @@ class Makers:
             return list(pool.map(act, [keeper(directory) for _ in range(NUM_PROCESSES)]))
 
 
-@pytest.mark.parametrize("keeper", KEEPERS)
-def test_of_processes_that_want_a_file_one_makes_it_and_all_have_the_one_that_stays(
-    keeper: Callable[[Path], Keep], tmp_path: Path
-) -> None:
-    makers = Makers()
+@pytest.mark.parametrize("keeper", KEEP_FACTORIES)
+def test_one_process_makes_the_file_and_all_use_it(keeper: Callable[[Path], KeepFunction], tmp_path: Path) -> None:
+    makers = ConcurrentMakers()
     found = makers.play(keeper, tmp_path)
     assert found == [describe_file(found[0].path)] * NUM_PROCESSES
     assert found[0].path.read_bytes() == b"".join(CONTENT)
     assert makers.num_made == 1
 
 
-@pytest.mark.parametrize("keeper", KEEPERS)
-def test_where_one_fails_in_the_middle_another_makes_the_file(keeper: Callable[[Path], Keep], tmp_path: Path) -> None:
-    makers = Makers(StorageError("the bucket does not answer"))
+@pytest.mark.parametrize("keeper", KEEP_FACTORIES)
+def test_another_process_makes_the_file_after_a_failure(keeper: Callable[[Path], KeepFunction], tmp_path: Path) -> None:
+    makers = ConcurrentMakers(StorageError("the bucket does not answer"))
     found = makers.play(keeper, tmp_path)
     (failed,) = [each for each in found if isinstance(each, StorageError)]
     kept = [each for each in found if each is not failed]
@@ -108,10 +106,12 @@ def test_where_one_fails_in_the_middle_another_makes_the_file(keeper: Callable[[
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("keeper", KEEPERS)
-def test_the_half_that_a_killed_process_has_left_is_made_anew(keeper: Callable[[Path], Keep], tmp_path: Path) -> None:
-    (kept,) = keeper(tmp_path)([derived(lambda: iter(CONTENT))])
+@pytest.mark.parametrize("keeper", KEEP_FACTORIES)
+def test_a_partial_file_of_a_killed_process_is_made_again(
+    keeper: Callable[[Path], KeepFunction], tmp_path: Path
+) -> None:
+    (kept,) = keeper(tmp_path)([make_derived_file(lambda: iter(CONTENT))])
     shutil.move(kept.path, kept.path.with_name(".kept.tmp"))
-    (again,) = keeper(tmp_path)([derived(lambda: iter(CONTENT))])
+    (again,) = keeper(tmp_path)([make_derived_file(lambda: iter(CONTENT))])
     assert again.path.read_bytes() == b"".join(CONTENT)
     assert not list(tmp_path.rglob("*.tmp"))

@@ -1,4 +1,4 @@
-"""Small data sets for these tests."""
+"""Small datasets of every kind of source."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from runner.config import DataConfig
 from runner.data import Dataset, Source, load_dataset
-from tests.data.buckets import random_shards, write_corpus
+from tests.data.buckets import make_random_shards, write_corpus
 
 DEFAULTS = {"sequence_length": 8, "validation_fraction": 0.2}
 
@@ -31,8 +31,8 @@ def load(
     )
 
 
-# All the ways in which the ids of a source are read.
-READS: dict[str, Callable[[Source, int, int], Any]] = {
+# All methods that read the ids of a source.
+READ_METHODS: dict[str, Callable[[Source, int, int], Any]] = {
     "read": lambda source, start, stop: source.read(start, stop),
     "read_many": lambda source, start, stop: source.read_many(np.array([start, 0]), stop - start),
     "read_ranges": lambda source, start, stop: source.read_ranges([(start, stop), (0, 5)]),
@@ -52,7 +52,7 @@ def write_npy(path: Path, ids: Sequence[int] | np.ndarray, dtype: str = "<i4") -
 
 
 def write_documents(directory: Path, num_documents: int, seed: int) -> str:
-    """Text files of many lengths, a few longer than any example here; the glob that names them."""
+    """Write text files of many lengths, a few longer than any example here, and return the glob that matches them."""
     directory.mkdir(parents=True)
     random = np.random.default_rng(seed)
     for index, size in enumerate(random.zipf(1.4, num_documents).clip(1, 400)):
@@ -60,7 +60,7 @@ def write_documents(directory: Path, num_documents: int, seed: int) -> str:
     return str(directory / "*.txt")
 
 
-def _mixture(directory: Path) -> dict[str, Any]:
+def _write_mixture(directory: Path) -> dict[str, Any]:
     tokens = write_bin(directory / "tokens.bin", np.arange(2000))
     array = write_npy(directory / "array.npy", np.arange(3000, 4000))
     return {
@@ -72,19 +72,19 @@ def _mixture(directory: Path) -> dict[str, Any]:
     }
 
 
-def is_third(ids: np.ndarray) -> np.ndarray:
-    """Every third id is of an answer."""
+def mark_every_third(ids: np.ndarray) -> np.ndarray:
+    """Mark every third id as a completion token."""
     return ids % 3 == 0
 
 
-def _answers(directory: Path) -> str:
+def _write_dialogues(directory: Path) -> str:
     sizes = np.random.default_rng(6).zipf(1.4, 300).clip(1, 400).tolist()
-    shards = random_shards([sizes[:100], sizes[100:], [3]], seed=6, vocabulary_size=250)
-    return str(write_corpus(directory, shards, vocabulary_size=1000, marks_of=is_third))
+    shards = make_random_shards([sizes[:100], sizes[100:], [3]], seed=6, vocabulary_size=250)
+    return str(write_corpus(directory, shards, vocabulary_size=1000, marks_of=mark_every_third))
 
 
-def _tables(directory: Path) -> str:
-    """Two Parquet files of rows of ids with labels."""
+def _write_tables(directory: Path) -> str:
+    """Write two Parquet files of sequences with labels."""
     random = np.random.default_rng(8)
     directory.mkdir(parents=True)
     for number in range(2):
@@ -94,33 +94,33 @@ def _tables(directory: Path) -> str:
     return f"{directory}/*.parquet"
 
 
-def _corpus(directory: Path) -> str:
+def _write_random_corpus(directory: Path) -> str:
     sizes = np.random.default_rng(5).zipf(1.4, 300).clip(1, 400).tolist()
     shards = [sizes[:100], sizes[100:], [3]]
-    return str(write_corpus(directory, random_shards(shards), vocabulary_size=1000))
+    return str(write_corpus(directory, make_random_shards(shards), vocabulary_size=1000))
 
 
-# What a data set may be made of. A test that holds for one holds for all of them.
+# All kinds of dataset; what holds for one kind must hold for all.
 KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "text": lambda directory: {"source": write_documents(directory / "text", 80, 1)},
     "tokens": lambda directory: {"source": str(write_bin(directory / "a.bin", np.arange(3000)))},
-    "mixture": _mixture,
-    "corpus": lambda directory: {"source": _corpus(directory), "packing": "documents"},
+    "mixture": _write_mixture,
+    "corpus": lambda directory: {"source": _write_random_corpus(directory), "packing": "documents"},
     "documents": lambda directory: {"source": write_documents(directory / "text", 200, 2), "packing": "documents"},
-    "answers": lambda directory: {"source": _answers(directory), "packing": "documents", "train_on": "answers"},
-    "tables": lambda directory: {"source": _tables(directory), "packing": "documents", "train_on": "answers"},
+    "answers": lambda directory: {"source": _write_dialogues(directory), "packing": "documents", "train_on": "answers"},
+    "tables": lambda directory: {"source": _write_tables(directory), "packing": "documents", "train_on": "answers"},
     "pad": lambda directory: {"source": write_documents(directory / "text", 80, 2), "packing": "pad"},
 }
 
 
 def load_kind(kind: str, directory: Path, **changes: Any) -> Dataset:
-    """A data set of one of `KINDS`, made in `directory` if it is not there."""
-    changes = kept(kind, directory) | changes
+    """Load a dataset of one of `KINDS`, made in `directory` unless it exists."""
+    changes = make_config(kind, directory) | changes
     return load(changes.pop("source", "python-stdlib"), cache=directory / "cache", **changes)
 
 
-def kept(kind: str, directory: Path) -> dict[str, Any]:
-    """The keys of one of `KINDS`, whose files are made once."""
+def make_config(kind: str, directory: Path) -> dict[str, Any]:
+    """Return the data config of one of `KINDS`, whose files are written once."""
     path = directory / f"{kind}.json"
     if not path.exists():
         path.write_text(json.dumps(KINDS[kind](directory / kind)))

@@ -1,4 +1,4 @@
-"""Several sources in one data set: mixtures, sets to validate on, and what is refused of them."""
+"""Datasets of several sources: mixtures, additional validation sets, and invalid combinations."""
 
 import itertools
 from pathlib import Path
@@ -10,13 +10,13 @@ from pydantic import ValidationError
 
 from runner.config import DataConfig
 from runner.errors import DataError
-from tests.data.corpus import KINDS, load, load_kind, write_bin, write_documents, write_npy
+from tests.data.datasets import KINDS, load, load_kind, write_bin, write_documents, write_npy
 
 T = 8
 
 
-def three(tmp_path: Path, **changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """A mixture of three token files whose ids tell them apart; `changes` by name."""
+def make_mixture(tmp_path: Path, **changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a mixture of three token files with disjoint ids; `changes` are overrides by name."""
     sizes = {"a": 900, "b": 2000, "c": 400}
     starts = {"a": 0, "b": 10_000, "c": 20_000}
     weights = {"a": 5, "b": 3, "c": 2}
@@ -31,51 +31,51 @@ def three(tmp_path: Path, **changes: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def load_three(tmp_path: Path, seed: int = 0, **changes: Any) -> Any:
-    return load("python-stdlib", cache=tmp_path / "cache", seed=seed, **{"mixture": three(tmp_path)} | changes)
+def load_mixture(tmp_path: Path, seed: int = 0, **changes: Any) -> Any:
+    return load("python-stdlib", cache=tmp_path / "cache", seed=seed, **{"mixture": make_mixture(tmp_path)} | changes)
 
 
-def sources_of(rows: dict[str, np.ndarray]) -> np.ndarray:
+def get_sources(rows: dict[str, np.ndarray]) -> np.ndarray:
     return rows["x"][:, 0] // 10_000
 
 
-def test_examples_come_from_the_sources_in_the_shares_of_their_weights(tmp_path: Path) -> None:
-    dataset = load_three(tmp_path)
+def test_examples_are_sampled_by_the_weights_of_the_sources(tmp_path: Path) -> None:
+    dataset = load_mixture(tmp_path)
     for first in (0, 123_456):
-        shares = np.bincount(sources_of(dataset.read("train", first, 1000)), minlength=3) / 1000
+        shares = np.bincount(get_sources(dataset.read("train", first, 1000)), minlength=3) / 1000
         np.testing.assert_allclose(shares, [0.5, 0.3, 0.2], atol=2e-3)
 
 
 def test_each_source_is_read_in_its_own_order_epoch_by_epoch(tmp_path: Path) -> None:
-    dataset = load_three(tmp_path)
+    dataset = load_mixture(tmp_path)
     rows = dataset.read("train", 0, 1000)
     for index, part in enumerate(dataset.train_sources):
-        own = rows["y"][sources_of(rows) == index]
+        own = rows["y"][get_sources(rows) == index]
         epoch = part.examples.num_examples
         assert len(own) > epoch
         assert len(np.unique(own[:epoch])) == epoch * T, "each target once"
-        assert (own[epoch : epoch + 20] != own[:20]).any(), "another order in another epoch"
+        assert (own[epoch : epoch + 20] != own[:20]).any(), "another order in the next epoch"
 
 
-def test_a_mixture_of_one_source_trains_as_the_source_in_shares(tmp_path: Path) -> None:
-    whole = load_three(tmp_path, mixture=three(tmp_path)[:1])
+def test_a_mixture_of_one_source_has_its_whole_share(tmp_path: Path) -> None:
+    whole = load_mixture(tmp_path, mixture=make_mixture(tmp_path)[:1])
     assert [share.tokens for share in whole.compute_shares(100)] == [100 * T]
 
 
 def test_metrics_report_the_share_of_each_source(tmp_path: Path) -> None:
-    dataset = load_three(tmp_path)
+    dataset = load_mixture(tmp_path)
     figures = dataset.compute_metrics(1000)
-    counts = np.bincount(sources_of(dataset.read("train", 0, 1000)), minlength=3)
+    counts = np.bincount(get_sources(dataset.read("train", 0, 1000)), minlength=3)
     for name, count, part in zip("abc", counts, dataset.train_sources, strict=True):
         assert figures[f"data/{name}/tokens"] == count * T
         assert figures[f"data/{name}/epochs"] == count / part.examples.num_examples
     assert load(tmp_path / "a.bin", cache=tmp_path / "cache").compute_metrics(1000) == {}, (
-        "of one source a row says nothing"
+        "metrics of a single source have no shares"
     )
 
 
-def test_a_run_that_reads_a_source_too_often_is_refused_with_numbers(tmp_path: Path) -> None:
-    dataset = load_three(tmp_path, mixture=three(tmp_path, c={"max_epochs": 2.5}))
+def test_exceeding_max_epochs_of_a_source_is_rejected(tmp_path: Path) -> None:
+    dataset = load_mixture(tmp_path, mixture=make_mixture(tmp_path, c={"max_epochs": 2.5}))
     examples = dataset.train_sources[2].examples.num_examples
     enough = int(examples * 2.5 / 0.2)
     dataset.validate_epochs(enough)
@@ -92,25 +92,25 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_mixture_is_other_data(tmp_path: Path, change: str) -> None:
-    one = load_three(tmp_path).fingerprint
-    assert load_three(tmp_path).fingerprint == one
-    assert load_three(tmp_path, mixture=three(tmp_path, **CHANGES[change])).fingerprint != one
-    assert load_three(tmp_path, mixture=three(tmp_path)[::-1]).fingerprint != one
-    assert load_three(tmp_path, seed=1).fingerprint != one
+def test_changes_of_the_mixture_change_the_fingerprint(tmp_path: Path, change: str) -> None:
+    one = load_mixture(tmp_path).fingerprint
+    assert load_mixture(tmp_path).fingerprint == one
+    assert load_mixture(tmp_path, mixture=make_mixture(tmp_path, **CHANGES[change])).fingerprint != one
+    assert load_mixture(tmp_path, mixture=make_mixture(tmp_path)[::-1]).fingerprint != one
+    assert load_mixture(tmp_path, seed=1).fingerprint != one
 
 
-def test_each_source_keeps_a_part_of_itself_out_under_its_name(tmp_path: Path) -> None:
-    dataset = load_three(tmp_path)
+def test_each_source_has_its_own_validation_split(tmp_path: Path) -> None:
+    dataset = load_mixture(tmp_path)
     assert list(dataset.validation) == ["a", "b", "c"]
     seen = set(dataset.read("train", 0, 2000)["y"].ravel().tolist())
     for index, name in enumerate("abc"):
         held_out = dataset.read(name, 0, dataset.validation[name].num_examples)
-        assert set(sources_of(held_out).tolist()) == {index}
+        assert set(get_sources(held_out).tolist()) == {index}
         assert not seen & set(held_out["y"].ravel().tolist())
 
 
-def test_further_sets_are_whole_and_in_order_and_move_no_batch(tmp_path: Path) -> None:
+def test_validation_sets_are_read_in_order_and_do_not_change_training(tmp_path: Path) -> None:
     web = write_bin(tmp_path / "web.bin", range(100))
     code = write_npy(tmp_path / "code.npy", range(200, 260))
     sets = {"web": str(web), "code": {"source": str(code)}}
@@ -143,7 +143,7 @@ def test_a_sequence_depends_on_seed_and_number_for_every_kind(tmp_path: Path, ki
     assert again.fingerprint == load_kind(kind, tmp_path).fingerprint != other.fingerprint
 
 
-REFUSED = {
+INVALID_CONFIGS = {
     "two of one name": ({"mixture": [{"name": "a", "source": "x"}] * 2}, "mixture names a twice"),
     "a source and a mixture": ({"mixture": [{"name": "a", "source": "x"}], "source": "y"}, "got both source and mix"),
     "a dtype and a mixture": ({"mixture": [{"name": "a", "source": "x"}], "dtype": "uint16"}, "got both dtype and mix"),
@@ -161,32 +161,32 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_keys_that_do_not_fit_together_are_refused(case: str) -> None:
-    given, words = REFUSED[case]
+@pytest.mark.parametrize("case", INVALID_CONFIGS)
+def test_invalid_combinations_of_keys_are_rejected(case: str) -> None:
+    given, words = INVALID_CONFIGS[case]
     with pytest.raises(ValidationError, match=words):
         DataConfig.model_validate({"sequence_length": T, **given})
 
 
-SHARED = {"document_separator": ("nul", "no source is text"), "cache_bytes": (9, "no source is in a bucket")}
+UNREAD_KEYS = {"document_separator": ("nul", "no source is text"), "cache_bytes": (9, "no source is in a bucket")}
 
 
-@pytest.mark.parametrize("key", SHARED)
-def test_a_key_of_all_sources_is_refused_where_none_reads_it(tmp_path: Path, key: str) -> None:
-    value, words = SHARED[key]
+@pytest.mark.parametrize("key", UNREAD_KEYS)
+def test_a_key_that_no_source_reads_is_rejected(tmp_path: Path, key: str) -> None:
+    value, words = UNREAD_KEYS[key]
     tokens = write_bin(tmp_path / "tokens.bin", range(500))
-    sets = {"one": {"source": str(tokens)}, "many": {"source": "python-stdlib", "mixture": three(tmp_path)}}
+    sets = {"one": {"source": str(tokens)}, "many": {"source": "python-stdlib", "mixture": make_mixture(tmp_path)}}
     for names in sets.values():
         with pytest.raises(DataError, match=f"data.{key}={value}: nothing reads it, {words}"):
             load(cache=tmp_path / "cache", **names, **{key: value})
 
 
-def test_a_separator_is_read_by_a_set_to_validate_on(tmp_path: Path) -> None:
+def test_a_separator_applies_to_validation_sets(tmp_path: Path) -> None:
     tokens, sets = write_bin(tmp_path / "a.bin", range(500)), {"text": write_documents(tmp_path / "text", 60, seed=4)}
     load(tokens, cache=tmp_path / "cache", validation=sets, document_separator="nul")
 
 
-def test_what_validates_is_no_part_of_the_vocabulary(tmp_path: Path) -> None:
+def test_validation_sets_do_not_enlarge_the_vocabulary(tmp_path: Path) -> None:
     tokens, larger = write_bin(tmp_path / "a.bin", range(500)), write_bin(tmp_path / "larger.bin", range(900))
     dataset = load(tokens, cache=tmp_path / "cache", validation={"larger": str(larger)})
     assert dataset.vocabulary_size == 500
@@ -194,12 +194,12 @@ def test_what_validates_is_no_part_of_the_vocabulary(tmp_path: Path) -> None:
         dataset.validate_vocabulary(dataset.vocabulary_size)
 
 
-def test_an_error_names_the_source_of_several(tmp_path: Path) -> None:
+def test_an_error_names_the_failing_source(tmp_path: Path) -> None:
     gone = str(tmp_path / "gone.bin")
     with pytest.raises(DataError, match=r"data\.mixture\.b: data\.source=.*gone\.bin: no file matches"):
-        load_three(tmp_path, mixture=three(tmp_path, b={"source": gone}))
+        load_mixture(tmp_path, mixture=make_mixture(tmp_path, b={"source": gone}))
     with pytest.raises(DataError, match=r"data\.validation\.web: data\.source=.*gone\.bin: no file matches"):
-        load_three(tmp_path, validation={"web": gone})
+        load_mixture(tmp_path, validation={"web": gone})
 
 
 @pytest.mark.parametrize("packing", ["documents", "pad"])
@@ -210,7 +210,7 @@ def test_tokens_without_documents_are_not_packed_by_documents(tmp_path: Path, pa
         load(write_bin(tmp_path / "a.bin", range(500)), cache=tmp_path, packing=packing)
 
 
-def test_documents_of_one_token_hold_no_target(tmp_path: Path) -> None:
+def test_documents_of_one_token_have_no_target(tmp_path: Path) -> None:
     for index in range(40):
         (tmp_path / f"{index}.txt").write_text("a")
     only = {"cache": tmp_path / "cache", "validation_fraction": 0}
@@ -226,17 +226,17 @@ def test_documents_of_one_token_hold_no_target(tmp_path: Path) -> None:
             )
 
 
-def test_a_vocabulary_that_is_too_small_for_one_source_names_it(tmp_path: Path) -> None:
-    dataset = load_three(tmp_path)
+def test_a_vocabulary_too_small_for_one_source_names_the_source(tmp_path: Path) -> None:
+    dataset = load_mixture(tmp_path)
     dataset.validate_vocabulary(20_400)
     with pytest.raises(DataError, match=r"^data\.mixture\.c=.*c\.bin: token id 20,399 .* vocabulary of 20,000"):
         dataset.validate_vocabulary(20_000)
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "documents", "pad"])
-def test_other_ends_of_one_document_are_other_data_wherever_documents_matter(tmp_path: Path, packing: str) -> None:
+def test_document_ends_enter_the_fingerprint_if_packing_uses_documents(tmp_path: Path, packing: str) -> None:
     text, prints = bytes(97 + place % 26 for place in range(2000)), []
-    for first in (20, 19):  # of a hundred documents the fourth and the fifth
+    for first in (20, 19):  # move the end of the fourth of a hundred documents
         directory = tmp_path / str(first)
         directory.mkdir()
         edges = [*range(0, 2000, 20), 2000]
@@ -248,7 +248,7 @@ def test_other_ends_of_one_document_are_other_data_wherever_documents_matter(tmp
     assert (prints[0] == prints[1]) == (packing == "concatenate")
 
 
-def test_an_empty_document_is_none(tmp_path: Path) -> None:
+def test_empty_documents_are_ignored(tmp_path: Path) -> None:
     pattern = write_documents(tmp_path / "text", 60, seed=4)
     before = load(pattern, cache=tmp_path / "cache", packing="documents").fingerprint
     (tmp_path / "text" / "0000b.txt").touch()

@@ -1,4 +1,4 @@
-"""A source of one's own: what it promises is held against what it gives, and a run on it is restored like any other."""
+"""User-defined sources: their output is validated, and a run on one resumes like any other."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,12 +10,12 @@ from runner.config import DataConfig
 from runner.data import Source, load_dataset
 from runner.errors import DataError, InvalidError
 from runner.storage import LocalStore, read_json
-from tests.data.corpus import READS
+from tests.data.datasets import READ_METHODS
 from tests.support.tiny_jobs import make_gpt, stop_after
 
 
 class Squares(Source):
-    """Square numbers modulo 97, from a place on."""
+    """Square numbers modulo 97, from an offset on."""
 
     def __init__(self, first: int, count: int = 1000):
         self.first, self.count = first, count
@@ -82,13 +82,13 @@ class Unfinished(Source):
     pass
 
 
-HERE = "tests.data.test_protocol"
+MODULE = "tests.data.test_custom_source"
 
 
 def load(name: str, **changes: Any) -> Any:
     options = {"first": 3}
     config = DataConfig.model_validate(
-        {"source": f"{HERE}:{name}", "options": options, "sequence_length": 8, "validation_fraction": 0.1} | changes
+        {"source": f"{MODULE}:{name}", "options": options, "sequence_length": 8, "validation_fraction": 0.1} | changes
     )
     return load_dataset(config, seed=0, batch_examples=16)
 
@@ -102,19 +102,19 @@ def test_sequences_are_windows_of_the_source() -> None:
     dataset.validate_vocabulary(97)
 
 
-def test_the_vocabulary_of_the_model_must_hold_its_ids() -> None:
+def test_the_model_vocabulary_must_contain_its_ids() -> None:
     with pytest.raises(DataError, match=r"Squares: its ids go up to 96, the model's vocabulary is 90; .* at least 97"):
         load("Squares").validate_vocabulary(90)
 
 
-def test_another_fingerprint_or_length_is_another_data_set() -> None:
+def test_the_fingerprint_and_length_of_the_source_enter_the_dataset_fingerprint() -> None:
     fingerprints = [load("Squares", options=options).fingerprint for options in ({"first": 3}, {"first": 4})]
     fingerprints.append(load("Squares", options={"first": 3, "count": 2000}).fingerprint)
     assert len(set(fingerprints)) == 3
     assert fingerprints[0] == load("Squares").fingerprint
 
 
-def test_all_ways_to_read_lead_to_the_one_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_read_methods_use_the_overridden_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def read_ranges(source: Squares, ranges: Any) -> list[np.ndarray]:
@@ -140,9 +140,9 @@ def test_all_ways_to_read_lead_to_the_one_that_it_replaces(monkeypatch: pytest.M
         ("Negative", r"Negative: id -33 at position 5 is outside its vocabulary of 97"),
     ],
 )
-def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str) -> None:
+def test_the_output_of_a_source_is_validated(name: str, message: str) -> None:
     dataset = load(name, validation_fraction=0.0)
-    for read in READS.values():
+    for read in READ_METHODS.values():
         with pytest.raises(DataError, match=message):
             read(dataset.train_sources[0].source, 0, 9)
 
@@ -159,23 +159,23 @@ def test_what_it_gives_is_held_against_what_it_promises(name: str, message: str)
         ("DataConfig", {}, r"DataConfig is not a subclass of Source"),
     ],
 )
-def test_a_class_that_cannot_serve_is_refused_with_a_line(name: str, options: dict[str, Any], message: str) -> None:
+def test_an_invalid_source_class_is_rejected_in_one_line(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         load(name, options=options)
 
 
-def test_a_type_of_ids_is_refused_that_it_does_not_read() -> None:
+def test_a_dtype_is_rejected_for_a_source_class() -> None:
     with pytest.raises(DataError, match=r"data\.dtype=.*: nothing reads it, data\.source=.*Squares is a class"):
         load("Squares", dtype="uint16")
 
 
-def test_options_are_refused_where_no_class_reads_them(tmp_path: Path) -> None:
+def test_options_are_rejected_for_text_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text " * 100)
     with pytest.raises(DataError, match=r"data\.options=.*: nothing reads it, data\.source=.* names text files"):
         load("", source=str(tmp_path / "a.txt"))
 
 
-def test_a_source_that_changes_is_found_before_a_save() -> None:
+def test_a_changed_source_is_detected_before_a_save() -> None:
     dataset = load("Drifting")
     dataset.check()
     dataset.read("train", 0, 1)
@@ -184,9 +184,9 @@ def test_a_source_that_changes_is_found_before_a_save() -> None:
 
 
 @pytest.mark.soak
-def test_a_run_on_it_is_stopped_and_resumed_to_the_same_bits_and_refused_on_other_tokens(tmp_path: Path) -> None:
+def test_resumed_run_is_bit_identical_and_rejects_other_tokens(tmp_path: Path) -> None:
     def job(name: str, first: int = 3) -> Any:
-        data = {"source": f"{HERE}:Squares", "options": {"first": first}, "sequence_length": 16}
+        data = {"source": f"{MODULE}:Squares", "options": {"first": first}, "sequence_length": 16}
         return make_gpt(tmp_path / name, **{"config.data": data, "config.train.total_steps": 4})
 
     job("whole")()

@@ -1,4 +1,4 @@
-"""A corpus of dialogues: what counts of it, wherever it lies and however it is packed, and what is refused."""
+"""Corpora with a completion mask: weights of targets on disk and in a bucket for every packing, and rejected masks."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from runner.data import Dataset, get_batch_fields, load_validation_set
 from runner.data.corpus_index import CorpusIndex
 from runner.errors import DataError
 from tests.data.buckets import URL, CountingDriver, put_in_bucket, write_corpus
-from tests.data.corpus import is_third, load, write_bin
+from tests.data.datasets import load, mark_every_third, write_bin
 
 T = 8
-# A dialogue is a line: what is asked is even, what is answered odd. The last is longer than an example.
+# One dialogue per line: prompts are even ids, completions odd ones. The last dialogue is longer than an example.
 SHARDS = [[[2, 4, 6, 1, 3], [8, 5], [10, 12, 7, 9, 11]], [[14, 13, 16, 15], [18, 20, *range(1, 16, 2)]]]
 NUM_TOKENS = sum(len(document) for shard in SHARDS for document in shard)
 PACKINGS = ("concatenate", "documents", "pad")
@@ -26,7 +26,7 @@ def corpus(tmp_path: Path) -> Path:
     return write_corpus(tmp_path / "corpus", SHARDS, vocabulary_size=32, marks_of=lambda ids: ids % 2)
 
 
-def opened(where: str, corpus: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Dataset:
+def load_dialogues(where: str, corpus: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Dataset:
     if where == "bucket":
         put_in_bucket(monkeypatch, corpus, CountingDriver())
     keys = {"sequence_length": T, "validation_fraction": 0.0, "train_on": "answers"} | changes
@@ -36,7 +36,7 @@ def opened(where: str, corpus: Path, monkeypatch: pytest.MonkeyPatch, **changes:
 @pytest.mark.parametrize("where", ["disk", "bucket"])
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_only_completion_tokens_count_in_the_loss(corpus, monkeypatch, where, packing):
-    data = opened(where, corpus, monkeypatch, packing=packing)
+    data = load_dialogues(where, corpus, monkeypatch, packing=packing)
     assert dict(data.fields) == dict(
         get_batch_fields(DataConfig(sequence_length=T, packing=packing, train_on="answers"))
     )
@@ -49,14 +49,14 @@ def test_only_completion_tokens_count_in_the_loss(corpus, monkeypatch, where, pa
 
 
 def test_train_on_all_counts_every_token(corpus, monkeypatch):
-    data = opened("disk", corpus, monkeypatch, train_on="all", packing="pad")
+    data = load_dialogues("disk", corpus, monkeypatch, train_on="all", packing="pad")
     assert "loss_weight" not in data.read("train", 0, 4)
-    other = opened("disk", corpus, monkeypatch, packing="pad")
+    other = load_dialogues("disk", corpus, monkeypatch, packing="pad")
     for name, array in data.read("train", 0, 4).items():
         np.testing.assert_array_equal(array, other.read("train", 0, 4)[name])
 
 
-def test_what_is_mixed_with_dialogues_counts_whole(tmp_path, corpus):
+def test_sources_mixed_with_dialogues_count_every_token(tmp_path, corpus):
     plain = write_bin(tmp_path / "plain.bin", np.arange(200) % 30)
     mixture = [
         {"name": "chat", "source": str(corpus), "train_on": "answers"},
@@ -73,12 +73,12 @@ def test_what_is_mixed_with_dialogues_counts_whole(tmp_path, corpus):
 
 
 def test_another_completion_mask_changes_the_fingerprint(tmp_path, corpus, monkeypatch):
-    other = write_corpus(tmp_path / "other", SHARDS, vocabulary_size=32, marks_of=is_third)
+    other = write_corpus(tmp_path / "other", SHARDS, vocabulary_size=32, marks_of=mark_every_third)
     plain = write_corpus(tmp_path / "plain", SHARDS, vocabulary_size=32)
     found = {
-        opened("disk", corpus, monkeypatch).fingerprint,
-        opened("disk", other, monkeypatch).fingerprint,
-        opened("disk", plain, monkeypatch, train_on=None).fingerprint,
+        load_dialogues("disk", corpus, monkeypatch).fingerprint,
+        load_dialogues("disk", other, monkeypatch).fingerprint,
+        load_dialogues("disk", plain, monkeypatch, train_on=None).fingerprint,
     }
     assert len(found) == 3
 
@@ -94,7 +94,7 @@ def test_a_validation_set_counts_completion_tokens_by_default(corpus):
 
 def test_train_on_must_be_set_for_dialogues(tmp_path, corpus, monkeypatch):
     with pytest.raises(DataError, match=r"completion mask; set data\.train_on to answers"):
-        opened("disk", corpus, monkeypatch, train_on=None)
+        load_dialogues("disk", corpus, monkeypatch, train_on=None)
     plain = write_corpus(tmp_path / "plain", SHARDS, vocabulary_size=32)
     for source in (plain, write_bin(tmp_path / "plain.bin", np.arange(200))):
         with pytest.raises(DataError, match=r"data\.train_on=answers: nothing reads it, .*; leave it out"):
@@ -118,12 +118,12 @@ def test_a_damaged_completion_mask_is_named(corpus, monkeypatch, where, content,
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        opened(where, corpus, monkeypatch).read("train", 0, 3)
+        load_dialogues(where, corpus, monkeypatch).read("train", 0, 3)
     assert "\n" not in str(caught.value)
 
 
 def test_a_mask_that_changes_under_a_running_job_is_noticed(corpus, monkeypatch):
-    data = opened("disk", corpus, monkeypatch)
+    data = load_dialogues("disk", corpus, monkeypatch)
     data.check()
     (corpus / "00000.answers").write_bytes(b"\1" * 12)
     with pytest.raises(DataError, match="changed since the job started"):
@@ -139,12 +139,12 @@ def test_an_index_without_a_mask_keeps_its_bytes(tmp_path, corpus):
     assert CorpusIndex.decode(content, "here").has_completion_mask
 
 
-def test_an_index_with_a_mask_for_some_shards_is_refused(tmp_path):
+def test_an_index_with_a_mask_for_some_shards_is_rejected(tmp_path):
     def halve(index: CorpusIndex) -> CorpusIndex:
         first, *others = index.shards
         bare = type(first)(**first.to_json() | {"answers_crc32c": None})
         return CorpusIndex(index.dtype, index.vocabulary_size, index.tokenizer, None, (bare, *others))
 
-    corpus = write_corpus(tmp_path / "half", SHARDS, vocabulary_size=32, change=halve, marks_of=is_third)
+    corpus = write_corpus(tmp_path / "half", SHARDS, vocabulary_size=32, change=halve, marks_of=mark_every_third)
     with pytest.raises(DataError, match="some of its shards have a completion mask"):
         CorpusIndex.decode((corpus / "index.json").read_bytes(), "here")

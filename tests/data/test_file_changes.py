@@ -1,4 +1,4 @@
-"""A file that is replaced under a running job, with its size and time kept, is found by its content; a touch is not."""
+"""Files replaced while a job runs: changed content is found even with equal size and time, and a touch is harmless."""
 
 import os
 import shutil
@@ -11,60 +11,66 @@ import pytest
 
 from runner.data.token_files import TokenSequence
 from runner.errors import DataError
-from tests.data.buckets import random_shards, write_corpus
-from tests.data.corpus import is_third, load, write_bin, write_npy
+from tests.data.buckets import make_random_shards, write_corpus
+from tests.data.datasets import load, mark_every_third, write_bin, write_npy
 from tests.data.golden import copy_golden, write_records
 
 
 @pytest.fixture(autouse=True)
-def _opening_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is not what these tests look at, and its probe is what opening a small source costs."""
+def _shorten_order_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the probe of the sampling order, which dominates the cost of opening a small source."""
     monkeypatch.setattr("runner.data.sampling.ORDER_PROBE_INDICES", 4)
 
 
 IDS = np.random.default_rng(0).integers(0, 250, 5000)
 
 
-def _corpus(root: Path, **changes: Any) -> str:
-    return str(write_corpus(root / "corpus", random_shards([[300, 200], [700]], 250), vocabulary_size=250, **changes))
+def _write_masked_corpus(root: Path, **changes: Any) -> str:
+    return str(
+        write_corpus(root / "corpus", make_random_shards([[300, 200], [700]], 250), vocabulary_size=250, **changes)
+    )
 
 
-def _golden(root: Path, place: str) -> str:
+def _copy_golden(root: Path, place: str) -> str:
     return f"{copy_golden(root / 'golden')}/{place}"
 
 
-def _records(root: Path) -> str:
+def _write_record_file(root: Path) -> str:
     write_records(root / "a.array_record", [IDS[:3000].tolist(), IDS[3000:].tolist()])
     return f"{root}/a.array_record"
 
 
-def _several(root: Path) -> str:
+def _write_bins(root: Path) -> str:
     for number in range(3):
         write_bin(root / f"{number}.bin", IDS)
     return f"{root}/*.bin"
 
 
-# What a source is made of, the file of it that is replaced, and keys of the spec.
+# Writer of the source, the file of it to replace, and keys of the data config.
 SOURCES: dict[str, tuple[Callable[[Path], str], str, dict[str, Any]]] = {
     "bin": (lambda root: str(write_bin(root / "a.bin", IDS)), "a.bin", {}),
     "npy": (lambda root: str(write_npy(root / "a.npy", IDS)), "a.npy", {}),
-    "one_of_several": (_several, "1.bin", {}),
-    "megatron": (lambda root: _golden(root, "megatron/int32.idx"), "golden/megatron/int32.bin", {}),
-    "mds": (lambda root: _golden(root, "mds/ndarray_int32"), "golden/mds/ndarray_int32/shard.00000.mds", {}),
-    "array_record": (_records, "a.array_record", {"options": {"dtype": "uint16"}}),
-    "corpus": (_corpus, "corpus/00001.bin", {}),
-    "mask": (lambda root: _corpus(root, marks_of=is_third), "corpus/00001.answers", {"train_on": "answers"}),
+    "one_of_several": (_write_bins, "1.bin", {}),
+    "megatron": (lambda root: _copy_golden(root, "megatron/int32.idx"), "golden/megatron/int32.bin", {}),
+    "mds": (lambda root: _copy_golden(root, "mds/ndarray_int32"), "golden/mds/ndarray_int32/shard.00000.mds", {}),
+    "array_record": (_write_record_file, "a.array_record", {"options": {"dtype": "uint16"}}),
+    "corpus": (_write_masked_corpus, "corpus/00001.bin", {}),
+    "mask": (
+        lambda root: _write_masked_corpus(root, marks_of=mark_every_third),
+        "corpus/00001.answers",
+        {"train_on": "answers"},
+    ),
 }
 
 
 def damage(content: bytes) -> bytes:
-    """Other ids everywhere but at the start, where a header may be."""
+    """Change the ids of the second half and keep the first, which may hold a header."""
     middle = len(content) // 2
     return content[:middle] + bytes(byte ^ 1 for byte in content[middle:])
 
 
 def rewrite(path: Path, content: bytes) -> None:
-    """Replace the content in place, and give the file its time back."""
+    """Overwrite the content in place and restore the modification time."""
     time = path.stat().st_mtime_ns
     with path.open("r+b") as file:
         file.write(content)
@@ -72,7 +78,7 @@ def rewrite(path: Path, content: bytes) -> None:
 
 
 def rename_over(path: Path, content: bytes) -> None:
-    """Put another file of the same time in its place."""
+    """Replace the file by another one with the same modification time."""
     time = path.stat().st_mtime_ns
     other = path.with_name("other.tmp")
     other.write_bytes(content)
@@ -102,7 +108,7 @@ def open_source(kind: str, root: Path) -> tuple[Any, Path]:
 
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("replace", [rewrite, rename_over], ids=lambda replace: replace.__name__)
-def test_other_content_of_the_same_size_and_time_is_found(
+def test_changed_content_of_equal_size_and_time_is_detected(
     kind: str, replace: Callable[[Path, bytes], None], tmp_path: Path
 ) -> None:
     dataset, path = open_source(kind, tmp_path)
@@ -114,7 +120,7 @@ def test_other_content_of_the_same_size_and_time_is_found(
 
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("touch", [chmod, link, restore_from_backup], ids=lambda touch: touch.__name__)
-def test_the_same_content_raises_no_alarm_and_is_compared_once(
+def test_unchanged_content_is_compared_once_without_an_error(
     kind: str, touch: Callable[[Path, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset, path = open_source(kind, tmp_path)
@@ -131,18 +137,16 @@ def test_the_same_content_raises_no_alarm_and_is_compared_once(
         dataset.check()
 
 
-def test_inodes_that_are_not_stable_are_ignored_after_one_comparison(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unstable_inodes_are_ignored_after_one_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, _ = open_source("bin", tmp_path)
     fresh = iter(range(1, 100))
     status = os.stat
 
     def unstable(path: Any, **options: Any) -> os.stat_result:
         found = list(status(path, **options))
-        return os.stat_result([found[0], next(fresh), *found[2:]], vars_of(status(path, **options)))
+        return os.stat_result([found[0], next(fresh), *found[2:]], get_fields(status(path, **options)))
 
-    def vars_of(found: os.stat_result) -> dict[str, Any]:
+    def get_fields(found: os.stat_result) -> dict[str, Any]:
         return {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
 
     monkeypatch.setattr("os.stat", unstable)
@@ -151,7 +155,7 @@ def test_inodes_that_are_not_stable_are_ignored_after_one_comparison(
     dataset.check()
 
 
-def test_a_validation_set_is_watched_too(tmp_path: Path) -> None:
+def test_a_changed_validation_set_is_detected(tmp_path: Path) -> None:
     write_bin(tmp_path / "train.bin", IDS)
     path = write_bin(tmp_path / "held_out.bin", IDS)
     dataset = load(tmp_path / "train.bin", cache=tmp_path / "cache", validation={"other": str(path)})

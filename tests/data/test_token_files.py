@@ -9,7 +9,7 @@ import pytest
 from runner.data.source_files import find_source
 from runner.data.token_files import TokenSequence, open_token_files, scan_cached
 from runner.errors import DataError
-from tests.data.corpus import write_bin, write_npy
+from tests.data.datasets import write_bin, write_npy
 
 
 def read(tokens: TokenSequence, start: int, stop: int) -> list[int]:
@@ -18,7 +18,7 @@ def read(tokens: TokenSequence, start: int, stop: int) -> list[int]:
     return found
 
 
-def test_files_of_a_glob_read_as_one_sequence_and_ranges_may_span_them(tmp_path: Path) -> None:
+def test_files_of_a_glob_are_read_as_one_sequence(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", range(5))
     write_bin(tmp_path / "b.bin", [])
     write_bin(tmp_path / "c.bin", range(5, 6))
@@ -38,7 +38,7 @@ def test_more_files_than_the_process_may_map_at_once_are_read(tmp_path: Path) ->
     assert read(tokens, 0, 300) == list(range(300))
 
 
-def test_uint32_ids_are_read_as_such_where_the_spec_says_so(tmp_path: Path) -> None:
+def test_uint32_ids_are_read_if_the_spec_sets_the_dtype(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 2**32, 300)
     ids.astype("<u4").tofile(tmp_path / "a.bin")
     tokens = open_token_files(find_source(f"{tmp_path}/a.bin"), tmp_path, "uint32", 2**32)
@@ -66,7 +66,7 @@ def test_uint16_ids_are_never_taken_for_wider_ones(tmp_path: Path, vocabulary_si
     assert len(open_token_files(find_source(str(write_bin(tmp_path / "a.bin", ids))), tmp_path)) == num_ids
 
 
-def test_a_dtype_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_is_rejected_for_npy_files(tmp_path: Path) -> None:
     source = find_source(str(write_npy(tmp_path / "a.npy", range(9))))
     with pytest.raises(DataError, match=r"data\.dtype=uint32: nothing reads it, \.npy files say their own"):
         open_token_files(source, tmp_path, "uint32")
@@ -86,20 +86,20 @@ def test_uint16_ids_are_not_taken_for_signed_ones(tmp_path: Path) -> None:
         (np.array(["object", None]), r"holds object of shape \(2,\)"),
     ],
 )
-def test_an_npy_file_of_anything_but_1d_integers_is_refused(tmp_path: Path, array: np.ndarray, message: str) -> None:
+def test_an_npy_file_of_anything_but_1d_integers_is_rejected(tmp_path: Path, array: np.ndarray, message: str) -> None:
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with pytest.raises(DataError, match=message):
         open_token_files(find_source(f"{tmp_path}/a.npy"), tmp_path)
 
 
-def test_a_zip_archive_under_an_npy_name_is_refused(tmp_path: Path) -> None:
+def test_a_zip_archive_under_an_npy_name_is_rejected(tmp_path: Path) -> None:
     with open(tmp_path / "a.npy", "wb") as file:
         np.savez(file, a=np.arange(3))
     with pytest.raises(DataError, match="holds an archive of arrays"):
         open_token_files(find_source(f"{tmp_path}/a.npy"), tmp_path)
 
 
-def test_a_cut_npy_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
+def test_a_truncated_npy_file_is_rejected(tmp_path: Path) -> None:
     whole = write_npy(tmp_path / "a.npy", range(9)).read_bytes()
     for length in range(len(whole)):
         path = tmp_path / f"cut{length}.npy"
@@ -109,7 +109,7 @@ def test_a_cut_npy_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_damaged_npy_header_is_refused_or_read_but_never_a_traceback(tmp_path: Path) -> None:
+def test_a_damaged_npy_header_never_raises_another_exception(tmp_path: Path) -> None:
     whole = write_npy(tmp_path / "a.npy", range(9)).read_bytes()
     for position in range(128):
         damaged = bytearray(whole)
@@ -120,13 +120,13 @@ def test_a_damaged_npy_header_is_refused_or_read_but_never_a_traceback(tmp_path:
             open_token_files(find_source(str(path)), tmp_path)
 
 
-def test_a_bin_file_of_odd_length_is_refused(tmp_path: Path) -> None:
+def test_a_bin_file_of_odd_length_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"odd")
     with pytest.raises(DataError, match=r"a\.bin: 3 bytes are not a whole number of 2-byte \(uint16\) token ids"):
         open_token_files(find_source(f"{tmp_path}/a.bin"), tmp_path)
 
 
-def test_a_file_replaced_under_a_running_job_is_refused(tmp_path: Path) -> None:
+def test_a_replaced_file_is_detected(tmp_path: Path) -> None:
     path = write_bin(tmp_path / "a.bin", range(5))
     tokens = open_token_files(find_source(str(path)), tmp_path)
     write_bin(path, range(6))
@@ -150,7 +150,7 @@ def touch(path: Path) -> None:
 
 @pytest.mark.parametrize("write", [write_bin, write_npy], ids=["bin", "npy"])
 @pytest.mark.parametrize("change", [cut, overwrite, touch, Path.unlink], ids=lambda change: change.__name__)
-def test_a_file_that_changes_in_place_is_seen_and_one_that_is_cut_kills_nobody(
+def test_a_file_changed_in_place_is_detected_without_a_crash(
     tmp_path: Path, write: Callable[..., Path], change: Callable[[Path], None]
 ) -> None:
     path = write(tmp_path / f"a.{write.__name__[-3:]}", range(5000))
@@ -171,7 +171,7 @@ def test_ids_of_every_width_and_order_are_read(tmp_path: Path) -> None:
         assert read(tokens, 3, 200) == list(range(3, 200)), dtype
 
 
-def test_the_probe_of_a_small_data_set_sees_every_token() -> None:
+def test_the_probe_of_a_small_dataset_sees_every_token() -> None:
     for num_tokens in (1, 511, 512, 513, 5000):
         ids = np.arange(num_tokens)
         probe = TokenSequence([ids]).probe()
@@ -182,7 +182,7 @@ def test_the_probe_of_a_small_data_set_sees_every_token() -> None:
             assert TokenSequence([altered]).probe() != probe
 
 
-def test_the_probe_of_a_large_data_set_sees_sizes_types_and_both_ends() -> None:
+def test_the_probe_of_a_large_dataset_sees_sizes_types_and_both_ends() -> None:
     ids = np.zeros(5_000_000, "<u2")
     probe = TokenSequence([ids]).probe()
     assert TokenSequence([ids[1:]]).probe() != probe
@@ -194,7 +194,7 @@ def test_the_probe_of_a_large_data_set_sees_sizes_types_and_both_ends() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 1 << 22])
-def test_a_scan_finds_the_first_smallest_and_largest_id_across_parts(
+def test_a_scan_finds_the_smallest_and_largest_id_across_chunks(
     chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.data.token_files.SCAN_CHUNK_TOKENS", chunk_tokens)
@@ -204,7 +204,7 @@ def test_a_scan_finds_the_first_smallest_and_largest_id_across_parts(
     assert tokens.describe_position(3) == "position 0 of the text"
 
 
-def test_a_scan_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_is_cached_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cache = write_bin(tmp_path / "a.bin", [1, 2]), tmp_path / "cache"
     found = scan_cached(open_token_files(find_source(str(path)), tmp_path), cache)
     with monkeypatch.context() as patch:
@@ -214,7 +214,7 @@ def test_a_scan_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch
     assert scan_cached(open_token_files(find_source(str(path)), tmp_path), cache).largest == 3
 
 
-def test_a_scan_of_one_file_as_ids_of_another_type_is_another_scan(tmp_path: Path) -> None:
+def test_a_scan_is_cached_by_dtype(tmp_path: Path) -> None:
     np.array([70_000, 1], "<u4").tofile(tmp_path / "a.bin")
     source = find_source(f"{tmp_path}/a.bin")
     for dtype, largest in (("uint16", 70_000 - 65_536), ("uint32", 70_000)):
