@@ -1,4 +1,4 @@
-"""What every test runs under: eight faked CPU devices, one cache for the session, and no process left behind."""
+"""Session setup of all tests: eight simulated CPU devices, one shared cache, and the cleanup of processes."""
 
 import ctypes
 import gc
@@ -15,14 +15,14 @@ import pytest
 from runner import console
 from tests.support import leftover, simulated_devices
 
-# The workers of pytest-xdist inherit the variable from the process that starts them, which makes the directory.
+# The pytest-xdist controller makes the directory; its workers inherit the variable.
 SESSION_VARIABLE = "RUNNER_TESTS_SESSION"
 _is_session_mine = SESSION_VARIABLE not in os.environ
 if _is_session_mine:
     os.environ[SESSION_VARIABLE] = tempfile.mkdtemp(prefix="runner-tests-")
 os.environ["RUNNER_CACHE"] = os.path.join(os.environ[SESSION_VARIABLE], "cache")
 simulated_devices.configure_simulated_devices(8)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup what tests start would inherit that it is ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, child processes would inherit that it is ignored
 
 pytest_plugins = ("pytester",)
 LONGEST_FILES = (
@@ -39,25 +39,25 @@ ALLOWED_SKIP = "needs an accelerator"
 
 
 def pytest_unconfigure() -> None:
-    """Called at the end of the session, in each process of pytest; the one that made the directory is the last."""
+    """Remove the session directory in the process that made it, which ends last."""
     if _is_session_mine:
         shutil.rmtree(os.environ.pop(SESSION_VARIABLE, ""), ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded stays: to look through it for garbage again and again took a twentieth of the time."""
+    """Exempt the imported modules from garbage collection, which otherwise takes 5% of the test time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], 50)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take longest come first, so that no worker is left alone with one of them at the end."""
+    """Run the longest files first, so that no worker is left alone with one of them at the end."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST_FILES))
 
 
-class FailuresAtOnce:
-    """Tells a failure when it happens: who is ended by a time limit never comes to the summary."""
+class ImmediateFailures:
+    """Plugin that prints each failure at once, since a session ended by a time limit never prints its summary."""
 
     def __init__(self, reporter: pytest.TerminalReporter):
         self._reporter = reporter
@@ -72,12 +72,12 @@ class FailuresAtOnce:
 def pytest_configure(config: pytest.Config) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("CI") == "true" and reporter is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(FailuresAtOnce(reporter))
+        config.pluginmanager.register(ImmediateFailures(reporter))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_program_survives_its_file() -> Iterator[None]:
-    """Thousands of programs are compiled: kept to the end they would be gigabytes in each worker."""
+def _clear_compiled_programs() -> Iterator[None]:
+    """Free the compiled programs after each file; kept to the end, they would take gigabytes in each worker."""
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
@@ -86,16 +86,16 @@ def _no_program_survives_its_file() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_process_survives_its_test() -> Iterator[None]:
-    """However a test ends, what it has started ends with it; fixtures of a wider scope end their own."""
+def _kill_remaining_processes() -> Iterator[None]:
+    """Kill the processes that a test leaves; fixtures of a wider scope end their own."""
     before = leftover.find()
     yield
     leftover.end_all_but(before)
 
 
 @pytest.fixture(autouse=True)
-def _the_terminal_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A job that a test runs in this process sets up how lines are shown: the next test's are shown as ever."""
+def _restore_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore the formatters, levels and handlers that a job run in this process replaces."""
     loggers = [logging.getLogger(name) for name in (None, "runner", "experiments")]
     handlers_and_levels = [(list(logger.handlers), logger.level) for logger in loggers]
     before = [(stream.formatter, stream.level) for stream in console._streams]
@@ -111,7 +111,7 @@ def _the_terminal_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Under CI a test that skips itself has failed, unless it lacks an accelerator."""
+    """Count a skipped test as failed under CI, unless it needs an accelerator."""
     report = yield
     if os.environ.get("CI") == "true" and report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -43,7 +43,7 @@ def measure(browser: Browser, address: str, ready: str = "true") -> list[str]:
     problems = []
     for width in WIDTHS:
         for is_dark in (False, True):
-            browser.look(width, is_dark)
+            browser.set_viewport(width, is_dark)
             if not is_dark:
                 browser.open(address)
                 browser.wait_for(ready)
@@ -53,9 +53,9 @@ def measure(browser: Browser, address: str, ready: str = "true") -> list[str]:
             browser.evaluate("new Promise((done) => setTimeout(done, 400))")
             problems += [f"{width} {'dark' if is_dark else 'light'}: {each}" for each in browser.evaluate(MEASURE)]
     # A window that changes its width later.
-    browser.look(WIDTHS[0])
+    browser.set_viewport(WIDTHS[0])
     browser.evaluate("new Promise((done) => setTimeout(done, 1000))")
-    return problems + [f"made narrow: {each}" for each in browser.evaluate(MEASURE)] + browser.complaints
+    return problems + [f"made narrow: {each}" for each in browser.evaluate(MEASURE)] + browser.page_errors
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -66,7 +66,7 @@ def test_a_report_of_every_state_is_legible_at_every_width(tmp_path, scene):
     with Browser(tmp_path / "profile") as browser:
         assert measure(browser, (tmp_path / "report.html").as_uri()) == []
         # The headline and the curve of the loss are on the first screen.
-        browser.look(1600)
+        browser.set_viewport(1600)
         browser.open((tmp_path / "report.html").as_uri())
         if scene not in ("empty",):
             assert browser.evaluate("document.querySelector('figure .plot').getBoundingClientRect().top") < 700
@@ -82,7 +82,7 @@ def test_the_table_of_runs_and_a_comparison_are_legible_at_every_width(tmp_path)
     with dashboard(root) as top, Browser(tmp_path / "profile") as browser:
         assert measure(browser, top, "document.querySelectorAll('tbody tr').length === 17") == []
         # Sort, filter, choose and compare, as a user does.
-        browser.look(1600)
+        browser.set_viewport(1600)
         first = "document.querySelector('tbody tr a').textContent"
         head = "[...document.querySelectorAll('.sort')].find((each) => each.textContent === 'best validation')"
         browser.evaluate(f"{head}.click()")
@@ -107,7 +107,7 @@ def test_the_table_of_runs_and_a_comparison_are_legible_at_every_width(tmp_path)
         browser.open(report)
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") >= 3
         assert browser.evaluate("[...document.querySelectorAll('nav a')].map((each) => each.href)") == [top, compare]
-        assert browser.complaints == []
+        assert browser.page_errors == []
 
 
 def hostile_run(directory: Path) -> LocalStore:
@@ -129,7 +129,7 @@ def check(browser: Browser, address: str) -> None:
     browser.open(address)
     browser.wait_for("document.querySelectorAll('.main-svg').length >= 8")
     page = browser.evaluate("document.documentElement.outerHTML")
-    assert browser.complaints == []
+    assert browser.page_errors == []
     assert OWNED not in page
     assert 'id="owned"' not in page
     assert "&lt;script&gt;document.body" in page

@@ -78,7 +78,7 @@ def test_process_0_deletes_no_decision_that_a_slow_process_has_not_read():
     for thread in threads[:2]:
         thread.start()
     coordinator.wait_until(lambda: coordinator.num_at_barrier() == 2)
-    decisions = [key for key in coordinator.present() if key.startswith(key_value.DECISIONS)]
+    decisions = [key for key in coordinator.list_keys() if key.startswith(key_value.DECISIONS)]
     assert len(decisions) == MAX_DECISIONS, "the late host has read none of them"
     threads[2].start()
     for thread in threads:
@@ -98,10 +98,10 @@ def test_late_parts_of_a_failed_save_are_deleted_with_the_next_save():
             with pytest.raises(PeerLostError, match="the part of process 1 did not arrive within 0 s"):
                 main.collect(folder, "part 0", 0.01)
             others[0].collect(folder, "late", 30)
-            assert len(coordinator.present()) == 2
+            assert len(coordinator.list_keys()) == 2
         else:
             assert main.collect(folder, "part 0", 30) == ["part 0", "part 1", "part 2"]
-            assert coordinator.present() == []
+            assert coordinator.list_keys() == []
 
 
 def test_straggler_rounds_leave_one_key_per_process_and_one_for_the_round(monkeypatch):

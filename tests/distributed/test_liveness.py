@@ -43,12 +43,12 @@ def test_process_0_leaves_last(three):
     coordinator, main, _ = three
     leaving = threading.Thread(target=main.leave, args=(0,))
     leaving.start()
-    coordinator.wait_until(lambda: coordinator.present() == [f"{key_value.DEPARTURES}/0"])
+    coordinator.wait_until(lambda: coordinator.list_keys() == [f"{key_value.DEPARTURES}/0"])
     for process in (1, 2):
         assert leaving.is_alive()
         Liveness(KeyValueStore(coordinator), process, 3, {}).leave(0)
     leaving.join()
-    assert len(coordinator.present()) == 3
+    assert len(coordinator.list_keys()) == 3
 
 
 def test_a_single_process_leaves_at_once():

@@ -1,4 +1,4 @@
-"""Attempts on a directory without a job, and jobs that stand right before their first step."""
+"""Attempts without a job, and jobs prepared up to their first step."""
 
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ JobType = TypeVar("JobType", bound=RestoreableJob)
 
 
 def make_attempt(store: Store, log: JsonlLog | None = None) -> Attempt:
-    """The next attempt in `store`, alone; its ledger is the store's, or `log`."""
+    """Claim the next attempt number in `store` for one process; events go to `log`, or else to the store's ledger."""
     fence, background = Fence(store), BackgroundWriter()
     number = fence.claim()
     events = EventLog(log or open_log(store, "events", f"{number:06}.0", background), number, 0)
@@ -24,7 +24,7 @@ def make_attempt(store: Store, log: JsonlLog | None = None) -> Attempt:
 
 
 def start(job: JobType) -> JobType:
-    """Take `job` to the point where a run would make its first step, without a watchdog."""
+    """Claim the directory and restore `job`, so that its next call is the first step; no watchdog is started."""
     job.claim_directory(Hosts.single_process(), StopNotice(), Progress())
     job.prepare_and_restore()
     return job

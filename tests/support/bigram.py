@@ -1,4 +1,4 @@
-"""A tiny trainer whose `forward` returns meta of every kind, and an evaluator at a cadence of its own."""
+"""Bigram trainer whose `forward` returns every kind of metric, and evaluators with their own schedule or failure."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ BIGRAM_OPTIONS: dict[str, Any] = {
 
 
 class BigramModel(nn.Module):
-    """Logits by token: one matrix."""
+    """Bigram language model: one matrix of logits by token."""
 
     size: int
 
@@ -39,7 +39,7 @@ class BigramModel(nn.Module):
 
 
 class TableEvaluator:
-    """An evaluator at a cadence of its own: a number, and a list."""
+    """Evaluator with its own interval that returns a number and a list."""
 
     name = "own"
 
@@ -52,7 +52,7 @@ class TableEvaluator:
 
 
 class BigramTrainer(BaseTrainer):
-    """A bigram model."""
+    """Trainer of the bigram model that returns metrics of every kind."""
 
     Config = PretrainGPT.Config
 
@@ -83,19 +83,19 @@ class BigramTrainer(BaseTrainer):
 
 
 class EvaluatedBigramTrainer(BigramTrainer):
-    """Judged by what the spec asks for, and by two evaluators of its own."""
+    """Bigram trainer with the evaluators of the spec and a `TableEvaluator` every 3 steps."""
 
     def evaluator(self) -> Any:
         return [*self.builtin_evaluators, TableEvaluator(3)]
 
 
 class FailingEvaluator:
-    """An evaluator that raises on process 1, while the others compute with all devices."""
+    """Evaluator that raises on process 1 while the other processes wait in a collective."""
 
     name = "alone"
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> dict[str, Any]:
-        """Nothing, ever."""
+        """Raise on process 1; hang elsewhere."""
         if hosts.process_id == 1:
             raise ValueError("no such figure")
         multihost_utils.process_allgather(np.zeros(1))
@@ -103,7 +103,7 @@ class FailingEvaluator:
 
 
 class FailingEvaluatorTrainer(BigramTrainer):
-    """Judged by that alone."""
+    """Bigram trainer whose only evaluator fails."""
 
     def evaluator(self) -> Any:
         return FailingEvaluator()
@@ -119,6 +119,6 @@ def write_questions(path: Path, number: int = 12) -> Path:
 
 
 def read_trajectory(directory: Path) -> list[dict[str, Any]]:
-    """Without speed and time."""
+    """Return the rows of metrics.jsonl without their speed and time, which differ between runs."""
     rows = parse_lines((directory / "metrics.jsonl").read_bytes())
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]

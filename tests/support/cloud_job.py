@@ -1,8 +1,8 @@
-"""Real jobs whose directory is in a bucket: the counterpart of `harness.Job`.
+"""Runner processes whose run directory is in a bucket: the counterpart of `job_process.Job`.
 
-The job sees the bucket through the proxy of its `Backend`, with whatever faults that has; what it left is read from the
-server itself. To strike at one moment a `RequestGate` holds the first request of a kind: what the process asked
-for has then neither happened nor failed, for as long as the test likes, also beyond the death of the process.
+The job reaches the bucket through the proxy of its `Backend`, which injects faults; the test reads the bucket directly
+from the server. To kill a process at an exact point, a `RequestGate` holds its first matching request: the request has
+then neither succeeded nor failed, for as long as the test needs, even after the process has died.
 """
 
 import contextlib
@@ -32,13 +32,16 @@ from tests.support.job_process import (
 )
 from tests.support.object_stores import BACKENDS, BUCKET, Backend, Faults, start_backend
 
-POLL_SECONDS = 0.02  # between two looks at a server
+POLL_SECONDS = 0.02  # between two reads of a server
 WRITES = ("PUT", "POST")
 
 
 @dataclass(frozen=True)
 class CloudJob:
-    """A spec whose directory is a prefix of a bucket, and what stands there. No two tests may share a name."""
+    """A spec with a prefix of a bucket as its run directory, and readers of that prefix.
+
+    Buckets live for the whole session, so every test needs its own `name`.
+    """
 
     backend: Backend
     name: str
@@ -49,122 +52,120 @@ class CloudJob:
     variables: dict[str, str | None] = field(default_factory=dict)
 
     def with_options(self, *options: str) -> "CloudJob":
-        """The same directory, other `--set` options on top."""
+        """Return a job on the same directory with more `--set` options."""
         return replace(self, options=(*self.options, *options))
 
     @property
     def directory(self) -> str:
-        """The URL."""
+        """URL of the run directory."""
         return self.backend.url(self.name)
 
     @property
     def arguments(self) -> list[str]:
-        """SPEC and its `--set` options."""
+        """SPEC and its `--set` options, as command-line arguments."""
         sets = (f"directory={self.directory}", *self.options)
         return [self.spec, *(word for option in sets for word in ("--set", option))]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the job's processes run under; a variable that is None is left out."""
+        """Environment of the job's processes; a variable that is None is removed."""
         variables: dict[str, str | None] = dict(job_process.environment(self.devices, self.cache))
         merged = variables | self.backend.environment | self.variables
         return {key: value for key, value in merged.items() if value is not None}
 
     def start(self, *more_arguments: str) -> "CloudAttempt":
-        """`python -m runner`, as one process."""
+        """Start `python -m runner` as a single-process job."""
         return CloudAttempt(self, ["runner", *self.arguments, *more_arguments])
 
     def start_paused(self, place: str) -> "CloudAttempt":
-        """`python -m runner`, which waits in a place that `tests.support.paused_runner` knows, until it is killed."""
-        held = replace(self, variables={**self.variables, "HELD_IN": place})
-        return CloudAttempt(held, ["tests.support.paused_runner", *self.arguments])
+        """Start a runner that pauses at a place known to `tests.support.paused_runner` until it is killed."""
+        paused = replace(self, variables={**self.variables, "PAUSE_AT": place})
+        return CloudAttempt(paused, ["tests.support.paused_runner", *self.arguments])
 
     def start_processes(self, num_processes: int) -> list["CloudAttempt"]:
-        """The same command on every host of a job, each with its place; `devices` is per process."""
+        """Start all processes of a multi-host job; `devices` is per process."""
         return link_peers([self.start(*placement) for placement in make_placements(num_processes)])
 
     def finish(self) -> "CloudAttempt":
-        """Run to the end, which must be good."""
+        """Run the job to its end and check its exit status."""
         attempt = self.start()
         attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
         return attempt
 
     def verify(self) -> tuple[int, str]:
-        """Exit code and output of `checkpoints --verify`, which must end in time."""
+        """Return the exit code and output of `checkpoints --verify`."""
         return job_process.run_runner(self.environment, "checkpoints", self.directory, "--verify")
 
-    # What the server says.
+    # Reads of the server, past the proxy.
 
     def files(self, prefix: str = "") -> dict[str, int]:
-        """Every object below the directory and its size, by names relative to the directory."""
+        """Return the size of every object below the directory by its name relative to the directory."""
         found = self.backend.names(f"{self.name}/{prefix}")
         return {name.removeprefix(f"{self.name}/"): size for name, size in found.items()}
 
     def read(self, name: str) -> bytes:
-        """The content of one object of the directory."""
+        """Return the content of an object of the directory."""
         return self.backend.read(f"{self.name}/{name}")
 
     def write(self, name: str, content: bytes) -> None:
-        """Put an object there."""
+        """Create or replace an object of the directory."""
         self.backend.write(f"{self.name}/{name}", content)
 
     def delete(self, name: str) -> None:
-        """Take an object away."""
+        """Delete an object of the directory."""
         self.backend.delete(f"{self.name}/{name}")
 
     def exists(self, name: str) -> bool:
-        """Whether an object is there."""
+        """Return True if the directory contains the object."""
         return name in self.files(name)
 
     def events(self, *names: str) -> list[Row]:
-        """The ledger of all attempts in the order of time, or its events of these names."""
+        """Return the events of all attempts ordered by time, optionally only those of the given names."""
         rows = [row for part in self.files("events/") for row in parse_lines(self.read(part))]
         return [row for row in sorted(rows, key=lambda row: row["time"]) if not names or row["event"] in names]
 
     def rows(self) -> list[Row]:
-        """The metrics without those of speed, which no two runs share."""
+        """Return the rows of metrics.jsonl without the speed metrics, which differ between runs."""
         if not self.exists("metrics.jsonl"):
             return []
         return drop_speed_metrics(parse_lines(self.read("metrics.jsonl")))
 
     def result(self) -> Row:
-        """`result.json`."""
+        """Return the content of result.json."""
         return dict(json.loads(self.read("result.json")))
 
     def outcome(self) -> tuple[Row, list[Row]]:
-        """All that must be the same whatever happened on the way: the result with its fingerprint, and every row."""
+        """Return the result with its fingerprint, and all rows: they must not depend on interruptions."""
         return self.result(), self.rows()
 
     def manifests(self) -> dict[int, Row]:
-        """What stands in the manifests of the steps, void ones too."""
+        """Return the manifest of each step, including void manifests."""
         names = [name for name in self.files("checkpoints/") if re.fullmatch(r"checkpoints/\d+/manifest\.json", name)]
         found = {}
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # retention may be at work
+            with contextlib.suppress(FileNotFoundError):  # retention may have deleted it since the listing
                 found[int(name.split("/")[1])] = dict(json.loads(self.read(name)))
         return dict(sorted(found.items()))
 
     def committed(self) -> list[int]:
-        """Steps that have a manifest which is not void, ascending."""
+        """Return the steps with a valid manifest, ascending."""
         return [step for step, manifest in self.manifests().items() if "void" not in manifest]
 
     def newest(self) -> int:
-        """The newest committed step, 0 if there is none."""
+        """Return the newest committed step, or 0."""
         return max(self.committed(), default=0)
 
     def num_attempts(self) -> int:
-        """Attempts that have claimed the directory."""
+        """Return the number of attempts that have claimed the directory."""
         return sum(name.rpartition("/")[2].isdecimal() for name in self.files("attempts/"))
 
     def read_progress_objects(self) -> dict[str, bytes]:
-        """The objects that say where the run stands, byte by byte."""
+        """Return the objects that record the progress of the run: manifests, metrics and result."""
         names = [name for name in self.files() if name.endswith(("manifest.json", "metrics.jsonl", "result.json"))]
         return {name: self.read(name) for name in names}
 
-    # Requests of the job as the proxy sees them.
-
     def match_requests(self, method_pattern: str, pattern: str) -> "RequestFilter":
-        """Requests of these methods about names of the directory that match a pattern, both regular expressions."""
+        """Return a filter for the job's requests, by regular expressions of the method and of the object name."""
         whole = re.compile(f"/{BUCKET}/{re.escape(self.name)}/(?:{pattern})")
 
         def is_one(method: str, path: str) -> bool:
@@ -174,7 +175,7 @@ class CloudJob:
 
 
 class CloudAttempt(Attempt):
-    """One started command on a `CloudJob`; waits, signals and reports like any `Attempt`."""
+    """A process started on a `CloudJob`."""
 
     def __init__(self, job: CloudJob, arguments: Sequence[str]):
         self.cloud = job
@@ -186,34 +187,34 @@ class CloudAttempt(Attempt):
         self._start(arguments, job.environment)
 
     def events(self, *names: str) -> list[Row]:
-        """What this attempt has put into the ledger so far."""
+        """Return the events that this attempt has recorded so far."""
         return [row for row in self.cloud.events(*names) if row["attempt"] >= self.number]
 
     def has_requested(self, kind: "RequestFilter", times: int = 1) -> bool:
-        """Whether such requests have come since the attempt was started, from whatever process."""
+        """Return True if the proxy has seen `times` matching requests, from any process, since this attempt started."""
         requests = self.cloud.backend.proxy.requests[self._first_request :]
         return sum(kind(*request) for request in requests) >= times
 
     def wait_for_server(self, happens: Callable[[], Any], what: str) -> None:
-        """Like `until`, for a question that asks the server: with a pause after each."""
+        """Like `wait_until`, for a condition that reads the server: polled less often."""
 
-        def look() -> bool:
+        def poll() -> bool:
             if happens():
                 return True
             time.sleep(POLL_SECONDS)
             return False
 
-        self.wait_until(look, what)
+        self.wait_until(poll, what)
 
 
 RequestFilter = Callable[[str, str], bool]
 
 
 class RequestGate:
-    """Holds the first request of a kind in the proxy; those that follow pass, as does the held one once it is opened.
+    """Context that holds the first matching request in the proxy until it is opened; later requests pass.
 
-    The proxy has read only the beginning of the request's body then, so a process that dies in the middle of a large
-    body has written nothing, while a small body is written once the gate opens, whoever lives. Takes over the faults
+    The proxy has then read only the beginning of the request's body. If the process dies meanwhile, a large body is
+    incomplete and nothing is written, while a small body is written once the gate opens. The gate replaces the faults
     of the proxy. Leaving the context opens it.
     """
 
@@ -232,11 +233,11 @@ class RequestGate:
 
     @property
     def has_caught(self) -> bool:
-        """Whether a request is being held, or was."""
+        """True once a request has reached the gate."""
         return bool(self.path)
 
     def open(self) -> None:
-        """Let the held request go on, and hold none any more."""
+        """Forward the held request and hold no others."""
         self._opened.set()
 
     def _hold(self, method: str, path: str) -> bool:
@@ -249,18 +250,18 @@ class RequestGate:
 
 
 def assert_verified(job: CloudJob) -> None:
-    """Every committed checkpoint of the bucket is whole, by the command's own word."""
+    """Check with `checkpoints --verify` that every committed checkpoint is complete."""
     code, output = job.verify()
     assert code == 0, output
     assert "DAMAGED" not in output, output
 
 
 def assert_same_outcome(job: CloudJob, whole: Job) -> None:
-    """The run has ended in the bits and rows of an undisturbed local one, and all it has committed is whole."""
+    """Check that the result and rows equal those of an uninterrupted local run, and that all checkpoints verify."""
     result, rows = job.outcome()
     whole_result, whole_rows = whole.outcome()
-    assert result == whole_result, f"ended with {result}, undisturbed with {whole_result}"
-    assert rows == whole_rows, f"other rows: {[row for row in rows if row not in whole_rows] or len(rows)}"
+    assert result == whole_result, f"ended with {result}, uninterrupted with {whole_result}"
+    assert rows == whole_rows, f"different rows: {[row for row in rows if row not in whole_rows] or len(rows)}"
     assert_verified(job)
     last_step = job.result()["step"]
     assert job.newest() == last_step
@@ -268,13 +269,13 @@ def assert_same_outcome(job: CloudJob, whole: Job) -> None:
 
 
 def check_output_lines(attempt: CloudAttempt) -> list[str]:
-    """The lines of an attempt's output, none of which is a traceback."""
+    """Check that the output of an attempt has no traceback, and return its lines."""
     assert "Traceback" not in attempt.output, attempt.report("printed a traceback")
     return [line for line in attempt.output.splitlines() if line.strip()]
 
 
 def make_unique_name(stem: str) -> str:
-    """A directory of a test's own."""
+    """Return a name that no other test uses."""
     return f"{stem}-{os.urandom(4).hex()}"
 
 
@@ -282,11 +283,11 @@ Scenario = Callable[[Backend], None]
 
 
 def make_backend_params(daily: str | None) -> list[Any]:
-    """Every backend as a parameter; those but `daily` belong to the soak."""
+    """Return every backend as a parameter; all but `daily` are marked as soak tests."""
     return [name if name == daily else pytest.param(name, marks=pytest.mark.soak) for name in BACKENDS]
 
 
 def run_scenario(name: str, scenario: Scenario) -> None:
-    """Play a scenario on a backend of its own."""
+    """Run a scenario on a new backend."""
     with start_backend(name) as backend:
         scenario(backend)

@@ -1,4 +1,4 @@
-"""JAX's coordination service in memory, for processes that are threads of one test."""
+"""In-memory replacement of JAX's coordination service, for simulated processes that are threads of one test."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class MemoryCoordinator:
         self._num_processes = num_processes
 
     def hosts(self) -> list[Hosts]:
-        """One `Hosts` a process."""
+        """Return one `Hosts` per simulated process."""
         store = KeyValueStore(self)
         number = self._num_processes
         return [
@@ -32,8 +32,8 @@ class MemoryCoordinator:
             for process in range(number)
         ]
 
-    def present(self) -> list[str]:
-        """The keys that there are."""
+    def list_keys(self) -> list[str]:
+        """Return the keys that exist now."""
         with self._changed:
             return sorted(self.values)
 
@@ -75,16 +75,16 @@ class MemoryCoordinator:
                 raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: Barrier timed out. Id: {barrier_id}")
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
-        """Block until a change makes `is_true` true."""
+        """Block until `is_true` holds after a change of the store."""
         with self._changed:
             assert self._changed.wait_for(is_true, DEADLINE_SECONDS), self.values
 
     def num_at_barrier(self) -> int:
-        """How many processes have come to any barrier so far."""
+        """Return how many processes have reached a barrier so far, summed over all barriers."""
         return sum(self._num_waiting.values())
 
 
 def run_on_all_hosts(hosts: Sequence[Hosts], act: Callable[[Hosts], Any]) -> list[Any]:
-    """`act` on every host at once, each in a thread; the results in order of process."""
+    """Call `act` concurrently for every host, and return the results in process order."""
     with ThreadPoolExecutor(len(hosts)) as pool:
         return list(pool.map(act, hosts))

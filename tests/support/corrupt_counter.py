@@ -1,4 +1,4 @@
-"""A counter whose state goes bad on one device, for tests of what is found and said."""
+"""Counter whose replicated state is corrupted on one device, for tests of the detection of corruption."""
 
 import jax
 import numpy as np
@@ -9,10 +9,10 @@ BAD_STEP = 25
 
 
 class CorruptCounter(Counter):
-    """At one step of the first attempt one device's copy of `values` has another bit than the others'."""
+    """Counter that flips a bit of one device's copy of `values` at one step of the first attempt."""
 
     def save_or_stop(self) -> None:
-        """As ever, with the bit flipped before."""
+        """Flip the bit at `BAD_STEP`, then save as usual."""
         if self.step == BAD_STEP and self.attempt.number == 1:
             leaf = self.state["values"]
             copies = []

@@ -1,7 +1,7 @@
-"""Damages to what stands in a run's directory: each is a function of a path, and is named by itself.
+"""Damage to files of a run directory: functions of a path, by name, and I/O errors.
 
-`DAMAGES` has those that can be done to a file or a directory with the means of the disk, `ERRORS` those that a disk
-only gives to who asks it: the tests run as root, whom no permission binds.
+`list_damages` gives the damages that exist on disk. `ERRORS` are injected into system calls instead, because tests run
+as root, for whom permissions do not fail.
 """
 
 import errno
@@ -52,7 +52,7 @@ def _make_writer(content: bytes) -> Damage:
 
 
 def change_value_types(path: Path) -> None:
-    """The same keys, with values of another type; a manifest with the digest of its new content."""
+    """Give every key a value of another type; a manifest keeps a valid digest, so only its content is wrong."""
     record = json.loads(path.read_bytes())
     others = {key: [key] if not isinstance(value, list) else 1 for key, value in record.items() if key != "format"}
     _rewrite(path, record | others)
@@ -95,7 +95,7 @@ def replace_by_pipe(path: Path) -> None:
 
 
 def move_behind_link(path: Path) -> None:
-    """Moved to another disk, with a link in its place: no damage at all."""
+    """Move the file elsewhere and leave a symlink, as users do to free a disk: this must not count as damage."""
     elsewhere = next(parent / "elsewhere" for parent in path.parents if (parent / "elsewhere").is_dir())
     shutil.move(path, elsewhere / path.name)
     path.symlink_to(elsewhere / path.name)
@@ -126,7 +126,7 @@ ERRORS = {name: getattr(errno, name) for name in ("EACCES", "EIO", "ESTALE", "EL
 
 
 def list_damages(path: Path) -> dict[str, Damage]:
-    """All that can be done to what stands at `path`."""
+    """Return the damages that apply to the file or directory at `path`."""
     found: dict[str, Damage] = {damage.__name__.replace("_", " "): damage for damage in PATH_DAMAGES}
     if path.is_file():
         found |= FILE_DAMAGES
@@ -134,18 +134,18 @@ def list_damages(path: Path) -> dict[str, Damage]:
 
 
 def inject_errors(monkeypatch: pytest.MonkeyPatch, path: Path, number: int) -> None:
-    """From now on whatever this process asks of `path`, or of what is below it, is answered by an error.
+    """Make every open or listing at or below `path` in this process raise OSError.
 
-    But that it is there may be asked: a disk whose blocks are bad knows its names.
+    `stat` still works, as on a disk with bad blocks, where the directory entry remains readable.
     """
     for module, name in (("os", "open"), ("os", "listdir"), ("os", "scandir"), ("io", "open")):
         monkeypatch.setattr(f"{module}.{name}", _fail_below(getattr(__import__(module), name), path, number))
 
 
 def _fail_below(original: Callable[..., Any], path: Path, number: int) -> Callable[..., Any]:
-    def ask(name: Any = ".", *arguments: Any, **named: Any) -> Any:
+    def fail_or_call(name: Any = ".", *arguments: Any, **named: Any) -> Any:
         if isinstance(name, str | os.PathLike) and Path(name).is_relative_to(path):
             raise OSError(number, os.strerror(number), str(name))
         return original(name, *arguments, **named)
 
-    return ask
+    return fail_or_call

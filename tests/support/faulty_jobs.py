@@ -1,4 +1,4 @@
-"""Counters that break the rules of a restorable job, each in one way, and some that hang or fail."""
+"""Counter jobs that each break one rule of a restorable job, hang or fail."""
 
 import logging
 import sys
@@ -15,14 +15,14 @@ from runner.errors import DataError, DivergedError
 
 
 class StepwiseCounter(Counter):
-    """A counter whose step is a method."""
+    """Counter whose step is a method that subclasses override."""
 
     def one_step(self) -> None:
-        """What happens to the state."""
+        """Advance the state by one step."""
         self.state = advance(self.state)
 
     def run(self) -> None:
-        """Step by step to the end, at the counter's pace."""
+        """Step to the end, at the pace of the config."""
         while self.step < self.total_steps:
             self.one_step()
             self.step += 1
@@ -31,10 +31,10 @@ class StepwiseCounter(Counter):
 
 
 class PrintingCounter(StepwiseCounter):
-    """Code of a user that prints, and logs with the wrong number of values."""
+    """Counter that prints to both streams and makes a malformed call of the logger, as user code may."""
 
     def one_step(self) -> None:
-        """Say so in every way."""
+        """Advance, then print and log."""
         super().one_step()
         print(f"step {self.step} \u2713")
         print(f"step {self.step}", file=sys.stderr, flush=True)
@@ -42,7 +42,7 @@ class PrintingCounter(StepwiseCounter):
 
 
 class FailingCounter(StepwiseCounter):
-    """Raises in step 30."""
+    """Counter that raises in step 30."""
 
     def one_step(self) -> None:
         """Count, and fail."""
@@ -52,21 +52,21 @@ class FailingCounter(StepwiseCounter):
 
 
 class HiddenStateCounter(StepwiseCounter):
-    """An attribute that the state does not have: how often this process has counted."""
+    """Counter whose result depends on an attribute outside the state: the steps of this process."""
 
     seen = 0
 
     def one_step(self) -> None:
-        """Add it."""
+        """Add the number of steps of this process."""
         self.seen += 1
         self.state = self.state | {"total": self.state["total"] + jnp.uint32(self.seen)}
 
 
 class RejectedDataCounter(StepwiseCounter):
-    """Process 1 finds its data wrong, and the other waits for it."""
+    """Counter whose process 1 rejects its data while process 0 waits at a barrier."""
 
     def setup(self, hosts: Hosts) -> None:
-        """Before anything is claimed."""
+        """Raise on process 1, before the directory is claimed."""
         super().setup(hosts)
         if not hosts.is_main:
             raise DataError("no file matches")
@@ -74,53 +74,53 @@ class RejectedDataCounter(StepwiseCounter):
 
 
 class WeakTypeCounter(StepwiseCounter):
-    """A leaf that is made anew from a Python number: restored, the next product with it would have another type."""
+    """Counter that replaces a leaf by a weakly typed one, so that a restored state would compute in another type."""
 
     def init(self) -> Any:
-        """With one leaf more."""
+        """Add a leaf to the state of the counter."""
         return super().init() | {"scale": jnp.float32(1.5)}
 
     def one_step(self) -> None:
-        """Take the number anew."""
+        """Replace the leaf by an array made from a Python number, which is weakly typed."""
         super().one_step()
         self.state = self.state | {"scale": jnp.asarray(1.5)}
 
 
 class ClockDependentCounter(StepwiseCounter):
-    """Another value each time."""
+    """Counter whose state depends on the time of day."""
 
     def one_step(self) -> None:
-        """Take the nanoseconds of one host."""
+        """Store the nanoseconds of process 0's clock."""
         nanoseconds = self.attempt.hosts.agree(time.time_ns() % 2**32)
         self.state = self.state | {"total": self.state["total"] * 0 + jnp.uint32(nanoseconds)}
 
 
 class SplitKeyCounter(StepwiseCounter):
-    """A random key that is split, and not folded from the step."""
+    """Counter that splits a random key in each step instead of folding the step into it."""
 
     def run(self) -> None:
-        """Begin with the key of the seed."""
+        """Start from the key of the seed, also after a resume."""
         self.key = jax.random.key(self.spec.seed)
         super().run()
 
     def one_step(self) -> None:
-        """Add random numbers."""
+        """Add random numbers to the state."""
         self.key, used = jax.random.split(self.key)
         self.state = self.state | {"values": self.state["values"] + jax.random.bits(used, (self.config.width,))}
 
 
 class HangingCounter(StepwiseCounter):
-    """The first attempt stands still in step 20."""
+    """Counter that hangs in step 20 of the first attempt."""
 
     def one_step(self) -> None:
-        """Count, and sleep."""
+        """Advance, then sleep."""
         super().one_step()
         if (self.step + 1, self.attempt.number) == (20, 1):
             time.sleep(10_000)
 
 
 class FailingPeerCounter(StepwiseCounter):
-    """Process 1 raises in step 30."""
+    """Counter whose process 1 raises in step 30."""
 
     def one_step(self) -> None:
         """Count, and fail."""
@@ -130,22 +130,22 @@ class FailingPeerCounter(StepwiseCounter):
 
 
 class DivergingCounter(Counter):
-    """What it has counted is not finite at step 30."""
+    """Counter that diverges at step 30."""
 
     def make_save_contents(self) -> SaveContents:
-        """Refuse to save it."""
+        """Raise from step 30 on, as for a state that is not finite."""
         if self.step >= 30:
             raise DivergedError(f"step {self.step} is not finite")
         return super().make_save_contents()
 
 
 class ExitingCounter(Counter):
-    """Calls `sys.exit(code)` in the method named `place`, as a stranger's script does at its end."""
+    """Counter that calls `sys.exit(code)` when the method named `place` is looked up, as a script may at its end."""
 
     place, code = "", 0
 
     def __getattribute__(self, name: str) -> Any:
-        """Leave in the method that is asked for."""
+        """Exit at the lookup of the configured method."""
         if name == object.__getattribute__(self, "place"):
             sys.exit(object.__getattribute__(self, "code"))
         return super().__getattribute__(name)

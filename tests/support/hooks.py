@@ -1,4 +1,4 @@
-"""Hooks for tests: some that count, some that break a rule each in one way."""
+"""Hooks for tests: hooks that record their calls, and hooks that each break one rule of the protocol."""
 
 import sys
 import time
@@ -12,17 +12,17 @@ from runner.hook import Act, Hook, HookConfig, Moment, Observer, Verdict
 
 
 def append_to_diary(moment: Moment, directory: Any, line: str) -> None:
-    """Append a line to a file beside the run, on the main host."""
+    """Append a line to the file `diary` in the run directory, on process 0."""
     if moment.hosts.is_main:
         with (directory / "diary").open("a") as file:
             file.write(f"{line} {moment.step}\n")
 
 
 class DiaryHook(Hook):
-    """Counts its calls and sums what it sees, and writes each call down."""
+    """Hook that counts its calls, sums the losses, and records each call in the diary."""
 
     def init(self) -> Any:
-        """Calls by kind, and a sum of losses."""
+        """Return the calls by kind, and the sum of losses."""
         return {"calls": np.zeros(2, np.int32), "sum": np.float32(0)}
 
     def _count(self, moment: Moment, place: int) -> Verdict:
@@ -33,74 +33,74 @@ class DiaryHook(Hook):
         return Verdict(counters=counters | {"sum": counters["sum"] + seen})
 
     def on_row(self, moment: Moment) -> Verdict:
-        """Count the row, and whether it is whole."""
+        """Count the row and add its loss."""
         return self._count(moment, 0)
 
     def on_evaluation(self, moment: Moment) -> Verdict:
-        """Count the evaluation."""
+        """Count the evaluation and add its loss."""
         return self._count(moment, 1)
 
 
 class DiaryObserver(Observer):
-    """Writes each call down."""
+    """Observer that records each call in the diary."""
 
     def on_start(self, moment: Moment) -> None:
-        """Note it."""
+        """Record the call."""
         append_to_diary(moment, self.job.store.root, "start")
 
     def on_row(self, moment: Moment) -> None:
-        """Note it."""
+        """Record the call."""
         append_to_diary(moment, self.job.store.root, "saw row")
 
     def on_evaluation(self, moment: Moment) -> None:
-        """Note it."""
+        """Record the call."""
         append_to_diary(moment, self.job.store.root, "saw evaluation")
 
     def on_checkpoint(self, moment: Moment) -> None:
-        """Note it."""
+        """Record the call."""
         append_to_diary(moment, self.job.store.root, "checkpoint")
 
     def on_end(self, moment: Moment) -> None:
-        """Note it."""
+        """Record the call."""
         append_to_diary(moment, self.job.store.root, "end")
 
 
 class StepActionConfig(HookConfig):
-    """When, and what."""
+    """Step and action of a `StepActionHook`."""
 
     step: int = 5
     act: str = Field(default="stop")
 
 
 class StepActionHook(Hook):
-    """Asks for something at one step."""
+    """Hook that requests an action at one step."""
 
     Config = StepActionConfig
 
     def on_row(self, moment: Moment) -> Verdict | None:
-        """Ask."""
+        """Request the action at the configured step."""
         if moment.step == self.config.step:
             return Verdict(Act(self.config.act), reason="it was time")
         return None
 
 
 class HiddenStateHook(Hook):
-    """Counts in an attribute, which nobody saves."""
+    """Hook whose counter depends on an attribute that is not saved."""
 
     seen = 0
 
     def init(self) -> Any:
-        """What it shows of it."""
+        """Return the counter of calls."""
         return {"seen": np.int32(0)}
 
     def on_row(self, moment: Moment) -> Verdict:
-        """Count."""
+        """Count the call in the attribute and return its value."""
         self.seen += 1
         return Verdict(counters={"seen": np.int32(self.seen)})
 
 
 class FaultyHookConfig(HookConfig):
-    """Where it falls ill."""
+    """Place and kind of the fault of a `FaultyHook`."""
 
     step: int = 3
     process: int | None = None
@@ -109,19 +109,19 @@ class FaultyHookConfig(HookConfig):
 
 
 class FaultyHook(Hook):
-    """Falls ill in one call of its, on one process or all."""
+    """Hook that fails in one of its methods, on one process or on all."""
 
     Config = FaultyHookConfig
 
     def init(self) -> Any:
-        """A counter, so that it may return a wrong one."""
+        """Return a counter, so that the hook can return a wrong one."""
         return {"n": np.int32(0)}
 
-    def _act(self, moment: Moment, method: str) -> Any:
+    def _fail_if_configured(self, moment: Moment, method: str) -> Any:
         rule = self.config
         here = rule.process in (None, moment.hosts.process_id)
         if rule.how == "alone" and not here and method == rule.method and moment.step >= rule.step:
-            multihost_utils.process_allgather(np.zeros(1))  # where the one that is ill never comes
+            multihost_utils.process_allgather(np.zeros(1))  # which the faulty process never joins
         if not here or method != rule.method or moment.step < rule.step:
             return None
         match rule.how:
@@ -155,58 +155,58 @@ class FaultyHook(Hook):
         return None
 
     def on_start(self, moment: Moment) -> None:
-        """See `_act`."""
-        return self._act(moment, "on_start")
+        """Fail if configured."""
+        return self._fail_if_configured(moment, "on_start")
 
     def on_row(self, moment: Moment) -> Verdict | None:
-        """See `_act`."""
-        return self._act(moment, "on_row")
+        """Fail if configured."""
+        return self._fail_if_configured(moment, "on_row")
 
     def on_evaluation(self, moment: Moment) -> Verdict | None:
-        """See `_act`."""
-        return self._act(moment, "on_evaluation")
+        """Fail if configured."""
+        return self._fail_if_configured(moment, "on_evaluation")
 
     def on_checkpoint(self, moment: Moment) -> None:
-        """See `_act`."""
-        return self._act(moment, "on_checkpoint")
+        """Fail if configured."""
+        return self._fail_if_configured(moment, "on_checkpoint")
 
     def on_end(self, moment: Moment) -> Any:
-        """See `_act`."""
-        return self._act(moment, "on_end")
+        """Fail if configured."""
+        return self._fail_if_configured(moment, "on_end")
 
 
 class VerdictObserver(Observer):
-    """Returns a verdict, which it may not."""
+    """Observer that returns a verdict, which only a hook may."""
 
     def on_row(self, moment: Moment) -> Verdict:  # type: ignore[override]
-        """Stop."""
+        """Return a verdict to stop."""
         return Verdict(Act.STOP)
 
 
 class Float64Hook(Hook):
-    """Counts in 64 bits, which the state does not have."""
+    """Hook with a float64 counter, which the train state cannot hold."""
 
     def init(self) -> Any:
-        """A float64."""
+        """Return a float64."""
         return {"n": np.float64(0)}
 
 
 class LargeStateHook(Hook):
-    """Wants more memory than counters get."""
+    """Hook with more bytes of counters than the limit."""
 
     def init(self) -> Any:
-        """Too much."""
+        """Return 400,000 bytes."""
         return {"n": np.zeros(100_000, np.int32)}
 
 
 class SleepingObserverConfig(HookConfig):
-    """How long."""
+    """Duration of the sleep."""
 
     seconds: float = 0.2
 
 
 class SleepingObserver(Observer):
-    """Takes its time at every row."""
+    """Observer that sleeps at every row."""
 
     Config = SleepingObserverConfig
 
@@ -216,13 +216,13 @@ class SleepingObserver(Observer):
 
 
 class RowCounter(Hook):
-    """Counts rows, and writes nothing down."""
+    """Hook that counts rows and tracks the best loss, without writing files."""
 
     def init(self) -> Any:
-        """How many."""
+        """Return the count of rows and the best loss."""
         return {"rows": np.int32(0), "best": np.float32(np.inf)}
 
     def on_row(self, moment: Moment) -> Verdict:
-        """Count, and compare."""
+        """Count the row and update the best loss."""
         best = np.float32(min(moment.counters["best"], moment.row["train/loss"]))
         return Verdict(counters={"rows": np.int32(moment.counters["rows"] + 1), "best": best})

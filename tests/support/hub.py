@@ -1,7 +1,7 @@
-"""A local stand-in of the Hugging Face Hub: as much of its HTTP interface as a push of a model speaks.
+"""Local fake of the Hugging Face Hub: the part of its HTTP interface that pushing a model needs.
 
-Spoken are whoami, the tree and visibility of a repository, its creation, the check of a card's metadata, preupload, the
-batch of Git LFS with its PUT, and commit. Not spoken is Xet, which a client leaves out with HF_HUB_DISABLE_XET.
+It implements whoami, the tree and visibility of a repository, its creation, the validation of a card's metadata,
+preupload, the Git LFS batch with its PUT, and commit. It does not implement Xet, which HF_HUB_DISABLE_XET disables.
 """
 
 import base64
@@ -27,7 +27,7 @@ _PIECE_BYTES = 1 << 12
 
 
 class HubError(Exception):
-    """An answer that is no success."""
+    """An error response of the Hub."""
 
     def __init__(self, status: int, message: str, code: str = ""):
         super().__init__(message)
@@ -36,7 +36,7 @@ class HubError(Exception):
 
 @dataclass
 class StoredRepository:
-    """One repository."""
+    """A repository of the fake Hub."""
 
     is_private: bool
     files: dict[str, bytes] = field(default_factory=lambda: {".gitattributes": b"*.safetensors filter=lfs\n"})
@@ -48,7 +48,7 @@ class StoredRepository:
         return hashlib.sha1(json.dumps(self.commits).encode()).hexdigest()
 
     def oid(self, name: str) -> str | None:
-        """What the Hub compares a local file with."""
+        """Return the digest with which a client compares a local file: SHA-256 for LFS files, else the Git blob id."""
         if name not in self.files:
             return None
         content = self.files[name]
@@ -58,15 +58,16 @@ class StoredRepository:
 
 
 class Hub:
-    """The server, in a thread of this process.
+    """The fake Hub, which serves from a thread of this process.
 
     Attributes:
-        repos: by OWNER/NAME.
-        objects: of Git LFS, by SHA-256, as far as they came whole.
-        requests: all that came, as `METHOD PATH` without what follows a question mark.
-        fault: asked at each request, by its number from 0 and its line: a status to answer with; 0: hang up before
-            anything is done; -1: hang up after it; -2: hang, and do nothing; None: do it.
-        is_held: whether the bytes of a PUT are taken, by its SHA-256; what is held hangs until the client goes.
+        repos: repositories by OWNER/NAME.
+        objects: complete Git LFS objects by SHA-256.
+        requests: all requests as `METHOD PATH`, without the query.
+        fault: called with the number (from 0) and the line of each request. It returns a status to respond with; 0 to
+            close the connection before the request is executed, -1 to close it afterwards, -2 to hang without executing
+            it, or None to execute it normally.
+        is_held: predicate of the SHA-256 of a PUT; a held upload hangs until the client closes the connection.
     """
 
     def __init__(self) -> None:
@@ -89,11 +90,11 @@ class Hub:
         self._server.server_close()
 
     def count(self, words: str) -> int:
-        """How many requests began so."""
+        """Return the number of requests that begin with `words`."""
         return sum(line.startswith(words) for line in self.requests)
 
     def put(self, digest: str, pieces: Iterator[bytes]) -> None:
-        """Take one object of Git LFS."""
+        """Store one Git LFS object."""
         content = bytearray()
         for piece in pieces:
             content += piece
@@ -104,7 +105,7 @@ class Hub:
         self.objects[digest] = bytes(content)
 
     def answer(self, line: str, token: str, body: bytes, query: str) -> Any:
-        """The JSON that a request is answered with. Raises `HubError`."""
+        """Return the JSON response to a request, or raise `HubError`."""
         with self._lock:
             if token not in (TOKEN, READ_TOKEN):
                 raise HubError(401, f"Invalid credentials: {token}")
@@ -254,17 +255,17 @@ class _Handler(QuietHandler):
 
 
 class _NoWaiting:
-    """In the place of the module `time` of the client, which waits between its own attempts."""
+    """Replacement of the client's module `time`, so that its retries do not wait."""
 
     def sleep(self, seconds: float) -> None:
-        """Go on at once."""
+        """Return at once."""
 
     time = staticmethod(client.time.time)
 
 
 @contextmanager
 def start_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The stand-in, to which the library in this process, and in those that inherit its environment, is led."""
+    """Start the fake Hub and route the library to it, in this process and in its children."""
     with Hub() as hub:
         for name, value in {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}.items():
             monkeypatch.setenv(name, value)

@@ -1,8 +1,9 @@
-"""Real jobs for tests: start the command, watch its directory from outside, strike there, read what it left.
+"""Runner processes for tests: start a command, watch its run directory from outside, kill or signal it in a phase.
 
-Nothing in the product helps. A phase is a question about the files of a directory; to strike in a phase the process is
-frozen with SIGSTOP as soon as the answer is yes, asked once more while it stands still, and only then killed. So a kill
-that is counted for a phase did land in it. Every wait has a deadline and fails with the output of the process.
+The product has no hooks for this. A phase is a predicate of the files in the run directory. To kill a process in a
+phase, it is stopped with SIGSTOP as soon as the predicate holds, the predicate is checked again while the process
+cannot change anything, and only then it is killed; so a kill that counts for a phase did happen in it. Every wait has a
+deadline and fails with the output of the process.
 """
 
 import atexit
@@ -29,13 +30,13 @@ from runner.process import bind_to_parent, make_placements
 from tests.support.simulated_devices import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-# For hangs alone: no machine may be too slow for them.
+# Only a hang takes this long: the deadlines must hold on the slowest machine.
 DEADLINE_SECONDS = 600.0
 WHOLE_RUN_DEADLINE_SECONDS = 1800.0
 POLL_SECONDS = 0.001
 _IN_OPEN = 0x20
 
-# A gpt_nano that costs little. Who takes the same number of steps shares its compiled programs, in a session.
+# Options of a cheap gpt_nano. Tests with the same number of steps share its compiled programs within a session.
 SMALL_GPT_OPTIONS = (
     "config.train.global_batch_examples=8",
     "config.data.sequence_length=32",
@@ -53,12 +54,12 @@ def _kill_running_attempts() -> None:
 
 
 def disable_compiler_optimizer(variables: dict[str, str]) -> dict[str, str]:
-    """The same without LLVM's optimiser: for who compiles to look at the program, and hardly runs it."""
+    """Return the environment without LLVM's optimiser, for tests that compile a program but hardly run it."""
     return variables | {"XLA_FLAGS": f"{variables['XLA_FLAGS']} --xla_backend_optimization_level=0"}
 
 
 def read_lines(path: Path, offset_bytes: int = 0) -> list[Row]:
-    """The whole JSON lines of a file from an offset on."""
+    """Return the complete JSON lines of a file from an offset on."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -67,7 +68,7 @@ def read_lines(path: Path, offset_bytes: int = 0) -> list[Row]:
 
 
 def parse_lines(content: bytes) -> list[Row]:
-    """The whole JSON lines."""
+    """Parse the complete JSON lines of `content`; an unfinished last line is skipped."""
     rows = []
     for line in content.split(b"\n"):
         with contextlib.suppress(ValueError):
@@ -76,7 +77,7 @@ def parse_lines(content: bytes) -> list[Row]:
 
 
 def drop_speed_metrics(rows: list[Row]) -> list[Row]:
-    """Rows of metrics without the keys that no two runs share."""
+    """Return rows without the speed metrics, which differ between runs."""
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
@@ -86,9 +87,9 @@ def run_runner(
     deadline_seconds: float = DEADLINE_SECONDS,
     has_progress: bool = False,
 ) -> tuple[int, str]:
-    """Exit code and output of `python -m runner ARGUMENTS`, which must end in time.
+    """Run `python -m runner ARGUMENTS` and return its exit code and output.
 
-    Of a command that tells its progress on standard error, only standard output, and a traceback if there is one.
+    With `has_progress`, standard error holds progress lines and is returned only if it contains a traceback.
     """
     result = subprocess.run(
         bind_to_parent([sys.executable, "-m", "runner", *arguments]),
@@ -105,7 +106,7 @@ def run_runner(
 
 @dataclass(frozen=True)
 class Job:
-    """A spec in a directory, and what stands in that directory."""
+    """A spec with its run directory: starts processes and reads the files they leave."""
 
     spec: str
     directory: Path
@@ -114,26 +115,26 @@ class Job:
     cache: Path | None = field(default=None)
 
     def with_options(self, *options: str) -> "Job":
-        """The same directory, other `--set` options on top."""
+        """Return a job on the same directory with more `--set` options."""
         return replace(self, options=(*self.options, *options))
 
     @property
     def arguments(self) -> list[str]:
-        """SPEC and its `--set` options."""
+        """SPEC and its `--set` options, as command-line arguments."""
         sets = (f"directory={self.directory}", *self.options)
         return [self.spec, *(word for option in sets for word in ("--set", option))]
 
     def start(self) -> "Attempt":
-        """`python -m runner`, as one process."""
+        """Start `python -m runner` as a single-process job."""
         return Attempt(self, ["runner", *self.arguments], self.devices)
 
     def start_paused(self, place: str, until: Path | None = None) -> "Attempt":
-        """`python -m runner`, which waits in a place that `tests.support.paused_runner` knows, until a file appears."""
-        variables = {"HELD_IN": place} | ({"HELD_UNTIL": str(until)} if until else {})
+        """Start a runner that pauses at a place known to `paused_runner` until the file `until` exists."""
+        variables = {"PAUSE_AT": place} | ({"PAUSE_UNTIL": str(until)} if until else {})
         return Attempt(self, ["tests.support.paused_runner", *self.arguments], self.devices, **variables)
 
     def start_processes(self, num_processes: int) -> list["Attempt"]:
-        """The same command on every host of a job, each with its place; `devices` is per process."""
+        """Start all processes of a multi-host job; `devices` is per process."""
         return link_peers(
             [
                 Attempt(self, ["runner", *self.arguments, *placement], self.devices)
@@ -142,39 +143,39 @@ class Job:
         )
 
     def launch(self, num_processes: int, max_restarts: int = 0, grace_seconds: int = 60) -> "Attempt":
-        """`python -m launch local`; `devices` is per process."""
+        """Start `python -m launch local`; `devices` is per process."""
         layout = ["--processes", str(num_processes), "--devices-per-process", str(self.devices)]
         layout += ["--max-restarts", str(max_restarts), "--grace-seconds", str(grace_seconds)]
         return Attempt(self, ["launch", "local", *self.arguments, *layout], devices=1)
 
     def finish(self) -> "Attempt":
-        """Run to the end, which must be good."""
+        """Run the job to its end and check its exit status."""
         attempt = self.start()
         attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
         return attempt
 
-    # What the directory says.
+    # Reads of the run directory.
 
     def events(self, *names: str) -> list[Row]:
-        """The ledger, or its events of these names."""
+        """Return the events of the ledger, optionally only those of the given names."""
         rows = read_lines(self.directory / "events.jsonl")
         return [row for row in rows if not names or row["event"] in names]
 
     def rows(self) -> list[Row]:
-        """The metrics without those of speed, which no two runs share."""
+        """Return the rows of metrics.jsonl without the speed metrics, which differ between runs."""
         return drop_speed_metrics(read_lines(self.directory / "metrics.jsonl"))
 
     def result(self) -> Row:
-        """`result.json`."""
+        """Return the content of result.json."""
         return dict(json.loads((self.directory / "result.json").read_bytes()))
 
     def outcome(self) -> tuple[Row, list[Row]]:
-        """All that must be the same whatever happened on the way: the result with its fingerprint, and every row."""
+        """Return the result with its fingerprint, and all rows: they must not depend on interruptions."""
         return self.result(), self.rows()
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
+        """Directory of the checkpoints."""
         return self.directory / "checkpoints"
 
     def _steps(self, committed: bool) -> list[int]:
@@ -185,19 +186,19 @@ class Job:
         return []
 
     def committed(self) -> list[int]:
-        """Steps whose checkpoint has a manifest, ascending."""
+        """Return the steps whose checkpoint has a manifest, ascending."""
         return self._steps(committed=True)
 
     def uncommitted(self) -> list[int]:
-        """Steps that have a directory without a manifest, ascending."""
+        """Return the steps that have a directory but no manifest, ascending."""
         return self._steps(committed=False)
 
     def newest(self) -> int:
-        """The newest committed step, 0 if there is none."""
+        """Return the newest committed step, or 0."""
         return max(self.committed(), default=0)
 
     def largest_file(self, step: int) -> Path:
-        """The largest file of a checkpoint, which holds arrays. A living attempt may rename files meanwhile."""
+        """Return the largest file of a checkpoint, which holds arrays; a running attempt may rename files meanwhile."""
         sizes_bytes: dict[Path, int] = {}
         for path in (self.checkpoints / str(step)).rglob("*"):
             with contextlib.suppress(FileNotFoundError):
@@ -206,18 +207,18 @@ class Job:
         return max(sizes_bytes, key=sizes_bytes.__getitem__)
 
     def num_attempts(self) -> int:
-        """Attempts that have claimed the directory."""
+        """Return the number of attempts that have claimed the directory."""
         attempts = self.directory / "attempts"
         return sum(name.isdecimal() for name in os.listdir(attempts)) if attempts.exists() else 0
 
     def copy_to(self, directory: Path) -> "Job":
-        """The same job in a copy of its directory."""
+        """Return the same job on a copy of its directory."""
         shutil.copytree(self.directory, directory)
         return replace(self, directory=directory)
 
 
 class Attempt:
-    """One started command."""
+    """A started process of a job: waits for conditions, sends signals, and reports its output on failure."""
 
     def __init__(self, job: Job, arguments: Sequence[str], devices: int, **variables: str):
         self.job = job
@@ -248,28 +249,28 @@ class Attempt:
 
     @property
     def output(self) -> str:
-        """All that the process has printed so far."""
+        """Output of the process so far."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
 
     def events(self, *names: str) -> list[Row]:
-        """What this attempt has put into the ledger so far."""
+        """Return the events that this attempt has recorded so far, optionally only those of the given names."""
         rows = read_lines(self.job.directory / "events.jsonl", self._offset_bytes)
         return [row for row in rows if row["attempt"] >= self.number and (not names or row["event"] in names)]
 
     def has_opened_checkpoint(self) -> bool:
-        """Whether the arrays of the checkpoint that was newest at the start have been opened since."""
-        return self._opened is not None and self._opened.seen()
+        """Return True once the arrays of the checkpoint that was newest at the start have been opened."""
+        return self._opened is not None and self._opened.was_opened()
 
-    # Waiting.
+    # Waits.
 
     def wait_until(self, happens: Callable[[], Any], what: str) -> None:
-        """Wait until `happens()`; fails if the process ends before, or the deadline passes."""
+        """Wait until `happens()`; fail if the process ends first or the deadline passes."""
         if not self.wait_until_or_exit(happens, what):
             raise AssertionError(self.report(f"ended with {self.process.returncode} before {what}"))
 
     def wait_until_or_exit(self, happens: Callable[[], Any], what: str) -> bool:
-        """Wait until `happens()`; False if the process ends before it."""
+        """Wait until `happens()` and return True, or return False if the process ends first."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not happens():
             if self.process.poll() is not None:
@@ -281,7 +282,7 @@ class Attempt:
         return True
 
     def wait(self, deadline_seconds: float = DEADLINE_SECONDS) -> int:
-        """The exit status; fails if the process does not end in time."""
+        """Return the exit status; fail if the process does not end in time."""
         try:
             code = self.process.wait(deadline_seconds)
         except subprocess.TimeoutExpired:
@@ -291,22 +292,22 @@ class Attempt:
         return code
 
     def expect(self, code: int, deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        """Wait for the end and compare its exit status."""
+        """Wait for the process to end and check its exit status."""
         got = self.wait(deadline_seconds)
         assert got == code, self.report(f"ended with {got}, not {code}")
 
     def report(self, what: str) -> str:
-        """`what`, and all that is known about the process and about those of the same job: one may be the cause."""
+        """Return `what` with the output of the process and of its peers, any of which may be the cause."""
         ledger = "\n".join(json.dumps(row) for row in self.job.events()[-12:])
         peers = "".join(f"\n--- output of a peer ({peer.process.poll()})\n{peer.output}" for peer in self.peers)
         return f"attempt {self.number} {what}\n--- output\n{self.output}{peers}\n--- end of the ledger\n{ledger}"
 
-    # Striking.
+    # Signals and kills.
 
     def freeze_during(self, phase: "Phase", delay_seconds: float = 0.0) -> bool:
-        """Stop the process inside `phase`, `delay_seconds` after its beginning; False if the phase was missed for good.
+        """Stop the process `delay_seconds` after `phase` begins; return False if the phase is over and cannot recur.
 
-        A phase that comes again is tried again, without the delay.
+        If the phase is missed but can recur, its next occurrence is awaited, without the delay.
         """
         pause = delay_seconds
         while self.wait_until_or_exit(lambda: phase(self) or self._is_past(phase), phase.__name__):
@@ -321,11 +322,11 @@ class Attempt:
         return False
 
     def _is_past(self, phase: "Phase") -> bool:
-        """Whether `phase` cannot come any more: what lies before the first step comes once an attempt."""
+        """Return True if `phase` cannot recur: the phases before the first step occur once per attempt."""
         return phase in (start_up, compiling, restoring) and has_state(self)
 
     def freeze(self) -> None:
-        """SIGSTOP, and wait until the process stands still."""
+        """Send SIGSTOP and wait until the process is stopped."""
         self.process.send_signal(signal.SIGSTOP)
         stat = Path(f"/proc/{self.process.pid}/stat")
         deadline = time.monotonic() + DEADLINE_SECONDS
@@ -334,34 +335,34 @@ class Attempt:
             time.sleep(POLL_SECONDS / 10)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill_during(self, phase: "Phase", delay_seconds: float = 0.0) -> bool:
-        """kill -9 inside `phase`; False if the process was killed elsewhere because it was past it, or had ended."""
+        """Kill -9 during `phase`; return False if the process was past the phase or had ended."""
         hit = self.freeze_during(phase, delay_seconds)
         self.kill()
         return hit
 
     def signal_during(self, phase: "Phase", number: int, delay_seconds: float = 0.0) -> None:
-        """Send a signal inside `phase`, which the process must reach."""
+        """Send a signal during `phase`, which the process must reach."""
         assert self.freeze_during(phase, delay_seconds), self.report(f"ended without {phase.__name__}")
         self.process.send_signal(number)
         self.thaw()
 
     def kill(self) -> None:
-        """kill -9, and wait."""
+        """Kill -9 and wait."""
         if self.process.poll() is None:
             self.process.kill()
         self.wait()
 
     def limit_file_size(self, num_bytes: int) -> None:
-        """From now on larger writes of the process fail, as they do on a full disk."""
+        """Make writes of the process beyond `num_bytes` per file fail from now on, as on a full disk."""
         _, hard = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
 
     def children(self) -> list[int]:
-        """Process ids of the children, in the order in which they were started. Threads may end meanwhile."""
+        """Return the child process ids in the order of their start; threads may end meanwhile."""
         found: list[int] = []
         tasks = Path(f"/proc/{self.process.pid}/task")
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -371,7 +372,7 @@ class Attempt:
         return sorted(found)
 
     def kill_tree(self) -> None:
-        """kill -9 to the process and its children."""
+        """Kill -9 the process and its children."""
         for pid in (*self.children(), self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -389,36 +390,36 @@ AttemptType = TypeVar("AttemptType", bound=Attempt)
 
 
 def link_peers(attempts: list[AttemptType]) -> list[AttemptType]:
-    """The processes of one job, each of which knows the others."""
+    """Tell each process of a job about the others, for its failure reports."""
     for attempt in attempts:
         attempt.peers = [peer for peer in attempts if peer is not attempt]
     return attempts
 
 
 class FileOpenWatch:
-    """Whether anybody has opened a file since this was made (inotify)."""
+    """An inotify watch that tells whether a file has been opened since the watch was made."""
 
     def __init__(self, path: Path):
         libc = ctypes.CDLL(None, use_errno=True)
         self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         watch = libc.inotify_add_watch(self._descriptor, os.fsencode(path), _IN_OPEN)
         assert min(self._descriptor, watch) >= 0, f"inotify on {path}: errno {ctypes.get_errno()}"
-        self._seen = False
+        self._was_opened = False
 
-    def seen(self) -> bool:
-        """Ask."""
-        if not self._seen:
+    def was_opened(self) -> bool:
+        """Return True if the file has been opened."""
+        if not self._was_opened:
             with contextlib.suppress(BlockingIOError):
-                self._seen = bool(os.read(self._descriptor, 4096))
-        return self._seen
+                self._was_opened = bool(os.read(self._descriptor, 4096))
+        return self._was_opened
 
     def close(self) -> None:
-        """Stop watching."""
+        """Remove the watch."""
         os.close(self._descriptor)
 
 
 def kill_all_when(attempts: Sequence[Attempt], happens: Callable[[], Any], what: str) -> None:
-    """kill -9 to all processes of a job while `happens()` is true, which is asked again when all stand still."""
+    """Kill -9 all processes of a job while `happens()` is true, which is checked again once all are stopped."""
     while True:
         attempts[0].wait_until(happens, what)
         for attempt in attempts:
@@ -431,49 +432,49 @@ def kill_all_when(attempts: Sequence[Attempt], happens: Callable[[], Any], what:
         attempt.kill()
 
 
-# Phases: each is a question about an attempt that its files answer.
+# Phases: predicates of an attempt, decided by the files of the run directory.
 
 Phase = Callable[[Attempt], bool]
 
 
 def start_up(attempt: Attempt) -> bool:
-    """The attempt has not begun."""
+    """Return True before the attempt records its start."""
     return not attempt.events("start")
 
 
 def compiling(attempt: Attempt) -> bool:
-    """Begun, and no checkpoint opened and no state yet."""
+    """Return True between the start event and the first read of a checkpoint or the initial state."""
     return bool(attempt.events("start")) and not attempt.has_opened_checkpoint() and not has_state(attempt)
 
 
 def restoring(attempt: Attempt) -> bool:
-    """The arrays of the newest checkpoint are being read."""
+    """Return True while the arrays of the newest checkpoint are read."""
     return attempt.has_opened_checkpoint() and bool(attempt.events("start")) and not has_state(attempt)
 
 
 def has_state(attempt: Attempt) -> bool:
-    """There is a state, new or restored, so steps follow."""
+    """Return True once the state is initialised or restored, so that steps follow."""
     return bool(attempt.events("init", "restore"))
 
 
 def saving(attempt: Attempt) -> bool:
-    """Arrays of a new step are being written and nothing has committed them."""
+    """Return True while a new step is being written and is not committed."""
     return max(attempt.job.uncommitted(), default=0) > attempt.job.newest() and has_state(attempt)
 
 
 def just_committed(attempt: Attempt) -> bool:
-    """This attempt has committed a step."""
+    """Return True once this attempt has committed a step."""
     return attempt.job.newest() > attempt.newest_at_start
 
 
 def retaining(attempt: Attempt) -> bool:
-    """An old step has lost its manifest and not yet its files."""
+    """Return True while an old step has lost its manifest but not yet its files."""
     newest = attempt.job.newest()
     return any(step < newest for step in attempt.job.uncommitted())
 
 
 def last_committed(last_step: int) -> Phase:
-    """The phase in which step `last_step` is committed and the job not yet declared done."""
+    """Return the phase between the commit of `last_step` and result.json."""
 
     def before_done(attempt: Attempt) -> bool:
         return last_step in attempt.job.committed() and not (attempt.job.directory / "result.json").exists()
@@ -481,7 +482,7 @@ def last_committed(last_step: int) -> Phase:
     return before_done
 
 
-# References and prepared directories, made once a session by whichever of its processes comes first.
+# Reference runs and prepared directories, made once per session by the first pytest worker that needs them.
 
 
 @functools.cache
@@ -494,7 +495,7 @@ def _get_scratch_directory() -> Path:
 
 
 def _make_once(kind: str, job: Job, make: Callable[[Job], None]) -> Job:
-    """`job` in a directory that `make` has filled, in this process of the session or in another."""
+    """Return `job` on a directory that `make` fills once per session, in this worker or another."""
     key = (kind, job.spec, job.options, job.devices)
     directory = _get_scratch_directory() / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     made = replace(job, directory=directory / "run")
@@ -510,7 +511,7 @@ def _make_once(kind: str, job: Job, make: Callable[[Job], None]) -> Job:
 
 @functools.cache
 def make_uninterrupted_run(spec: str, options: tuple[str, ...] = (), devices: int = 1, num_processes: int = 1) -> Job:
-    """The job run to its end in one go, in a directory that tests only read."""
+    """Run a job to its end without interruption, once per session; tests only read its directory."""
 
     def make(job: Job) -> None:
         attempt = job.start() if num_processes == 1 else job.launch(num_processes)
@@ -520,17 +521,17 @@ def make_uninterrupted_run(spec: str, options: tuple[str, ...] = (), devices: in
 
 
 def make_uninterrupted_counter_run(options: tuple[str, ...]) -> Job:
-    """The undisturbed run of a counter on a disk: without its pauses and saves, which move no bit."""
-    settings = dict(option.split("=", 1) for option in options)  # of two with one key the last one counts
-    moving = tuple(f"{key}={settings[key]}" for key in ("config.total_steps", "config.width") if key in settings)
+    """Run a counter without interruption, and without its pauses and saves, which do not change the result."""
+    settings = dict(option.split("=", 1) for option in options)  # the last value of a key wins, as for `--set`
+    kept = tuple(f"{key}={settings[key]}" for key in ("config.total_steps", "config.width") if key in settings)
     return make_uninterrupted_run(
-        "specs/counter.yaml", (*moving, "config.step_seconds=0", "checkpoint.every_steps=1000000")
+        "specs/counter.yaml", (*kept, "config.step_seconds=0", "checkpoint.every_steps=1000000")
     )
 
 
 @functools.cache
 def make_killed_run(step: int, spec: str, options: tuple[str, ...] = ()) -> Job:
-    """The job killed when `step` was committed and the one after the next not made; tests work on copies of it."""
+    """Run a job and kill it after the commit of `step`, once per session; tests work on copies of its directory."""
 
     def make(job: Job) -> None:
         attempt = job.start_paused(f"step {step + 2}")
@@ -542,17 +543,17 @@ def make_killed_run(step: int, spec: str, options: tuple[str, ...] = ()) -> Job:
 
 
 def list_fast_tier_parts(fast: Path, process: int) -> dict[int, Path]:
-    """The steps of which a process has a part in a fast tier."""
+    """Return the directories of a process's checkpoint parts in a fast tier, by step."""
     return {int(path.name): path for path in fast.glob(f"*/{process}/*") if path.name.isdecimal()}
 
 
 def list_common_steps(fast: Path, num_processes: int) -> list[int]:
-    """The steps of which every process has a part there, ascending."""
+    """Return the steps for which every process has a part in the fast tier, ascending."""
     return sorted(set.intersection(*(set(list_fast_tier_parts(fast, process)) for process in range(num_processes))))
 
 
 def hash_tree(directory: Path) -> dict[str, str]:
-    """Digest of every file below `directory`, and the directories, by relative name."""
+    """Return the digest of every file below `directory` by relative name; directories have an empty digest."""
     paths = sorted(directory.rglob("*"))
     return {
         path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
@@ -561,7 +562,7 @@ def hash_tree(directory: Path) -> dict[str, str]:
 
 
 def has_signal_handler(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal."""
+    """Return True if the process has a handler for the signal."""
     for line in _status(pid):
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)

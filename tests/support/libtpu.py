@@ -1,4 +1,4 @@
-"""libtpu, which only one process of a machine can hold at a time."""
+"""Serialised use of libtpu, which only one process of a machine can load at a time."""
 
 import contextlib
 import fcntl
@@ -15,14 +15,14 @@ from tests.support.job_process import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environm
 
 @contextlib.contextmanager
 def lock_libtpu() -> Iterator[None]:
-    """Wait until no other test of this machine, of whatever suite, has it."""
+    """Hold the machine-wide lock, shared by all checkouts."""
     with (Path(tempfile.gettempdir()) / "runner-tests-libtpu.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def run_module(module: str, *arguments: str) -> Any:
-    """The JSON that a module of the tests prints last: run as a program, since libtpu stays with the process."""
+    """Run a test module as a program and return the JSON of its last line; a process never unloads libtpu."""
     words = [sys.executable, "-m", module, *arguments]
     with lock_libtpu():
         done = subprocess.run(

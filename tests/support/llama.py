@@ -1,4 +1,4 @@
-"""A stranger's Llama, small: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases, an untied output.
+"""Small user-defined Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, no biases, untied output.
 
 Shape legend: B batch, T sequence, D width, N heads, K key heads, H width of a head.
 """
@@ -13,23 +13,23 @@ from runner.config import ModelConfig, TrainerConfig
 
 
 class LlamaConfig(ModelConfig):
-    """Its sizes."""
+    """Sizes of the model."""
 
     layers: PositiveInt = Field(default=4, description="Blocks.")
-    width: PositiveInt = Field(default=64, description="Of the residual stream.")
-    heads: PositiveInt = Field(default=4, description="Of queries.")
-    key_heads: PositiveInt = Field(default=2, description="Of keys and values.")
+    width: PositiveInt = Field(default=64, description="Width of the residual stream.")
+    heads: PositiveInt = Field(default=4, description="Query heads.")
+    key_heads: PositiveInt = Field(default=2, description="Key and value heads.")
 
 
 def dense(features: int, axes: tuple[str, str]) -> nn.Dense:
-    """A matrix without a bias, with names for its axes."""
+    """Make a linear layer without bias, with logical axis names."""
     return nn.Dense(
         features, use_bias=False, kernel_init=nn.with_logical_partitioning(nn.initializers.normal(0.02), axes)
     )
 
 
 def rotate(x_BxTxNxH: jax.Array) -> jax.Array:
-    """Rotary positions."""
+    """Apply rotary position embeddings."""
     _, T, _, H = x_BxTxNxH.shape
     angles_TxH = jnp.arange(T)[:, None] / 10_000 ** (jnp.arange(H // 2) / (H // 2))
     cos, sin = jnp.cos(angles_TxH)[None, :, None], jnp.sin(angles_TxH)[None, :, None]
@@ -38,7 +38,7 @@ def rotate(x_BxTxNxH: jax.Array) -> jax.Array:
 
 
 class Block(nn.Module):
-    """Attention and MLP."""
+    """Transformer block: attention and MLP."""
 
     config: LlamaConfig
 
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """All of it."""
+    """The language model."""
 
     config: LlamaConfig
     vocabulary_size: int
@@ -73,10 +73,10 @@ class Llama(nn.Module):
 
 
 class PretrainLlama(BaseTrainer):
-    """Trains it on the next token."""
+    """Next-token pretraining of the small Llama."""
 
     Config = TrainerConfig[LlamaConfig]
 
     def model(self) -> Llama:
-        """As the spec says."""
+        """Build the model from the config."""
         return Llama(self.config.model, self.vocabulary_size)

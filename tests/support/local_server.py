@@ -1,4 +1,4 @@
-"""What servers of tests are made of: a port of this machine alone, no log, and the errors of handlers told."""
+"""Base classes of test servers: a loopback port, no access log, and visible errors of handlers."""
 
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Serves on a free port of the loopback."""
+    """Threading HTTP server on a free loopback port."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -15,16 +15,16 @@ class LocalServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that went away, as killed ones do."""
+        """Print errors of handlers, except closed connections, which killed clients cause."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Speaks HTTP/1.1, and keeps no log."""
+    """HTTP/1.1 handler without an access log."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else each answer waits 40 ms for the client's word that it has its head
+    disable_nagle_algorithm = True  # else each response waits 40 ms for the client's delayed ACK of its headers
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """The servers have logs of their own."""
+        """Discard the line; the servers record requests themselves."""

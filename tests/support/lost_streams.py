@@ -1,4 +1,4 @@
-"""Processes whose standard streams are lost: closed from the start, or taken away while they run."""
+"""Processes that lose standard streams: closed from the start, or while they run."""
 
 import contextlib
 import fcntl
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Every way in which a stream is lost, or cannot take every text.
+# Ways in which a stream is lost, or cannot encode every text.
 STREAM_LOSSES = (
     "closed",
     "no reader",
@@ -23,7 +23,7 @@ STREAM_LOSSES = (
     "latin-1",
     "utf-8 and buffered",
 )
-# Ways that standard input has too.
+# Ways that also apply to standard input.
 INPUT_LOSSES = ("closed", "terminal closes")
 STREAMS = {"input": (0,), "output": (1,), "error": (2,), "all": (0, 1, 2)}
 _ON_TERMINAL = (
@@ -33,32 +33,32 @@ _ON_TERMINAL = (
 
 @dataclass
 class ProcessWithLostStreams:
-    """A process that loses streams.
+    """A process whose streams can be taken away.
 
     Attributes:
         process: the process.
-        ours: descriptors of this process, at whose closing the streams are lost; what they have is read until then.
+        ours: descriptors of this process that are read until they are closed; then the streams are lost.
     """
 
     process: "subprocess.Popen[bytes]"
     ours: list[int]
 
     def __post_init__(self) -> None:
-        self._is_struck = threading.Event()
+        self._is_lost = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        while not self._is_struck.is_set():
+        while not self._is_lost.is_set():
             for descriptor in select.select(self.ours, [], [], 0.02)[0]:
-                with contextlib.suppress(OSError):  # of a terminal that nobody has open any more
+                with contextlib.suppress(OSError):  # a terminal without open descriptors at the other end
                     os.read(descriptor, 65536)
         for descriptor in self.ours:
             os.close(descriptor)
 
     def lose_streams(self) -> None:
-        """Take the streams away that are there so far."""
-        self._is_struck.set()
+        """Take away the streams that still exist."""
+        self._is_lost.set()
         self._reader.join()
 
 
@@ -66,7 +66,7 @@ class ProcessWithLostStreams:
 def start_with_lost_streams(
     command: Sequence[str], way: str, streams: Sequence[int], variables: Mapping[str, str], directory: Path
 ) -> Iterator[ProcessWithLostStreams]:
-    """A command that loses some of its streams in one of `STREAM_LOSSES`; the others go to files in `directory`."""
+    """Start a command that loses `streams` in one of `STREAM_LOSSES`; its other output goes to files in `directory`."""
     variables = {**variables}
     words, ours, theirs = list(command), [], []
     given: list[int] = []
@@ -101,7 +101,7 @@ def start_with_lost_streams(
             else:
                 _fill(given[stream])
                 theirs.append(reader)
-    bereft = ProcessWithLostStreams(
+    lossy = ProcessWithLostStreams(
         subprocess.Popen(
             words,
             env=variables,
@@ -115,18 +115,18 @@ def start_with_lost_streams(
     for descriptor in given:
         os.close(descriptor)
     try:
-        yield bereft
+        yield lossy
     finally:
-        bereft.lose_streams()
+        lossy.lose_streams()
         for descriptor in theirs:
             os.close(descriptor)
-        if bereft.process.poll() is None:
-            bereft.process.kill()
-            bereft.process.wait()
+        if lossy.process.poll() is None:
+            lossy.process.kill()
+            lossy.process.wait()
 
 
 def _fill(pipe: int) -> None:
-    """Make a pipe non-blocking and full, for everyone who has it open."""
+    """Make a pipe non-blocking and full for all its holders."""
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         while True:

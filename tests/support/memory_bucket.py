@@ -1,4 +1,4 @@
-"""A bucket in memory: the real `BucketStore` over a driver that keeps a dict, and can be told to fail."""
+"""In-memory bucket: the real `BucketStore` over a driver that keeps a dict and can inject failures."""
 
 import itertools
 import threading
@@ -11,7 +11,7 @@ from runner.storage.store import ABSENT, Version, compute_crc32c
 
 
 class MemoryDriver:
-    """Objects with versions. `before` is called with (verb, key) before each call, and may raise."""
+    """Bucket driver with versioned objects in a dict; `before` is called with (verb, key) and may raise."""
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, Version]] = {}
@@ -75,12 +75,12 @@ class MemoryDriver:
 
 
 def make_memory_bucket(driver: MemoryDriver | None = None) -> BucketStore:
-    """A store on a bucket of its own, or on that of `driver`."""
+    """Return a store on a new bucket, or on that of `driver`."""
     return BucketStore("mem://bucket/run", "run", driver or MemoryDriver())
 
 
 class MemoryLog:
-    """`JsonlLog` in memory, or in a list that others read too."""
+    """In-memory `JsonlLog`, optionally in a list shared with a reader."""
 
     def __init__(self, rows: list[dict[str, Any]] | None = None):
         self.rows = [] if rows is None else rows
@@ -89,4 +89,4 @@ class MemoryLog:
         self.rows.append(row)
 
     def flush(self) -> None:
-        """Do nothing: there is no disk."""
+        """Do nothing, since rows are never buffered."""

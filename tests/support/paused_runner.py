@@ -1,9 +1,13 @@
-"""`python -m tests.support.paused_runner` is `python -m runner`, but the job stands still where a test wants to strike.
+"""`python -m runner`, but paused at a given place, so that a test can kill it there however slow the machine is.
 
-So it is struck there however slow the machine is. HELD_IN says where: `step N`, once N steps are completed; `data N`,
-where a GPT makes the batch of index N; `evaluation N I`, where it makes batch I of the evaluation after step N;
-`result`, between the last commit and the word that the job is done. HELD_UNTIL names a file that ends the waiting when
-it appears; without it the process is there to be killed.
+PAUSE_AT is the place:
+
+- `step N`: after N steps are completed
+- `data N`: before a GPT makes the training batch of index N
+- `evaluation N I`: before a GPT makes batch I of the evaluation after step N
+- `result`: after the last commit, before result.json is written
+
+PAUSE_UNTIL is a file whose appearance ends the pause; without it, the process waits to be killed.
 """
 
 import os
@@ -19,27 +23,27 @@ from experiments.gpt import PretrainGPT
 POLL_SECONDS = 0.01
 
 
-def wait_in(place: str) -> None:
-    """Return at once in every place but the one to be held in."""
-    end = os.environ.get("HELD_UNTIL")
-    while place == os.environ["HELD_IN"] and not (end and Path(end).exists()):
+def pause_if_at(place: str) -> None:
+    """Pause if `place` is PAUSE_AT; otherwise return at once."""
+    end = os.environ.get("PAUSE_UNTIL")
+    while place == os.environ["PAUSE_AT"] and not (end and Path(end).exists()):
         time.sleep(POLL_SECONDS)
 
 
 def get_batch_place(job: PretrainGPT, slice: str = "train", step: int | None = None) -> str:
-    """`step` is the index of the batch."""
+    """Return the place of a call of `batch`, whose `step` is the index of the batch."""
     return f"data {step}" if slice == "train" else f"evaluation {job.step} {step}"
 
 
 def pause_before(kind: type, method: str, place_of: Callable[..., str]) -> None:
-    """Wait before a method of a job, in the place that its arguments say."""
+    """Wrap a method of a job class so that it may pause first; `place_of` maps its arguments to the place."""
     original = getattr(kind, method)
 
-    def held(self: Any, *arguments: Any, **named: Any) -> Any:
-        wait_in(place_of(self, *arguments, **named))
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        pause_if_at(place_of(self, *arguments, **named))
         return original(self, *arguments, **named)
 
-    setattr(kind, method, held)
+    setattr(kind, method, call)
 
 
 if __name__ == "__main__":

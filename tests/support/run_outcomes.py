@@ -1,4 +1,4 @@
-"""Runs in this process that end in every way; what `kill -9` leaves is a copy of the directory of one that goes on."""
+"""Counter runs in this process with every outcome; a killed run is a copy of the directory of a running one."""
 
 import shutil
 from collections.abc import Callable
@@ -19,7 +19,7 @@ OPTIONS = {"config.total_steps": 40, "config.width": 8, "checkpoint.every_steps"
 
 
 class StepCallback(StopNotice):
-    """Calls `act` when `job` has completed a step, with nothing on its way to the disk; stops nothing by itself."""
+    """Stop notice that calls `act` after `job` has completed a step and its saves, and never requests a stop."""
 
     def __init__(self, job: Counter, step: int, act: Callable[[], None]):
         super().__init__()
@@ -33,7 +33,7 @@ class StepCallback(StopNotice):
 
 
 class AbortRunError(Exception):
-    """The test has seen what it needs."""
+    """Ends a run in the middle of its loop."""
 
 
 def make_job(directory: Path, **changes: object) -> Counter:
@@ -54,7 +54,7 @@ def preempt_run(directory: Path) -> None:
 
 
 def exit_idle(directory: Path) -> None:
-    """Asked to stop before its first step; then the process ends."""
+    """Prepare a run and exit before its first step, as after an early stop request."""
     start(make_job(directory)).attempt.record_idle_exit(0)
 
 
@@ -90,7 +90,7 @@ def hang(directory: Path) -> None:
 
 
 def kill_after_step(directory: Path, step: int, **changes: object) -> None:
-    """What is there once the process was killed right after a step."""
+    """Leave the directory as a kill -9 right after a step would."""
     aside, job = directory.with_name(f"{directory.name}.aside"), make_job(directory, **changes)
 
     def act() -> None:
@@ -108,7 +108,7 @@ def kill_run(directory: Path) -> None:
 
 
 def fence_run(directory: Path) -> None:
-    """Another attempt claims the directory, and this one finds that when it saves."""
+    """Run until another attempt claims the directory, so that the next save fails."""
     job = make_job(directory)
     with pytest.raises(FencedError):
         job(stop=StepCallback(job, 13, lambda: Fence(LocalStore(directory)).claim() and None))

@@ -1,4 +1,4 @@
-"""What a job with `config.train.same_bits_devices` makes on some of the devices here: every bit of a few steps."""
+"""State and metrics, as bytes, of a job with `config.train.same_bits_devices` on a given number of devices."""
 
 from typing import Any
 
@@ -23,24 +23,24 @@ SAME_BITS_OPTIONS: dict[str, Any] = {
 
 
 def use_user_compiler_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else steps are compiled as tests are: in little time."""
+    """Compile steps with the options of users instead of the fast ones of tests."""
     monkeypatch.setattr(compile, "make_compiler_options", lambda *_: USER_COMPILER_OPTIONS)
 
 
 def compute_bits(job: BaseTrainer, devices: int) -> dict[str, bytes]:
-    """By name the state after some steps, what these told, and what the validation step finds then."""
+    """Run some steps and a validation step, and return the bytes of state, metrics and validation results by name."""
     train_setup = job.setup_builder.build(jax.devices()[:devices])
     layout = list_batch_layouts(job.config, train_setup.mesh)[0]
     train_step = train_setup.compile_train(job.train_step, layout).executable
     val_step = train_setup.compile_val(job.val_step, train_setup.abstract_state, layout)
-    state, told = train_setup.init_state(), []
+    state, metrics = train_setup.init_state(), []
     for step in range(STEPS):
         state, loss, meta = train_step(state, layout.batch(job.setup_builder.dataset, "train", step), train_setup.key)
-        told.append((loss, meta))
+        metrics.append((loss, meta))
     found = {
         "state": state,
-        "told": told,
-        "judged": val_step(state, layout.batch(job.setup_builder.dataset, "train", 0)),
+        "metrics": metrics,
+        "validation": val_step(state, layout.batch(job.setup_builder.dataset, "train", 0)),
     }
     return {jax.tree_util.keystr(path): _bits(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
 

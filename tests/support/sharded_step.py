@@ -1,8 +1,8 @@
-"""A train step on many faked devices beside the same step on one: every kind of model, over meshes of all axes.
+"""Comparison of a train step on many simulated devices with the same step on one device, over meshes of all axes.
 
-    python -m tests.support.sharded_step DEVICES KIND     prints by mesh of so many devices how far a step is off
+    python -m tests.support.sharded_step DEVICES KIND     prints the difference of a step for each mesh of DEVICES
 
-A kind is what a job can be asked for that a mesh could betray; an axis of the mesh joins by its name in `AXES`.
+A kind of job combines options whose computation depends on the mesh. New mesh axes are included through `AXES`.
 """
 
 import functools
@@ -31,9 +31,9 @@ from tests.support.tiny_jobs import format_mesh, make_gpt
 Mesh = Mapping[str, int]
 Changes = dict[str, Any]
 
-MAX_DEVICES = 16  # which divide rows in halves, heads, experts, examples and vocabulary below
-GRADIENTS = optax.trace(decay=0.0)  # whose state they are
-SCALE = 3.0  # of matrices at the start: no router's choice hangs on rounding, and every part counts
+MAX_DEVICES = 16  # divides the half sequences, heads, experts, examples and vocabulary below
+GRADIENTS = optax.trace(decay=0.0)  # its state is the gradients of the last step
+SCALE = 3.0  # factor of the initial matrices, so that no router decision depends on rounding and every term contributes
 
 DECODER = {"layers": 2, "width": 64, "heads": 16, "mlp_width": 96}
 GPT = {"layers": 2, "width": 64, "heads": 16}
@@ -41,7 +41,7 @@ EXPERTS = {"experts": 16, "experts_per_token": 2, "auxiliary_loss": 0.1, "router
 
 
 class JobKind(NamedTuple):
-    """What a job is asked for: its class, its model, and other keys of `config`."""
+    """Kind of job: its class, its model, and other keys of `config`."""
 
     job: type[BaseTrainer]
     model: Changes
@@ -61,7 +61,7 @@ GROUPED = {
     "mlp": "geglu",
     "embedding_scale": "sqrt_width",
 }
-# Narrower than the part of a row that a device has, and wider than that of two.
+# The window is narrower than a sequence shard on most meshes, and wider than one (4 positions) on 16 devices.
 WINDOWS = {
     "layers": 3,
     "layer_pattern": ["window", "full", "no_rope"],
@@ -94,7 +94,7 @@ JOB_KINDS = {
 
 
 def list_meshes(devices: int) -> list[dict[str, int]]:
-    """Over so many devices, a power of two: each axis alone, all pairs of axes, and two triples."""
+    """Return meshes of `devices`, a power of two: each axis alone, all pairs of axes, and two triples."""
     less, more = 2 ** ((devices.bit_length() - 1) // 2), 2 ** (devices.bit_length() // 2)
     return [
         *({axis: devices} for axis in AXES),
@@ -105,7 +105,7 @@ def list_meshes(devices: int) -> list[dict[str, int]]:
 
 @functools.cache
 def _directory() -> Path:
-    """With documents of several lengths, each in a file of its own."""
+    """Make a directory of text files with documents of different lengths."""
     directory = Path(tempfile.mkdtemp())
     for number, length in enumerate(np.random.default_rng(0).integers(1, 90, 200)):
         (directory / f"{number:03}.txt").write_text("".join(chr(97 + (number + k * k) % 26) for k in range(length)))
@@ -113,7 +113,7 @@ def _directory() -> Path:
 
 
 def make_changes(name: str) -> Changes:
-    """What a job of this kind has beside its mesh and its optimizer."""
+    """Return the spec changes of a kind of job, except its mesh and optimizer."""
     kind = JOB_KINDS[name]
     others = {key: str(_directory() / "*.txt") if value == "TEXTS" else value for key, value in kind.others.items()}
     return {
@@ -125,7 +125,7 @@ def make_changes(name: str) -> Changes:
 
 
 def make_job(name: str, mesh: Mesh) -> BaseTrainer:
-    """A job of this kind, whose optimizer keeps the gradients of the last step."""
+    """Make a job of this kind whose optimizer state is the gradients of the last step."""
     job = JOB_KINDS[name].job
     methods = {"optimizer": classmethod(lambda cls: GRADIENTS), "schedule": classmethod(lambda cls: None)}
     changes = {"topology.mesh": dict.fromkeys(AXES, 1) | dict(mesh), "config.optimizer": {}, "config.schedule": {}}
@@ -133,7 +133,7 @@ def make_job(name: str, mesh: Mesh) -> BaseTrainer:
 
 
 class StepResult(NamedTuple):
-    """What a step made, on the host."""
+    """Results of a step, on the host."""
 
     loss: Any
     gradients: Any
@@ -141,15 +141,15 @@ class StepResult(NamedTuple):
 
 
 def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = None) -> tuple[StepResult, list[Any]]:
-    """One step from the state with these leaves, or else from that of the seed; and the leaves it began with."""
+    """Take one step from the state with `leaves`, or else from the scaled initial state; also return these leaves."""
     job = make_job(name, mesh)
     train_setup = job.setup_builder.build(jax.devices()[:devices])
     layout = list_batch_layouts(job.config, train_setup.mesh)[0]
     step = train_setup.compile_train(job.train_step, layout).executable
     if leaves is None:
-        begun = jax.device_get(train_setup.init_state())
-        scaled = jax.tree.map(lambda leaf: SCALE * leaf if leaf.ndim > 1 else leaf, begun.params)
-        leaves = jax.tree.leaves(begun.replace(params=scaled))
+        initial = jax.device_get(train_setup.init_state())
+        scaled = jax.tree.map(lambda leaf: SCALE * leaf if leaf.ndim > 1 else leaf, initial.params)
+        leaves = jax.tree.leaves(initial.replace(params=scaled))
     abstract = train_setup.abstract_state
     state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     batch: Batch = layout.batch(job.setup_builder.dataset, "train", 0)
@@ -159,12 +159,12 @@ def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = No
 
 @functools.cache
 def take_step_on_one_device(name: str) -> tuple[StepResult, list[Any]]:
-    """The step of a kind, and the state it began with."""
+    """Take the reference step of a kind, and return its result and initial leaves."""
     return take_step(name, {}, 1)
 
 
 class Difference(NamedTuple):
-    """How far a step is off: of the loss relative to it, of a gradient to its own largest element."""
+    """Differences of a step: relative for the loss, relative to the largest element for a gradient."""
 
     loss: float
     gradient: float
@@ -172,9 +172,10 @@ class Difference(NamedTuple):
 
 
 def measure_difference(name: str, mesh: Mesh, devices: int) -> Difference:
-    """Of a step over this mesh from that on one device.
+    """Return the difference of a step on this mesh from the step on one device.
 
-    A gradient that is zero but for rounding, as that of a key's bias, counts as a thousandth of the largest one.
+    The scale of a gradient is at least a thousandth of the largest one, since some gradients, such as that of the key
+    bias, are zero up to rounding.
     """
     want, leaves = take_step_on_one_device(name)
     got, _ = take_step(name, mesh, devices, leaves)

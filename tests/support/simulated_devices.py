@@ -1,4 +1,4 @@
-"""Faked CPU devices: of this process of pytest, and of the processes that tests start."""
+"""Simulated CPU devices of the pytest process and of the processes that tests start."""
 
 import mmap
 import os
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from runner.process import make_environment
 
-# Compiling is most of what these tests cost. Half of that is LLVM's optimiser, and half of the rest are XLA's newer
-# emitters of fused loops, in place of which the older ones serve.
+# Compilation dominates the cost of these tests. LLVM's optimiser takes half of it, and XLA's newer emitters of fused
+# loops half of the rest, so both are disabled; the older emitters compute the same.
 _UNOPTIMIZED = "--xla_backend_optimization_level=0"
 _EMITTERS = "xla_cpu_use_fusion_emitters"
 
@@ -26,18 +26,19 @@ def _is_known(flag: str) -> bool:
 
 
 _HAS_EMITTERS = _is_known(_EMITTERS)
-# Compiler options with which a test compiles as processes of users do, where it needs the bits that they get.
+# Compiler options of a user's process, for tests that need the bits that users get.
 USER_COMPILER_OPTIONS = {"xla_backend_optimization_level": 3} | ({_EMITTERS: True} if _HAS_EMITTERS else {})
 
 
 def configure_simulated_devices(devices: int) -> None:
-    """Give this process so many faked devices. Before jax is imported; processes that it starts inherit them."""
+    """Give this process and its children `devices` simulated CPU devices; call it before jax is imported."""
     flags = [_UNOPTIMIZED, *([f"--{_EMITTERS}=false"] if _HAS_EMITTERS else [])]
     os.environ.update(make_environment(devices, {"XLA_FLAGS": " ".join(flags)}))
 
 
 def environment(devices: int, cache: Path | None = None) -> dict[str, str]:
-    """What a job's process runs under: `devices` faked CPU devices of its own, whatever this process has."""
-    given = {name: value for name, value in os.environ.items() if name != "NPROC"}  # which this process's devices need
+    """Return the environment of a process with `devices` simulated CPU devices, independent of this process's."""
+    # NPROC limits the threads of this process's own devices.
+    given = {name: value for name, value in os.environ.items() if name != "NPROC"}
     variables = make_environment(devices, given) | {"PYTHONUNBUFFERED": "1"}
     return variables if cache is None else variables | {"RUNNER_CACHE": str(cache)}

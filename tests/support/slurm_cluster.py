@@ -1,7 +1,7 @@
-"""A real SLURM on this machine: munged, slurmctld and a slurmd for each of two nodes, in a directory of its own.
+"""Real SLURM cluster on this machine: munged, slurmctld and a slurmd for each of two nodes.
 
-The nodes are called 127.0.0.1 and 127.0.0.2. Both are addresses of this machine, so the name of the first node, where
-JAX looks for process 0, needs no entry in any list of hosts. Needs root, as slurmd does.
+The nodes are named 127.0.0.1 and 127.0.0.2. Both are addresses of this machine, so the name of the first node, where
+JAX connects to process 0, resolves without an entry in /etc/hosts. It needs root, as slurmd does.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ NODES = ("127.0.0.1", "127.0.0.2")
 DEADLINE_SECONDS = 180.0
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 _SLURMD_TIMEOUT_SECONDS = 5
-_CREDENTIAL_SECONDS = 5  # the least that SLURM takes; a requeued job waits as long (reason BeginTime), 120 s by default
+_CREDENTIAL_SECONDS = 5  # SLURM's minimum; a requeued job waits as long (reason BeginTime), by default 120 s
 
 
 def _free_ports(number: int) -> list[int]:
@@ -32,7 +32,7 @@ def _free_ports(number: int) -> list[int]:
 
 
 def wait_until(happens: Callable[[], object], what: str, report: Callable[[], str]) -> None:
-    """Wait until `happens()`; fails with `report()` at the deadline."""
+    """Wait until `happens()`; fail with `report()` at the deadline."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not happens():
         assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS:.0f} s: {what}\n{report()}"
@@ -40,7 +40,7 @@ def wait_until(happens: Callable[[], object], what: str, report: Callable[[], st
 
 
 class SlurmCluster:
-    """Two nodes of one core each. `variables` is the environment in which SLURM's commands reach it."""
+    """Cluster of two nodes with one core each; `variables` is the environment of SLURM's commands."""
 
     def __init__(self, directory: Path):
         missing = [name for name in _PROGRAMS if shutil.which(name, path=_search_path()) is None]
@@ -107,22 +107,22 @@ class SlurmCluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """kill -9 to the slurmd of a node. What it has started goes on, and nobody watches over it."""
+        """Kill -9 the slurmd of a node; the job steps that it started continue without supervision."""
         self._daemons[node].kill()
         self._daemons[node].wait()
 
     def command(self, *words: str) -> str:
-        """What a command of SLURM prints; empty if it fails."""
+        """Run a SLURM command and return its output, or an empty string if it fails."""
         result = subprocess.run(words, env=self.variables, capture_output=True, text=True, timeout=60)
         return result.stdout.strip() if result.returncode == 0 else ""
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What scontrol shows of a job."""
+        """Return the fields of a job that scontrol shows."""
         words = self.command("scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def pid_of_task(self, job_id: str, process_id: int) -> int:
-        """The process of the runner that is this task of the job."""
+    def find_task_pid(self, job_id: str, process_id: int) -> int:
+        """Return the pid of the runner process of a task."""
         wanted = {f"SLURM_JOB_ID={job_id}".encode(), f"SLURM_PROCID={process_id}".encode()}
         for path in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ class SlurmCluster:
         raise AssertionError(f"no process is task {process_id} of job {job_id}")
 
     def report(self) -> str:
-        """The ends of all logs, and the queue."""
+        """Return the queue, the nodes and the last lines of all logs."""
         logs = sorted([*self.directory.glob("*.log"), *self.directory.glob("*.output")])
         parts = [f"--- {path.name}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in logs]
         return "\n".join([self.command("squeue"), self.command("sinfo", "-N"), *parts])

@@ -1,4 +1,4 @@
-"""Texts that shells, YAML and batch systems read something into, and what reaches the job of them."""
+"""Texts with characters that shells, YAML or batch systems interpret, and the arguments that a job gets from them."""
 
 import enum
 import re
@@ -10,7 +10,8 @@ import yaml
 
 from tests.support.job_process import ROOT
 
-# Line breaks of YAML 1.1 or of Python alone, marks, and what a terminal or a manifest cannot hold, at every place.
+# Characters that only YAML 1.1 or only Python takes for line breaks, byte-order marks, and characters that terminals or
+# manifests cannot represent; each inside a text, alone, and after a blank.
 _CHARACTERS = "\x85\u2028\u2029\ufeff\r\t\x00\x0b\x1c\x7f\x80\xa0\ufffe"
 _CONTEXTS = (("a", "b"), ("", ""), ("a ", "\n"))
 CONTROL_CHARACTER_TEXTS = [f"{before}{character}{after}" for character in _CHARACTERS for before, after in _CONTEXTS]
@@ -38,14 +39,14 @@ TEXTS = (
     "a \u2028b",
     "\ufeffa",
 )
-# A value of YAML whose comments are lines of their own.
+# An override whose YAML value contains comments on lines of their own.
 MULTILINE_OVERRIDE = 'seed=1\n#SBATCH --nodes=7\r\n# it\'s "raw" $HOME \\\n#SBATCH --qos=none\n'
 UNPRINTABLE_TEXTS = ("", " ", " a", "a ", "a\nb", "a\tb", "a\rb", "\x1b[31m", "\x7f", "\udcff")
 _SPEC = "specs/counter.yaml"
 
 
 class Engine(enum.Enum):
-    """Who starts the job."""
+    """Engine that starts the job."""
 
     SLURM = "slurm"
     JOBSET = "jobset"
@@ -53,7 +54,7 @@ class Engine(enum.Enum):
 
 
 def make_committed_project(directory: Path) -> Path:
-    """A project with one spec, committed."""
+    """Create a Git repository with one committed spec."""
     (directory / "specs").mkdir(parents=True)
     (directory / _SPEC).write_text((ROOT / _SPEC).read_text())
     identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
@@ -63,7 +64,7 @@ def make_committed_project(directory: Path) -> Path:
 
 
 def extract_job_arguments(engine: Engine, output: str, scratch: Path) -> list[str]:
-    """The words that `python -m runner` (or the worker above it) gets, by what a dry run has printed."""
+    """Return the arguments of `python -m runner`, or of its worker, that the output of a dry run would pass."""
     if engine is Engine.JOBSET:
         pod = yaml.safe_load(output)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         return [word.replace("$$", "$") for word in pod["containers"][0]["args"]]

@@ -44,7 +44,7 @@ def test_a_process_is_found_however_deep_and_ended(kept: int) -> None:
 
 def test_what_a_test_leaves_is_ended_after_it(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    pytester.makeconftest("from tests.conftest import _no_process_survives_its_test")
+    pytester.makeconftest("from tests.conftest import _kill_remaining_processes")
     pytester.makepyfile(f"""
         import subprocess, sys
         from pathlib import Path

@@ -1,7 +1,7 @@
-"""A tiny GPT with a stop-watch of its own, which knows nothing of the runner's clock.
+"""Tiny GPT that measures its phases independently of the runner's clock.
 
-It wraps what the job calls and writes, after each step, what has passed in each: `TIMED_FILE` gets a line a step.
-`TIMED_HOLD=ATTEMPT:STEP` has it stand still after that step, until it is killed.
+It wraps the methods of the phases and appends the seconds of each to the file `TIMED_FILE` after every step. With
+`TIMED_HOLD=ATTEMPT:STEP` it sleeps after that step until it is killed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _depth = [0]
 
 @contextlib.contextmanager
 def measure_seconds(name: str) -> Iterator[None]:
-    """Count the time inside, but for what is watched within it."""
+    """Add the time of a block to `name`, except the time of measured blocks inside it."""
     began, before = time.time(), sum(_seconds.values())
     _depth[0] += 1
     try:
@@ -47,7 +47,7 @@ Validation.evaluate = add_measurement("evaluation", Validation.evaluate)  # type
 
 
 class TimedGPT(PretrainGPT):
-    """Writes down where its time goes."""
+    """GPT that records the seconds of its phases after each step."""
 
     def batch(self, slice: str = "train", step: int | None = None) -> Any:
         if slice == "train":
@@ -57,7 +57,7 @@ class TimedGPT(PretrainGPT):
     def prepare(self) -> None:
         self.checkpointer.save = add_measurement("save_stall", self.checkpointer.save)  # type: ignore[method-assign]
         self.checkpointer.wait = add_measurement("save_stall", self.checkpointer.wait)  # type: ignore[method-assign]
-        self.note(prepared=time.time())
+        self.append_line(prepared=time.time())
         with measure_seconds("compile"):
             super().prepare()
 
@@ -75,15 +75,15 @@ class TimedGPT(PretrainGPT):
             super().save_or_stop()
         finally:
             passed = time.time() - self.since - (sum(_seconds.values()) - self.before)
-            self.note(step=self.step, seconds=_seconds | {"steps": passed})
+            self.append_line(step=self.step, seconds=_seconds | {"steps": passed})
         if os.environ.get("TIMED_HOLD") == f"{self.attempt.number}:{self.step}":
-            self.note(held=time.time())
+            self.append_line(held=time.time())
             time.sleep(3600)
 
     def finish(self) -> None:
         super().finish()
-        self.note(step=self.step, finished=dict(_seconds))
+        self.append_line(step=self.step, finished=dict(_seconds))
 
-    def note(self, **line: Any) -> None:
+    def append_line(self, **line: Any) -> None:
         with open(os.environ["TIMED_FILE"], "a") as file:
             file.write(json.dumps(line | {"time": time.time(), "attempt": self.attempt.number}) + "\n")

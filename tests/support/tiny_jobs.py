@@ -1,4 +1,7 @@
-"""Tiny jobs for these tests: seconds to compile, milliseconds a step. Compiled programs are kept for the session."""
+"""Tiny jobs that take seconds to compile and milliseconds per step, and readers of their run directories.
+
+Importing this module opens a compile cache that is shared by all processes of the test session.
+"""
 
 import copy
 import hashlib
@@ -31,13 +34,13 @@ CompileCache().open()
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "".join(f"{number} squared is {number * number}.\n" for number in range(1500))
 
-# Every way to lay 8 devices out as data x fsdp x tensor.
+# All factorisations of 8 devices into data x fsdp x tensor.
 FACTORISATIONS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if sizes[0] * sizes[1] * sizes[2] == 8]
-# One axis, another axis, and all three at once daily; every other way in the soak.
+# The daily tests use tensor alone, fsdp alone and all three axes; the soak tests use all factorisations.
 _DAILY = ((1, 1, 8), (1, 8, 1), (2, 2, 2))
 MESHES = [sizes if sizes in _DAILY else pytest.param(sizes, marks=pytest.mark.soak) for sizes in FACTORISATIONS]
 
-# Of all axes: each alone over 4 devices, all pairs over 2 x 4 and two triples over 2 x 2 x 2.
+# Each axis alone over 4 devices, all pairs over 2 x 4, and two triples over 2 x 2 x 2.
 AXIS_MESHES = [
     *({axis: 4} for axis in AXES),
     *({first: 2, second: 4} for first, second in itertools.combinations(AXES, 2)),
@@ -51,7 +54,7 @@ def make_full_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
 
 
 def make_partial_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """The mesh over as many devices as these axes make up."""
+    """Make a mesh over the first devices, as many as the product of the axis sizes."""
     return make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
 
 
@@ -60,7 +63,7 @@ def format_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with dotted keys replaced, by copies: a section that is given may be changed by a later key."""
+    """Set dotted keys of `base` to copies of the values; a later key may modify a section set by an earlier one."""
     for dotted, value in changes.items():
         section = base
         *parents, key = dotted.split(".")
@@ -71,7 +74,7 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_gpt_document(directory: Path, **changes: Any) -> dict[str, Any]:
-    """The spec of a GPT with some thousand parameters; `changes` are dotted keys."""
+    """Return the spec of a GPT with a few thousand parameters; `changes` are dotted keys."""
     text = directory.parent / "text.txt"
     if not text.exists():
         text.write_text(TEXT)
@@ -104,7 +107,7 @@ def make_gpt(directory: Path, job_class: type[BaseTrainer] = PretrainGPT, **chan
 
 
 def get_job_name(job_class: type[RestoreableJob]) -> str:
-    """What a spec calls it."""
+    """Return the name of a job class in a spec."""
     return f"{job_class.__module__}:{job_class.__qualname__}"
 
 
@@ -120,7 +123,7 @@ def make_counter(directory: Path, job_class: type[Counter] = Counter, **changes:
 
 
 class RecordingGPT(PretrainGPT):
-    """Notes, beside its run, a digest of every row of every training batch, by step and row of the global batch."""
+    """GPT that records a digest of every training sequence, by step and index in the global batch."""
 
     def batch(self, slice="train", step=None):
         batch = super().batch(slice, step)
@@ -140,13 +143,13 @@ class RecordingGPT(PretrainGPT):
 
 
 def read_recorded_rows(directory: Path, step: int) -> dict[str, str]:
-    """Row of the global batch -> digest, from all processes."""
+    """Return the digest of each sequence of a step by its index in the global batch, from all processes."""
     paths = (directory / "rows").glob(f"{step}.*")
     return {row: digest for path in paths for row, digest in json.loads(path.read_text()).items()}
 
 
 class StopAfter(StopNotice):
-    """A notice that comes when `job` has completed `step` steps."""
+    """Stop notice that arrives when `job` has completed `step` steps."""
 
     def __init__(self, job: RestoreableJob, step: int):
         super().__init__()
@@ -161,12 +164,12 @@ def make_mesh_options(data: int, fsdp: int, tensor: int) -> dict[str, Any]:
 
 
 def environment(devices: int | None = None, **changes: str) -> dict[str, str]:
-    """The environment of a subprocess that sees so many devices."""
+    """Return the environment of a subprocess with `devices` simulated devices, or that of this process."""
     return (dict(os.environ) if devices is None else simulated_devices.environment(devices)) | changes
 
 
 def start_python(*arguments: str, devices: int | None = None, **changes: str) -> "subprocess.Popen[str]":
-    """Start `python ARGUMENTS` at the root of the repository; output and errors in one pipe."""
+    """Start `python ARGUMENTS` at the root of the repository, with both output streams in one pipe."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         env=environment(devices, **changes),
@@ -178,24 +181,24 @@ def start_python(*arguments: str, devices: int | None = None, **changes: str) ->
 
 
 def wait_for_output(process: "subprocess.Popen[str]", timeout: float = 600) -> str:
-    """Wait for a process and return its output; it must end with 0."""
+    """Wait for a process, check that it exits with 0, and return its output."""
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, output
     return output
 
 
 def read_rows(directory: Path) -> list[Any]:
-    """Those of metrics.jsonl."""
+    """Return the rows of metrics.jsonl."""
     return parse_lines((directory / "metrics.jsonl").read_bytes())
 
 
 def read_trajectory(directory: Path) -> list[Any]:
-    """The rows without their speed, which is no part of it."""
+    """Return the rows without the speed metrics, which differ between runs."""
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in read_rows(directory)]
 
 
 def read_outcome(directory: Path) -> tuple[list[Any], Any]:
-    """The trajectory, and the result."""
+    """Return the trajectory and the result."""
     return read_trajectory(directory), read_json(LocalStore(directory), "result.json")
 
 
@@ -206,6 +209,6 @@ def stop_after(job: RestoreableJob, step: int) -> None:
 
 
 def are_leaves_equal(a: Any, b: Any) -> bool:
-    """Whether two pytrees of arrays hold the same bits, wherever they lie."""
+    """Return True if two pytrees of arrays are bit-identical, on whatever devices they are placed."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(x.dtype == y.dtype and jax.device_get(x).tobytes() == jax.device_get(y).tobytes() for x, y in pairs)

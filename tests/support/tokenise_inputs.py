@@ -1,4 +1,4 @@
-"""The same documents in every form that a tokenise job reads, and tokenizers of every kind to read them with."""
+"""Documents in every file format of a tokenise job, tokenizers of every kind, and readers of the resulting corpus."""
 
 import base64
 import gzip
@@ -34,24 +34,24 @@ Documents = Sequence[str | None]
 
 
 def make_jsonl(documents: Documents, field: str = "text") -> bytes:
-    """As .jsonl."""
+    """Encode documents as .jsonl."""
     return b"".join(json.dumps({"id": i, field: text}).encode() + b"\n" for i, text in enumerate(documents))
 
 
 def make_table(documents: Documents) -> pyarrow.Table:
-    """As a table."""
+    """Return documents as a table with one column."""
     return pyarrow.table({"text": pyarrow.array(documents, pyarrow.string())})
 
 
 def make_parquet(documents: Documents) -> bytes:
-    """As .parquet, in row groups of seven."""
+    """Encode documents as .parquet with row groups of seven."""
     file = io.BytesIO()
     pyarrow.parquet.write_table(make_table(documents), file, row_group_size=7)
     return file.getvalue()
 
 
 def make_arrow(documents: Documents, new: Callable[..., Any]) -> bytes:
-    """As .arrow, one of its two forms."""
+    """Encode documents as .arrow, in the stream or the file format."""
     file = io.BytesIO()
     with new(file, make_table(documents).schema) as writer:
         writer.write_table(make_table(documents), max_chunksize=7)
@@ -59,7 +59,7 @@ def make_arrow(documents: Documents, new: Callable[..., Any]) -> bytes:
 
 
 def make_zstd_frames(documents: Documents) -> bytes:
-    """As .jsonl.zst, of two frames."""
+    """Encode documents as .jsonl.zst with two frames."""
     content, half = make_jsonl(documents), len(make_jsonl(documents)) // 2
     compress = zstandard.ZstdCompressor().compress
     return compress(content[:half]) + compress(content[half:])
@@ -76,7 +76,7 @@ FILE_FORMATS: dict[str, Callable[[Documents], bytes]] = {
 
 
 def write_text_files(directory: Path, documents: Sequence[str]) -> str:
-    """One text file a document; the glob that names them."""
+    """Write one text file per document, and return a glob that matches them."""
     directory.mkdir(parents=True, exist_ok=True)
     for i, text in enumerate(documents):
         (directory / f"{i:05}.txt").write_bytes(text.encode())
@@ -84,7 +84,7 @@ def write_text_files(directory: Path, documents: Sequence[str]) -> str:
 
 
 def make_hf_tokenizer() -> bytes:
-    """A small tokenizer.json, with truncation and padding, as many have."""
+    """Make a small tokenizer.json with truncation and padding enabled, as many published ones have."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -99,7 +99,7 @@ def make_hf_tokenizer() -> bytes:
 
 
 def make_sentencepiece_model() -> bytes:
-    """A small model of sentencepiece."""
+    """Make a small sentencepiece model."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(DOCUMENTS), model_writer=model, vocab_size=120, minloglevel=2, hard_vocab_limit=False
@@ -108,13 +108,13 @@ def make_sentencepiece_model() -> bytes:
 
 
 def make_tiktoken_ranks() -> bytes:
-    """A file of tiktoken's ranks: all bytes, and one merge."""
+    """Make a tiktoken rank file: all bytes and two merged tokens."""
     tokens = [bytes([i]) for i in range(256)] + [b"th", b"the"]
     return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
 
 
 def make_tokenizer_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """The `config.tokenizer` of every kind, with its files in `directory`."""
+    """Write the files of every kind of tokenizer to `directory`, and return the `config.tokenizer` of each."""
     for name, make in (
         ("hf.json", make_hf_tokenizer),
         ("sp.model", make_sentencepiece_model),
@@ -132,7 +132,7 @@ def make_tokenizer_files(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def make_tokenise_document(directory: Path | str, **changes: Any) -> dict[str, Any]:
-    """The spec of a job that makes bytes of what `config.source` names; `changes` are dotted keys."""
+    """Return the spec of a tokenise job with the byte tokenizer; `changes` are dotted keys."""
     document = {
         "name": "tokenise",
         "job": "experiments.tokenise:Tokenise",
@@ -144,17 +144,17 @@ def make_tokenise_document(directory: Path | str, **changes: Any) -> dict[str, A
 
 
 def make_tokenise_job(directory: Path | str, **changes: Any) -> Tokenise:
-    """That job, in this process."""
+    """Make a tokenise job in this process."""
     return Tokenise(ExecutionSpec.model_validate(make_tokenise_document(directory, **changes)))
 
 
 def read_index(corpus: Path) -> CorpusIndex:
-    """The index of a corpus on this disk."""
+    """Return the index of a local corpus."""
     return CorpusIndex.decode((corpus / "index.json").read_bytes(), str(corpus))
 
 
 def read_corpus(corpus: Path) -> list[np.ndarray]:
-    """The ids of each document, separators included."""
+    """Return the token ids of each document including separators, and check the shards against the index."""
     index, found = read_index(corpus), []
     for shard in index.shards:
         ids = np.fromfile(corpus / f"{shard.name}.bin", np.dtype(index.dtype))
@@ -167,7 +167,7 @@ def read_corpus(corpus: Path) -> list[np.ndarray]:
 
 
 def decode_corpus(corpus: Path) -> list[str]:
-    """The text of each document, by the tokenizer that the index names, without separators."""
+    """Return the text of each document without separators, decoded by the tokenizer in the index."""
     index = read_index(corpus)
     tokenizer = load_tokenizer(index.tokenizer, LocalStore(corpus))
     tail = 0 if index.separator is None else 1
@@ -175,12 +175,12 @@ def decode_corpus(corpus: Path) -> list[str]:
 
 
 def read_corpus_files(corpus: Path) -> dict[str, bytes]:
-    """Every file that a reader of the corpus reads."""
+    """Return the content of the files that readers of the corpus use."""
     return {path.name: path.read_bytes() for path in corpus.iterdir() if path.name != "owner.json"}
 
 
 class FakeBucket:
-    """Every `gs://` URL is a prefix of this bucket, which is in memory."""
+    """In-memory bucket that replaces the bucket of every `gs://` URL in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.driver = MemoryDriver()
@@ -192,11 +192,11 @@ class FakeBucket:
         return BucketStore(address.rstrip("/"), prefix, self.driver)
 
     def write(self, name: str, content: bytes) -> None:
-        """Put an object there."""
+        """Create or replace an object."""
         self.driver.put(name, content, None)
 
     def copy_to(self, prefix: str, directory: Path) -> Path:
-        """What is below a prefix, on the disk."""
+        """Copy the objects below a prefix to a local directory."""
         directory.mkdir()
         for key, (content, _) in self.driver.objects.items():
             if key.startswith(f"{prefix}/"):

@@ -1,4 +1,4 @@
-"""Environments that hold this project, what it needs, and some of its extras, made of the packages that are here."""
+"""Virtual environments with this project, its requirements and some extras, linked from the installed packages."""
 
 import functools
 import importlib.metadata
@@ -17,12 +17,12 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-PAGE_EXTRAS = sorted(EXTRAS.keys() - {"test", "parity"})  # those that are for users
+PAGE_EXTRAS = sorted(EXTRAS.keys() - {"test", "parity"})  # without the extras for developers
 
 
 @functools.cache
 def list_installed() -> dict[str, Distribution]:
-    """Every distribution that is installed here, by its canonical name."""
+    """Return every installed distribution by its canonical name."""
     found: dict[str, Distribution] = {}
     for distribution in importlib.metadata.distributions():
         found.setdefault(canonicalize_name(distribution.metadata["Name"]), distribution)
@@ -31,14 +31,14 @@ def list_installed() -> dict[str, Distribution]:
 
 @functools.cache
 def list_requirements(name: str, extra: str) -> list[Requirement]:
-    """What a distribution that is installed here needs, with one of its extras or without any."""
+    """Return the requirements of an installed distribution, with one of its extras or (if empty) without extras."""
     requirements = map(Requirement, list_installed()[name].requires or ())
     return [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": extra})]
 
 
 @functools.cache
 def list_distributions(*extras: str) -> frozenset[str]:
-    """The names of the distributions that an install with these extras brings, as far as they are here."""
+    """Return the installed distributions that an install with these extras brings, transitively."""
     texts = [*PROJECT["dependencies"], *(text for extra in extras for text in EXTRAS[extra])]
     waiting = [Requirement(text) for text in texts]
     found: set[str] = set()
@@ -57,19 +57,19 @@ def list_distributions(*extras: str) -> frozenset[str]:
 
 
 def is_extra_installed(extra: str) -> bool:
-    """Whether everything that an extra names is installed here."""
+    """Return True if all direct requirements of an extra are installed."""
     here = list_installed()
     return all(canonicalize_name(Requirement(text).name) in here for text in EXTRAS[extra])
 
 
 def list_named_extras(text: str) -> list[str]:
-    """The extras that a page installs."""
+    """Return the extras that the `pip install` commands of a page name."""
     found = {name for names in re.findall(r"pip install [^\n`]*\.\[([a-z,-]+)\]", text) for name in names.split(",")}
     return sorted(found - {"test", "parity"})
 
 
 def make_virtual_environment(directory: Path, extras: Iterable[str] = (), root: Path = ROOT) -> Path:
-    """A virtual environment as `pip install -e '.[extras]'` in `root` makes it; its python."""
+    """Make a virtual environment like that of `pip install -e '.[extras]'` in `root`, and return its python."""
     venv.EnvBuilder(symlinks=True).create(directory)
     (packages,) = directory.glob("lib/python*/site-packages")
     for path, target in _list_links(list_installed(), list_distributions(*extras)):
@@ -86,7 +86,7 @@ def make_virtual_environment(directory: Path, extras: Iterable[str] = (), root: 
 
 
 def _list_links(here: dict[str, Distribution], wanted: frozenset[str]) -> Iterator[tuple[PurePath, str]]:
-    """What to link, and to what: whole directories, but single files where others have files in the same directory."""
+    """Yield links and their targets: whole directories, or single files where a directory is shared with others."""
     owners: dict[str, set[str]] = defaultdict(set)
     files: dict[str, list[PurePath]] = {}
     for name, distribution in here.items():

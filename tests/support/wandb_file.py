@@ -1,4 +1,4 @@
-"""What W&B has written offline, read as `wandb sync` does: a log in LevelDB's format, of protocol buffers."""
+"""Reader of W&B's offline files, as `wandb sync` reads them: LevelDB logs of protocol buffers."""
 
 import json
 import struct
@@ -13,7 +13,7 @@ _FULL, _LAST = 1, 4
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Every row that was logged, by its step."""
+    """Return the logged rows in order, each with its step."""
     rows = []
     for record in read_records(path):
         if record.WhichOneof("record_type") == "history":
@@ -23,13 +23,13 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What the run was told as its config when it began."""
+    """Return the config and tags that the run was started with."""
     (run,) = (record.run for record in read_records(path) if record.WhichOneof("record_type") == "run")
     return {item.key: json.loads(item.value_json) for item in run.config.update} | {"tags": list(run.tags)}
 
 
 def read_records(path: Path) -> Iterator[Any]:
-    """All records; https://github.com/google/leveldb/blob/main/doc/log_format.md, after a header of seven bytes."""
+    """Yield all records, in the format https://github.com/google/leveldb/blob/main/doc/log_format.md after a header."""
     content = path.read_bytes()
     assert content[:4] == b":W&B"
     offset, whole = _HEADER, b""

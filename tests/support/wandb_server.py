@@ -1,6 +1,6 @@
-"""A server for W&B's client, of those requests that logging a run takes; what it was told is kept as W&B keeps it.
+"""Fake W&B server with the requests that logging a run needs.
 
-A run's files grow by lines: a request says at which line its content stands, and what stood there is gone.
+The files of a run grow by lines: a request gives the line at which its content begins, and replaces lines there.
 """
 
 import gzip
@@ -19,7 +19,7 @@ ENTITY = "team"
 
 
 class WandbServer:
-    """What was told: the lines of each file by run, and the input of each `upsertBucket`."""
+    """Received data: the lines of each file by run, and the input of each `upsertBucket`."""
 
     def __init__(self) -> None:
         self.files: dict[tuple[str, str], list[str]] = {}
@@ -29,18 +29,18 @@ class WandbServer:
 
     @property
     def runs(self) -> list[str]:
-        """The names of all runs that have files."""
+        """Names of the runs that have files."""
         with self._lock:
             return list(dict.fromkeys(run for run, _ in self.files))
 
     def history(self, run: str) -> list[dict[str, Any]]:
-        """The rows of a run, without those keys that are W&B's own."""
+        """Return the rows of a run without W&B's own keys."""
         with self._lock:
             rows = [json.loads(line) for line in self.files.get((run, HISTORY), ())]
         return [{"step": row["_step"]} | {key: row[key] for key in row if key[0] != "_"} for row in rows]
 
     def stream(self, run: str, files: dict[str, Any]) -> None:
-        """Put lines where they belong."""
+        """Store lines at their offsets."""
         with self._lock:
             for name, given in files.items():
                 lines = self.files.setdefault((run, name), [])
@@ -48,7 +48,7 @@ class WandbServer:
                 lines[offset : offset + len(given["content"])] = given["content"]
 
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """The data of a GraphQL request."""
+        """Return the data of the response to a GraphQL request."""
         if "upsertBucket" in query:
             self.upserts.append(variables)
             project = {"id": "p", "name": variables["project"], "entity": {"id": "e", "name": ENTITY}}
@@ -79,8 +79,8 @@ def _handler(server: WandbServer) -> type[QuietHandler]:
                 server.stream(stream["run"], json.loads(body).get("files") or {})
                 self._reply({})
             elif self.path == "/graphql":
-                asked = json.loads(body)
-                self._reply({"data": server.answer(asked["query"], asked.get("variables") or {})})
+                request = json.loads(body)
+                self._reply({"data": server.answer(request["query"], request.get("variables") or {})})
             else:
                 self._reply({})
 
@@ -101,7 +101,7 @@ def _handler(server: WandbServer) -> type[QuietHandler]:
 
 @contextmanager
 def start_wandb() -> Iterator[WandbServer]:
-    """A server of this process, on a port of its own."""
+    """Start a fake server on a free port, in a thread of this process."""
     state = WandbServer()
     with LocalServer(_handler(state)) as server:
         state.url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -99,7 +99,7 @@ def test_slurm_requeues_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp
         submitted.await_restart(num_restarts)
     for num_restarts, process_id in ((5, 1), (6, 0)):
         submitted.await_commit(attempt=num_restarts)
-        os.kill(cluster.pid_of_task(submitted.id, process_id), signal.SIGKILL)
+        os.kill(cluster.find_task_pid(submitted.id, process_id), signal.SIGKILL)
         submitted.await_restart(num_restarts)
 
     end = submitted.await_end()

@@ -30,12 +30,12 @@ STUBS = {  # on the hosts
     "curl": 'echo "$WORKER"',
     "python3.13": r"""
 if [ "$1" = -c ]; then exit 0; fi
-mkdir -p "$3/bin" && cp "$WORLD/stubs/venv-python" "$3/bin/python"
+mkdir -p "$3/bin" && cp "$STATE/stubs/venv-python" "$3/bin/python"
 """,
     "venv-python": r"""
 if [ "$2" = pip ]; then echo "pip: $*"; exit; fi
 [ -e "$4" ] || exit 9  # in the code as it was shipped
-. "$WORLD/job" "${@:4}"
+. "$STATE/job" "${@:4}"
 """,
 }
 
@@ -94,8 +94,8 @@ class World:
 
 
 COUNT = """\
-echo "$NODE-$WORKER" >>"$WORLD/starts"
-echo "$RUNNER_SUBMITTED" >>"$WORLD/submitted"
+echo "$NODE-$WORKER" >>"$STATE/starts"
+echo "$RUNNER_SUBMITTED" >>"$STATE/submitted"
 """
 REQUESTED = ("1767225600", "1767312000")  # the first day and the second, on which the fake gcloud is asked
 
@@ -148,8 +148,8 @@ def test_the_codes_of_the_job_come_through_and_the_machines_are_deleted(reposito
 
 
 def test_a_preempted_job_gets_new_machines_and_is_started_there(repository, world, capsys):
-    job = f"""{COUNT}echo "life $(cat "$WORLD/created.json")"
-    if [ "$(cat "$WORLD/created.json")" = 1 ]; then touch "$WORLD/preempt"; sleep 30; fi"""
+    job = f"""{COUNT}echo "life $(cat "$STATE/created.json")"
+    if [ "$(cat "$STATE/created.json")" = 1 ]; then touch "$STATE/preempt"; sleep 30; fi"""
     world.script(job, [["PROVISIONING", "ACTIVE"], ["ACTIVE"]])
     assert launch("--spot") == 0
     output = capsys.readouterr().out
@@ -163,7 +163,7 @@ def test_a_preempted_job_gets_new_machines_and_is_started_there(repository, worl
 
 @pytest.mark.soak
 def test_a_preempted_node_is_noticed_while_the_resource_still_says_active(repository, world):
-    job = '[ "$(cat "$WORLD/created.json")" = 2 ] || { echo PREEMPTED >"$WORLD/node_state"; sleep 30; }'
+    job = '[ "$(cat "$STATE/created.json")" = 2 ] || { echo PREEMPTED >"$STATE/node_state"; sleep 30; }'
     world.script(job)
     assert launch() == 0
     assert world.verbs().count("create") == 2
@@ -207,8 +207,8 @@ def await_file(path):
 
 
 def test_a_launch_that_is_left_leaves_the_job_running_and_the_next_one_attaches(repository, world, capsys):
-    world.script(f"""{COUNT}echo before; touch "$WORLD/begun"
-    while [ ! -e "$WORLD/go" ]; do sleep 0.05; done; echo after""")
+    world.script(f"""{COUNT}echo before; touch "$STATE/begun"
+    while [ ! -e "$STATE/go" ]; do sleep 0.05; done; echo after""")
     process = start_in_background(world)
     await_file(world.path / "begun")
     while "before" not in process.stdout.readline():
@@ -265,7 +265,7 @@ def test_what_an_earlier_launch_has_left_suspended_is_replaced(repository, world
 
 
 def test_machines_that_somebody_deletes_are_not_requested_again(repository, world, capsys):
-    world.script('rm "$WORLD/resource.json"; sleep 1')
+    world.script('rm "$STATE/resource.json"; sleep 1')
     assert launch() == 75
     assert "was deleted by somebody else" in capsys.readouterr().err
     assert world.verbs().count("create") == 1

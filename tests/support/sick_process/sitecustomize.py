@@ -1,6 +1,6 @@
-"""Makes a process sick, as its environment says.
+"""Process faults set by environment variables, loaded by Python at start-up from PYTHONPATH.
 
-SLOW_DISK=FILE: while the file is there, each fsync takes a while longer. CLOCK_SECONDS=N: the clock is so far off.
+SLOW_DISK=FILE delays each fsync while the file exists. CLOCK_SECONDS=N shifts the clock by N seconds.
 """
 
 import os
