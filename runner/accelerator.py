@@ -224,6 +224,7 @@ CHIPS = {
 # arrive. `xla_gpu_deterministic_ops` excludes both ("Guarantees run-to-run determinism", openxla/xla, xla.proto and
 # docs/determinism.md). CPUs and TPUs have no such choice.
 DETERMINISTIC_FLAGS: dict[str, tuple[str, ...]] = {"cpu": (), "tpu": (), "gpu": ("--xla_gpu_deterministic_ops=true",)}
+_GPU_DETERMINISM = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")  # either has XLA do it
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # drivers of NVIDIA, of AMD, and of either under WSL
 
 
@@ -251,6 +252,12 @@ def add_deterministic_flags(variables: MutableMapping[str, str]) -> None:
     missing = [flag for flag in wanted if flag.partition("=")[0] not in names]
     if missing:
         variables["XLA_FLAGS"] = " ".join([*present, *missing])
+
+
+def is_gpu_deterministic(variables: Mapping[str, str]) -> bool:
+    """Return True if `XLA_FLAGS` asks for programs that give the same bits at every start on a GPU."""
+    flags = variables.get("XLA_FLAGS", "").split()
+    return any(f"{name}=true" in flags or name in flags for name in _GPU_DETERMINISM)
 
 
 def make_compiler_options(device_kind: str, variables: Mapping[str, str], program: str) -> dict[str, str | bool]:

@@ -14,6 +14,7 @@ from runner.accelerator import (
     DETERMINISTIC_FLAGS,
     Accelerator,
     add_deterministic_flags,
+    is_gpu_deterministic,
     make_compiler_options,
     parse_accelerator,
 )
@@ -128,6 +129,7 @@ def test_deterministic_flags_respect_the_environment(monkeypatch, tmp_path, plat
     driver.touch()
     add_deterministic_flags(variables)
     assert variables.get("XLA_FLAGS") == expected
+    assert is_gpu_deterministic(variables) == (expected in (FLAG, f"{FLAG}=true", f"--xla_dump_to=x {FLAG}=true"))
 
 
 @pytest.mark.parametrize("flag", [flag for flags in DETERMINISTIC_FLAGS.values() for flag in flags])

@@ -8,6 +8,7 @@ memory. Nothing here knows a model or data.
 
 import functools
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from runner.accelerator import make_compiler_options
+from runner.accelerator import is_gpu_deterministic, make_compiler_options
 from runner.checkpoint.leaves import find_form_problems, make_strongly_typed
 from runner.config import TrainerConfig
 from runner.data import Dataset, get_batch_fields, load_global_batch
@@ -44,6 +46,7 @@ from runner.train.state import TrainState, get_shardings
 from runner.train.step import Batch
 
 MEMORY_SHARE = 0.9  # share of a device's memory that a step may be planned to use
+_CUDNN_CONFIG = "create_dot_product_attention_backend_config"  # function of JAX that writes the options of a call
 CompilerOptions = Mapping[str, str | bool | int]  # options of XLA by name
 # XLA generates the code of a CPU program in several parts in parallel. The code of an operation, down to the last bit,
 # can depend on the other operations of its part, and these depend on the number of devices.
@@ -232,8 +235,33 @@ def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: B
 
 def lower_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stages.Lowered:
     """Lower what was traced for this layout."""
+    if layout.mesh.devices.flat[0].platform == "gpu" and is_gpu_deterministic(os.environ):
+        mark_cudnn_gradients_deterministic()
     with use_sharding_rules(layout.mesh):
         return traced.lower()
+
+
+def mark_cudnn_gradients_deterministic() -> None:
+    """Have JAX ask for deterministic gradients of cuDNN attention in each call, for the rest of this process.
+
+    Under `xla_gpu_deterministic_ops` XLA adds `force_deterministic` to the first of several equal calls only, such as
+    those of unrolled layers. The first step then ends with "IndexError: raw_hash_map<>::at" (openxla/xla, pull request
+    46500; seen with jax 0.11.2 on an H200). Calls that have the option from the start are all found. With several
+    devices JAX writes the options while XLA partitions the program: the text of a lowered program lacks them.
+    """
+    make_config = getattr(fused_attention_stablehlo, _CUDNN_CONFIG, None)
+    if make_config is None or hasattr(make_config, "__wrapped__"):
+        return
+
+    @functools.wraps(make_config)
+    def make_deterministic_config(*args: Any, **options: Any) -> str:
+        config = json.loads(make_config(*args, **options))
+        attention = config["cudnn_fmha_backend_config"]
+        if "bmm1_grad_gemm1_dot_dimension_numbers" in attention:
+            attention["force_deterministic"] = True
+        return json.dumps(config)
+
+    setattr(fused_attention_stablehlo, _CUDNN_CONFIG, make_deterministic_config)
 
 
 def compile_lowered(lowered: jax.stages.Lowered, layout: BatchLayout) -> tuple[jax.stages.Compiled, CompilerOptions]:

@@ -6,10 +6,18 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from runner.accelerator import CHIPS
 from runner.errors import InvalidError
-from runner.train.compile import BatchLayout, StepTooLargeError, compile_lowered, compile_to_fit, get_program_memory
+from runner.train.compile import (
+    BatchLayout,
+    StepTooLargeError,
+    compile_lowered,
+    compile_to_fit,
+    get_program_memory,
+    mark_cudnn_gradients_deterministic,
+)
 from tests.support.tiny_jobs import make_full_mesh
 
 GIB = 2**30
@@ -127,3 +135,31 @@ def test_programs_are_compiled_with_the_flags_of_their_chip(monkeypatch):
     monkeypatch.setitem(CHIPS, "cpu", replace(flagged, compiler_flags=("--xla_no_such_flag=true",)))
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
         compile_lowered(lowered, layout)
+
+
+def test_each_gradient_of_cudnn_attention_asks_for_determinism(monkeypatch):
+    """XLA finds the second of two equal calls only if both have the option from the start."""
+
+    def sum_of_layers(x_BxTxNxH):
+        for _ in range(2):
+            x_BxTxNxH = jax.nn.dot_product_attention(
+                x_BxTxNxH, x_BxTxNxH, x_BxTxNxH, is_causal=True, implementation="cudnn"
+            )
+        return x_BxTxNxH.astype(jnp.float32).sum()
+
+    def count_options():
+        traced = jax.jit(jax.grad(sum_of_layers)).trace(jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@__cudnn$fmhaSoftmaxBackward") == text.count("@__cudnn$fmhaSoftmax(") == 2
+        return text.count("force_deterministic")
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    name = "create_dot_product_attention_backend_config"
+    monkeypatch.setattr(fused_attention_stablehlo, name, getattr(fused_attention_stablehlo, name))
+    assert count_options() == 0
+    mark_cudnn_gradients_deterministic()
+    jax.clear_caches()
+    assert count_options() == 2
+    mark_cudnn_gradients_deterministic()
+    jax.clear_caches()
+    assert count_options() == 2
