@@ -1,6 +1,6 @@
-"""The protocol of checkpoints: committed or not there, checked in three layers, restored on any mesh.
+"""Checkpoint protocol: a checkpoint is committed or absent, verified in three layers, and restored on any mesh.
 
-Every test runs on a disk, through orbax, and in a bucket, piece by piece.
+Every test runs on disk with Orbax and in a bucket with block files.
 """
 
 import json
@@ -40,12 +40,12 @@ def make_state(seed=0):
     }
 
 
-def abstract(state, sharding=None):
+def make_abstract(state, sharding=None):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), state)
 
 
 class Attempt:
-    """One attempt on a directory."""
+    """An attempt of a run directory, with helpers to save, restore and damage checkpoints."""
 
     def __init__(self, store, staging):
         self.store, self.staging = store, staging
@@ -56,12 +56,12 @@ class Attempt:
         self.saver, self.structure = self.make_saver(make_state()), jax.tree.structure(make_state())
 
     def make_saver(self, like, **rule):
-        """The checkpointer of a job whose states are like `like`, which deletes nothing."""
+        """Return the checkpointer of a job whose states have the structure of `like`, with retention disabled."""
         rule = CheckpointConfig(keep_last=99, max_unsaved_minutes=1.0, **rule)
-        return Checkpointer(self.attempt, rule, 1, {}, abstract(like), self.writer)
+        return Checkpointer(self.attempt, rule, 1, {}, make_abstract(like), self.writer)
 
     def again(self):
-        """The next attempt."""
+        """Start the next attempt."""
         return Attempt(self.store, self.staging)
 
     def save(self, name, state, before_commit=lambda: None):
@@ -79,7 +79,7 @@ class Attempt:
         return sorted(read_committed(self.store))
 
     def restore(self, like=None):
-        return restore_newest(self.attempt, None, abstract(make_state()) if like is None else like, {}.__eq__)
+        return restore_newest(self.attempt, None, make_abstract(make_state()) if like is None else like, {}.__eq__)
 
     def load(self, name, like):
         return load_checkpoint(self.attempt, name, like)
@@ -88,7 +88,7 @@ class Attempt:
         self.attempt.background_writer.flush()
         return [event for event in read_log(self.store, "events") if event["event"] == kind]
 
-    # What stands there, and damage to it.
+    # Stored files and damage to them.
 
     def files(self, prefix=""):
         return self.store.list_sizes(prefix)
@@ -124,9 +124,7 @@ def test_an_empty_directory_has_nothing_to_restore(first):
 
 
 @pytest.mark.parametrize(("details", "is_refused"), [({"tier": "fast"}, False), ({}, True)])
-def test_who_has_lost_all_that_was_durable_is_refused_and_who_had_nothing_durable_starts_over(
-    first, details, is_refused
-):
+def test_losing_all_durable_checkpoints_is_an_error(first, details, is_refused):
     first.attempt.events.append("commit", 3, seconds_to_durable=0.1, **details)
     first.attempt.background_writer.flush()
     if is_refused:
@@ -136,7 +134,7 @@ def test_who_has_lost_all_that_was_durable_is_refused_and_who_had_nothing_durabl
         assert first.restore() is None
 
 
-def test_a_saved_state_comes_back_bit_for_bit_with_its_manifest(first):
+def test_a_restored_state_is_bit_identical(first):
     first.save_all(50)
     found = first.restore()
     state, manifest = found.state, found.manifest
@@ -149,7 +147,7 @@ def test_a_saved_state_comes_back_bit_for_bit_with_its_manifest(first):
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 4, 2), (2, 2, 2)])
-def test_a_state_saved_in_one_sharding_is_restored_in_any_other(first, sizes):
+def test_a_state_is_restored_in_any_sharding(first, sizes):
     mesh = make_full_mesh(*sizes)
     state = {"w": make_state()["params"]["kernel"], "m": make_state()["moments"][0]}
     sharded = jax.device_put(state, NamedSharding(mesh, PartitionSpec(AXES)))
@@ -163,13 +161,13 @@ def test_a_state_saved_in_one_sharding_is_restored_in_any_other(first, sizes):
         jax.sharding.SingleDeviceSharding(jax.devices()[3]),
     ]
     for target in targets:
-        restored = first.restore(abstract(state, target)).state
+        restored = first.restore(make_abstract(state, target)).state
         assert are_leaves_equal(restored, state)
         assert all(leaf.sharding == target for leaf in jax.tree.leaves(restored))
 
 
-def test_the_saved_bits_are_those_before_the_next_step_took_the_buffers(first):
-    """The state is donated right after `save` returns, as in training, while orbax still writes."""
+def test_donating_the_state_after_save_does_not_change_the_checkpoint(first):
+    """Donate the state right after `save` returns, as training does, while Orbax still writes."""
     mesh = make_full_mesh(1, 8, 1)
     place = NamedSharding(mesh, PartitionSpec("fsdp"))
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x * 3 + 1, tree), donate_argnums=0)
@@ -180,12 +178,12 @@ def test_the_saved_bits_are_those_before_the_next_step_took_the_buffers(first):
         for _ in range(5):
             state = advance(state)
         assert first.saver.wait_until_finished()
-        restored = first.load(str(step), abstract(state)).state
+        restored = first.load(str(step), make_abstract(state)).state
         assert are_leaves_equal(restored, expected)
 
 
 def test_retention_deletes_the_manifest_first(first, monkeypatch):
-    """A kill in between leaves no directory that looks whole."""
+    """A kill between the two deletions leaves no directory that looks complete."""
     first.save_all(1, 2)
 
     def killed(prefix):
@@ -204,7 +202,7 @@ def test_a_deleted_step_leaves_nothing(first):
     assert first.store.list_names("checkpoints") == ["2"]
 
 
-def test_a_half_deleted_directory_is_not_a_checkpoint_and_is_cleared_away(first):
+def test_a_partly_deleted_directory_is_no_checkpoint_and_is_removed(first):
     first.save_all(1, 2)
     first.store.remove("checkpoints/2/manifest.json")
     first.store.write("checkpoints/3/arrays.1/x", b"x")
@@ -217,8 +215,8 @@ def test_a_half_deleted_directory_is_not_a_checkpoint_and_is_cleared_away(first)
     assert again.steps() == [1, 2, 3]
 
 
-def test_what_a_newer_attempt_has_retired_can_never_be_committed(first):
-    """The zombie has passed its last check of the fence when it is stopped, right before it creates the manifest."""
+def test_a_step_retired_by_a_newer_attempt_cannot_be_committed(first):
+    """The zombie is stopped after its last fence check, right before it creates the manifest."""
     first.save_all(1)
     newer = []
 
@@ -234,7 +232,7 @@ def test_what_a_newer_attempt_has_retired_can_never_be_committed(first):
     assert are_leaves_equal(newer[0].again().restore().state, make_state(2))
 
 
-def test_a_zombie_that_was_first_has_a_checkpoint_that_counts(first):
+def test_a_checkpoint_that_a_zombie_committed_first_is_valid(first):
     first.save_all(1)
     newer = first.again()
     first.fence.check = first.fence.check_locally = lambda: None
@@ -273,7 +271,7 @@ def damage_torn(attempt):
         (damage_torn, ""),
     ],
 )
-def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_restored(first, damage, reason):
+def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_restored(first, damage, reason):
     first.save_all(1, 2)
     damage(first)
     again = first.again()
@@ -289,8 +287,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_restored(first, dam
     assert again.steps() == [1]
 
 
-def test_bits_that_were_damaged_before_the_checksum_are_found_by_the_fingerprint(first):
-    """Files and their sums agree, and still the arrays are not those that were saved."""
+def test_damage_before_the_checksum_is_found_by_the_fingerprint(first):
+    """Files and checksums agree, but the arrays are not those that were saved."""
     first.save_all(1, 2)
     digest = first.manifest(1)["leaves"]["params.kernel"]["digest"]
     foreign = first.manifest(2)
@@ -299,11 +297,11 @@ def test_bits_that_were_damaged_before_the_checksum_are_found_by_the_fingerprint
     foreign.pop("digest")
     first.write_manifest(2, foreign | {"digest": hash_record(foreign)})
     with pytest.raises(ResumeError, match=r"the bits of params\.kernel are not those that were saved"):
-        first.load("2", abstract(make_state()))
+        first.load("2", make_abstract(make_state()))
 
 
-def test_bits_that_a_piece_has_lost_are_found_by_its_digest_and_else_by_the_fingerprint(first):
-    """Damage before the bytes were read for their CRC: sizes and sums are right, the fingerprint is not."""
+def test_a_damaged_file_with_a_matching_checksum_is_not_restored(first):
+    """The bytes were damaged before their CRC was computed: sizes and checksums agree, but the fingerprint differs."""
     first.save_all(1, 2)
     name = first.largest_file(2)
     first.flip_bit(name)
@@ -315,7 +313,7 @@ def test_bits_that_a_piece_has_lost_are_found_by_its_digest_and_else_by_the_fing
     assert first.again().restore().manifest.step == 1
 
 
-def test_if_none_can_be_restored_it_is_refused_and_nothing_is_touched(first):
+def test_having_no_restorable_checkpoint_is_an_error_and_changes_nothing(first):
     first.save_all(1, 2)
     for step in (1, 2):
         first.flip_bit(first.largest_file(step))
@@ -327,7 +325,7 @@ def test_if_none_can_be_restored_it_is_refused_and_nothing_is_touched(first):
     assert again.content() == before
 
 
-def test_if_all_are_gone_it_is_refused_rather_than_started_over(first):
+def test_missing_checkpoints_are_an_error_and_not_a_fresh_start(first):
     first.save_all(1)
     first.events("commit")
     first.store.remove_tree("checkpoints/1")
@@ -335,13 +333,13 @@ def test_if_all_are_gone_it_is_refused_rather_than_started_over(first):
         first.again().restore()
 
 
-def test_a_state_with_other_leaves_is_refused_with_their_names(first):
+def test_a_state_with_other_leaves_is_rejected_with_their_names(first):
     first.save_all(1)
     changed = make_state()
     changed["params"] = {"kernel": jnp.zeros((16, 32)), "bias": jnp.zeros(32)}
     del changed["flags"]
     with pytest.raises(ResumeError) as caught:
-        first.restore(abstract(changed))
+        first.restore(make_abstract(changed))
     text = str(caught.value)
     assert "params.kernel: checkpoint has float32[16,64], the job float32[16,32]" in text
     assert "params.bias: checkpoint has nothing, the job float32[32]" in text
@@ -349,7 +347,7 @@ def test_a_state_with_other_leaves_is_refused_with_their_names(first):
     assert first.steps() == [1]
 
 
-def test_a_committed_checkpoint_is_never_written_again(first):
+def test_a_committed_checkpoint_is_never_overwritten(first):
     first.save_all(1)
     files = {name: first.store.read(f"checkpoints/1/{name}") for name in first.files("checkpoints/1")}
     again = first.again()
@@ -377,7 +375,7 @@ def test_a_zombie_cannot_commit_over_a_newer_attempt(first):
     assert newer.steps() == [1, 2]
 
 
-def test_before_and_after_the_commit_is_what_it_says(first, monkeypatch):
+def test_flush_runs_before_the_commit_and_retention_after_it(first, monkeypatch):
     seen = []
     monkeypatch.setattr(Retention, "add", lambda _, manifest: seen.append((manifest.step, first.steps())))
     first.save("1", make_state(1), before_commit=lambda: seen.append(first.steps()))
@@ -385,7 +383,7 @@ def test_before_and_after_the_commit_is_what_it_says(first, monkeypatch):
     assert seen == [[], (1, [1])]
 
 
-def test_a_save_that_fails_is_loud_and_leaves_the_last_commit_and_the_next_save(first, capsys):
+def test_a_failed_save_is_reported_and_affects_no_other_save(first, capsys):
     first.save_all(1)
 
     def full():
@@ -402,24 +400,24 @@ def test_a_save_that_fails_is_loud_and_leaves_the_last_commit_and_the_next_save(
     assert first.again().restore().manifest.step == 3
 
 
-def test_a_named_checkpoint_is_not_resumed_from(first):
+def test_a_run_does_not_resume_from_a_named_checkpoint(first):
     first.save_all(1)
     first.save("best", make_state(9))
     assert first.saver.wait_until_finished()
     assert first.steps() == [1]
     again = first.again()
     assert again.restore().manifest.step == 1
-    found = again.load("best", abstract(make_state()))
+    found = again.load("best", make_abstract(make_state()))
     assert are_leaves_equal(found.state, make_state(9))
     assert found.manifest.name == "best"
 
 
-def test_a_name_that_is_not_there_is_refused(first):
+def test_loading_an_unknown_name_is_an_error(first):
     with pytest.raises(ResumeError, match="never committed"):
-        first.load("none", abstract(make_state()))
+        first.load("none", make_abstract(make_state()))
 
 
-def test_on_a_cpu_training_goes_on_in_the_memory_of_the_save_before():
+def test_cpu_saves_alternate_between_two_buffers():
     def places(state):
         return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
 
@@ -435,8 +433,8 @@ def test_on_a_cpu_training_goes_on_in_the_memory_of_the_save_before():
     jax.tree.map(np.testing.assert_array_equal, second, expected)
 
 
-def test_memory_that_a_save_still_reads_is_taken_by_nobody(tmp_path, monkeypatch):
-    """Between a durable save that is slow to begin and its end, saves for the fast tier may come."""
+def test_a_buffer_that_a_save_still_reads_is_not_reused(tmp_path, monkeypatch):
+    """A durable save reads its buffers late, while the fast tier saves in between."""
     attempt, may_read, start = Attempt(LocalStore(tmp_path), tmp_path), threading.Event(), OrbaxWriter.start
 
     def start_late(*arguments):
@@ -451,7 +449,7 @@ def test_memory_that_a_save_still_reads_is_taken_by_nobody(tmp_path, monkeypatch
     assert attempt.saver.wait_until_finished()
 
 
-def test_a_state_of_the_fast_tier_that_the_job_cannot_go_on_from_is_left_for_the_durable_one(tmp_path):
+def test_an_unusable_fast_tier_state_falls_back_to_the_durable_one(tmp_path):
     first = Attempt(LocalStore(tmp_path / "run"), tmp_path)
     first.save_all(1)
     saver = first.make_saver(make_state(), local_directory=str(tmp_path / "fast"), local_every_steps=1)
@@ -467,7 +465,7 @@ def test_a_state_of_the_fast_tier_that_the_job_cannot_go_on_from_is_left_for_the
             asked.append(attachments)
             return problem
 
-        return restore_newest(again.attempt, fast, abstract(make_state()), {}.__eq__, find_problem)
+        return restore_newest(again.attempt, fast, make_abstract(make_state()), {}.__eq__, find_problem)
 
     found = restore(None)
     assert (found.manifest.step, found.tier, found.attachments) == (2, "fast", {"rows": b"1"})
@@ -478,17 +476,17 @@ def test_a_state_of_the_fast_tier_that_the_job_cannot_go_on_from_is_left_for_the
     assert fast.list_steps({}.__eq__) == []
 
 
-def fail(writer, target, *_):
+def finish_with_error(writer, target, *_):
     writer._orbax.wait_until_finished()
     raise OSError("disk full")
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_what_a_thread_of_a_failed_save_writes_after_the_failure_is_deleted_too(tmp_path, monkeypatch, is_last):
-    """Orbax tells the first failure while its other threads still write: seen on a full disk with busy processors."""
+def test_files_written_after_a_failed_save_are_deleted(tmp_path, monkeypatch, is_last):
+    """Orbax raises the first failure while its other threads still write, as seen on a full disk."""
     attempt = Attempt(LocalStore(tmp_path), tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(OrbaxWriter, "_finish", fail)
+        patch.setattr(OrbaxWriter, "_finish", finish_with_error)
         attempt.save("1", make_state(1))
         assert not attempt.saver.wait_until_finished()
     place = tmp_path / "checkpoints" / "1"
@@ -504,10 +502,10 @@ def test_what_a_thread_of_a_failed_save_writes_after_the_failure_is_deleted_too(
     assert not place.exists()
 
 
-def test_a_step_whose_save_has_failed_may_be_saved_again(tmp_path, monkeypatch):
+def test_a_step_whose_save_failed_can_be_saved_again(tmp_path, monkeypatch):
     attempt = Attempt(LocalStore(tmp_path), tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(OrbaxWriter, "_finish", fail)
+        patch.setattr(OrbaxWriter, "_finish", finish_with_error)
         attempt.save("1", make_state(1))
         assert not attempt.saver.wait_until_finished()
     attempt.save_all(1, 2)
@@ -518,9 +516,7 @@ def test_a_step_whose_save_has_failed_may_be_saved_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("owner", "name"), [(restore, "list_steps"), (restore, "read_manifest"), (arrays, "read_arrays")]
 )
-def test_weights_of_a_run_that_deletes_its_old_checkpoints_are_looked_for_again(
-    first, owner, name, tmp_path, monkeypatch
-):
+def test_loading_weights_retries_if_retention_deletes_the_checkpoint(first, owner, name, tmp_path, monkeypatch):
     first.save_all(1)
     original, has_advanced = getattr(owner, name), False
 

@@ -1,4 +1,4 @@
-"""Checkpoints that move: copied between any two kinds of storage, and taken as a beginning from any of them."""
+"""Copies of checkpoints between all kinds of storage, and runs that start from them."""
 
 import contextlib
 import itertools
@@ -25,25 +25,27 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def backends() -> Iterator[dict[str, Backend]]:
-    """All of the servers, at the same time."""
+    """Start the servers of all clouds."""
     with contextlib.ExitStack() as stack:
         yield {name: stack.enter_context(start_backend(name)) for name in BACKENDS}
 
 
-def everywhere(backends: dict[str, Backend]) -> dict[str, str]:
-    """The variables by which a process finds all servers."""
+def get_environment(backends: dict[str, Backend]) -> dict[str, str]:
+    """Return the environment variables that give a process access to all servers."""
     return {key: value for backend in backends.values() for key, value in backend.environment.items()}
 
 
-def command(backends: dict[str, Backend], *arguments: str) -> tuple[int, str]:
-    """Exit code and output of `python -m runner checkpoints ...`."""
-    code, output = job_process.run_runner(job_process.environment(1) | everywhere(backends), "checkpoints", *arguments)
+def run_checkpoints_command(backends: dict[str, Backend], *arguments: str) -> tuple[int, str]:
+    """Run `python -m runner checkpoints ...` and return its exit code and output."""
+    code, output = job_process.run_runner(
+        job_process.environment(1) | get_environment(backends), "checkpoints", *arguments
+    )
     assert "Traceback" not in output, output
     return code, output
 
 
 @pytest.mark.soak
-def test_a_step_goes_from_cloud_to_cloud_and_home_and_the_run_goes_on_from_it_to_the_same_bits(
+def test_a_run_resumes_bit_identically_from_a_step_copied_through_all_clouds(
     backends: dict[str, Backend], tmp_path: Path
 ) -> None:
     origin = make_killed_run(4, SPEC, OPTIONS).copy_to(tmp_path / "origin")
@@ -51,9 +53,9 @@ def test_a_step_goes_from_cloud_to_cloud_and_home_and_the_run_goes_on_from_it_to
     stations = [str(origin.directory), *(backends[name].url(make_unique_name("copy")) for name in BACKENDS)]
     stations += [str(tmp_path / "home")]
     for source, target in itertools.pairwise(stations):
-        code, output = command(backends, "copy", f"{source}/checkpoints/{step}", target)
+        code, output = run_checkpoints_command(backends, "copy", f"{source}/checkpoints/{step}", target)
         assert code == 0, output
-        code, output = command(backends, target, "--verify")
+        code, output = run_checkpoints_command(backends, target, "--verify")
         assert (code, output.count(" good ")) == (0, 1), output
     home = Job(SPEC, tmp_path / "home", OPTIONS)
     again = home.finish()
@@ -62,10 +64,10 @@ def test_a_step_goes_from_cloud_to_cloud_and_home_and_the_run_goes_on_from_it_to
 
 
 @pytest.mark.soak
-def test_a_run_in_a_bucket_goes_on_from_a_step_that_was_copied_there(backends: dict[str, Backend]) -> None:
+def test_a_run_resumes_from_a_step_copied_to_its_bucket(backends: dict[str, Backend]) -> None:
     origin = make_killed_run(4, SPEC, OPTIONS)
     job = CloudJob(backends["gs"], make_unique_name("moved"), SPEC, OPTIONS)
-    code, output = command(backends, "copy", str(origin.directory), job.directory)
+    code, output = run_checkpoints_command(backends, "copy", str(origin.directory), job.directory)
     assert code == 0, output
     again = job.finish()
     assert [event["step"] for event in again.events("restore")] == [origin.newest()]
@@ -80,27 +82,27 @@ def test_a_run_in_a_bucket_goes_on_from_a_step_that_was_copied_there(backends: d
         pytest.param("az", "gs", "", marks=pytest.mark.soak),
     ],
 )
-def test_weights_of_a_run_in_one_cloud_begin_a_run_in_another(
+def test_a_run_starts_from_weights_in_another_cloud(
     backends: dict[str, Backend], source: str, target: str, place: str
 ) -> None:
     origin = make_uninterrupted_run(SPEC, OPTIONS)
     url = backends[source].url(make_unique_name("origin"))
-    code, output = command(backends, "copy", str(origin.directory), url)
+    code, output = run_checkpoints_command(backends, "copy", str(origin.directory), url)
     assert code == 0, output
     options = (*OPTIONS, "config.train.total_steps=4")
     taken = f"checkpoint.init_from={origin.directory}"
     expected = make_uninterrupted_run(SPEC, (*options, taken)).result()
-    assert expected != make_uninterrupted_run(SPEC, options).result(), "the weights were not taken"
+    assert expected != make_uninterrupted_run(SPEC, options).result(), "the weights were not loaded"
     taken = f"checkpoint.init_from={url}{place}"
     job = CloudJob(
-        backends[target], make_unique_name("fine"), SPEC, (*options, taken), variables=dict(everywhere(backends))
+        backends[target], make_unique_name("fine"), SPEC, (*options, taken), variables=dict(get_environment(backends))
     )
     job.finish()
     assert job.result() == expected
 
 
 @pytest.mark.soak
-def test_a_damaged_step_is_not_copied_and_one_that_is_there_is_not_replaced(
+def test_a_damaged_step_is_not_copied_and_an_existing_one_not_replaced(
     backends: dict[str, Backend], tmp_path: Path
 ) -> None:
     origin = make_killed_run(4, SPEC, OPTIONS).copy_to(tmp_path / "origin")
@@ -109,13 +111,13 @@ def test_a_damaged_step_is_not_copied_and_one_that_is_there_is_not_replaced(
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    code, output = command(backends, "copy", str(origin.directory), target)
+    code, output = run_checkpoints_command(backends, "copy", str(origin.directory), target)
     assert (code, path.name in output, len(output.splitlines())) == (2, True, 1), output
-    code, output = command(backends, target, "--verify")
+    code, output = run_checkpoints_command(backends, target, "--verify")
     assert (code, " good " in output) == (0, False), output
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    assert command(backends, "copy", str(origin.directory), target)[0] == 0
-    code, output = command(backends, "copy", str(origin.directory), target)
+    assert run_checkpoints_command(backends, "copy", str(origin.directory), target)[0] == 0
+    code, output = run_checkpoints_command(backends, "copy", str(origin.directory), target)
     assert (code, "is there already" in output, len(output.splitlines())) == (2, True, 1), output
-    assert command(backends, target, "--verify")[0] == 0
+    assert run_checkpoints_command(backends, target, "--verify")[0] == 0

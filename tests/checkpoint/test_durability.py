@@ -1,4 +1,4 @@
-"""What a name promises is on the disk before the name is: files, and the directories that name them."""
+"""Order of flushes: files and their directories are flushed to disk before a name that refers to them is published."""
 
 import os
 import time
@@ -25,12 +25,12 @@ def get_key(path: Path | int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-class Flushes:
-    """Notes every flush by Python, and asks at the moment of a publication what was not flushed."""
+class FlushRecorder:
+    """Record of all flushes by Python, which lists unflushed files when a name is published."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._times: dict[tuple[int, int], int] = {}
-        self._published: dict[tuple[int, int], int] = {}  # when a name was last published in a directory
+        self._published: dict[tuple[int, int], int] = {}  # time of the last publication in each directory
         self.checked: list[str] = []
         self._publish, self._fsync = {name: getattr(os, name) for name in ("link", "replace", "rename")}, os.fsync
         self._watched: dict[str, Callable[[Path, Path], Path]] = {}
@@ -55,35 +55,35 @@ class Flushes:
         return publish
 
     def watch(self, name: str, find_tree: Callable[[Path, Path], Path]) -> None:
-        """Demand that a tree is flushed when `name` is published; `find_tree` gets the temporary and the final path."""
+        """Assert that a tree is flushed when `name` is published; `find_tree` gets the temporary and the final path."""
         self._watched[name] = find_tree
 
     def list_unflushed(self, tree: Path) -> list[str]:
-        """List the files and directories below `tree` that were written since their last flush, or had none."""
+        """List the files and directories below `tree` that changed since their last flush."""
         paths = [tree, *tree.rglob("*")] if tree.is_dir() else [tree]
         late = []
         for path in paths:
-            # Publishing changes the directory of the temporary file itself; it is flushed right afterwards.
+            # Publishing changes the directory of the temporary file, which is flushed right afterwards.
             if self._is_late(path) and not (path.is_dir() and any(path.glob(".*.tmp"))):
                 late.append(str(path.relative_to(tree)))
         return late
 
     def _is_late(self, path: Path) -> bool:
-        # Of a directory in which names were published, the removal of temporary names does not count.
+        # In a directory of published names, the later removal of temporary names is ignored.
         key = get_key(path)
         return self._times.get(key, 0) < self._published.get(key, path.stat().st_mtime_ns)
 
     def list_late_parents(self, path: Path, root: Path) -> list[str]:
-        """List the directories from that of `path` up to `root` that were changed since their last flush."""
+        """List the parent directories of `path` up to `root` that changed since their last flush."""
         return [str(each) for each in path.parents if each.is_relative_to(root) and self._is_late(each)]
 
 
 @pytest.fixture
-def flushes(monkeypatch: pytest.MonkeyPatch) -> Flushes:
-    return Flushes(monkeypatch)
+def flushes(monkeypatch: pytest.MonkeyPatch) -> FlushRecorder:
+    return FlushRecorder(monkeypatch)
 
 
-def test_a_manifest_is_committed_after_all_that_it_names(flushes: Flushes, tmp_path: Path) -> None:
+def test_all_files_of_a_checkpoint_are_flushed_before_its_manifest(flushes: FlushRecorder, tmp_path: Path) -> None:
     flushes.watch("manifest.json", lambda _, manifest: manifest.parent)
     flushes.watch("result.json", lambda temporary, _: temporary)
     root = tmp_path / "above" / "run"
@@ -94,7 +94,7 @@ def test_a_manifest_is_committed_after_all_that_it_names(flushes: Flushes, tmp_p
     assert flushes.list_unflushed(root / "events.jsonl") == []
 
 
-def test_a_part_of_the_fast_tier_is_on_the_disk_before_its_name(flushes: Flushes, tmp_path: Path) -> None:
+def test_a_fast_tier_part_is_flushed_before_its_rename(flushes: FlushRecorder, tmp_path: Path) -> None:
     flushes.watch("16", lambda temporary, _: temporary)
     options = {"checkpoint.local_directory": str(tmp_path / "new" / "fast"), "checkpoint.local_every_steps": 8}
     make_counter(tmp_path / "run", **{"config.total_steps": 20} | options)()
@@ -104,7 +104,7 @@ def test_a_part_of_the_fast_tier_is_on_the_disk_before_its_name(flushes: Flushes
 
 
 class SecondProcess(Hosts):
-    """Second process of a job, whose reports to the first are recorded."""
+    """The second process of a job, which calls `on_report` when it reports to the first."""
 
     def __init__(self, on_report: Callable[[], None]) -> None:
         store = KeyValueStore(None)
@@ -117,7 +117,7 @@ class SecondProcess(Hosts):
 
 
 def test_each_process_flushes_its_own_files_before_it_reports(
-    flushes: Flushes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flushes: FlushRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrays, "_make_orbax", lambda hosts: SimpleNamespace(wait_until_finished=lambda: None))
     target = tmp_path / "checkpoints" / "1" / "arrays.1"
@@ -150,7 +150,7 @@ def test_the_files_of_a_checkpoint_are_deleted_after_its_manifest(
 
 
 @pytest.mark.parametrize("source", ["a/b", "a"])
-def test_a_rename_is_on_the_disk(source: str, flushes: Flushes, tmp_path: Path) -> None:
+def test_a_rename_is_flushed(source: str, flushes: FlushRecorder, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     store.write("a/b/c.txt", b"content")
     store.move_tree(source, "quarantine/1")
@@ -159,7 +159,7 @@ def test_a_rename_is_on_the_disk(source: str, flushes: Flushes, tmp_path: Path) 
 
 
 @pytest.mark.soak
-def test_metrics_are_on_the_disk_before_the_commit(flushes: Flushes, tmp_path: Path) -> None:
+def test_metrics_are_flushed_before_the_commit(flushes: FlushRecorder, tmp_path: Path) -> None:
     flushes.watch("manifest.json", lambda _, manifest: manifest.parents[2] / "metrics.jsonl")
     job = make_gpt(tmp_path / "run", **{"checkpoint.every_steps": 4, "config.train.total_steps": 4})
     job()
@@ -170,7 +170,7 @@ def test_metrics_are_on_the_disk_before_the_commit(flushes: Flushes, tmp_path: P
     assert flushes.list_late_parents(tmp_path / "out", tmp_path) == []
 
 
-def test_a_corpus_is_on_the_disk_before_its_index(flushes: Flushes, tmp_path: Path) -> None:
+def test_a_corpus_is_flushed_before_its_index(flushes: FlushRecorder, tmp_path: Path) -> None:
     flushes.watch("index.json", lambda _, index: index.parent)
     source = write_text_files(tmp_path / "texts", ["one", "two", "three"])
     make_tokenise_job(tmp_path / "run", **{"config.source": source})()
@@ -203,7 +203,7 @@ WRITES: dict[str, Callable[[LocalStore, str], Any]] = {
 
 
 @pytest.mark.parametrize("kind", WRITES)
-def test_every_write_is_on_the_disk_with_its_directories(kind: str, flushes: Flushes, tmp_path: Path) -> None:
+def test_every_write_is_flushed_with_its_directories(kind: str, flushes: FlushRecorder, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "new" / "run")
     (tmp_path / "source").write_bytes(b"content")
     WRITES[kind](store, "a/b.txt" if kind == "create_from" else "a/b/c.txt")

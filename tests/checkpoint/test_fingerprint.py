@@ -1,4 +1,4 @@
-"""The digest of a state: the same wherever its arrays lie, another one for any other bit."""
+"""Fingerprint of a state: independent of devices and sharding, and changed by every bit."""
 
 import hashlib
 import itertools
@@ -34,22 +34,22 @@ SHARDINGS = [
 ]
 
 
-def random_bits(dtype, shape, seed=0):
-    """Any bits at all, NaNs too."""
+def make_random_bits(dtype, shape, seed=0):
+    """Return random bits, including NaNs."""
     generator = np.random.default_rng(seed)
     if dtype == np.bool_:
         return generator.integers(0, 2, shape).astype(np.bool_)
     return generator.integers(0, 256, (*shape, np.dtype(dtype).itemsize), dtype=np.uint8).view(dtype)[..., 0]
 
 
-def words(array):
+def get_words(array):
     return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
 
 
-def reference(array):
-    """The documented digest of a leaf, in Python's own integers."""
+def compute_reference_digest(array):
+    """Compute the documented digest of a leaf with Python integers."""
     lanes = [0, 0]
-    for position, word in enumerate(words(array).ravel().tolist()):
+    for position, word in enumerate(get_words(array).ravel().tolist()):
         mixed = word ^ (position * 0x9E3779B1 % 2**32)
         mixed ^= mixed >> 16
         for lane, (multiplier, shift) in enumerate(((0x85EBCA6B, 15), (0x27D4EB2F, 13))):
@@ -61,9 +61,9 @@ def reference(array):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, np.float64, np.complex64])
 @pytest.mark.parametrize("part_bytes", [16, 1 << 20])
-def test_a_host_comes_to_the_digest_that_a_device_comes_to_for_every_block(monkeypatch, dtype, part_bytes):
+def test_host_and_device_digests_of_blocks_are_equal(monkeypatch, dtype, part_bytes):
     monkeypatch.setattr("runner.checkpoint.fingerprint._PART_BYTES", part_bytes)
-    array = random_bits(dtype, (8, 6))
+    array = make_random_bits(dtype, (8, 6))
     with jax.enable_x64(True):
         on_device = jax.jit(compute_leaf_digest, static_argnums=1)
         for start, block in (((0, 0), array), ((4, 0), array[4:]), ((2, 3), array[2:4, 3:]), ((0, 0), array[:0])):
@@ -76,36 +76,36 @@ def test_a_host_comes_to_the_digest_that_a_device_comes_to_for_every_block(monke
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_digest_is_the_same_on_any_devices_and_in_any_sharding(dtype):
-    array = random_bits(dtype, (8, 16))
+def test_digest_does_not_depend_on_devices_and_sharding(dtype):
+    array = make_random_bits(dtype, (8, 16))
     digests = {
         tuple(np.asarray(compute_leaf_digest(jax.device_put(array, sharding))).tolist()) for sharding in SHARDINGS
     }
-    assert digests == {tuple(reference(array))}
+    assert digests == {tuple(compute_reference_digest(array))}
 
 
-def test_fingerprint_of_a_tree_is_the_same_in_any_sharding():
-    tree = {"w": random_bits(np.float32, (8, 8)), "b": [random_bits(ml_dtypes.bfloat16, (8, 8))]}
+def test_fingerprint_of_a_tree_does_not_depend_on_sharding():
+    tree = {"w": make_random_bits(np.float32, (8, 8)), "b": [make_random_bits(ml_dtypes.bfloat16, (8, 8))]}
     prints = {compute_fingerprint(jax.device_put(tree, sharding)) for sharding in SHARDINGS}
     assert len(prints) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_single_bit_changes_both_lanes(dtype):
-    array = random_bits(dtype, (4, 7))
+def test_every_single_bit_changes_both_lanes(dtype):
+    array = make_random_bits(dtype, (4, 7))
     bits = 1 if dtype == np.bool_ else array.dtype.itemsize * 8
     flipped = np.repeat(array[None], array.size * bits, axis=0)
     for variant, (element, bit) in enumerate(itertools.product(range(array.size), range(bits))):
-        flat = words(flipped[variant]).reshape(-1)
+        flat = get_words(flipped[variant]).reshape(-1)
         flat[element] ^= flat.dtype.type(1 << bit)
-    assert all((words(variant) != words(array)).sum() == 1 for variant in flipped)
+    assert all((get_words(variant) != get_words(array)).sum() == 1 for variant in flipped)
     digests = np.asarray(jax.jit(jax.vmap(compute_leaf_digest))(flipped))
     assert (digests != np.asarray(compute_leaf_digest(jnp.asarray(array)))).all()
     assert len({tuple(digest) for digest in digests.tolist()}) == len(digests)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8])
-def test_any_two_elements_swapped_change_the_digest(dtype):
+def test_swapping_two_elements_changes_the_digest(dtype):
     array = np.arange(24).astype(dtype).reshape(4, 6)
     pairs = list(itertools.combinations(range(array.size), 2))
     swapped = np.repeat(array.reshape(1, -1), len(pairs), axis=0)
@@ -115,9 +115,9 @@ def test_any_two_elements_swapped_change_the_digest(dtype):
     assert not (digests == np.asarray(compute_leaf_digest(jnp.asarray(array)))).all(axis=1).any()
 
 
-def test_two_sign_bits_that_change_do_not_cancel():
-    """A product carries bits upwards only, so the highest bit is the one that a weak mixing loses."""
-    array = random_bits(np.uint32, (1 << 14,))
+def test_two_flipped_sign_bits_do_not_cancel():
+    """Products carry bits only upwards, so weak mixing would lose the highest bit."""
+    array = make_random_bits(np.uint32, (1 << 14,))
     digests = jax.jit(
         jax.vmap(lambda word, position: compute_leaf_digest(jnp.where(jnp.arange(64) == position, word, 0)))
     )
@@ -140,7 +140,7 @@ def test_shape_dtype_and_name_are_part_of_the_fingerprint():
     assert len({compute_fingerprint(tree) for tree in trees}) == len(trees)
 
 
-def test_two_leaves_exchanged_change_the_fingerprint():
+def test_swapping_two_leaves_changes_the_fingerprint():
     a, b = jnp.arange(4.0), jnp.arange(4.0) + 1
     assert compute_fingerprint({"x": a, "y": b}) != compute_fingerprint({"x": b, "y": a})
 
@@ -150,11 +150,11 @@ def test_random_keys_and_wide_types_have_a_digest():
     assert compute_fingerprint({"z": jnp.asarray([1 + 2j])}) != compute_fingerprint({"z": jnp.asarray([2 + 1j])})
 
 
-def test_negative_zero_is_another_state_than_zero():
+def test_negative_zero_and_zero_have_different_digests():
     assert compute_fingerprint({"w": jnp.asarray([0.0])}) != compute_fingerprint({"w": jnp.asarray([-0.0])})
 
 
-def test_combine_is_blake2b_over_sorted_lines_of_name_dtype_shape_digest():
+def test_the_fingerprint_is_blake2b_over_sorted_leaf_lines():
     leaves = {
         "w": {"shape": [2, 3], "dtype": "float32", "digest": "00000000000000ff"},
         "b.x": {"shape": [], "dtype": "int32", "digest": "0123456789abcdef"},
@@ -165,9 +165,11 @@ def test_combine_is_blake2b_over_sorted_lines_of_name_dtype_shape_digest():
 
 
 def test_the_fingerprint_never_changes_between_versions():
-    """Manifests on disk hold it: if this fails, every checkpoint that was ever written fails to verify."""
+    """Manifests on disk contain the fingerprint; if this fails, no existing checkpoint verifies."""
     tree = {"w": jnp.arange(6, dtype=jnp.float32).reshape(2, 3), "step": jnp.int32(7)}
-    assert compute_leaf_digests(tree)["step"] == "{:08x}{:08x}".format(*reference(np.full((), 7, np.int32)))
+    assert compute_leaf_digests(tree)["step"] == "{:08x}{:08x}".format(
+        *compute_reference_digest(np.full((), 7, np.int32))
+    )
     assert compute_fingerprint(tree) == "192489f757e2661fcc846ca44b505c32"
 
 
@@ -178,7 +180,7 @@ def test_leaf_names_are_dotted_paths_in_the_order_of_leaves():
     assert list(describe_leaves(tree)) == list_leaf_names(tree)
 
 
-def test_arrays_may_be_donated_as_soon_as_the_digest_is_dispatched():
+def test_arrays_can_be_donated_once_the_digest_is_dispatched():
     array = jnp.arange(1 << 20, dtype=jnp.float32)
     (expected,) = jax.device_get(LeafLayout([array]).dispatch([array]))
     for _ in range(5):
@@ -188,8 +190,8 @@ def test_arrays_may_be_donated_as_soon_as_the_digest_is_dispatched():
         array = jax.jit(lambda x: x - 1, donate_argnums=0)(array)
 
 
-def with_copies(sharding, shape, copies):
-    """An array whose devices hold what `copies` says, by device id, instead of the same."""
+def make_array_of_copies(sharding, shape, copies):
+    """Return an array whose replicas have the contents `copies` by device id, instead of equal ones."""
     whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     parts = []
     for device, index in sharding.devices_indices_map(shape).items():
@@ -204,18 +206,18 @@ def with_copies(sharding, shape, copies):
     [
         ((8,), PartitionSpec(), {3: 1.0}, "device 3 (process 0) has"),
         ((4, 2), PartitionSpec("b"), {2: 1.0}, "device 2 (process 0) has"),
-        ((4, 2), PartitionSpec("a"), {5: 1.0}, "device 4 (process 0), device 5 (process 0) have"),  # one against one
+        ((4, 2), PartitionSpec("a"), {5: 1.0}, "device 4 (process 0), device 5 (process 0) have"),  # two replicas
         ((8,), PartitionSpec(), {1: 1.0, 6: 2.0}, "device 1 (process 0), device 6 (process 0) have"),
     ],
 )
-def test_a_device_whose_copy_differs_is_named_with_its_leaf(mesh, spec, copies, named):
+def test_a_device_with_a_differing_replica_is_reported_with_its_leaf(mesh, spec, copies, named):
     sharding = NamedSharding(Mesh(DEVICES_8.reshape(mesh), ("a", "b")[: len(mesh)]), spec)
     good = jax.device_put(jnp.ones((8, 4)), sharding)
-    tree = {"bad": with_copies(sharding, (8, 4), copies), "good": good}
+    tree = {"bad": make_array_of_copies(sharding, (8, 4), copies), "good": good}
     with pytest.raises(ReplicaError) as caught:
         compute_leaf_digests(tree)
     assert str(caught.value) == f"bad: {named} other bits than the replicas of the same shard"
-    whole = with_copies(sharding, (8, 4), {})
+    whole = make_array_of_copies(sharding, (8, 4), {})
     assert compute_leaf_digests({"bad": whole}) == compute_leaf_digests(
         {"bad": jax.device_put(np.asarray(whole), DEVICES_8[0])}
     )

@@ -1,7 +1,7 @@
-"""Every kind of leaf that a state can have comes back with the same bits, or is refused before anything is committed.
+"""Leaves of every kind: restored bit-identically, or rejected before anything is committed.
 
-The kinds are found: every element type that jax has, in every shape, strong and weak. A run that is stopped and resumed
-is compared with an undisturbed one, on a disk and in a bucket.
+The kinds are enumerated: every element type of JAX in every shape, strongly and weakly typed. A stopped and resumed run
+is compared with an uninterrupted one, on disk and in a bucket.
 """
 
 import gc
@@ -37,41 +37,41 @@ from tests.support.tiny_jobs import start_python, stop_after, wait_for_output
 DTYPES = sorted(
     {found.dtype.name for found in vars(jnp).values() if isinstance(getattr(found, "dtype", None), np.dtype)}
 )
-WIDE = {"int64", "uint64", "float64", "complex128"}  # only with x64
-REFUSED = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}
-REFUSED |= {"float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"}
+X64_DTYPES = {"int64", "uint64", "float64", "complex128"}  # need x64
+UNSUPPORTED_DTYPES = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}
+UNSUPPORTED_DTYPES |= {"float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"}
 SHAPES = ((), (5,), (4, 6), (0,), (3, 0))
 
 
-def values(dtype: str, shape: tuple[int, ...]) -> jax.Array:
-    """Different bits in every element."""
+def make_values(dtype: str, shape: tuple[int, ...]) -> jax.Array:
+    """Return an array with different bits in neighbouring elements."""
     number = int(np.prod(shape))
     return (jnp.arange(number) % 7 + 1).astype(dtype).reshape(shape)
 
 
-def keys(implementation: str, shape: tuple[int, ...]) -> jax.Array:
+def make_keys(implementation: str, shape: tuple[int, ...]) -> jax.Array:
     key = jax.random.key(3, impl=implementation)
     return jax.random.split(key, shape) if shape else key
 
 
-LEAVES = {f"{dtype}{list(shape)}": (values, dtype, shape) for dtype, shape in itertools.product(DTYPES, SHAPES)}
+LEAVES = {f"{dtype}{list(shape)}": (make_values, dtype, shape) for dtype, shape in itertools.product(DTYPES, SHAPES)}
 LEAVES |= {
-    f"key-{implementation}{list(shape)}": (keys, implementation, shape)
+    f"key-{implementation}{list(shape)}": (make_keys, implementation, shape)
     for implementation, shape in itertools.product(("threefry2x32", "rbg", "unsafe_rbg"), ((), (3,), (2, 2), (0,)))
 }
-# Weakly typed: what a literal in `init` becomes.
+# Weakly typed leaves, like a Python literal in `init`.
 LEAVES |= {f"weak-{value!r}": (lambda value: value, value) for value in (1.1, 3, True, 1.1 + 2j)}
 LEAVES |= {f"weak-array-{value!r}": (jnp.asarray, value) for value in (1.1, 3, 1.1 + 2j)}
 LEAVES |= {f"numpy-{dtype}": (np.ones, (3,), dtype) for dtype in ("float32", "int32", "bool")}
 LEAVES |= {"none": (lambda: None,), "numpy-scalar": (np.float32, 1.1)}
 
 
-def is_refused(kind: str) -> bool:
-    return kind.split("[")[0] in REFUSED
+def is_unsupported(kind: str) -> bool:
+    return kind.split("[")[0] in UNSUPPORTED_DTYPES
 
 
-class Keeper(RestoreableJob):
-    """Carries leaves from step to step; products with bfloat16 numbers show whether they are still of the same type."""
+class LeafJob(RestoreableJob):
+    """Job that carries leaves through its steps; products with bfloat16 numbers show whether their types change."""
 
     make: Any = None
     total_steps = 4
@@ -98,10 +98,10 @@ def multiply(product: jax.Array, leaf: jax.Array) -> jax.Array:
     return product
 
 
-def keeper(store: Any, make: Any, job_class: type[Keeper] = Keeper, **checkpoint: Any) -> Keeper:
+def make_job(store: Any, make: Any, job_class: type[LeafJob] = LeafJob, **checkpoint: Any) -> LeafJob:
     spec = ExecutionSpec(
         name="keeper",
-        job="tests.checkpoint.test_leaves:Keeper",
+        job="tests.checkpoint.test_leaves:LeafJob",
         directory=str(store.root or "unused"),
         checkpoint={"every_steps": 100, **checkpoint},
     )
@@ -110,7 +110,7 @@ def keeper(store: Any, make: Any, job_class: type[Keeper] = Keeper, **checkpoint
     return job
 
 
-def forms(state: Any) -> Any:
+def get_types(state: Any) -> Any:
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.aval.weak_type), state)
 
 
@@ -124,20 +124,20 @@ def make_leaves(kinds: Any) -> dict[str, Any]:
 
 
 def is_wide(kind: str) -> bool:
-    return kind.split("[")[0] in WIDE
+    return kind.split("[")[0] in X64_DTYPES
 
 
-NARROW = [kind for kind in LEAVES if not is_refused(kind) and not is_wide(kind)]
+NARROW = [kind for kind in LEAVES if not is_unsupported(kind) and not is_wide(kind)]
 
 
 def stop_resume_and_compare(make_store: Any, kinds: list[str]) -> None:
-    whole, struck = (keeper(make_store(name), lambda: make_leaves(kinds)) for name in ("whole", "struck"))
+    whole, struck = (make_job(make_store(name), lambda: make_leaves(kinds)) for name in ("whole", "struck"))
     whole()
     stop_after(struck, 2)
-    resumed = keeper(struck.store, struck.make)
+    resumed = make_job(struck.store, struck.make)
     resumed()
     assert [event["step"] for event in read_log(struck.store, "events") if event["event"] == "restore"] == [2]
-    assert forms(resumed.state) == forms(whole.state)
+    assert get_types(resumed.state) == get_types(whole.state)
     assert compute_leaf_digests(resumed.state) == compute_leaf_digests(whole.state)
     manifest = read_committed(struck.store)[4]
     looked_at = {leaf.name: leaf for leaf in read_leaves(struck.store, "checkpoints/4", manifest, manifest.leaves)}
@@ -147,30 +147,30 @@ def stop_resume_and_compare(make_store: Any, kinds: list[str]) -> None:
     }
 
 
-def test_leaves_of_all_kinds_at_once_come_back_with_their_types_and_bits(make_store):
+def test_leaves_of_all_kinds_are_restored_with_types_and_bits(make_store):
     stop_resume_and_compare(make_store, NARROW)
 
 
-def test_wide_leaves_come_back_where_jax_has_64_bits(make_store):
+def test_64_bit_leaves_are_restored_with_x64(make_store):
     with jax.enable_x64(True):
         stop_resume_and_compare(make_store, [kind for kind in LEAVES if is_wide(kind)])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", NARROW)
-def test_a_leaf_of_each_kind_comes_back_alone(make_store, kind):
+def test_a_single_leaf_of_each_kind_is_restored(make_store, kind):
     stop_resume_and_compare(make_store, [kind])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LEAVES if is_refused(kind)])
-def test_a_leaf_that_cannot_come_back_is_refused_with_nothing_claimed(tmp_path, kind):
-    job = keeper(LocalStore(tmp_path), lambda: make_leaves([kind]))
+@pytest.mark.parametrize("kind", [kind for kind in LEAVES if is_unsupported(kind)])
+def test_unsupported_leaves_are_rejected_before_the_run_starts(tmp_path, kind):
+    job = make_job(LocalStore(tmp_path), lambda: make_leaves([kind]))
     with pytest.raises(InvalidError, match=rf"leaf\..*: {kind.split('[')[0]} cannot be saved"):
         job()
     assert not list(tmp_path.iterdir())
 
 
-# The tree.
+# Trees.
 
 TREES = {
     "one array": lambda: jnp.arange(4),
@@ -178,7 +178,7 @@ TREES = {
     "odd names": lambda: {name: jnp.float32(1) for name in ("a/b", "..", "a b", "ü", ".zarray", "%2F", "0", "\\", "'")},
     "long names": lambda: {"n" * 200: jnp.float32(1)},
 }
-REFUSED_TREES = {
+UNSUPPORTED_TREES = {
     "no leaf": (dict, "no leaf"),
     "nothing": (lambda: None, "no leaf"),
     "one dotted path": (
@@ -189,8 +189,8 @@ REFUSED_TREES = {
 }
 
 
-class Whole(Keeper):
-    """The whole state is what `make` makes."""
+class WholeStateJob(LeafJob):
+    """Job whose whole state is the result of `make`."""
 
     def init(self) -> Any:
         return self.make()
@@ -200,25 +200,25 @@ class Whole(Keeper):
 
 
 @pytest.mark.parametrize("kind", TREES)
-def test_a_tree_comes_back(make_store, kind):
-    struck = keeper(make_store("struck"), TREES[kind], Whole)
+def test_trees_are_restored(make_store, kind):
+    struck = make_job(make_store("struck"), TREES[kind], WholeStateJob)
     stop_after(struck, 2)
-    resumed = keeper(struck.store, struck.make, Whole)
+    resumed = make_job(struck.store, struck.make, WholeStateJob)
     resumed()
     assert jax.tree.structure(resumed.state) == jax.tree.structure(struck.state)
     assert compute_fingerprint(resumed.state) == compute_fingerprint(struck.state)
 
 
-@pytest.mark.parametrize("kind", REFUSED_TREES)
-def test_a_tree_that_cannot_be_kept_is_refused_with_nothing_claimed(make_store, kind):
-    make, message = REFUSED_TREES[kind]
-    job = keeper(make_store("refused"), make, Whole)
+@pytest.mark.parametrize("kind", UNSUPPORTED_TREES)
+def test_unsupported_trees_are_rejected_before_the_run_starts(make_store, kind):
+    make, message = UNSUPPORTED_TREES[kind]
+    job = make_job(make_store("refused"), make, WholeStateJob)
     with pytest.raises(InvalidError, match=message):
         job()
     assert not job.store.list_names("")
 
 
-# On the way.
+# Changes during a run.
 
 CHANGES = {
     "dtype": (lambda leaf: leaf.astype(jnp.float16), r"leaf: was float32\[3\], is float16\[3\]"),
@@ -233,31 +233,31 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_state_that_changes_its_form_ends_the_run_before_it_is_committed(make_store, change):
+def test_a_state_that_changes_its_types_is_not_committed(make_store, change):
     alter, message = CHANGES[change]
 
-    class Changing(Whole):
+    class Changing(WholeStateJob):
         def advance(self, state):
             return {"leaf": alter(state["leaf"])} if self.step == 2 else state
 
-    job = keeper(make_store("changing"), lambda: {"leaf": jnp.zeros(3)}, Changing, every_steps=1, keep_last=1)
+    job = make_job(make_store("changing"), lambda: {"leaf": jnp.zeros(3)}, Changing, every_steps=1, keep_last=1)
     with pytest.raises(StateError, match=message):
         job()
-    assert set(read_committed(job.store)) in ({1}, {2})  # in a bucket a save is left out while another is on its way
+    assert set(read_committed(job.store)) in ({1}, {2})  # a bucket skips a save while another one is in flight
 
 
-def test_strong_keeps_bits_and_dtypes():
+def test_strong_typing_keeps_bits_and_dtypes():
     tree = {"weak": jnp.asarray(1.1), "strong": jnp.float32(2), "flag": True, "key": jax.random.key(0)}
     made = jax.jit(lambda: make_strongly_typed(tree))()
     assert describe_leaves(made) == describe_leaves({name: jnp.asarray(leaf) for name, leaf in tree.items()})
     assert not any(leaf.aval.weak_type for leaf in jax.tree.leaves(made))
 
 
-# The first save of a run.
+# First save of a run.
 
 
-class Losing:
-    """A writer that loses the bits of the first save once they are durable: the bytes are whole, and others."""
+class LossyWriter:
+    """A writer that stores other values in the first save, with intact files."""
 
     def __init__(self, writer):
         self.writer, self.num_saves = writer, 0
@@ -271,9 +271,9 @@ class Losing:
         return getattr(self.writer, name)
 
 
-class FirstSaveIsLost(Keeper):
+class LossyFirstSaveJob(LeafJob):
     def restore_or_init(self):
-        self.checkpointer._writer = Losing(self.checkpointer._writer)
+        self.checkpointer._writer = LossyWriter(self.checkpointer._writer)
         super().restore_or_init()
 
     def init(self):
@@ -284,7 +284,7 @@ class FirstSaveIsLost(Keeper):
         return state | {"count": state["count"] + 1}
 
 
-def test_the_first_save_of_a_run_is_read_back_before_it_is_committed(make_store, capsys, monkeypatch):
+def test_the_first_save_is_read_back_before_the_commit(make_store, capsys, monkeypatch):
     read = []
     real = arrays.read_stored_block
     monkeypatch.setattr(
@@ -293,7 +293,7 @@ def test_the_first_save_of_a_run_is_read_back_before_it_is_committed(make_store,
         lambda store, directory, *args: read.append(directory) or real(store, directory, *args),
     )
     mesh = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), PartitionSpec("d"))
-    job = keeper(make_store("lost"), lambda: jnp.arange(64.0), FirstSaveIsLost, every_steps=1, keep_last=9)
+    job = make_job(make_store("lost"), lambda: jnp.arange(64.0), LossyFirstSaveJob, every_steps=1, keep_last=9)
     job.abstract_state = lambda: {
         "leaf": jax.ShapeDtypeStruct((64,), jnp.float32, sharding=mesh),
         "count": jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh.mesh, PartitionSpec())),
@@ -306,21 +306,23 @@ def test_the_first_save_of_a_run_is_read_back_before_it_is_committed(make_store,
     assert read == ["checkpoints/1"] * 2 + ["checkpoints/2"] * 2
 
 
-# Many, and large.
+# Many and large leaves.
 
 
-def test_the_programs_that_a_save_compiles_do_not_grow_with_the_number_of_leaves(tmp_path):
-    """A program over n leaves takes longer to compile, a leaf, the more there are."""
+def test_the_size_of_compiled_programs_does_not_grow_with_the_number_of_leaves(tmp_path):
+    """Programs with many leaves take superlinear time to compile."""
 
     def sizes(number: int) -> tuple[int, int]:
-        job = keeper(LocalStore(tmp_path / str(number)), lambda: {str(n): jnp.full(7, n) for n in range(number)}, Whole)
+        job = make_job(
+            LocalStore(tmp_path / str(number)), lambda: {str(n): jnp.full(7, n) for n in range(number)}, WholeStateJob
+        )
         stop_after(job, 1)
         return _digest_shards._cache_size(), _copy._cache_size()
 
     assert sizes(2 * CHUNK_LEAVES) == sizes(5 * CHUNK_LEAVES)
 
 
-def test_every_leaf_stands_in_one_chunk_whatever_their_kinds():
+def test_every_leaf_is_in_exactly_one_chunk():
     leaves = [jnp.zeros(1 + n % 5, jnp.int8 if n % 3 else jnp.int16) for n in range(1000)]
     found = make_chunks(leaves)
     assert sorted(place for places in found for place in places) == list(range(1000))
@@ -329,28 +331,28 @@ def test_every_leaf_stands_in_one_chunk_whatever_their_kinds():
     assert make_chunks([]) == []
 
 
-def keep_many_leaves(directory: Path) -> None:
-    """20,000 of them, there and back."""
+def save_and_restore_many_leaves(directory: Path) -> None:
+    """Save and restore 20,000 leaves."""
 
     def make() -> dict[str, jax.Array]:
         return {str(n): jnp.full(1 + n % 3, n, jnp.float32) for n in range(20_000)}
 
-    stop_after(keeper(LocalStore(directory), make, Whole), 1)
-    resumed = keeper(LocalStore(directory), make, Whole)
+    stop_after(make_job(LocalStore(directory), make, WholeStateJob), 1)
+    resumed = make_job(LocalStore(directory), make, WholeStateJob)
     resumed()
     assert compute_fingerprint(resumed.state) == compute_fingerprint(make())
 
 
 @pytest.mark.soak
-def test_a_state_of_20_000_leaves_comes_back(tmp_path, monkeypatch):
-    """Compiled as users do: XLA's older emitters, which compile most tests sooner, need 22 GB for so many results."""
+def test_a_state_of_20_000_leaves_is_restored(tmp_path, monkeypatch):
+    """Use XLA's default emitters; the older ones, which most tests use, need 22 GB for so many results."""
     monkeypatch.delenv("XLA_FLAGS")
-    code = "import sys, tests.checkpoint.test_leaves as this; this.keep_many_leaves(this.Path(sys.argv[1]))"
+    code = "import sys, tests.checkpoint.test_leaves as this; this.save_and_restore_many_leaves(this.Path(sys.argv[1]))"
     wait_for_output(start_python("-c", code, str(tmp_path), devices=8))
 
 
-class OnOneDevice(Whole):
-    """Eight copies of 3 GB are more than a small machine has."""
+class OneDeviceJob(WholeStateJob):
+    """One device, because eight replicas of 3 GB exceed the memory of a small machine."""
 
     def abstract_state(self) -> Any:
         place = SingleDeviceSharding(jax.devices()[0])
@@ -359,12 +361,12 @@ class OnOneDevice(Whole):
 
 
 @pytest.mark.soak
-def test_a_leaf_of_3_gigabytes_comes_back(make_store):
-    struck = keeper(make_store("struck"), lambda: {"huge": jnp.arange(750_000_000, dtype=jnp.uint32)}, OnOneDevice)
+def test_a_leaf_of_3_gigabytes_is_restored(make_store):
+    struck = make_job(make_store("struck"), lambda: {"huge": jnp.arange(750_000_000, dtype=jnp.uint32)}, OneDeviceJob)
     stop_after(struck, 1)
     struck.state = None
-    resumed = keeper(struck.store, struck.make, OnOneDevice)
+    resumed = make_job(struck.store, struck.make, OneDeviceJob)
     resumed()
     assert bool((resumed.state["huge"] == jnp.arange(750_000_000, dtype=jnp.uint32)).all())
     del struck, resumed
-    gc.collect()  # what a job holds it holds in cycles, and the next of these needs the memory
+    gc.collect()  # a job keeps its arrays in reference cycles, and the next test needs the memory

@@ -1,4 +1,4 @@
-"""What makes a directory a checkpoint, what is wrong with one, and who decides that it never becomes one."""
+"""Manifests: commit, verification, retirement of unfinished steps, and deletion."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def store(request, tmp_path):
 
 
 @pytest.fixture
-def disk(tmp_path):
+def local_store(tmp_path):
     return LocalStore(tmp_path / "run")
 
 
@@ -45,19 +45,19 @@ def write_manifest(store, name, **more):
     store.write(f"checkpoints/{name}/{MANIFEST}", Manifest(name=str(name), step=step, **more).encode())
 
 
-def test_a_manifest_comes_back_as_it_was_written(store):
+def test_a_manifest_round_trips(store):
     leaves = {"w": {"shape": [2], "dtype": "int8", "digest": "0"}}
     manifest = Manifest(name="7", step=7, leaves=leaves, time=1.5, shards={}, metric=0.0)
     store.write(f"checkpoints/7/{MANIFEST}", manifest.encode())
     assert read_manifest(store, "checkpoints/7") == manifest
 
 
-def test_the_record_has_the_keys_that_are_explained():
+def test_the_record_has_the_documented_keys():
     explained = {key.name for key in MANIFEST_KEYS if "." not in key.name}
     assert {each.name for each in dataclasses.fields(Manifest)} == explained - {"format", "digest", TOMBSTONE}
 
 
-def test_any_change_of_a_manifest_is_seen(store):
+def test_every_change_of_a_manifest_is_detected(store):
     write_manifest(store, 7, time=123.5)
     content = json.loads(store.read(f"checkpoints/7/{MANIFEST}"))
     for changed in (content | {"step": 8}, content | {"more": 1}, content | {"digest": "0"}, content | {"format": 0}):
@@ -66,7 +66,7 @@ def test_any_change_of_a_manifest_is_seen(store):
             read_manifest(store, "checkpoints/7")
 
 
-def test_without_a_manifest_it_was_never_committed(store):
+def test_a_directory_without_a_manifest_is_not_committed(store):
     with pytest.raises(NotCommittedError, match="never committed"):
         read_manifest(store, "checkpoints/7")
 
@@ -81,22 +81,22 @@ def test_only_numbered_directories_with_a_manifest_are_committed_steps_in_order(
     assert list_steps(store) == [99, 900, 1000, 2000]
 
 
-def test_a_file_or_an_empty_directory_with_the_name_of_a_step_is_none(disk):
-    write_manifest(disk, 99)
-    (disk.root / "checkpoints" / "2000").mkdir()
-    assert list(read_committed(disk)) == [99]
-    (disk.root / "checkpoints" / "3000").touch()
-    assert list(read_committed(disk)) == [99]
-    assert read_newest_manifest(disk).step == 99
+def test_files_and_empty_directories_named_like_a_step_are_ignored(local_store):
+    write_manifest(local_store, 99)
+    (local_store.root / "checkpoints" / "2000").mkdir()
+    assert list(read_committed(local_store)) == [99]
+    (local_store.root / "checkpoints" / "3000").touch()
+    assert list(read_committed(local_store)) == [99]
+    assert read_newest_manifest(local_store).step == 99
 
 
-def test_where_nothing_was_ever_saved_nothing_is_committed(store):
+def test_an_empty_store_has_no_committed_steps(store):
     assert read_committed(store) == {}
     assert list_steps(store) == []
     assert read_newest_manifest(store) is None
 
 
-def test_the_newest_manifest_is_the_newest_that_can_be_read(store):
+def test_the_newest_readable_manifest_is_found(store):
     assert read_newest_manifest(store) is None
     for step in (1, 2, 3):
         write_manifest(store, step)
@@ -105,7 +105,7 @@ def test_the_newest_manifest_is_the_newest_that_can_be_read(store):
     assert list(read_committed(store)) == [1, 2]
 
 
-def test_files_are_checked_by_size_and_sum_and_shared_out_over_hosts(store):
+def test_files_are_verified_by_size_and_checksum_and_divided_among_hosts(store):
     files = {}
     for name in ("a", "b", "deep/c"):
         store.write(f"checkpoints/1/{name}", name.encode() * 10)
@@ -126,7 +126,7 @@ def test_files_are_checked_by_size_and_sum_and_shared_out_over_hosts(store):
     assert problems() == ["b is missing", "deep/c does not match its CRC-32C"]
 
 
-def test_leaves_that_differ_are_named():
+def test_differing_leaves_are_listed():
     abstract = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.int32)}
     saved = {"w": {"shape": [2, 3], "dtype": "float32"}, "b": {"shape": [], "dtype": "int32"}}
     validate_manifest_leaves(Manifest(name="5", leaves=saved), abstract)
@@ -141,7 +141,7 @@ def test_leaves_that_differ_are_named():
     validate_manifest_leaves(Manifest(name="5", leaves=saved | {"old": more["old"]}), abstract, may_hold_more=True)
 
 
-# Commit and bury: of one step only one attempt decides.
+# Commit and retirement: one attempt wins each step.
 
 STEP = "checkpoints/5"
 
@@ -160,65 +160,65 @@ def save(store, attempt):
     try_commit(store, attempt)
 
 
-def committer(store):
-    """The attempt whose checkpoint of the step counts, None if there is none."""
+def find_committer(store):
+    """Return the attempt whose checkpoint of the step is committed, or None."""
     found = read_committed(store).get(5)
     return None if found is None else found.attempt
 
 
 class KilledError(BaseException):
-    """The process ends here."""
+    """Simulated end of the process."""
 
 
-def test_what_is_committed_can_be_committed_by_nobody_else(store):
+def test_a_committed_step_cannot_be_committed_again(store):
     save(store, 1)
     for attempt in (1, 2):
         upload_arrays(store, attempt)
         with pytest.raises(FileExistsError):
             try_commit(store, attempt)
-    assert committer(store) == 1
+    assert find_committer(store) == 1
 
 
-def test_what_was_retired_can_not_be_committed_by_the_older_attempt(store):
+def test_an_older_attempt_cannot_commit_a_retired_step(store):
     upload_arrays(store, 1)
     retire_uncommitted(store, 5, 2)
     assert set(store.list_sizes("checkpoints")) <= {f"5/{MANIFEST}"}
     with pytest.raises((FileExistsError, FileNotFoundError)):
         try_commit(store, 1)
-    assert committer(store) is None
+    assert find_committer(store) is None
     with pytest.raises(NotCommittedError):
         read_manifest(store, STEP)
 
 
-def test_what_was_retired_can_not_be_committed_by_an_older_attempt_that_goes_on_writing(store):
-    """Its files come back one by one after they were deleted."""
+def test_an_older_attempt_that_keeps_writing_cannot_commit_a_retired_step(store):
+    """The older attempt writes its files again after they were deleted."""
     upload_arrays(store, 1)
     retire_uncommitted(store, 5, 2)
     save(store, 2)
     upload_arrays(store, 1)
     with pytest.raises(FileExistsError):
         try_commit(store, 1)
-    assert committer(store) == 2
+    assert find_committer(store) == 2
 
 
-def test_what_was_committed_is_left_by_retire(store):
+def test_retiring_leaves_a_committed_step(store):
     save(store, 1)
     before = {name: store.read(f"checkpoints/{name}") for name in store.list_sizes("checkpoints")}
     retire_uncommitted(store, 5, 2)
     assert {name: store.read(f"checkpoints/{name}") for name in store.list_sizes("checkpoints")} == before
-    assert committer(store) == 1
+    assert find_committer(store) == 1
 
 
-def test_a_step_that_was_retired_is_committed_by_the_attempt_that_did_it(store):
+def test_the_retiring_attempt_can_commit_the_step(store):
     upload_arrays(store, 1)
     retire_uncommitted(store, 5, 2)
     save(store, 2)
-    assert committer(store) == 2
+    assert find_committer(store) == 2
     assert set(store.list_sizes(STEP)) == {MANIFEST, "arrays.2/x"}
 
 
-def test_a_step_may_be_retired_by_one_attempt_after_the_other(store):
-    """Attempt 2 retires and is killed in its save, attempt 3 retires and saves."""
+def test_successive_attempts_can_retire_a_step(store):
+    """Attempt 2 retires the step and is killed during its save; attempt 3 retires and saves it."""
     upload_arrays(store, 1)
     retire_uncommitted(store, 5, 2)
     upload_arrays(store, 2)
@@ -226,27 +226,27 @@ def test_a_step_may_be_retired_by_one_attempt_after_the_other(store):
     for attempt in (1, 2):
         with pytest.raises((FileExistsError, FileNotFoundError)):
             try_commit(store, attempt)
-    assert committer(store) is None
+    assert find_committer(store) is None
     save(store, 3)
-    assert committer(store) == 3
+    assert find_committer(store) == 3
     assert set(store.list_sizes(STEP)) == {MANIFEST, "arrays.3/x"}
 
 
-def test_retire_may_be_repeated_by_the_same_attempt(store):
+def test_an_attempt_can_retire_a_step_again(store):
     upload_arrays(store, 1)
     retire_uncommitted(store, 5, 2)
     if list_steps(store):
         retire_uncommitted(store, 5, 2)
     save(store, 2)
-    assert committer(store) == 2
+    assert find_committer(store) == 2
 
 
-def test_a_step_that_never_began_is_committed_at_once(store):
+def test_a_new_step_is_committed_directly(store):
     save(store, 3)
-    assert committer(store) == 3
+    assert find_committer(store) == 3
 
 
-def test_a_manifest_that_is_damaged_is_neither_committed_over_nor_retired(store):
+def test_a_damaged_manifest_is_neither_overwritten_nor_retired(store):
     upload_arrays(store, 1)
     store.write(f"{STEP}/{MANIFEST}", b'{"format": 1, "st')
     retire_uncommitted(store, 5, 2)
@@ -257,7 +257,7 @@ def test_a_manifest_that_is_damaged_is_neither_committed_over_nor_retired(store)
     assert store.exists(f"{STEP}/arrays.1/x")
 
 
-def test_a_void_step_is_no_checkpoint_and_says_who_found_it_unfinished():
+def test_a_tombstone_is_no_checkpoint_and_names_the_retiring_attempt():
     store = make_memory_bucket()
     upload_arrays(store, 1)
     retire_uncommitted(store, 5, 2)
@@ -269,7 +269,7 @@ def test_a_void_step_is_no_checkpoint_and_says_who_found_it_unfinished():
     assert list_steps(store) == [5]
 
 
-def test_in_a_bucket_a_commit_between_the_look_and_the_void_wins():
+def test_a_commit_before_the_tombstone_wins_in_a_bucket():
     driver = MemoryDriver()
     store = make_memory_bucket(driver)
     upload_arrays(store, 1)
@@ -281,11 +281,11 @@ def test_in_a_bucket_a_commit_between_the_look_and_the_void_wins():
 
     driver.before = overtake
     retire_uncommitted(store, 5, 2)
-    assert committer(store) == 1
+    assert find_committer(store) == 1
     assert store.exists(f"{STEP}/arrays.1/x")
 
 
-def test_in_a_bucket_a_void_between_the_look_and_the_commit_wins():
+def test_a_tombstone_before_the_commit_wins_in_a_bucket():
     driver = MemoryDriver()
     store = make_memory_bucket(driver)
     upload_arrays(store, 1)
@@ -298,12 +298,12 @@ def test_in_a_bucket_a_void_between_the_look_and_the_commit_wins():
     driver.before = overtake
     with pytest.raises(FileExistsError):
         try_commit(store, 1)
-    assert committer(store) is None
+    assert find_committer(store) is None
     save(store, 2)
-    assert committer(store) == 2
+    assert find_committer(store) == 2
 
 
-def test_in_a_bucket_a_retire_that_was_killed_is_ended_by_the_next(monkeypatch):
+def test_the_next_attempt_completes_a_killed_retirement_in_a_bucket(monkeypatch):
     store = make_memory_bucket()
     upload_arrays(store, 1)
 
@@ -319,11 +319,11 @@ def test_in_a_bucket_a_retire_that_was_killed_is_ended_by_the_next(monkeypatch):
     retire_uncommitted(store, 5, 3)
     assert store.list_sizes(STEP).keys() == {MANIFEST}
     save(store, 3)
-    assert committer(store) == 3
+    assert find_committer(store) == 3
 
 
 def kill_after_the_rename(store, patch, before=lambda: None):
-    """Kill `retire_uncommitted` right after it has renamed the directory, `before` which something may happen."""
+    """Kill `retire_uncommitted` right after it renames the directory; `before` runs before the rename."""
     move_tree = store.move_tree
 
     def killed(source, target):
@@ -334,50 +334,50 @@ def kill_after_the_rename(store, patch, before=lambda: None):
     patch.setattr(store, "move_tree", killed)
 
 
-def test_on_a_disk_a_commit_right_before_the_rename_is_renamed_back(disk, monkeypatch):
-    upload_arrays(disk, 1)
-    move_tree = disk.move_tree
+def test_a_commit_right_before_the_rename_is_restored_on_disk(local_store, monkeypatch):
+    upload_arrays(local_store, 1)
+    move_tree = local_store.move_tree
 
     def overtaken(source, target):
         if source == STEP:
-            try_commit(disk, 1)
+            try_commit(local_store, 1)
         move_tree(source, target)
 
-    monkeypatch.setattr(disk, "move_tree", overtaken)
-    retire_uncommitted(disk, 5, 2)
-    assert committer(disk) == 1
-    assert disk.list_names("checkpoints") == ["5"]
-    assert disk.read(f"{STEP}/arrays.1/x") == b"x"
+    monkeypatch.setattr(local_store, "move_tree", overtaken)
+    retire_uncommitted(local_store, 5, 2)
+    assert find_committer(local_store) == 1
+    assert local_store.list_names("checkpoints") == ["5"]
+    assert local_store.read(f"{STEP}/arrays.1/x") == b"x"
 
 
-def test_on_a_disk_a_retire_that_was_killed_with_the_manifest_in_its_hands_is_settled_back(disk, monkeypatch):
-    upload_arrays(disk, 1)
+def test_a_killed_retirement_that_moved_a_manifest_is_undone_on_disk(local_store, monkeypatch):
+    upload_arrays(local_store, 1)
     with monkeypatch.context() as patch:
-        kill_after_the_rename(disk, patch, before=lambda: try_commit(disk, 1))
+        kill_after_the_rename(local_store, patch, before=lambda: try_commit(local_store, 1))
         with pytest.raises(KilledError):
-            retire_uncommitted(disk, 5, 2)
-    assert committer(disk) is None
-    finish_retirements(disk)
-    assert committer(disk) == 1
-    assert disk.list_names("checkpoints") == ["5"]
-    assert disk.read(f"{STEP}/arrays.1/x") == b"x"
+            retire_uncommitted(local_store, 5, 2)
+    assert find_committer(local_store) is None
+    finish_retirements(local_store)
+    assert find_committer(local_store) == 1
+    assert local_store.list_names("checkpoints") == ["5"]
+    assert local_store.read(f"{STEP}/arrays.1/x") == b"x"
 
 
-def test_on_a_disk_a_retire_that_was_killed_without_a_manifest_is_ended(disk, monkeypatch):
-    upload_arrays(disk, 1)
+def test_a_killed_retirement_without_a_manifest_is_completed_on_disk(local_store, monkeypatch):
+    upload_arrays(local_store, 1)
     with monkeypatch.context() as patch:
-        kill_after_the_rename(disk, patch)
+        kill_after_the_rename(local_store, patch)
         with pytest.raises(KilledError):
-            retire_uncommitted(disk, 5, 2)
+            retire_uncommitted(local_store, 5, 2)
     with pytest.raises(FileNotFoundError):
-        try_commit(disk, 1)
-    finish_retirements(disk)
-    assert disk.list_names("checkpoints") == []
-    save(disk, 3)
-    assert committer(disk) == 3
+        try_commit(local_store, 1)
+    finish_retirements(local_store)
+    assert local_store.list_names("checkpoints") == []
+    save(local_store, 3)
+    assert find_committer(local_store) == 3
 
 
-def test_settle_leaves_what_no_retire_has_begun(store):
+def test_settling_ignores_steps_without_a_retirement(store):
     save(store, 1)
     store.write("checkpoints/6/arrays.1/x", b"")
     before = store.list_sizes("")
@@ -385,26 +385,26 @@ def test_settle_leaves_what_no_retire_has_begun(store):
     assert store.list_sizes("") == before
 
 
-# What was committed is deleted: first the manifest, then the files.
+# Deletion of committed steps: first the manifest, then the files.
 
 
 def delete(store, attempt):
     uncommit(store, STEP, attempt)
-    assert committer(store) is None
+    assert find_committer(store) is None
     remove_files(store, STEP)
 
 
-def test_what_was_withdrawn_is_no_checkpoint_before_its_files_are_deleted(store):
+def test_a_withdrawn_step_is_no_checkpoint_while_its_files_remain(store):
     save(store, 1)
     uncommit(store, STEP, 1)
-    assert committer(store) is None
+    assert find_committer(store) is None
     assert store.exists(f"{STEP}/arrays.1/x")
     remove_files(store, STEP)
     assert store.list_names("checkpoints") == []
 
 
-def test_what_was_retired_before_it_was_committed_can_not_be_committed_again_after_it_was_deleted(store):
-    """The zombie of attempt 1 is still about to commit the step that attempt 2 has saved and retained away."""
+def test_a_zombie_cannot_commit_a_step_deleted_by_retention(store):
+    """The zombie of attempt 1 is about to commit a step that attempt 2 has saved and deleted by retention."""
     upload_arrays(store, 1)
     retire_uncommitted(store, 5, 2)
     save(store, 2)
@@ -414,10 +414,10 @@ def test_what_was_retired_before_it_was_committed_can_not_be_committed_again_aft
         upload_arrays(store, 1)
     with pytest.raises((FileExistsError, FileNotFoundError)):
         try_commit(store, 1)
-    assert committer(store) is None
+    assert find_committer(store) is None
 
 
-def test_a_step_that_was_deleted_may_be_saved_again(store):
+def test_a_deleted_step_can_be_saved_again(store):
     upload_arrays(store, 1)
     retire_uncommitted(store, 5, 2)
     save(store, 2)
@@ -425,13 +425,13 @@ def test_a_step_that_was_deleted_may_be_saved_again(store):
     if list_steps(store):
         retire_uncommitted(store, 5, 3)
     save(store, 3)
-    assert committer(store) == 3
+    assert find_committer(store) == 3
     delete(store, 3)
     assert set(store.list_sizes(STEP)) <= {MANIFEST}
 
 
-def test_remove_files_leaves_the_manifest(store):
+def test_remove_files_keeps_the_manifest(store):
     save(store, 1)
     remove_files(store, STEP)
     assert store.list_names(STEP) == [MANIFEST]
-    assert committer(store) == 1
+    assert find_committer(store) == 1

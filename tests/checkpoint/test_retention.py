@@ -1,4 +1,4 @@
-"""Which steps may go: decided by numbers alone, whatever the store and however it lists."""
+"""Retention: the steps to delete depend only on step numbers and metrics, for every store and listing order."""
 
 import contextlib
 import itertools
@@ -16,11 +16,11 @@ from tests.support.memory_bucket import MemoryDriver, MemoryLog, make_memory_buc
 from tests.support.object_stores import BACKENDS, route_stores_to, start_backend
 
 
-def unmeasured(*steps):
+def make_unmeasured_steps(*steps):
     return dict.fromkeys(steps)
 
 
-def kept(metrics, *arguments, **options):
+def list_kept(metrics, *arguments, **options):
     return sorted(metrics.keys() - set(find_superfluous_steps(metrics, *arguments, **options)))
 
 
@@ -35,52 +35,52 @@ def kept(metrics, *arguments, **options):
         ((), 1, []),
     ],
 )
-def test_the_newest_stay(steps, keep_last, expected):
-    assert find_superfluous_steps(unmeasured(*steps), keep_last) == expected
+def test_the_newest_steps_are_kept(steps, keep_last, expected):
+    assert find_superfluous_steps(make_unmeasured_steps(*steps), keep_last) == expected
 
 
-def test_steps_are_numbers_and_not_text():
-    assert find_superfluous_steps(unmeasured(5, 10, 99, 100, 900, 1000), 2) == [5, 10, 99, 100]
+def test_steps_are_sorted_as_numbers():
+    assert find_superfluous_steps(make_unmeasured_steps(5, 10, 99, 100, 900, 1000), 2) == [5, 10, 99, 100]
 
 
-def test_multiples_of_keep_every_steps_stay_for_good():
+def test_multiples_of_keep_every_steps_are_kept_permanently():
     steps = range(100, 1300, 100)
-    assert kept(unmeasured(*steps), 2, keep_every_steps=500) == [500, 1000, 1100, 1200]
-    assert kept(unmeasured(*steps), 2, keep_every_steps=5000) == [1100, 1200]
-    assert kept(unmeasured(*steps), 2, keep_every_steps=100) == list(steps)
+    assert list_kept(make_unmeasured_steps(*steps), 2, keep_every_steps=500) == [500, 1000, 1100, 1200]
+    assert list_kept(make_unmeasured_steps(*steps), 2, keep_every_steps=5000) == [1100, 1200]
+    assert list_kept(make_unmeasured_steps(*steps), 2, keep_every_steps=100) == list(steps)
 
 
 @pytest.mark.parametrize(("best", "expected"), [("min", [200, 500]), ("max", [300, 500]), (None, [500])])
-def test_the_best_stays_too(best, expected):
-    assert kept({100: 2.0, 200: -1.0, 300: 4.0, 400: 3.0, 500: 1.0}, 1, best=best) == expected
+def test_the_best_step_is_kept(best, expected):
+    assert list_kept({100: 2.0, 200: -1.0, 300: 4.0, 400: 3.0, 500: 1.0}, 1, best=best) == expected
 
 
 @pytest.mark.parametrize("best", ["min", "max"])
-def test_of_equals_the_older_stays(best):
+def test_the_older_of_equally_good_steps_is_kept(best):
     worse = 2.0 if best == "min" else 0.0
-    assert kept({100: worse, 200: 1.0, 300: 1.0, 400: worse, 500: worse}, 1, best=best) == [200, 500]
+    assert list_kept({100: worse, 200: 1.0, 300: 1.0, 400: worse, 500: worse}, 1, best=best) == [200, 500]
 
 
 @pytest.mark.parametrize("best", ["min", "max"])
 @pytest.mark.parametrize("value", [None, math.nan])
-def test_what_was_not_measured_is_never_the_best(best, value):
-    assert kept({100: value, 200: 1.0, 300: value, 400: value}, 1, best=best) == [200, 400]
-    assert kept({100: value, 200: value, 300: value}, 1, best=best) == [300]
+def test_unmeasured_steps_are_never_the_best(best, value):
+    assert list_kept({100: value, 200: 1.0, 300: value, 400: value}, 1, best=best) == [200, 400]
+    assert list_kept({100: value, 200: value, 300: value}, 1, best=best) == [300]
 
 
 @pytest.mark.parametrize(("best", "expected"), [("min", [100, 400]), ("max", [300, 400])])
-def test_an_infinite_value_is_a_value(best, expected):
-    assert kept({100: -math.inf, 200: 0.0, 300: math.inf, 400: 0.0}, 1, best=best) == expected
+def test_an_infinite_value_is_valid(best, expected):
+    assert list_kept({100: -math.inf, 200: 0.0, 300: math.inf, 400: 0.0}, 1, best=best) == expected
 
 
-def test_what_is_kept_for_one_reason_does_not_count_for_another():
+def test_steps_kept_for_one_reason_do_not_count_for_another():
     metrics = {100: 3.0, 200: 1.0, 300: 2.0, 400: 2.0, 500: 2.0, 600: 2.0}
-    assert kept(metrics, 2, keep_every_steps=300, best="min") == [200, 300, 500, 600]
+    assert list_kept(metrics, 2, keep_every_steps=300, best="min") == [200, 300, 500, 600]
 
 
 @pytest.mark.parametrize("best", [None, "min", "max"])
 @pytest.mark.parametrize("keep_every_steps", [None, 2])
-def test_the_newest_never_goes_and_the_order_of_the_mapping_does_not_matter(best, keep_every_steps):
+def test_the_newest_step_is_always_kept_in_any_order_of_the_mapping(best, keep_every_steps):
     values = {9: 1.0, 10: None, 11: 0.5, 100: math.nan, 1000: 0.5}
     expected = find_superfluous_steps(values, 1, keep_every_steps, best)
     assert expected == sorted(expected)
@@ -90,7 +90,7 @@ def test_the_newest_never_goes_and_the_order_of_the_mapping_does_not_matter(best
 
 
 class ShuffledDriver(MemoryDriver):
-    """A bucket whose listings come in an order of its own."""
+    """A bucket that lists keys in a given order."""
 
     def __init__(self, order: tuple[int, ...]):
         super().__init__()
@@ -102,7 +102,7 @@ class ShuffledDriver(MemoryDriver):
 
 
 @contextlib.contextmanager
-def open_somewhere(kind, order, tmp_path, monkeypatch):
+def open_store_of_kind(kind, order, tmp_path, monkeypatch):
     if kind == "memory":
         yield make_memory_bucket(ShuffledDriver(order))
     elif kind == "disk":
@@ -132,10 +132,10 @@ def assert_only(store, steps):
     ("kind", "killed_before"),
     [*((kind, False) for kind in ("disk", "memory", *BACKENDS)), ("disk", True), ("memory", True)],
 )
-def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
+def test_the_last_two_steps_are_kept_for_every_store_and_listing_order(
     kind, order, killed_before, tmp_path, monkeypatch
 ):
-    with open_somewhere(kind, order, tmp_path, monkeypatch) as store:
+    with open_store_of_kind(kind, order, tmp_path, monkeypatch) as store:
         retention = Retention(make_attempt(store, MemoryLog()), keep_last=2)
         for step in order:
             commit_step(store, step)
@@ -148,9 +148,9 @@ def test_of_800_900_and_1000_the_last_two_stay_on_every_store_in_every_order(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", [pytest.param("min", marks=pytest.mark.soak), "max"])
-def test_the_best_by_a_metric_outlives_its_age_and_a_kill(mode, tmp_path):
+def test_the_best_step_by_a_metric_is_kept_across_a_kill(mode, tmp_path):
     options = (
-        "config.train.total_steps=30",  # compiled for other tests too
+        "config.train.total_steps=30",  # the same shapes as in other tests, so that compilations are shared
         "checkpoint.every_steps=6",
         "config.eval.every_steps=6",
         "config.eval.batches=2",

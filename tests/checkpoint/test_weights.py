@@ -1,4 +1,4 @@
-"""Whoever only looks at a run reads its weights, on a disk and in a bucket, beside it, and changes nothing."""
+"""Read-only access to the weights of a run, on disk and in a bucket, also while it runs."""
 
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from tests.support.tiny_jobs import make_counter
 URL = "gs://bucket/run"
 
 
-class TrustedDriver(MemoryDriver):
-    """A service that reports the digest of what was sent, whatever has become of it; it notes what it is asked."""
+class BitRotDriver(MemoryDriver):
+    """A service that reports the digest of the uploaded bytes even after they have rotted, and records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +42,13 @@ class TrustedDriver(MemoryDriver):
         return self.sent[key]
 
     def rot(self, name: str) -> None:
-        """A bit of an object turns over."""
+        """Flip a bit of a stored object."""
         content, version = self.objects[f"run/{name}"]
         self.objects[f"run/{name}"] = (content[:-1] + bytes([content[-1] ^ 4]), version)
 
 
-def values(seed: int) -> dict[str, Any]:
-    """A state with leaves of several types."""
+def make_state(seed: int) -> dict[str, Any]:
+    """Return a state with leaves of several types."""
     generator = np.random.default_rng(seed)
     params = {
         "dense": {"kernel": jnp.asarray(generator.normal(size=(4, 6)), jnp.bfloat16)},
@@ -60,30 +60,30 @@ def values(seed: int) -> dict[str, Any]:
 
 @pytest.fixture(params=["disk", "bucket"])
 def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
-    """Steps 1 and 2 of a run."""
+    """A run with steps 1 and 2."""
     store: Store = LocalStore(tmp_path / "run")
     if request.param == "bucket":
-        store = make_memory_bucket(TrustedDriver())
+        store = make_memory_bucket(BitRotDriver())
         monkeypatch.setattr(weights, "open_store", lambda text: store if text == URL else open_store(text))
     attempt = Attempt(store, tmp_path / "staging")
     attempt.where = URL if request.param == "bucket" else str(tmp_path / "run")
     for step in (1, 2):
-        attempt.save(str(step), values(step))
+        attempt.save(str(step), make_state(step))
         assert attempt.saver.wait_until_finished()
     attempt.attempt.background_writer.flush()
     store.write("spec.yaml", dump_spec(make_counter(tmp_path / "other").resolved_spec()).encode())
     return attempt
 
 
-def piece(run: Attempt, step: int) -> str:
-    """The largest file that holds arrays; where each leaf has its own, of the weights."""
+def find_largest_file(run: Attempt, step: int) -> str:
+    """Return the largest file of arrays; if each leaf has its own file, of the parameters."""
     sizes = {name: size for name, size in run.files(f"checkpoints/{step}").items() if name.startswith("arrays")}
     sizes = {name: size for name, size in sizes.items() if "/params." in name} or sizes
     return f"checkpoints/{step}/{max(sizes, key=lambda name: sizes[name])}"
 
 
-def same(found: Any, seed: int) -> bool:
-    params = values(seed)["params"]
+def equals_state(found: Any, seed: int) -> bool:
+    params = make_state(seed)["params"]
     params["table"] = {"0": params["table"][0], "1": params["table"][1]}
     pairs = jax.tree.map(
         lambda a, b: (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes()), found, {"params": params}
@@ -91,9 +91,9 @@ def same(found: Any, seed: int) -> bool:
     return all(jax.tree.leaves(pairs))
 
 
-def test_the_weights_of_the_newest_or_of_any_step_are_those_that_were_saved(run: Attempt) -> None:
+def test_weights_of_the_newest_or_a_given_step_are_those_saved(run: Attempt) -> None:
     found, spec = open_checkpoint(run.where)
-    assert same(found, 2)
+    assert equals_state(found, 2)
     assert spec.name == "count"
     assert spec.config["width"] == 64
     for chosen in (
@@ -101,11 +101,11 @@ def test_the_weights_of_the_newest_or_of_any_step_are_those_that_were_saved(run:
         open_checkpoint(run.where, "1"),
         open_checkpoint(f"{run.where}/checkpoints/1"),
     ):
-        assert same(chosen[0], 1)
+        assert equals_state(chosen[0], 1)
     assert all(leaf.devices() == {jax.local_devices()[0]} for leaf in jax.tree.leaves(found))
 
 
-def test_looking_claims_and_changes_nothing(run: Attempt) -> None:
+def test_opening_a_checkpoint_is_read_only(run: Attempt) -> None:
     before, attempts = run.content(), Fence(run.store).find_newest()
     if run.store.root is None:
         run.store._driver.verbs.clear()
@@ -118,26 +118,26 @@ def test_looking_claims_and_changes_nothing(run: Attempt) -> None:
     run.fence.check()
 
 
-def test_of_a_damaged_newest_step_the_one_before_it_is_opened_and_the_damage_told(
+def test_a_damaged_newest_step_is_reported_and_the_previous_one_opened(
     run: Attempt, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.flip_bit(piece(run, 2))
-    assert same(open_checkpoint(run.where)[0], 1)
+    run.flip_bit(find_largest_file(run, 2))
+    assert equals_state(open_checkpoint(run.where)[0], 1)
     assert "checkpoint 2 is not good: " in capsys.readouterr().err
     with pytest.raises(InvalidError, match="CRC-32C"):
         open_checkpoint(run.where, 2)
-    run.flip_bit(piece(run, 1))
+    run.flip_bit(find_largest_file(run, 1))
     with pytest.raises(InvalidError, match=r"no good checkpoint is here; checkpoint 2 is not good: .*; checkpoint 1"):
         open_checkpoint(run.where)
 
 
-def test_bits_that_were_lost_before_the_sum_was_taken_are_found(run: Attempt) -> None:
+def test_damage_before_the_checksum_is_detected(run: Attempt) -> None:
     forge(run)
     with pytest.raises(InvalidError, match=r"the bits of params\.dense\.kernel are not those that were saved"):
         open_checkpoint(run.where, 2)
 
 
-def test_what_is_not_there_is_refused(run: Attempt, tmp_path: Path) -> None:
+def test_missing_checkpoints_are_rejected(run: Attempt, tmp_path: Path) -> None:
     for where, step, message in (
         (run.where, 7, "7: no manifest.json: it was never committed"),
         (f"{run.where}/checkpoints/1", 2, "names a checkpoint already; got step=2"),
@@ -148,26 +148,26 @@ def test_what_is_not_there_is_refused(run: Attempt, tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_step_that_the_run_deletes_while_it_is_read_is_no_damage(
+def test_a_step_deleted_while_it_is_read_is_not_reported_as_damage(
     run: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retention takes step 2 away, the newest when it was listed, and step 3 has been committed."""
+    """Retention deletes step 2, the newest one when it was listed, after step 3 was committed."""
     original = weights.read_leaves
 
     def overtaken(*arguments: Any) -> Any:
         monkeypatch.setattr(weights, "read_leaves", original)
-        run.save("3", values(3))
+        run.save("3", make_state(3))
         assert run.saver.wait_until_finished()
         for step in (1, 2):
             run.store.remove_tree(f"checkpoints/{step}")
         return original(*arguments)
 
     monkeypatch.setattr(weights, "read_leaves", overtaken)
-    assert same(open_checkpoint(run.where)[0], 3)
+    assert equals_state(open_checkpoint(run.where)[0], 3)
 
 
-class Watched(Counter):
-    """A run that somebody looks at after each step."""
+class WatchedCounter(Counter):
+    """A job whose weights are read after its saves."""
 
     looks = 0
 
@@ -180,14 +180,14 @@ class Watched(Counter):
             self.looks += 1
 
 
-def test_a_living_run_is_looked_at_and_not_fenced(tmp_path: Path) -> None:
-    job = make_counter(tmp_path / "run", Watched, **{"checkpoint.keep_last": 1})
+def test_reading_a_running_job_does_not_fence_it(tmp_path: Path) -> None:
+    job = make_counter(tmp_path / "run", WatchedCounter, **{"checkpoint.keep_last": 1})
     job()
     assert job.looks == 3
     assert job.attempt.fence.find_newest() == 1
 
 
-def test_types_of_64_bits_stay_what_they_are(tmp_path: Path) -> None:
+def test_64_bit_types_are_kept(tmp_path: Path) -> None:
     with jax.enable_x64(True):
         run = Attempt(LocalStore(tmp_path / "run"), tmp_path / "staging")
         state = {"params": {"a": jnp.arange(5, dtype=jnp.int64) << 40, "b": jnp.float64(1) / 3}}
@@ -199,11 +199,11 @@ def test_types_of_64_bits_stay_what_they_are(tmp_path: Path) -> None:
     assert np.asarray(found["params"]["a"]).tolist() == [number << 40 for number in range(5)]
 
 
-# The same checks without a job: `checkpoints --verify` and `--deep`.
+# Verification without a job: `checkpoints --verify` and `--deep`.
 
 
 def forge(run: Attempt) -> None:
-    """Files and their sums agree, and still the bits of a leaf are not those that its digest says."""
+    """Change the digest of a leaf in the manifest, with matching files and checksums."""
     record = run.manifest(2)
     record.pop("digest")
     record["leaves"]["params.dense.kernel"]["digest"] = run.manifest(1)["leaves"]["params.dense.kernel"]["digest"]
@@ -211,39 +211,39 @@ def forge(run: Attempt) -> None:
     assert parse_json(run.store.read("checkpoints/2/manifest.json"))
 
 
-def told(run: Attempt, depth: VerifyDepth) -> tuple[str, int]:
+def verify_run(run: Attempt, depth: VerifyDepth) -> tuple[str, int]:
     lines, code = format_report(run.store, depth)
     return "\n".join(lines), code
 
 
-def test_all_good_is_told_as_deep_as_it_was_checked(run: Attempt) -> None:
+def test_verification_reports_its_depth(run: Attempt) -> None:
     for depth, state in ((VerifyDepth.MANIFEST, "committed"), (VerifyDepth.FILES, "good"), (VerifyDepth.BITS, "good")):
-        text, code = told(run, depth)
+        text, code = verify_run(run, depth)
         assert code == EXIT_DONE
         assert text.count(f"  {state}  ") == 2
 
 
-def test_what_a_bucket_itself_has_lost_is_found_by_reading_every_byte_back(tmp_path: Path) -> None:
-    driver = TrustedDriver()
+def test_bit_rot_in_a_bucket_is_found_by_deep_verification(tmp_path: Path) -> None:
+    driver = BitRotDriver()
     run = Attempt(make_memory_bucket(driver), tmp_path / "staging")
-    run.save("2", values(2))
+    run.save("2", make_state(2))
     assert run.saver.wait_until_finished()
-    driver.rot(piece(run, 2))
-    assert told(run, VerifyDepth.FILES)[1] == EXIT_DONE
-    text, code = told(run, VerifyDepth.BITS)
+    driver.rot(find_largest_file(run, 2))
+    assert verify_run(run, VerifyDepth.FILES)[1] == EXIT_DONE
+    text, code = verify_run(run, VerifyDepth.BITS)
     assert code == EXIT_FAILED
     assert "does not match its CRC-32C" in text
 
 
-def test_bits_that_do_not_give_their_fingerprint_are_found_by_computing_it_anew(run: Attempt) -> None:
+def test_a_wrong_fingerprint_is_found_by_deep_verification(run: Attempt) -> None:
     forge(run)
-    assert told(run, VerifyDepth.FILES)[1] == EXIT_DONE
-    text, code = told(run, VerifyDepth.BITS)
+    assert verify_run(run, VerifyDepth.FILES)[1] == EXIT_DONE
+    text, code = verify_run(run, VerifyDepth.BITS)
     assert code == EXIT_FAILED
     assert "the fingerprint is not that of the leaves" in text
 
 
-def test_a_copy_of_what_orbax_wrote_is_read_back_from_a_bucket(tmp_path: Path) -> None:
+def test_a_copy_of_an_orbax_checkpoint_verifies_in_a_bucket(tmp_path: Path) -> None:
     origin = Attempt(LocalStore(tmp_path / "run"), tmp_path / "staging")
     origin.save_all(1)
     bucket = make_memory_bucket()
@@ -253,10 +253,10 @@ def test_a_copy_of_what_orbax_wrote_is_read_back_from_a_bucket(tmp_path: Path) -
     assert code == EXIT_DONE, lines
 
 
-def test_the_command_looks_as_deep_as_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_verifies_to_the_requested_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Attempt(LocalStore(tmp_path / "run"), tmp_path / "staging")
     for step in (1, 2):
-        run.save(str(step), values(step))
+        run.save(str(step), make_state(step))
         assert run.saver.wait_until_finished()
     forge(run)
     for options, code in (([], EXIT_DONE), (["--verify"], EXIT_DONE), (["--deep"], EXIT_FAILED)):

@@ -1,4 +1,4 @@
-"""When to save: a table of rules and clocks, and the interval that loses the least time."""
+"""Save policy as a table of rules and step times, and the optimal save interval."""
 
 import math
 
@@ -11,8 +11,8 @@ FAST, DURABLE, REQUIRED = SaveKind.FAST, SaveKind.DURABLE, SaveKind.REQUIRED
 LAST_STEP = 12
 
 
-class Clock:
-    """Shows what it is told."""
+class FakeClock:
+    """A clock whose time the test sets."""
 
     def __init__(self):
         self.seconds = 1000.0
@@ -21,9 +21,9 @@ class Clock:
         return self.seconds
 
 
-def saves(rule, *, seconds_a_step=0.0, interval_seconds=0.0, logging_every_steps=1):
-    """The saves of a run of `LAST_STEP` steps, by step, where each that is due begins at once."""
-    clock = Clock()
+def simulate_saves(rule, *, seconds_a_step=0.0, interval_seconds=0.0, logging_every_steps=1):
+    """Simulate `LAST_STEP` steps and return the kind of save at each step with one, each starting at once."""
+    clock = FakeClock()
     policy = SavePolicy(CheckpointConfig(**rule), logging_every_steps, lambda answer: answer, clock)
     found = {}
     for step in range(1, LAST_STEP + 1):
@@ -69,12 +69,12 @@ LOCAL = {"local_directory": "/fast", "local_every_steps": 2}
     ],
     ids=str,
 )
-def test_what_is_due_at_each_step(rule, options, expected):
-    assert saves(rule, **options) == expected
+def test_saves_due_at_each_step(rule, options, expected):
+    assert simulate_saves(rule, **options) == expected
 
 
-def test_by_the_clock_only_host_0_decides():
-    clock, asked = Clock(), []
+def test_host_0_decides_on_saves_by_time():
+    clock, asked = FakeClock(), []
 
     def decide(answer):
         asked.append(answer)
@@ -83,10 +83,10 @@ def test_by_the_clock_only_host_0_decides():
     policy = SavePolicy(CheckpointConfig(every_steps=None, every_minutes=1.0), 2, decide, clock)
     clock.seconds += 3600
     assert [policy.find_due_save(step, LAST_STEP, 0.0) for step in (1, 2, 3, 4)] == [None] * 4
-    assert asked == [True, True], "asked at logged steps, on every host"
+    assert asked == [True, True], "asked at logged steps on every host"
 
 
-def test_the_best_interval_is_youngs_and_never_less_than_a_save_takes():
+def test_the_best_interval_is_youngs_and_at_least_the_save_time():
     assert compute_best_interval_seconds(0.5, 3.0, 24.0) == pytest.approx(math.sqrt(2 * 0.5 * 86400))
     assert compute_best_interval_seconds(0.5, 900.0, 24.0) == 900.0
     assert compute_best_interval_seconds(0.0, 0.0, 24.0) == 1.0

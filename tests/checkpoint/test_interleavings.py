@@ -1,8 +1,8 @@
-"""Any interleaving of save, upload, crash, restart, zombie and retention leaves a newest checkpoint that verifies.
+"""Interleavings of save, upload, crash, restart, zombie and retention: the newest checkpoint always verifies.
 
-The real Checkpointer, restore and BucketStore run over a bucket in memory. A process is cut off before any one of its
-calls to the store, for good (kill -9), or while newer attempts do what they like (SIGSTOP, then SIGCONT); or an answer
-is lost after the call has worked. hypothesis chooses where.
+The real Checkpointer, restore and BucketStore run over an in-memory bucket. A process is stopped before one of its
+calls to the store, forever (kill -9) or while newer attempts run (SIGSTOP, then SIGCONT); or the response to a
+successful call is lost. Hypothesis chooses where.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ KEEP_LAST = 2
 Rows = list[dict[str, Any]]
 
 
-class Killed(BaseException):
-    """The process is no more."""
+class KilledError(BaseException):
+    """Simulated end of a process."""
 
 
-class Mortal:
-    """One process's way to the bucket: before call number `at`, something happens."""
+class FaultyDriver:
+    """The driver of one process, which triggers a fault before call number `at`."""
 
     def __init__(self, driver: MemoryDriver):
         self._driver = driver
@@ -50,7 +50,7 @@ class Mortal:
         self.happens: Callable[[], None] = self.die
 
     def arm(self, at: int | None, happens: Callable[[], None]) -> None:
-        """Have `happens` called before the `at`-th call from now on."""
+        """Call `happens` before the `at`-th call from now on."""
         self._num_calls, self.at, self.happens = 0, at, happens
 
     def die(self) -> None:
@@ -68,7 +68,7 @@ class Mortal:
                 self.happens()
             self._num_calls += 1
             if self._is_dead:
-                raise Killed
+                raise KilledError
             result = list(act(*arguments)) if name == "list" else act(*arguments)
             if self._loses_answer:
                 self._loses_answer = False
@@ -78,49 +78,50 @@ class Mortal:
         return call
 
 
-def state_of(step: int) -> dict[str, jax.Array]:
-    """The only right bits of a step."""
+def make_state(step: int) -> dict[str, jax.Array]:
+    """Return the expected state of a step."""
     return {"count": jnp.int32(step), "values": jnp.arange(5, dtype=jnp.float32) * step}
 
 
-class Process:
-    """One attempt of a job of which only the saves matter."""
+class SavingProcess:
+    """An attempt of a job that only saves."""
 
-    def __init__(self, world: "World"):
-        self.mortal = Mortal(world.driver)
+    def __init__(self, world: "BucketModel"):
+        self.faults = FaultyDriver(world.driver)
         self.world = world
-        store = make_memory_bucket(self.mortal)  # type: ignore[arg-type]
+        store = make_memory_bucket(self.faults)  # type: ignore[arg-type]
         self.attempt = make_attempt(store, MemoryLog(world.rows))
         writer = BlockWriter(store, self.attempt.hosts, world.staging)
         rule = CheckpointConfig(keep_last=KEEP_LAST, max_unsaved_minutes=1.0)
-        self.saver = Checkpointer(self.attempt, rule, 1, {}, abstract(), writer)
-        found = restore_newest(self.attempt, None, abstract(), {}.__eq__)
+        self.saver = Checkpointer(self.attempt, rule, 1, {}, make_abstract_state(), writer)
+        found = restore_newest(self.attempt, None, make_abstract_state(), {}.__eq__)
         self.step = 0 if found is None else found.manifest.step
         if found is not None:
-            assert_right(found.state, self.step)
-        self.saver.begin(state_of(self.step), self.step)
+            assert_state_of(found.state, self.step)
+        self.saver.begin(make_state(self.step), self.step)
 
     def save(self) -> None:
         """Save the next step."""
         self.step += 1
-        self.saver.save(state_of(self.step), self.step, SaveContents(), SaveKind.REQUIRED)
+        self.saver.save(make_state(self.step), self.step, SaveContents(), SaveKind.REQUIRED)
         if self.saver.wait_until_finished():
             self.world.durable = max(self.world.durable, self.step)
 
 
-def abstract() -> dict[str, jax.ShapeDtypeStruct]:
+def make_abstract_state() -> dict[str, jax.ShapeDtypeStruct]:
     return {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in state_of(0).items()
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for name, leaf in make_state(0).items()
     }
 
 
-def assert_right(state: dict[str, jax.Array], step: int) -> None:
-    for name, leaf in state_of(step).items():
+def assert_state_of(state: dict[str, jax.Array], step: int) -> None:
+    for name, leaf in make_state(step).items():
         np.testing.assert_array_equal(np.asarray(state[name]), np.asarray(leaf))
 
 
-class World:
-    """The bucket, and what must be true of it whatever happened."""
+class BucketModel:
+    """The bucket, and its invariants."""
 
     def __init__(self, staging: Path):
         self.driver, self.staging = MemoryDriver(), staging
@@ -132,12 +133,12 @@ class World:
         entries = [entry for entry in inspect.list_entries(store, inspect.VerifyDepth.FILES) if entry.is_committed]
         assert [entry.problems for entry in entries] == [()] * len(entries), "a committed checkpoint does not verify"
         newest = max((int(entry.name) for entry in entries), default=0)
-        assert newest >= self.durable, "a durable step is lost"
+        assert newest >= self.durable, "a durable step was lost"
 
 
 @pytest.fixture(autouse=True)
-def one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the same choices give the same interleaving."""
+def serialise_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make one call at a time, so that the same choices give the same interleaving."""
     for module, name in (
         (writer, "NUM_UPLOADS"),
         (blocks, "NUM_READERS"),
@@ -149,14 +150,14 @@ def one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def an_end() -> Iterator[None]:
-    """A process may be killed, or find that it was overtaken."""
-    with contextlib.suppress(Killed, FencedError):
+def suppress_process_end() -> Iterator[None]:
+    """Suppress the kill of a process and its fencing by a newer one."""
+    with contextlib.suppress(KilledError, FencedError):
         yield
 
 
 CALLS = st.integers(min_value=0, max_value=24)
-ACT = st.one_of(
+ACTIONS = st.one_of(
     st.tuples(st.just("save"), st.integers(1, 3)),
     st.tuples(st.just("kill"), CALLS),
     st.tuples(st.just("kill in start"), CALLS),
@@ -166,85 +167,85 @@ ACT = st.one_of(
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
 
-def play(world: World, acts: list[tuple[Any, ...]]) -> None:
-    process = Process(world)
+def play(world: BucketModel, acts: list[tuple[Any, ...]]) -> None:
+    process = SavingProcess(world)
     for act in acts:
         if act[0] == "save":
             for _ in range(act[1]):
                 process.save()
         elif act[0] == "lose an answer":
-            process.mortal.arm(act[1], process.mortal.lose_answer)
+            process.faults.arm(act[1], process.faults.lose_answer)
             process.save()
         elif act[0] == "kill":
-            process.mortal.arm(act[1], process.mortal.die)
-            with an_end():
+            process.faults.arm(act[1], process.faults.die)
+            with suppress_process_end():
                 process.save()
             world.check()
-            process = Process(world)
+            process = SavingProcess(world)
         elif act[0] == "kill in start":
-            with an_end():
-                start_and_die(world, act[1])
+            with suppress_process_end():
+                start_and_kill(world, act[1])
             world.check()
-            process = Process(world)
+            process = SavingProcess(world)
         else:
             process = overtake(world, process, act[1], act[2])
         world.check()
-    assert_right_after_restart(world)
+    assert_restart_is_durable(world)
 
 
-def start_and_die(world: World, at: int) -> None:
-    """An attempt that is killed while it claims, restores, quarantines or clears away."""
-    original = Mortal.__init__
+def start_and_kill(world: BucketModel, at: int) -> None:
+    """Start an attempt that is killed while it claims, restores, quarantines or cleans up."""
+    original = FaultyDriver.__init__
 
-    def armed(self: Mortal, driver: MemoryDriver) -> None:
+    def armed(self: FaultyDriver, driver: MemoryDriver) -> None:
         original(self, driver)
         self.arm(at, self.die)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mortal, "__init__", armed)
-        Process(world)
+        patch.setattr(FaultyDriver, "__init__", armed)
+        SavingProcess(world)
 
 
-def overtake(world: World, zombie: Process, at: int, num_saves: int) -> Process:
-    """Stop a process in its save; a newer one starts and saves; then the zombie goes on. The newer one."""
-    newer: list[Process] = []
+def overtake(world: BucketModel, zombie: SavingProcess, at: int, num_saves: int) -> SavingProcess:
+    """Stop a process during a save, run a newer one with saves, continue the zombie, and return the newer one."""
+    newer: list[SavingProcess] = []
 
     def start_newer() -> None:
-        newer.append(Process(world))
+        newer.append(SavingProcess(world))
         for _ in range(num_saves):
             newer[0].save()
         world.check()
 
-    zombie.mortal.arm(at, start_newer)
-    with an_end():
+    zombie.faults.arm(at, start_newer)
+    with suppress_process_end():
         zombie.save()
-    zombie.mortal.die()
-    return newer[0] if newer else Process(world)
+    zombie.faults.die()
+    return newer[0] if newer else SavingProcess(world)
 
 
-def assert_right_after_restart(world: World) -> None:
-    assert Process(world).step >= world.durable
+def assert_restart_is_durable(world: BucketModel) -> None:
+    assert SavingProcess(world).step >= world.durable
 
 
 @settings(max_examples=60, **COMMON)  # type: ignore[arg-type]
-@given(acts=st.lists(ACT, max_size=5))
-def test_any_interleaving_leaves_a_newest_checkpoint_that_verifies(tmp_path: Path, acts: list[tuple[Any, ...]]) -> None:
-    play(World(tmp_path), acts)
+@given(acts=st.lists(ACTIONS, max_size=5))
+def test_the_newest_checkpoint_verifies_after_short_interleavings(tmp_path: Path, acts: list[tuple[Any, ...]]) -> None:
+    play(BucketModel(tmp_path), acts)
 
 
 @pytest.mark.soak
 @settings(max_examples=3000, **COMMON)  # type: ignore[arg-type]
-@given(acts=st.lists(ACT, max_size=12))
-def test_any_longer_interleaving_too(tmp_path: Path, acts: list[tuple[Any, ...]]) -> None:
-    play(World(tmp_path), acts)
+@given(acts=st.lists(ACTIONS, max_size=12))
+def test_the_newest_checkpoint_verifies_after_long_interleavings(tmp_path: Path, acts: list[tuple[Any, ...]]) -> None:
+    play(BucketModel(tmp_path), acts)
 
 
 @pytest.mark.parametrize("at", range(16))
 @pytest.mark.parametrize("num_saves", [0, 1, 3])
-def test_a_zombie_stopped_before_any_call_of_its_save_breaks_nothing(tmp_path: Path, at: int, num_saves: int) -> None:
-    play(World(tmp_path), [("save", 2), ("stop and continue", at, num_saves), ("save", 1)])
+def test_a_zombie_stopped_at_any_call_of_its_save_is_harmless(tmp_path: Path, at: int, num_saves: int) -> None:
+    play(BucketModel(tmp_path), [("save", 2), ("stop and continue", at, num_saves), ("save", 1)])
 
 
 @pytest.mark.parametrize("at", range(24))
-def test_a_kill_before_any_call_of_a_save_or_its_retention_breaks_nothing(tmp_path: Path, at: int) -> None:
-    play(World(tmp_path), [("save", 3), ("kill", at), ("save", 1)])
+def test_a_kill_at_any_call_of_a_save_is_harmless(tmp_path: Path, at: int) -> None:
+    play(BucketModel(tmp_path), [("save", 3), ("kill", at), ("save", 1)])
