@@ -26,7 +26,7 @@ class FormatCase:
 
     source: str
     options: Mapping[str, str]
-    make_documents: list[list[int]]
+    documents: list[list[int]]
     dtype: str
 
     def open(self, root: Path | str, cache: Path | None = None, cache_bytes: int | None = 1 << 20) -> DocumentFiles:
