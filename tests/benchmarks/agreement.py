@@ -1,6 +1,6 @@
-"""What agreement costs as processes are added: one barrier, and one decision of host 0, in milliseconds.
+"""Cost of agreement by number of processes: milliseconds of one barrier and of one decision of host 0.
 
-All processes are on this machine, so many share a core: the growth is that of one machine's work, the worst case.
+All processes share the cores of this machine, so the growth with their number is an upper bound.
 
     python -m tests.benchmarks.agreement [--processes 2 4 8 16 32 64] [--calls 200]
 """
@@ -36,7 +36,7 @@ hosts.leave(0)
 
 
 def measure(num_processes: int, calls: int) -> dict[str, float]:
-    """Milliseconds of a call, seen on process 0."""
+    """Return the milliseconds per call, measured on process 0."""
     coordinator = f"127.0.0.1:{find_free_port()}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
     processes = [

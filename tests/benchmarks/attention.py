@@ -1,7 +1,7 @@
-"""Time of attention and its gradients, with what can be asked of it, over that of plain rows, on the platform at hand.
+"""Time of attention and its gradients with each option, relative to plain causal attention, on the current platform.
 
-All in turn, round by round, so that each sees the same machine. Printed: the median over rounds of each time and of its
-ratio to the plain one.
+All variants run in turn in every round, so that they see the same machine load. The script prints the median over
+rounds of each time and of its ratio to the plain variant.
 
     python -m tests.benchmarks.attention [--shape 4x1024x8x64] [--window 128] [--documents 8] [--rounds 7]
 
@@ -23,14 +23,14 @@ from experiments.model.attention import causal_attention
 
 
 def make_arrays(B: int, T: int, N: int, K: int, H: int) -> list[jax.Array]:
-    """Random queries, keys, values and an output gradient."""
+    """Return random queries, keys, values and an output gradient."""
     generator = np.random.default_rng(0)
     return [jnp.asarray(generator.normal(size=(B, T, heads, H)), jnp.float32) for heads in (N, K, K, N)]
 
 
 @functools.partial(jax.jit, static_argnames=("window", "softcap"))
 def attend(q: Any, k: Any, v: Any, g: Any, segments: Any = None, **options: Any) -> Any:
-    """Output and gradients."""
+    """Return the output and the gradients."""
     out, pullback = jax.vjp(lambda q, k, v: causal_attention(q, k, v, segments, **options), q, k, v)
     return out, pullback(g)
 

@@ -1,4 +1,4 @@
-"""What an attempt's clock costs a step: microseconds of the training thread, with and without a directory to keep it.
+"""Cost of an attempt's clock per step: microseconds of the training thread, with and without a file to persist it.
 
 python -m tests.benchmarks.clock [DIRECTORY]
 """
@@ -17,8 +17,8 @@ STEPS = 100_000
 ROUNDS = 5
 
 
-def microseconds_a_step(directory: Path | None) -> float:
-    """CPU time, the best of some rounds: a batch is taken and the step is completed."""
+def measure_step_microseconds(directory: Path | None) -> float:
+    """Return the CPU time of the clock's calls for one step, as the minimum over rounds."""
     progress, batches = Progress(), iter(lambda: 0, 1)
     if directory is not None:
         (directory / "attempts").mkdir(exist_ok=True)
@@ -34,9 +34,9 @@ def microseconds_a_step(directory: Path | None) -> float:
 
 
 def main(directory: Path) -> None:
-    """Print both figures."""
-    say(f"progress and clock: {microseconds_a_step(None):.2f} us a step")
-    say(f"kept in {directory}: {microseconds_a_step(directory):.2f} us a step")
+    """Print both times."""
+    say(f"progress and clock: {measure_step_microseconds(None):.2f} us a step")
+    say(f"kept in {directory}: {measure_step_microseconds(directory):.2f} us a step")
 
 
 if __name__ == "__main__":

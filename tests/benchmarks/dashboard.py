@@ -1,7 +1,7 @@
-"""Step time of a run while clients look at its dashboard, over that while none does: in turns, within one run.
+"""Step time of a run while clients poll its dashboard, relative to none, in alternating windows of one run.
 
-Each client does as the page does in a browser: it asks for its data every two seconds, half of them for the table of
-all runs, half for the page of this one, and takes a 304 where nothing has changed.
+Each client polls like the page in a browser: every two seconds, half of the clients for the table of all runs and half
+for the page of this run, with an ETag so that unchanged data is answered by 304.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from runner.storage import LocalStore
 from tests.support.job_process import ROOT
 
 POLL_SECONDS = 2.0
-ANSWER_SECONDS = 120.0  # for a hang
+ANSWER_SECONDS = 120.0  # only a hang takes this long
 CHANGES = {
     "config.train.total_steps": 1_000_000,
     "config.eval.every_steps": 100_000,
@@ -37,8 +37,8 @@ CHANGES = {
 
 
 @dataclass
-class Crowd:
-    """Clients of one server, until `stop` is set."""
+class Clients:
+    """Statistics of polling clients of one server, which run until `stop` is set."""
 
     port: int
     paths: list[str]
@@ -46,8 +46,8 @@ class Crowd:
     statuses: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def look(self, number: int) -> None:
-        """What one client does."""
+    def poll(self, number: int) -> None:
+        """Poll as client `number` until `stop` is set."""
         connection, tag = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS), ""
         while not self.stop.wait(POLL_SECONDS * (0.5 + number % 10 / 10)):
             try:
@@ -63,23 +63,23 @@ class Crowd:
 
 
 @contextlib.contextmanager
-def looking(port: int, paths: list[str], num_clients: int) -> Iterator[Crowd]:
-    """While it is open, so many clients look."""
-    crowd = Crowd(port, paths)
-    threads = [threading.Thread(target=crowd.look, args=(number,)) for number in range(num_clients)]
+def start_clients(port: int, paths: list[str], num_clients: int) -> Iterator[Clients]:
+    """Poll with `num_clients` clients inside the context."""
+    clients = Clients(port, paths)
+    threads = [threading.Thread(target=clients.poll, args=(number,)) for number in range(num_clients)]
     for thread in threads:
         thread.start()
     try:
-        yield crowd
+        yield clients
     finally:
-        crowd.stop.set()
+        clients.stop.set()
         for thread in threads:
             thread.join()
 
 
 @contextlib.contextmanager
-def running(*words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A command, which is ended at the end."""
+def start_runner(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a runner command that is killed when the context ends."""
     process = subprocess.Popen([sys.executable, "-m", "runner", *words], cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         yield process
@@ -88,13 +88,13 @@ def running(*words: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def rows_in(directory: Path) -> list[Row]:
-    """All rows so far."""
+def read_all_rows(directory: Path) -> list[Row]:
+    """Return all rows of metrics.jsonl so far."""
     return read_rows(LocalStore(directory))
 
 
-def data_at(port: int, path: str) -> object:
-    """What the server answers, once it is there."""
+def fetch_data(port: int, path: str) -> object:
+    """Return the JSON that the server responds with, once it listens."""
     while True:
         with contextlib.suppress(ConnectionError):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
@@ -103,8 +103,8 @@ def data_at(port: int, path: str) -> object:
         time.sleep(0.1)
 
 
-def step_seconds(rows: list[Row], began: float, ended: float) -> list[float]:
-    """Of the steps between two moments."""
+def list_step_seconds(rows: list[Row], began: float, ended: float) -> list[float]:
+    """Return the seconds of each step between two times."""
     inside = [row for row in rows if began <= row["perf/time"] <= ended]
     return [
         (after["perf/time"] - before["perf/time"]) / (after["step"] - before["step"])
@@ -112,48 +112,52 @@ def step_seconds(rows: list[Row], began: float, ended: float) -> list[float]:
     ]
 
 
-def measure(root: Path, num_clients: int, seconds: float, rounds: int) -> tuple[list[float], list[Crowd]]:
-    """Median step time with clients over that without, for each round of twice `seconds`; and all the clients."""
+def measure(root: Path, num_clients: int, seconds: float, rounds: int) -> tuple[list[float], list[Clients]]:
+    """Return the ratio of median step times with and without clients for each round, and the clients."""
     directory, port = root / "run", find_free_port()
     words = [word for key, value in CHANGES.items() for word in ("--set", f"{key}={value}")]
-    ratios, crowds = [], []
+    ratios, all_clients = [], []
     with (
-        running("specs/gpt_nano.yaml", "--set", f"directory={directory}", *words) as job,
-        running("dashboard", str(root), "--port", str(port)),
+        start_runner("specs/gpt_nano.yaml", "--set", f"directory={directory}", *words) as job,
+        start_runner("dashboard", str(root), "--port", str(port)),
     ):
-        while len(rows_in(directory)) < 20:
+        while len(read_all_rows(directory)) < 20:
             assert job.poll() is None, "the job has ended"
             time.sleep(0.2)
-        table = data_at(port, "/data")
+        table = fetch_data(port, "/data")
         assert isinstance(table, dict)
         paths = ["/data", f"/data/{table['table'][0]['id']}"]
         for _ in range(rounds):
             moments = [time.time()]
-            with looking(port, paths, num_clients) as crowd:
+            with start_clients(port, paths, num_clients) as clients:
                 time.sleep(seconds)
                 moments.append(time.time())
-            crowds.append(crowd)
+            all_clients.append(clients)
             moments.append(time.time())
             time.sleep(seconds)
             moments.append(time.time())
-            rows = rows_in(directory)
-            crowded, alone = (statistics.median(step_seconds(rows, *moments[index : index + 2])) for index in (0, 2))
-            ratios.append(crowded / alone)
+            rows = read_all_rows(directory)
+            loaded, alone = (
+                statistics.median(list_step_seconds(rows, *moments[index : index + 2])) for index in (0, 2)
+            )
+            ratios.append(loaded / alone)
         assert job.poll() is None, "the job has ended"
-    return ratios, crowds
+    return ratios, all_clients
 
 
 def main() -> None:
-    """Print the ratios."""
+    """Print the ratios of step times."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=3)
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        ratios, crowds = measure(Path(root), parsed.clients, parsed.seconds, parsed.rounds)
-    statuses = [status for crowd in crowds for status in crowd.statuses]
-    failed = sum(status not in (200, 304) for status in statuses) + sum(len(crowd.problems) for crowd in crowds)
+        ratios, all_clients = measure(Path(root), parsed.clients, parsed.seconds, parsed.rounds)
+    statuses = [status for clients in all_clients for status in clients.statuses]
+    failed = sum(status not in (200, 304) for status in statuses) + sum(
+        len(clients.problems) for clients in all_clients
+    )
     print(f"{parsed.clients} clients: {len(statuses)} requests, {failed} failed")
     print(f"step time with them over without: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
     print(f"median: {statistics.median(ratios):.3f}")

@@ -1,12 +1,12 @@
-"""How many tokens a second one host can feed, and what its start costs.
+"""Tokens/s that one host can feed, and the cost of its start-up.
 
-1. rows of 2,048 and 8,192 tokens from local files, one core: tokens/s of reading alone, and of whole rows;
-2. the same from a bucket in memory that answers after 20 ms, and from the emulator of a service with that latency;
-3. bytes fetched from the bucket over bytes that the rows need;
-4. CPU of one ranged read of 4 KiB by the service's client;
-5. start-up with a corpus of 10 MB and a sparse one of 10 GB;
-6. with `packing: documents`, of a batch of 256 rows, bytes that one of 1, 4, 16, 64 and 256 hosts fetches over what its
-   rows need, in an epoch; of one of 512 rows on one host, CPU seconds until the first batch, and of one after it.
+1. sequences of 2,048 and 8,192 tokens from local files on one core: tokens/s of the reads alone and of whole batches;
+2. the same from an in-memory bucket with a latency of 20 ms, and from the emulator of a service with that latency;
+3. bytes fetched from the bucket, relative to the bytes that the sequences need;
+4. CPU time of a ranged read of 4 KiB by the service's client;
+5. start-up time with a corpus of 10 MB and a sparse one of 10 GB;
+6. with `packing: documents`: the bytes that one of 1, 4, 16, 64 and 256 hosts fetches in an epoch for its share of a
+   batch of 256, relative to the bytes needed; CPU seconds of the first and of later batches of 512 on one host.
 
     python -m tests.benchmarks.data_feed [--backends gs s3 az] [--seconds 3]
 """
@@ -32,15 +32,15 @@ from tests.support.object_stores import BACKENDS, Faults, start_backend
 
 LATENCY_SECONDS = 0.02
 NUM_TOKENS = 1 << 26
-ROWS = {2048: 64, 8192: 16}  # tokens of a row: rows of a batch on this host
+BATCHES = {2048: 64, 8192: 16}  # sequence length: sequences of a batch on this host
 READ_BYTES = 4096
 NUM_HOSTS = (1, 4, 16, 64, 256)
 BATCH_EXAMPLES = 256
-DOCUMENT_TOKENS = 700  # the mean of a web corpus
+DOCUMENT_TOKENS = 700  # mean of a web corpus
 
 
-class SlowDriver(CountingDriver):
-    """A bucket that answers late, to any number at a time."""
+class DelayedDriver(CountingDriver):
+    """Bucket driver with a constant latency and unlimited concurrency."""
 
     def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
         time.sleep(LATENCY_SECONDS)
@@ -48,7 +48,7 @@ class SlowDriver(CountingDriver):
 
 
 def write_shards(directory: Path, num_tokens: int, num_shards: int = 4) -> Path:
-    """A corpus of zeros, which takes no space, of one document a shard."""
+    """Write a sparse corpus of zeros with one document per shard."""
     store, size = LocalStore(directory), num_tokens // num_shards
     entries = []
     for number in range(num_shards):
@@ -62,8 +62,8 @@ def write_shards(directory: Path, num_tokens: int, num_shards: int = 4) -> Path:
     return directory
 
 
-def tokens_per_second(read: Callable[[int], None], tokens: int, seconds: float) -> str:
-    """Call `read(number)` for so long; its tokens by the clock, and by the CPU of this process."""
+def measure_rate(read: Callable[[int], None], tokens: int, seconds: float) -> str:
+    """Call `read(number)` for `seconds`, and format its tokens/s by wall time and by CPU time."""
     read(0)
     wall, cpu, number = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - wall < seconds:
@@ -73,11 +73,11 @@ def tokens_per_second(read: Callable[[int], None], tokens: int, seconds: float) 
     return f"{number * tokens / wall / 1e6:8.2f} M tokens/s, {number * tokens / cpu / 1e6:8.2f} M tokens/s of CPU"
 
 
-def feed(tokens: Source, what: str, seconds: float) -> None:
-    """Rows at random places."""
-    for length, count in ROWS.items():
+def measure_random_reads(tokens: Source, what: str, seconds: float) -> None:
+    """Print the rate of reads at random positions."""
+    for length, count in BATCHES.items():
         starts = np.random.default_rng(0).integers(0, len(tokens) - length - 1, (1 << 12, count))
-        figures = tokens_per_second(
+        figures = measure_rate(
             lambda number, starts=starts, length=length: tokens.read_many(starts[number % len(starts)], length + 1),
             length * count,
             seconds,
@@ -86,17 +86,17 @@ def feed(tokens: Source, what: str, seconds: float) -> None:
 
 
 def measure_local(directory: Path, seconds: float) -> None:
-    """Part 1."""
+    """Measure part 1."""
     np.random.default_rng(0).integers(0, 50_000, NUM_TOKENS, np.uint16).tofile(directory / "train.bin")
     dataset = load(directory / "train.bin", cache=directory, vocabulary_size=50_304)
-    feed(dataset.train_sources[0].source, "local .bin", seconds)
-    for length, count in ROWS.items():
+    measure_random_reads(dataset.train_sources[0].source, "local .bin", seconds)
+    for length, count in BATCHES.items():
         whole = load(directory / "train.bin", cache=directory, sequence_length=length)
-        figures = tokens_per_second(
+        figures = measure_rate(
             lambda number, whole=whole, count=count: whole.read("train", number * count, count), length * count, seconds
         )
         print(f"local .bin, {count} whole rows of {length:,}: {figures}", flush=True)
-    feed(
+    measure_random_reads(
         load(write_shards(directory / "shards", NUM_TOKENS), cache=directory).train_sources[0].source,
         "local corpus",
         seconds,
@@ -104,14 +104,14 @@ def measure_local(directory: Path, seconds: float) -> None:
 
 
 def measure_slow_bucket(directory: Path, seconds: float) -> None:
-    """Parts 2 and 3, with a bucket in memory."""
-    driver = SlowDriver()
+    """Measure parts 2 and 3 with an in-memory bucket."""
+    driver = DelayedDriver()
     for name in ("train.bin", "more.bin"):
         content = np.random.default_rng(0).integers(0, 50_000, NUM_TOKENS // 8, np.uint16).tobytes()
         driver.put(f"corpus/{name}", content, None)
     with pytest.MonkeyPatch.context() as patch:
         serve_from(patch, driver)
-        for length, count in ROWS.items():
+        for length, count in BATCHES.items():
             settings = {"sequence_length": length, "vocabulary_size": 50_304}
             tokens = load(f"{URL}/*.bin", cache=directory, cache_bytes=0, **settings).train_sources[0].source
             driver.ranges.clear()
@@ -122,12 +122,12 @@ def measure_slow_bucket(directory: Path, seconds: float) -> None:
                 calls.append(number)
                 tokens.read_many(starts[number], size)
 
-            figures = tokens_per_second(read, length * count, seconds)
+            figures = measure_rate(read, length * count, seconds)
             share = driver.bytes_fetched / (len(calls) * count * (length + 1) * 2)
             print(f"bucket, {LATENCY_SECONDS * 1e3:.0f} ms, {count} rows of {length:,}: {figures}; fetched {share:.3f}")
             warm = load(f"{URL}/*.bin", cache=directory, **settings).train_sources[0].source
             warm.read_many(starts[0], length + 1)
-            figures = tokens_per_second(
+            figures = measure_rate(
                 lambda _, tokens=warm, starts=starts[0], size=length + 1: tokens.read_many(starts, size),
                 length * count,
                 seconds,
@@ -136,7 +136,7 @@ def measure_slow_bucket(directory: Path, seconds: float) -> None:
 
 
 def measure_service(url: str, seconds: float) -> None:
-    """Parts 2 and 4, with a real client, in a process of its own."""
+    """Measure parts 2 and 4 with a real client."""
     store = open_store(url)
     version = store.list_files("train.bin")["train.bin"].version
     for number in range(10):
@@ -149,11 +149,11 @@ def measure_service(url: str, seconds: float) -> None:
         tokens = (
             load(f"{url}/train.bin", cache=Path(cache), cache_bytes=0, vocabulary_size=50_304).train_sources[0].source
         )
-        feed(tokens, f"{url[:2]}, emulator with {LATENCY_SECONDS * 1e3:.0f} ms", seconds)
+        measure_random_reads(tokens, f"{url[:2]}, emulator with {LATENCY_SECONDS * 1e3:.0f} ms", seconds)
 
 
 def measure_start(directory: Path) -> None:
-    """Part 5."""
+    """Measure part 5."""
     for size in (10_000_000, 10_000_000_000):
         place = write_shards(directory / str(size), size // 2, 10)
         started = time.perf_counter()
@@ -166,7 +166,7 @@ def measure_start(directory: Path) -> None:
 
 
 def measure_packing(directory: Path) -> None:
-    """Part 6: with a bucket in memory, and from the disk."""
+    """Measure part 6 from an in-memory bucket and from the disk."""
     random = np.random.default_rng(0)
     sizes = random.lognormal(np.log(DOCUMENT_TOKENS) - 0.5, 1.0, 5 * NUM_TOKENS // DOCUMENT_TOKENS).astype(int) + 1
     shards = np.array_split(sizes, 16)
@@ -196,7 +196,7 @@ def measure_packing(directory: Path) -> None:
 
 
 def main() -> None:
-    """Print all figures."""
+    """Print all measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="*", default=BACKENDS)
     parser.add_argument("--seconds", type=float, default=3.0)

@@ -1,8 +1,8 @@
-"""Step time with tokens from a bucket over step time with the same tokens from a local file.
+"""Step time with tokens from a bucket, relative to the same tokens from a local file.
 
-The same compiled step of one GPT is fed by turns from two data sets, each through the prefetcher of a run: a file, and
-an object in the emulator of a service that answers after 20 ms, with no cache. Printed: the median of the ratios of
-neighbouring slices.
+The same compiled step of one GPT alternates between two data sets, each read through the prefetcher of a run: a file,
+and an uncached object in the emulator of a service with a latency of 20 ms. The script prints the median of the ratios
+of adjacent slices.
 
     python -m tests.benchmarks.data_step [--backend s3] [--size 10m] [--slices 8] [--steps 8]
 """
@@ -59,7 +59,7 @@ def main() -> None:
 
         seconds: list[list[float]] = []
         with batches(str(path)) as local, batches(f"{backend.url('step')}/train.bin") as remote:
-            for _ in range(options.slices + 1):  # the first warms up
+            for _ in range(options.slices + 1):  # the first slice warms up
                 seconds.append([])
                 for feed in (local, remote):
                     began = time.perf_counter()

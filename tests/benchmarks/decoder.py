@@ -1,7 +1,7 @@
-"""Step time of a Llama over that of a GPT-2 of equal FLOPs: as many layers, heads and widths, an MLP of 8/3 the width.
+"""Step time of a Llama relative to a GPT-2 of equal FLOPs: same layers, heads and width, an MLP of 8/3 the width.
 
-Steps of both in turn, so that they see the same machine. Printed: the median over slices of the ratio, by the clock and
-by the processor time of this process, which tells more where others use the machine too.
+Slices of both alternate, so that they see the same machine load. The script prints the median ratio over slices by wall
+time and by CPU time; the latter is more reliable on a shared machine.
 
     python -m tests.benchmarks.decoder [--sizes small 10m] [--layer-loops scan unroll] [--slices 5] [--steps 5]
 """
@@ -28,8 +28,8 @@ from tests.benchmarks.packed_attention import make_batch
 Pair = tuple[float, float]
 
 
-def models(size: str, layer_loop: str) -> list[tuple[nn.Module, type[BaseTrainer]]]:
-    """A Llama and a GPT that take the same FLOPs a token."""
+def make_models(size: str, layer_loop: str) -> list[tuple[nn.Module, type[BaseTrainer]]]:
+    """Make a Llama and a GPT with the same FLOPs per token."""
     sizes, length = SIZES[size], BATCHES[size][1]
     vocabulary, width = sizes["vocabulary_size"], sizes["width"]
     llama = sizes | {"mlp_width": 8 * width // 3, "tied_embedding": True, "layer_loop": layer_loop}
@@ -40,14 +40,14 @@ def models(size: str, layer_loop: str) -> list[tuple[nn.Module, type[BaseTrainer
 
 
 def make_state(model: nn.Module, length: int) -> TrainState:
-    """A state at step 0, for AdamW."""
+    """Make an initial train state for AdamW."""
     init = jax.jit(functools.partial(model.init, deterministic=True))
     params = nn.unbox(init(jax.random.key(0), jnp.zeros((1, length), jnp.int32)))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
 
 
-def seconds_of(step: Any, state: TrainState, batch: Any, num_steps: int) -> tuple[TrainState, Pair]:
-    """The state after so many steps, and what one took by the clock and of the processor."""
+def run_steps(step: Any, state: TrainState, batch: Any, num_steps: int) -> tuple[TrainState, Pair]:
+    """Run some steps, and return the state and the wall and CPU seconds per step."""
     started = time.perf_counter(), time.process_time()
     for _ in range(num_steps):
         state, loss, _ = step(state, batch, jax.random.key(0), 1)
@@ -59,17 +59,17 @@ def seconds_of(step: Any, state: TrainState, batch: Any, num_steps: int) -> tupl
 
 
 def measure(size: str, layer_loop: str, num_slices: int, num_steps: int) -> list[tuple[Pair, Pair]]:
-    """What a step of the Llama and of the GPT took, slice by slice; the first slice of each compiles."""
+    """Return the seconds per step of the Llama and of the GPT for each slice; the first slices compile."""
     batch, length = make_batch(size), BATCHES[size][1]
     runs = [
         (jax.jit(trainer.train_step, static_argnums=3, donate_argnums=0), make_state(model, length))
-        for model, trainer in models(size, layer_loop)
+        for model, trainer in make_models(size, layer_loop)
     ]
     found = []
     for _ in range(num_slices + 1):
         taken = []
         for number, (step, state) in enumerate(runs):
-            state, seconds = seconds_of(step, state, batch, num_steps)
+            state, seconds = run_steps(step, state, batch, num_steps)
             runs[number] = step, state
             taken.append(seconds)
         found.append((taken[0], taken[1]))

@@ -1,20 +1,21 @@
-"""The yardstick: GPT-2 training steps written by hand in plain jax, as fast as we know how on a CPU.
+"""Baseline: GPT-2 train steps hand-written in plain JAX, optimised for CPUs.
 
-Float32; forward, backward, global-norm clip at 1.0 and AdamW with decoupled decay on matrices; state donated. Random
-tokens, since only time is measured. `make_hand_step` serves other benchmarks; run as a program it prints the median and
-the least seconds of a step for each size and layer loop:
+Float32; forward, backward, global-norm clipping at 1.0, AdamW with decoupled weight decay on matrices; donated state.
+Tokens are random, since only time is measured. Other benchmarks use `make_hand_step`; as a program, the module prints
+the median and minimum seconds of a step for each size and layer loop:
 
     python -m tests.benchmarks.hand_loop [--sizes 10M 124M] [--layer-loops scan unroll] [--steps 10]
 
-What makes it fast here, each found by measuring against its alternatives:
+The optimisations, each measured against its alternatives:
 
-1. tokens are flattened before every matmul, so that each is two-dimensional;
-2. attention goes block of queries by block of queries, over no more keys than the block may see;
-3. layer norm, GELU and attention keep their inputs alone for the backward pass and compute the rest again. When layers
-   are scanned that saves writing and reading back stacks of intermediates, a sixth of the step; when unrolled the
-   compiler does so by itself.
+1. batch and sequence are flattened before every matmul, so that each is two-dimensional;
+2. attention processes blocks of queries, each with only the keys that it may attend to;
+3. layer norm, GELU and attention save only their inputs for the backward pass and recompute the rest. With scanned
+   layers, this avoids writing and reading stacks of intermediates, a sixth of the step; for unrolled layers the
+   compiler does it automatically.
 
-Shape legend: B batch, T sequence, V vocabulary, D width, N heads, H width of a head, Q queries of a block, S keys seen.
+Shape legend: B batch, T sequence, V vocabulary, D width, N heads, H width of a head, Q queries and S keys
+of a block.
 """
 
 import argparse
@@ -36,7 +37,7 @@ MIN_BLOCK_TOKENS, MAX_BLOCKS = 64, 8
 
 
 class Size(NamedTuple):
-    """A model and its batch."""
+    """Sizes of a model and its batch."""
 
     layers: int
     heads: int
@@ -47,7 +48,7 @@ class Size(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that a step reads and writes."""
+    """Train state."""
 
     params: Params
     first_moment: Params
@@ -76,7 +77,7 @@ def make_hand_step(
 
 
 def init_state(size: Size, layer_loop: LayerLoop) -> State:
-    """Return GPT-2's init: one stacked tree of layers to scan, or a list of trees to unroll."""
+    """Return GPT-2's initialisation: one tree of stacked layers to scan, or a list of trees to unroll."""
     D = size.width
     keys = iter(jax.random.split(jax.random.key(0), 2 + 6 * size.layers))
     normal = lambda shape, scale=1.0: 0.02 * scale * jax.random.normal(next(keys), shape)  # noqa: E731
@@ -112,7 +113,7 @@ def init_state(size: Size, layer_loop: LayerLoop) -> State:
 
 
 def train_step(state: State, x_BxT: jax.Array, y_BxT: jax.Array, *, heads: int) -> tuple[State, jax.Array]:
-    """One AdamW step on the mean cross entropy."""
+    """Take one AdamW step on the mean cross entropy."""
     loss, gradient = jax.value_and_grad(mean_loss)(state.params, x_BxT, y_BxT, heads)
     grad_norm = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient)))
     clip = jnp.minimum(1.0, CLIP_NORM / grad_norm)
@@ -134,7 +135,7 @@ def train_step(state: State, x_BxT: jax.Array, y_BxT: jax.Array, *, heads: int) 
 
 
 def mean_loss(params: Params, x_BxT: jax.Array, y_BxT: jax.Array, heads: int) -> jax.Array:
-    """Mean cross entropy over all tokens, which lie in one flat axis throughout."""
+    """Return the mean cross entropy over all tokens, which are on one flat axis throughout."""
     B, T = x_BxT.shape
     x_BTxD = params["embedding"][x_BxT.reshape(B * T)] + jnp.tile(params["positions"], (B, 1))
     apply_layer = functools.partial(layer, batch=B, heads=heads)
@@ -149,7 +150,7 @@ def mean_loss(params: Params, x_BxT: jax.Array, y_BxT: jax.Array, heads: int) ->
 
 
 def layer(x_BTxD: jax.Array, weights: Params, *, batch: int, heads: int) -> jax.Array:
-    """One pre-LayerNorm block."""
+    """Apply one pre-LayerNorm block."""
     h_BTxD = layer_norm(x_BTxD, weights["attention_norm"])
     qkv_BTxD = (dense(h_BTxD, weights[name]) for name in ("query", "key", "value"))
     x_BTxD += dense(attention(*qkv_BTxD, batch, heads), weights["attention_out"])
@@ -158,19 +159,19 @@ def layer(x_BTxD: jax.Array, weights: Params, *, batch: int, heads: int) -> jax.
 
 
 def dense(x_BTxI: jax.Array, weights: Params) -> jax.Array:
-    """Matmul and bias."""
+    """Apply a linear layer."""
     return x_BTxI @ weights["kernel"] + weights["bias"]
 
 
 @recompute
 def gelu(x: jax.Array) -> jax.Array:
-    """GELU by tanh."""
+    """Apply GELU in its tanh approximation."""
     return jax.nn.gelu(x, approximate=True)
 
 
 @recompute
 def layer_norm(x_BTxD: jax.Array, weights: Params) -> jax.Array:
-    """Layer norm in two passes."""
+    """Apply layer norm in two passes."""
     centred_BTxD = x_BTxD - x_BTxD.mean(axis=1, keepdims=True)
     variance_BTx1 = jnp.mean(centred_BTxD * centred_BTxD, axis=1, keepdims=True)
     return centred_BTxD * jax.lax.rsqrt(variance_BTx1 + 1e-5) * weights["scale"] + weights["bias"]
@@ -178,7 +179,7 @@ def layer_norm(x_BTxD: jax.Array, weights: Params) -> jax.Array:
 
 @functools.partial(recompute, static_argnums=(3, 4))
 def attention(q_BTxD: jax.Array, k_BTxD: jax.Array, v_BTxD: jax.Array, batch: int, heads: int) -> jax.Array:
-    """Causal attention, blocked over queries."""
+    """Apply causal attention in blocks of queries."""
     (BT, D), B, N = q_BTxD.shape, batch, heads
     T, H = BT // B, D // N
     q_BxNxTxH, k_BxNxTxH, v_BxNxTxH = (
@@ -197,7 +198,7 @@ def attention(q_BTxD: jax.Array, k_BTxD: jax.Array, v_BTxD: jax.Array, batch: in
 
 
 def main() -> None:
-    """Time every size and layer loop, steps of the loops interleaved, and print seconds per step."""
+    """Print the seconds per step of every size and layer loop; the steps of the loops are interleaved."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--layer-loops", nargs="+", choices=("scan", "unroll"), default=["scan", "unroll"])

@@ -1,9 +1,9 @@
-"""What hooks, evaluators and averages cost a step: a run with them, over the same run without.
+"""Cost of hooks, evaluators and weight averages per step: a run with them, relative to the same run without.
 
-Both runs are set up once; slices of some steps of one and of the other take turns, so both see the same machine. Hooks
-have a row to look at each 1 or 10 steps (`--every`), which is more than most runs have. Evaluations are made each
-`--evaluate` steps, and what they take themselves counts in no step; what they do to the steps after them does. Printed:
-the median of the ratio over slices, and the load of the machine before and after.
+Both runs are set up once, and slices of their steps alternate, so that both see the same machine load. Hooks receive a
+row every 1 or 10 steps (`--every`), more often than in most runs. Evaluations take place every `--evaluate` steps;
+their own time is excluded, but their effect on later steps is included. The script prints the median ratio over slices
+and the load of the machine before and after.
 
     python -m tests.benchmarks.hook [--of hooks all] [--slices 30] [--steps 20] [--every 1 10] [--size small]
 """
@@ -30,14 +30,14 @@ from tests.support.attempt import start
 HOOKS = ["tests.support.hooks:RowCounter", "runner.hook:EarlyStopping"]
 
 
-class Timed:
-    """An evaluator, and the seconds that it has taken so far."""
+class TimedEvaluator:
+    """Evaluator that measures the total seconds of another evaluator."""
 
     def __init__(self, evaluator: Evaluator):
         self._evaluator, self.seconds = evaluator, 0.0
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> Any:
-        """What the evaluator finds."""
+        """Return the metrics of the measured evaluator."""
         began = time.perf_counter()
         try:
             return self._evaluator.evaluate(weights, step, hosts)
@@ -45,46 +45,46 @@ class Timed:
             self.seconds += time.perf_counter() - began
 
 
-class Sized:
-    """An evaluator of its own: a figure of all parameters."""
+class ParameterEvaluator:
+    """Evaluator of one number computed from all parameters."""
 
     def __init__(self, name: str, figure: Any):
         self._name, self._figure = name, jax.jit(figure)
 
     def evaluate(self, weights: Any, step: int, hosts: Hosts) -> dict[str, float]:
-        """The figure."""
+        """Return the number."""
         return {f"val/{self._name}": float(self._figure(jax.tree.leaves(weights["params"])))}
 
 
-class Judged(PretrainGPT):
-    """A GPT that three evaluators judge."""
+class EvaluatedGPT(PretrainGPT):
+    """GPT with three timed evaluators."""
 
     def evaluator(self) -> Any:
         found = [
             *self.builtin_evaluators,
-            Sized("squares", lambda leaves: sum(jnp.vdot(leaf, leaf) for leaf in leaves)),
-            Sized("largest", lambda leaves: jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]).max()),
+            ParameterEvaluator("squares", lambda leaves: sum(jnp.vdot(leaf, leaf) for leaf in leaves)),
+            ParameterEvaluator("largest", lambda leaves: jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]).max()),
         ]
-        self.timed = [Timed(each) for each in found]
+        self.timed = [TimedEvaluator(each) for each in found]
         return self.timed
 
 
-def with_hooks(job: PretrainGPT, evaluate: int) -> PretrainGPT:
-    """The same job with two hooks that count."""
+def add_hooks(job: PretrainGPT, evaluate: int) -> PretrainGPT:
+    """Return the same job with two hooks."""
     return PretrainGPT(job.spec.model_copy(update={"hooks": HOOKS}))
 
 
-def with_all(job: PretrainGPT, evaluate: int) -> PretrainGPT:
-    """The same job with two hooks, three evaluators and an average of its weights."""
+def add_everything(job: PretrainGPT, evaluate: int) -> PretrainGPT:
+    """Return the same job with two hooks, three evaluators and an average of its weights."""
     config = job.spec.config | {"ema": {"decays": [0.999]}, "eval": {"every_steps": evaluate, "batches": 2}}
-    return Judged(job.spec.model_copy(update={"hooks": HOOKS, "config": config}))
+    return EvaluatedGPT(job.spec.model_copy(update={"hooks": HOOKS, "config": config}))
 
 
-VARIANTS = {"hooks": ("two hooks", with_hooks), "all": ("EMA, three evaluators and two hooks", with_all)}
+VARIANTS = {"hooks": ("two hooks", add_hooks), "all": ("EMA, three evaluators and two hooks", add_everything)}
 
 
-def slices(job: Any, steps: int) -> Iterator[float]:
-    """Seconds of each next `steps` steps, as `BaseTrainer.run` makes them, without those of evaluators."""
+def run_slices(job: Any, steps: int) -> Iterator[float]:
+    """Run steps like `BaseTrainer.run`, and yield the seconds of each `steps` steps without those of evaluators."""
     start(job)
     train_step, key, report = job.compiled.executable, job.train_setup.key, job.report
     timed = getattr(job, "timed", [])
@@ -105,14 +105,14 @@ def slices(job: Any, steps: int) -> Iterator[float]:
 
 
 def measure(variant: str, parsed: argparse.Namespace, every: int) -> list[tuple[float, float]]:
-    """Seconds of a slice without and with, pair by pair; the first of each, which compiles, is left out."""
+    """Return the seconds of slices without and with the variant, in pairs, after a first pair that compiles."""
     with tempfile.TemporaryDirectory() as scratch:
         runs = []
         for name in ("without", "with"):
             made = make_job(parsed.size, Path(scratch) / name, 10**9, every_steps=10**9)
             made = PretrainGPT(made.spec.model_copy(update={"logging": LoggingConfig(every_steps=every), "name": name}))
             job = VARIANTS[variant][1](made, parsed.evaluate) if name == "with" else made
-            runs.append(slices(job, parsed.steps))
+            runs.append(run_slices(job, parsed.steps))
         return [(next(runs[0]), next(runs[1])) for _ in range(parsed.slices + 1)][1:]
 
 

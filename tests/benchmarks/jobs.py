@@ -1,4 +1,4 @@
-"""Jobs of the sizes that the benchmarks measure, ready to step."""
+"""Jobs of the model sizes that the benchmarks measure."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,9 +28,11 @@ def make_job(
     url: str | None = None,
     train: Mapping[str, Any] | None = None,
 ) -> PretrainGPT:
-    """A GPT job of `size` in `directory`, or at `url`, which saves every `every_steps` (None: the default cadence).
+    """Make a GPT job of `size` in `directory` or at `url`.
 
-    `train` is further keys of `config.train`.
+    Args:
+        every_steps: interval of saves; None is the default.
+        train: further keys of `config.train`.
     """
     examples, sequence_length = batch or BATCHES[size]
     spec = ExecutionSpec(

@@ -1,7 +1,7 @@
-"""How a start, a save and a restore grow with the number of leaves of a state, in seconds of this process's CPU time.
+"""Growth of start, save and restore time with the number of leaves of the state, in CPU seconds of this process.
 
-A state of so many tiny leaves is begun and saved, and restored by a second job in a process where all is compiled. What
-the job's own `init` costs to compile is told apart: it is no work of the runner.
+A state of many tiny leaves is initialised and saved, and restored by a second job in the same process, which reuses the
+compiled programs. The compilation of the job's own `init` is listed separately, since it is not work of the runner.
 
     python -m tests.benchmarks.leaves [--leaves 500 1000 2000 5000]
 """
@@ -19,44 +19,44 @@ from runner import ExecutionSpec, RestoreableJob
 from tests.support.attempt import start
 
 
-class Many(RestoreableJob):
-    """So many leaves of four numbers."""
+class ManyLeavesJob(RestoreableJob):
+    """Job whose state has `num_leaves` leaves of four numbers."""
 
     num_leaves = 0
     total_steps = 1
 
     def init(self) -> Any:
-        """Different bits in every leaf."""
+        """Return leaves with different values."""
         return {f"{number:06}": jnp.full((4,), number, jnp.float32) for number in range(self.num_leaves)}
 
 
-def cpu_seconds(call: Callable[[], Any]) -> float:
-    """That `call` takes, with all of its threads."""
+def measure_cpu_seconds(call: Callable[[], Any]) -> float:
+    """Return the CPU seconds of `call`, including all threads."""
     before = time.process_time()
     call()
     return time.process_time() - before
 
 
 def measure(num_leaves: int) -> dict[str, float]:
-    """CPU seconds by phase."""
+    """Return the CPU seconds of each phase."""
     with tempfile.TemporaryDirectory() as directory:
-        spec = ExecutionSpec(name="many", job="tests.benchmarks.leaves:Many", directory=directory)
-        first, second = Many(spec), Many(spec)
+        spec = ExecutionSpec(name="many", job="tests.benchmarks.leaves:ManyLeavesJob", directory=directory)
+        first, second = ManyLeavesJob(spec), ManyLeavesJob(spec)
         first.num_leaves = second.num_leaves = num_leaves
-        own = cpu_seconds(lambda: jax.block_until_ready(jax.jit(first.init)()))
-        begun = cpu_seconds(lambda: start(first))
+        own = measure_cpu_seconds(lambda: jax.block_until_ready(jax.jit(first.init)()))
+        begun = measure_cpu_seconds(lambda: start(first))
 
         def save() -> None:
             first.step = 1
             first.save()
             first.checkpointer.wait_until_committed(1)
 
-        saved = cpu_seconds(save)
-        return {"init": own, "start": begun - own, "save": saved, "restore": cpu_seconds(lambda: start(second))}
+        saved = measure_cpu_seconds(save)
+        return {"init": own, "start": begun - own, "save": saved, "restore": measure_cpu_seconds(lambda: start(second))}
 
 
 def main() -> None:
-    """Print a line a number of leaves."""
+    """Print one line per number of leaves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leaves", type=int, nargs="+", default=[500, 1000, 2000, 5000])
     for num_leaves in parser.parse_args().leaves:

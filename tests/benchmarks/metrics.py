@@ -1,9 +1,9 @@
-"""What a row, a save and a start cost in a run that has many rows already, on a disk and in a bucket in memory.
+"""Cost of a row, a save and a start in a run that already has many rows, on a disk and in an in-memory bucket.
 
     python -m tests.benchmarks.metrics [--rows 1000 100000 1000000]
 
-A bucket's rows were written as one object by an earlier version: the first start makes parts of them, the second is one
-of a run that has them. Times are of this process alone: a real bucket adds the time of its calls and of their bytes.
+In the bucket, the existing rows are one object, as earlier versions wrote them: the first start splits it into parts,
+the second finds the parts. Times are those of this process; a real bucket adds the time of its requests.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 NUM_MEASURED = 300
 
 
-def row(step: int) -> dict[str, Any]:
-    """As long as a real one."""
+def make_row(step: int) -> dict[str, Any]:
+    """Return a row of realistic length."""
     return {
         "step": step,
         "train/loss": 3.0 + 1 / (step + 1),
@@ -35,25 +35,25 @@ def row(step: int) -> dict[str, Any]:
     }
 
 
-class Quiet(BackgroundWriter):
-    """Sends nothing by itself, so that what a row costs is measured where it is sent."""
+class IdleWriter(BackgroundWriter):
+    """Background writer that never sends, so that the cost of a row is measured in the explicit sync."""
 
     def mark(self, name: str, send: Callable[[], None]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
-def start(store: Store, num_rows: int) -> tuple[MetricsFile, float]:
-    """The metrics of a new attempt that restores the newest step, and how many seconds that takes."""
+def open_metrics(store: Store, num_rows: int) -> tuple[MetricsFile, float]:
+    """Open the metrics of a new attempt that resumes at the newest step, and return the seconds that this takes."""
     fence = Fence(store)
     fence.claim()
-    metrics = open_metrics_file(store, Quiet(), fence)
+    metrics = open_metrics_file(store, IdleWriter(), fence)
     started = time.perf_counter()
     assert metrics.rewind(num_rows) is not None
     return metrics, time.perf_counter() - started
 
 
-def median_microseconds(act: Callable[[int], Any]) -> float:
-    """Of so many calls."""
+def measure_median_microseconds(act: Callable[[int], Any]) -> float:
+    """Return the median microseconds over `NUM_MEASURED` calls."""
     seconds = []
     for number in range(NUM_MEASURED):
         started = time.perf_counter()
@@ -63,36 +63,38 @@ def median_microseconds(act: Callable[[int], Any]) -> float:
 
 
 def measure(name: str, store: Store, num_rows: int, sent: list[int]) -> None:
-    """Print a line for each start."""
+    """Print the costs for a number of rows, one line per start."""
     for _ in range(2 if store.root is None else 1):
-        metrics, start_seconds = start(store, num_rows)
+        metrics, start_seconds = open_metrics(store, num_rows)
         sent.clear()
 
         def add(number: int, metrics: MetricsFile = metrics) -> None:
-            metrics.append(row(num_rows + 1 + number))
+            metrics.append(make_row(num_rows + 1 + number))
 
         def add_and_sync(number: int, metrics: MetricsFile = metrics) -> None:
-            metrics.append(row(num_rows + NUM_MEASURED + 1 + number))
+            metrics.append(make_row(num_rows + NUM_MEASURED + 1 + number))
             metrics.sync()
 
-        append = median_microseconds(add)
+        append = measure_median_microseconds(add)
         metrics.sync()
-        sync = median_microseconds(add_and_sync)
-        save = median_microseconds(lambda _, metrics=metrics: (metrics.get_newest(), metrics.get_tail().encode()))
+        sync = measure_median_microseconds(add_and_sync)
+        save = measure_median_microseconds(
+            lambda _, metrics=metrics: (metrics.get_newest(), metrics.get_tail().encode())
+        )
         largest = f", at most {max(sent):,} bytes sent" if sent else ""
         print(
-            f"{name}, {num_rows:,} rows: a row {append:.0f} us, one made durable {sync:.0f} us{largest}; "
-            f"what a save needs {save:.0f} us; a start {start_seconds:.2f} s",
+            f"{name}, {num_rows:,} rows: a row {append:.0f} us, a durable one {sync:.0f} us{largest}; "
+            f"the metrics of a save {save:.0f} us; a start {start_seconds:.2f} s",
             flush=True,
         )
 
 
 def main() -> None:
-    """Measure on both, for each number of rows."""
+    """Measure disk and bucket for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 100_000, 1_000_000])
     for num_rows in parser.parse_args().rows:
-        content = b"".join(encode_line(row(step)) for step in range(1, num_rows + 1))
+        content = b"".join(encode_line(make_row(step)) for step in range(1, num_rows + 1))
         with tempfile.TemporaryDirectory() as directory:
             disk = LocalStore(Path(directory))
             disk.write("metrics.jsonl", content)

@@ -1,7 +1,7 @@
-"""Step time of rows that hold several documents over that of rows that are one document each.
+"""Step time with several documents per sequence, relative to one document per sequence.
 
-The same train step on the same tokens, with and without `segment` and `position`, in turn, so that both see the same
-machine. Printed: the median over slices of the ratio. The program is that of the platform at hand.
+Slices of the same train step on the same tokens, with and without `segment` and `position`, alternate, so that both see
+the same machine load. The script prints the median ratio over slices, for the current platform.
 
     python -m tests.benchmarks.packed_attention [--sizes small 10m] [--documents 8] [--slices 5] [--steps 5]
 """
@@ -24,7 +24,7 @@ from tests.benchmarks.jobs import BATCHES, SIZES
 
 
 def make_step(size: str) -> tuple[Any, TrainState]:
-    """The compiled train step of a GPT, and its state."""
+    """Return the compiled train step of a GPT, and its state."""
     config = GPTConfig(**SIZES[size])
     model = GPT(config, int(config.vocabulary_size), BATCHES[size][1])
     init = jax.jit(functools.partial(model.init, deterministic=True))
@@ -34,13 +34,13 @@ def make_step(size: str) -> tuple[Any, TrainState]:
 
 
 def make_batch(size: str) -> dict[str, jax.Array]:
-    """Random tokens (1, B, T)."""
+    """Return random tokens of shape (1, B, T)."""
     x = np.random.default_rng(0).integers(0, SIZES[size]["vocabulary_size"], (1, *BATCHES[size]), np.int32)
     return {"x": jnp.asarray(x), "y": jnp.asarray(x), "padding_mask": jnp.ones(x.shape, bool)}
 
 
-def cut(batch: dict[str, jax.Array], num_documents: int) -> dict[str, jax.Array]:
-    """The same batch, each row of which holds documents of equal length."""
+def split_documents(batch: dict[str, jax.Array], num_documents: int) -> dict[str, jax.Array]:
+    """Return the same batch with each sequence split into documents of equal length."""
     shape = batch["x"].shape
     length = -(-shape[-1] // num_documents)
     place = np.arange(shape[-1])
@@ -49,13 +49,13 @@ def cut(batch: dict[str, jax.Array], num_documents: int) -> dict[str, jax.Array]
 
 
 def measure(size: str, num_documents: int, num_slices: int, num_steps: int) -> list[tuple[float, float]]:
-    """Seconds a step with and without documents, slice by slice; the first slice of each compiles."""
+    """Return the seconds per step with and without documents for each slice; the first slices compile."""
     step, state = make_step(size)
     batch, key = make_batch(size), jax.random.key(0)
     seconds = []
     for _ in range(num_slices + 1):
         pair = []
-        for one in (cut(batch, num_documents), batch):
+        for one in (split_documents(batch, num_documents), batch):
             started = time.perf_counter()
             for _ in range(num_steps):
                 state, loss, _ = step(state, one, key, 1)

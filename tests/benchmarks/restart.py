@@ -1,6 +1,7 @@
-"""kill -9 to the first new step, split into phases that sum to the whole, over the floor that a hand loop needs.
+"""Time from kill -9 to the first new step by phase, relative to a hand-written program.
 
-Floor and restart are measured pair by pair, with a warm compile cache and, with `--cold`, with an empty one.
+The hand-written program is the floor of a restart. Floor and restart are measured in pairs, with a warm compile cache
+or, with `--cold`, with an empty one.
 
     python -m tests.benchmarks.restart [--rounds 5] [--spec specs/gpt_nano.yaml] [--processes 1] [--cold]
 """
@@ -34,7 +35,7 @@ Processes = list["subprocess.Popen[bytes]"]
 
 
 def spawn(spec: str, directory: Path, cache: Path, num_processes: int, options: Sequence[str] = ()) -> Processes:
-    """Start the runner on every host, with a row for every step and `options` of the command."""
+    """Start the runner on every host, with a row for every step and additional `options`."""
     command = [sys.executable, "-m", "runner", spec]
     command += ["--set", f"directory={directory}", "--set", "logging.every_steps=1", *options]
     commands = [[*command, *placement] for placement in make_placements(num_processes)]
@@ -44,7 +45,7 @@ def spawn(spec: str, directory: Path, cache: Path, num_processes: int, options: 
 
 
 def kill(processes: Processes) -> None:
-    """kill -9 to all, and wait."""
+    """Kill -9 all processes and wait."""
     for process in processes:
         process.send_signal(signal.SIGKILL)
     for process in processes:
@@ -52,7 +53,7 @@ def kill(processes: Processes) -> None:
 
 
 def wait_for_step(directory: Path, step: int, old_file: int) -> float:
-    """When the first row beyond `step` appeared in the file that replaced the one with inode `old_file`."""
+    """Wait for the first row after `step` in the file that replaced inode `old_file`, and return the time."""
     path = directory / "metrics.jsonl"
     while path.stat().st_ino == old_file or not any(row["step"] > step for row in parse_lines(path.read_bytes())):
         time.sleep(0.001)
@@ -60,12 +61,12 @@ def wait_for_step(directory: Path, step: int, old_file: int) -> float:
 
 
 def committed(directory: Path) -> list[int]:
-    """Committed steps, ascending."""
+    """Return the committed steps, ascending."""
     return sorted(int(path.parent.name) for path in directory.glob("checkpoints/*/manifest.json"))
 
 
 def measure(spec: str, scratch: Path, num_processes: int, cold: bool) -> dict[str, float]:
-    """One kill and restart: seconds by phase."""
+    """Kill and restart a run once; return the seconds of each phase."""
     directory, cache = scratch / "run", scratch / "cache"
     processes = spawn(spec, directory, cache, num_processes)
     while not committed(directory):
@@ -94,7 +95,7 @@ def measure(spec: str, scratch: Path, num_processes: int, cold: bool) -> dict[st
 
 
 def run_floor(directory: Path, num_processes: int, *options: str) -> float:
-    """Seconds of the hand-written program, on every host."""
+    """Run the hand-written program on every host and return its seconds."""
     command = [sys.executable, "-m", "tests.benchmarks.restart_floor", str(directory), *options]
     coordinator = f"127.0.0.1:{find_free_port()}"
     started = time.monotonic()
@@ -110,7 +111,7 @@ def run_floor(directory: Path, num_processes: int, *options: str) -> float:
 
 
 def measure_floor(scratch: Path, num_processes: int, cold: bool) -> float:
-    """Seconds from nothing to the first step after a restore, by hand."""
+    """Return the seconds of the hand-written program from its start to the first step after a restore."""
     run_floor(scratch, num_processes, "--prepare")
     if cold:
         shutil.rmtree(scratch / "cache")
@@ -132,7 +133,7 @@ def main() -> None:
             results.append(measure(parsed.spec, Path(scratch), parsed.processes, parsed.cold))
     print(json.dumps({name: round(statistics.median(r[name] for r in results), 3) for name in PHASES}, indent=1))
     whole, floor = statistics.median(sum(r.values()) for r in results), statistics.median(floors)
-    print(f"whole: {whole:.3f} s, floor {floor:.3f} s (medians of {parsed.rounds})")
+    print(f"total: {whole:.3f} s, floor {floor:.3f} s (medians of {parsed.rounds})")
     ratio = statistics.median(sum(r.values()) / f for r, f in zip(results, floors, strict=True))
     print(f"restart / floor: {ratio:.2f}")
 

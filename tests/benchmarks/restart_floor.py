@@ -1,7 +1,7 @@
-"""The floor of a restart: what a hand-written program needs from nothing to its first step after a restore.
+"""Floor of the restart time: a hand-written program from its start to the first step after a restore.
 
-Interpreter, imports, distributed start, a compile that finds its program in the cache, a plain orbax restore, one step
-of the hand-written loop. Run once with `--prepare`, which fills the cache and saves the state.
+It covers the interpreter, imports, distributed initialisation, a compilation served by the cache, a plain Orbax restore
+and one step of the hand-written loop. Run it first with `--prepare`, which fills the cache and saves the state.
 
     python -m tests.benchmarks.restart_floor DIRECTORY [--prepare] [--place COORDINATOR N K]
 """
@@ -32,7 +32,7 @@ def main() -> None:
     if parsed.place is not None:
         coordinator, num_processes, process_id = parsed.place
         jax.distributed.initialize(coordinator, int(num_processes), int(process_id))
-    # In numpy, since arrays of one process's device cannot be laid over the devices of several.
+    # NumPy arrays, since an array on one process's device cannot be resharded over the devices of several processes.
     step, *arrays = make_hand_step(SIZE, "scan")
     state, x_BxT, y_BxT = jax.tree.map(np.asarray, arrays)
     mesh = Mesh(jax.devices(), ("data",))

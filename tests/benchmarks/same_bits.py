@@ -1,8 +1,8 @@
-"""Step time with `train.same_bits_devices` over step time without, by turns in one process.
+"""Step time with `train.same_bits_devices` relative to without, in alternating slices of one process.
 
-Both jobs have the same micro-batches on the same faked CPU devices, which share the cores of this machine: what is
-compared is work, not what links between devices would take. Printed: the median of the ratios of neighbouring slices.
-What a TPU's compiler says of the same is `python -m runner plan SPEC --profile`, with and without the key.
+Both jobs have the same micro-batches on the same simulated CPU devices, which share the cores of this machine, so the
+ratio compares computation and not communication. The script prints the median of the ratios of adjacent slices. For a
+TPU, compare the output of `python -m runner plan SPEC --profile` with and without the key.
 
     python -m tests.benchmarks.same_bits [--size 10m] [--devices 2] [--slices 8] [--steps 4]
 """
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--slices", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
-    os.environ.update(make_environment(options.devices, os.environ))  # before jax looks for devices
+    os.environ.update(make_environment(options.devices, os.environ))  # before jax initialises its devices
     examples, length = BATCHES[options.size]
     micro_batch = max(1, examples // (2 * options.devices))
     with tempfile.TemporaryDirectory() as directory:
@@ -45,7 +45,7 @@ def main() -> None:
             for name, devices in (("usual", None), ("same", options.devices))
         ]
         states, seconds = [job.state for job in jobs], list[list[float]]()
-        for _ in range(options.slices + 1):  # the first warms up
+        for _ in range(options.slices + 1):  # the first slice warms up
             seconds.append([])
             for number, job in enumerate(jobs):
                 batches = [job.compiled.layout.batch(job.dataset, "train", step) for step in range(options.steps)]

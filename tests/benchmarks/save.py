@@ -1,9 +1,9 @@
-"""What a save of 124M parameters with their Adam state (1.5 GB) costs the training loop.
+"""Cost of an asynchronous save of 124M parameters with Adam state (1.5 GB) to the training loop.
 
-Three windows, interleaved: steps without a save; the same steps with a save begun before the first; and a save done
-synchronously, with nothing else. Printed: the extra wall time of the loop over the time of the synchronous save, the
-time that the loop was blocked, the time to durable, and the peak of memory of all windows over that of windows before
-the first save.
+Three kinds of windows alternate: steps without a save, the same steps with a save started before the first, and a
+synchronous save alone. The script prints the extra wall time of the loop relative to the synchronous save, the time
+that the loop was blocked, the time until the save is durable, and the peak memory relative to that before the first
+save.
 
     python -m tests.benchmarks.save [--rounds 9] [--steps 6]
 """
@@ -25,8 +25,8 @@ from tests.support.attempt import start
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds of the loop without a save, with one, of those that the save blocked, and of a synchronous save alone."""
+class RoundCosts:
+    """Seconds of one round: loop without a save, loop with a save, blocked time, and synchronous save alone."""
 
     plain: float
     saving: float
@@ -35,12 +35,12 @@ class Costs:
 
     @property
     def extra(self) -> float:
-        """What the loop took longer for the save."""
+        """Extra seconds of the loop with a save."""
         return self.saving - self.plain
 
 
 def steps(job: PretrainGPT, num_steps: int, save: bool) -> tuple[float, float]:
-    """Seconds of `num_steps` steps, loop to loop, and of those the seconds that the save blocked."""
+    """Run `num_steps` steps, optionally with a save, and return the total and the blocked seconds."""
     started = time.perf_counter()
     blocked = 0.0
     if save:
@@ -54,7 +54,7 @@ def steps(job: PretrainGPT, num_steps: int, save: bool) -> tuple[float, float]:
 
 
 def synchronous(job: PretrainGPT) -> float:
-    """Seconds of a save that is waited for."""
+    """Save, wait until the save is finished, and return the seconds."""
     job.step += 1
     started = time.perf_counter()
     job.save()
@@ -62,20 +62,20 @@ def synchronous(job: PretrainGPT) -> float:
     return time.perf_counter() - started
 
 
-def peak_bytes() -> int:
-    """Peak resident memory since the last call (Linux)."""
+def read_peak_bytes() -> int:
+    """Return the peak resident memory since the last call (Linux)."""
     status = Path("/proc/self/status").read_text()
     Path("/proc/self/clear_refs").write_text("5")
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def measure(job: PretrainGPT, rounds: int, num_steps: int) -> Iterator[Costs]:
-    """What each round took; the windows of a round follow each other."""
+def measure(job: PretrainGPT, rounds: int, num_steps: int) -> Iterator[RoundCosts]:
+    """Yield the costs of each round; the windows of a round run one after the other."""
     for _ in range(rounds):
         plain, _ = steps(job, num_steps, save=False)
         saving, blocked = steps(job, num_steps, save=True)
         job.checkpointer.wait_until_finished()
-        yield Costs(plain, saving, blocked, synchronous(job))
+        yield RoundCosts(plain, saving, blocked, synchronous(job))
 
 
 def main() -> None:
@@ -87,10 +87,10 @@ def main() -> None:
         job = start(make_job("124m", Path(directory), 10_000, batch=(2, 128)))
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(job.state))
         steps(job, 1, save=False)
-        peak_bytes()
+        read_peak_bytes()
         for _ in range(2):
             steps(job, parsed.steps, save=False)
-        unsaved_peak_bytes = peak_bytes()
+        unsaved_peak_bytes = read_peak_bytes()
         steps(job, 2, save=True)
         job.checkpointer.wait_until_finished()
         rows = []
@@ -108,7 +108,7 @@ def main() -> None:
     print(f"extra loop time / synchronous save: {extra / alone:.2f}  ({extra:.2f} s / {alone:.2f} s)")
     print(f"blocked: {statistics.median(row.blocked for row in rows):.3f} s")
     print(f"time to durable while training: {statistics.median(durable[1::2]):.2f} s")
-    print(f"extra peak memory: {(peak_bytes() - unsaved_peak_bytes) / state_bytes:.2f} copies of the state")
+    print(f"extra peak memory: {(read_peak_bytes() - unsaved_peak_bytes) / state_bytes:.2f} copies of the state")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Step time of the runner over that of the best hand-written loop for the same model and batch.
+"""Step time of the runner relative to the best hand-written loop for the same model and batch.
 
-The runner's own loop runs with data, logging and checkpoints at the default cadence; after every slice of steps it
-hands over to as many hand-written steps, so both see the same machine. Printed: the median over slices of the ratio.
+The runner's own loop runs with data, logging and checkpoints at the default intervals. After every slice of steps it
+waits for as many hand-written steps, so that both see the same machine load. The script prints the median ratio over
+slices.
 
     python -m tests.benchmarks.step [--sizes small 10m 124m] [--layer-loops scan unroll] [--slices 5] [--steps 10]
 """
@@ -23,11 +24,11 @@ from tests.support.attempt import start
 
 
 class SlicedGPT(Slices, PretrainGPT):
-    """A GPT job that takes turns."""
+    """GPT job whose loop can be sliced."""
 
 
 def compare(job: SlicedGPT, hand: Any, num_steps: int) -> list[tuple[float, float]]:
-    """Run the job to its end in turns with what `make_hand_step` returns; seconds of both, slice by slice."""
+    """Run the job to its end, alternating with the result of `make_hand_step`; return the seconds of both per slice."""
     step_by_hand, state, x_BxT, y_BxT = hand
     seconds: list[tuple[float, float]] = []
 
@@ -56,7 +57,7 @@ def main() -> None:
         for layer_loop in parsed.layer_loops:
             hand = make_hand_step(SIZES[size.upper()], layer_loop)
             with tempfile.TemporaryDirectory() as directory:
-                total_steps = (parsed.slices + 1) * parsed.steps  # the first slice warms up
+                total_steps = (parsed.slices + 1) * parsed.steps  # the first slice compiles
                 job = start(make_job(size, Path(directory), total_steps, layer_loop=layer_loop, job_class=SlicedGPT))
                 assert isinstance(job, SlicedGPT)
                 seconds = compare(job, hand, parsed.steps)

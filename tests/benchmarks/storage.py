@@ -1,9 +1,9 @@
-"""What trust and clouds cost. Ratios from interleaved measurements, against real servers on this machine.
+"""Cost of buckets, fingerprints and the fast tier: ratios of interleaved measurements against local servers.
 
-1. blocked time of a save of the 10M GPT to a bucket, over that of a save to a disk;
-2. fingerprint with comparison of replicas: seconds per GB, and its share of the 10M GPT's steps at the default cadence;
-3. upload and restore of 0.25 GB in pieces, over the same bytes by the cloud's own client, as many at a time;
-4. restore from the fast tier over restore from the bucket, with latency injected.
+1. blocked time of a save of the 10M GPT to a bucket, relative to a disk;
+2. fingerprint with comparison of replicas: seconds per GB, share of the 10M GPT's step time at the default interval;
+3. upload and restore of 0.25 GB in pieces, relative to the cloud's own client with the same concurrency;
+4. restore from the fast tier relative to the bucket, with injected latency.
 
     python -m tests.benchmarks.storage [--backend s3] [--rounds 5]
 """
@@ -36,15 +36,15 @@ LATENCY_SECONDS = 0.05
 NUM_ARRAYS, ARRAY_SHAPE = 16, (1024, 4096)
 
 
-def seconds_of(act: Callable[[], Any]) -> float:
-    """How long a call takes, its arrays awaited."""
+def measure_seconds(act: Callable[[], Any]) -> float:
+    """Return the seconds of a call until its arrays are ready."""
     started = time.perf_counter()
     jax.block_until_ready(act())
     return time.perf_counter() - started
 
 
-def blocked(backend: Backend, rounds: int) -> None:
-    """Part 1 and 2."""
+def measure_blocked_time(backend: Backend, rounds: int) -> None:
+    """Measure parts 1 and 2."""
     with tempfile.TemporaryDirectory() as directory:
         local = start(make_job("10m", Path(directory), 10_000))
         remote = start(make_job("10m", Path(directory), 10_000, url=backend.url("blocked")))
@@ -68,7 +68,9 @@ def blocked(backend: Backend, rounds: int) -> None:
             flush=True,
         )
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(local.state))
-        digest = [seconds_of(lambda: fingerprint.LeafLayout(local.state).dispatch(local.state)) for _ in range(rounds)]
+        digest = [
+            measure_seconds(lambda: fingerprint.LeafLayout(local.state).dispatch(local.state)) for _ in range(rounds)
+        ]
         steps = []
         for _ in range(rounds):
             started = time.perf_counter()
@@ -85,13 +87,13 @@ def blocked(backend: Backend, rounds: int) -> None:
 
 
 def make_arrays() -> dict[str, jax.Array]:
-    """0.25 GB of float32."""
+    """Make 0.25 GB of float32 arrays."""
     keys = jax.random.split(jax.random.key(0), NUM_ARRAYS)
     return {f"layer.{number}": jax.random.normal(key, ARRAY_SHAPE) for number, key in enumerate(keys)}
 
 
-def plain_client(backend: Backend) -> tuple[Callable[[Path, str], Any], Callable[[str, Path], Any]]:
-    """Upload and download of one file by the cloud's own client."""
+def make_plain_client(backend: Backend) -> tuple[Callable[[Path, str], Any], Callable[[str, Path], Any]]:
+    """Return functions that upload and download a file with the cloud's own client."""
     if backend.name == "s3":
         import boto3  # noqa: PLC0415 - only the client that is measured
 
@@ -119,14 +121,14 @@ def plain_client(backend: Backend) -> tuple[Callable[[Path, str], Any], Callable
     )
 
 
-def throughput(backend: Backend, store: Store, rounds: int) -> None:
-    """Part 3."""
+def measure_throughput(backend: Backend, store: Store, rounds: int) -> None:
+    """Measure part 3."""
     leaves = make_arrays()
     num_bytes = sum(leaf.nbytes for leaf in leaves.values())
     abstract = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in leaves.items()
     }
-    up, down = plain_client(backend)
+    up, down = make_plain_client(backend)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -161,8 +163,8 @@ def throughput(backend: Backend, store: Store, rounds: int) -> None:
     )
 
 
-def tiers(backend: Backend, rounds: int) -> None:
-    """Part 4."""
+def measure_tiers(backend: Backend, rounds: int) -> None:
+    """Measure part 4."""
     leaves = {name: leaf[:64] for name, leaf in make_arrays().items()} | {"count": jnp.int32(1)}
     abstract = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in leaves.items()
@@ -179,8 +181,8 @@ def tiers(backend: Backend, rounds: int) -> None:
         saved = replace(manifest, files=written.files, shards=written.shards)
         backend.proxy.faults.latency_seconds = LATENCY_SECONDS
         ratios = [
-            seconds_of(lambda: fast.read(1, abstract)[0])
-            / seconds_of(lambda: arrays.read_arrays(store, "c/1", saved, abstract))
+            measure_seconds(lambda: fast.read(1, abstract)[0])
+            / measure_seconds(lambda: arrays.read_arrays(store, "c/1", saved, abstract))
             for _ in range(rounds)
         ]
         backend.proxy.reset()
@@ -198,10 +200,10 @@ def main() -> None:
     parsed = parser.parse_args()
     with start_backend(parsed.backend) as backend:
         os.environ.update(backend.environment)
-        blocked(backend, parsed.rounds)
-        tiers(backend, parsed.rounds)
+        measure_blocked_time(backend, parsed.rounds)
+        measure_tiers(backend, parsed.rounds)
         os.environ.update(backend.server.environment(backend.server.port))
-        throughput(backend, open_store(backend.url("throughput")), parsed.rounds)
+        measure_throughput(backend, open_store(backend.url("throughput")), parsed.rounds)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Tokens a second of a tokenise job over those of the library's own batch encoding, on all cores of this machine.
+"""Tokens/s of a tokenise job, relative to the batch encoding of `tokenizers`, on all cores of this machine.
 
-Both read the standard library's source, again and again, with the same trained BPE, interleaved. The library is given
-all texts at once, in memory, and its ids are made arrays; the job reads .jsonl from the disk and writes a corpus. Its
-time is that of the pieces, from the first document to the last record, without start-up and checkpoints.
+Both encode copies of the standard library's source with the same trained BPE, in alternation. The library gets all
+texts at once in memory, and its ids are converted to arrays; the job reads .jsonl from the disk and writes a corpus.
+The time of the job covers its pieces, from the first document to the last record, without start-up and checkpoints.
 
     python -m tests.benchmarks.tokenise [--rounds 5] [--copies 2] [--vocabulary 8192]
 """
@@ -30,15 +30,15 @@ from runner.storage import LocalStore
 SHARD_BYTES = 16 << 20
 
 
-def of_library(library: tokenizers.Tokenizer, texts: list[str]) -> tuple[int, float]:
-    """Tokens, and the seconds that they took."""
+def time_library(library: tokenizers.Tokenizer, texts: list[str]) -> tuple[int, float]:
+    """Encode with the library; return the number of tokens and the seconds."""
     started = time.perf_counter()
     num_tokens = sum(len(np.array(found.ids, np.uint16)) for found in library.encode_batch(texts))
     return num_tokens, time.perf_counter() - started
 
 
-def of_job(content: bytes, source: Path, output: Path) -> tuple[int, float]:
-    """Tokens, and the seconds that they took."""
+def time_job(content: bytes, source: Path, output: Path) -> tuple[int, float]:
+    """Encode with the pipeline of the job; return the number of tokens and the seconds."""
     pieces = cut_into_pieces(find_files(str(source)), SHARD_BYTES)
     tokenizer, store, num_tokens = HuggingFaceTokenizer(content), LocalStore(output), 0
     started = time.perf_counter()
@@ -66,8 +66,8 @@ def main() -> None:
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         print(f"{len(texts)} documents, {source.stat().st_size:,} bytes of .jsonl")
         for round_number in range(parsed.rounds):
-            tokens, seconds = of_library(library, texts)
-            job_tokens, job_seconds = of_job(content, source, Path(directory) / str(round_number))
+            tokens, seconds = time_library(library, texts)
+            job_tokens, job_seconds = time_job(content, source, Path(directory) / str(round_number))
             assert job_tokens == tokens
             ratios.append(seconds / job_seconds)
             print(f"library {tokens / seconds:,.0f} tokens/s, job {tokens / job_seconds:,.0f}: {ratios[-1]:.3f}")

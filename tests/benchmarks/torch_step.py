@@ -1,15 +1,15 @@
-"""Step time of the runner on a CPU beside that of a compiled torch of the same shapes, in turns.
+"""Step time of the runner on a CPU, relative to PyTorch with the same shapes, compiled or eager.
 
-A GPT of 10.7M in float32, 8 rows of 256 tokens, fused AdamW, a global clip: two processes of which one stands still
-while the other is at work. Printed: the median of the ratios of neighbouring turns.
+Both train a GPT of 10.7M parameters in float32 on 8 sequences of 256 tokens with fused AdamW and global-norm clipping,
+in two processes that run alternately. The script prints the median of the ratios of adjacent turns.
 
     python -m tests.benchmarks.torch_step [--torch-python PYTHON] [--eager] [--rounds 6] [--steps 5]
 
-Layers in line on both sides. Seen on two threads, with AVX-512 0.53 s a step, torch 2.15 0.82. On an AMD EPYC without
-it 1.2 s, and torch 2.13 eager 1.1 to 1.2 s: ratio 1.04 and 1.05, compiled 1.06 twice; without pages of 2 MiB
-(GLIBC_TUNABLES=glibc.malloc.hugetlb=0) 1.22. By single calls in turns, times over torch's: attention with its gradients
-1.15 to 1.4; gradients of matrices 1.06 to 1.24, most where the MLP leads out; other matmuls of 384 x 384 up to 1.26,
-those of the MLP 0.97 to 1.08.
+Layers are unrolled on both sides. Results with two threads: with AVX-512 0.53 s per step, torch 2.15 0.82 s. On an AMD
+EPYC without AVX-512 1.2 s, torch 2.13 eager 1.1 to 1.2 s: ratio 1.04 and 1.05, compiled 1.06 twice; without huge pages
+of 2 MiB (GLIBC_TUNABLES=glibc.malloc.hugetlb=0) 1.22. Single operations relative to torch: attention with its gradients
+1.15 to 1.4; weight gradients 1.06 to 1.24, the most for the MLP's output projection; other matmuls of 384 x 384 up to
+1.26, those of the MLP 0.97 to 1.08.
 """
 
 import argparse
@@ -26,14 +26,18 @@ from tests.benchmarks.accelerator.size import GPT2, Model, Shape
 from tests.benchmarks.accelerator.turn import Player
 
 SHAPE = Shape("gpt", 6, 6, 6, 384, 1536, 256, 256, 8, 8)
-OPTIONS = ("config.precision.compute=float32", "config.memory.remat=none", "config.model.layer_loop=unroll")  # as torch
+OPTIONS = (
+    "config.precision.compute=float32",
+    "config.memory.remat=none",
+    "config.model.layer_loop=unroll",
+)  # like torch
 
 
 def main() -> None:
     """Print the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has torch")
-    parser.add_argument("--eager", action="store_true", help="torch uncompiled")
+    parser.add_argument("--torch-python", default=sys.executable, help="Python interpreter with torch")
+    parser.add_argument("--eager", action="store_true", help="do not compile the torch model")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
@@ -46,7 +50,7 @@ def main() -> None:
             Player(ours, variables, scratch / "ours.log") as runner,
             Player(peer, variables, scratch / "torch.log") as torch,
         ):
-            for _ in range(options.rounds + 1):  # the first warms up
+            for _ in range(options.rounds + 1):  # the first turn warms up
                 for player in (runner, torch):
                     player.turn(options.steps)
             pairs = list(zip(runner.turns[1:], torch.turns[1:], strict=True))

@@ -1,13 +1,13 @@
-"""What libtpu makes of the fused TPU kernels of attention, ours and both of JAX's, on a machine without a TPU.
+"""Estimates of libtpu for the fused TPU attention kernels, ours and the two of JAX, without a TPU.
 
-Printed, of attention with its gradients: the instruction bundles of its kernels (a cycle each, if nothing waits), which
-are counted in libtpu's own listing; the cycles that libtpu estimates for the operations around them; temporary bytes.
-The block sizes of `experiments/model/attention.py` rest on this. libtpu serves one process at a time.
+For attention with its gradients, the script prints the instruction bundles of the kernels (one cycle each without
+stalls), counted in libtpu's listing; the cycles that libtpu estimates for the other operations; and temporary bytes.
+The block sizes in `experiments/model/attention.py` are based on them. Only one process at a time can use libtpu.
 
     python -m tests.benchmarks.tpu_attention [--chips v5e v5p] [--shapes 4x1024x12x12x64] [--kernels fused:1024 512:512]
 
-A shape is B x T x N x K x H. A kernel is `fused:BLOCK`, which is ours, `COMPUTED:BLOCK` of JAX's splash attention, or
-`flash:BLOCK` of its older one.
+A shape is B x T x N x K x H. A kernel is `fused:BLOCK` (ours), `COMPUTED:BLOCK` (JAX's splash attention) or
+`flash:BLOCK` (JAX's older flash attention).
 """
 
 import argparse
@@ -25,12 +25,12 @@ from jax.sharding import SingleDeviceSharding
 from experiments.model import attention
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1"}
-LINE = re.compile(r"^ *(0x[0-9a-f]+) *(\w\w)?:")
-BRANCH = re.compile(r"sbr\.rel \(!?%p\w+\) target = \$region(\d+)")
+BUNDLE_PATTERN = re.compile(r"^ *(0x[0-9a-f]+) *(\w\w)?:")
+BRANCH_PATTERN = re.compile(r"sbr\.rel \(!?%p\w+\) target = \$region(\d+)")
 
 
 def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> jax.Array:
-    """JAX's older kernel: as many heads of keys as of queries."""
+    """Apply JAX's older flash attention kernel, which needs as many key heads as query heads."""
     module = importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
     names = [name for name in module.BlockSizes.__dataclass_fields__ if name != "block_b"]
     sizes = module.BlockSizes(block_b=1, **dict.fromkeys(names, block))
@@ -40,7 +40,7 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> jax
 
 
 def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attend by the kernel that an option names."""
+    """Apply attention with the kernel that an option names."""
     kind, _, block = kernel.partition(":")
     if kind == "flash":
         return flash_attention(q, k, v, int(block))
@@ -51,27 +51,29 @@ def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return attention.splash_attention(q, k, v)
 
 
-def parts_of(listing: str) -> tuple[int, list[int]]:
-    """Bundles of a pass of a kernel's loop, a step of its grid, and of its conditional parts in their order."""
-    lines = [(int(found[1], 16), found[2], line) for line in listing.splitlines() if (found := LINE.match(line))]
+def parse_bundles(listing: str) -> tuple[int, list[int]]:
+    """Return the bundles of a grid step outside its conditional parts, and those of each conditional part."""
+    lines = [
+        (int(found[1], 16), found[2], line) for line in listing.splitlines() if (found := BUNDLE_PATTERN.match(line))
+    ]
     start = next(index for index, (_, kind, _) in enumerate(lines) if kind == "LB")
     spans = []
     for index, (address, _, line) in enumerate(lines[start:], start):
-        if branch := BRANCH.search(line):
+        if branch := BRANCH_PATTERN.search(line):
             end = re.compile(rf"empty region {branch[1]}\b")
             spans += [(address, to) for to, _, text in lines[index:] if end.search(text)][:1]
     inner = [b - a for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
     return lines[-1][0] - lines[start][0] - sum(inner), inner
 
 
-def bundles_of(listing: str, num_rows: int, num_blocks: int, is_ours: bool) -> int:
-    """Bundles that a kernel takes on one core over all of its grid.
+def count_bundles(listing: str, num_rows: int, num_blocks: int, is_ours: bool) -> int:
+    """Return the bundles that a kernel executes on one core over its whole grid.
 
-    The largest of its conditional parts are the attention of a block, the others stand at the start and the end of a
-    row of blocks. JAX's goes over all of the square, and has one part for the lower half of it. Ours goes over that
-    half alone, and has one part for the diagonal, and one for what lies below.
+    The largest conditional parts compute the attention of a block; the others run at the start and end of a row of
+    blocks. The grid of JAX's kernel is the whole square, with one part for its lower triangle. Our grid is the lower
+    triangle, with one part for blocks on the diagonal and one for those below.
     """
-    fixed, parts = parts_of(listing)
+    fixed, parts = parse_bundles(listing)
     below = num_blocks * (num_blocks - 1) // 2
     sizes = sorted(parts)[-2 if is_ours and below else -1 :]
     ends = num_blocks * (sum(parts) - sum(sizes))
@@ -82,7 +84,7 @@ def bundles_of(listing: str, num_rows: int, num_blocks: int, is_ours: bool) -> i
 
 
 def measure(chip: str, shape: str, kernel: str, dump: Path) -> None:
-    """Compile one kernel for one chip, and print what libtpu says."""
+    """Compile one kernel for one chip and print libtpu's estimates."""
     B, T, N, K, H = map(int, shape.split("x"))
     device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
     queries, keys = (
@@ -99,12 +101,14 @@ def measure(chip: str, shape: str, kernel: str, dump: Path) -> None:
     blocks = T // int(kernel.rpartition(":")[2])
     listings = [path for path in dump.glob("*-final_bundles.txt") if "schedule" not in path.name]
     kernels = sum(
-        bundles_of(path.read_text(), B * N, blocks, "ward_attention" in path.name)
+        count_bundles(path.read_text(), B * N, blocks, "ward_attention" in path.name)
         for path in listings
         if any(word in path.name for word in ("_mqa_", "flash", "ward_attention"))
     )
     mib = compiled.memory_analysis().temp_size_in_bytes / 2**20
-    print(f"{chip} {shape} {kernel}: kernels {kernels:,} + around {around:,} cycles, {mib:.1f} MiB", flush=True)
+    print(
+        f"{chip} {shape} {kernel}: kernels {kernels:,} + other operations {around:,} cycles, {mib:.1f} MiB", flush=True
+    )
     for path in dump.iterdir():
         path.unlink()
 

@@ -1,10 +1,10 @@
-"""What libtpu says that a device needs for rows that are cut over devices, without a TPU.
+"""Device memory for long sequences under context parallelism, as reported by libtpu without a TPU.
 
-    python -m tests.benchmarks.row_memory [--tokens 8192 32768 131072] [--parts 1 2 4 8]
+    python -m tests.benchmarks.sequence_memory [--tokens 8192 32768 131072] [--parts 1 2 4 8]
 
-A decoder of two layers with heads as wide as those of large models, one row on each device or group of devices that
-share it; the others of eight cut the state as `fsdp`, so that it is the same everywhere. Printed is, in Markdown, what
-a step needs beside the state, in MiB: `layers` keeps each layer's input, and of the loss 512 positions at a time.
+The model is a decoder of two layers with the head width of large models. `--parts` devices share one sequence, and the
+rest of the eight devices is the `fsdp` axis, so that the state per device is constant. The script prints a Markdown
+table of the temporary memory of a step in MiB, with `remat: layers` and a chunked loss of 512 positions.
 """
 
 import argparse
@@ -33,8 +33,8 @@ MODEL = {
 }
 
 
-def memory_of(tokens: int, parts: int, devices: Sequence[jax.Device], directory: Path) -> ProgramMemory:
-    """Of a step over rows of so many tokens, each cut into so many parts."""
+def measure_memory(tokens: int, parts: int, devices: Sequence[jax.Device], directory: Path) -> ProgramMemory:
+    """Return the memory of a step on sequences of `tokens`, each sharded over `parts` devices."""
     groups = DEVICES // parts
     changes = {
         "config.model": MODEL,
@@ -54,12 +54,12 @@ def memory_of(tokens: int, parts: int, devices: Sequence[jax.Device], directory:
 def main(lengths: Sequence[int], all_parts: Sequence[int]) -> None:
     machine = open_machine(parse_accelerator(f"v5p-{DEVICES}"))
     heads = [f"`sequence` {parts}" for parts in all_parts]
-    print(f"| tokens a row | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
+    print(f"| tokens per sequence | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
     with tempfile.TemporaryDirectory() as directory:
         for tokens in lengths:
             print(f"| {tokens:,} |", end="", flush=True)
             for parts in all_parts:
-                found = memory_of(tokens, parts, machine.devices, Path(directory))
+                found = measure_memory(tokens, parts, machine.devices, Path(directory))
                 print(f" {found.temporaries / 2**20:,.0f} |", end="", flush=True)
             print(flush=True)
 
