@@ -16,6 +16,8 @@ from pathlib import Path
 
 from runner.errors import InvalidError
 
+HOST_MEMORY = "pinned_host"  # jax's name of host memory that TPUs and GPUs read and write directly
+
 # Chips of a slice -> its shape, as GKE labels nodes and libtpu names topologies.
 _TORUS_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _TORUS_3D = {

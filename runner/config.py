@@ -382,6 +382,11 @@ class MemoryConfig(FrozenModel):
         "and values that a device's queries see (gather), ring attention (ring), or the one predicted to be faster "
         "(auto).",
     )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="Keep the moments of the optimizer in pinned host memory between steps (host offload): less device "
+        "memory, longer steps, the same bits.",
+    )
 
 
 class MetricsConfig(FrozenModel):

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from runner.accelerator import HOST_MEMORY
 from runner.checkpoint.manifest import LeafRecord, LeafShape
 from runner.errors import RetryableError
 
@@ -65,6 +66,7 @@ def make_chunks(leaves: Sequence[Any]) -> list[list[int]]:
     """Return the indices of all leaves in chunks of at most `CHUNK_LEAVES`.
 
     Leaves of one shape, dtype and sharding fill chunks of their own; the remainders of all kinds share the last ones.
+    A leaf in host memory is a chunk of its own, so that the device has to hold no more than one of them.
     """
 
     def cut(indices: list[int]) -> list[list[int]]:
@@ -74,7 +76,10 @@ def make_chunks(leaves: Sequence[Any]) -> list[list[int]]:
     for index, leaf in enumerate(leaves):
         kinds[leaf.shape, leaf.dtype, leaf.sharding].append(index)
     chunks, rest = [], []
-    for indices in kinds.values():
+    for (*_, sharding), indices in kinds.items():
+        if sharding.memory_kind == HOST_MEMORY:
+            chunks += [[index] for index in indices]
+            continue
         num_whole = len(indices) - len(indices) % CHUNK_LEAVES
         chunks += cut(indices[:num_whole])
         rest += indices[num_whole:]
@@ -184,6 +189,13 @@ def _digest_unsharded(leaves: list[jax.Array]) -> jax.Array:
 def _digest_shards(leaves: list[jax.Array], mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.Array:
     """Return the digest of every leaf's shard on every device: uint32[devices in mesh order, leaves, 2], replicated."""
     shapes = [leaf.shape for leaf in leaves]
+    # An offloaded leaf is digested on the devices too.
+    leaves = [
+        jax.device_put(leaf, jax.memory.Space.Device)
+        if jax.typeof(leaf).memory_space == jax.memory.Space.Host
+        else leaf
+        for leaf in leaves
+    ]
 
     def get_start(block: jax.Array, spec: PartitionSpec) -> list[jax.Array | int]:
         starts: list[jax.Array | int] = []

@@ -25,12 +25,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from runner.accelerator import HOST_MEMORY
 from runner.errors import InvalidError
 from runner.spec import MeshConfig as MeshSpec
 
@@ -284,6 +286,19 @@ def read_peak_memory_bytes() -> int | None:
     """Return the peak memory of any device of this process since it started; None if the backend does not count it."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     return max((int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each), default=None)
+
+
+def has_host_memory(mesh: Mesh | AbstractMesh) -> bool:
+    """Return True if the devices of a mesh can read pinned memory of their hosts. An abstract mesh has any memory."""
+    if isinstance(mesh, AbstractMesh):
+        return True
+    devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return any(memory.kind == HOST_MEMORY for memory in (devices or [mesh.devices.flat[0]])[0].addressable_memories())
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Return True if an array with a sharding, which may be abstract, lies in pinned host memory."""
+    return getattr(leaf.sharding, "memory_kind", None) == HOST_MEMORY
 
 
 def read_device_memory_bytes() -> int:

@@ -160,16 +160,18 @@ class StateSize:
     """Size of the state on one device.
 
     Attributes:
-        state_bytes: whole state.
+        state_bytes: whole state, without what is offloaded to the host.
         parameter_bytes: parameters, in the type in which they are stored.
         num_parameters: parameters of the whole model.
         whole_share: see `ParameterPayload`.
+        offloaded_bytes: optimizer state in host memory.
     """
 
     state_bytes: float
     parameter_bytes: float
     num_parameters: int
     whole_share: float = 0.0
+    offloaded_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ class Predictor:
             count_bytes_per_device(abstract_state.params),
             count_elements(abstract_state.params),
             small_share,
+            count_bytes_per_device(abstract_state, on_host=True),
         )
 
     def list_micro_batches(self, sizes: Mapping[str, int]) -> list[int]:
@@ -299,10 +302,14 @@ class Predictor:
         # The FLOPs of a step are the same on every mesh.
         executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.tokens_per_step
         gathered_bytes = weights.shared + weights.of_experts / sizes["expert"]
-        traffic = compute_hbm_traffic(state.state_bytes, gathered_bytes, passes, accumulate_steps)
+        # Offloaded leaves are read and written on the device too.
+        state_bytes = state.state_bytes + state.offloaded_bytes
+        traffic = compute_hbm_traffic(state_bytes, gathered_bytes, passes, accumulate_steps)
         work = StepWork(executed / math.prod(sizes.values()), traffic, inside, across)
         # Activations exist for one micro-batch at a time.
-        working_bytes = gradients + sizing.head_bytes + tokens * sizing.activation_bytes_per_token
+        activation_bytes = sizing.head_bytes + tokens * sizing.activation_bytes_per_token
+        # The optimizer state comes to the device for the update, when the activations are gone.
+        working_bytes = gradients + max(activation_bytes, state.offloaded_bytes)
         times = compute_roofline(work, self.speeds, chip.devices_per_chip)
         sent_bytes = work.interconnect_bytes + work.network_bytes
         return Prediction(micro_batch, state.state_bytes, working_bytes, sent_bytes, times)

@@ -33,6 +33,7 @@ from runner.parallel.mesh import (
     AXES,
     BATCH_AXES,
     STATE_AXES,
+    is_on_host,
     make_mesh,
     read_device_memory_bytes,
     split_axes_over_slices,
@@ -425,10 +426,12 @@ def compute_sent_bytes(
     return interconnect, network
 
 
-def count_bytes_per_device(tree: Any) -> int:
-    """Return the bytes that one device holds of abstract arrays with shardings."""
+def count_bytes_per_device(tree: Any, *, on_host: bool = False) -> int:
+    """Return the bytes that one device holds of abstract arrays with shardings, or its host for it."""
     total = 0
     for leaf in jax.tree.leaves(tree):
+        if is_on_host(leaf) != on_host:
+            continue
         # An array without a sharding is replicated.
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         total += jax.ShapeDtypeStruct(shape, leaf.dtype).size * leaf.dtype.itemsize

@@ -292,6 +292,10 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     section, memory = Section("memory of a device"), program.step.memory
     note = "state, batch, and the random key if the model uses one"
     section.add("arguments", memory.arguments, "bytes", "compiled", note)
+    offloaded = count_bytes_per_device(program.train_setup.abstract_state, on_host=True)
+    if offloaded:
+        note = "optimizer state, by config.memory.offload_optimizer; its transfers are part of no predicted time"
+        section.add("in host memory", offloaded, "bytes", "counted", note)
     note = "of XLA for CPU, which says nothing about the chip" if machine.is_faked else ""
     section.add("temporaries", memory.temporaries, "bytes", "compiled", note)
     note = "outputs that do not reuse the memory of arguments"
@@ -349,7 +353,8 @@ def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProg
     passes = 3 if config.memory.remat == "layers" else 2
     # Parameters are gathered in the type of the computation.
     compute_bytes = 2 if config.precision.compute == "bfloat16" else 4
-    state_bytes = count_bytes_per_device(abstract)
+    # Offloaded leaves are read and written on the device too.
+    state_bytes = count_bytes_per_device(abstract) + count_bytes_per_device(abstract, on_host=True)
     traffic = compute_hbm_traffic(
         state_bytes, gathered * compute_bytes, passes, program.step.layout.micro_batches_per_device
     )

@@ -34,6 +34,7 @@ from runner.parallel.mesh import (
     BATCH_AXES,
     count_batch_shards,
     format_batch_axes,
+    is_on_host,
     list_micro_batch_sizes,
     make_batch_sharding,
     use_sharding_rules,
@@ -42,7 +43,7 @@ from runner.parallel.mesh import (
 )
 from runner.train.auxiliary import AuxiliaryState, validate_auxiliary
 from runner.train.loss import target_weights
-from runner.train.state import TrainState, get_shardings
+from runner.train.state import TrainState, get_shardings, move_to_device, move_to_host
 from runner.train.step import Batch
 
 MEMORY_SHARE = 0.9  # share of a device's memory that a step may be planned to use
@@ -206,9 +207,21 @@ def trace_train_step(
     # The state comes back with the shardings it went in with, so that it can be donated to the next step.
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     program = canonicalise(step) if layout.is_ordered else step
+    if any(map(is_on_host, jax.tree.leaves(abstract))):
+        program = _offload(program, abstract)
     jitted = jax.jit(program, donate_argnums=0, out_shardings=(get_shardings(abstract), replicated, replicated))
     with use_sharding_rules(layout.mesh):
         return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
+
+
+def _offload(step: Callable[..., Any], abstract: TrainState) -> Callable[..., Any]:
+    """Return a step that reads the offloaded leaves of its state from host memory, and writes them there."""
+
+    def offloaded(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
+        after, loss, meta = step(move_to_device(state, abstract), batch, key)
+        return move_to_host(after, abstract), loss, meta
+
+    return offloaded
 
 
 def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Traced:
@@ -312,7 +325,8 @@ def get_program_memory(compiled: Any) -> ProgramMemory:
         found.output_size_in_bytes - found.alias_size_in_bytes,
         found.temp_size_in_bytes,
         found.generated_code_size_in_bytes,
-        max(found.peak_memory_in_bytes - found.argument_size_in_bytes, 0),
+        # The peak counts arguments in host memory too.
+        max(found.peak_memory_in_bytes - found.argument_size_in_bytes - found.host_argument_size_in_bytes, 0),
     )
 
 

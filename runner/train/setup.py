@@ -163,6 +163,7 @@ def build_train_setup(
     adapter: AdapterConfig | None = None,
     compute: str = "float32",
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES,
+    offload_optimizer: bool = False,
 ) -> TrainSetup:
     """Build the setup of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
@@ -179,6 +180,7 @@ def build_train_setup(
         adapter: config of the adapter that is trained instead of the model's own parameters, or None.
         compute: dtype of activations, in which an adapter is merged.
         rules: logical axis rules of the model.
+        offload_optimizer: True to keep the arrays of the optimizer state in pinned host memory.
     """
 
     def init(init_function: Callable[..., Any], key: jax.Array, **options: Any) -> Any:
@@ -215,7 +217,9 @@ def build_train_setup(
         variables = init_sharded(key)[0]
         return variables if adapter is None else combine_with_base(variables, init_adapter(trained, key))
 
-    abstract = train_state.make_abstract_state(make_state, shapes, shardings[PARAMS], mesh, drop_params(shardings))
+    abstract = train_state.make_abstract_state(
+        make_state, shapes, shardings[PARAMS], mesh, drop_params(shardings), offload_optimizer
+    )
     return TrainSetup(
         mesh=mesh,
         key=key,
@@ -355,6 +359,11 @@ class TrainSetupBuilder:
         # Layouts are computed for their errors, so that a bad batch size shows before the data are read.
         with self.document.errors_at("config.train"):
             list_batch_layouts(self.config, mesh)
+        if self.config.memory.offload_optimizer and not mesh_rules.has_host_memory(mesh):
+            kind = mesh.devices.flat[0].device_kind
+            raise self.document.error(
+                "config.memory.offload_optimizer", f"{kind} has no pinned host memory for the optimizer; leave it out"
+            )
         return mesh
 
     def build(self, devices: Sequence[jax.Device], share_ids: Callable[[Dataset], None] | None = None) -> TrainSetup:
@@ -399,6 +408,7 @@ class TrainSetupBuilder:
             adapter=self.config.adapter,
             compute=self.config.precision.compute,
             rules=self.rules,
+            offload_optimizer=self.config.memory.offload_optimizer,
         )
 
     def get_largest_layout(self, train_setup: TrainSetup, micro_batch: int | None = None) -> BatchLayout:

@@ -27,13 +27,20 @@ from flax import struct
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from runner.accelerator import HOST_MEMORY
 from runner.checkpoint.leaves import BASE, AdapterMerge, make_strongly_typed, merge_params
 from runner.errors import InvalidError
 from runner.optim.transforms import is_averaged, restart_average
-from runner.parallel.mesh import LogicalAxisRule, get_active_rules, select_dividing_axes, use_sharding_rules
+from runner.parallel.mesh import (
+    LogicalAxisRule,
+    get_active_rules,
+    is_on_host,
+    select_dividing_axes,
+    use_sharding_rules,
+)
 from runner.train.auxiliary import AuxiliaryState, Scalars, init_auxiliary
 
-PARAMS, VARIABLES = "params", "variables"
+PARAMS, VARIABLES, OPTIMIZER = "params", "variables", "opt_state"
 RIDERS = "riders"  # field of the auxiliary states; part of leaf names in checkpoints, so it cannot be renamed
 STATISTICS = "statistics"
 _OVERWRITTEN_BY_GRADIENT = "_overwrite_with_gradient"  # collection in which flax.linen.fp8_ops keeps its scales
@@ -195,7 +202,12 @@ def _place(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtyp
 
 
 def make_abstract_state(
-    make: Any, argument: Any, param_shardings: Any, mesh: Mesh, variable_shardings: Any = None
+    make: Any,
+    argument: Any,
+    param_shardings: Any,
+    mesh: Mesh,
+    variable_shardings: Any = None,
+    offload_optimizer: bool = False,
 ) -> TrainState:
     """Return shape, dtype and sharding of every leaf of `make(argument)`. Computes nothing.
 
@@ -208,6 +220,8 @@ def make_abstract_state(
         param_shardings: shardings of the parameters.
         mesh: device mesh.
         variable_shardings: shardings of the model's other variables, if it has any.
+        offload_optimizer: True to place the arrays of the optimizer state in pinned host memory. Its scalars stay on
+            the device.
     """
 
     def get_keys(path: Any) -> tuple[str, ...]:
@@ -230,7 +244,9 @@ def make_abstract_state(
         other = (
             NamedSharding(mesh, PartitionSpec()) if is_auxiliary else _fit_sharding(leaf.shape, PartitionSpec(), mesh)
         )
-        return _place(leaf, found or other)
+        sharding = found or other
+        is_offloaded = offload_optimizer and keys[0] == OPTIMIZER and leaf.ndim > 0
+        return _place(leaf, sharding.with_memory_kind(HOST_MEMORY) if is_offloaded else sharding)
 
     abstract = jax.tree_util.tree_map_with_path(place, shapes)
     if not variable_shardings:
@@ -249,9 +265,27 @@ def reshard_abstract_state(abstract: Any, mesh: Mesh) -> Any:
         assert isinstance(leaf.sharding, NamedSharding), "every leaf of an abstract state has a sharding"
         is_replicated = not any(leaf.sharding.spec)
         replicated = NamedSharding(mesh, PartitionSpec())
-        return _place(leaf, replicated if is_replicated else _fit_sharding(leaf.shape, leaf.sharding.spec, mesh))
+        sharding = replicated if is_replicated else _fit_sharding(leaf.shape, leaf.sharding.spec, mesh)
+        return _place(leaf, sharding.with_memory_kind(HOST_MEMORY) if is_on_host(leaf) else sharding)
 
     return jax.tree.map(reshard, abstract)
+
+
+# Host offload.
+
+
+def move_to_device(tree: Any, like: Any) -> Any:
+    """Return `tree` with the leaves that `like` has in host memory on the device. For traced code."""
+    return _move(tree, like, jax.memory.Space.Device)
+
+
+def move_to_host(tree: Any, like: Any) -> Any:
+    """Return `tree` with the leaves in host memory that `like` has there. For traced code."""
+    return _move(tree, like, jax.memory.Space.Host)
+
+
+def _move(tree: Any, like: Any, space: jax.memory.Space) -> Any:
+    return jax.tree.map(lambda leaf, to: jax.device_put(leaf, space) if is_on_host(to) else leaf, tree, like)
 
 
 # Initialisation.
@@ -320,5 +354,9 @@ def restart_averages(state: TrainState) -> TrainState:
     if not is_averaged(state.opt_state):
         return state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-    begin = jax.jit(restart_average, out_shardings=shardings)
-    return state.replace(opt_state=begin(state.params, state.opt_state))
+    abstract = jax.tree.map(lambda leaf: _place(leaf, leaf.sharding), state.opt_state)
+
+    def begin(params: Any, opt_state: Any) -> Any:
+        return move_to_host(restart_average(params, move_to_device(opt_state, abstract)), abstract)
+
+    return state.replace(opt_state=jax.jit(begin, out_shardings=shardings)(state.params, state.opt_state))

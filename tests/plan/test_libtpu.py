@@ -97,6 +97,21 @@ def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
 
 
 @pytest.mark.soak
+def test_an_offloaded_optimizer_is_in_host_memory() -> None:
+    found = []
+    for is_offloaded in ("false", "true"):
+        options = ["--topology", "v5e-4", "--json", "--set", f"config.memory.offload_optimizer={is_offloaded}"]
+        code, output = command(environment(1), "plan", NANO, *options, has_progress=True)
+        assert code == 0, output
+        found.append(json.loads(output)["plan"]["memory of a device"])
+    usual, offloaded = found
+    assert "in host memory" not in usual
+    saved = usual["arguments"]["value"] - offloaded["arguments"]["value"]
+    # A TPU holds arrays in tiles, so small ones take more of its memory than they have bytes.
+    assert saved >= offloaded["in host memory"]["value"] > 0
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "chip"),
     [

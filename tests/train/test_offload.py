@@ -1,0 +1,80 @@
+"""Host offload of the optimizer state changes where it lies, and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from runner import BaseTrainer
+from runner.errors import InvalidError
+from runner.parallel.mesh import is_on_host
+from runner.train import setup
+from tests.support.tiny import gpt, stop_after
+
+OFFLOAD = {"config.memory.offload_optimizer": True, "checkpoint.every_steps": 3}
+
+
+def get_fingerprint(job: BaseTrainer) -> str:
+    assert job.store.root is not None
+    return str(json.loads((job.store.root / "result.json").read_text())["fingerprint"])
+
+
+def list_on_host(job: BaseTrainer) -> list[str]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(job.state)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, leaf in leaves if is_on_host(leaf)]
+
+
+def test_an_offloaded_optimizer_gives_the_same_bits_over_a_resume(tmp_path: Path):
+    usual = gpt(tmp_path / "usual")
+    usual()
+    stopped = gpt(tmp_path / "run", **OFFLOAD)
+    stop_after(stopped, 5)
+    moments = list_on_host(stopped)
+    assert moments
+    assert all(name.startswith("opt_state.") for name in moments)
+    assert len(moments) == 2 * len(jax.tree.leaves(stopped.state.params))
+    # The key may change in place, since it changes no bit.
+    device = gpt(tmp_path / "run", **{**OFFLOAD, "config.memory.offload_optimizer": False})
+    stop_after(device, 6)
+    assert list_on_host(device) == []
+    last = gpt(tmp_path / "run", **OFFLOAD)
+    last()
+    assert list_on_host(last) == moments
+    assert get_fingerprint(last) == get_fingerprint(usual)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "adafactor": {"config.optimizer.name": "adafactor"},
+    "schedule-free, from weights": {
+        "config.optimizer.name": "schedule_free_adamw",
+        "config.schedule": {"name": "constant", "warmup_steps": 2},
+    },
+    "averages": {"config.ema": {"decays": [0.9]}},
+    "bfloat16": {"config.precision": {"params": "bfloat16", "compute": "bfloat16"}},
+    "ordered sums": {"config.train.same_bits_devices": 8, "config.train.micro_batch_examples": 2},
+    "documents": {"config.data.packing": "documents"},
+    "fsdp": {"topology.mesh": {"data": 1, "fsdp": "auto"}},
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_kind_of_step_gives_the_same_bits_offloaded(tmp_path: Path, name: str):
+    changes = CHANGES[name]
+    if "from weights" in name:
+        gpt(tmp_path / "base")()
+        changes = {**changes, "checkpoint.init_from": str(tmp_path / "base")}
+    usual, offloaded = gpt(tmp_path / "usual", **changes), gpt(tmp_path / "on", **OFFLOAD, **changes)
+    usual()
+    offloaded()
+    assert list_on_host(offloaded)
+    assert get_fingerprint(offloaded) == get_fingerprint(usual)
+
+
+def test_a_device_without_pinned_host_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(setup.mesh_rules, "has_host_memory", lambda mesh: False)
+    with pytest.raises(InvalidError, match=r"config\.memory\.offload_optimizer: .*pinned host memory"):
+        gpt(tmp_path / "run", **OFFLOAD)()
+    assert not (tmp_path / "run" / "events.jsonl").exists()
