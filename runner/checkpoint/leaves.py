@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from runner.accelerator import HOST_MEMORY
 from runner.checkpoint.fingerprint import describe_leaves, list_leaf_names
 from runner.checkpoint.manifest import LeafShape, Manifest
 from runner.errors import InvalidError, ResumeError, StateError
@@ -53,6 +54,25 @@ def flatten_with_names(tree: Any) -> Leaves:
 def make_abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return shape, dtype and sharding of an array, which outlive it."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Return True if an array with a sharding, which may be abstract, lies in pinned host memory."""
+    return getattr(leaf.sharding, "memory_kind", None) == HOST_MEMORY
+
+
+def copy_offloaded(leaf: jax.Array) -> jax.Array:
+    """Return a copy of an array in pinned host memory; any other array itself.
+
+    A writer reads such an array in place, and on a GPU memory that someone reads cannot be donated to the next step.
+    """
+    if not is_on_host(leaf):
+        return leaf
+    copies = [
+        jax.device_put(np.array(shard.data), SingleDeviceSharding(shard.device, memory_kind=HOST_MEMORY))
+        for shard in leaf.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, copies)
 
 
 def replicate_abstract(shapes: Any) -> Any:

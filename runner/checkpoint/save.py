@@ -42,7 +42,14 @@ from runner.checkpoint import fingerprint
 from runner.checkpoint.arrays import ArrayWriter, WriteResult, make_writer, verify_read_back
 from runner.checkpoint.blocks import Blocks, copy_to_host
 from runner.checkpoint.fast_tier import FastTier, open_fast_tier
-from runner.checkpoint.leaves import Leaves, encode_leaves, flatten_with_names, make_abstract, validate_leaf_forms
+from runner.checkpoint.leaves import (
+    Leaves,
+    copy_offloaded,
+    encode_leaves,
+    flatten_with_names,
+    make_abstract,
+    validate_leaf_forms,
+)
 from runner.checkpoint.manifest import CHECKPOINTS, RETIRED_SUFFIX, Manifest, commit, read_committed
 from runner.checkpoint.policy import Retention, SaveKind, SavePolicy, compute_best_interval_seconds
 from runner.checkpoint.restore import AttachmentCheck, RestoredState, load_checkpoint, quarantine, restore_newest
@@ -411,6 +418,8 @@ class Checkpointer:
         leaves = encode_leaves(dict(zip(save.layout.names, jax.tree.leaves(state), strict=True)))
         blocks: Blocks | None = None
         try:
+            if not self._buffer.is_needed:
+                leaves = {name: copy_offloaded(leaf) for name, leaf in leaves.items()}
             if is_durable:
                 if self._buffer.is_needed:
                     # On a CPU the writer reads the arrays in place, so all of it can happen in the background.

@@ -25,7 +25,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -294,11 +293,6 @@ def has_host_memory(mesh: Mesh | AbstractMesh) -> bool:
         return True
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     return any(memory.kind == HOST_MEMORY for memory in (devices or [mesh.devices.flat[0]])[0].addressable_memories())
-
-
-def is_on_host(leaf: Any) -> bool:
-    """Return True if an array with a sharding, which may be abstract, lies in pinned host memory."""
-    return getattr(leaf.sharding, "memory_kind", None) == HOST_MEMORY
 
 
 def read_device_memory_bytes() -> int:

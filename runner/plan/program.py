@@ -28,12 +28,12 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.accelerator import Accelerator, PeakRates
+from runner.checkpoint.leaves import is_on_host
 from runner.errors import InvalidError
 from runner.parallel.mesh import (
     AXES,
     BATCH_AXES,
     STATE_AXES,
-    is_on_host,
     make_mesh,
     read_device_memory_bytes,
     split_axes_over_slices,

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from runner.accelerator import is_gpu_deterministic, make_compiler_options
-from runner.checkpoint.leaves import find_form_problems, make_strongly_typed
+from runner.checkpoint.leaves import find_form_problems, is_on_host, make_strongly_typed
 from runner.config import TrainerConfig
 from runner.data import Dataset, get_batch_fields, load_global_batch
 from runner.errors import InvalidError, StateError
@@ -34,7 +34,6 @@ from runner.parallel.mesh import (
     BATCH_AXES,
     count_batch_shards,
     format_batch_axes,
-    is_on_host,
     list_micro_batch_sizes,
     make_batch_sharding,
     use_sharding_rules,

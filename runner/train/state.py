@@ -28,16 +28,10 @@ from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.accelerator import HOST_MEMORY
-from runner.checkpoint.leaves import BASE, AdapterMerge, make_strongly_typed, merge_params
+from runner.checkpoint.leaves import BASE, AdapterMerge, is_on_host, make_strongly_typed, merge_params
 from runner.errors import InvalidError
 from runner.optim.transforms import is_averaged, restart_average
-from runner.parallel.mesh import (
-    LogicalAxisRule,
-    get_active_rules,
-    is_on_host,
-    select_dividing_axes,
-    use_sharding_rules,
-)
+from runner.parallel.mesh import LogicalAxisRule, get_active_rules, select_dividing_axes, use_sharding_rules
 from runner.train.auxiliary import AuxiliaryState, Scalars, init_auxiliary
 
 PARAMS, VARIABLES, OPTIMIZER = "params", "variables", "opt_state"
@@ -284,7 +278,7 @@ def move_to_host(tree: Any, like: Any) -> Any:
     return _move(tree, like, jax.memory.Space.Host)
 
 
-def _move(tree: Any, like: Any, space: jax.memory.Space) -> Any:
+def _move(tree: Any, like: Any, space: Any) -> Any:
     return jax.tree.map(lambda leaf, to: jax.device_put(leaf, space) if is_on_host(to) else leaf, tree, like)
 
 

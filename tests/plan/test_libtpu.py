@@ -101,7 +101,7 @@ def test_an_offloaded_optimizer_is_in_host_memory() -> None:
     found = []
     for is_offloaded in ("false", "true"):
         options = ["--topology", "v5e-4", "--json", "--set", f"config.memory.offload_optimizer={is_offloaded}"]
-        code, output = command(environment(1), "plan", NANO, *options, has_progress=True)
+        code, output = run_runner(environment(1), "plan", NANO, *options, has_progress=True)
         assert code == 0, output
         found.append(json.loads(output)["plan"]["memory of a device"])
     usual, offloaded = found

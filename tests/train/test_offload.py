@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from runner import BaseTrainer
+from runner.checkpoint import save
+from runner.checkpoint.arrays import OrbaxWriter
+from runner.checkpoint.fingerprint import list_leaf_names
+from runner.checkpoint.leaves import is_on_host
+from runner.checkpoint.save import DoubleBuffer
 from runner.errors import InvalidError
-from runner.parallel.mesh import is_on_host
 from runner.train import setup
-from tests.support.tiny import gpt, stop_after
+from tests.support.tiny_jobs import make_gpt, stop_after
 
 OFFLOAD = {"config.memory.offload_optimizer": True, "checkpoint.every_steps": 3}
 
@@ -27,19 +32,19 @@ def list_on_host(job: BaseTrainer) -> list[str]:
 
 
 def test_an_offloaded_optimizer_gives_the_same_bits_over_a_resume(tmp_path: Path):
-    usual = gpt(tmp_path / "usual")
+    usual = make_gpt(tmp_path / "usual")
     usual()
-    stopped = gpt(tmp_path / "run", **OFFLOAD)
+    stopped = make_gpt(tmp_path / "run", **OFFLOAD)
     stop_after(stopped, 5)
     moments = list_on_host(stopped)
     assert moments
     assert all(name.startswith("opt_state.") for name in moments)
     assert len(moments) == 2 * len(jax.tree.leaves(stopped.state.params))
     # The key may change in place, since it changes no bit.
-    device = gpt(tmp_path / "run", **{**OFFLOAD, "config.memory.offload_optimizer": False})
+    device = make_gpt(tmp_path / "run", **{**OFFLOAD, "config.memory.offload_optimizer": False})
     stop_after(device, 6)
     assert list_on_host(device) == []
-    last = gpt(tmp_path / "run", **OFFLOAD)
+    last = make_gpt(tmp_path / "run", **OFFLOAD)
     last()
     assert list_on_host(last) == moments
     assert get_fingerprint(last) == get_fingerprint(usual)
@@ -64,9 +69,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_every_kind_of_step_gives_the_same_bits_offloaded(tmp_path: Path, name: str):
     changes = CHANGES[name]
     if "from weights" in name:
-        gpt(tmp_path / "base")()
+        make_gpt(tmp_path / "base")()
         changes = {**changes, "checkpoint.init_from": str(tmp_path / "base")}
-    usual, offloaded = gpt(tmp_path / "usual", **changes), gpt(tmp_path / "on", **OFFLOAD, **changes)
+    usual, offloaded = make_gpt(tmp_path / "usual", **changes), make_gpt(tmp_path / "on", **OFFLOAD, **changes)
     usual()
     offloaded()
     assert list_on_host(offloaded)
@@ -76,5 +81,38 @@ def test_every_kind_of_step_gives_the_same_bits_offloaded(tmp_path: Path, name: 
 def test_a_device_without_pinned_host_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(setup.mesh_rules, "has_host_memory", lambda mesh: False)
     with pytest.raises(InvalidError, match=r"config\.memory\.offload_optimizer: .*pinned host memory"):
-        gpt(tmp_path / "run", **OFFLOAD)()
+        make_gpt(tmp_path / "run", **OFFLOAD)()
     assert not (tmp_path / "run" / "events.jsonl").exists()
+
+
+class NoDoubleBuffer(DoubleBuffer):
+    """The buffer of another device than a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_needed = False
+
+
+def test_a_save_reads_other_host_memory_than_the_next_step_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU numpy's view of pinned host memory keeps the next step from reusing it, so that the step fails."""
+    monkeypatch.setattr(save, "DoubleBuffer", NoDoubleBuffer)
+    job = make_gpt(tmp_path / "run", **{**OFFLOAD, "checkpoint.every_steps": 8})
+    start = OrbaxWriter.start
+    num_shared = []
+
+    def watch(writer: OrbaxWriter, target: str, leaves: dict[str, jax.Array]) -> Any:
+        own = dict(zip(list_leaf_names(job.state), jax.tree.leaves(job.state), strict=True))
+        moments = [name for name in leaves if is_on_host(leaves[name])]
+        assert moments
+        num_shared.append(
+            sum(
+                np.shares_memory(np.asarray(saved.data), np.asarray(trained.data))
+                for name in moments
+                for saved, trained in zip(leaves[name].addressable_shards, own[name].addressable_shards, strict=True)
+            )
+        )
+        return start(writer, target, leaves)
+
+    monkeypatch.setattr(OrbaxWriter, "start", watch)
+    job()
+    assert num_shared == [0]
