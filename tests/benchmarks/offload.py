@@ -71,7 +71,10 @@ def run(directory: Path, is_offloaded: bool, options: argparse.Namespace) -> dic
         "device": jax.devices()[0].device_kind,
         "step seconds": statistics.median(seconds),
         "MiB of the step by its compiler": job.compiled.memory.needed / 2**20,
-        "of them arguments, temporaries": [job.compiled.memory.arguments / 2**20, job.compiled.memory.temporaries / 2**20],
+        "of them arguments, temporaries": [
+            job.compiled.memory.arguments / 2**20,
+            job.compiled.memory.temporaries / 2**20,
+        ],
         "MiB at the peak": (read_peak_memory_bytes() or 0) / 2**20,
         "leaves in host memory": sum(map(is_on_host, jax.tree.leaves(job.state))),
         "seconds that saves blocked": [event["blocked_seconds"] for event in events if event["event"] == "save"],
