@@ -1,4 +1,4 @@
-"""Step time, device memory and bits with `memory.offload_optimizer` and without: two runs of one GPT, one after another.
+"""Step time, device memory and bits with `memory.offload_optimizer` and without: two runs of one GPT.
 
 Each run is a process of its own, which saves in the middle of it: a save reads the moments in host
 memory while the next steps replace them. The memory is the compiler's figure of the step (arguments, temporaries and
@@ -67,10 +67,11 @@ def run(directory: Path, is_offloaded: bool, options: argparse.Namespace) -> dic
     )
     # The first steps and those beside a save are slower.
     seconds = [row["perf/step_seconds_median"] for row in rows[3 : options.steps // 2 - 1]]
+    memory = job.compiled.memory
     return {
         "device": jax.devices()[0].device_kind,
         "step seconds": statistics.median(seconds),
-        "MiB of the step by its compiler": job.compiled.memory.needed / 2**20,
+        "MiB of the step by its compiler": memory.needed / 2**20,
         "of them arguments, temporaries": [
             job.compiled.memory.arguments / 2**20,
             job.compiled.memory.temporaries / 2**20,
