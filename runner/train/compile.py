@@ -206,21 +206,20 @@ def trace_train_step(
     # The state comes back with the shardings it went in with, so that it can be donated to the next step.
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     program = canonicalise(step) if layout.is_ordered else step
-    if any(map(is_on_host, jax.tree.leaves(abstract))):
-        program = _offload(program, abstract)
-    jitted = jax.jit(program, donate_argnums=0, out_shardings=(get_shardings(abstract), replicated, replicated))
-    with use_sharding_rules(layout.mesh):
-        return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
-
-
-def _offload(step: Callable[..., Any], abstract: TrainState) -> Callable[..., Any]:
-    """Return a step that reads the offloaded leaves of its state from host memory, and writes them there."""
 
     def offloaded(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
-        after, loss, meta = step(move_to_device(state, abstract), batch, key)
+        after, loss, meta = program(move_to_device(state, abstract), batch, key)
         return move_to_host(after, abstract), loss, meta
 
-    return offloaded
+    # Without offloaded leaves the program is left as it is, so that its compiled form stays the same.
+    has_offloaded = any(map(is_on_host, jax.tree.leaves(abstract)))
+    jitted = jax.jit(
+        offloaded if has_offloaded else program,
+        donate_argnums=0,
+        out_shardings=(get_shardings(abstract), replicated, replicated),
+    )
+    with use_sharding_rules(layout.mesh):
+        return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
 
 
 def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Traced:
