@@ -1,6 +1,7 @@
 """Engine `local`: N processes of the job on this machine, on request with simulated CPU devices.
 
-Every process gets the same command that the hosts of a pod get. Their output is merged line by line with a prefix each.
+Every process gets the same command that the hosts of a pod get. Their output is merged line by line with a prefix each;
+an error that all of them end with is printed once.
 A signal to this process is forwarded to every one of them, and its death ends them (`runner.process`). After 75 and 76
 all are started again together, and this process ends with the job's exit code.
 """
@@ -13,17 +14,18 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO, Annotated
+from typing import Annotated
 
 import typer
 
 from launch.options import GraceSeconds, LaunchArguments, MaxRestarts, find_grace_seconds, runner_arguments
 from launch.supervisor import Supervisor, combine_exit_codes, find_history, find_newest_step, format_summary
 from runner.console import say
-from runner.errors import EXIT_DONE, RunnerError
+from runner.errors import EXIT_DONE, EXIT_INVALID, RunnerError
 from runner.process import list_stop_signals, make_environment, start_processes
 from runner.spec import CheckpointConfig, load_document, validate_spec
 
+_KNOWN_LINES_MAX = 256
 LINGER_SECONDS = 30.0  # time for the other processes to end once one has failed
 _READ_DEADLINE_SECONDS = 5.0  # for the last lines of a process that has ended
 
@@ -38,6 +40,44 @@ class LocalArguments(LaunchArguments):
     ] = None
     max_restarts: MaxRestarts = 100
     grace_seconds: GraceSeconds = None
+
+
+class MergedOutput:
+    """Lines of several processes, each with a prefix."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._printed: dict[str, int] = {}  # process that has printed a line; the newest `_KNOWN_LINES_MAX`
+
+    def copy_lines(self, process: "subprocess.Popen[bytes]", process_id: int) -> None:
+        """Print all lines of a process, but leave out last ones that another process has printed too.
+
+        A mistake in the spec or in its data ends every process with the same lines.
+        """
+        assert process.stdout is not None, "the output of all processes is piped"
+        prefix, repeated = f"[{process_id}] ", list[str]()
+        for line in io.TextIOWrapper(process.stdout, errors="replace"):
+            # A runner of several processes prints the prefix itself.
+            text = line.rstrip().removeprefix(prefix)
+            # An indented line is a part of a stack, which is useful as a whole only.
+            if text and not text[0].isspace() and not self._is_first(text, process_id):
+                repeated.append(text)
+                continue
+            for each in (*repeated, text):
+                say(f"{prefix}{each}")
+            repeated.clear()
+        # The end of a preempted or failed process is always told.
+        for each in repeated if process.wait() not in (EXIT_DONE, EXIT_INVALID) else ():
+            say(f"{prefix}{each}")
+
+    def _is_first(self, text: str, process_id: int) -> bool:
+        """Return False if another process has printed a line lately, and note it otherwise."""
+        with self._lock:
+            if self._printed.setdefault(text, process_id) != process_id:
+                return False
+            if len(self._printed) > _KNOWN_LINES_MAX:
+                del self._printed[next(iter(self._printed))]
+            return True
 
 
 class LocalProcesses:
@@ -80,8 +120,9 @@ class LocalProcesses:
     def run(self) -> int:
         """Start all processes, wait for all, and return the job's exit code."""
         self._processes = start_processes(self._command, self._num_processes, self._environment, subprocess.PIPE)
+        output = MergedOutput()
         readers = [
-            threading.Thread(target=_copy_lines, args=(process.stdout, f"[{process_id}] "), daemon=True)
+            threading.Thread(target=output.copy_lines, args=(process, process_id), daemon=True)
             for process_id, process in enumerate(self._processes)
         ]
         for reader in readers:
@@ -124,12 +165,6 @@ def run(arguments: LocalArguments) -> int:
     for line in [] if history is None else format_summary(history):
         say(line)
     return code
-
-
-def _copy_lines(stream: IO[bytes], prefix: str) -> None:
-    for line in io.TextIOWrapper(stream, errors="replace"):
-        # A runner of several processes prints the prefix itself.
-        say(f"{prefix}{line.rstrip().removeprefix(prefix)}")
 
 
 def _wait_for_all(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int]:

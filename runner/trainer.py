@@ -359,6 +359,7 @@ class BaseTrainer(RestoreableJob):
             mfu_per_token_rate=compute_mfu_per_token_rate(self.flops_per_token, self.train_setup),
             get_data_metrics=lambda step: self.dataset.compute_metrics(step * self.config.train.global_batch_examples),
             after_row=lambda: self.builtin_evaluators.start_compiling(evaluators),
+            is_language_model=self.setup_builder.is_language_model(self.train_setup),
         )
 
     @property
@@ -415,7 +416,10 @@ class BaseTrainer(RestoreableJob):
         known = find_known_micro_batch(self.train_setup, self.store, hosts)
         self.compiled = self.setup_builder.compile(self.train_setup, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
-        given = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
+        given: JsonObject = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
+        # Pages that read only files learn of it here.
+        if not self.setup_builder.is_language_model(self.train_setup):
+            given["language_model"] = False
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples, **given)
 
     def restore_or_init(self) -> None:

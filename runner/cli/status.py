@@ -27,6 +27,7 @@ from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
 from runner.history.records import History, RunState, Verification, to_json
+from runner.metrics.rows import format_metrics, list_own_metrics
 from runner.process import STOP_SIGNALS
 from runner.run.layout import read_owner
 from runner.spec import load_document, validate_spec
@@ -210,6 +211,7 @@ def _draw_summary(history: History) -> Text:
     if history.best_validation is not None:
         step, loss = history.best_validation
         quality.append(f"best {loss:.4f} at step {step:,}")
+    own = format_metrics(list_own_metrics(dict(history.figures)))
 
     pace = []
     if speed.step_seconds is not None:
@@ -220,7 +222,7 @@ def _draw_summary(history: History) -> Text:
         pace.append(f"{format_amount(speed.tokens_per_second_per_device)} tokens/s per device")
     if speed.mfu is not None:
         pace.append(f"MFU {speed.mfu:.1%}")
-    summary.append("\n".join("  ".join(words) for words in (progress, quality, pace) if words))
+    summary.append("\n".join("  ".join(words) for words in (progress, quality, own, pace) if words))
     return summary
 
 

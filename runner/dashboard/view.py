@@ -18,6 +18,7 @@ CHECKPOINTS_MAX = 500  # of a run, the newest
 LINE_CHARACTERS_MAX = 1000
 _CHANGES_MAX = 8
 _HOSTS_MAX = 8
+_OWN_TILES_MAX = 2
 _TILE_POINTS_MAX = 60
 _VERSIONS_MAX = 50
 
@@ -57,8 +58,10 @@ def build_view(title: str, snapshots: Sequence[RunSnapshot], points_max: int) ->
     # Charts of keys that a job has made up come below the others.
     own = sorted((chart for chart in found.values() if chart not in CHARTS), key=lambda chart: chart.title)
     charts = [chart for chart in CHARTS if chart.title in found] + own
-    # A job whose rows count no tokens is no language model, and its loss may have any unit.
-    if not any(get_int(run.history.row, "train/tokens") is not None for run in snapshots):
+    # The loss of a job that trains no language model, or whose rows count no tokens, may have any unit.
+    if not any(get_int(run.history.row, "train/tokens") is not None for run in snapshots) or not all(
+        run.history.is_language_model for run in snapshots
+    ):
         charts = [replace(chart, unit="value") if chart is LOSS else chart for chart in charts]
     differences = find_differences([run.spec for run in snapshots]) if len(snapshots) > 1 else []
     return {
@@ -217,6 +220,11 @@ def _build_tiles(history: History) -> list[JsonObject]:
         trend = [round_value(value) for _, value in points[::-1][::stride][::-1]]
         tiles.append({"label": label, "value": f"{loss:.4f}", "note": note, "trend": trend})
 
+    for key, name, text in _list_own_figures(history)[:_OWN_TILES_MAX]:
+        values = [value for row in history.trend if (value := get_float(row, key)) is not None]
+        trend = [round_value(value) for value in values[:: max(len(values) // _TILE_POINTS_MAX, 1)]]
+        tiles.append({"label": name[:1].upper() + name[1:], "value": text, "note": "", "trend": trend})
+
     if speed.tokens_per_second is not None:
         per_device = format_number(speed.tokens_per_second_per_device, ",.0f")
         note = f"{per_device} per device" if per_device else ""
@@ -231,6 +239,17 @@ def _build_tiles(history: History) -> list[JsonObject]:
         note = f"of {format_duration(history.wall_seconds)}{lost}"
         tiles.append({"label": "Goodput", "value": f"{history.goodput:.1%}", "note": note, "share": history.goodput})
     return [{key: to_json(value) for key, value in tile.items()} for tile in tiles]
+
+
+def _list_own_figures(history: History) -> list[tuple[str, str, str]]:
+    """Return key, name and text of the figures that the job itself has made of its validation set."""
+    found = []
+    for key, value in history.figures.items():
+        kind, _, name = key.partition("/")
+        if kind == "val" and "/" not in name and name not in ("loss", "token_count"):
+            form = ".1%" if find_chart(key)[0].form == "share" else ".4g"
+            found.append((key, truncate(f"validation {name.replace('_', ' ')}"), format_number(value, form)))
+    return found
 
 
 def truncate(text: str) -> str:
@@ -318,6 +337,7 @@ def list_facts(history: History) -> list[tuple[str, str]]:
         ("loss", format_number(get_float(row, "train/loss"), ".4f")),
         ("validation loss", "" if newest is None else f"{newest[1]:.4f} at step {newest[0]:,}"),
         ("best validation loss", "" if best is None else f"{best[1]:.4f} at step {best[0]:,}"),
+        *((name, text) for _, name, text in _list_own_figures(history)),
         ("tokens / s", format_number(speed.tokens_per_second, ",.0f")),
         ("tokens / s / device", format_number(speed.tokens_per_second_per_device, ",.0f")),
         ("model FLOPs utilisation", format_number(speed.mfu, ".1%")),

@@ -18,6 +18,7 @@ from runner.storage import JsonlTail, JsonObject, Store
 
 NOTICES_MAX = 50
 EVENTS_MAX = 100
+_FIGURES_MAX = 64
 _MARKS_MAX = 256
 _POINTS_MAX = 2048
 _UNSEEN_MAX = 64
@@ -107,6 +108,8 @@ class LedgerSummary:
         forgotten: the newest step that was not requested and whose commit was dropped.
         validation: (step, val/loss) of the surviving trajectory.
         best_validation: the lowest of them.
+        figures: step and value of the newest other figures of evaluations, by key.
+        is_language_model: False if the newest compiled model returns no logits over ids.
         notices: the newest notices.
         num_invalid: events without a number of an attempt, a time or a name; they were passed over.
         saves: all commits, or a part of very many.
@@ -120,6 +123,8 @@ class LedgerSummary:
     forgotten: int = -1
     validation: list[tuple[int, float]] = field(default_factory=list)
     best_validation: tuple[int, float] | None = None
+    figures: dict[str, tuple[int, float]] = field(default_factory=dict)
+    is_language_model: bool = True
     notices: "collections.deque[Notice]" = field(default_factory=lambda: collections.deque(maxlen=NOTICES_MAX))
     num_invalid: int = 0
     saves: list[SaveRecord] = field(default_factory=list)
@@ -228,6 +233,8 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
         match event:
             case "start":
                 attempt.start = row
+            case "compile":
+                summary.is_language_model = row.get("language_model") is not False
             case "prepare":
                 attempt.compile_seconds = get_seconds(row, "seconds")
             case "init" | "restore":
@@ -253,7 +260,8 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                     _apply_commit(summary, attempt, row, step, moment)
             case "evaluate":
                 figures = row.get("figures")
-                loss = get_float(figures, "val/loss") if isinstance(figures, dict) else None
+                figures = figures if isinstance(figures, dict) else {}
+                loss = get_float(figures, "val/loss")
                 # An evaluation is repeated if a run was killed between it and the next save.
                 is_new = not summary.validation or step is None or step > summary.validation[-1][0]
                 if step is not None and loss is not None and is_new:
@@ -263,6 +271,11 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                     if len(summary.validation) > _POINTS_MAX:
                         # Half of the points are dropped; `best_validation` was noted before.
                         summary.validation = summary.validation[::2]
+                if step is not None:
+                    for key in figures:
+                        name, value = to_single_line(key), get_float(figures, key)
+                        if value is not None and (name in summary.figures or len(summary.figures) < _FIGURES_MAX):
+                            summary.figures[name] = step, value
             case "failed":
                 # The first failure counts, and that of process 0 before others: later ones are often its consequence.
                 if attempt.end is None or (row.get("process") == 0 and attempt.end == "failed"):
@@ -283,6 +296,7 @@ def _drop_steps_after(summary: LedgerSummary, step: int) -> None:
     """Forget everything beyond the step from which an attempt resumed: it will be repeated."""
     summary.commits = {known: commit for known, commit in summary.commits.items() if known <= step}
     summary.verified = {known for known in summary.verified if known <= step}
+    summary.figures = {key: known for key, known in summary.figures.items() if known[0] <= step}
     if summary.validation and summary.validation[-1][0] > step:
         summary.validation = [point for point in summary.validation if point[0] <= step]
         summary.best_validation = min(summary.validation, key=lambda point: point[1], default=None)

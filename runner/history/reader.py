@@ -176,6 +176,8 @@ class HistoryReader:
             trend=sample,
             validation=tuple(validation),
             best_validation=min(validation, key=lambda point: point[1], default=None),
+            figures={key: value for key, (_, value) in ledger.figures.items()},
+            is_language_model=ledger.is_language_model,
             straggling=_find_stragglers(timelines[-1].events),
             warnings=tuple(ledger.notices),
             saves=tuple(ledger.saves),

@@ -181,6 +181,8 @@ class History:
         trend: some hundred rows at most, spread over the run, including the newest.
         validation: (step, val/loss) of the surviving trajectory, at most some thousand.
         best_validation: the lowest of all that are known.
+        figures: the newest figures of evaluations by key, such as `val/accuracy`; some dozen at most.
+        is_language_model: False if the loss is in no known unit, since the model returns no logits over ids.
         straggling: straggling processes, if there are any.
         warnings: newest notices.
         saves: all commits, or every second, fourth, ... of very many.
@@ -209,6 +211,8 @@ class History:
     trend: tuple[JsonObject, ...] = ()
     validation: tuple[tuple[int, float], ...] = ()
     best_validation: tuple[int, float] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    is_language_model: bool = True
     straggling: StragglerRecord | None = None
     warnings: tuple[Notice, ...] = ()
     saves: tuple[SaveRecord, ...] = ()

@@ -99,7 +99,7 @@ def format_model_card(checkpoint: ExportedCheckpoint, words: ModelCardText) -> s
         f"---\n{front}---\n",
         f"# {spec.name}\n",
         f"Weights of step {manifest.step:,} of the run `{spec.name}`, a `{_escape(spec.job)}` trained on JAX.\n",
-        _format_table(("", ""), _list_facts(checkpoint)),
+        _format_table(("", ""), _list_facts(checkpoint, generates_text)),
     ]
     if generates_text:
         has_tokenizer = TOKENIZER in checkpoint.files
@@ -146,7 +146,7 @@ def _list_sources(data: DataConfig | None) -> list[str]:
     return [] if data is None else [named.source for named in data.sources]
 
 
-def _list_facts(checkpoint: ExportedCheckpoint) -> Iterable[tuple[str, str]]:
+def _list_facts(checkpoint: ExportedCheckpoint, generates_text: bool) -> Iterable[tuple[str, str]]:
     """Yield the lines of the card's table, (name, value)."""
     spec, data, manifest = checkpoint.spec, checkpoint.data, checkpoint.manifest
     yield "step", f"{manifest.step:,}"
@@ -156,14 +156,16 @@ def _list_facts(checkpoint: ExportedCheckpoint) -> Iterable[tuple[str, str]]:
     for name, key in (("training loss", "train/loss"), ("validation loss", "val/loss")):
         loss = _find_newest(checkpoint.rows, key)
         if loss is not None:
-            yield f"{name}, nats a token", f"{loss:.4f}"
+            # The loss of a model that writes no text is in a unit of its own.
+            yield f"{name}, nats a token" if generates_text else name, f"{loss:.4f}"
     weights = [manifest.leaves[name]["shape"] for name in find_weight_names(manifest, PARAMS)]
     yield "parameters", f"{sum(math.prod(shape) for shape in weights):,}"
     if data is not None:
         yield "data", ", ".join(f"`{_escape(_hide_directories(source))}`" for source in _list_sources(data))
         yield "tokens of an example", f"{data.sequence_length:,}"
         has_tokenizer = TOKENIZER in checkpoint.files
-        yield "tokenizer", f"`{TOKENIZER}`" if has_tokenizer else f"not here as `{TOKENIZER}`"
+        if has_tokenizer or generates_text:
+            yield "tokenizer", f"`{TOKENIZER}`" if has_tokenizer else f"not here as `{TOKENIZER}`"
     if spec.checkpoint.initial_weights is not None:
         yield "began with", f"`{_escape(_hide_directories(spec.checkpoint.initial_weights.path))}`"
     yield "seed", str(spec.seed)

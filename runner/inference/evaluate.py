@@ -25,6 +25,8 @@ from runner.errors import DataError, InvalidError
 from runner.evaluation.builtin import EvaluationContext, EvaluationData, load_codec_or_reason, select_run_data
 from runner.evaluation.generation import TextCodec, load_data_codec
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
+from runner.metrics.meta import TOKEN_COUNT
+from runner.metrics.rows import format_metrics
 from runner.parallel.mesh import AXES, count_batch_shards, is_mesh_possible, make_mesh, resolve_mesh_sizes
 from runner.records import PARAMS
 from runner.run.layout import read_result
@@ -32,7 +34,7 @@ from runner.spec import Document, SpecLocation, validate_config
 from runner.spec.document import parse_yaml
 from runner.storage import JsonObject
 from runner.train.compile import BatchLayout
-from runner.train.evaluators import Validation, ValidationSet, ValidationSize
+from runner.train.evaluators import Validation, ValidationSet, ValidationSize, ValidationSums
 
 DATA_SET = "data"  # name of the set that the command line gives
 FOLLOW_SECONDS = 10.0
@@ -99,12 +101,12 @@ class Score:
     """Score of one step's weights.
 
     Attributes:
-        sums: summed loss in nats and number of tokens, by validation set.
+        sums: summed loss and number of tokens, and meta of the job's own `forward`, by validation set.
         tasks: metrics of tasks, by name.
     """
 
     step: int
-    sums: Mapping[str, tuple[float, float]]
+    sums: Mapping[str, ValidationSums]
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -119,6 +121,7 @@ class Scorer:
         mesh = _make_mesh(run)
         self._layout = _make_batch_layout(run, mesh, dataset.fields)
         train_setup = job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed))
+        self.is_language_model = job.setup_builder.is_language_model(train_setup)
         self.abstract = job.weights(train_setup.abstract_state)
         self._validation = Validation(
             train_setup.abstract_state,
@@ -135,15 +138,15 @@ class Scorer:
         sums_by_set = {}
         for name, examples in self._dataset.validation.items():
             num_batches = -(-examples.num_examples // self._layout.global_batch_examples)
-            loss_sum = num_tokens = 0.0
+            total = ValidationSums(0.0, 0.0)
             for first in range(0, num_batches, _STRETCH_BATCHES):
                 stretch = ValidationSet(
                     name, min(_STRETCH_BATCHES, num_batches - first), functools.partial(self._load_batch, name, first)
                 )
                 sums = self._validation.sum(state, stretch)
                 assert sums is not None, "a command is never asked to stop"
-                loss_sum, num_tokens = loss_sum + sums.loss, num_tokens + sums.num_tokens
-            sums_by_set[name] = loss_sum, num_tokens
+                total += sums
+            sums_by_set[name] = total
         return Score(step, sums_by_set, {task.name: task.score(weights) or {} for task in self._tasks})
 
     def _load_batch(self, name: str, first: int, index: int) -> dict[str, jax.Array]:
@@ -181,46 +184,58 @@ def _make_batch_layout(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLay
     return BatchLayout(mesh, shard_examples * num_shards, micro_batch, length, fields, is_ordered)
 
 
-def make_record(score: Score, sizes: Mapping[str, ValidationSize]) -> JsonObject:
+def make_record(score: Score, sizes: Mapping[str, ValidationSize], is_language_model: bool = True) -> JsonObject:
     """Return the metrics of a step over all tokens, whose loss is `val/loss` of a row, and those of each set."""
+
+    def compute_metrics(sums: ValidationSums, num_bytes: int | None) -> JsonObject:
+        """Return the metrics of a set; values that are not finite or not known are None."""
+        loss = sums.loss / sums.num_tokens if sums.num_tokens else math.nan
+        # The loss of another job is in a unit of its own.
+        perplexity = math.exp(loss) if is_language_model and loss < _LARGEST_EXPONENT else math.inf
+        loss_per_byte = sums.loss / num_bytes if num_bytes else math.nan
+        found = {"loss": loss, "perplexity": perplexity, "loss_per_byte": loss_per_byte}
+        finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        # A sum of loss weights may be no integer.
+        tokens = int(sums.num_tokens) if sums.num_tokens.is_integer() else sums.num_tokens
+        own = {name: value for name, value in sums.meta.items() if name != TOKEN_COUNT}
+        return finite | {"tokens": tokens, "bytes": num_bytes} | ({"metrics": own} if own else {})
+
     sets = {}
-    for name, (loss_sum, num_tokens) in score.sums.items():
+    for name, sums in score.sums.items():
         # The bytes are known only if the loss covers exactly the targets of the set; a job's own loss may omit some.
-        size = sizes[name]
-        sets[name] = _compute_metrics(loss_sum, num_tokens, size.num_bytes if size.num_targets == num_tokens else None)
-    loss_sum, num_tokens = (sum(sums) for sums in zip(*score.sums.values(), strict=True))
+        size = sizes.get(name)
+        is_whole = size is not None and size.num_targets == sums.num_tokens
+        sets[name] = compute_metrics(sums, size.num_bytes if size is not None and is_whole else None)
     num_bytes = [metrics["bytes"] for metrics in sets.values()]
-    total = _compute_metrics(loss_sum, num_tokens, None if None in num_bytes else sum(num_bytes))
-    return {"step": score.step, **total, "sets": sets} | ({"tasks": dict(score.tasks)} if score.tasks else {})
-
-
-def _compute_metrics(loss_sum: float, num_tokens: float, num_bytes: int | None) -> JsonObject:
-    """Return the metrics of a set; values that are not finite or not known are None."""
-    loss = loss_sum / num_tokens if num_tokens else math.nan
-    perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
-    found = {"loss": loss, "perplexity": perplexity, "loss_per_byte": loss_sum / num_bytes if num_bytes else math.nan}
-    finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    tokens = int(num_tokens) if num_tokens.is_integer() else num_tokens  # a sum of loss weights may be no integer
-    return finite | {"tokens": tokens, "bytes": num_bytes}
+    # Of one set the whole has the metrics, too; those of several sets are means over different weights.
+    whole = sum(score.sums.values(), ValidationSums(0.0, 0.0))
+    whole = whole if len(sets) == 1 else ValidationSums(whole.loss, whole.num_tokens)
+    total = compute_metrics(whole, None if None in num_bytes else sum(num_bytes))
+    record = {"step": score.step, **total, "sets": sets}
+    record |= {"tasks": dict(score.tasks)} if score.tasks else {}
+    # Only a loss in no known unit is marked, so that records of language models keep their keys.
+    return record if is_language_model else record | {"language_model": False}
 
 
 def format_record(record: JsonObject) -> list[str]:
     """Format a record for the terminal: a line for each set if there are several, one for all, one for each task."""
     sets = record["sets"] if len(record["sets"]) > 1 else {}
     step = " ".join(["step", str(record["step"]), *([record["weights"]] if "weights" in record else [])])
+    unit, targets = (" nats a token", "tokens") if record.get("language_model", True) else ("", "targets")
     lines = []
     for name, metrics in [*sets.items(), ("", record)]:
         prefix = f"{step}{f' {name}' if name else ''}"
         if metrics["loss"] is None:
             reason = "loss is not finite" if metrics["tokens"] else "no loss, because there is no target"
-            lines.append(f"{prefix}: {reason} ({metrics['tokens']:,.0f} tokens)")
+            lines.append(f"{prefix}: {reason} ({metrics['tokens']:,.0f} {targets})")
             continue
-        parts = [f"loss {metrics['loss']:.6f} nats a token"]
+        parts = [f"loss {metrics['loss']:.6f}{unit}"]
         if metrics["perplexity"] is not None:
             parts.append(f"perplexity {metrics['perplexity']:.4f}")
         if metrics["loss_per_byte"] is not None:
             parts.append(f"{metrics['loss_per_byte']:.6f} nats a byte")
-        size = f"{metrics['tokens']:,.0f} tokens" + (f", {metrics['bytes']:,} bytes" if metrics["bytes"] else "")
+        parts += format_metrics(metrics.get("metrics", {}))
+        size = f"{metrics['tokens']:,.0f} {targets}" + (f", {metrics['bytes']:,} bytes" if metrics["bytes"] else "")
         lines.append(f"{prefix}: {', '.join(parts)} ({size})")
     for name, metrics in record.get("tasks", {}).items():
         numbers = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
@@ -251,7 +266,8 @@ class LossEvaluator:
         self._scorer = Scorer(run, data.dataset, has_tasks=source is None)
         self.abstract, self.weights, self._hosts = self._scorer.abstract, weights, hosts
         # Only process 0 makes records, so the others need not decode the sets.
-        self._sizes = {name: data.measure(name) for name in data.codecs} if hosts.is_main else {}
+        has_text = hosts.is_main and self._scorer.is_language_model
+        self._sizes = {name: data.measure(name) for name in data.codecs} if has_text else {}
         for name, size in self._sizes.items():
             if size.num_bytes is None:
                 warn(f"{name}: loss per byte is not known: {size.reason}")
@@ -261,7 +277,9 @@ class LossEvaluator:
         score = self._scorer.score(step, weights)
         if not self._hosts.is_main:
             return None
-        return make_record(score, self._sizes) | ({} if self.weights == PARAMS else {"weights": self.weights})
+        return make_record(score, self._sizes, self._scorer.is_language_model) | (
+            {} if self.weights == PARAMS else {"weights": self.weights}
+        )
 
 
 def evaluate(

@@ -21,6 +21,7 @@ from runner.evaluation.generation import (
     encode_prompt,
     find_start_token,
     generate,
+    infer_vocabulary_size,
     load_data_codec,
     make_decoder,
     make_variables,
@@ -41,6 +42,7 @@ class HarnessModel(LM):
     def __init__(self, run: ReadOnlyRun):
         super().__init__()
         job, (context, self.abstract) = run.job, make_evaluation_context(run)
+        infer_vocabulary_size(context.model, make_variables(self.abstract), job.config.data.sequence_length)
         self._codec = load_data_codec(job.config.data)
         self._start_token = find_start_token(self._codec, job.config.data)
         self._encode = partial(encode_prompt, self._codec)

@@ -248,7 +248,7 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     """
     job = run.job
     data, length = job.config.data, job.config.data.sequence_length
-    text, shown, ends = request.prompt, request.prompt, []
+    text, shown, ends, no_text = request.prompt, request.prompt, [], ""
     assets: ExportAssets | None = None
     if request.is_chat:
         # The tokenizer, the chat template and the end tokens are those of an export.
@@ -266,7 +266,7 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
         elif assets is not None:
             raise InvalidError(f"{run.store.url}: --chat: {error}") from error
         else:
-            warn(f"ids instead of text: {error}")
+            no_text = str(error)
     # The checkpoint is found before the model is built, so that a wrong step is reported at once.
     checkpoint = run.find_checkpoint(request.step)
 
@@ -279,7 +279,14 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
 
     model = job.model()
     # The model itself is asked, because a custom one may ignore the vocabulary of the data.
-    num_ids = infer_vocabulary_size(model, make_variables(abstract), length)
+    try:
+        num_ids = infer_vocabulary_size(model, make_variables(abstract), length)
+    except InvalidError as error:
+        raise InvalidError(
+            f"{run.store.url}: its job {job.spec.job} trains no language model: {error}; evaluate shows its metrics"
+        ) from error
+    if no_text:
+        warn(f"ids instead of text: {no_text}")
     if codec is not None and codec.tokenizer.vocabulary_size > num_ids:
         size = codec.tokenizer.vocabulary_size
         raise InvalidError(

@@ -142,6 +142,39 @@ ROW_KEYS = (
 
 
 _AFTER, _NUM_ROWS = "after", "rows"
+_SHOWN_MAX = 6
+# First parts of names below `train/` and last parts of names below `val/` that are the runner's own.
+_TRAIN_NAMES = ("loss", "loss_mean", "grad_norm", "learning_rate", "param_norm", "tokens", "noise_scale", "token_count")
+_VAL_NAMES = ("token_count",)
+
+
+def list_own_metrics(row: Row) -> Row:
+    """Return the metrics of a row besides its losses, speed and norms, by names for people: those of the job itself."""
+    own: Row = {}
+    for key, value in row.items():
+        kind, _, name = key.partition("/")
+        if key in ("step", "val/loss") or kind in ("perf", "data"):
+            continue
+        if kind == "train" and name.partition("/")[0] not in _TRAIN_NAMES:
+            own[name] = value
+        elif kind == "val" and name.rpartition("/")[2] not in _VAL_NAMES:
+            own[f"val {name}"] = value
+        elif kind not in ("train", "val"):
+            own[key] = value
+    return own
+
+
+def format_metrics(metrics: Row) -> list[str]:
+    """Return the numbers among metrics for a line, at most `_SHOWN_MAX`; a mean over nothing is `-`.
+
+    Metrics of single layers, which have a number in their name, are left out, as a model has many layers.
+    """
+    shown = [
+        f"{name} {'-' if value is None else format(value, '.4g')}"
+        for name, value in metrics.items()
+        if (value is None or isinstance(value, int | float)) and not any(map(str.isdecimal, name.split("/")))
+    ]
+    return shown[:_SHOWN_MAX]
 
 
 class EncodedRow(NamedTuple):

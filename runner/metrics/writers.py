@@ -43,7 +43,7 @@ from runner.console import say, warn
 from runner.errors import format_error
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import RowValue, find_bins
-from runner.metrics.rows import Row, RowTail
+from runner.metrics.rows import Row, RowTail, format_metrics, list_own_metrics
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import LocalStore, Store, default_cache_directory
@@ -57,7 +57,6 @@ _START = 1
 _DT_STRING = 7
 _TIME = "perf/time"  # the wall time of events. It is no curve: single floats resolve Unix time only to minutes
 QUEUE_ROWS = 10_000
-_SHOWN_MAX = 6  # metrics of a row on the terminal
 CLOSE_SECONDS = 10.0
 
 
@@ -287,13 +286,9 @@ def _format_row(row: Row) -> str:
     parts = [
         f"{name} {'-' if row[key] is None else format(row[key], '.4f')}" for name, key in keys.items() if key in row
     ]
+    parts += format_metrics(list_own_metrics(row))
     if row.get("perf/tokens_per_second"):
         parts.append(f"{row['perf/tokens_per_second']:,.0f} tokens/s")
-    if not parts:  # of a job that is no trainer
-        own = [key for key in row if key != "step" and not key.startswith(("perf/", "train/", "val/"))]
-        numbers = {key: row[key] for key in own if row[key] is None or isinstance(row[key], int | float)}
-        parts = [f"{key} {'-' if value is None else format(value, '.4g')}" for key, value in numbers.items()]
-        parts = parts[:_SHOWN_MAX]
     return "  ".join(parts)
 
 
@@ -314,11 +309,11 @@ class LiveProgress:
             self._progress.start()
 
     def show(self, row: Row) -> None:
-        """Move the bar; a row with a validation loss is also printed on a line that stays."""
+        """Move the bar; a row with figures of an evaluation is also printed on a line that stays."""
         # The terminal may be closed at any time.
         with contextlib.suppress(OSError):
             self._progress.update(self._task, completed=row["step"], figures=_format_row(row))
-            if "val/loss" in row:
+            if any(key.startswith("val/") for key in row):
                 self._progress.console.print(f"step {row['step']}  {_format_row(row)}", highlight=False)
 
     def close(self) -> None:

@@ -198,6 +198,12 @@ EVENTS = (
             Key("program", str, "Digest of the program (StableHLO); `plan` prints the same one on the same mesh."),
             Key("micro_batch_examples", int, "Micro-batch size per device."),
             Key("compiler_options", dict, "XLA options of the chip from the catalogue; absent if it has none."),
+            Key(
+                "language_model",
+                bool,
+                "False if the model returns no logits over the ids of the data, so that its loss is in no known unit; "
+                "absent otherwise.",
+            ),
         ),
     ),
     EventType(

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -294,11 +294,31 @@ class ValidationSize:
 
 @dataclass(frozen=True)
 class ValidationSums:
-    """Loss and number of real tokens summed over a set, and its other meta by name, as rows hold it."""
+    """Sums over a set or a part of it.
+
+    Attributes:
+        loss: summed loss.
+        num_tokens: number of real tokens.
+        last_meta: meta of the last batch, as rows hold it.
+        meta_sums: `sums` of the meta over all batches.
+    """
 
     loss: float
     num_tokens: float
-    meta: dict[str, RowValue]
+    last_meta: Mapping[str, RowValue] = field(default_factory=dict)
+    meta_sums: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def meta(self) -> dict[str, RowValue]:
+        """Meta of the last batch and means of the sums, as rows hold them."""
+        means = jax.device_get(compute_means(self.meta_sums, self.num_tokens))
+        # Sorted, as the names of a step's own meta are.
+        return dict(sorted({**self.last_meta, **{name: to_row_value(each) for name, each in means.items()}}.items()))
+
+    def __add__(self, other: "ValidationSums") -> "ValidationSums":
+        """Return the sums over this part of a set and the next one."""
+        sums = jax.tree.map(np.add, self.meta_sums, other.meta_sums) if self.meta_sums else other.meta_sums
+        return ValidationSums(self.loss + other.loss, self.num_tokens + other.num_tokens, other.last_meta, sums)
 
 
 def make_validation_sets(
@@ -373,7 +393,7 @@ class Validation:
         """
         state = self.make_val_state(weights, step)
         metrics: EvaluationMetrics = {}
-        total = ValidationSums(0.0, 0.0, {})
+        total = ValidationSums(0.0, 0.0)
         total_bytes: int | None = 0
         for validation_set in self._sets:
             prefix = f"val/{validation_set.name}" if len(self._sets) > 1 else "val"
@@ -383,7 +403,7 @@ class Validation:
             num_bytes = self._find_num_bytes(validation_set.name, sums, hosts)
             metrics |= {f"{prefix}/{name}": value for name, value in sums.meta.items()}
             metrics |= self._compute_losses(prefix, sums, num_bytes)
-            total = ValidationSums(total.loss + sums.loss, total.num_tokens + sums.num_tokens, {})
+            total = ValidationSums(total.loss + sums.loss, total.num_tokens + sums.num_tokens)
             total_bytes = None if total_bytes is None or num_bytes is None else total_bytes + num_bytes
         return metrics | self._compute_losses("val", total, total_bytes)
 
@@ -426,11 +446,10 @@ class Validation:
             loss_sum, token_count = loss_sum + loss, token_count + count
             if SUMS in meta:
                 sums = meta[SUMS] if sums is None else jax.tree.map(jnp.add, sums, meta[SUMS])
-        # Sums are divided only now, by the tokens of all batches.
-        last = {name: value for name, value in meta.items() if name != SUMS}
-        means = {} if sums is None else compute_means(sums, token_count)
-        row_values = {name: to_row_value(value) for name, value in jax.device_get({**last, **means}).items()}
-        return ValidationSums(float(loss_sum), float(token_count), row_values)
+        last = {name: to_row_value(value) for name, value in jax.device_get(meta).items() if name != SUMS}
+        # Sums are divided later, by the tokens of all batches; in float64, parts of a large set add up exactly.
+        host_sums = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), jax.device_get(sums or {}))
+        return ValidationSums(float(loss_sum), float(token_count), last, host_sums)
 
 
 class EmaValidation:

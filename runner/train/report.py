@@ -39,6 +39,7 @@ class Report(JobReport):
         mfu_per_token_rate: float,
         get_data_metrics: Callable[[int], Row],
         after_row: Callable[[], None],
+        is_language_model: bool = True,
     ):
         """Open the metrics of an attempt.
 
@@ -50,8 +51,10 @@ class Report(JobReport):
             mfu_per_token_rate: MFU of one token per second; 0 if unknown.
             get_data_metrics: function that returns the metrics of the data at a step.
             after_row: function called after each row; slow work that the first steps do not need can begin there.
+            is_language_model: False for a model that writes no text.
         """
         self._attempt, self._spec, self._config = attempt, spec, config
+        self._is_language_model = is_language_model
         self._evaluations = EvaluatorSchedule(attempt, config, evaluators)
         self._mfu_per_token_rate, self._get_data_metrics, self._after_row = (
             mfu_per_token_rate,
@@ -232,8 +235,9 @@ class Report(JobReport):
         return {"tokens": tokens, "train_loss": row.get("train/loss"), "val_loss": row.get("val/loss")}
 
     def format_next_steps(self) -> Sequence[str]:
-        """Return a line with the command that samples from the trained model."""
-        return [f"to sample from the model: python -m runner sample {shlex.quote(self._attempt.store.url)}"]
+        """Return a line with a command for the trained model."""
+        task, command = ("sample from", "sample") if self._is_language_model else ("evaluate", "evaluate")
+        return [f"to {task} the model: python -m runner {command} {shlex.quote(self._attempt.store.url)}"]
 
     def metric(self, name: str, step: int) -> float | None:
         """Return a metric of the row of `step`, if it is the newest row; else None. None on processes other than 0."""

@@ -59,6 +59,7 @@ class TrainSetup:
         make_state: function from a key to the state at step 0, to be jitted with the shardings of `abstract_state`.
         auxiliary_states: auxiliary states of the train state.
         rules: logical axis rules of the model.
+        num_logits: size of the last axis of the model's logits (B, T, V); None if it returns none.
         traced: traced, uncompiled train steps by micro-batch size, kept so that compilation need not trace again.
         traced_val: traced, uncompiled validation steps, likewise.
     """
@@ -71,6 +72,7 @@ class TrainSetup:
     make_state: Callable[[jax.Array], TrainState]
     auxiliary_states: Sequence[AuxiliaryState] = ()
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
+    num_logits: int | None = None
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
     traced_val: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
@@ -189,7 +191,16 @@ def build_train_setup(
     # 1. Shapes and shardings of the model's variables, from `model.init`, which needs no devices. A custom sharded_init
     # chooses its own, so it is traced as well.
     init_sharded = functools.partial(init, functools.partial(sharded_init, model), mesh=mesh)
-    boxed = jax.eval_shape(functools.partial(init, model.init), key)
+    returned: list[tuple[int, ...]] = []
+
+    def init_model(*args: Any, **options: Any) -> Any:
+        output, variables = model.init_with_output(*args, **options)
+        # The output itself may be anything, and `eval_shape` can return arrays only.
+        returned.extend(leaf.shape for leaf in jax.tree.leaves(output) if isinstance(leaf, jax.Array))
+        return variables
+
+    boxed = jax.eval_shape(functools.partial(init, init_model), key)
+    num_logits = [shape[2] for shape in returned if len(shape) == 3 and shape[:2] == example.shape]
     shapes, shardings = nn.unbox(boxed), train_state.compute_variable_shardings(boxed, mesh, rules)
     if sharded_init is not train_state.sharded_init:
         shapes, shardings = _trace_sharded_init(init_sharded, key, mesh, rules)
@@ -229,6 +240,7 @@ def build_train_setup(
         make_state=lambda key: make_state(init_variables(key)),
         auxiliary_states=auxiliary_states,
         rules=rules,
+        num_logits=max(num_logits, default=None),
     )
 
 
@@ -419,12 +431,25 @@ class TrainSetupBuilder:
         """Trace the train step with the largest micro-batch, which shows errors in it at little cost."""
         train_setup.trace_train(self.train_step, self.get_largest_layout(train_setup, micro_batch))
 
+    def is_language_model(self, train_setup: TrainSetup) -> bool:
+        """Return True if the model returns logits over the ids of the data: its loss is then in nats a token."""
+        return (train_setup.num_logits or 0) >= self.vocabulary_size
+
+    def validate_tasks(self, train_setup: TrainSetup) -> None:
+        """Raise `SpecError` if the spec asks a model for text that is no language model."""
+        for key in ("samples", "multiple_choice"):
+            if getattr(self.config.eval, key) and not self.is_language_model(train_setup):
+                reason = "needs a language model, and the job's model returns no logits (B, T, V); leave it out"
+                raise self.document.error(f"config.eval.{key}", reason)
+
     def validate_steps(self, train_setup: TrainSetup, micro_batch: int | None) -> None:
         """Trace the train step to find its errors before compilation; in a new run the validation step too.
 
         A run is new if no micro-batch was chosen yet. A restart does not trace the validation step, because it would
         delay every restart: an error in it is then found by the first evaluation.
         """
+        if micro_batch is None:
+            self.validate_tasks(train_setup)
         self.trace(train_setup, micro_batch)
         if micro_batch is None and self.dataset.validation:
             abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})

@@ -1,5 +1,6 @@
 """One job as several local processes: their output, the signals that they hear, and the code that the job ends with."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import local
 from runner.process import STOP_SIGNALS
 from tests.support import leftover
 from tests.support.job_process import DEADLINE_SECONDS, Job
@@ -15,18 +17,62 @@ from tests.support.job_process import DEADLINE_SECONDS, Job
 ROOT = Path(__file__).parents[2]
 
 
+SOAK = pytest.mark.soak
+
+
 def launch(*arguments):
     command = [sys.executable, "-m", "launch", "local", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_the_invalid_code_of_a_job_comes_through_with_a_prefix_on_every_line():
-    process = launch("specs/none.yaml", "--processes", "2")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("specs/none.yaml",), "specs/none.yaml"),
+        (("specs/counter.yaml", "--set", "config.total_step=1"), "did you mean config.total_steps"),
+        pytest.param(
+            ("specs/gpt_nano.yaml", "--set", "config.data.source=/no/*.bin"), "no file", marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_an_error_of_all_processes_is_one_line_with_a_prefix_and_ends_with_2(words, named, tmp_path):
+    process = launch(*words, "--processes", "2", "--set", f"directory={tmp_path}")
     output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 2
-    lines = output.splitlines()
-    assert sorted(line[:4] for line in lines) == ["[0] ", "[1] "]
-    assert all("specs/none.yaml" in line for line in lines)
+    (line,) = output.splitlines()
+    assert re.match(r"\[[0-3]\] ", line)
+    assert named in line
+
+
+SPEAKER = """
+import sys
+for line in sys.argv[2:]:
+    print(line)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "printed"),
+    [
+        (2, ["a"], []),
+        (0, ["a", "a"], []),
+        (2, ["a", "b"], ["a", "b"]),
+        (2, ["b", "a"], ["b"]),
+        (1, ["a"], ["a"]),
+        (75, ["a"], ["a"]),
+        (2, ["a", "  in a stack"], ["a", "  in a stack"]),
+        (2, ["", "b", "b"], ["", "b", "b"]),
+    ],
+)
+def test_only_last_lines_that_another_process_has_printed_are_left_out(code, lines, printed, capsys, monkeypatch):
+    monkeypatch.setattr(local, "say", print)
+    output = local.MergedOutput()
+    for number, (each, ends) in enumerate([(["a", "  in a stack"], 2), (lines, code)]):
+        command = [sys.executable, "-c", SPEAKER, str(ends), *each]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            output.copy_lines(process, number)
+    assert capsys.readouterr().out.splitlines()[2:] == [f"[1] {line}" for line in printed]
 
 
 def test_a_signal_reaches_every_process_and_the_job_ends_with_75(tmp_path):

@@ -1,0 +1,150 @@
+"""A trainer that is no language model is told nothing of text, and its own metrics are shown wherever its loss is."""
+
+import io
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from runner.cli.app import main
+from runner.dashboard.report import render_report
+from runner.errors import SpecError
+from runner.history.ledger import LedgerSummary, apply_events
+from runner.history.reader import read_history
+from runner.metrics.writers import LiveProgress
+from runner.storage import JsonObject, LocalStore, parse_lines
+from tests.dashboard.test_report import data_of
+from tests.support.images import CHANGES, Classify
+from tests.support.tiny import gpt, gpt_document
+
+TERMS_OF_TEXT = re.compile(r"\bnats\b|perplexity|\bbytes?\b|\btext\b|tokenizer|\bsample\b", re.IGNORECASE)
+SAMPLES = {"samples": {"prompts": ["0 1"]}}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the directory of a finished run, and what it printed."""
+    directory, output = tmp_path_factory.mktemp("images") / "run", io.StringIO()
+    handler = logging.StreamHandler(output)
+    logging.getLogger("runner").addHandler(handler)
+    gpt(directory, Classify, **CHANGES)()
+    logging.getLogger("runner").removeHandler(handler)
+    return directory, output.getvalue()
+
+
+@pytest.fixture
+def run(trained: tuple[Path, str]) -> Path:
+    return trained[0]
+
+
+def get_newest_row(run: Path) -> JsonObject:
+    return list(parse_lines((run / "metrics.jsonl").read_bytes()))[-1]
+
+
+def say(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    capfd.readouterr()
+    code = main([*map(str, words)])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def test_the_console_shows_its_own_metrics(trained: tuple[Path, str]) -> None:
+    run, printed = trained
+    row = get_newest_row(run)
+    own = f"accuracy {row['train/accuracy']:.4g}  val accuracy {row['val/accuracy']:.4g}  "
+    assert re.search(rf"step 6/6  loss [\d.]+  val [\d.]+  {re.escape(own)}[\d,]+ tokens/s", printed)
+    assert "token_count" not in printed
+    assert not TERMS_OF_TEXT.search(printed.replace(str(run), ""))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        ({"train/loss": 1.0, "val/web/loss": 2.0, "val/bits_per_byte": None}, "loss 1.0000  val web/loss 2"),
+        ({"train/loss": 1.0, "train/moe/0/load": 2.0, "val/sample/0": "a"}, "loss 1.0000"),
+        ({"train/loss": 1.0, "train/grad_norm/mlp": 2.0, "train/param_norm": 1.0, "data/web/tokens": 9}, "loss 1.0000"),
+        ({"reward": 0.25, "eval/accuracy": 0.5}, "reward 0.25  eval/accuracy 0.5"),
+        ({"val/accuracy": 0.5}, "val accuracy 0.5"),
+        ({f"val/{name}": 1 for name in "abcdefgh"}, "  ".join(f"val {name} 1" for name in "abcdef")),
+    ],
+)
+def test_a_line_holds_few_metrics_and_none_of_single_layers(metrics: JsonObject, shown: str) -> None:
+    output = io.StringIO()
+    progress = LiveProgress("run", 10, 0, Console(file=output, width=200))
+    progress.show({"step": 5, **metrics})
+    progress.close()
+    assert shown in output.getvalue()
+    assert "moe" not in output.getvalue()
+    assert "norm" not in output.getvalue()
+
+
+def test_evaluate_has_its_own_metrics_and_no_perplexity(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    accuracy = get_newest_row(run)["val/accuracy"]
+    code, out, err = say(capfd, "evaluate", run)
+    assert (code, err) == (0, "")
+    assert re.fullmatch(rf"step 6: loss [\d.]+, accuracy {accuracy:.4g} \(32 targets\)\n", out)
+    record = json.loads(say(capfd, "evaluate", run, "--json")[1])
+    assert record["loss"] == get_newest_row(run)["val/loss"]
+    assert record["metrics"] == record["sets"]["validation"]["metrics"] == {"accuracy": accuracy}
+    assert (record["perplexity"], record["loss_per_byte"], record["language_model"]) == (None, None, False)
+
+
+def test_means_over_a_large_set_are_exact(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are added up from parts of the set."""
+    whole = json.loads(say(capfd, "evaluate", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
+    monkeypatch.setattr("runner.inference.evaluate._STRETCH_BATCHES", 3)
+    parts = json.loads(say(capfd, "evaluate", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
+    assert whole["metrics"] == parts["metrics"]
+    assert whole["tokens"] > 64 * 3
+
+
+def test_sample_refuses_it_in_one_line(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = say(capfd, "sample", run)
+    assert (code, out) == (2, "")
+    assert "trains no language model" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_tasks_on_text_are_refused_before_anything_is_claimed(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"eval\.samples.*language model"):
+        gpt(tmp_path / "run", Classify, **CHANGES | {"config.eval": SAMPLES})()
+    assert not (tmp_path / "run").exists()
+
+
+def test_plan_refuses_tasks_on_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump(gpt_document(tmp_path / "run", **CHANGES | {"config.eval": SAMPLES})))
+    code, out, _ = say(capfd, "plan", spec)
+    assert code == 2
+    assert "needs a language model" in out
+    assert len(re.findall("needs a language model", out)) == 1
+
+
+def test_status_and_report_show_its_own_metrics(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    accuracy = get_newest_row(run)["val/accuracy"]
+    assert f"val accuracy {accuracy:.4g}" in say(capfd, "status", run)[1]
+    history = read_history(LocalStore(run))
+    assert history.figures["val/accuracy"] == accuracy
+    assert not history.is_language_model
+    data = data_of(render_report([LocalStore(run)]))
+    assert {chart["title"]: chart["unit"] for chart in data["charts"]}["Loss"] == "value"
+    tiles = {tile["label"]: tile["value"] for tile in data["runs"][0]["tiles"]}
+    assert tiles["Validation accuracy"] == f"{accuracy:.1%}"
+    assert ["validation accuracy", f"{accuracy:.1%}"] in data["runs"][0]["facts"]
+
+
+def test_metrics_of_steps_that_are_repeated_are_forgotten() -> None:
+    event = {"attempt": 1, "time": 1.0, "process": 0}
+    figures = {"val/loss": 1.0, "val/accuracy": 0.5, "val/no number": "x", "val/\x1b": 1.0}
+    found = apply_events(LedgerSummary(), [event | {"event": "evaluate", "step": 6, "figures": figures}])
+    assert found.figures == {"val/loss": (6, 1.0), "val/accuracy": (6, 0.5), "val/": (6, 1.0)}
+    assert apply_events(found, [event | {"event": "restore", "step": 3}]).figures == {}
+    many = {f"val/{number}": 1.0 for number in range(1000)}
+    apply_events(found, [event | {"event": "evaluate", "step": 9, "figures": many}])
+    assert len(found.figures) < 100
