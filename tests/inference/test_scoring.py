@@ -6,11 +6,11 @@ import math
 import pytest
 
 from runner.inference.evaluate import Score, format_record, make_record
-from runner.train.evaluators import ValidationSize
+from runner.train.evaluators import ValidationSize, ValidationSums
 
 
 def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> None:
-    score = Score(7, {"a": (30.0, 10.0), "b": (100.0, 90.0)})
+    score = Score(7, {"a": ValidationSums(30.0, 10.0), "b": ValidationSums(100.0, 90.0)})
     record = make_record(score, {"a": ValidationSize(10, 40), "b": ValidationSize(90, 160)})
     assert record["loss"] == 130 / 100
     assert record["perplexity"] == math.exp(1.3)
@@ -43,7 +43,28 @@ def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> 
 def test_what_is_not_known_or_not_finite_is_left_out(
     sums: tuple[float, float], size: ValidationSize, line: str
 ) -> None:
-    record = make_record(Score(1, {"data": sums}), {"data": size})
+    record = make_record(Score(1, {"data": ValidationSums(*sums)}), {"data": size})
     assert format_record(record) == [f"step 1: {line}"]
     text = json.dumps(record, allow_nan=False)
     assert json.loads(text)["sets"]["data"]["loss_per_byte"] is None
+
+
+@pytest.mark.parametrize(
+    ("is_language_model", "line"),
+    [
+        (True, "loss 2.000000 nats a token, perplexity 7.3891, accuracy 0.75, margin - (4 tokens)"),
+        (False, "loss 2.000000, accuracy 0.75, margin - (4 targets)"),
+    ],
+)
+def test_metrics_of_the_job_stand_beside_its_loss(is_language_model: bool, line: str) -> None:
+    last = {"token_count": 2, "moe/0/load": 1.0, "gates": [1.0]}
+    sums = ValidationSums(8.0, 4.0, last, {"accuracy": 3.0, "margin": (0.0, 0.0)})
+    record = make_record(Score(1, {"data": sums}), {"data": ValidationSize(0, None)}, is_language_model)
+    assert format_record(record) == [f"step 1: {line}"]
+    own = {"accuracy": 0.75, "gates": [1.0], "margin": None, "moe/0/load": 1.0}
+    assert record["metrics"] == record["sets"]["data"]["metrics"] == own
+    assert record.get("language_model", True) == is_language_model
+    assert (record["perplexity"] is None) == (not is_language_model)
+    two = make_record(Score(1, {"a": sums, "b": sums}), {}, is_language_model)
+    assert "metrics" not in two
+    assert two["sets"]["a"]["metrics"] == own
