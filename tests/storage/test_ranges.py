@@ -1,4 +1,4 @@
-"""Ranges of files, and listings that tell versions: on a disk, in a bucket in memory, and at the three services."""
+"""Reads of byte ranges and versioned listings: on disk, in an in-memory bucket, and at the services of three clouds."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ RANGES = [(0, 1), (0, 10240), (255, 257), (5000, 9096), (10239, 10240)]
 
 
 @pytest.fixture(autouse=True)
-def _no_time_is_lost_between_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+def _skip_retry_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.storage.store.FIRST_WAIT_SECONDS", 0.001)
 
 
@@ -36,7 +36,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield LocalStore(tmp_path / "corpus") if request.param == "disk" else make_memory_bucket()
 
 
-def test_a_listing_tells_names_sizes_and_versions(store: Store) -> None:
+def test_a_listing_returns_names_sizes_and_versions(store: Store) -> None:
     for name in ("a/x.bin", "a/y+ é.bin", "a/deep/x.bin", "ax", "b/x.bin"):
         store.write(name, name.encode())
     for start in ("", "a", "a/", "a/x", "a/deep/", "b/x.bin", "a/z"):
@@ -50,7 +50,7 @@ def test_a_listing_tells_names_sizes_and_versions(store: Store) -> None:
         assert all(found.crc32c in (None, store.compute_digest(name)) for name, found in listing.items())
 
 
-def test_a_range_is_these_bytes_and_no_others(store: Store) -> None:
+def test_a_range_returns_exactly_its_bytes(store: Store) -> None:
     store.write("deep/x.bin", CONTENT)
     version = store.list_files("deep/x.bin")["deep/x.bin"].version
     for start, stop in RANGES:
@@ -58,7 +58,7 @@ def test_a_range_is_these_bytes_and_no_others(store: Store) -> None:
     assert store.read_range("deep/x.bin", 7, 7, version) == b""
 
 
-def test_a_range_of_a_file_that_was_replaced_or_is_gone_is_refused(store: Store) -> None:
+def test_a_range_of_a_replaced_or_deleted_file_is_rejected(store: Store) -> None:
     store.write("x.bin", CONTENT)
     version = store.list_files("x.bin")["x.bin"].version
     store.write("x.bin", CONTENT[::-1])
@@ -71,7 +71,7 @@ def test_a_range_of_a_file_that_was_replaced_or_is_gone_is_refused(store: Store)
     assert store.list_files("") == {}
 
 
-def test_a_range_is_tried_again_through_errors_and_cut_answers(backend: Backend) -> None:
+def test_a_range_is_retried_after_errors_and_truncated_responses(backend: Backend) -> None:
     store = open_store(backend.url("ranges/trouble"))
     store.write("x.bin", CONTENT)
     version = store.list_files("x.bin")["x.bin"].version
@@ -82,7 +82,7 @@ def test_a_range_is_tried_again_through_errors_and_cut_answers(backend: Backend)
     assert backend.proxy.fired["cut"]
 
 
-def test_a_range_that_may_not_be_read_says_so(backend: Backend) -> None:
+def test_a_denied_range_is_a_permission_error(backend: Backend) -> None:
     store = open_store(backend.url("ranges/forbidden"))
     store.write("x.bin", CONTENT)
     version = store.list_files("x.bin")["x.bin"].version
@@ -91,14 +91,14 @@ def test_a_range_that_may_not_be_read_says_so(backend: Backend) -> None:
         store.read_range("x.bin", 0, 10, version)
 
 
-def test_a_file_on_a_disk_that_ends_early_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_on_disk_is_rejected(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.write("x.bin", CONTENT)
     with pytest.raises(ChangedError, match=r"x\.bin ends at 10240 bytes, needs 10241"):
         store.read_range("x.bin", 10000, 10241, store.list_files("x.bin")["x.bin"].version)
 
 
-def test_a_bucket_that_is_down_for_a_while_delays_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_outage_only_delays_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = MemoryDriver()
     store = make_memory_bucket(driver)
     store.write("x.bin", CONTENT)
@@ -120,7 +120,7 @@ def test_a_bucket_that_is_down_for_a_while_delays_a_range(monkeypatch: pytest.Mo
 
 
 class ShortDriver(MemoryDriver):
-    """The first answers lack some bytes, or have too many, and the client does not notice."""
+    """A driver whose first responses are too short or too long, unnoticed by the client."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class ShortDriver(MemoryDriver):
         return (content + b"more")[self.answers.pop()] if self.answers else content
 
 
-def test_an_answer_of_another_length_is_asked_for_again() -> None:
+def test_a_response_of_the_wrong_length_is_retried() -> None:
     store = make_memory_bucket(ShortDriver())
     store.write("x.bin", CONTENT)
     assert store.read_range("x.bin", 3, 9, store.list_files("x.bin")["x.bin"].version) == CONTENT[3:9]

@@ -1,4 +1,4 @@
-"""The servers of tests/support behave as the services do, as their official clients see it through the proxy."""
+"""The servers of tests/support behave like the services, as seen by their official clients through the proxy."""
 
 import contextlib
 import http.client
@@ -41,7 +41,7 @@ LARGE_BYTES = 20 << 20
 
 
 class Client(ABC):
-    """An official client without retries. Its failures come as `status`, or 0 where there was no response."""
+    """An official client without retries; `status` returns the HTTP status of its errors, or 0 without a response."""
 
     @abstractmethod
     def put(self, name: str, content: bytes) -> Any:
@@ -77,7 +77,7 @@ class Client(ABC):
 
     @abstractmethod
     def status(self, error: Exception) -> int:
-        """Return the HTTP status that an error of the client is about, 0 if it got no whole response."""
+        """Return the HTTP status of an error of the client, or 0 if there was no complete response."""
 
     errors: tuple[type[Exception], ...]
 
@@ -233,7 +233,7 @@ CLIENTS: dict[str, type[Client]] = {"gs": GoogleClient, "s3": AmazonClient, "az"
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    """Each server in turn, with an environment that leads to its proxy."""
+    """Start each server, with an environment that routes clients to its proxy."""
     with start_backend(request.param) as started:
         route_stores_to(monkeypatch, started)
         yield started
@@ -241,7 +241,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    """The server of which the proxy does a part."""
+    """Start the Google server, which the proxy partly implements."""
     with start_backend("gs") as started:
         route_stores_to(monkeypatch, started)
         yield started
@@ -249,25 +249,25 @@ def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
 
 @pytest.fixture
 def client(backend: Backend) -> Client:
-    """The official client of the service."""
+    """Return the official client of the service."""
     return CLIENTS[backend.name]()
 
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A name of the test's own, one that needs quoting."""
+    """Return an object name unique to the test that needs quoting."""
     return f"{request.node.name}/a b+c%20d/é.bin"
 
 
-def failure(client: Client, action: Callable[..., Any], *arguments: Any) -> int:
-    """The status that an action fails with; fails if it does not."""
+def get_failure_status(client: Client, action: Callable[..., Any], *arguments: Any) -> int:
+    """Return the HTTP status of an action that must fail."""
     with pytest.raises(client.errors) as caught:
         action(*arguments)
     return client.status(caught.value)
 
 
-def race(client: Client, actions: Sequence[Callable[[], Any]]) -> list[int]:
-    """Statuses that actions in as many threads end with, 200 for success."""
+def run_racing(client: Client, actions: Sequence[Callable[[], Any]]) -> list[int]:
+    """Run actions in parallel threads and return their statuses, 200 for success."""
     statuses: list[int] = []
     barrier = threading.Barrier(len(actions))
 
@@ -287,10 +287,10 @@ def race(client: Client, actions: Sequence[Callable[[], Any]]) -> list[int]:
     return statuses
 
 
-# The services.
+# Services.
 
 
-def test_what_is_put_can_be_read_listed_and_deleted(backend, client, name):
+def test_an_object_is_written_read_listed_and_deleted(backend, client, name):
     client.put(name, CONTENT)
     assert client.get(name) == CONTENT
     assert client.get_range(name, 250, 260) == CONTENT[250:260]
@@ -299,14 +299,14 @@ def test_what_is_put_can_be_read_listed_and_deleted(backend, client, name):
     assert client.get(name) == b""
     client.delete(name)
     assert client.names(name) == []
-    assert failure(client, client.get, name) == 404
+    assert get_failure_status(client, client.get, name) == 404
     path = f"/{BUCKET}/{name}"
     assert [method for method, asked in backend.proxy.requests if asked == path and method == "DELETE"] == ["DELETE"]
     assert [method for method, asked in backend.proxy.requests if asked == path and method in ("PUT", "POST")] != []
     assert not backend.proxy.fired
 
 
-def test_the_helpers_see_and_change_what_clients_do_without_the_proxy(backend, client, name):
+def test_the_backend_helpers_access_objects_without_the_proxy(backend, client, name):
     client.put(name, CONTENT)
     num_requests = len(backend.proxy.requests)
     assert backend.names(name) == {name: len(CONTENT)}
@@ -323,7 +323,7 @@ def test_the_helpers_see_and_change_what_clients_do_without_the_proxy(backend, c
             use(name)
 
 
-def test_a_large_file_passes(backend, client, name, tmp_path):
+def test_a_large_file_is_uploaded(backend, client, name, tmp_path):
     content = os.urandom(LARGE_BYTES)
     (tmp_path / "large").write_bytes(content)
     client.put_file(name, tmp_path / "large")
@@ -334,21 +334,21 @@ def test_a_large_file_passes(backend, client, name, tmp_path):
 
 def test_an_object_is_created_once(client, name):
     client.create(name, b"first")
-    assert failure(client, client.create, name, b"second") in (409, 412)
+    assert get_failure_status(client, client.create, name, b"second") in (409, 412)
     assert client.get(name) == b"first"
 
 
 def test_one_of_many_creators_wins(backend, client, name):
-    statuses = race(client, [lambda i=i: client.create(name, b"%d" % i) for i in range(NUM_RACERS)])
+    statuses = run_racing(client, [lambda i=i: client.create(name, b"%d" % i) for i in range(NUM_RACERS)])
     assert sorted(statuses)[0] == 200
     assert set(sorted(statuses)[1:]) <= {409, 412}
     assert not backend.proxy.fired
 
 
-def test_only_what_has_not_changed_is_replaced(client, name):
+def test_only_an_unchanged_version_is_replaced(client, name):
     first = client.put(name, b"first")
     second = client.replace(name, b"second", first)
-    assert failure(client, client.replace, name, b"stale", first) == 412
+    assert get_failure_status(client, client.replace, name, b"stale", first) == 412
     assert client.get(name) == b"second"
     client.replace(name, b"third", second)
     assert client.get(name) == b"third"
@@ -356,11 +356,11 @@ def test_only_what_has_not_changed_is_replaced(client, name):
 
 def test_one_of_many_replacers_wins(client, name):
     version = client.put(name, b"first")
-    statuses = race(client, [lambda i=i: client.replace(name, b"%d" % i, version) for i in range(NUM_RACERS)])
+    statuses = run_racing(client, [lambda i=i: client.replace(name, b"%d" % i, version) for i in range(NUM_RACERS)])
     assert sorted(statuses) == [200] + [412] * (NUM_RACERS - 1)
 
 
-def test_head_answers_with_the_size_alone(monkeypatch, name):
+def test_head_returns_only_the_size(monkeypatch, name):
     with start_backend("s3") as backend:
         route_stores_to(monkeypatch, backend)
         client = AmazonClient()
@@ -369,10 +369,10 @@ def test_head_answers_with_the_size_alone(monkeypatch, name):
         assert ("HEAD", f"/{BUCKET}/{name}") in backend.proxy.requests
 
 
-# What the proxy adds to Google's emulator.
+# Additions of the proxy to Google's emulator.
 
 
-def test_a_download_tells_its_generation(google, name):
+def test_a_download_returns_its_generation(google, name):
     client = GoogleClient()
     generation = client.put(name, CONTENT)
     blob = client.bucket.blob(name)
@@ -411,14 +411,14 @@ def test_a_delete_keeps_its_condition(google, name):
     assert google.names(name) == {}
 
 
-def test_a_condition_that_the_proxy_does_not_know_is_not_ignored(google, name):
+def test_an_unknown_condition_is_rejected_by_the_proxy(google, name):
     client = GoogleClient()
     with pytest.raises(client.errors) as caught:
         client.put(name, b"", if_metageneration_match=1)
     assert client.status(caught.value) == 501
 
 
-def test_a_body_may_be_chunked_and_announced(google):
+def test_chunked_bodies_and_expect_headers_are_accepted(google):
     target = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name=chunked"
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", google.proxy.port)) as connection:
         pieces = iter([b"one", b"two"])
@@ -435,48 +435,51 @@ def test_a_body_may_be_chunked_and_announced(google):
 # Faults.
 
 
-def test_errors_are_answered_before_anything_is_done(backend, client, name):
+def test_an_injected_error_prevents_the_operation(backend, client, name):
     backend.write(name, b"first")
     statuses = set()
     for status in (503, 429):
         backend.proxy.faults = Faults(error_rate=1.0, error_statuses=(status,))
-        statuses |= {failure(client, client.get, name), failure(client, client.put, name, b"second")}
+        statuses |= {
+            get_failure_status(client, client.get, name),
+            get_failure_status(client, client.put, name, b"second"),
+        }
     assert statuses == {503, 429}
     assert backend.proxy.fired == {"error": 4}
     assert backend.read(name) == b"first"
 
 
-def test_a_download_is_cut_in_its_middle(backend, client, name):
+def test_an_injected_cut_truncates_a_download(backend, client, name):
     backend.write(name, CONTENT)
     backend.proxy.faults.cut_rate = 1.0
-    assert failure(client, client.get, name) == 0
-    assert set(backend.proxy.fired) == {"cut"}  # Azure's client reads a body up to three times, whatever it is told
+    assert get_failure_status(client, client.get, name) == 0
+    assert set(backend.proxy.fired) == {"cut"}  # Azure's client reads a body up to three times
     backend.proxy.faults.cut_rate = 0.0
     assert client.get(name) == CONTENT
 
 
-def test_a_write_whose_answer_is_cut_has_happened(backend, client, name):
+def test_a_write_with_a_lost_response_is_applied(backend, client, name):
     backend.proxy.faults.cut_rate = 1.0
-    assert failure(client, client.put, name, CONTENT) == 0
+    assert get_failure_status(client, client.put, name, CONTENT) == 0
     assert backend.proxy.fired == {"cut": 1}
     assert backend.read(name) == CONTENT
 
 
 @pytest.mark.parametrize("content", [CONTENT, bytes(1 << 20)], ids=["small", "large"])
-def test_a_write_that_is_cut_has_not_happened(backend, client, name, content):
+def test_a_truncated_write_is_not_applied(backend, client, name, content):
     backend.proxy.faults.cut_upload_rate = 1.0
-    assert failure(client, client.put, name, content) == 0
+    assert get_failure_status(client, client.put, name, content) == 0
     assert backend.proxy.fired == {"cut_upload": 1}
     assert backend.names(name) == {}
-    assert failure(client, client.get, name) == 404
+    assert get_failure_status(client, client.get, name) == 404
 
 
-def test_an_outage_ends_as_it_began(backend, client, name):
+def test_an_outage_can_be_started_and_ended(backend, client, name):
     backend.write(name, CONTENT)
     assert client.get(name) == CONTENT
     backend.proxy.faults.outage = True
-    assert failure(client, client.get, name) == 0
-    assert failure(client, client.put, name, b"second") == 0
+    assert get_failure_status(client, client.get, name) == 0
+    assert get_failure_status(client, client.put, name, b"second") == 0
     assert backend.proxy.fired == {"outage": 2}
     backend.proxy.reset()
     assert client.get(name) == CONTENT
@@ -484,45 +487,45 @@ def test_an_outage_ends_as_it_began(backend, client, name):
     assert set(backend.proxy.requests) == {("GET", f"/{BUCKET}/{name}")}
 
 
-def test_what_is_forbidden_is_refused(backend, client, name):
+def test_forbidden_requests_are_denied(backend, client, name):
     backend.write(name, CONTENT)
     backend.proxy.faults.forbidden = True
-    assert failure(client, client.get, name) == 403
-    assert failure(client, client.names, name) == 403
-    assert failure(client, client.put, name, b"second") == 403
+    assert get_failure_status(client, client.get, name) == 403
+    assert get_failure_status(client, client.names, name) == 403
+    assert get_failure_status(client, client.put, name, b"second") == 403
     assert backend.proxy.fired == {"forbidden": 3}
     backend.proxy.faults = Faults(forbidden_writes=True)
     assert client.get(name) == CONTENT
-    assert failure(client, client.put, name, b"second") == 403
-    assert failure(client, client.delete, name) == 403
+    assert get_failure_status(client, client.put, name, b"second") == 403
+    assert get_failure_status(client, client.delete, name) == 403
     assert backend.proxy.fired == {"forbidden": 3, "forbidden_writes": 2}
     assert backend.read(name) == CONTENT
 
 
-def test_latency_delays_and_does_no_more(backend, client, name):
+def test_latency_only_delays(backend, client, name):
     backend.proxy.faults.latency_seconds = 0.01
     client.put(name, CONTENT)
     assert client.get(name) == CONTENT
     assert backend.proxy.fired == {"latency": len(backend.proxy.requests)}
 
 
-def test_faults_keep_to_what_they_match(backend, client, name):
+def test_faults_apply_only_to_matching_requests(backend, client, name):
     faults = Faults(matching=lambda method, path: method != "GET" and path.endswith("/manifest.json"), error_rate=1.0)
     backend.proxy.faults = faults
     client.put(name, CONTENT)
-    assert failure(client, client.put, f"{name}/manifest.json", CONTENT) in faults.error_statuses
-    assert failure(client, client.get, f"{name}/manifest.json") == 404
+    assert get_failure_status(client, client.put, f"{name}/manifest.json", CONTENT) in faults.error_statuses
+    assert get_failure_status(client, client.get, f"{name}/manifest.json") == 404
     assert backend.proxy.fired == {"error": 1}
 
 
-def test_chance_is_the_same_for_the_same_seed(monkeypatch):
+def test_random_faults_are_determined_by_the_seed(monkeypatch):
     def fates(seed: int) -> list[int]:
         with start_backend("s3", seed) as backend:
             route_stores_to(monkeypatch, backend)
             client = AmazonClient()
             backend.write("chance", CONTENT)
             backend.proxy.faults = Faults(error_rate=0.3, cut_rate=0.3)
-            found = [race(client, [lambda: client.get("chance")])[0] for _ in range(30)]
+            found = [run_racing(client, [lambda: client.get("chance")])[0] for _ in range(30)]
             assert backend.proxy.fired["error"] == sum(status in (503, 429) for status in found)
             assert backend.proxy.fired["cut"] == found.count(0)
             return found
@@ -533,7 +536,7 @@ def test_chance_is_the_same_for_the_same_seed(monkeypatch):
     assert fates(2) != first
 
 
-def test_a_client_that_dies_while_it_uploads_has_written_nothing():
+def test_a_client_killed_during_an_upload_writes_nothing():
     with start_backend("s3") as backend:
         with socket.create_connection(("127.0.0.1", backend.proxy.port)) as connection:
             connection.sendall(f"PUT /{BUCKET}/torn HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
@@ -541,16 +544,16 @@ def test_a_client_that_dies_while_it_uploads_has_written_nothing():
         assert backend.names("torn") == {}
 
 
-def test_a_closed_proxy_answers_nobody(backend, client, name):
+def test_a_closed_proxy_does_not_respond(backend, client, name):
     client.put(name, CONTENT)
     backend.proxy.close()
-    assert failure(client, client.get, name) == 0
+    assert get_failure_status(client, client.get, name) == 0
 
 
 # Processes.
 
 
-def test_servers_die_with_the_process_that_started_them():
+def test_servers_exit_with_the_process_that_started_them():
     program = (
         "import time; from tests.support.object_stores import BACKENDS, start_backend\n"
         "print(*[start_backend(name).server.port for name in BACKENDS], flush=True); time.sleep(600)"
@@ -577,17 +580,17 @@ def listens(port: int) -> bool:
     return False
 
 
-def test_a_server_that_does_not_start_says_why():
-    class Broken(AmazonServer):
+def test_a_server_that_does_not_start_reports_the_reason():
+    class BrokenServer(AmazonServer):
         def _command(self, port: int) -> Sequence[str]:
             return [sys.executable, "-c", f"raise SystemExit('no licence for port {port}')"]
 
     with pytest.raises(AssertionError, match="ended with 1\nno licence for port"):
-        Broken()
+        BrokenServer()
 
 
 class LateCopy:
-    """Blob whose copy the service makes later, as it may do with large ones."""
+    """A blob that the service copies asynchronously, as it may do for large ones."""
 
     def __init__(self, statuses: list[str]) -> None:
         self.url, self._statuses = "https://account/container/blob", statuses
@@ -606,7 +609,7 @@ class LateCopy:
     ("statuses", "fails"),
     [(["success"], False), (["pending", "pending", "success"], False), (["pending", "aborted"], True)],
 )
-def test_a_copy_is_complete_when_it_returns(statuses: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_complete_on_return(statuses: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     azure = importlib.import_module("runner.storage.azure")
     monkeypatch.setattr(azure, "COPY_POLL_SECONDS", 0.0)
     driver = azure.AzureDriver.__new__(azure.AzureDriver)
@@ -617,7 +620,7 @@ def test_a_copy_is_complete_when_it_returns(statuses: list[str], fails: bool, mo
 
 
 class OldServer:
-    """Object of a server that sends no generation with the content, replaced right after the first download."""
+    """An object of a server that sends no generation with the content, replaced right after the first download."""
 
     def __init__(self) -> None:
         self.generation: int | None = None
@@ -636,7 +639,7 @@ class OldServer:
         self.generation = self._versions[0][1]
 
 
-def test_content_and_generation_are_of_one_write() -> None:
+def test_content_and_generation_belong_to_the_same_write() -> None:
     gcs = importlib.import_module("runner.storage.gcs")
     driver = gcs.GCSDriver.__new__(gcs.GCSDriver)
     driver._bucket = OldServer()

@@ -1,4 +1,4 @@
-"""One interface over a disk and a bucket: what is published is there whole or not at all."""
+"""Common interface of disks and buckets: writes are atomic, retries are bounded, logs lose no rows."""
 
 import os
 import subprocess
@@ -38,12 +38,12 @@ from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 NUM_RACERS = 8
 
 
-def names(directory: Path) -> list[str]:
+def list_directory(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
 @pytest.fixture(autouse=True)
-def _no_time_is_lost_between_tries(monkeypatch):
+def _skip_retry_waits(monkeypatch):
     monkeypatch.setattr("runner.storage.store.FIRST_WAIT_SECONDS", 0.001)
     monkeypatch.setattr("runner.storage.bucket.PERIOD_SECONDS", 0.001)
 
@@ -54,7 +54,7 @@ def store(request, tmp_path):
 
 
 @pytest.fixture
-def disk(tmp_path):
+def local_store(tmp_path):
     return LocalStore(tmp_path / "run")
 
 
@@ -68,7 +68,7 @@ def bucket(driver):
     return make_memory_bucket(driver)
 
 
-# Publishing: on a disk and in a bucket.
+# Atomic writes on disk and in a bucket.
 
 
 def test_write_replaces_the_whole_content(store):
@@ -86,7 +86,7 @@ def test_create_never_overwrites(store):
     assert store.list_sizes("") == {"manifest.json": 5}
 
 
-def test_what_is_absent_has_no_content_and_its_own_version(store):
+def test_an_absent_file_has_no_content_and_the_absent_version(store):
     assert store.read_versioned("deep/x") == (b"", ABSENT)
     with pytest.raises(FileNotFoundError):
         store.read("deep/x")
@@ -95,7 +95,7 @@ def test_what_is_absent_has_no_content_and_its_own_version(store):
     assert not store.exists("deep/x")
 
 
-def test_write_if_replaces_the_version_that_it_names_and_no_other(store):
+def test_write_if_replaces_only_the_given_version(store):
     first = store.write_if("deep/x", b"1", ABSENT)
     assert store.read_versioned("deep/x") == (b"1", first)
     second = store.write_if("deep/x", b"2", first)
@@ -107,7 +107,7 @@ def test_write_if_replaces_the_version_that_it_names_and_no_other(store):
     assert store.list_sizes("") == {"deep/x": 1}
 
 
-def test_write_if_sees_what_was_replaced_without_a_condition(store):
+def test_write_if_detects_an_unconditional_replacement(store):
     version = store.write_if("x", b"1", ABSENT)
     store.write("x", b"2")
     with pytest.raises(FileExistsError):
@@ -115,7 +115,7 @@ def test_write_if_sees_what_was_replaced_without_a_condition(store):
     assert store.read("x") == b"2"
 
 
-def test_write_if_does_not_bring_back_what_was_deleted(store):
+def test_write_if_does_not_recreate_a_deleted_file(store):
     version = store.write_if("x", b"1", ABSENT)
     store.remove("x")
     with pytest.raises(FileExistsError):
@@ -126,7 +126,7 @@ def test_write_if_does_not_bring_back_what_was_deleted(store):
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["creating", "replacing"])
-def test_only_one_of_many_racing_writers_wins(store, is_there):
+def test_one_of_many_racing_writers_wins(store, is_there):
     version = store.write_if("deep/1", b"before", ABSENT) if is_there else ABSENT
     winners, barrier = [], threading.Barrier(NUM_RACERS)
 
@@ -154,21 +154,21 @@ def test_a_file_that_is_not_a_json_object_is_a_value_error(store, content):
         read_json(store, "x.json")
 
 
-def test_json_that_is_not_there_is_a_file_that_is_not_found(store):
+def test_a_missing_json_file_raises_file_not_found(store):
     with pytest.raises(FileNotFoundError):
         read_json(store, "x.json")
 
 
-def test_json_comes_back_as_it_was_published(store):
+def test_json_round_trips(store):
     value = {"loss": 0.1 + 0.2, "shape": [2, 3], "none": None, "text": "é"}
     store.write("x.json", encode_json(value))
     assert read_json(store, "x.json") == value
 
 
-# What stands there.
+# Listing and deletion.
 
 
-def test_children_are_the_files_and_directories_directly_below(store):
+def test_list_names_returns_direct_children(store):
     for name in ("a", "b/c", "b/d/e", "b/d/f", "bb/g"):
         store.write(name, b"")
     assert sorted(store.list_names("b")) == ["c", "d"]
@@ -176,13 +176,13 @@ def test_children_are_the_files_and_directories_directly_below(store):
     assert store.list_names("none") == []
 
 
-def test_children_of_the_top_are_what_stands_in_the_runs_directory(store):
+def test_list_names_of_the_root_returns_the_run_directory(store):
     for name in ("a", "b/c", "bb/g"):
         store.write(name, b"")
     assert sorted(store.list_names("")) == ["a", "b", "bb"]
 
 
-def test_sizes_finds_every_file_by_relative_name_in_order(store):
+def test_list_sizes_returns_relative_names_in_order(store):
     for name in ("b", "a/c", "a/b/d"):
         store.write(name, name.encode())
     assert list(store.list_sizes("").items()) == [("a/b/d", 5), ("a/c", 3), ("b", 1)]
@@ -190,14 +190,14 @@ def test_sizes_finds_every_file_by_relative_name_in_order(store):
     assert store.list_sizes("none") == {}
 
 
-def test_exists_asks_for_this_very_name(store):
+def test_exists_matches_the_exact_name(store):
     store.write("a/bc", b"")
     assert store.exists("a/bc")
     assert not store.exists("a/b")
     assert not store.exists("a/bcd")
 
 
-def test_remove_deletes_one_file_and_may_be_repeated(store):
+def test_remove_deletes_one_file_and_is_idempotent(store):
     store.write("a/b", b"")
     store.write("a/bc", b"")
     for _ in range(2):
@@ -205,7 +205,7 @@ def test_remove_deletes_one_file_and_may_be_repeated(store):
         assert store.list_sizes("") == {"a/bc": 0}
 
 
-def test_remove_tree_deletes_all_below_one_name_and_nothing_beside_it(store):
+def test_remove_tree_deletes_only_files_below_the_name(store):
     for name in ("1/a", "1/b/c", "10/a", "100"):
         store.write(name, b"")
     for _ in range(2):
@@ -213,7 +213,7 @@ def test_remove_tree_deletes_all_below_one_name_and_nothing_beside_it(store):
         assert list(store.list_sizes("")) == ["10/a", "100"]
 
 
-def test_move_tree_renames_all_below_one_name_and_nothing_beside_it(store):
+def test_move_tree_renames_only_files_below_the_name(store):
     for name in ("1/a", "1/b/c", "10/a"):
         store.write(name, name.encode())
     store.move_tree("1", "deep/2")
@@ -221,7 +221,7 @@ def test_move_tree_renames_all_below_one_name_and_nothing_beside_it(store):
     assert store.read("deep/2/b/c") == b"1/b/c"
 
 
-def test_the_digest_is_the_castagnoli_crc(store):
+def test_the_digest_is_crc32c(store):
     assert compute_crc32c(b"123456789") == "e3069283"
     store.write("x", b"123456789")
     assert store.compute_digest("x") == "e3069283"
@@ -229,13 +229,13 @@ def test_the_digest_is_the_castagnoli_crc(store):
     assert store.compute_digest("x") == compute_crc32c(b"") == "00000000"
 
 
-def test_a_bucket_that_reports_no_digest_is_read(driver, bucket):
+def test_the_digest_is_computed_if_the_bucket_reports_none(driver, bucket):
     driver.reports_digests = False
     bucket.write("x", b"123456789")
     assert bucket.compute_digest("x") == "e3069283"
 
 
-def test_upload_copies_a_file_of_this_machine(store, tmp_path):
+def test_upload_copies_a_local_file(store, tmp_path):
     source = tmp_path / "source"
     for content in (b"first" * 1000, b""):
         source.write_bytes(content)
@@ -244,7 +244,7 @@ def test_upload_copies_a_file_of_this_machine(store, tmp_path):
     assert source.exists()
 
 
-# May this run write here?
+# Write probe.
 
 
 def test_a_probe_leaves_nothing(store):
@@ -261,7 +261,7 @@ def test_a_probe_leaves_nothing(store):
     ],
 )
 @pytest.mark.parametrize("call", ["write", "read", "remove"])
-def test_a_probe_that_is_refused_is_invalid_with_the_reason(store, monkeypatch, call, error, message):
+def test_a_denied_probe_is_an_invalid_spec_with_the_reason(store, monkeypatch, call, error, message):
     def refuse(*arguments):
         raise error
 
@@ -271,13 +271,13 @@ def test_a_probe_that_is_refused_is_invalid_with_the_reason(store, monkeypatch, 
     assert store.url in str(caught.value)
 
 
-def test_a_probe_sees_that_another_content_comes_back(store, monkeypatch):
+def test_a_probe_detects_wrong_content(store, monkeypatch):
     monkeypatch.setattr(store, "read", lambda name: b"a login page")
     with pytest.raises(InvalidError, match="does not give back what was written"):
         probe_store(store)
 
 
-def test_a_probe_of_a_store_that_is_down_says_nothing_about_the_spec(driver, bucket):
+def test_a_probe_of_an_unreachable_store_is_no_invalid_spec(driver, bucket):
     def down(verb, key):
         raise DeadlineError("not within 120 s")
 
@@ -286,58 +286,58 @@ def test_a_probe_of_a_store_that_is_down_says_nothing_about_the_spec(driver, buc
         probe_store(bucket)
 
 
-# On a disk.
+# Disk only.
 
 
-def test_nothing_is_left_beside_what_was_published(disk):
+def test_writes_leave_no_temporary_files(local_store):
     version = ABSENT
     for content in (b"first", b"second"):
-        disk.write("deep/x.json", content)
-        version = disk.write_if("deep/y.json", content, version)
+        local_store.write("deep/x.json", content)
+        version = local_store.write_if("deep/y.json", content, version)
     for stale in (ABSENT, "0.0"):
         with pytest.raises(FileExistsError):
-            disk.write_if("deep/y.json", b"third", stale)
-    assert names(disk.root / "deep") == ["x.json", "y.json"]
+            local_store.write_if("deep/y.json", b"third", stale)
+    assert list_directory(local_store.root / "deep") == ["x.json", "y.json"]
 
 
 @pytest.mark.parametrize("conditional", [False, True], ids=["write", "write_if"])
-def test_a_reader_sees_the_old_content_or_the_new_and_never_a_part(disk, conditional):
+def test_a_concurrent_reader_sees_complete_content(local_store, conditional):
     contents = {b"a" * 200_000, b"b" * 100_000}
-    version = disk.write_if("x", b"a" * 200_000, ABSENT)
+    version = local_store.write_if("x", b"a" * 200_000, ABSENT)
     seen, stop = set(), threading.Event()
 
     def read():
         while not stop.is_set():
-            seen.add(disk.read("x"))
+            seen.add(local_store.read("x"))
 
     reader = threading.Thread(target=read)
     reader.start()
     for _ in range(50):
         for content in contents:
             if conditional:
-                version = disk.write_if("x", content, version)
+                version = local_store.write_if("x", content, version)
             else:
-                disk.write("x", content)
+                local_store.write("x", content)
     stop.set()
     reader.join()
     assert seen <= contents
 
 
-def test_create_from_needs_its_directory_to_be_there(disk):
-    disk.write("1/arrays/x", b"")
-    disk.create_from("1/arrays", "1/manifest.json", b"whole")
+def test_create_from_requires_its_directory(local_store):
+    local_store.write("1/arrays/x", b"")
+    local_store.create_from("1/arrays", "1/manifest.json", b"whole")
     with pytest.raises(FileExistsError):
-        disk.create_from("1/arrays", "1/manifest.json", b"again")
-    assert disk.read("1/manifest.json") == b"whole"
-    assert list(disk.list_sizes("1")) == ["arrays/x", "manifest.json"]
-    disk.write("2/other/x", b"")
+        local_store.create_from("1/arrays", "1/manifest.json", b"again")
+    assert local_store.read("1/manifest.json") == b"whole"
+    assert list(local_store.list_sizes("1")) == ["arrays/x", "manifest.json"]
+    local_store.write("2/other/x", b"")
     with pytest.raises(FileNotFoundError):
-        disk.create_from("2/arrays", "2/manifest.json", b"whole")
-    assert list(disk.list_sizes("2")) == ["other/x"]
+        local_store.create_from("2/arrays", "2/manifest.json", b"whole")
+    assert list(local_store.list_sizes("2")) == ["other/x"]
 
 
-def test_remove_tree_deletes_what_a_dying_writer_still_adds(disk):
-    disk.write("900/arrays/x", b"")
+def test_remove_tree_deletes_files_added_meanwhile(local_store):
+    local_store.write("900/arrays/x", b"")
     stop = threading.Event()
 
     def keep_writing():
@@ -345,62 +345,64 @@ def test_remove_tree_deletes_what_a_dying_writer_still_adds(disk):
             if stop.is_set():
                 return
             try:
-                disk.write(f"900/arrays/{number}", b"x" * 1000)
+                local_store.write(f"900/arrays/{number}", b"x" * 1000)
             except OSError:
                 continue
 
     writer = threading.Thread(target=keep_writing)
     writer.start()
-    disk.remove_tree("900")
+    local_store.remove_tree("900")
     writer.join()
-    disk.remove_tree("900")
-    disk.remove_tree("900")
-    assert not (disk.root / "900").exists()
+    local_store.remove_tree("900")
+    local_store.remove_tree("900")
+    assert not (local_store.root / "900").exists()
 
 
-def test_torn_lines_are_left_out_and_take_no_other_line_with_them(disk):
-    log = open_log(disk, "events", "000001.0", BackgroundWriter())
+def test_torn_lines_are_skipped_without_losing_others(local_store):
+    log = open_log(local_store, "events", "000001.0", BackgroundWriter())
     log.append({"n": 1})
-    with (disk.root / "events.jsonl").open("ab") as file:
+    with (local_store.root / "events.jsonl").open("ab") as file:
         file.write(b'{"n": 2, "torn": ')
     log.append({"n": 3})
     log.append({"n": 4})
-    assert [row["n"] for row in read_log(disk, "events")] == [1, 3, 4]
+    assert [row["n"] for row in read_log(local_store, "events")] == [1, 3, 4]
 
 
-def test_rows_of_all_writers_stand_in_one_file_in_the_order_of_their_appending(disk):
+def test_rows_of_all_writers_are_in_one_file_in_append_order(local_store):
     for n, writer in enumerate(("000001.0", "000001.1", "000002.0")):
-        open_log(disk, "events", writer, BackgroundWriter()).append({"n": n, "time": -n})
-    assert parse_lines((disk.root / "events.jsonl").read_bytes()) == read_log(disk, "events")
-    assert [row["n"] for row in read_log(disk, "events")] == [0, 1, 2]
+        open_log(local_store, "events", writer, BackgroundWriter()).append({"n": n, "time": -n})
+    assert parse_lines((local_store.root / "events.jsonl").read_bytes()) == read_log(local_store, "events")
+    assert [row["n"] for row in read_log(local_store, "events")] == [0, 1, 2]
 
 
-def test_lines_of_several_processes_never_mix(disk):
-    path = disk.root / "events.jsonl"
+def test_lines_of_several_processes_never_mix(local_store):
+    path = local_store.root / "events.jsonl"
     program = (
         "import sys; from pathlib import Path; from runner.storage import LocalStore, BackgroundWriter, open_log\n"
         "log = open_log(LocalStore(Path(sys.argv[1])), 'events', sys.argv[2], BackgroundWriter())\n"
         "for n in range(200): log.append({'process': sys.argv[2], 'n': n, 'pad': 'x' * 300})"
     )
-    writers = [subprocess.Popen([sys.executable, "-c", program, str(disk.root), str(process)]) for process in range(3)]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", program, str(local_store.root), str(process)]) for process in range(3)
+    ]
     assert [writer.wait(timeout=600) for writer in writers] == [0, 0, 0]
-    rows = read_log(disk, "events")
+    rows = read_log(local_store, "events")
     assert len([line for line in path.read_bytes().split(b"\n") if line]) == len(rows) == 600
     for process in "012":
         assert [row["n"] for row in rows if row["process"] == process] == list(range(200))
 
 
-def test_a_row_is_appended_to_a_log_whose_directory_is_missing(tmp_path):
+def test_appending_a_row_creates_a_missing_directory(tmp_path):
     log = open_log(LocalStore(tmp_path / "deep"), "x", "0", BackgroundWriter())
     for n in range(2):
         log.append({"n": n})
     assert (tmp_path / "deep" / "x.jsonl").read_bytes() == b'{"n": 0}\n{"n": 1}\n'
 
 
-def test_a_durable_line_is_written_whole_and_flushed(tmp_path, monkeypatch):
+def test_a_durable_line_is_written_completely_and_flushed(tmp_path, monkeypatch):
     path, write, flushed = tmp_path / "x.jsonl", os.write, []
     path.write_bytes(b'{"torn')
-    monkeypatch.setattr(os, "write", lambda file, content: write(file, content[:3]))  # as an almost full disk does
+    monkeypatch.setattr(os, "write", lambda file, content: write(file, content[:3]))  # like a nearly full disk
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(path.read_bytes()))
     append_line(path, encode_line({"n": 1}), is_durable=True)
     assert flushed == [b'{"torn\n{"n": 1}\n']
@@ -409,15 +411,15 @@ def test_a_durable_line_is_written_whole_and_flushed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'[1]\n"text"\n\xff\n{"n": ', b"null"])
-def test_what_is_no_object_is_no_row(content):
+def test_lines_that_are_no_objects_are_skipped(content):
     assert parse_lines(content) == []
 
 
-# Try again.
+# Retries.
 
 
-def fail_each_name_once(driver, error):
-    """Every first call for each (verb, key) fails. Returns the calls, in order."""
+def fail_first_calls(driver, error):
+    """Fail the first call for each verb and key, and return the list of all calls."""
     calls = []
 
     def before(verb, key):
@@ -429,9 +431,9 @@ def fail_each_name_once(driver, error):
     return calls
 
 
-def test_every_call_tries_again_what_is_transient(driver, bucket, tmp_path):
+def test_every_call_retries_transient_errors(driver, bucket, tmp_path):
     (tmp_path / "file").write_bytes(b"uploaded")
-    fail_each_name_once(driver, TransientError("503"))
+    fail_first_calls(driver, TransientError("503"))
     bucket.write("a/x", b"1")
     assert bucket.read("a/x") == b"1"
     assert bucket.read_versioned("a/none") == (b"", ABSENT)
@@ -448,7 +450,7 @@ def test_every_call_tries_again_what_is_transient(driver, bucket, tmp_path):
     assert not driver.objects
 
 
-def test_what_is_not_transient_is_not_tried_again():
+def test_other_errors_are_not_retried():
     for error in (DeniedError("403"), PermissionError(), FileNotFoundError(), FileExistsError(), ValueError()):
         tries = []
 
@@ -462,8 +464,8 @@ def test_what_is_not_transient_is_not_tried_again():
         assert tries == [0]
 
 
-def test_a_refusal_of_the_bucket_reaches_the_caller_at_once(driver, bucket):
-    calls = fail_each_name_once(driver, DeniedError("403"))
+def test_denied_requests_are_not_retried(driver, bucket):
+    calls = fail_first_calls(driver, DeniedError("403"))
     with pytest.raises(PermissionError):
         bucket.write("x", b"")
     with pytest.raises(PermissionError):
@@ -473,7 +475,7 @@ def test_a_refusal_of_the_bucket_reaches_the_caller_at_once(driver, bucket):
     assert calls == [("put", "run/x"), ("get", "run/x"), ("get", "run/x")]
 
 
-def test_a_try_is_told_how_many_were_before_it():
+def test_an_attempt_receives_the_number_of_earlier_ones():
     tries = []
 
     def act(earlier_tries):
@@ -486,7 +488,7 @@ def test_a_try_is_told_how_many_were_before_it():
     assert tries == [0, 1, 2, 3]
 
 
-def test_after_the_deadline_it_is_a_timeout_that_says_what_and_why():
+def test_the_timeout_names_operation_and_cause():
     def act(earlier_tries):
         raise TransientError("503 Slow Down")
 
@@ -499,7 +501,7 @@ def test_after_the_deadline_it_is_a_timeout_that_says_what_and_why():
     assert isinstance(caught.value.__cause__, TransientError)
 
 
-def test_an_upload_ends_with_its_own_deadline(driver, bucket, tmp_path):
+def test_an_upload_has_its_own_deadline(driver, bucket, tmp_path):
     def down(verb, key):
         raise TransientError("503")
 
@@ -510,8 +512,8 @@ def test_an_upload_ends_with_its_own_deadline(driver, bucket, tmp_path):
     assert not driver.objects
 
 
-class LosingDriver(MemoryDriver):
-    """Does the first put and loses the answer; then another writer may come in between."""
+class LostResponseDriver(MemoryDriver):
+    """A driver that applies the first put but loses its response; then another writer may replace the object."""
 
     def __init__(self):
         super().__init__()
@@ -528,8 +530,8 @@ class LosingDriver(MemoryDriver):
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["creating", "replacing"])
-def test_a_conditional_write_whose_answer_was_lost_has_succeeded(is_there):
-    driver = LosingDriver()
+def test_a_conditional_write_with_a_lost_response_succeeds(is_there):
+    driver = LostResponseDriver()
     bucket = make_memory_bucket(driver)
     driver.lost = True
     before = bucket.write_if("x", b"before", ABSENT) if is_there else ABSENT
@@ -540,8 +542,8 @@ def test_a_conditional_write_whose_answer_was_lost_has_succeeded(is_there):
     bucket.write_if("x", b"the next", version)
 
 
-def test_a_conditional_write_whose_answer_was_lost_and_that_was_replaced_has_lost():
-    driver = LosingDriver()
+def test_a_replaced_conditional_write_with_a_lost_response_fails():
+    driver = LostResponseDriver()
     bucket = make_memory_bucket(driver)
     driver.in_between = lambda: bucket.write("x", b"another's")
     with pytest.raises(FileExistsError):
@@ -549,7 +551,7 @@ def test_a_conditional_write_whose_answer_was_lost_and_that_was_replaced_has_los
     assert bucket.read("x") == b"another's"
 
 
-def test_a_conditional_write_that_was_overtaken_while_it_was_tried_again_has_lost(driver, bucket):
+def test_a_conditional_write_overtaken_between_retries_fails(driver, bucket):
     tries = []
 
     def before(verb, key):
@@ -568,7 +570,7 @@ def test_a_conditional_write_that_was_overtaken_while_it_was_tried_again_has_los
 # Logs in a bucket.
 
 
-def test_a_log_in_a_bucket_has_parts_and_gives_back_all_rows(bucket, monkeypatch):
+def test_a_log_in_a_bucket_is_split_into_parts(bucket, monkeypatch):
     monkeypatch.setattr("runner.storage.jsonl.PART_BYTES", 60)
     background = BackgroundWriter()
     log = open_log(bucket, "events", "000001.0", background)
@@ -582,7 +584,7 @@ def test_a_log_in_a_bucket_has_parts_and_gives_back_all_rows(bucket, monkeypatch
     assert [row["n"] for row in read_log(bucket, "events")] == list(range(20))
 
 
-def test_rows_of_several_writers_come_in_the_order_of_their_time(bucket, monkeypatch):
+def test_rows_of_several_writers_are_sorted_by_time(bucket, monkeypatch):
     monkeypatch.setattr("runner.storage.jsonl.PART_BYTES", 60)
     writers = [BackgroundWriter(), BackgroundWriter()]
     logs = [open_log(bucket, "events", f"{number:06}.0", background) for number, background in enumerate(writers)]
@@ -595,7 +597,7 @@ def test_rows_of_several_writers_come_in_the_order_of_their_time(bucket, monkeyp
     assert {row["writer"] for row in rows} == {0, 1}
 
 
-def test_a_row_reaches_the_bucket_by_itself(bucket):
+def test_a_row_is_sent_to_the_bucket_in_the_background(bucket):
     arrived, write = threading.Event(), bucket.write
 
     def seen(name, content):
@@ -608,8 +610,8 @@ def test_a_row_reaches_the_bucket_by_itself(bucket):
     assert read_log(bucket, "events") == [{"n": 1}]
 
 
-class FirstMarkIsSlow(BackgroundWriter):
-    """The thread that marks first is held up until another has marked too, or could not."""
+class DelayedWriter(BackgroundWriter):
+    """A writer that delays the first thread to mark until another thread has marked or is blocked."""
 
     def __init__(self):
         super().__init__()
@@ -628,7 +630,7 @@ class FirstMarkIsSlow(BackgroundWriter):
 
 
 def test_no_row_is_lost_when_two_threads_append_at_once(bucket):
-    background = FirstMarkIsSlow()
+    background = DelayedWriter()
     log = open_log(bucket, "events", "000001.0", background)
     first = threading.Thread(target=log.append, args=({"n": 1},))
     first.start()
@@ -639,11 +641,11 @@ def test_no_row_is_lost_when_two_threads_append_at_once(bucket):
     assert [row["n"] for row in read_log(bucket, "events")] == [1, 2]
 
 
-def test_a_log_that_is_not_there_has_no_rows(store):
+def test_a_missing_log_has_no_rows(store):
     assert read_log(store, "none") == []
 
 
-def test_a_log_in_a_bucket_that_cannot_be_written_costs_no_caller_anything(driver, bucket):
+def test_an_unwritable_log_in_a_bucket_does_not_fail_its_callers(driver, bucket):
     def refuse(verb, key):
         raise DeniedError("403")
 
@@ -659,10 +661,10 @@ def test_a_log_in_a_bucket_that_cannot_be_written_costs_no_caller_anything(drive
     assert [row["n"] for row in read_log(bucket, "events")] == [1, 2]
 
 
-# What grows in the background.
+# Background writes.
 
 
-def test_content_that_is_overtaken_is_never_sent():
+def test_superseded_content_is_not_sent():
     background, sent = BackgroundWriter(), []
     busy, go_on = threading.Event(), threading.Event()
 
@@ -681,7 +683,7 @@ def test_content_that_is_overtaken_is_never_sent():
     assert sent == ["first", "fourth", "another"]
 
 
-def test_flush_sends_what_has_changed_and_nothing_twice():
+def test_flush_sends_each_change_once():
     background, sent = BackgroundWriter(), []
     background.flush()
     for n in range(5):
@@ -691,7 +693,7 @@ def test_flush_sends_what_has_changed_and_nothing_twice():
     assert sorted(sent) == list(range(5))
 
 
-def test_a_failure_is_raised_by_flush_said_once_and_sent_later(capsys):
+def test_a_failed_send_is_reported_once_and_retried(capsys):
     background, sent = BackgroundWriter(), []
     is_down, tries, tried_often = [True], [], threading.Event()
 
@@ -715,7 +717,7 @@ def test_a_failure_is_raised_by_flush_said_once_and_sent_later(capsys):
     assert sent == ["y", "x"]
 
 
-def test_what_has_failed_does_not_come_back_over_newer_content():
+def test_a_failed_send_does_not_overwrite_newer_content():
     background, sent = BackgroundWriter(), []
     busy, go_on = threading.Event(), threading.Event()
 
@@ -733,10 +735,10 @@ def test_what_has_failed_does_not_come_back_over_newer_content():
     assert sent == ["newer"]
 
 
-# From what a spec says to a store.
+# Paths and URLs.
 
 
-def test_a_path_is_a_directory_that_need_not_be_there(tmp_path):
+def test_a_path_can_be_a_missing_directory(tmp_path):
     assert open_store("runs/x").root == Path.cwd() / "runs" / "x"
     assert open_store("~/x").root == Path.home() / "x"
     assert open_store(str(tmp_path)).url == str(tmp_path)
@@ -757,7 +759,7 @@ def test_a_path_is_a_directory_that_need_not_be_there(tmp_path):
         ("gs:///prefix", r"gs:///prefix names no bucket; needs gs://BUCKET/PREFIX"),
     ],
 )
-def test_a_url_that_names_no_directory_is_refused_without_touching_it(ask, text, message):
+def test_an_invalid_url_is_rejected_without_a_request(ask, text, message):
     with pytest.raises(InvalidError, match=message):
         ask(text)
 
@@ -765,12 +767,12 @@ def test_a_url_that_names_no_directory_is_refused_without_touching_it(ask, text,
 @pytest.mark.parametrize(
     "text", ["runs/x", "/runs/x", "~/x", "x:y", "gs://bucket/x", "s3://bucket", "az://container/x/y"]
 )
-def test_a_path_and_a_url_of_a_bucket_are_fine(text):
+def test_paths_and_bucket_urls_are_accepted(text):
     validate_url(text)
 
 
 @pytest.mark.parametrize(("scheme", "extra"), [("gs", "gcs"), ("s3", "s3"), ("az", "azure")])
-def test_a_package_that_is_missing_is_named_with_the_command_that_brings_it(monkeypatch, scheme, extra):
+def test_a_missing_package_is_reported_with_its_install_command(monkeypatch, scheme, extra):
     package = EXTRA_PACKAGES[extra][0]
 
     def import_module(name):
@@ -784,11 +786,11 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_brings_it(monk
     assert str(caught.value).endswith(format_install(extra))
 
 
-def fake_module(make_driver):
+def make_fake_module(make_driver):
     return lambda name: SimpleNamespace(S3Driver=make_driver)
 
 
-def test_credentials_that_are_missing_are_refused_in_one_line(monkeypatch):
+def test_missing_credentials_are_rejected_in_one_line(monkeypatch):
     monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING", raising=False)
     with pytest.raises(InvalidError) as caught:
         open_store("az://container/x")
@@ -803,7 +805,7 @@ def test_a_url_opens_a_store_below_its_prefix(monkeypatch):
         assert url == "s3://bucket/deep/run"
         return driver
 
-    monkeypatch.setattr("runner.spec.imports.importlib.import_module", fake_module(make_driver))
+    monkeypatch.setattr("runner.spec.imports.importlib.import_module", make_fake_module(make_driver))
     store = open_store("s3://bucket/deep/run/")
     assert store.root is None
     assert store.url == "s3://bucket/deep/run"
@@ -811,10 +813,10 @@ def test_a_url_opens_a_store_below_its_prefix(monkeypatch):
     assert list(driver.objects) == ["deep/run/x"]
 
 
-def test_a_whole_bucket_may_be_the_directory(monkeypatch):
+def test_a_whole_bucket_can_be_the_directory(monkeypatch):
     driver = MemoryDriver()
     driver.prefix = ""
-    monkeypatch.setattr("runner.spec.imports.importlib.import_module", fake_module(lambda url: driver))
+    monkeypatch.setattr("runner.spec.imports.importlib.import_module", make_fake_module(lambda url: driver))
     store = open_store("s3://bucket")
     store.write("a/x", b"1")
     assert list(driver.objects) == ["a/x"]
@@ -836,5 +838,5 @@ def test_a_whole_bucket_may_be_the_directory(monkeypatch):
         ("runs/a/checkpoints", ("runs/a/checkpoints", None)),
     ],
 )
-def test_a_source_names_a_run_or_one_of_its_checkpoints(text, expected):
+def test_a_source_is_a_run_or_one_of_its_checkpoints(text, expected):
     assert split_checkpoint(text) == expected
