@@ -1,4 +1,4 @@
-"""Meta that `forward` returns: values that a row can hold, and means that no split of a batch changes."""
+"""Meta returned by `forward`: valid values, and means that do not depend on the split of the batch."""
 
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,16 @@ from runner.train.step import Norms, compute_norms
 from tests.support.bigram import BIGRAM_OPTIONS, BigramTrainer, read_trajectory
 from tests.support.tiny_jobs import make_gpt
 
-SHOWABLE: dict[str, Any] = {
+VALID_VALUES: dict[str, Any] = {
     "a float": 0.5,
     "a bool": True,
     "an integer": jnp.int32(3),
     "a half": jnp.bfloat16(0.5),
     "a list": jnp.arange(LIST_MAX),
     "a list of one": jnp.ones(1),
-    "a histogram": lambda: histogram(jnp.arange(1000.0)),  # whose programs take a second, once it is asked for
+    "a histogram": lambda: histogram(jnp.arange(1000.0)),  # the first use compiles for a second
 }
-REFUSED: dict[str, tuple[Any, str]] = {
+INVALID_VALUES: dict[str, tuple[Any, str]] = {
     "a text": ("some", "a str"),
     "None": (None, "a NoneType"),
     "a long list": (jnp.ones(LIST_MAX + 1), rf"float32 of shape \({LIST_MAX + 1},\)"),
@@ -35,22 +35,22 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("value", SHOWABLE.values(), ids=SHOWABLE)
+@pytest.mark.parametrize("value", VALID_VALUES.values(), ids=VALID_VALUES)
 def test_a_row_holds_numbers_short_lists_and_histograms(value: Any) -> None:
     value = value() if callable(value) else value
     validate_meta({"some": value})
     assert isinstance(to_row_value(jax.device_get(value)), float | list | dict)
 
 
-@pytest.mark.parametrize(("value", "kind"), REFUSED.values(), ids=REFUSED)
-def test_other_values_are_refused_in_one_line(value: Any, kind: str) -> None:
+@pytest.mark.parametrize(("value", "kind"), INVALID_VALUES.values(), ids=INVALID_VALUES)
+def test_other_values_are_rejected_in_one_line(value: Any, kind: str) -> None:
     with pytest.raises(InvalidError, match=f"'some' as meta, {kind}.*; a row needs a scalar") as caught:
         validate_meta({"some": value})
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["loss", "loss_mean", "learning_rate", "tokens"])
-def test_names_of_the_runner_are_refused(name: str) -> None:
+def test_reserved_names_are_rejected(name: str) -> None:
     with pytest.raises(InvalidError, match="a reserved name"):
         validate_meta({name: 1.0})
 
@@ -84,13 +84,13 @@ def test_sums_are_divided_by_tokens_or_their_own_weight() -> None:
         replace_sums_by_means({"a": 1, "sums": sums}, 4)
 
 
-# In a run.
+# Whole runs.
 
-OF_SUMS = ("right", "entropy", "parts", "right_spaces", "nothing")
+SUMS_OPTIONS = ("right", "entropy", "parts", "right_spaces", "nothing")
 
 
 def test_means_do_not_depend_on_the_split_of_the_batch(tmp_path: Path) -> None:
-    """Rows that hold documents, so that micro-batches differ in tokens."""
+    """Use packed documents, so that micro-batches differ in tokens."""
     text = tmp_path / "texts"
     text.mkdir()
     for number in range(400):
@@ -105,7 +105,7 @@ def test_means_do_not_depend_on_the_split_of_the_batch(tmp_path: Path) -> None:
         )()
         found[micro] = read_trajectory(directory)[-1]
     for row in found.values():
-        for name in OF_SUMS:
+        for name in SUMS_OPTIONS:
             for key in (f"train/{name}", f"val/{name}"):
                 expected = found[4][key]
                 assert row[key] == (None if expected is None else pytest.approx(expected, rel=1e-5)), key
@@ -134,8 +134,8 @@ def test_the_mean_over_steps_is_weighted_by_tokens(tmp_path: Path) -> None:
     )
 
 
-class Refused(BigramTrainer):
-    """Returns without a key, in validation alone, what no row can hold."""
+class InvalidMetaGPT(BigramTrainer):
+    """A job that returns an invalid value under an unnamed key, only in validation."""
 
     @classmethod
     def forward(cls, apply_fn: Any, params: Any, batch: Any, key: jax.Array | None) -> Any:
@@ -143,7 +143,7 @@ class Refused(BigramTrainer):
         return loss_sum, meta | ({"x": batch["x"]} if key is None else {})
 
 
-class RefusedInTraining(BigramTrainer):
+class InvalidTrainingMetaGPT(BigramTrainer):
     @classmethod
     def forward(cls, apply_fn: Any, params: Any, batch: Any, key: jax.Array | None) -> Any:
         loss_sum, meta = super().forward(apply_fn, params, batch, key)
@@ -153,15 +153,15 @@ class RefusedInTraining(BigramTrainer):
 @pytest.mark.parametrize(
     ("job_class", "changes", "line"),
     [
-        (Refused, {}, "'x' as meta, int32 of shape"),
+        (InvalidMetaGPT, {}, "'x' as meta, int32 of shape"),
         (
-            RefusedInTraining,
+            InvalidTrainingMetaGPT,
             {"config.metrics.norms": "groups"},
             "'grad_norm/table' as meta, which is a reserved name",
         ),
     ],
 )
-def test_invalid_meta_is_refused_before_anything_is_written(
+def test_invalid_meta_is_rejected_before_anything_is_written(
     job_class: type[BaseTrainer], changes: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     with pytest.raises((InvalidError, SpecError), match=line):

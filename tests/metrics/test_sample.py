@@ -1,4 +1,4 @@
-"""Sample of rows, from files of any size and shape, with bounded work."""
+"""Samples of rows from files of any size, with bounded work."""
 
 import pytest
 
@@ -10,34 +10,34 @@ from tests.support.metric_rows import make_row as row
 
 
 @pytest.fixture
-def num_parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def parsed_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count_parsed(monkeypatch)
 
 
-def steps_of(sample) -> list[int]:
+def get_steps(sample) -> list[int]:
     return [each["step"] for each in sample]
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 63, 64, 65, 600, 20_000])
-def test_a_sample_is_spread_over_the_file_and_has_the_newest_rows(num_rows, num_parsed, tmp_path):
+def test_a_sample_covers_the_file_and_has_the_newest_rows(num_rows, parsed_counts, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(row(step) for step in range(1, num_rows + 1)))
-    found = steps_of(read_sample(LocalStore(tmp_path)))
+    found = get_steps(read_sample(LocalStore(tmp_path)))
     assert found == sorted(set(found))
     assert len(found) <= 2 * SAMPLE_ROWS_MAX
     assert found[-20:] == list(range(1, num_rows + 1))[-20:]
-    assert num_parsed[0] <= NUM_PARSED_MAX
+    assert parsed_counts[0] <= NUM_PARSED_MAX
     if num_rows:
         gaps = [after - before for before, after in zip([0, *found], found, strict=False)]
         assert max(gaps) <= max(num_rows // 50, 2)
 
 
-def test_the_work_is_independent_of_the_file_size(num_parsed, tmp_path):
+def test_the_work_is_independent_of_the_file_size(parsed_counts, tmp_path):
     counts = []
     for num_rows in (20_000, 60_000):
         (tmp_path / "metrics.jsonl").write_bytes(b"".join(map(row, range(1, num_rows + 1))))
-        num_parsed[0] = 0
+        parsed_counts[0] = 0
         read_sample(LocalStore(tmp_path))
-        counts.append(num_parsed[0])
+        counts.append(parsed_counts[0])
     assert counts[1] < 1.2 * counts[0]
 
 
@@ -48,10 +48,10 @@ def test_the_work_is_independent_of_the_file_size(num_parsed, tmp_path):
 )
 def test_lines_that_are_no_rows_are_skipped(tail, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(map(row, range(1, 9))) + tail)
-    assert steps_of(read_sample(LocalStore(tmp_path))) == list(range(1, 9))
+    assert get_steps(read_sample(LocalStore(tmp_path))) == list(range(1, 9))
 
 
-def test_in_a_bucket_parts_are_sampled_and_the_last_is_read():
+def test_parts_in_a_bucket_are_sampled_and_the_last_is_read():
     store, parts = make_memory_bucket(), []
     for number in range(100):
         steps = range(number * 10 + 1, number * 10 + 11)
@@ -60,7 +60,7 @@ def test_in_a_bucket_parts_are_sampled_and_the_last_is_read():
         store.write(part.name, encode_parts(named) + b"".join(map(row, steps)))
         parts = [part] if named else [*parts, part]
     store.write("metrics.jsonl", encode_parts(parts) + row(1001))
-    found = steps_of(read_sample(store))
+    found = get_steps(read_sample(store))
     assert found[-11:] == list(range(991, 1002))
     assert 100 <= len(found) <= 300
     assert found[0] == 1
@@ -79,8 +79,8 @@ def test_in_a_bucket_parts_are_sampled_and_the_last_is_read():
     ],
     ids=str,
 )
-def test_invalid_part_names_are_reported_in_a_line(named):
-    """By `status` as what is not read, by a start as what a person must move away."""
+def test_invalid_part_names_are_reported_in_one_line(named):
+    """`status` reports them as unreadable, and the start of a job as files that the user must move away."""
     store = make_memory_bucket()
     if named == "circle":
         named = [["metrics/a.jsonl", 1]]
@@ -95,4 +95,4 @@ def test_invalid_part_names_are_reported_in_a_line(named):
 def test_a_missing_part_leaves_the_newest_rows():
     store = make_memory_bucket()
     store.write("metrics.jsonl", encode_parts([SealedPart("metrics/a.jsonl", 1)]) + row(2))
-    assert steps_of(read_sample(store)) == [2]
+    assert get_steps(read_sample(store)) == [2]

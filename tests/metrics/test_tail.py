@@ -1,4 +1,4 @@
-"""A metrics tail knows the rows of `metrics.jsonl` after any writes and rewinds, on a disk and in a bucket."""
+"""Tail of metrics: a reader knows the rows of `metrics.jsonl` after any writes and rewinds, on disk and in a bucket."""
 
 import tempfile
 from pathlib import Path
@@ -17,15 +17,15 @@ KINDS = ("disk", "bucket")
 LINE = encode_line({"step": 1, "train/loss": 0.5})
 
 
-class Unhurried(BackgroundWriter):
-    """Writer that sends only on `sync`."""
+class IdleWriter(BackgroundWriter):
+    """A background writer that sends only on `sync`."""
 
     def mark(self, name, send):
         pass
 
 
 def apply_update(known: list, update: MetricsTailUpdate) -> tuple[list, list]:
-    """Return the final rows, and all rows, of a reader that knew the final rows `known` before the update."""
+    """Return the final rows and all rows that a reader with the final rows `known` has after the update."""
     final = ([] if update.is_restart else known) + list(update.rows)
     return final, final + update.newest
 
@@ -35,18 +35,18 @@ def apply_update(known: list, update: MetricsTailUpdate) -> tuple[list, list]:
     st.sampled_from(KINDS),
     st.lists(st.one_of(st.integers(1, 12), st.floats(0, 1), st.just("replace")), min_size=1, max_size=12),
 )
-def test_a_tail_knows_the_surviving_rows_after_any_appends_and_rewinds(kind, actions):
+def test_a_tail_follows_any_appends_and_rewinds(kind, actions):
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket, "PART_BYTES", 150)
         patch.setattr(bucket, "PARTS_MAX", 3)
         store = LocalStore(Path(directory)) if kind == "disk" else make_memory_bucket()
         tail, final, step, attempt = open_metrics_tail(store), [], 0, 0
         for action in [0.0, *actions]:
-            if isinstance(action, float):  # a new attempt resumes at this share of what there is
+            if isinstance(action, float):  # a new attempt resumes at this fraction of the rows
                 fence = Fence(store)
                 attempt = fence.claim()
                 step = int(step * action)
-                file = open_metrics_file(store, Unhurried(), fence)
+                file = open_metrics_file(store, IdleWriter(), fence)
                 file.rewind(step)
             elif action == "replace" and step:
                 file.replace_last({"step": step, "train/loss": -1.0, "perf/attempt": attempt})
@@ -74,7 +74,7 @@ def test_a_tail_knows_the_surviving_rows_after_any_appends_and_rewinds(kind, act
     ],
     ids=["empty", "no newline", "torn", "half a line", "no text", "another object", "long line", "long and torn"],
 )
-def test_other_lines_are_skipped_and_half_a_line_waits_for_its_rest(tmp_path, content, steps):
+def test_invalid_lines_are_skipped_and_a_partial_line_is_completed_later(tmp_path, content, steps):
     tail = open_metrics_tail(LocalStore(tmp_path))
     assert apply_update([], tail.read()) == ([], [])
     (tmp_path / "metrics.jsonl").write_bytes(content)
@@ -84,7 +84,7 @@ def test_other_lines_are_skipped_and_half_a_line_waits_for_its_rest(tmp_path, co
     assert [row["step"] for row in apply_update(final, tail.read())[1]][-1] == 7
 
 
-def test_a_line_is_read_once_over_many_readings(tmp_path):
+def test_each_line_is_read_once(tmp_path):
     path, tail, lines = tmp_path / "metrics.jsonl", open_metrics_tail(LocalStore(tmp_path)), 0
     for step in range(1, 20):
         with path.open("ab") as file:

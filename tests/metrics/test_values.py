@@ -1,4 +1,4 @@
-"""Lists, histograms and texts of a row in every writer, and durations of steps."""
+"""Lists, histograms and texts in every writer, and percentiles of step times."""
 
 import csv
 import io
@@ -58,7 +58,7 @@ def test_wandb_gets_histograms() -> None:
     assert [convert_value(value) for value in (1.5, None, "text", [])] == [1.5, None, "text", []]
 
 
-def test_csv_has_json_for_lists_and_pages_leave_them_out() -> None:
+def test_csv_encodes_lists_as_json_and_pages_omit_them() -> None:
     header, line = csv.reader(io.StringIO("".join(format_csv([EncodedRow.from_row(ROW)]))))
     cells = dict(zip(header, line, strict=True))
     assert json.loads(cells["train/some"]) == HISTOGRAM
@@ -69,7 +69,7 @@ def test_csv_has_json_for_lists_and_pages_leave_them_out() -> None:
     assert set(curves.keys) == {"train/loss", "val/none"}
 
 
-def test_the_row_of_step_0_needs_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_of_step_0_needs_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
     first = {"step": 0, "train/tokens": 0, "val/loss": 2.0}
     damaged = [{"step": 0}, {"step": 1, "train/tokens": 0}, {"step": "0", "train/tokens": 0}]
     assert [line.row for line in select_surviving(json.dumps(row).encode() for row in [*damaged, first, ROW])] == [
@@ -80,7 +80,7 @@ def test_the_row_of_step_0_needs_no_loss(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "step 0/200  val 2.0000\n"
 
 
-def test_percentiles_count_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_percentiles_count_only_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now, ended = [100.0], threading.Semaphore(0)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
@@ -109,7 +109,7 @@ def test_percentiles_count_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drain(pace: StepTimer) -> None:
-    """Wait until what was added is counted."""
+    """Wait until all added steps are counted."""
     seen = threading.Event()
     pace._ends.put(seen)
     assert seen.wait(60)

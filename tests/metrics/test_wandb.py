@@ -1,4 +1,4 @@
-"""W&B: one run over all attempts, offline and online, and training does not notice its failures."""
+"""W&B: one run over all attempts, offline and online; its failures do not affect training."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ except PreemptedError:
     os._exit(0)
 """
 
-# Trains, and hangs once so many steps are done; 0 is never.
+# A program that trains, and hangs at the given step; 0 never hangs.
 ONLINE = """
 import sys, time
 from pathlib import Path
@@ -56,7 +56,7 @@ def run_spec(directory, mode):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Outputs of an offline job in two attempts, and of an online job whose server is dead."""
+    """Return the outputs of an offline job with two attempts, and of an online job with a dead server."""
     base = tmp_path_factory.mktemp("wandb")
     make_gpt(base / "plain", **SMALL)()
     dead = start_python(*run_spec(base / "dead", "online"), **DEAD_SERVER)
@@ -100,7 +100,7 @@ def test_wandb_changes_neither_weights_nor_rows(runs, name):
 
 @pytest.mark.soak
 def test_the_online_server_holds_only_the_surviving_trajectory(tmp_path):
-    """The client holds a row until the next one comes, so of six the server has five."""
+    """The client delays each row until the next one, so the server has five of six."""
     directory = tmp_path / "run"
     with start_wandb() as server:
         online = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
@@ -118,7 +118,7 @@ def test_the_online_server_holds_only_the_surviving_trajectory(tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["perf/attempt"] for row in lost] == [1, 1, 1, 1, 1]
     num_kept = [row["perf/attempt"] for row in rows].index(2)
-    assert 0 < num_kept < 5, "some of the rows that the server had were computed anew"
+    assert 0 < num_kept < 5, "the server has rows that were computed again"
     begun = server.upserts[0]
     config = {key: held["value"] for key, held in json.loads(begun["config"]).items()}
     assert (begun["displayName"], begun["tags"], config["seed"]) == ("tiny", ["one", "two"], 0)

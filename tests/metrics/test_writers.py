@@ -1,4 +1,4 @@
-"""Metric writers show the one surviving trajectory, and training does not notice their failures."""
+"""Metric writers show the surviving trajectory, and their failures do not affect training."""
 
 import csv
 import io
@@ -23,30 +23,30 @@ from tests.support import wandb_file
 from tests.support.memory_bucket import make_memory_bucket
 from tests.support.tiny_jobs import make_gpt
 
-SAVED, STRUCK = 3, 5
+SAVED_STEP, KILL_STEP = 3, 5
 ALL_ON = {"logging.tensorboard": True, "logging.wandb": "online", "logging.wandb_tags": ["a tag"]}
-CHANGES = {"checkpoint.every_steps": SAVED}
+CHANGES = {"checkpoint.every_steps": SAVED_STEP}
 
 
-class StrikeError(Exception):
-    """A process that is killed, as far as what it has shown goes."""
+class KilledError(Exception):
+    """Simulated kill of the process."""
 
 
-class Struck(PretrainGPT):
+class KilledGPT(PretrainGPT):
     def save_or_stop(self) -> None:
         super().save_or_stop()
         self.checkpointer.wait_until_finished()
-        if self.step == STRUCK:
-            raise StrikeError
+        if self.step == KILL_STEP:
+            raise KilledError
 
 
-def float32(row: Row) -> Row:
-    """As TensorBoard keeps it: in single floats, and the time beside them."""
+def round_to_float32(row: Row) -> Row:
+    """Convert a row to TensorBoard's float32 values, without the time."""
     return {key: struct.unpack("<f", struct.pack("<f", value))[0] for key, value in row.items() if key != "perf/time"}
 
 
-def rows_of(accumulator: EventAccumulator) -> list[Row]:
-    """What TensorBoard would draw: by tag, each in order."""
+def read_scalars(accumulator: EventAccumulator) -> list[Row]:
+    """Return the scalars that TensorBoard would draw as rows, after checking that each tag is in order."""
     found: dict[int, Row] = {}
     for tag in accumulator.Tags()["scalars"]:
         events = accumulator.Scalars(tag)
@@ -62,18 +62,18 @@ def accumulate(folder: Path) -> EventAccumulator:
     return accumulator
 
 
-class Life:
-    """A run that was struck and resumed while every sink looked on, and a TensorBoard that was open all the time."""
+class ResumedRun:
+    """A run killed and resumed with all writers on, and a TensorBoard that is open all the time."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        with pytest.raises(StrikeError):
-            make_gpt(directory, Struck, **CHANGES, **ALL_ON)()
-        self.lost = self.rows()[SAVED:]
-        self.looking_on = accumulate(directory / "tensorboard")
-        assert len(rows_of(self.looking_on)) == STRUCK
+        with pytest.raises(KilledError):
+            make_gpt(directory, KilledGPT, **CHANGES, **ALL_ON)()
+        self.lost = self.rows()[SAVED_STEP:]
+        self.open_tensorboard = accumulate(directory / "tensorboard")
+        assert len(read_scalars(self.open_tensorboard)) == KILL_STEP
         make_gpt(directory, **CHANGES, **ALL_ON)()
-        self.looking_on.Reload()
+        self.open_tensorboard.Reload()
 
     def rows(self) -> list[Row]:
         return parse_lines((self.directory / "metrics.jsonl").read_bytes())
@@ -83,17 +83,17 @@ class Life:
 
 
 @pytest.fixture(scope="module")
-def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResumedRun]:
     base = tmp_path_factory.mktemp("sinks")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"WANDB_API_KEY": "", "NETRC": "/nonexistent", "WANDB_CACHE_DIR": str(base / "c")}.items():
             patch.setenv(name, value)
-        for name in ("exit", "excepthook"):  # which wandb replaces
+        for name in ("exit", "excepthook"):  # wandb replaces these functions
             patch.setattr(sys, name, getattr(sys, name))
-        yield Life(base / "run")
+        yield ResumedRun(base / "run")
 
 
-def shown_by_csv(life: Life) -> list[Row]:
+def read_csv(life: ResumedRun) -> list[Row]:
     output = life.directory.with_suffix(".csv")
     assert run_command(["metrics", str(life.directory), "--csv", "-o", str(output)]) == 0
     rows = csv.DictReader(io.StringIO(output.read_text()))
@@ -102,49 +102,49 @@ def shown_by_csv(life: Life) -> list[Row]:
     ]
 
 
-def shown_by_json(life: Life) -> list[Row]:
+def read_json_lines(life: ResumedRun) -> list[Row]:
     output = life.directory.with_suffix(".jsonl")
     assert run_command(["metrics", str(life.directory), "-o", str(output)]) == 0
     return parse_lines(output.read_bytes())
 
 
-def shown_by_wandb(life: Life) -> list[Row]:
+def read_wandb(life: ResumedRun) -> list[Row]:
     (path,) = life.wandb_files()
     return wandb_file.read_history(path)
 
 
-# What a sink holds, and how it keeps a row. A sink that the spec can name stands here by the name of its place.
-Shown = tuple[Callable[[Life], list[Row]], Callable[[Row], Row]]
-SHOWN: dict[str, Shown] = {
-    "metrics": (shown_by_json, dict),
-    "csv": (shown_by_csv, dict),
-    "tensorboard": (lambda life: rows_of(accumulate(life.directory / "tensorboard")), float32),
-    "tensorboard, open all the time": (lambda life: rows_of(life.looking_on), float32),
-    "wandb": (shown_by_wandb, dict),
+# Reader of each writer's output, and conversion of a row to its precision.
+RowReader = tuple[Callable[[ResumedRun], list[Row]], Callable[[Row], Row]]
+READERS: dict[str, RowReader] = {
+    "metrics": (read_json_lines, dict),
+    "csv": (read_csv, dict),
+    "tensorboard": (lambda life: read_scalars(accumulate(life.directory / "tensorboard")), round_to_float32),
+    "tensorboard, open all the time": (lambda life: read_scalars(life.open_tensorboard), round_to_float32),
+    "wandb": (read_wandb, dict),
 }
 
 
-def test_lost_rows_differ_from_recomputed_rows(life: Life) -> None:
-    anew = life.rows()[SAVED:STRUCK]
-    assert [row["step"] for row in life.lost] == [row["step"] for row in anew] == [SAVED + 1, STRUCK]
-    assert all(row != other for row, other in zip(life.lost, anew, strict=True))  # at another speed, at least
+def test_lost_rows_differ_from_recomputed_rows(resumed_run: ResumedRun) -> None:
+    anew = resumed_run.rows()[SAVED_STEP:KILL_STEP]
+    assert [row["step"] for row in resumed_run.lost] == [row["step"] for row in anew] == [SAVED_STEP + 1, KILL_STEP]
+    assert all(row != other for row, other in zip(resumed_run.lost, anew, strict=True))  # the speed differs at least
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_every_writer_shows_one_trajectory_after_a_rewind(life: Life, name: str) -> None:
-    read, kept = SHOWN[name]
-    assert [row["step"] for row in life.rows()] == list(range(1, 9))
-    assert read(life) == [kept(row) for row in life.rows()]
+@pytest.mark.parametrize("name", READERS)
+def test_every_writer_shows_one_trajectory_after_a_rewind(resumed_run: ResumedRun, name: str) -> None:
+    read, kept = READERS[name]
+    assert [row["step"] for row in resumed_run.rows()] == list(range(1, 9))
+    assert read(resumed_run) == [kept(row) for row in resumed_run.rows()]
 
 
-def test_tensorboard_uses_the_time_of_the_row(life: Life) -> None:
-    events = accumulate(life.directory / "tensorboard").Scalars("train/loss")
-    assert [event.wall_time for event in events] == [row["perf/time"] for row in life.rows()]
+def test_tensorboard_uses_the_time_of_the_row(resumed_run: ResumedRun) -> None:
+    events = accumulate(resumed_run.directory / "tensorboard").Scalars("train/loss")
+    assert [event.wall_time for event in events] == [row["perf/time"] for row in resumed_run.rows()]
 
 
-def test_wandb_without_a_key_logs_offline(life: Life) -> None:
-    run_id = read_json(LocalStore(life.directory), "job.json")["id"]
-    (path,) = life.wandb_files()
+def test_wandb_without_a_key_logs_offline(resumed_run: ResumedRun) -> None:
+    run_id = read_json(LocalStore(resumed_run.directory), "job.json")["id"]
+    (path,) = resumed_run.wandb_files()
     assert (path.name, path.parent.name.partition("-")[0]) == (f"run-{run_id}.wandb", "offline")
     told = wandb_file.read_config(path)
     assert told["config"]["train"]["micro_batch_examples"] == 2
@@ -152,16 +152,16 @@ def test_wandb_without_a_key_logs_offline(life: Life) -> None:
     assert {"versions", "hosts", "cpus"} <= told["environment"].keys()
 
 
-def test_only_the_newest_attempt_leaves_files(life: Life) -> None:
-    sizes = [path.stat().st_size for path in sorted((life.directory / "tensorboard").iterdir())]
+def test_only_files_of_the_newest_attempt_remain(resumed_run: ResumedRun) -> None:
+    sizes = [path.stat().st_size for path in sorted((resumed_run.directory / "tensorboard").iterdir())]
     assert (len(sizes), sizes[0], sizes[1] > 0) == (2, 0, True)
 
 
-# Sinks that fail.
+# Failing writers.
 
 
-class Broken:
-    """A place that fails in one way."""
+class BrokenWriter:
+    """A writer that fails in one way."""
 
     def __init__(self, way: str, free: threading.Event):
         self._way, self._free = way, free
@@ -174,13 +174,13 @@ class Broken:
         self._free.wait()
 
     def supersede(self) -> None:
-        """Nothing is there."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """Never called."""
+        """Do nothing."""
 
 
-WAYS = {
+FAILURES = {
     "hangs": "it has not finished 0.1 s after the last row",
     "fills up": "2 rows wait for it",
     "raises at a row": "KeyError: 1",
@@ -188,22 +188,22 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FAILURES)
 def test_a_failing_writer_is_switched_off_once_without_waiting(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.1 if way == "hangs" else 600.0)
     monkeypatch.setattr(writers, "QUEUE_ROWS", 2 if way == "fills up" else 100)
     free, heard = threading.Event(), []
     aside = AsyncMetricWriter(
-        "some", lambda: Broken(way, free), lambda: [], lambda name, reason: heard.append((name, reason))
+        "some", lambda: BrokenWriter(way, free), lambda: [], lambda name, reason: heard.append((name, reason))
     )
     for step in range(1, 9):
         aside.show({"step": step})
     aside.close()
     free.set()
-    assert heard == [("some", WAYS[way])]
+    assert heard == [("some", FAILURES[way])]
 
 
-def test_failing_writers_cost_a_line_and_an_event_but_no_bits(
+def test_failing_writers_print_a_line_and_leave_the_run_bit_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_gpt(tmp_path / "undisturbed")()
@@ -211,14 +211,14 @@ def test_failing_writers_cost_a_line_and_an_event_but_no_bits(
     free, told = threading.Event(), {}
 
     def broken(name: str, _: Any, earlier: Any, on_off: Any) -> AsyncMetricWriter:
-        way = list(WAYS)[len(told) * 2]
-        told[name] = WAYS[way]
-        return AsyncMetricWriter(name, lambda: Broken(way, free), earlier, on_off)
+        way = list(FAILURES)[len(told) * 2]
+        told[name] = FAILURES[way]
+        return AsyncMetricWriter(name, lambda: BrokenWriter(way, free), earlier, on_off)
 
     monkeypatch.setattr(writers, "AsyncMetricWriter", broken)
     make_gpt(tmp_path / "run", **ALL_ON)()
     free.set()
-    assert sorted(told) == sorted(SHOWN.keys() & {"tensorboard", "wandb"})
+    assert sorted(told) == sorted(READERS.keys() & {"tensorboard", "wandb"})
     store = LocalStore(tmp_path / "run")
     assert read_json(store, "result.json") == read_json(LocalStore(tmp_path / "undisturbed"), "result.json")
     lines = [line for line in capsys.readouterr().err.splitlines() if " is switched off: " in line]
@@ -229,11 +229,11 @@ def test_failing_writers_cost_a_line_and_an_event_but_no_bits(
     ]
 
 
-# Parts.
+# Wrapper and event files.
 
 
-class Noting:
-    """A place that notes what it is told."""
+class RecordingWriter:
+    """A writer that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -249,7 +249,7 @@ class Noting:
 
 
 def test_a_completed_row_adds_only_new_keys() -> None:
-    noting, earlier = Noting(), [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+    noting, earlier = RecordingWriter(), [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
     aside = AsyncMetricWriter("noting", lambda: noting, lambda: earlier, lambda name, reason: None)
     aside.show({"step": 2, "a": 2.0, "val/loss": 3.0})
     aside.show({"step": 3, "a": 2.0})
@@ -269,7 +269,7 @@ def test_a_bucket_holds_only_the_newest_event_file(tmp_path: Path, monkeypatch: 
         *before, name = sorted(store.list_names("tensorboard"))
         assert [store.read(f"tensorboard/{other}") for other in before] == [b""] * (attempt > 8)
         (tmp_path / name).write_bytes(store.read(f"tensorboard/{name}"))
-        assert rows_of(accumulate(tmp_path / name)) == [
+        assert read_scalars(accumulate(tmp_path / name)) == [
             {"step": step, "train/loss": float("inf")} for step in range(1, attempt)
         ]
         file.finish()
