@@ -23,14 +23,14 @@ from tests.support.memory_bucket import make_memory_bucket
 SLOT_BYTES = len(encode_slot(0, ClockReading(0.0, 0, 0.0, TimeBucket.STEPS, (0.0,) * len(COUNTED_BUCKETS), None)))
 
 
-def reading(step: int, code: int | None = None) -> ClockReading:
+def make_reading(step: int, code: int | None = None) -> ClockReading:
     return ClockReading(
         1000.0 + step, step, 999.5, TimeBucket.EVALUATION, tuple(step + 0.5 for _ in COUNTED_BUCKETS), code
     )
 
 
-def content_of(*readings: ClockReading) -> bytes:
-    """A file in which these stand one after the other."""
+def make_content(*readings: ClockReading) -> bytes:
+    """Return a file with these slots one after another."""
     content = bytearray(encode_header(Clock()).ljust(HEADER_BYTES + NUM_SLOTS * SLOT_BYTES, b"\0"))
     for number, each in enumerate(readings):
         start = HEADER_BYTES + number % NUM_SLOTS * SLOT_BYTES
@@ -40,23 +40,25 @@ def content_of(*readings: ClockReading) -> bytes:
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_the_newest_reading_is_found(count):
-    readings = [reading(step, code=0 if step == 8 else None) for step in range(count)]
-    assert decode_clock_file(content_of(*readings)).reading == readings[-1]
+    readings = [make_reading(step, code=0 if step == 8 else None) for step in range(count)]
+    assert decode_clock_file(make_content(*readings)).reading == readings[-1]
 
 
 def test_an_exit_code_wins_over_a_later_heartbeat():
-    assert decode_clock_file(content_of(reading(5), reading(6, code=75), reading(6))).reading.code == 75
+    assert (
+        decode_clock_file(make_content(make_reading(5), make_reading(6, code=75), make_reading(6))).reading.code == 75
+    )
 
 
 @pytest.mark.parametrize("between", range(4))
 def test_a_delayed_heartbeat_does_not_hide_newer_steps(between):
-    steps = [reading(step) for step in range(3, 4 + between)]
-    assert decode_clock_file(content_of(*steps, reading(2))).reading == steps[-1]
+    steps = [make_reading(step) for step in range(3, 4 + between)]
+    assert decode_clock_file(make_content(*steps, make_reading(2))).reading == steps[-1]
 
 
-def test_a_damaged_file_gives_a_stored_reading_or_none():
-    readings = [reading(step) for step in range(6)]
-    whole = content_of(*readings)
+def test_a_damaged_file_returns_a_stored_reading_or_none():
+    readings = [make_reading(step) for step in range(6)]
+    whole = make_content(*readings)
     found = set()
     for place in range(HEADER_BYTES, len(whole)):
         flipped = bytearray(whole)
@@ -75,21 +77,21 @@ def test_a_damaged_file_gives_a_stored_reading_or_none():
     [b"", b"[]", b"{}", b"\xff\xfe", b'{"format": 2}', b"{" * 1000],
     ids=["nothing", "list", "no keys", "no text", "newer", "deep"],
 )
-def test_a_damaged_header_is_refused(head):
+def test_a_damaged_header_is_rejected(head):
     with pytest.raises(ValueError, match=r"."):
-        decode_clock_file(head.ljust(HEADER_BYTES) + content_of(reading(1))[HEADER_BYTES:])
+        decode_clock_file(head.ljust(HEADER_BYTES) + make_content(make_reading(1))[HEADER_BYTES:])
 
 
 def test_buckets_of_another_version_are_matched_by_name(monkeypatch):
     fewer = COUNTED_BUCKETS[1:]
-    content = content_of(reading(3))
+    content = make_content(make_reading(3))
     monkeypatch.setattr(clock_file, "COUNTED_BUCKETS", fewer)
     found = decode_clock_file(content).reading
     assert found.seconds == (3.5,) * len(fewer)
     assert found.bucket is TimeBucket.EVALUATION
 
 
-def test_on_a_disk_each_step_is_stored_at_once(tmp_path, monkeypatch):
+def test_each_step_is_stored_at_once_on_disk(tmp_path, monkeypatch):
     (tmp_path / "attempts").mkdir()
     monkeypatch.setattr(clock_file, "_send_heartbeats", lambda clock: None)
     store, clock = LocalStore(tmp_path), Clock()
@@ -107,7 +109,7 @@ def test_on_a_disk_each_step_is_stored_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("steps", range(1, 2 * NUM_SLOTS))
-def test_a_heartbeat_that_the_disk_delays_overwrites_no_newer_step(steps, tmp_path, monkeypatch):
+def test_a_heartbeat_delayed_by_the_disk_does_not_overwrite_newer_steps(steps, tmp_path, monkeypatch):
     (tmp_path / "attempts").mkdir()
     write, held = os.pwrite, []
 
@@ -132,7 +134,7 @@ def test_a_heartbeat_that_the_disk_delays_overwrites_no_newer_step(steps, tmp_pa
 
 
 @pytest.mark.parametrize("stands", ["nothing", "directory", "pipe", "link", "link to a file"])
-def test_an_entry_in_its_place_loses_the_record_at_most(stands, tmp_path, capsys):
+def test_another_entry_at_its_path_only_loses_the_record(stands, tmp_path, capsys):
     other = tmp_path / "other"
     other.write_bytes(b"mine")
     path = tmp_path / get_clock_file_name(1)
@@ -151,7 +153,7 @@ def test_an_entry_in_its_place_loses_the_record_at_most(stands, tmp_path, capsys
     assert not is_kept or decode_clock_file(path.read_bytes()).reading.step == 1
 
 
-def test_in_a_bucket_the_file_is_put_periodically_and_at_the_end(monkeypatch):
+def test_the_file_is_uploaded_periodically_and_at_the_end(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     store, background, clock = make_memory_bucket(), BackgroundWriter(), Clock()
@@ -165,14 +167,14 @@ def test_in_a_bucket_the_file_is_put_periodically_and_at_the_end(monkeypatch):
 
     monkeypatch.setattr(store, "write", count)
     start_clock_file(clock, store, 2, background)
-    for step in range(1, 101):  # 10 s of steps, a beat each second
+    for step in range(1, 101):  # ten steps per second, one heartbeat each
         now[0] += 0.1
         clock.record_step(step)
         if step % 10 == 0:
             clock.send_heartbeat()
     assert 4 <= len(written) <= 6
     before = len(written)
-    for _ in range(60):  # a minute of standing still
+    for _ in range(60):  # a minute without steps
         now[0] += 1.0
         clock.send_heartbeat()
     assert 5 <= len(written) - before <= 8

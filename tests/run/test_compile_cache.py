@@ -1,4 +1,4 @@
-"""Compiled programs are kept on each host, and on request in the run's directory."""
+"""Compilation cache of each host, and on request of the run directory."""
 
 import contextlib
 import itertools
@@ -69,7 +69,7 @@ OTHER_KEY = f"jit_step-{'1' * 64}"
 NAME = f"run/compiled/0.{KEY}"
 
 
-# On this host's disk.
+# Cache on the host's disk.
 
 
 def compile_once(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -84,7 +84,7 @@ def compile_once(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[s
     )
 
 
-def entries(cache: Path) -> set[str]:
+def list_entries(cache: Path) -> set[str]:
     return {path.name for path in (cache / "compiled").iterdir() if not path.name.startswith(".")}
 
 
@@ -93,10 +93,10 @@ def entries(cache: Path) -> set[str]:
 def test_a_partial_entry_is_never_read(end: str, code: int, tmp_path: Path) -> None:
     first = compile_once(tmp_path, end)
     assert first.returncode == code
-    assert not entries(tmp_path)
-    assert (end == "full") == (not list((tmp_path / "compiled").iterdir())), "parts fill up a full disk"
+    assert not list_entries(tmp_path)
+    assert (end == "full") == (not list((tmp_path / "compiled").iterdir())), "partial entries fill a full disk"
     assert compile_once(tmp_path).returncode == 0
-    assert entries(tmp_path)
+    assert list_entries(tmp_path)
     third = compile_once(tmp_path)
     assert third.returncode == 0
     assert "Error reading" not in third.stderr
@@ -104,11 +104,11 @@ def test_a_partial_entry_is_never_read(end: str, code: int, tmp_path: Path) -> N
     assert not MISS.search(third.stderr)
 
 
-# In the run's directory, as one process of a job sees it.
+# Shared cache in the run directory, for one process.
 
 
 class Host:
-    """One process of a job on a machine of its own."""
+    """A process of a job on its own machine."""
 
     def __init__(self, cache: Path, monkeypatch: pytest.MonkeyPatch, shared: Store | None, process: int = 0):
         monkeypatch.setenv("RUNNER_CACHE", str(cache))
@@ -116,7 +116,7 @@ class Host:
         self.cache = CompileCache(shared)
 
     def publish(self, raise_if_fenced: Callable[[], None] = lambda: None) -> None:
-        """All that it has used, and wait."""
+        """Publish all used programs and wait."""
         self.cache.publish(raise_if_fenced, self.process)
         while self.process != 0 and self.cache._unpublished:
             time.sleep(0.01)
@@ -142,7 +142,7 @@ def test_a_program_is_shared_with_the_next_machine_and_then_cached_there(make_ho
     assert second.cache.get(KEY) == b"program"
 
 
-def test_without_the_opt_in_nothing_is_shared(make_host) -> None:
+def test_nothing_is_shared_without_opting_in(make_host) -> None:
     host = make_host(None)
     host.cache.put(KEY, b"program")
     host.publish()
@@ -228,13 +228,13 @@ def test_a_fenced_attempt_publishes_nothing(make_host) -> None:
 
 
 @pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def logged_warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(compile_cache, "warn", lines.append)
     return lines
 
 
-def test_a_bucket_that_is_down_gets_the_programs_later(make_host, warnings, monkeypatch) -> None:
+def test_programs_are_published_after_an_outage_of_the_bucket(make_host, logged_warnings, monkeypatch) -> None:
     monkeypatch.setattr(compile_cache, "_PERIOD_SECONDS", 0.0)
     monkeypatch.setattr(compile_cache, "_RETRY_SECONDS", 0.0)
     driver, refused = MemoryDriver(), []
@@ -252,11 +252,11 @@ def test_a_bucket_that_is_down_gets_the_programs_later(make_host, warnings, monk
     while not driver.objects and time.monotonic() < deadline:
         time.sleep(0.01)
     assert list(driver.objects) == [NAME]
-    assert warnings == ["compiled programs cannot be published, will be tried again: down"]
+    assert logged_warnings == ["compiled programs cannot be published, will be tried again: down"]
 
 
 @pytest.mark.parametrize("verb", ["list", "get"])
-def test_a_bucket_that_cannot_be_read_costs_a_warning_and_a_compilation(verb, make_host, warnings) -> None:
+def test_an_unreadable_bucket_is_a_warning_and_a_compilation(verb, make_host, logged_warnings) -> None:
     driver = MemoryDriver()
     first, second = make_host(make_memory_bucket(driver)), make_host(make_memory_bucket(driver))
     for key in (KEY, OTHER_KEY):
@@ -269,7 +269,7 @@ def test_a_bucket_that_cannot_be_read_costs_a_warning_and_a_compilation(verb, ma
 
     driver.before = refuse
     assert [second.cache.get(key) for key in (KEY, OTHER_KEY)] == [None, None]
-    assert warnings == ["compiled programs cannot be read and are compiled again: down"]
+    assert logged_warnings == ["compiled programs cannot be read and are compiled again: down"]
 
 
 def test_a_long_attempt_prunes_many_unused_entries(make_host, monkeypatch) -> None:
@@ -286,7 +286,7 @@ def test_a_long_attempt_prunes_many_unused_entries(make_host, monkeypatch) -> No
     host = make_host(make_memory_bucket(driver))
     assert host.cache.get(keys[1]) == b"program"
     host.publish()
-    assert set(names[1:3]) < set(driver.objects), "deletes few"
+    assert set(names[1:3]) < set(driver.objects), "deletes few entries"
     driver.put("run/compiled/.0.torn.tmp", b"", None)
     host = make_host(make_memory_bucket(driver))
     assert host.cache.get(keys[1]) == b"program"
@@ -295,70 +295,72 @@ def test_a_long_attempt_prunes_many_unused_entries(make_host, monkeypatch) -> No
     assert sorted(driver.objects) == [names[1], names[3], f"run/compiled/1.{keys[0]}"]
 
 
-def test_nothing_is_shared_if_the_environment_sets_a_cache_directory(make_host, warnings, monkeypatch) -> None:
+def test_nothing_is_shared_if_the_environment_sets_a_cache_directory(make_host, logged_warnings, monkeypatch) -> None:
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     driver = MemoryDriver()
     host = make_host(make_memory_bucket(driver))
     host.cache.put(KEY, b"program")
     host.publish()
     assert not driver.objects
-    (line,) = warnings
+    (line,) = logged_warnings
     assert "JAX_COMPILATION_CACHE_DIR is /elsewhere" in line
     assert "none is shared" in line
 
 
-# Real jobs. Every attempt has an empty cache of its own, as a fresh machine has.
+# Whole jobs; every attempt has its own empty cache, like a new machine.
 
 
 @pytest.fixture
-def explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def explain_cache_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_EXPLAIN_CACHE_MISSES", "1")
 
 
 @pytest.fixture
-def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that are compiled in no time are kept too."""
+def keep_all_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep also programs with short compile times."""
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
-def missed(attempt: Attempt) -> dict[str, str]:
-    """What an attempt has compiled: names of programs by key."""
+def find_misses(attempt: Attempt) -> dict[str, str]:
+    """Return the names of the programs that an attempt compiled, by key."""
     return {f"{name}-{digest}": name for name, digest in MISS.findall(attempt.output)}
 
 
-def compiled_again(attempt: Attempt, there: list[str]) -> list[str]:
-    """What it has compiled although its key was there, or another program with one of these names was."""
+def find_recompilations(attempt: Attempt, there: list[str]) -> list[str]:
+    """Return the programs an attempt compiled although their key, or another program of that name, was published."""
     keys = {name.partition(".")[2] for name in there}
-    return [key for key, name in missed(attempt).items() if key in keys or name in (*STEPS, "jit_advance")]
+    return [key for key, name in find_misses(attempt).items() if key in keys or name in (*STEPS, "jit_advance")]
 
 
-def has_all(names: list[str], wanted: list[str]) -> bool:
+def contain_all(names: list[str], wanted: list[str]) -> bool:
     return all(any(re.fullmatch(f"{name}-[0-9a-f]{{64}}", there) for there in names) for name in wanted)
 
 
-def published(job: Job) -> list[str]:
+def list_published(job: Job) -> list[str]:
     with contextlib.suppress(FileNotFoundError):
         return os.listdir(job.directory / "compiled")
     return []
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("explained", "keeps_all")
-def test_a_killed_job_compiles_nothing_again_on_a_fresh_machine(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("explain_cache_misses", "keep_all_programs")
+def test_a_killed_job_recompiles_nothing_on_a_new_machine(tmp_path: Path) -> None:
     first = Job("specs/gpt_nano.yaml", tmp_path / "run", (*NANO, SHARED), cache=tmp_path / "first machine")
     attempt = first.start()
 
     def has_published_all() -> bool:
-        keys = {name.partition(".")[2] for name in published(first)}
-        return has_all(published(first), ["0.jit_step", "0.jit_val_step"]) and missed(attempt).keys() <= keys
+        keys = {name.partition(".")[2] for name in list_published(first)}
+        return (
+            contain_all(list_published(first), ["0.jit_step", "0.jit_val_step"]) and find_misses(attempt).keys() <= keys
+        )
 
     attempt.wait_until(lambda: first.newest() and has_published_all(), "a commit and the programs")
     attempt.kill()
-    there = published(first)
-    assert set(STEPS) <= set(missed(attempt).values())
+    there = list_published(first)
+    assert set(STEPS) <= set(find_misses(attempt).values())
     assert attempt.events("prepare")[0]["compiled"] >= 1
     second = replace(first, cache=tmp_path / "second machine").finish()
-    assert not compiled_again(second, there)
+    assert not find_recompilations(second, there)
     (prepared,) = second.events("prepare")
     assert (prepared["compiled"], prepared["from_cache"] >= 1) == (0, True)
     whole = replace(first, directory=tmp_path / "whole")
@@ -367,30 +369,30 @@ def test_a_killed_job_compiles_nothing_again_on_a_fresh_machine(tmp_path: Path) 
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("explained", "keeps_all")
+@pytest.mark.usefixtures("explain_cache_misses", "keep_all_programs")
 def test_damaged_programs_are_compiled_again_and_replaced(tmp_path: Path) -> None:
     first = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, SHARED), cache=tmp_path / "first machine")
     attempt = first.start()
     attempt.wait_until(
-        lambda: first.newest() and has_all(published(first), ["0.jit_advance"]), "a commit and the program"
+        lambda: first.newest() and contain_all(list_published(first), ["0.jit_advance"]), "a commit and the program"
     )
     attempt.kill()
-    damages = dict(zip(sorted(published(first)), itertools.cycle(DAMAGES.values()), strict=False))
+    damages = dict(zip(sorted(list_published(first)), itertools.cycle(DAMAGES.values()), strict=False))
     for name, damage in damages.items():
         path = first.directory / "compiled" / name
         path.write_bytes(damage(path.read_bytes()))
     second = replace(first.with_options(FAST), cache=tmp_path / "second machine").finish()
-    asked = [name for name in damages if name.removeprefix("0.") in missed(second)]
-    assert has_all(asked, ["0.jit_advance", "0.jit__digest_shards"])
+    asked = [name for name in damages if name.removeprefix("0.") in find_misses(second)]
+    assert contain_all(asked, ["0.jit_advance", "0.jit__digest_shards"])
     for name in asked:
         assert f"{name} is damaged; the program is compiled again" in second.output
         content = (first.directory / "compiled" / name).read_bytes()
-        assert compile_cache._unseal(name.removeprefix("0."), content), f"{name} is not healed"
+        assert compile_cache._unseal(name.removeprefix("0."), content), f"{name} was not replaced"
     assert first.outcome() == make_uninterrupted_counter_run(COUNTER).outcome()
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("keeps_all")
+@pytest.mark.usefixtures("keep_all_programs")
 def test_a_job_continues_if_no_program_can_be_read_or_published(tmp_path: Path) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, FAST, SHARED), cache=tmp_path / "machine")
     job.directory.mkdir()
@@ -402,8 +404,8 @@ def test_a_job_continues_if_no_program_can_be_read_or_published(tmp_path: Path) 
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("explained", "keeps_all")
-def test_two_processes_compile_nothing_again_on_fresh_machines_and_a_bucket(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("explain_cache_misses", "keep_all_programs")
+def test_two_processes_recompile_nothing_on_new_machines_with_a_bucket(tmp_path: Path) -> None:
     with start_backend("s3") as backend:
         job = CloudJob(backend, make_unique_name("compiled"), "specs/counter.yaml", (*COUNTER, SHARED))
         place = ["--coordinator", "127.0.0.1:{}", "--num-processes", "2", "--process-id"]
@@ -417,18 +419,18 @@ def test_two_processes_compile_nothing_again_on_fresh_machines_and_a_bucket(tmp_
 
         wanted = ["0.jit_advance", "1.jit_advance"]
         first = start(job, "first")
-        kill_all_when(first, lambda: job.newest() and has_all(names(), wanted), "a commit and the programs")
+        kill_all_when(first, lambda: job.newest() and contain_all(names(), wanted), "a commit and the programs")
         there = names()
-        assert all(missed(attempt) for attempt in first)
+        assert all(find_misses(attempt) for attempt in first)
         for attempt in start(job.with_options(FAST), "second"):
             attempt.expect(0)
-            assert not compiled_again(attempt, there)
+            assert not find_recompilations(attempt, there)
         assert_same_outcome(job, make_uninterrupted_counter_run(COUNTER))
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("explained")
-def test_two_processes_that_share_every_matrix_compile_nothing_again_on_fresh_machines(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("explain_cache_misses")
+def test_two_processes_with_sharded_matrices_recompile_nothing_on_new_machines(tmp_path: Path) -> None:
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", (*LONG, SHARED), devices=2)
     place = ["--coordinator", "127.0.0.1:{}", "--num-processes", "2", "--process-id"]
 
@@ -439,9 +441,9 @@ def test_two_processes_that_share_every_matrix_compile_nothing_again_on_fresh_ma
 
     wanted = [f"{k}.{name}" for k in range(2) for name in STEPS]
     first = start("first")
-    kill_all_when(first, lambda: job.newest() and has_all(published(job), wanted), "a commit and the programs")
-    there = published(job)
+    kill_all_when(first, lambda: job.newest() and contain_all(list_published(job), wanted), "a commit and the programs")
+    there = list_published(job)
     for attempt in start("second"):
         attempt.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
-        assert not compiled_again(attempt, there)
+        assert not find_recompilations(attempt, there)
     assert job.outcome() == make_uninterrupted_run("specs/gpt_nano.yaml", LONG, 2, 2).outcome()

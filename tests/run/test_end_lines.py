@@ -1,4 +1,4 @@
-"""The lines printed at the end of a run are few, short and correct."""
+"""Lines printed at the end of a run: few, short and correct."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from runner.run.attempt import format_end_lines
 from tests.support.tiny_jobs import make_counter, make_gpt
 
 
-def test_the_end_lines_are_short_and_unlike_the_line_that_scripts_read() -> None:
+def test_the_end_lines_are_short_and_differ_from_the_machine_readable_line() -> None:
     lines = format_end_lines("runs/x", 7)
     assert len(lines) == 3
     assert all(line == line.strip() and "\n" not in line and len(line) <= 120 for line in lines)

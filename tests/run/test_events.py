@@ -1,4 +1,4 @@
-"""Every event that the code writes is in the table; environments are recorded, changes are reported."""
+"""Ledger events: all written events are in the table; environments are recorded, and changes reported."""
 
 import ast
 import functools
@@ -25,8 +25,8 @@ FILES = sorted(path for package in ("runner", "experiments", "launch") for path 
 DETAILS = {event.name: {key.name for key in event.details} for event in EVENTS}
 
 
-def texts_given_to(name: str, tree: ast.AST) -> set[str]:
-    """Every text that is assigned to a variable anywhere in a file, alone or as part of a tuple."""
+def find_assigned_texts(name: str, tree: ast.AST) -> set[str]:
+    """Return every text assigned to a variable anywhere in a file, alone or in a tuple."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -39,10 +39,10 @@ def texts_given_to(name: str, tree: ast.AST) -> set[str]:
 
 
 @functools.cache
-def events_written(source: str) -> list[tuple[str, set[str]]]:
-    """Name and keyword details of every `events.append(event, step, ...)` and `attempt.record(event, step, ...)`.
+def find_written_events(source: str) -> list[tuple[str, set[str]]]:
+    """Return event and details of every `events.append(event, step, ...)` and `attempt.record(event, step, ...)`.
 
-    No other `append` takes two arguments. A function that only hands on the event that it is given writes none.
+    No other `append` has two arguments. A function that passes on an event that it receives writes none itself.
     """
     tree, found = ast.parse(source), []
     given = {argument for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for argument in node.args.args}
@@ -54,23 +54,25 @@ def events_written(source: str) -> list[tuple[str, set[str]]]:
         first, details = node.args[0], {keyword.arg for keyword in node.keywords if keyword.arg is not None}
         if isinstance(first, ast.Name) and first.id in handed_on:
             continue
-        names = texts_given_to(first.id, tree) if isinstance(first, ast.Name) else {getattr(first, "value", None)}
-        assert names, f"line {node.lineno}: which event is this?"
+        names = find_assigned_texts(first.id, tree) if isinstance(first, ast.Name) else {getattr(first, "value", None)}
+        assert names, f"line {node.lineno}: the event cannot be determined"
         for name in names:
-            assert isinstance(name, str), f"line {node.lineno}: an event's name is a text, or a variable that holds one"
+            assert isinstance(name, str), (
+                f"line {node.lineno}: the name of an event must be a text, or a variable that holds one"
+            )
             found.append((name, details))
     return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_written_event_is_in_the_table(path: Path) -> None:
-    for name, details in events_written(path.read_text()):
+    for name, details in find_written_events(path.read_text()):
         assert name in DETAILS, f"{name} is not in runner/run/events.py"
         assert details <= DETAILS[name], f"{name}: {details - DETAILS[name]} not in runner/run/events.py"
 
 
-def test_every_event_of_the_table_is_written() -> None:
-    assert {name for path in FILES for name, _ in events_written(path.read_text())} == set(DETAILS)
+def test_every_event_in_the_table_is_written() -> None:
+    assert {name for path in FILES for name, _ in find_written_events(path.read_text())} == set(DETAILS)
 
 
 def test_names_in_the_table_are_unique() -> None:
@@ -80,9 +82,9 @@ def test_names_in_the_table_are_unique() -> None:
 
 def test_the_scan_finds_names_and_details() -> None:
     source = "event, more = 'init', {}\nevent = 'restore'\na.ledger.append(event, 1, seconds=2, **more)\nx.append(3)"
-    assert sorted(events_written(source)) == [("init", {"seconds"}), ("restore", {"seconds"})]
+    assert sorted(find_written_events(source)) == [("init", {"seconds"}), ("restore", {"seconds"})]
     source = "def record(self, event):\n    self.events.append(event, 1)\nattempt.record('grace', 2, reason='')"
-    assert list(events_written(source)) == [("grace", {"reason"})]
+    assert list(find_written_events(source)) == [("grace", {"reason"})]
 
 
 BEFORE = {
@@ -94,7 +96,7 @@ BEFORE = {
 }
 
 
-def git(directory: Path, *words: str) -> str:
+def run_git(directory: Path, *words: str) -> str:
     identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
     result = subprocess.run(
         ["git", "-C", str(directory), *identity, *words], check=True, capture_output=True, text=True
@@ -102,8 +104,8 @@ def git(directory: Path, *words: str) -> str:
     return result.stdout.strip()
 
 
-def job_class_in(path: Path) -> type:
-    """A class whose code stands in that file."""
+def make_job_class(path: Path) -> type:
+    """Return a class that is defined in the file at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("class Job:\n    pass\n")
     spec = importlib.util.spec_from_file_location(f"job_{abs(hash(path))}", path)
@@ -117,11 +119,11 @@ def job_class_in(path: Path) -> type:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    git(tmp_path, "init", "-q")
+    run_git(tmp_path, "init", "-q")
     (tmp_path / ".gitignore").write_text("installed\n")
     (tmp_path / "file").write_text("as it was committed")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-qm", "all")
+    run_git(tmp_path, "add", ".")
+    run_git(tmp_path, "commit", "-qm", "all")
     return tmp_path
 
 
@@ -132,35 +134,35 @@ def test_versions_are_the_installed_ones() -> None:
 
 
 def test_the_commit_is_that_of_the_jobs_checkout(checkout: Path) -> None:
-    job_class = job_class_in(checkout / "inner" / "job.py")
-    commit = git(checkout, "rev-parse", "HEAD")
+    job_class = make_job_class(checkout / "inner" / "job.py")
+    commit = run_git(checkout, "rev-parse", "HEAD")
     assert events.find_commit(job_class) == {"commit": commit, "dirty": False}
     (checkout / "file").write_text("changed")
     assert events.find_commit(job_class) == {"commit": commit, "dirty": True}
 
 
 def test_a_package_installed_below_a_checkout_has_no_commit(checkout: Path) -> None:
-    assert events.find_commit(job_class_in(checkout / "installed" / "job.py")) == {}
+    assert events.find_commit(make_job_class(checkout / "installed" / "job.py")) == {}
 
 
-def no_repository(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def remove_repository(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(directory.parent))
 
 
-def no_git(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def remove_git(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(directory))
 
 
-def slow_git(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_down_git(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (directory / "git").write_text("#!/bin/sh\nexec sleep 1000\n")
     (directory / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
     monkeypatch.setattr(events, "GIT_SECONDS", 0.1)
 
 
-@pytest.mark.parametrize("lack", [no_repository, no_git, slow_git])
+@pytest.mark.parametrize("lack", [remove_repository, remove_git, slow_down_git])
 def test_a_failing_git_gives_no_commit_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: Any) -> None:
-    job_class = job_class_in(tmp_path / "job.py")
+    job_class = make_job_class(tmp_path / "job.py")
     lack(tmp_path, monkeypatch)
     assert events.find_commit(job_class) == {}
 
@@ -227,4 +229,4 @@ def test_the_environment_is_recorded_and_a_resume_reports_changes(
     }
     path.write_bytes(seal(earlier))
     stop_at(12)
-    assert len(list_events("changed")) == 1, "a manifest of an earlier version does not know"
+    assert len(list_events("changed")) == 1, "manifests of earlier versions have none"

@@ -1,4 +1,4 @@
-"""The fence and the ledger, on a disk and in a bucket."""
+"""Fence and event ledger, on disk and in a bucket."""
 
 import threading
 
@@ -30,9 +30,9 @@ def test_attempts_count_from_one(store):
         ([["start", ("failed", 2)]], True),
         ([["start", "init", ("failed", 2)]], True),
         ([["start", ("failed", 2)], ["start", ("failed", 2)]], True),
-        ([["start"]], False),  # it runs, or was killed
+        ([["start"]], False),  # running or killed
         ([["start", ("failed", 2)], ["start"]], False),
-        ([["start", ("failed", 2)], []], False),  # its ledger is not written yet
+        ([["start", ("failed", 2)], []], False),  # no ledger yet
         ([["start", ("failed", 1)]], False),
         ([["start", "preempt"]], False),
         ([["start", "init", "save", ("failed", 2)]], False),
@@ -111,7 +111,7 @@ def test_concurrent_claims_get_different_numbers(store):
     assert sorted(map(int, store.list_names("attempts"))) == list(range(1, 9))
 
 
-def test_a_name_that_is_no_number_is_no_attempt(store):
+def test_names_that_are_no_numbers_are_ignored(store):
     Fence(store).claim()
     store.write("attempts/.2.abc.tmp", b"")
     assert Fence(store).find_newest() == 1

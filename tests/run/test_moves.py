@@ -1,4 +1,4 @@
-"""Data and classes that have moved, and are the same, continue a run; other data and other classes do not."""
+"""Moved data and renamed classes: a run continues if their content is the same, and not otherwise."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ SAME, OTHER = "same", "other"
 
 @pytest.fixture(autouse=True)
 def run_in_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the text that `make_gpt_spec` writes beside a run out of the checkout."""
+    """Run in `tmp_path`, because `make_gpt_spec` writes a text beside the run."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -51,7 +51,7 @@ def validate(saved: dict[str, Any], present: dict[str, Any], content: str = SAME
     return found
 
 
-def mixture(*sources: str, **changes: Any) -> dict[str, Any]:
+def make_mixture(*sources: str, **changes: Any) -> dict[str, Any]:
     named = [{"name": f"s{i}", "source": source} for i, source in enumerate(sources)]
     return {"mixture": [named[0] | changes, *named[1:]]}
 
@@ -65,38 +65,38 @@ MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"source": "mine:Web", "options": {"path": "/a/x", "seed": 1}},
         {"source": "mine:Web", "options": {"path": "s3://b/x", "seed": 1}},
     ),
-    "mixture": (mixture("/a/x.bin", "/a/y.bin"), mixture("/a/x.bin", "/b/y.bin")),
+    "mixture": (make_mixture("/a/x.bin", "/a/y.bin"), make_mixture("/a/x.bin", "/b/y.bin")),
     "header": ({"source": "/a/x.bin", "dtype": "uint32"}, {"source": "/a/x.npy"}),
 }
-CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+CHANGED_KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "seed_of_a_class": (
         {"source": "mine:Web", "options": {"path": "/a/x", "seed": 1}},
         {"source": "mine:Web", "options": {"path": "/a/x", "seed": 2}},
         "options.seed",
     ),
     "length": ({"source": "/a/x.bin"}, {"source": "/b/x.bin", "sequence_length": 32}, "sequence_length"),
-    "weight": (mixture("/a/x.bin"), mixture("/b/x.bin", weight=2), "weight"),
+    "weight": (make_mixture("/a/x.bin"), make_mixture("/b/x.bin", weight=2), "weight"),
     "train_on": ({"source": "/a"}, {"source": "/b", "train_on": "all"}, "train_on"),
-    "one_source_more": (mixture("/a/x.bin"), mixture("/a/x.bin", "/a/y.bin"), r"mixture\.1\.name"),
+    "one_source_more": (make_mixture("/a/x.bin"), make_mixture("/a/x.bin", "/a/y.bin"), r"mixture\.1\.name"),
 }
 
 
 @pytest.mark.parametrize("kind", MOVES)
-def test_data_that_moved_are_the_same_by_their_fingerprint(kind: str) -> None:
+def test_moved_data_are_recognised_by_their_fingerprint(kind: str) -> None:
     saved, present = MOVES[kind]
     validate(saved, present)
     with pytest.raises(ResumeError, match=r"config\.data: checkpoint 4 has 'same', the spec 'other'"):
         validate(saved, present, OTHER)
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-def test_a_key_that_changes_batches_is_compared_wherever_the_data_are(kind: str) -> None:
-    saved, present, key = CHANGES[kind]
+@pytest.mark.parametrize("kind", CHANGED_KEYS)
+def test_keys_that_change_batches_are_compared_for_moved_data(kind: str) -> None:
+    saved, present, key = CHANGED_KEYS[kind]
     with pytest.raises(ResumeError, match=key):
         validate(saved, present)
 
 
-def test_a_move_names_key_and_places() -> None:
+def test_a_move_is_reported_with_key_and_paths() -> None:
     saved, present = ({"source": f"/{place}/x.bin"} for place in "ab")
     found = validate(saved, present)
     assert found.list_moves(validate(saved, saved).identity) == ["config.data.source: '/a/x.bin' became '/b/x.bin'"]
@@ -106,9 +106,7 @@ def test_a_move_names_key_and_places() -> None:
 
 
 @pytest.mark.soak
-def test_a_run_goes_on_with_its_data_and_its_directory_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_continues_after_moving_its_data_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.random.default_rng(0).integers(0, 60, 3000)
 
     def job(directory: str, source: str) -> Any:
@@ -135,7 +133,7 @@ def test_a_run_goes_on_with_its_data_and_its_directory_elsewhere(
 
 
 @pytest.mark.soak
-def test_initial_weights_may_move_or_go_once_the_run_has_begun(tmp_path: Path) -> None:
+def test_initial_weights_can_be_moved_or_deleted_after_the_start(tmp_path: Path) -> None:
     make_gpt(tmp_path / "base", **{"config.train.total_steps": 3})()
     for name in ("run", "whole"):
         job = make_gpt(tmp_path / name, **{"checkpoint.init_from": str(tmp_path / "base")})
@@ -182,7 +180,7 @@ class MistakenCounter(Counter):
     former_paths = "experiments.counter:Counter"  # type: ignore[assignment]
 
 
-def test_a_renamed_class_goes_on_and_another_class_does_not(tmp_path: Path) -> None:
+def test_a_renamed_class_continues_and_another_class_is_rejected(tmp_path: Path) -> None:
     stop_after(make_counter(tmp_path), 10)
     for other in (OtherCounter, DerivedCounter):
         with pytest.raises(InvalidError, match=r"job: .* has 'experiments.counter:Counter'.* former_paths"):
@@ -201,7 +199,7 @@ class RenamedGPT(PretrainGPT):
     former_paths = ("experiments.gpt:PretrainGPT",)
 
 
-def test_a_trainer_knows_its_former_paths_and_not_those_of_its_base(tmp_path: Path) -> None:
+def test_former_paths_are_not_inherited_from_the_base(tmp_path: Path) -> None:
     class Derived(RenamedGPT):
         pass
 
@@ -213,7 +211,7 @@ class RenamedHook(Hook):
     former_paths = ("lost.module:Stop",)
 
 
-def test_a_renamed_hook_is_the_one_that_stopped_the_run() -> None:
+def test_a_renamed_hook_is_recognised_as_the_one_that_stopped_the_run() -> None:
     def listed(path: str, hook_class: type[Hook] = RenamedHook) -> ListedHook:
         entry = HookEntry(hook=path, name="stop")
         return ListedHook(hook_class(HookConfig(), None), entry, {})  # type: ignore[arg-type]
@@ -224,8 +222,8 @@ def test_a_renamed_hook_is_the_one_that_stopped_the_run() -> None:
     assert not listed("here:RenamedHook", Hook).has_digest(former.digest)
 
 
-def _tokenise(tmp_path: Path, run: str, place: str) -> Any:
-    """A job on the files in a directory, with the tokenizer that is there."""
+def _make_tokenise_job(tmp_path: Path, run: str, place: str) -> Any:
+    """Return a job that tokenises the files in `place` with the tokenizer in it."""
     return make_tokenise_job(
         tmp_path / run,
         **{
@@ -236,46 +234,46 @@ def _tokenise(tmp_path: Path, run: str, place: str) -> Any:
 
 
 @pytest.fixture
-def stopped(tmp_path: Path) -> Path:
-    """A tokenise job that was stopped in the middle, its input and its tokenizer in `old`."""
+def stopped_job(tmp_path: Path) -> Path:
+    """A tokenise job stopped midway, with input and tokenizer in `old`."""
     (tmp_path / "old").mkdir()
     write_text_files(tmp_path / "old/in", DOCUMENTS)
     shutil.copy(make_tokenizer_files(tmp_path / "old")["hf"]["file"], tmp_path / "old/t.json")
-    _tokenise(tmp_path, "whole", "old")()
-    stop_after(_tokenise(tmp_path, "run", "old"), 500)
+    _make_tokenise_job(tmp_path, "whole", "old")()
+    stop_after(_make_tokenise_job(tmp_path, "run", "old"), 500)
     return tmp_path
 
 
-def test_a_corpus_is_continued_with_input_tokenizer_and_directory_elsewhere(stopped: Path) -> None:
-    shutil.move(stopped / "old", stopped / "new")
-    shutil.move(stopped / "run", stopped / "elsewhere")
-    made = {path: path.stat().st_mtime_ns for path in (stopped / "elsewhere/corpus").glob("0*")}
-    job = _tokenise(stopped, "elsewhere", "new")
+def test_a_tokenise_job_continues_after_moving_input_tokenizer_and_directory(stopped_job: Path) -> None:
+    shutil.move(stopped_job / "old", stopped_job / "new")
+    shutil.move(stopped_job / "run", stopped_job / "elsewhere")
+    made = {path: path.stat().st_mtime_ns for path in (stopped_job / "elsewhere/corpus").glob("0*")}
+    job = _make_tokenise_job(stopped_job, "elsewhere", "new")
     stop_after(job, 700)
-    shutil.move(stopped / "new", stopped / "newer")
-    _tokenise(stopped, "elsewhere", "newer")()
+    shutil.move(stopped_job / "new", stopped_job / "newer")
+    _make_tokenise_job(stopped_job, "elsewhere", "newer")()
     assert made == {path: path.stat().st_mtime_ns for path in made}
-    assert read_corpus_files(stopped / "elsewhere/corpus") == read_corpus_files(stopped / "whole/corpus")
-    events = read_log(LocalStore(stopped / "elsewhere"), "events")
+    assert read_corpus_files(stopped_job / "elsewhere/corpus") == read_corpus_files(stopped_job / "whole/corpus")
+    events = read_log(LocalStore(stopped_job / "elsewhere"), "events")
     assert [len(event["changes"]) for event in events if event["event"] == "moved"] == [2, 2]
 
 
-def test_other_input_or_another_tokenizer_elsewhere_is_refused(stopped: Path) -> None:
-    shutil.copytree(stopped / "old", stopped / "new")  # with the times of the files
-    first = stopped / "new/in/00000.txt"
+def test_changed_input_or_tokenizer_at_another_path_is_rejected(stopped_job: Path) -> None:
+    shutil.copytree(stopped_job / "old", stopped_job / "new")  # copy modification times too
+    first = stopped_job / "new/in/00000.txt"
     status, content = first.stat(), first.read_bytes()
     first.write_bytes(b"another text, of another length")
     with pytest.raises(InvalidError, match=r"old/in/00000\.txt is gone since this job began"):
-        _tokenise(stopped, "run", "new")()
+        _make_tokenise_job(stopped_job, "run", "new")()
     first.write_bytes(content)
     os.utime(first, ns=(status.st_atime_ns, status.st_mtime_ns))
-    path = stopped / "new/t.json"
+    path = stopped_job / "new/t.json"
     path.write_bytes(path.read_bytes().replace(b"<|pad|>", b"<|PAD|>"))
     with pytest.raises(InvalidError, match=r"config\.tokenizer\.sha256|differs from the one"):
-        _tokenise(stopped, "run", "new")()
+        _make_tokenise_job(stopped_job, "run", "new")()
 
 
-def test_a_copy_of_a_run_does_not_write_the_corpus_of_the_original(tmp_path: Path) -> None:
+def test_a_copied_run_does_not_write_to_the_original_corpus(tmp_path: Path) -> None:
     def job(run: str) -> Any:
         source = {"config.source": f"{tmp_path}/in/*.txt", "config.output": f"{tmp_path}/corpus"}
         return make_tokenise_job(tmp_path / run, **source)
@@ -291,7 +289,7 @@ def test_a_copy_of_a_run_does_not_write_the_corpus_of_the_original(tmp_path: Pat
         job("other")()
 
 
-def test_a_class_of_data_and_a_format_may_change_if_the_ids_do_not(tmp_path: Path) -> None:
+def test_the_data_format_can_change_if_the_ids_do_not(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 60, 900).astype("<u2")
     write_bin(tmp_path / "a.bin", ids)
     write_npy(tmp_path / "a.npy", ids, "<u2")

@@ -1,4 +1,4 @@
-"""Notifications: one per event, and a failing recipient costs only a warning."""
+"""Notifications: one per event, and a failing recipient is only a warning."""
 
 import http.server
 import json
@@ -21,8 +21,8 @@ from tests.support.tiny_jobs import make_counter, stop_after
 RUN = {"run": "count", "directory": "runs/count", "attempt": 3}
 
 
-class Post(http.server.BaseHTTPRequestHandler):
-    """Notes what is posted."""
+class RecordingHandler(http.server.BaseHTTPRequestHandler):
+    """An HTTP handler that records posted payloads."""
 
     def do_POST(self) -> None:
         self.server.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))  # type: ignore[attr-defined]
@@ -30,12 +30,12 @@ class Post(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *arguments: Any) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
 
 
 @pytest.fixture
 def server() -> Iterator[http.server.HTTPServer]:
-    server = http.server.HTTPServer(("127.0.0.1", 0), Post)
+    server = http.server.HTTPServer(("127.0.0.1", 0), RecordingHandler)
     server.told = []  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -45,16 +45,16 @@ def server() -> Iterator[http.server.HTTPServer]:
     server.server_close()
 
 
-def appending(path: Path) -> dict[str, Any]:
+def make_append_command(path: Path) -> dict[str, Any]:
     return {"command": ["sh", "-c", 'cat >> "$0"; echo >> "$0"', str(path)]}
 
 
-def told(path: Path) -> list[dict[str, Any]]:
+def read_payloads(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def what_is_told(path: Path) -> list[tuple[str, int | None, str | None]]:
-    return [(each["event"], each["step"], each["reason"]) for each in told(path)]
+def read_events(path: Path) -> list[tuple[str, int | None, str | None]]:
+    return [(each["event"], each["step"], each["reason"]) for each in read_payloads(path)]
 
 
 def test_notified_events_are_ledger_events() -> None:
@@ -62,11 +62,11 @@ def test_notified_events_are_ledger_events() -> None:
 
 
 def test_a_command_receives_the_payload(tmp_path: Path) -> None:
-    alerts = Notifier(NotifyConfig(**appending(tmp_path / "told")), RUN)
+    alerts = Notifier(NotifyConfig(**make_append_command(tmp_path / "told")), RUN)
     alerts.on_event("commit", 10, {})
     alerts.on_event("fallback", 20, {"rejected": 30, "reason": "flipped"})
     alerts.drain(600)
-    (found,) = told(tmp_path / "told")
+    (found,) = read_payloads(tmp_path / "told")
     assert found.pop("host")
     assert found.pop("time") > 0
     assert found == {**RUN, "event": "fallback", "step": 20, "reason": "flipped"}
@@ -102,7 +102,7 @@ def test_a_webhook_is_a_url_or_the_name_of_a_variable(
         (["a\0b"], "ValueError"),
     ],
 )
-def test_a_command_that_fails_or_hangs_costs_a_warning(
+def test_a_failing_or_hanging_command_is_a_warning(
     command: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(notifications, "DEADLINE_SECONDS", 0.1)
@@ -119,8 +119,8 @@ def test_a_command_that_fails_or_hangs_costs_a_warning(
         ([], 2, False),
         ([1, 2], 2, False),
         ([1, 2, 3], 2, True),
-        ([1, 2, 3], 1, False),  # the attempt before ended otherwise
-        ([1, 2, 3, 4], 2, False),  # it was told then
+        ([1, 2, 3], 1, False),  # the previous attempt ended otherwise
+        ([1, 2, 3, 4], 2, False),  # already reported
         ([1, 2, 3, 70], 2, True),
         ([1, 2, 61.5], 2, False),
     ],
@@ -129,15 +129,15 @@ def test_only_the_preemption_that_exceeds_the_limit_is_reported(
     minutes_ago: list[float], attempt: int, is_told: bool, tmp_path: Path
 ) -> None:
     events = [{"event": "preempt", "time": 2 * HOUR_SECONDS - 60 * each, "attempt": attempt} for each in minutes_ago]
-    alerts = Notifier(NotifyConfig(preemptions_per_hour=2, **appending(tmp_path / "told")), RUN)
+    alerts = Notifier(NotifyConfig(preemptions_per_hour=2, **make_append_command(tmp_path / "told")), RUN)
     alerts.report_frequent_preemption(
         lambda: [{"event": "start", "time": 1.0, "attempt": 2}, {"event": "preempt"}, *events]
     )
     alerts.drain(600)
-    assert what_is_told(tmp_path / "told") == [("preempted", None, "3 times within an hour")] * is_told
+    assert read_events(tmp_path / "told") == [("preempted", None, "3 times within an hour")] * is_told
 
 
-def test_a_ledger_that_cannot_be_read_costs_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_ledger_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> list[Any]:
         raise TimeoutError("the bucket is down")
 
@@ -147,7 +147,7 @@ def test_a_ledger_that_cannot_be_read_costs_a_warning(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.endswith("cannot be counted: TimeoutError: the bucket is down\n")
 
 
-class Diverging(Counter):
+class DivergingCounter(Counter):
     def save_or_stop(self) -> None:
         super().save_or_stop()
         if self.step == 5:
@@ -156,31 +156,31 @@ class Diverging(Counter):
 
 @pytest.mark.parametrize("code", [1, 2, 76])
 def test_a_retryable_end_is_not_reported_as_a_failure(code: int, tmp_path: Path) -> None:
-    alerts = Notifier(NotifyConfig(**appending(tmp_path / "told")), RUN)
+    alerts = Notifier(NotifyConfig(**make_append_command(tmp_path / "told")), RUN)
     alerts.on_event("failed", 5, {"code": code, "reason": "so"})
     alerts.drain(600)
-    assert what_is_told(tmp_path / "told") == [("failed", 5, "so")] * (code != 76)
+    assert read_events(tmp_path / "told") == [("failed", 5, "so")] * (code != 76)
 
 
 def test_each_event_is_sent_once_and_the_url_is_never_written(tmp_path: Path, server: http.server.HTTPServer) -> None:
     secret = f"http://127.0.0.1:{server.server_port}/good"
     changes = {
         "config.step_seconds": 0,
-        "logging.notify": {"webhook": secret, "preemptions_per_hour": 1, **appending(tmp_path / "told")},
+        "logging.notify": {"webhook": secret, "preemptions_per_hour": 1, **make_append_command(tmp_path / "told")},
     }
     for steps in (3, 4):
         job = make_counter(tmp_path / "run", **changes)
         stop_after(job, steps)
     with pytest.raises(DivergedError):
-        make_counter(tmp_path / "run", Diverging, **changes)()
+        make_counter(tmp_path / "run", DivergingCounter, **changes)()
     make_counter(tmp_path / "run", **changes)()
     make_counter(tmp_path / "run", **changes)()
-    assert what_is_told(tmp_path / "told") == [
+    assert read_events(tmp_path / "told") == [
         ("preempted", None, "2 times within an hour"),
         ("failed", 5, "step 5: training diverged"),
         ("done", 40, None),
     ]
-    assert server.told == told(tmp_path / "told")  # type: ignore[attr-defined]
+    assert server.told == read_payloads(tmp_path / "told")  # type: ignore[attr-defined]
     assert not any(secret.encode() in path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     spec = read_spec(tmp_path / "run" / "spec.yaml")
     assert spec.logging.notify is not None

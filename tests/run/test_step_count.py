@@ -9,7 +9,7 @@ from runner.run.attempt import validate_end, validate_step
 
 
 @pytest.mark.parametrize(("step", "last_step"), [(0, 0), (1, 0), (13, 12), (12, 12), (40, 12), (40, 40), (50, 50)])
-def test_a_step_may_stay_or_increase_up_to_the_end(step, last_step):
+def test_a_step_can_stay_or_increase_up_to_the_end(step, last_step):
     validate_step("a:Job", step, last_step, total_steps=40)
 
 
@@ -32,7 +32,7 @@ def test_a_step_may_stay_or_increase_up_to_the_end(step, last_step):
     ],
     ids=str,
 )
-def test_a_wrong_step_is_refused_in_one_line(step, words):
+def test_an_invalid_step_is_rejected_in_one_line(step, words):
     with pytest.raises(MiscountError) as caught:
         validate_step("a:Job", step, last_step=12, total_steps=40)
     (line,) = str(caught.value).splitlines()
@@ -42,7 +42,7 @@ def test_a_wrong_step_is_refused_in_one_line(step, words):
     assert caught.value.exit_code == 1
 
 
-def test_a_step_beyond_a_lowered_end_may_not_increase():
+def test_a_step_beyond_a_lowered_end_cannot_increase():
     with pytest.raises(MiscountError, match="is 51, beyond the end"):
         validate_step("a:Job", 51, last_step=50, total_steps=40)
 
