@@ -217,7 +217,7 @@ def test_every_damage_gives_equal_bits_or_a_refusal(
         shutil.rmtree(base)
     assert not problems, "\n".join(f"{case}: {problem}" for case, problem in problems.items())
     read = {case: end for case, end in outcomes.items() if case[0].parts[:2] != ("run", "quarantine")}
-    assert {end for (_, damage), end in outcomes.items() if damage == "link to it"} <= {"same bits"}
+    assert {end for (_, damage), end in outcomes.items() if damage == "move behind link"} <= {"same bits"}
     assert {end for (place, damage), end in read.items() if damage == "newer format" and place.parts[0] == "run"} <= {
         "2"
     }
