@@ -17,9 +17,8 @@ from runner.history.ledger import LedgerSummary, apply_events
 from runner.history.reader import read_history
 from runner.metrics.writers import LiveProgress
 from runner.storage import JsonObject, LocalStore, parse_lines
-from tests.dashboard.test_report import data_of
 from tests.support.images import CHANGES, Classify
-from tests.support.tiny import gpt, gpt_document
+from tests.support.tiny_jobs import make_gpt, make_gpt_document
 
 TERMS_OF_TEXT = re.compile(r"\bnats\b|perplexity|\bbytes?\b|\btext\b|tokenizer|\bsample\b", re.IGNORECASE)
 SAMPLES = {"samples": {"prompts": ["0 1"]}}
@@ -31,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     directory, output = tmp_path_factory.mktemp("images") / "run", io.StringIO()
     handler = logging.StreamHandler(output)
     logging.getLogger("runner").addHandler(handler)
-    gpt(directory, Classify, **CHANGES)()
+    make_gpt(directory, Classify, **CHANGES)()
     logging.getLogger("runner").removeHandler(handler)
     return directory, output.getvalue()
 
@@ -113,13 +112,13 @@ def test_sample_refuses_it_in_one_line(run: Path, capfd: pytest.CaptureFixture[s
 
 def test_tasks_on_text_are_refused_before_anything_is_claimed(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"eval\.samples.*language model"):
-        gpt(tmp_path / "run", Classify, **CHANGES | {"config.eval": SAMPLES})()
+        make_gpt(tmp_path / "run", Classify, **CHANGES | {"config.eval": SAMPLES})()
     assert not (tmp_path / "run").exists()
 
 
 def test_plan_refuses_tasks_on_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "spec.yaml"
-    spec.write_text(yaml.safe_dump(gpt_document(tmp_path / "run", **CHANGES | {"config.eval": SAMPLES})))
+    spec.write_text(yaml.safe_dump(make_gpt_document(tmp_path / "run", **CHANGES | {"config.eval": SAMPLES})))
     code, out, _ = say(capfd, "plan", spec)
     assert code == 2
     assert "needs a language model" in out
@@ -132,7 +131,10 @@ def test_status_and_report_show_its_own_metrics(run: Path, capfd: pytest.Capture
     history = read_history(LocalStore(run))
     assert history.figures["val/accuracy"] == accuracy
     assert not history.is_language_model
-    data = data_of(render_report([LocalStore(run)]))
+    (content,) = re.findall(
+        r'<script type="application/json"[^>]*>(.*?)</script>', render_report([LocalStore(run)]), re.DOTALL
+    )
+    data = json.loads(content)
     assert {chart["title"]: chart["unit"] for chart in data["charts"]}["Loss"] == "value"
     tiles = {tile["label"]: tile["value"] for tile in data["runs"][0]["tiles"]}
     assert tiles["Validation accuracy"] == f"{accuracy:.1%}"
