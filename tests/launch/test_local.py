@@ -1,4 +1,4 @@
-"""One job as several local processes: their output, the signals that they hear, and the code that the job ends with."""
+"""`launch local`: output, signals and exit code of a job with several local processes."""
 
 import re
 import signal
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SOAK = pytest.mark.soak
 
 
-def launch(*arguments):
+def start_launcher(*arguments):
     command = [sys.executable, "-m", "launch", "local", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -35,8 +35,8 @@ def launch(*arguments):
         ),
     ],
 )
-def test_an_error_of_all_processes_is_one_line_with_a_prefix_and_ends_with_2(words, named, tmp_path):
-    process = launch(*words, "--processes", "2", "--set", f"directory={tmp_path}")
+def test_an_error_of_all_processes_is_printed_once_and_exits_with_2(words, named, tmp_path):
+    process = start_launcher(*words, "--processes", "2", "--set", f"directory={tmp_path}")
     output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 2
     (line,) = output.splitlines()
@@ -44,7 +44,7 @@ def test_an_error_of_all_processes_is_one_line_with_a_prefix_and_ends_with_2(wor
     assert named in line
 
 
-SPEAKER = """
+PRINTING_PROGRAM = """
 import sys
 for line in sys.argv[2:]:
     print(line)
@@ -65,20 +65,20 @@ sys.exit(int(sys.argv[1]))
         (2, ["", "b", "b"], ["", "b", "b"]),
     ],
 )
-def test_only_last_lines_that_another_process_has_printed_are_left_out(code, lines, printed, capsys, monkeypatch):
+def test_final_lines_that_another_process_printed_are_omitted(code, lines, printed, capsys, monkeypatch):
     monkeypatch.setattr(local, "say", print)
     output = local.MergedOutput()
     for number, (each, ends) in enumerate([(["a", "  in a stack"], 2), (lines, code)]):
-        command = [sys.executable, "-c", SPEAKER, str(ends), *each]
+        command = [sys.executable, "-c", PRINTING_PROGRAM, str(ends), *each]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             output.copy_lines(process, number)
     assert capsys.readouterr().out.splitlines()[2:] == [f"[1] {line}" for line in printed]
 
 
-def test_a_signal_reaches_every_process_and_the_job_ends_with_75(tmp_path):
+def test_a_signal_reaches_every_process_and_the_job_exits_with_75(tmp_path):
     settings = [f"directory={tmp_path}/run", "config.total_steps=100000", "config.step_seconds=0.05"]
     options = [word for setting in settings for word in ("--set", setting)]
-    process = launch("specs/counter.yaml", "--processes", "2", "--devices-per-process", "1", *options)
+    process = start_launcher("specs/counter.yaml", "--processes", "2", "--devices-per-process", "1", *options)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not list(tmp_path.glob("run/checkpoints/*/manifest.json")) and process.poll() is None:
         assert time.monotonic() < deadline
@@ -90,9 +90,9 @@ def test_a_signal_reaches_every_process_and_the_job_ends_with_75(tmp_path):
     assert "[1] " in output
 
 
-# A stand-in for the job: it sends its parent, the launcher, the signal that it was told, and ends with 75 when that
-# comes back. SIGQUIT, which asks for nothing, is answered and not obeyed.
-ECHO = """
+# Fake job that sends its parent, the launcher, the given signal and exits with 75 when the launcher forwards it.
+# SIGQUIT is forwarded too, but is not a stop request, so a SIGTERM must follow.
+SIGNAL_ECHO = """
 import os, signal, sys, time
 number = signal.Signals[sys.argv[1]]
 heard = []
@@ -111,11 +111,11 @@ sys.exit(75)
 
 
 @pytest.mark.parametrize("name", sorted(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT)))
-def test_what_the_launcher_hears_its_processes_hear(name):
+def test_the_launcher_forwards_signals_to_its_processes(name):
     program = f"""if True:
         import sys
         from launch import __main__, local
-        local.runner_arguments = lambda spec, overrides: ["-c", {ECHO!r}, {name!r}]
+        local.runner_arguments = lambda spec, overrides: ["-c", {SIGNAL_ECHO!r}, {name!r}]
         sys.exit(__main__.main(["local", "specs/counter.yaml"]))
     """
     words = [sys.executable, "-c", program]
@@ -123,7 +123,7 @@ def test_what_the_launcher_hears_its_processes_hear(name):
     assert (result.returncode, result.stdout) == (75, f"[0] {name}\n"), result.stderr
 
 
-def test_a_launcher_under_nohup_hears_no_sighup_and_neither_do_its_processes(tmp_path):
+def test_a_launcher_under_nohup_and_its_processes_ignore_sighup(tmp_path):
     program = f"""if True:
         import os, signal, sys
         from launch import __main__, local
@@ -141,7 +141,7 @@ def test_a_launcher_under_nohup_hears_no_sighup_and_neither_do_its_processes(tmp
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, 75)])
-def test_a_launcher_that_dies_leaves_no_process_and_loses_no_step(number, code, tmp_path):
+def test_a_killed_launcher_leaves_no_process_and_loses_no_step(number, code, tmp_path):
     job = Job("specs/counter.yaml", tmp_path / "run", ("config.total_steps=100000", "config.step_seconds=0.05"))
     launcher = job.launch(2)
     launcher.wait_until(lambda: job.newest() > 0, "a commit")
@@ -151,7 +151,7 @@ def test_a_launcher_that_dies_leaves_no_process_and_loses_no_step(number, code, 
     launcher.expect(code)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not all(leftover.is_dead(child) for child in children):
-        assert time.monotonic() < deadline, launcher.report("has left its processes alone")
+        assert time.monotonic() < deadline, launcher.report("has left processes behind")
         time.sleep(0.1)
     (saved,) = [row["step"] for row in job.events("preempt") if row["saved"]]
     assert saved == job.newest()

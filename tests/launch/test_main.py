@@ -1,4 +1,4 @@
-"""The command line of `python -m launch`: every engine's help and mistakes."""
+"""The command line of `python -m launch`: help and usage errors of every engine."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from launch import worker
 from launch.__main__ import main
 
 ROOT = Path(__file__).parents[2]
-NEEDS = {"local": [], "slurm": [], "jobset": ["--image", "registry/job:1"], "tpu-vm": ["--zone", "z"]}
+REQUIRED_OPTIONS = {"local": [], "slurm": [], "jobset": ["--image", "registry/job:1"], "tpu-vm": ["--zone", "z"]}
 OPTIONS = {
     "local": "--set --processes --devices-per-process --max-restarts --grace-seconds",
     "slurm": "--set --nodes --gpus-per-node --cpus-per-task --time --partition --account --output --grace-seconds "
@@ -21,27 +21,27 @@ OPTIONS = {
     "tpu-vm": "--set --zone --project --name --spot --reserved --runtime-version --service-account --network "
     "--subnetwork --internal-ips --environment-file --max-restarts --keep --poll-seconds --dry-run",
 }
-ALL = pytest.mark.parametrize("engine", list(NEEDS))
+ALL_ENGINES = pytest.mark.parametrize("engine", list(REQUIRED_OPTIONS))
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys):
-    """Call the command line in this process; its exit code, output and errors."""
+def run_launch(monkeypatch, capsys):
+    """Call the command line in this process; return its exit code, output and errors."""
     monkeypatch.setattr(sys, "argv", ["__main__.py"])
 
-    def ask(*words, main=main):
+    def run_launch(*words, main=main):
         try:
             code = main(list(words))
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()
 
-    return ask
+    return run_launch
 
 
-@ALL
-def test_an_engine_has_help_of_its_own(engine, ask):
-    code, output, problems = ask(engine, "--help")
+@ALL_ENGINES
+def test_each_engine_has_its_own_help(engine, run_launch):
+    code, output, problems = run_launch(engine, "--help")
     assert (code, problems) == (0, "")
     assert output.startswith(f"Usage: python -m launch {engine} [OPTIONS] SPEC")
     assert "Exit codes: " in output
@@ -52,19 +52,19 @@ def test_an_engine_has_help_of_its_own(engine, ask):
     }
 
 
-@ALL
-def test_an_unknown_option_is_one_line_and_the_nearest_is_suggested(engine, ask):
-    assert ask(engine, "x.yaml", *NEEDS[engine], "--nonsense")[0] == 2
+@ALL_ENGINES
+def test_an_unknown_option_suggests_the_nearest_in_one_line(engine, run_launch):
+    assert run_launch(engine, "x.yaml", *REQUIRED_OPTIONS[engine], "--nonsense")[0] == 2
     for option in OPTIONS[engine].split():
-        code, output, problems = ask(engine, "x.yaml", *NEEDS[engine], f"{option}x")
+        code, output, problems = run_launch(engine, "x.yaml", *REQUIRED_OPTIONS[engine], f"{option}x")
         assert (code, output, problems.count("\n")) == (2, "", 1)
         assert f"did you mean {option}?" in problems
 
 
-@ALL
-def test_a_missing_argument_and_one_too_many_are_one_line(engine, ask):
-    for words in ([], ["x.yaml", *NEEDS[engine], "superfluous"]):
-        code, output, problems = ask(engine, *words)
+@ALL_ENGINES
+def test_missing_and_superfluous_arguments_are_reported_in_one_line(engine, run_launch):
+    for words in ([], ["x.yaml", *REQUIRED_OPTIONS[engine], "superfluous"]):
+        code, output, problems = run_launch(engine, *words)
         assert (code, output, problems.count("\n")) == (2, "", 1)
 
 
@@ -81,25 +81,25 @@ def test_a_missing_argument_and_one_too_many_are_one_line(engine, ask):
         (["tpu-vm", "x.yaml", "--zone", "z", "--environment-file", "none"], "--environment-file none: no such file"),
     ],
 )
-def test_a_bad_command_line_is_one_line(words, message, ask):
-    code, output, problems = ask(*words)
+def test_a_bad_command_line_is_reported_in_one_line(words, message, run_launch):
+    code, output, problems = run_launch(*words)
     assert (code, output, problems.count("\n")) == (2, "", 1)
     assert message in problems
 
 
-def test_the_help_lists_the_engines(ask):
-    code, output, _ = ask("--help")
+def test_the_help_lists_the_engines(run_launch):
+    code, output, _ = run_launch("--help")
     assert code == 0
     commands = output.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in commands] == list(NEEDS)
+    assert [line.split()[0] for line in commands] == list(REQUIRED_OPTIONS)
 
 
-def test_a_worker_has_help_and_names_mistakes(ask):
-    code, output, _ = ask("--help", main=worker.main)
+def test_the_worker_has_help_and_reports_mistakes(run_launch):
+    code, output, _ = run_launch("--help", main=worker.main)
     assert code == 0
     assert output.startswith("Usage: python -m launch.worker [OPTIONS] SPEC")
     assert "--max-restarts" in output
-    code, output, problems = ask("x.yaml", "--max-restart", "1", main=worker.main)
+    code, output, problems = run_launch("x.yaml", "--max-restart", "1", main=worker.main)
     assert (code, output, problems.count("\n")) == (2, "", 1)
     assert "did you mean --max-restarts?" in problems
 

@@ -1,4 +1,4 @@
-"""The pages on engines: their commands, which tests/repository/test_readme.py runs, submit nothing."""
+"""The README pages of engines: their commands, which tests/repository/test_readme.py runs, submit nothing."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ PAGES = sorted((ROOT / "launch").rglob("README.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
-def test_a_page_has_a_command_to_run_and_it_submits_nothing(page):
+def test_the_commands_of_a_page_submit_nothing(page):
     blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
@@ -19,6 +19,6 @@ def test_a_page_has_a_command_to_run_and_it_submits_nothing(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
-def test_a_file_that_a_page_names_is_there(page):
+def test_files_named_by_a_page_exist(page):
     for file in re.findall(r"`([\w./]+\.(?:py|sh))`", page.read_text()):
         assert (ROOT / file).exists() or list(page.parent.glob(f"**/{file}")), file

@@ -1,4 +1,4 @@
-"""One host's part of a job, for engines that restart nothing."""
+"""The worker of one host, for engines that do not restart processes."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ directory: runs/tiny
 """
 
 
-def test_a_hosts_part_is_started_again_by_exit_code(tmp_path, monkeypatch):
+def test_the_worker_restarts_its_process_by_exit_code(tmp_path, monkeypatch):
     program = f"""if True:
         import pathlib, sys
         path = pathlib.Path({str(tmp_path / "n")!r})
@@ -36,8 +36,8 @@ def test_a_hosts_part_is_started_again_by_exit_code(tmp_path, monkeypatch):
     assert (tmp_path / "n").read_text() == "xxx"
 
 
-@pytest.mark.parametrize("code", [75, 76])  # 76: its peers were gone before it could save
-def test_a_signal_to_all_processes_of_a_host_reaches_the_job_once_and_is_the_end(tmp_path, code):
+@pytest.mark.parametrize("code", [75, 76])  # 76: its peers ended before it could save
+def test_a_signal_to_the_process_group_reaches_the_job_once(tmp_path, code):
     job = f"""if True:
         import pathlib, signal, sys, time
         heard = []

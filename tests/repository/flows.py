@@ -1,10 +1,10 @@
-"""Files of the repository that run in each main flow of a training job.
+"""Source files that run in each main flow of a training job.
 
     python -m tests.repository.flows
 
-trains a tiny GPT in this process and prints, for an optimizer step, a save and a batch, the files whose functions ran:
-what a reader has to open to follow the flow. Files of other subjects, such as storage, are left out. An optimizer step
-is counted while it is traced; the model is not part of it.
+trains a tiny GPT in this process and prints, for an optimizer step, a save and a batch, the files whose functions ran,
+which a reader must open to follow the flow. Files of other subjects, such as storage, are excluded. An optimizer step
+is recorded while it is traced, without the model.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class FileRecorder:
         threading.setprofile(self._record)
 
     def close(self) -> None:
-        """Switch profiling off."""
+        """Disable profiling."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
 
@@ -77,21 +77,21 @@ def measure_flows(train: Callable[[], None]) -> dict[str, list[str]]:
     plain_step = BaseTrainer.__dict__["train_step"].__func__
     plain_save, plain_batch = RestoreableJob.save, BaseTrainer.batch
 
-    def recorded_step(cls: Any, *arguments: Any) -> Any:
+    def record_step(cls: Any, *arguments: Any) -> Any:
         with recorder.recording(step):
             return plain_step(cls, *arguments)
 
-    def recorded_save(self: Any, *arguments: Any) -> None:
+    def record_save(self: Any, *arguments: Any) -> None:
         with recorder.recording(save, all_threads=True):
             plain_save(self, *arguments)
             self.checkpointer.wait_until_committed(self.step)
 
-    def recorded_batch(self: Any, *arguments: Any) -> Any:
+    def record_batch(self: Any, *arguments: Any) -> Any:
         with recorder.recording(batch):
             return plain_batch(self, *arguments)
 
-    BaseTrainer.train_step = classmethod(recorded_step)  # type: ignore[assignment]
-    RestoreableJob.save, BaseTrainer.batch = recorded_save, recorded_batch  # type: ignore[method-assign]
+    BaseTrainer.train_step = classmethod(record_step)  # type: ignore[assignment]
+    RestoreableJob.save, BaseTrainer.batch = record_save, record_batch  # type: ignore[method-assign]
     try:
         train()
     finally:

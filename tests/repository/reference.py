@@ -1,6 +1,6 @@
 """Generator of the reference in `specs/README.md`: all keys of a spec and of the files of a run.
 
-    python -m tests.repository.reference     writes it
+    python -m tests.repository.reference     writes the reference
 
 Types, defaults and meanings come from the JSON Schema of the models. Whether a key may change when a run resumes is
 determined by calling `compute_trajectory` with a shipped spec, as it is and with every choice that its keys offer.
@@ -38,23 +38,25 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "specs" / "README.md"
 BEGIN = "<!-- Generated from here on by python -m tests.repository.reference. -->\n"
 TRAINER = ROOT / "specs" / "gpt_nano.yaml"
-JOBS = (  # a shipped spec of each, and the section that is its own
+JOBS = (  # a shipped spec of each job class, and the section of its own keys
     (TRAINER, "config.model"),
     (ROOT / "specs" / "moe_nano.yaml", "config.model"),
     (ROOT / "specs" / "counter.yaml", "config"),
 )
-# Overrides that turn a section with the default null into one with keys.
-GIVEN = {"ema": "config.ema={decays: [0.5]}", "adapter": "config.adapter={targets: [blocks.query]}"}
-# A hook is part of the trajectory through its counters, unless it is an `Observer`; a spec alone does not tell which.
-STEERS = "trajectory; free for an `Observer`"
-OF_HOOKS = {"hooks": "by key", "hooks.*.hook": STEERS, "hooks.*.name": STEERS, "hooks.*.config": "by key"}
-OWNER_KEY = "name"  # not in the trajectory: job.json holds it, and another name is refused before keys are compared
+# Overrides that give keys to sections whose default is null.
+SECTION_OVERRIDES = {"ema": "config.ema={decays: [0.5]}", "adapter": "config.adapter={targets: [blocks.query]}"}
+# The counters of a hook are part of the trajectory, unless it is an `Observer`; a spec does not show which it is.
+HOOK_RULE = "trajectory; free for an `Observer`"
+HOOK_KEYS = {"hooks": "by key", "hooks.*.hook": HOOK_RULE, "hooks.*.name": HOOK_RULE, "hooks.*.config": "by key"}
+OWNER_KEY = (
+    "name"  # not in the trajectory: it is stored in job.json, and another name is refused before keys are compared
+)
 
-WORDS = {"integer": "integer", "number": "number", "string": "string", "object": "mapping", "null": "`null`"}
-WORDS |= {"array": "list"}
-WORDS |= {"int": "integer", "float": "number", "str": "string", "dict": "mapping", "list": "list"}
-WORDS |= {"boolean": "`true`, `false`", "bool": "`true`, `false`", "NoneType": "`null`"}
-SIGNS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+TYPE_WORDS = {"integer": "integer", "number": "number", "string": "string", "object": "mapping", "null": "`null`"}
+TYPE_WORDS |= {"array": "list"}
+TYPE_WORDS |= {"int": "integer", "float": "number", "str": "string", "dict": "mapping", "list": "list"}
+TYPE_WORDS |= {"boolean": "`true`, `false`", "bool": "`true`, `false`", "NoneType": "`null`"}
+BOUND_SIGNS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 
 SPEC_HEADS = ("key", "type", "default", "meaning", "on resume")
 
@@ -81,10 +83,12 @@ class Section:
     keys: list[SpecKey]
 
 
-# The keys of a spec.
+# Keys of a spec.
 
 
-def sections_of(schema: Schema, name: str = "", meaning: str = "", definitions: Schema | None = None) -> list[Section]:
+def collect_sections(
+    schema: Schema, name: str = "", meaning: str = "", definitions: Schema | None = None
+) -> list[Section]:
     """Return the section of a model and the sections of all models inside it."""
     definitions = schema.get("$defs", {}) if definitions is None else definitions
     keys: list[SpecKey] = []
@@ -95,42 +99,46 @@ def sections_of(schema: Schema, name: str = "", meaning: str = "", definitions: 
         models = [definitions[form["$ref"].rpartition("/")[2]] for form in forms if "$ref" in form]
         described = given.get("description") or models[0]["description"]
         for model in models:
-            inner += sections_of(model, dotted, model["description"] if len(models) > 1 else described, definitions)
-        for model in filter(None, map(model_inside, forms)):
-            inner += sections_of(definitions[model], f"{dotted}.*", described, definitions)
+            inner += collect_sections(
+                model, dotted, model["description"] if len(models) > 1 else described, definitions
+            )
+        for model in filter(None, map(find_inner_model, forms)):
+            inner += collect_sections(definitions[model], f"{dotted}.*", described, definitions)
         if not models or len(forms) > 1:
-            default = f"`{literal(given['default'])}`" if "default" in given else "required"
-            choices = tuple(literal(choice) for form in forms for choice in choices_of(form))
-            keys.append(SpecKey(dotted, " or ".join(dict.fromkeys(map(type_of, forms))), default, described, choices))
+            default = f"`{format_literal(given['default'])}`" if "default" in given else "required"
+            choices = tuple(format_literal(choice) for form in forms for choice in list_choices(form))
+            keys.append(
+                SpecKey(dotted, " or ".join(dict.fromkeys(map(format_type, forms))), default, described, choices)
+            )
     return [Section(name, meaning, keys), *inner]
 
 
-def model_inside(form: Schema) -> str | None:
+def find_inner_model(form: Schema) -> str | None:
     """Return the name of the model that the items of a list or mapping have, or None."""
     inside = form.get("items") or form.get("additionalProperties")
     choices = inside.get("anyOf", [inside]) if isinstance(inside, dict) else []
     return next((choice["$ref"].rpartition("/")[2] for choice in choices if "$ref" in choice), None)
 
 
-def choices_of(form: Schema) -> list[Any]:
+def list_choices(form: Schema) -> list[Any]:
     """Return the values of an enumeration, or an empty list."""
     return list(form["enum"]) if "enum" in form else [form["const"]] if "const" in form else []
 
 
-def type_of(form: Schema) -> str:
-    """Return the type of one form of a value, in words."""
+def format_type(form: Schema) -> str:
+    """Return the type of one form of a value as text."""
     if "$ref" in form:
         return "section"
-    if choices_of(form):
-        return ", ".join(f"`{literal(choice)}`" for choice in choices_of(form))
-    if model_inside(form):
-        either = [WORDS[choice["type"]] for choice in form.get("items", {}).get("anyOf", []) if "type" in choice]
-        return f"{WORDS[form['type']]} of {' or '.join([*either, 'sections'])}"
-    bounds = [f"{sign} {form[bound]:,}" for bound, sign in SIGNS.items() if bound in form]
-    return " ".join([WORDS[form["type"]], ", ".join(bounds)]).strip()
+    if list_choices(form):
+        return ", ".join(f"`{format_literal(choice)}`" for choice in list_choices(form))
+    if find_inner_model(form):
+        either = [TYPE_WORDS[choice["type"]] for choice in form.get("items", {}).get("anyOf", []) if "type" in choice]
+        return f"{TYPE_WORDS[form['type']]} of {' or '.join([*either, 'sections'])}"
+    bounds = [f"{sign} {form[bound]:,}" for bound, sign in BOUND_SIGNS.items() if bound in form]
+    return " ".join([TYPE_WORDS[form["type"]], ", ".join(bounds)]).strip()
 
 
-def literal(value: Any) -> str:
+def format_literal(value: Any) -> str:
     """Return a value as it is written in a spec."""
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -140,8 +148,8 @@ class ResumeRule:
 
     def __init__(self, path: Path, config: type[JobConfig], keys: Sequence[SpecKey]):
         self._path, self._config = path, config
-        self._given = [given for section, given in GIVEN.items() if section in config.model_fields]
-        self._mappings = {key.name for key in keys if key.type == WORDS["dict"] and "*" not in key.name}
+        self._given = [given for section, given in SECTION_OVERRIDES.items() if section in config.model_fields]
+        self._mappings = {key.name for key in keys if key.type == TYPE_WORDS["dict"] and "*" not in key.name}
         self._usual = self._trajectory() or set()
         self._content = validate_config(load_document(path, self._given), config).content_keys
         choices = [(key.name, choice) for key in keys for choice in key.choices]
@@ -164,11 +172,11 @@ class ResumeRule:
         return {parent if (parent := key.rpartition(".")[0]) in self._mappings else key for key in found}
 
     def __call__(self, name: str) -> str:
-        """Return the word for a key, with the choices of other keys that change the answer."""
+        """Return the rule of a key, with the choices of other keys that change it."""
         if name == OWNER_KEY:
             return "stays"
-        if name in OF_HOOKS:
-            return OF_HOOKS[name]
+        if name in HOOK_KEYS:
+            return HOOK_KEYS[name]
         if is_below(name.replace("*", "0"), self._content):
             return "content"
         if any(key.startswith(f"{name}.") for key in self._usual):
@@ -183,24 +191,24 @@ class ResumeRule:
         return any(f"{name}.".startswith(f"{key}.") for key in trajectory)
 
 
-def spec_lines() -> Iterator[str]:
+def generate_spec_lines() -> Iterator[str]:
     """Yield the tables of all keys of a spec, including those of the shipped jobs' `config`."""
-    top = sections_of(ExecutionSpec.model_json_schema(), meaning="Keys of every job.")
+    top = collect_sections(ExecutionSpec.model_json_schema(), meaning="Keys of every job.")
     for path, own in JOBS:
         document = load_document(path)
         job, config = document.data["job"], load_job_class(document, RestoreableJob).Config  # type: ignore[attr-defined]
         schema = config.model_json_schema()
-        sections = sections_of(schema, "config", schema.get("description", ""))
+        sections = collect_sections(schema, "config", schema.get("description", ""))
         rule = ResumeRule(path, config, [key for section in sections for key in section.keys])
         for section in (*top, *sections) if path == TRAINER else sections:
             if section.keys and (path == TRAINER or f"{section.name}.".startswith(f"{own}.")):
                 title = f"`{section.name}`" if section.name else "Top level"
                 of = f" of `{job}`" if section.name == own else ""
                 yield from (f"### {title}{of}", "", section.meaning, "")
-                yield from spec_table(section.keys, rule)
+                yield from generate_spec_table(section.keys, rule)
 
 
-def hook_lines() -> Iterator[str]:
+def generate_hook_lines() -> Iterator[str]:
     """Yield a table of the config of each built-in hook."""
     yield from (
         "## Reference: hooks",
@@ -211,31 +219,31 @@ def hook_lines() -> Iterator[str]:
     for hook in (each for each in vars(builtin).values() if isinstance(each, type) and issubclass(each, Hook)):
         if hook is Hook:
             continue
-        yield from (f"### `runner.hook:{hook.__name__}`", "", summary_of(hook), "")
+        yield from (f"### `runner.hook:{hook.__name__}`", "", get_summary(hook), "")
         schema, free = hook.Config.model_json_schema(), hook.Config.model_construct().free_keys
-        (section,) = sections_of(schema, meaning=schema.get("description", ""))
+        (section,) = collect_sections(schema, meaning=schema.get("description", ""))
         rows = [
             (f"`{key.name}`", key.type, key.default, key.meaning, "free" if key.name in free else "trajectory")
             for key in section.keys
         ]
-        yield from (section.meaning, "", *table(SPEC_HEADS, rows)) if rows else ("It has no keys.", "")
+        yield from (section.meaning, "", *generate_table(SPEC_HEADS, rows)) if rows else ("It has no keys.", "")
 
 
-def summary_of(hook: type[Hook]) -> str:
+def get_summary(hook: type[Hook]) -> str:
     """Return the first paragraph of the docstring of a hook, in one line."""
     return " ".join((hook.__doc__ or "").partition("\n\n")[0].split())
 
 
-def spec_table(keys: Sequence[SpecKey], rule: ResumeRule) -> Iterator[str]:
+def generate_spec_table(keys: Sequence[SpecKey], rule: ResumeRule) -> Iterator[str]:
     """Yield a table of spec keys."""
     rows = [(f"`{key.name}`", key.type, key.default, key.meaning, rule(key.name)) for key in keys]
-    return table(SPEC_HEADS, rows)
+    return generate_table(SPEC_HEADS, rows)
 
 
 # Optimizers and schedules.
 
 
-def recipe_lines() -> Iterator[str]:
+def generate_recipe_lines() -> Iterator[str]:
     """Yield the tables of optimizers and schedules: their keys with defaults, and the source or the formula."""
     yield from (
         "## Reference: optimizers",
@@ -243,44 +251,48 @@ def recipe_lines() -> Iterator[str]:
         "A key that the chosen optimizer does not read is refused unless it has its default value.",
         "",
     )
-    yield from name_table(OPTIMIZERS, "source")
+    yield from generate_name_table(OPTIMIZERS, "source")
     text = "`u` is the completed fraction of the steps after the warm-up, `final` is `final_learning_rate`."
     yield from ("## Reference: schedules", "", text, "")
-    yield from name_table(SCHEDULES, "after the warm-up")
+    yield from generate_name_table(SCHEDULES, "after the warm-up")
 
 
-def name_table(names: Mapping[str, LibraryEntry], source: str) -> Iterator[str]:
+def generate_name_table(names: Mapping[str, LibraryEntry], source: str) -> Iterator[str]:
     """Yield a table of optimizers or schedules."""
     rows = [
-        (f"`{name}`", ", ".join(f"`{key}: {literal(default)}`" for key, default in of.defaults.items()), of.source)
+        (
+            f"`{name}`",
+            ", ".join(f"`{key}: {format_literal(default)}`" for key, default in of.defaults.items()),
+            of.source,
+        )
         for name, of in names.items()
     ]
-    return table(("name", "keys and defaults", source), rows)
+    return generate_table(("name", "keys and defaults", source), rows)
 
 
-# The keys of files.
+# Keys of files.
 
 
-def key_table(keys: Sequence[Key]) -> Iterator[str]:
+def generate_key_table(keys: Sequence[Key]) -> Iterator[str]:
     """Yield a table of the keys of a file."""
-    rows = [(f"`{key.name}`", kind_of(key), key.unit, key.meaning) for key in keys]
-    return table(("key", "type", "unit", "meaning"), rows)
+    rows = [(f"`{key.name}`", format_kind(key), key.unit, key.meaning) for key in keys]
+    return generate_table(("key", "type", "unit", "meaning"), rows)
 
 
-def kind_of(key: Key) -> str:
-    """Return the type of a value, in words."""
+def format_kind(key: Key) -> str:
+    """Return the type of a value as text."""
     kinds = get_args(key.type) if isinstance(key.type, UnionType) else (key.type,)
-    return " or ".join(WORDS[kind.__name__] for kind in kinds)
+    return " or ".join(TYPE_WORDS[kind.__name__] for kind in kinds)
 
 
-def event_row(event: EventType) -> tuple[str, str, str, str]:
+def format_event_row(event: EventType) -> tuple[str, str, str, str]:
     """Return the table row of one event, with its details in one cell."""
-    types = [", ".join(filter(None, (kind_of(key), key.unit))) for key in event.details]
+    types = [", ".join(filter(None, (format_kind(key), key.unit))) for key in event.details]
     details = [f"`{key.name}` ({kind}): {key.meaning}" for key, kind in zip(event.details, types, strict=True)]
     return f"`{event.name}`", event.writer, event.meaning, " ".join(details)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def generate_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a Markdown table and an empty line."""
     for row in (heads, ["---"] * len(heads), *rows):
         assert not any("|" in cell for cell in row), row
@@ -288,24 +300,38 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield ""
 
 
-def reference() -> str:
+def generate_reference() -> str:
     """Return the whole reference."""
-    lines = ["## Reference: the keys of a spec", "", *spec_lines(), *recipe_lines(), *hook_lines()]
-    lines += ["## Reference: `metrics.jsonl`", "", "One JSON object per logged step.", "", *key_table(ROW_KEYS)]
+    lines = [
+        "## Reference: the keys of a spec",
+        "",
+        *generate_spec_lines(),
+        *generate_recipe_lines(),
+        *generate_hook_lines(),
+    ]
+    lines += [
+        "## Reference: `metrics.jsonl`",
+        "",
+        "One JSON object per logged step.",
+        "",
+        *generate_key_table(ROW_KEYS),
+    ]
     lines += [
         "## Reference: `events.jsonl`",
         "",
         "One JSON object per event. Every event has these keys:",
         "",
-        *key_table(EVENT_KEYS),
+        *generate_key_table(EVENT_KEYS),
     ]
-    lines += [*table(("event", "written by", "meaning", "details"), [event_row(event) for event in EVENTS])]
-    lines += ["## Reference: `checkpoints/<step>/manifest.json`", "", *key_table(MANIFEST_KEYS)]
-    lines += ["## Reference: `result.json`", "", *key_table(RESULT_KEYS)]
-    lines += ["## Reference: `assets/assets.json`", "", *key_table(ASSET_KEYS)]
+    lines += [
+        *generate_table(("event", "written by", "meaning", "details"), [format_event_row(event) for event in EVENTS])
+    ]
+    lines += ["## Reference: `checkpoints/<step>/manifest.json`", "", *generate_key_table(MANIFEST_KEYS)]
+    lines += ["## Reference: `result.json`", "", *generate_key_table(RESULT_KEYS)]
+    lines += ["## Reference: `assets/assets.json`", "", *generate_key_table(ASSET_KEYS)]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(PAGE.read_text().partition(BEGIN)[0] + BEGIN + "\n" + reference())
+    PAGE.write_text(PAGE.read_text().partition(BEGIN)[0] + BEGIN + "\n" + generate_reference())
     print(PAGE.relative_to(ROOT))

@@ -1,9 +1,9 @@
-"""Measurements of how the code is built and documented.
+"""Measurements of the structure and documentation of the code.
 
     python -m tests.repository.structure [ROOT] [--package NAME]
 
 prints them for the packages `runner`, `experiments` and `launch` of a checkout, or for one package of it.
-`test_structure.py` holds some of them at the value that was reached, so that they can only get better.
+`test_structure.py` bounds some of them by the values reached so far, so that they can only improve.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("runner", "experiments", "launch")
 
-# First words of a docstring that announce a noun clause instead of saying what the thing is or does.
+# First words of docstrings that are clauses instead of noun phrases or imperative sentences.
 CLAUSE_OPENINGS = ("What", "Which", "Whether", "Of", "Those", "As", "Who", "Whoever", "How", "Where", "Whose", "See")
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -38,13 +38,13 @@ class Structure:
         public_names: number of public functions and classes at the top level of modules.
         repeated_names: public classes of one name in several modules, with the modules.
         private_functions: number of functions whose name begins with `_`, dunder methods left out.
-        called_once: how many of these are named at one place only besides their definition.
+        called_once: how many of these are named only once besides their definition.
         docstrings: number of docstrings.
         openings: docstrings by first word, for the words of `CLAUSE_OPENINGS`.
         clause_docstrings: `file:line` of each docstring that begins with one of these.
         comment_share: comment lines over lines that hold code.
-        late_attributes: `Class.name` of each attribute that a method other than `__init__` is the first to set; what
-            the `__init__` of a base class sets is not late.
+        late_attributes: `Class.name` of each attribute that is first set by a method other than `__init__`; those
+            set by the `__init__` of a base class are not late.
         imports_by_string: `file:line` of each module that is imported by its name in a string.
         any_dictionaries: number of `dict[str, Any]` in annotations and code.
     """
@@ -69,7 +69,7 @@ class Structure:
 def measure(root: Path, package: str = "") -> Structure:
     """Measure the tree below `root`, or its dotted `package` alone.
 
-    Uses of private functions are counted in the whole tree, tests left out.
+    Uses of private functions are counted in the whole tree without tests.
     """
     everything = {path: path.read_text() for name in PACKAGES for path in sorted((root / name).rglob("*.py"))}
     parent = root.joinpath(*package.split(".")) if package else root
@@ -120,7 +120,7 @@ def measure(root: Path, package: str = "") -> Structure:
 
 
 def _comment_and_code_lines(text: str) -> tuple[int, int]:
-    """Return the numbers of lines with a comment and of lines with code, docstrings left out."""
+    """Return the numbers of comment lines and of code lines, without docstrings."""
     comments, code = set(), set()
     skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     is_start_of_statement = True
@@ -143,7 +143,7 @@ def _late_attributes(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> se
 
 
 def _early_attributes(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
-    """Return the attributes that exist once the object is made: of the class body, of `__init__`, of base classes."""
+    """Return the attributes set in the class body, in `__init__` and by base classes."""
     early: set[str] = set()
     for part in node.body:
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.value is not None:

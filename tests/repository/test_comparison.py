@@ -1,4 +1,4 @@
-"""Every row of the table for those who come from another trainer that says yes names a test, and that test is there."""
+"""The feature table in experiments/README.md: each row without "no" names an existing test."""
 
 import ast
 import re
@@ -8,13 +8,13 @@ from tests.repository.test_readme import ROOT
 _ROW = re.compile(r"^\| (?P<there>[^|]+) \| (?P<here>.+) \| (?P<test>`[^`|]+`)? ?\|$", re.MULTILINE)
 
 
-def rows() -> list[re.Match[str]]:
+def find_rows() -> list[re.Match[str]]:
     text = (ROOT / "experiments/README.md").read_text().partition("## Coming from another trainer")[2]
     return [row for row in _ROW.finditer(text) if row["there"].strip() not in ("there", "---")]
 
 
-def test_each_row_says_no_or_is_run_by_a_test_that_is_there() -> None:
-    found = rows()
+def test_each_supported_feature_names_an_existing_test() -> None:
+    found = find_rows()
     assert len(found) >= 20
     for row in found:
         if row["here"].startswith("no"):

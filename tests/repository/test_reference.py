@@ -1,4 +1,4 @@
-"""Tests that the reference in `specs/README.md` is up to date and right about which keys may change."""
+"""The generated reference in specs/README.md: up to date, complete, and correct about keys that may change."""
 
 from pathlib import Path
 
@@ -7,27 +7,27 @@ import pytest
 from runner import hook
 from runner.errors import InvalidError
 from runner.spec import ExecutionSpec
-from tests.repository.reference import BEGIN, PAGE, reference, sections_of
+from tests.repository.reference import BEGIN, PAGE, collect_sections, generate_reference
 from tests.support.tiny_jobs import make_counter
 
 BASES = ("Act", "Hook", "HookConfig", "Moment", "Observer", "SeenJob", "Verdict")
 
 
-def test_the_page_holds_what_is_generated() -> None:
+def test_the_reference_page_is_up_to_date() -> None:
     _, marker, kept = PAGE.read_text().partition(BEGIN)
-    assert marker, f"{PAGE}: the marker is gone"
-    assert kept.strip() == reference().strip(), "python -m tests.repository.reference writes it anew"
+    assert marker, f"{PAGE}: the marker is missing"
+    assert kept.strip() == generate_reference().strip(), "python -m tests.repository.reference regenerates it"
 
 
-def test_every_key_has_a_line_of_its_own() -> None:
+def test_every_key_has_its_own_line() -> None:
     lines = PAGE.read_text().partition("## Reference: `metrics.jsonl`")[0].splitlines()
-    keys = [key for section in sections_of(ExecutionSpec.model_json_schema()) for key in section.keys]
+    keys = [key for section in collect_sections(ExecutionSpec.model_json_schema()) for key in section.keys]
     assert {"name", "checkpoint.keep_best.mode", "topology.mesh.fsdp", "config"} <= {key.name for key in keys}
     for key in keys:
         assert sum(line.startswith(f"| `{key.name}` |") for line in lines) == 1
 
 
-def test_the_name_is_in_no_trajectory_and_stays(tmp_path: Path) -> None:
+def test_the_name_of_a_run_cannot_change(tmp_path: Path) -> None:
     (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith("| `name` | string | required")]
     assert line.endswith("| stays |")
     make_counter(tmp_path / "run", **{"config.total_steps": 2})()
@@ -35,7 +35,7 @@ def test_the_name_is_in_no_trajectory_and_stays(tmp_path: Path) -> None:
         make_counter(tmp_path / "run", name="other", **{"config.total_steps": 3})()
 
 
-def test_every_shipped_hook_has_its_config_there() -> None:
+def test_the_reference_lists_the_config_of_every_shipped_hook() -> None:
     page = PAGE.read_text().partition("## Reference: hooks")[2].partition("## Reference: ")[0]
     found = [getattr(hook, name) for name in hook.__all__ if name not in BASES]
     assert found

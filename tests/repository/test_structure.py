@@ -1,4 +1,4 @@
-"""The measurements of `structure.py` stay where they are or get better. A bound here may only be tightened."""
+"""Bounds on the measurements of `structure.py`, which may only be tightened."""
 
 import ast
 
@@ -12,7 +12,7 @@ def structure() -> Structure:
     return measure(ROOT)
 
 
-def test_what_is_set_late_is_what_the_class_bodies_declare(structure: Structure) -> None:
+def test_late_attributes_are_those_declared_in_class_bodies(structure: Structure) -> None:
     assert structure.late_attributes == [
         "BaseTrainer.compiled",
         "BaseTrainer.train_setup",
@@ -21,28 +21,28 @@ def test_what_is_set_late_is_what_the_class_bodies_declare(structure: Structure)
     ]
 
 
-def test_each_import_by_string_has_its_reason(structure: Structure) -> None:
+def test_each_import_by_string_has_a_reason(structure: Structure) -> None:
     reasons = {
-        "experiments/model/platform.py": "the kernel of a platform that is not here",
-        "runner/__init__.py": "public classes, without jax until they are asked for",
-        "runner/__main__.py": "the command line, after the process has started again with huge pages",
-        "runner/cli/app.py": "the implementation of a command, most of which bring jax",
-        "runner/spec/imports.py": "the user's own job, and packages that are extras, such as pyarrow",
-        "runner/metrics/writers.py": "wandb, which takes a second",
+        "experiments/model/platform.py": "the kernels of other platforms",
+        "runner/__init__.py": "public classes, without jax until their first use",
+        "runner/__main__.py": "the command line, after the process has re-executed itself with huge pages",
+        "runner/cli/app.py": "the implementations of commands, most of which import jax",
+        "runner/spec/imports.py": "the user's job class, and packages of extras, such as pyarrow",
+        "runner/metrics/writers.py": "wandb, whose import takes a second",
     }
     assert {place.rpartition(":")[0] for place in structure.imports_by_string} == set(reasons)
     assert len(structure.imports_by_string) <= 7
 
 
-def test_dictionaries_of_anything_become_fewer(structure: Structure) -> None:
+def test_the_number_of_any_dictionaries_is_bounded(structure: Structure) -> None:
     assert structure.any_dictionaries <= 38
 
 
-def test_no_docstring_begins_like_a_clause(structure: Structure) -> None:
+def test_no_docstring_begins_with_a_clause(structure: Structure) -> None:
     assert structure.clause_docstrings == []
 
 
-def test_public_classes_have_names_of_their_own(structure: Structure) -> None:
+def test_names_of_public_classes_are_unique(structure: Structure) -> None:
     assert structure.repeated_names == {}
 
 
@@ -52,7 +52,7 @@ def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
     assert structure.comment_share >= 1 / 17
 
 
-def test_an_attribute_that_a_base_class_has_made_is_not_late() -> None:
+def test_an_attribute_set_by_a_base_class_is_not_late() -> None:
     text = """
 class A:
     def __init__(self):

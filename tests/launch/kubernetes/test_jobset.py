@@ -1,10 +1,10 @@
-"""The JobSet of a job: its manifest against Kubernetes' own schema, its failure policy against the words of real Jobs.
+"""The JobSet of a job: its manifest against the schema of Kubernetes, its failure policy against real Job messages.
 
 The schema is JobSet's custom resource definition, copied unchanged from kubernetes-sigs/jobset (Apache License 2.0); it
-embeds the pod template. What it cannot say (rules of admission webhooks, the behaviour of controllers) is tested as
-read from the sources of Kubernetes and JobSet, since no cluster runs here.
+embeds the pod template. Rules outside the schema (admission webhooks, the behaviour of controllers) are reimplemented
+here from the sources of Kubernetes and JobSet, since tests have no cluster.
 
-The manifests in tests/golden are written with, for each line of GOLDEN,
+The manifests in tests/golden are written, for each line of GOLDEN, with
 `python -m launch jobset tests/golden/job.yaml --image registry/job:1 --dry-run OPTIONS > tests/golden/NAME.yaml`.
 """
 
@@ -54,68 +54,68 @@ def launch(*options, spec=SPEC):
 
 
 @pytest.fixture
-def rendered(capsys):
-    """The manifest that `--dry-run` prints for these options."""
+def render(capsys):
+    """Return the manifest that `--dry-run` prints for the given options."""
 
-    def render(*options, spec=SPEC):
+    def render_manifest(*options, spec=SPEC):
         assert launch("--dry-run", *options, spec=spec) == 0
         return yaml.safe_load(capsys.readouterr().out)
 
-    return render
+    return render_manifest
 
 
-def job_of(manifest):
+def get_job(manifest):
     (replicated,) = manifest["spec"]["replicatedJobs"]
     return replicated["template"]["spec"]
 
 
-def pod_of(manifest):
-    return job_of(manifest)["template"]["spec"]
+def get_pod(manifest):
+    return get_job(manifest)["template"]["spec"]
 
 
-def container_of(manifest):
-    (container,) = pod_of(manifest)["containers"]
+def get_container(manifest):
+    (container,) = get_pod(manifest)["containers"]
     return container
 
 
-def variables_of(manifest):
-    return {variable["name"]: variable.get("value") for variable in container_of(manifest)["env"]}
+def get_variables(manifest):
+    return {variable["name"]: variable.get("value") for variable in get_container(manifest)["env"]}
 
 
-# The schema
+# Schema
 
 
-def strict(schema):
-    """An OpenAPI schema that refuses what the API server would silently drop: fields without a name in it."""
+def forbid_unknown_fields(schema):
+    """Return an OpenAPI schema that rejects unknown fields, which the API server would drop silently."""
     if isinstance(schema, list):
-        return [strict(item) for item in schema]
+        return [forbid_unknown_fields(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    result = {key: strict(value) for key, value in schema.items()}
+    result = {key: forbid_unknown_fields(value) for key, value in schema.items()}
     if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
         result.setdefault("additionalProperties", False)
     return result
 
 
-def no_twins(validator, keys, items, schema):
-    """`x-kubernetes-list-map-keys`: no two items of a list agree on these keys."""
+def check_unique_items(make_validator, keys, items, schema):
+    """Implement `x-kubernetes-list-map-keys`: no two items of a list have equal values of these keys."""
     places = [tuple(item.get(key) for key in keys) for item in items]
     if len(set(places)) < len(places):
         yield jsonschema.ValidationError(f"two items with the same {', '.join(keys)}: {places}")
 
 
 @functools.cache
-def validator():
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, seconds faster
+def make_validator():
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C implementation is seconds faster
     definition = yaml.load(CRD.read_text(), loader)  # noqa: S506
     (version,) = [version for version in definition["spec"]["versions"] if version["name"] == "v1alpha2"]
-    kinds = {"x-kubernetes-list-map-keys": no_twins}
+    kinds = {"x-kubernetes-list-map-keys": check_unique_items}
     return jsonschema.validators.extend(jsonschema.Draft202012Validator, kinds)(
-        strict(version["schema"]["openAPIV3Schema"])
+        forbid_unknown_fields(version["schema"]["openAPIV3Schema"])
     )
 
 
-def every_accelerator():
+def list_accelerators():
     for name, chip in CHIPS.items():
         for number in chip.shapes or ([] if name == "cpu" else [1, 8, 16, 64]):
             yield f"{name}-{number}"
@@ -123,18 +123,18 @@ def every_accelerator():
                 yield f"3x{name}-{number}"
 
 
-@pytest.mark.parametrize("accelerator", list(every_accelerator()))
-def test_the_manifest_of_every_accelerator_is_valid(rendered, accelerator):
-    validator().validate(rendered("--set", f"topology.accelerator={accelerator}"))
+@pytest.mark.parametrize("accelerator", list(list_accelerators()))
+def test_the_manifest_of_every_accelerator_is_valid(render, accelerator):
+    make_validator().validate(render("--set", f"topology.accelerator={accelerator}"))
 
 
-def test_the_manifest_with_every_option_is_valid(rendered):
+def test_the_manifest_with_every_option_is_valid(render):
     options = ["--spot", "--node-selector", "a/b=c", "--cpu", "4", "--memory", "16Gi", "--workdir", "/job"]
     options += ["--env", "A=1", "--env", "A=2", "--env-from-secret", "wandb", "--volume-claim", "runs=/runs"]
     options += ["--service-account", "trainer", "--priority-class", "high", "--namespace", "research"]
     options += ["--set", "checkpoint.local_directory=/mnt/fast", "--set", "checkpoint.local_every_steps=5"]
     for accelerator in ("2xv6e-64", "b200-16"):
-        validator().validate(rendered(*options, "--set", f"topology.accelerator={accelerator}"))
+        make_validator().validate(render(*options, "--set", f"topology.accelerator={accelerator}"))
 
 
 @pytest.mark.parametrize(
@@ -158,27 +158,27 @@ def test_the_manifest_with_every_option_is_valid(rendered):
         (["spec", "replicatedJobs", 0, "template", "spec", "template", "metadata", "annotation"], {}),
     ],
 )
-def test_a_manifest_with_one_wrong_field_is_invalid(rendered, path, value):
-    manifest = rendered("--set", "topology.accelerator=v5e-16")
+def test_a_manifest_with_one_wrong_field_is_invalid(render, path, value):
+    manifest = render("--set", "topology.accelerator=v5e-16")
     *parents, last = path
     functools.reduce(operator.getitem, parents, manifest)[last] = value
     with pytest.raises(jsonschema.ValidationError):
-        validator().validate(manifest)
+        make_validator().validate(manifest)
 
 
-def test_two_variables_of_one_name_are_invalid(rendered):
-    manifest = rendered("--set", "topology.accelerator=v5e-16")
-    container = container_of(manifest)
+def test_duplicate_variables_are_invalid(render):
+    manifest = render("--set", "topology.accelerator=v5e-16")
+    container = get_container(manifest)
     container["env"].append(copy.deepcopy(container["env"][0]))
     with pytest.raises(jsonschema.ValidationError, match="same name"):
-        validator().validate(manifest)
+        make_validator().validate(manifest)
 
 
-# What is rendered
+# Manifest
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_manifest_is_the_one_that_was_reviewed(name, capsys):
+def test_the_manifest_equals_the_golden_file(name, capsys):
     assert launch("--dry-run", *GOLDEN[name]) == 0
     assert capsys.readouterr().out == (SPEC.parent / f"{name}.yaml").read_text()
 
@@ -187,16 +187,16 @@ def test_the_manifest_is_the_one_that_was_reviewed(name, capsys):
     ("accelerator", "slices", "hosts", "chips"),
     [("v5e-1", 1, 1, 1), ("v5e-16", 1, 4, 4), ("2xv5e-256", 2, 64, 4), ("v4-8", 1, 2, 4), ("tpu7x-64", 1, 16, 4)],
 )
-def test_a_slice_of_tpus_is_a_job_and_a_host_is_a_pod(rendered, accelerator, slices, hosts, chips):
-    manifest = rendered("--set", f"topology.accelerator={accelerator}")
-    job = job_of(manifest)
+def test_each_tpu_slice_is_a_job_and_each_host_a_pod(render, accelerator, slices, hosts, chips):
+    manifest = render("--set", f"topology.accelerator={accelerator}")
+    job = get_job(manifest)
     assert manifest["spec"]["replicatedJobs"][0]["replicas"] == slices
     assert job["parallelism"] == job["completions"] == hosts
-    assert container_of(manifest)["resources"] == {
+    assert get_container(manifest)["resources"] == {
         "requests": {"google.com/tpu": chips},
         "limits": {"google.com/tpu": chips},
     }
-    assert "--coordinator" not in container_of(manifest)["args"]  # JAX detects it
+    assert "--coordinator" not in get_container(manifest)["args"]  # JAX detects its processes
 
 
 @pytest.mark.parametrize(
@@ -209,46 +209,46 @@ def test_a_slice_of_tpus_is_a_job_and_a_host_is_a_pod(rendered, accelerator, sli
         (["--nodes", "3", "--set", "topology.accelerator=cpu"], 3),
     ],
 )
-def test_pods_that_jax_cannot_detect_are_told_where_they_stand(rendered, options, pods):
-    manifest = rendered(*options)
+def test_pods_get_their_process_ids_where_jax_cannot_detect_them(render, options, pods):
+    manifest = render(*options)
     assert manifest["spec"]["replicatedJobs"][0]["replicas"] == 1
-    assert job_of(manifest)["completions"] == pods
-    *_, name_1, address, name_2, number, name_3, place = container_of(manifest)["args"]
+    assert get_job(manifest)["completions"] == pods
+    *_, name_1, address, name_2, number, name_3, place = get_container(manifest)["args"]
     assert (name_1, address) == ("--coordinator", "tiny-gpt-slice-0-0.tiny-gpt:8476")
     assert (name_2, number) == ("--num-processes", str(pods))
     assert (name_3, place) == ("--process-id", "$(JOB_COMPLETION_INDEX)")
 
 
 @pytest.mark.parametrize("options", [["--nodes", "1"], ["--set", "topology.accelerator=h100-8"]])
-def test_a_single_pod_has_no_coordinator(rendered, options):
-    assert "--coordinator" not in container_of(rendered(*options))["args"]
+def test_a_single_pod_has_no_coordinator(render, options):
+    assert "--coordinator" not in get_container(render(*options))["args"]
 
 
-def test_the_spec_travels_word_for_word(rendered, tmp_path):
+def test_the_spec_is_passed_unchanged(render, tmp_path):
     spec = tmp_path / "spec.yaml"
     text = SPEC.read_text() + "# \ttabs, $(HOME), trailing  \n# ünïcödé: y\n\n"
     spec.write_text(text)
-    manifest = rendered("--nodes", "1", spec=spec)
-    assert job_of(manifest)["template"]["metadata"]["annotations"]["runner/spec"] == text
-    (volume,) = pod_of(manifest)["volumes"]
+    manifest = render("--nodes", "1", spec=spec)
+    assert get_job(manifest)["template"]["metadata"]["annotations"]["runner/spec"] == text
+    (volume,) = get_pod(manifest)["volumes"]
     (item,) = volume["downwardAPI"]["items"]
-    (mount,) = container_of(manifest)["volumeMounts"]
+    (mount,) = get_container(manifest)["volumeMounts"]
     assert item["fieldRef"]["fieldPath"] == "metadata.annotations['runner/spec']"
     assert mount["name"] == volume["name"]
-    assert f"{mount['mountPath']}/{item['path']}" == container_of(manifest)["args"][2]
+    assert f"{mount['mountPath']}/{item['path']}" == get_container(manifest)["args"][2]
 
 
-def test_overrides_and_variables_arrive_as_given(rendered):
+def test_overrides_and_variables_are_passed_unchanged(render):
     override = "directory=gs://bucket/$(HOME)"
-    manifest = rendered("--nodes", "1", "--set", override, "--env", "A=$(B) $C", "--env", "JAX_PLATFORMS=cuda")
-    assert container_of(manifest)["args"][3:5] == ["--set", escape_references(override)]
-    assert expanded(escape_references(override), {"HOME": "/root"}) == override
-    assert variables_of(manifest)["JAX_PLATFORMS"] == "cuda"
-    assert expanded(variables_of(manifest)["A"], {"B": "b", "C": "c"}) == "$(B) $C"
+    manifest = render("--nodes", "1", "--set", override, "--env", "A=$(B) $C", "--env", "JAX_PLATFORMS=cuda")
+    assert get_container(manifest)["args"][3:5] == ["--set", escape_references(override)]
+    assert expand_variables(escape_references(override), {"HOME": "/root"}) == override
+    assert get_variables(manifest)["JAX_PLATFORMS"] == "cuda"
+    assert expand_variables(get_variables(manifest)["A"], {"B": "b", "C": "c"}) == "$(B) $C"
 
 
-def expanded(text, variables):
-    """What the kubelet makes of an argument or a value: $$ is $, $(NAME) is the variable where there is one."""
+def expand_variables(text, variables):
+    """Expand an argument or value like the kubelet: $$ is $, and $(NAME) is the variable if it exists."""
     return re.sub(
         r"\$\$|\$\(([^)]*)\)", lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), text
     )
@@ -262,10 +262,10 @@ def test_a_value_that_looks_like_another_type_is_quoted(capsys, value):
     assert re.search(rf"name: A\n +value: (['\"]){re.escape(value)}\1\n", capsys.readouterr().out)
 
 
-def test_the_fast_tier_is_on_the_node_since_pods_are_made_anew(rendered):
+def test_the_fast_tier_is_on_the_node(render):
     settings = ["--set", "checkpoint.local_directory=/mnt/disks/ssd0/fast", "--set", "checkpoint.local_every_steps=5"]
-    manifest = rendered("--set", "topology.accelerator=v5e-16", *settings)
-    volume, mount = pod_of(manifest)["volumes"][1], container_of(manifest)["volumeMounts"][1]
+    manifest = render("--set", "topology.accelerator=v5e-16", *settings)
+    volume, mount = get_pod(manifest)["volumes"][1], get_container(manifest)["volumeMounts"][1]
     assert volume["hostPath"] == {"path": "/mnt/disks/ssd0/fast", "type": "DirectoryOrCreate"}
     assert mount == {"name": volume["name"], "mountPath": "/mnt/disks/ssd0/fast"}
 
@@ -274,23 +274,23 @@ def test_the_fast_tier_is_on_the_node_since_pods_are_made_anew(rendered):
     ("directory", "options"),
     [("/runs/tiny", []), ("runs/tiny", ["--workdir", "/"]), ("tiny", ["--workdir", "/runs"]), ("/runs", [])],
 )
-def test_a_local_directory_may_be_in_a_shared_volume(rendered, directory, options):
+def test_a_local_directory_may_be_in_a_shared_volume(render, directory, options):
     claim = ["--volume-claim", "team-disk=/runs", "--set", f"directory={directory}"]
-    manifest = rendered("--nodes", "2", *claim, *options)
-    assert pod_of(manifest)["volumes"][1]["persistentVolumeClaim"] == {"claimName": "team-disk"}
-    assert container_of(manifest)["volumeMounts"][1]["mountPath"] == "/runs"
+    manifest = render("--nodes", "2", *claim, *options)
+    assert get_pod(manifest)["volumes"][1]["persistentVolumeClaim"] == {"claimName": "team-disk"}
+    assert get_container(manifest)["volumeMounts"][1]["mountPath"] == "/runs"
 
 
-def test_secrets_are_named_and_never_shown(rendered):
-    manifest = rendered("--nodes", "1", "--env-from-secret", "wandb", "--env-from-secret", "azure")
-    assert container_of(manifest)["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "azure"}}]
+def test_secrets_are_referenced_by_name(render):
+    manifest = render("--nodes", "1", "--env-from-secret", "wandb", "--env-from-secret", "azure")
+    assert get_container(manifest)["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "azure"}}]
 
 
-# The failure policy
+# Failure policy
 
 
-def message_of(rules, code, is_disrupted):
-    """Reason and message of a Job whose pod ended so, in the words of Kubernetes' Job controller."""
+def format_failure(rules, code, is_disrupted):
+    """Return the reason and message of a failed Job as Kubernetes' Job controller formats them."""
     for index, rule in enumerate(rules):
         if "onExitCodes" in rule:
             assert rule["onExitCodes"]["operator"] == "In"
@@ -308,9 +308,9 @@ def message_of(rules, code, is_disrupted):
     return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
 
 
-def answer_to(manifest, *failures):
-    """What JobSet does when Jobs have failed by pods that ended so: the first of its rules that fits any of them."""
-    messages = [message_of(job_of(manifest)["podFailurePolicy"]["rules"], *failure) for failure in failures]
+def find_action(manifest, *failures):
+    """Return JobSet's action for failed Jobs: that of its first rule that matches any of them."""
+    messages = [format_failure(get_job(manifest)["podFailurePolicy"]["rules"], *failure) for failure in failures]
     for rule in manifest["spec"]["failurePolicy"]["rules"]:
         for reason, message in messages:
             patterns = rule.get("onJobFailureMessagePatterns", [])
@@ -343,8 +343,8 @@ def answer_to(manifest, *failures):
         (175, False, "RestartJobSet"),
     ],
 )
-def test_the_end_of_a_pod_gets_its_answer(rendered, code, is_disrupted, action):
-    assert answer_to(rendered("--nodes", "2"), (code, is_disrupted)) == action
+def test_the_failure_policy_decides_by_exit_code_and_disruption(render, code, is_disrupted, action):
+    assert find_action(render("--nodes", "2"), (code, is_disrupted)) == action
 
 
 @pytest.mark.parametrize(
@@ -357,16 +357,16 @@ def test_the_end_of_a_pod_gets_its_answer(rendered, code, is_disrupted, action):
         ([(76, False), (76, False)], "RestartJobSet"),
     ],
 )
-def test_the_ends_of_several_slices_get_the_answer_to_their_cause(rendered, failures, action):
-    manifest = rendered("--set", "topology.accelerator=2xv5e-256")
-    assert answer_to(manifest, *failures) == action
-    assert answer_to(manifest, *failures[::-1]) == action
+def test_the_failure_policy_decides_by_the_cause_among_slices(render, failures, action):
+    manifest = render("--set", "topology.accelerator=2xv5e-256")
+    assert find_action(manifest, *failures) == action
+    assert find_action(manifest, *failures[::-1]) == action
 
 
-def test_the_failure_policy_meets_what_kubernetes_asks_beyond_its_schema(rendered):
-    """Rules of the API server for pod failure policies, and of JobSet's webhook for names and reasons."""
-    manifest = rendered("--nodes", "2", "--max-restarts", "7")
-    policy, job = manifest["spec"]["failurePolicy"], job_of(manifest)
+def test_the_failure_policy_obeys_the_rules_beyond_the_schema(render):
+    """Check the API server's rules for pod failure policies and the webhook's rules for names and reasons."""
+    manifest = render("--nodes", "2", "--max-restarts", "7")
+    policy, job = manifest["spec"]["failurePolicy"], get_job(manifest)
     assert policy["maxRestarts"] == 7
     assert job["backoffLimit"] == 0
     assert job["template"]["spec"]["restartPolicy"] == "Never"
@@ -383,7 +383,7 @@ def test_the_failure_policy_meets_what_kubernetes_asks_beyond_its_schema(rendere
         assert 0 not in values
 
 
-# Refusals
+# Rejected options
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_the_failure_policy_meets_what_kubernetes_asks_beyond_its_schema(rendere
         ),
     ],
 )
-def test_what_cannot_run_is_refused_with_2_and_one_line(options, message, capsys):
+def test_options_that_cannot_run_are_rejected_in_one_line(options, message, capsys):
     assert launch("--dry-run", *options) == 2
     captured = capsys.readouterr()
     assert message in captured.err
@@ -424,35 +424,35 @@ def test_what_cannot_run_is_refused_with_2_and_one_line(options, message, capsys
 
 
 @pytest.mark.parametrize("options", [["--set", "nme=x", "--nodes", "1"], ["--set", "seed=x", "--nodes", "1"]])
-def test_a_wrong_spec_is_refused_with_2(options, capsys):
+def test_an_invalid_spec_exits_with_2(options, capsys):
     assert launch("--dry-run", *options) == 2
     assert capsys.readouterr().err.startswith(f"--set {options[1]}")
 
 
-def test_a_missing_spec_is_refused_with_2(capsys):
+def test_a_missing_spec_exits_with_2(capsys):
     assert launch("--dry-run", "--nodes", "1", spec="specs/none.yaml") == 2
     assert "specs/none.yaml: cannot read the spec" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [[], ["--image"], ["--image", "a", "--env", "A"], ["--image", "a", "--nodes", "0"]])
-def test_a_bad_command_line_is_refused_with_2(options, capsys):
+def test_a_bad_command_line_exits_with_2(options, capsys):
     assert main(["jobset", str(SPEC), *options]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_name_fits_when_the_longest_name_of_a_pod_does(rendered):
-    manifest = rendered("--set", "topology.accelerator=2xv5e-256", "--name", "a" * 46)
+def test_the_limit_of_a_name_is_that_of_the_longest_pod_name(render):
+    manifest = render("--set", "topology.accelerator=2xv5e-256", "--name", "a" * 46)
     name = manifest["metadata"]["name"]
     assert len(f"{name}-slice-1-63-abcde") == 63
     assert manifest["spec"]["network"]["subdomain"] == name
 
 
-# Submitting
+# Submission
 
 
 @pytest.fixture
 def kubectl(tmp_path, monkeypatch):
-    """A program of that name, which answers `get` with what is `there`, and keeps what else it is given."""
+    """Fake kubectl that answers `get` with the file `there`, and records its arguments and input."""
     program = tmp_path / "bin" / "kubectl"
     program.parent.mkdir()
     program.write_text(
@@ -466,12 +466,12 @@ def kubectl(tmp_path, monkeypatch):
     return tmp_path
 
 
-def submitted_in(manifest):
-    """What the pods are told of when they were submitted."""
-    return variables_of(manifest).get(SUBMITTED)
+def get_submit_time(manifest):
+    """Return the submit time in the variables of the pods."""
+    return get_variables(manifest).get(SUBMITTED)
 
 
-def test_the_manifest_is_given_to_kubectl_as_the_dry_run_prints_it_with_when_it_was_submitted(kubectl, capfd):
+def test_kubectl_applies_the_dry_run_manifest_plus_the_submit_time(kubectl, capfd):
     before = int(time.time())
     assert launch(*GOLDEN["jobset_cpu"]) == 0
     assert capfd.readouterr().out == "jobset.jobset.x-k8s.io/tiny-gpt created\n"
@@ -479,14 +479,14 @@ def test_the_manifest_is_given_to_kubectl_as_the_dry_run_prints_it_with_when_it_
     assert get == "get jobset tiny-gpt --namespace=research --ignore-not-found --output=json"
     assert apply == "apply -f -"
     given = yaml.safe_load((kubectl / "input").read_text())
-    assert before <= int(submitted_in(given)) <= time.time()
-    environment = container_of(given)["env"]
-    container_of(given)["env"] = [each for each in environment if each["name"] != SUBMITTED]
+    assert before <= int(get_submit_time(given)) <= time.time()
+    environment = get_container(given)["env"]
+    get_container(given)["env"] = [each for each in environment if each["name"] != SUBMITTED]
     assert given == yaml.safe_load((SPEC.parent / "jobset_cpu.yaml").read_text())
 
 
 @pytest.mark.parametrize("before", [[], ["--env", "RUNNER_SUBMITTED=17"]], ids=["now", "user's"])
-def test_a_jobset_that_is_there_keeps_when_it_was_submitted_since_its_pods_cannot_change(kubectl, before, monkeypatch):
+def test_an_existing_jobset_keeps_its_submit_time(kubectl, before, monkeypatch):
     clock = itertools.count(1_800_000_000, 10)
     monkeypatch.setattr(time, "time", lambda: next(clock))
     assert launch("--nodes", "1", *before) == 0
@@ -495,18 +495,18 @@ def test_a_jobset_that_is_there_keeps_when_it_was_submitted_since_its_pods_canno
     assert launch("--nodes", "1") == 0
     again = yaml.safe_load((kubectl / "input").read_text())
     assert again == there
-    assert submitted_in(again) == ("17" if before else "1800000000")
+    assert get_submit_time(again) == ("17" if before else "1800000000")
     assert launch("--nodes", "1", "--env", "RUNNER_SUBMITTED=23") == 0
-    assert submitted_in(yaml.safe_load((kubectl / "input").read_text())) == "23"
+    assert get_submit_time(yaml.safe_load((kubectl / "input").read_text())) == "23"
 
 
-def test_a_jobset_that_was_applied_from_a_dry_run_is_told_nothing_later(kubectl, rendered):
-    (kubectl / "there").write_text(json.dumps(rendered("--nodes", "1")))
+def test_a_jobset_applied_from_a_dry_run_gets_no_submit_time(kubectl, render):
+    (kubectl / "there").write_text(json.dumps(render("--nodes", "1")))
     assert launch("--nodes", "1") == 0
-    assert submitted_in(yaml.safe_load((kubectl / "input").read_text())) is None
+    assert get_submit_time(yaml.safe_load((kubectl / "input").read_text())) is None
 
 
-def test_a_jobset_of_somebody_else_is_not_touched(kubectl, capfd):
+def test_a_foreign_jobset_is_not_modified(kubectl, capfd):
     for text in ("no JSON", '{"spec": {}}', '{"spec": {"replicatedJobs": [{"template": null}]}}'):
         (kubectl / "there").write_text(text)
         assert launch("--nodes", "1") == 1
@@ -514,18 +514,18 @@ def test_a_jobset_of_somebody_else_is_not_touched(kubectl, capfd):
     assert not (kubectl / "input").exists()
 
 
-def test_the_dry_run_calls_nothing(kubectl):
+def test_the_dry_run_does_not_call_kubectl(kubectl):
     assert launch("--dry-run", "--nodes", "1") == 0
     assert not (kubectl / "arguments").exists()
 
 
-def test_what_kubectl_says_is_passed_on_when_it_fails(kubectl, capfd):
+def test_errors_of_kubectl_are_passed_on(kubectl, capfd):
     (kubectl / "end").write_text("echo 'error: no matches for kind JobSet' >&2; exit 3")
     assert launch("--nodes", "1") == 1
     assert capfd.readouterr().err == "error: no matches for kind JobSet\nkubectl apply ended with 3\n"
 
 
-def test_a_missing_kubectl_is_one_line_and_2(monkeypatch, capsys, tmp_path):
+def test_a_missing_kubectl_exits_with_2(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert launch("--nodes", "1") == 2
     error = capsys.readouterr().err
@@ -533,29 +533,29 @@ def test_a_missing_kubectl_is_one_line_and_2(monkeypatch, capsys, tmp_path):
     assert len(error.splitlines()) == 1
 
 
-# The pods
+# Pods
 
 
 @pytest.mark.soak
-def test_the_pods_on_cpus_do_the_job_as_a_kubelet_would_start_them(rendered, tmp_path):
+def test_cpu_pods_run_the_job_when_started_like_a_kubelet(render, tmp_path):
     spec = tmp_path / "spec.yaml"
     spec.write_text((ROOT / "specs" / "counter.yaml").read_text())
     directory = tmp_path / "run"
     options = ["--set", f"directory={directory}", "--volume-claim", f"disk={tmp_path}"]
     options += ["--set", "config.total_steps=20", "--set", "config.step_seconds=0.0", "--set", "config.width=16"]
-    manifest = rendered("--nodes", "2", *options, spec=spec)
-    container = container_of(manifest)
+    manifest = render("--nodes", "2", *options, spec=spec)
+    container = get_container(manifest)
     file = tmp_path / "annotation.yaml"
-    file.write_text(job_of(manifest)["template"]["metadata"]["annotations"]["runner/spec"])
+    file.write_text(get_job(manifest)["template"]["metadata"]["annotations"]["runner/spec"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     name = manifest["metadata"]["name"]
     pods = []
     for index in range(2):
-        words = [expanded(word, {"JOB_COMPLETION_INDEX": str(index)}) for word in container["args"]]
+        words = [expand_variables(word, {"JOB_COMPLETION_INDEX": str(index)}) for word in container["args"]]
         replaced = {"/etc/runner/spec.yaml": str(file), f"{name}-slice-0-0.{name}:8476": address}
         command = [sys.executable, *(replaced.get(word, word) for word in words)]
-        pods.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | variables_of(manifest)))
+        pods.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | get_variables(manifest)))
     assert [pod.wait(timeout=DEADLINE_SECONDS) for pod in pods] == [0, 0]
     assert (directory / "result.json").exists()

@@ -1,4 +1,4 @@
-"""The exit codes of a job's processes become one."""
+"""The combination of the exit codes of a job's processes."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from runner.process import STOP_SIGNALS
         ([-9], 76),
         ([-6, 0], 76),
         ([-15, 75], 76),
-        *(([-number, 75], 76) for number in STOP_SIGNALS),  # before it had learnt to listen
+        *(([-number, 75], 76) for number in STOP_SIGNALS),  # killed before it installed its handlers
         ([2, 2], 2),
         ([2, 76], 2),
         ([1, 76], 1),
@@ -30,6 +30,6 @@ from runner.process import STOP_SIGNALS
         ([139, 0], 1),
     ],
 )
-def test_the_most_telling_code_is_the_jobs(codes, code):
+def test_the_job_exits_with_its_most_specific_code(codes, code):
     assert combine_exit_codes(codes) == code
     assert combine_exit_codes(codes[::-1]) == code

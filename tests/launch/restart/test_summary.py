@@ -1,22 +1,22 @@
-"""Where the time of all attempts is said to have gone, from the directory alone."""
+"""The launcher's summary of attempts and goodput, computed from the run directory."""
 
 from launch import supervisor
 from runner.history.reader import read_history
 from runner.storage import LocalStore, encode_line
 
 
-def test_a_summary_says_how_the_attempts_ended_what_was_lost_and_where_the_time_went(tmp_path):
-    def row(attempt, time, event, step=None, **details):
+def test_a_summary_lists_outcomes_lost_steps_and_goodput(tmp_path):
+    def make_event(attempt, time, event, step=None, **details):
         return {"time": time, "attempt": attempt, "process": 0, "event": event, "step": step} | details
 
     rows = [
-        row(1, 100.0, "start"),
-        row(1, 108.0, "init", 0, seconds=2.0),
-        row(1, 118.0, "save", 10, blocked_seconds=1.0),
-        row(1, 150.0, "stuck", 33, reason="process 1 has died"),
-        row(2, 155.0, "start"),
-        row(2, 159.0, "restore", 10, seconds=4.0),
-        row(2, 200.0, "done", 60),
+        make_event(1, 100.0, "start"),
+        make_event(1, 108.0, "init", 0, seconds=2.0),
+        make_event(1, 118.0, "save", 10, blocked_seconds=1.0),
+        make_event(1, 150.0, "stuck", 33, reason="process 1 has died"),
+        make_event(2, 155.0, "start"),
+        make_event(2, 159.0, "restore", 10, seconds=4.0),
+        make_event(2, 200.0, "done", 60),
     ]
     (tmp_path / "events.jsonl").write_bytes(b"".join(map(encode_line, rows)))
     assert supervisor.format_summary(read_history(LocalStore(tmp_path), now=500.0)) == [

@@ -1,4 +1,4 @@
-"""The batch script: what is rendered, and what it does after each exit code, with commands of SLURM that record."""
+"""The SLURM batch script: its content, and its behaviour after each exit code, with fake SLURM commands."""
 
 import contextlib
 import os
@@ -17,10 +17,10 @@ from launch.slurm import engine
 from runner.process import STOP_SIGNALS
 from tests.support.job_process import DEADLINE_SECONDS
 
-SCHEDULERS_SIGNALS = [number for number in STOP_SIGNALS if number != signal.SIGINT]
+SCHEDULER_SIGNALS = [number for number in STOP_SIGNALS if number != signal.SIGINT]
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
-RENDERED = {
+RENDERED_OPTIONS = {
     "slurm_gpt_nano.sh": ["specs/gpt_nano.yaml", "--nodes", "2", "--cpus-per-task", "4"],
     "slurm_gpt2_124m.sh": [
         *("specs/gpt2_124m.yaml", "--set", "topology.accelerator=h100-16", "--set", "directory=/data/it's here"),
@@ -35,8 +35,8 @@ def dry_run(capsys, *arguments, python="/opt/env/bin/python"):
     return capsys.readouterr().out
 
 
-def refusal(capsys, *arguments):
-    """The one line that a refused command prints."""
+def get_error_line(capsys, *arguments):
+    """Return the single error line of a rejected command."""
     assert main(["slurm", *arguments, "--dry-run"]) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -45,17 +45,17 @@ def refusal(capsys, *arguments):
 
 
 @pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch):
+def _change_to_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("name", RENDERED)
-def test_the_script_is_the_one_that_was_read_and_approved(name, capsys):
-    assert dry_run(capsys, *RENDERED[name]) == (GOLDEN / name).read_text()
+@pytest.mark.parametrize("name", RENDERED_OPTIONS)
+def test_the_script_equals_the_golden_file(name, capsys):
+    assert dry_run(capsys, *RENDERED_OPTIONS[name]) == (GOLDEN / name).read_text()
 
 
-@pytest.mark.parametrize("name", RENDERED)
-def test_the_script_is_good_bash(name):
+@pytest.mark.parametrize("name", RENDERED_OPTIONS)
+def test_the_script_is_valid_bash(name):
     result = subprocess.run(["bash", "-n", GOLDEN / name], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
 
@@ -74,14 +74,14 @@ def test_the_script_is_good_bash(name):
         ("b200", ["--nodes", "5"], ["--nodes=5", "--gpus-per-node=8", "--exclusive", "--mem=0"]),
     ],
 )
-def test_nodes_and_gpus_follow_from_the_accelerator(accelerator, options, directives, capsys):
+def test_nodes_and_gpus_are_derived_from_the_accelerator(accelerator, options, directives, capsys):
     script = dry_run(capsys, "specs/gpt_nano.yaml", "--set", f"topology.accelerator={accelerator}", *options)
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     kinds = ("--nodes", "--gpus", "--exclusive", "--mem")
     assert [option for option in asked if option.startswith(kinds)] == directives
 
 
-def test_the_notice_of_a_time_limit_is_what_the_spec_needs_unless_told(capsys):
+def test_the_notice_before_the_time_limit_is_derived_from_the_spec(capsys):
     needs = ["specs/gpt_nano.yaml", "--set", "checkpoint.grace_seconds=90"]
     assert "#SBATCH --signal=TERM@90\n" in dry_run(capsys, *needs)
     assert "#SBATCH --signal=TERM@30\n" in dry_run(capsys, *needs, "--grace-seconds", "30")
@@ -102,8 +102,8 @@ def test_the_notice_of_a_time_limit_is_what_the_spec_needs_unless_told(capsys):
         (["specs/gpt_nano.yaml", "--sbatch-option=--qos=high\nrm x"], "needs one option of sbatch"),
     ],
 )
-def test_what_cannot_be_submitted_is_refused_in_one_line(arguments, line, capsys):
-    assert line in refusal(capsys, *arguments)
+def test_invalid_submissions_are_rejected_in_one_line(arguments, line, capsys):
+    assert line in get_error_line(capsys, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -117,17 +117,17 @@ def test_what_cannot_be_submitted_is_refused_in_one_line(arguments, line, capsys
         ("2-00:00:01", 172801),
     ],
 )
-def test_a_time_limit_reads_as_sbatch_reads_it(text, seconds):
+def test_time_limits_are_parsed_like_sbatch(text, seconds):
     assert engine._parse_time(text) == seconds
 
 
-# The script itself, run with commands that record how they were called.
+# Runs of the script with fake commands that record their calls.
 
-RECORD = """#!/bin/bash
+RECORD_CALL = """#!/bin/bash
 echo "$(basename "$0") $*" >>"$CALLS/calls"
 """
 COMMANDS = {
-    "srun": RECORD
+    "srun": RECORD_CALL
     + """while [[ $1 != bash ]]; do shift; done
 "$@" &
 task=$!
@@ -136,10 +136,10 @@ wait $task; code=$?
 [[ ! -e $CALLS/srun_code ]] || code=$(cat "$CALLS/srun_code")
 exit $code
 """,
-    "scontrol": RECORD + "[[ ! -e $CALLS/scontrol_fails ]]\n",
-    "scancel": RECORD + 'kill -TERM $(cat "$CALLS/task_pids")\n',
-    "squeue": RECORD + '[[ $* == *%V* ]] && exec cat "$CALLS/submitted"\ncat "$CALLS/state"\n',
-    "sleep": RECORD,
+    "scontrol": RECORD_CALL + "[[ ! -e $CALLS/scontrol_fails ]]\n",
+    "scancel": RECORD_CALL + 'kill -TERM $(cat "$CALLS/task_pids")\n',
+    "squeue": RECORD_CALL + '[[ $* == *%V* ]] && exec cat "$CALLS/submitted"\ncat "$CALLS/state"\n',
+    "sleep": RECORD_CALL,
     "python": """#!/bin/bash
 printf '%s\\n' "$@" >"$CALLS/arguments"
 echo "$RUNNER_SUBMITTED" >"$CALLS/environment"
@@ -151,8 +151,8 @@ exit "$(cat "$CALLS/code")"
 }
 
 
-class Play:
-    """A directory with SLURM's commands as this test plays them, and a job's script."""
+class FakeSlurm:
+    """A directory with fake SLURM commands, their state and records, and the script of a job."""
 
     def __init__(self, directory: Path, script: str):
         self.directory = directory
@@ -163,10 +163,10 @@ class Play:
             path.chmod(path.stat().st_mode | stat.S_IXUSR)
         os.mkfifo(directory / "pipe")
         (directory / "script.sh").write_text(script)
-        self.say("state", "RUNNING")
-        self.say("submitted", "2026-11-02T03:04:05")
+        self.write("state", "RUNNING")
+        self.write("submitted", "2026-11-02T03:04:05")
 
-    def say(self, name: str, text: object) -> None:
+    def write(self, name: str, text: object) -> None:
         (self.directory / name).write_text(f"{text}\n")
 
     def read(self, name: str) -> list[str]:
@@ -178,8 +178,8 @@ class Play:
         return [line.partition(" ")[2] for line in self.read("calls") if line.startswith(f"{name} ")]
 
     def start(self, code: int, num_restarts: int = 0) -> subprocess.Popen[str]:
-        """SLURM starts the job, whose command ends with `code`."""
-        self.say("code", code)
+        """Start the script as SLURM does; its command exits with `code`."""
+        self.write("code", code)
         for name in ("calls", "told", "task_pids"):
             (self.directory / name).unlink(missing_ok=True)
         variables = dict(os.environ, CALLS=str(self.directory), SLURM_JOB_ID="42")
@@ -192,142 +192,142 @@ class Play:
         )
 
     def run(self, code: int, num_restarts: int = 0) -> tuple[int, str]:
-        """The script's exit code and output."""
+        """Run the script and return its exit code and output."""
         process = self.start(code, num_restarts)
         output, _ = process.communicate(timeout=DEADLINE_SECONDS)
         return process.returncode, output
 
     def start_waiting(self, code: int) -> subprocess.Popen[str]:
-        """SLURM starts the job, whose command ends with `code` after SIGTERM and the word that it may."""
-        self.say("waits", "")
+        """Start the script; its command exits with `code` only after SIGTERM and a call of `end`."""
+        self.write("waits", "")
         process = self.start(code)
         self.wait_until(lambda: self.read("task_pids"))
         return process
 
     def wait_until(self, happens: Callable[[], object]) -> None:
-        """Wait for what the commands do."""
+        """Wait until a fake command has done something."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not happens():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
     def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
-        """Let the command end; the script's exit code and output."""
-        self.say("may_end", "")
+        """Let the command end, and return the script's exit code and output."""
+        self.write("may_end", "")
         output, _ = process.communicate(timeout=DEADLINE_SECONDS)
         return process.returncode, output
 
 
 @pytest.fixture
-def play(tmp_path, capsys):
+def slurm(tmp_path, capsys):
     overrides = ["--set", "directory=a b/$HOME/it's", "--max-restarts", "2"]
     spec = tmp_path / "my specs" / "gpt nano.yaml"
     spec.parent.mkdir()
     spec.write_text((ROOT / "specs/gpt_nano.yaml").read_text())
-    return Play(tmp_path, dry_run(capsys, str(spec), *overrides, python=str(tmp_path / "bin/python")))
+    return FakeSlurm(tmp_path, dry_run(capsys, str(spec), *overrides, python=str(tmp_path / "bin/python")))
 
 
-def test_the_runner_gets_its_words_unbroken(play):
-    assert play.run(0) == (0, "")
-    spec = str(play.directory / "my specs" / "gpt nano.yaml")
-    assert play.read("arguments") == ["-m", "runner", spec, "--set", "directory=a b/$HOME/it's"]
+def test_the_runner_gets_its_arguments_unchanged(slurm):
+    assert slurm.run(0) == (0, "")
+    spec = str(slurm.directory / "my specs" / "gpt nano.yaml")
+    assert slurm.read("arguments") == ["-m", "runner", spec, "--set", "directory=a b/$HOME/it's"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
-def test_what_is_final_ends_the_job_with_its_code(play, code):
-    assert play.run(code) == (code, "")
-    assert play.calls("scontrol") == []
+def test_a_final_code_ends_the_job(slurm, code):
+    assert slurm.run(code) == (code, "")
+    assert slurm.calls("scontrol") == []
 
 
 @pytest.mark.parametrize(("code", "final"), [(139, 1), (127, 1), (3, 1)])
-def test_a_code_that_nobody_promised_is_a_failure(play, code, final):
-    assert play.run(code)[0] == final
-    assert play.calls("scontrol") == []
+def test_an_unknown_code_is_a_failure(slurm, code, final):
+    assert slurm.run(code)[0] == final
+    assert slurm.calls("scontrol") == []
 
 
-def test_a_preemption_requeues_the_job_and_does_not_count(play):
+def test_a_preemption_requeues_the_job_and_does_not_count(slurm):
     for num_restarts in range(5):
-        assert play.run(75, num_restarts) == (75, "launch: preempted; starting again\n")
-        assert play.calls("scontrol") == ["requeue 42"]
-    assert list(play.directory.glob("*.restarts")) == []
+        assert slurm.run(75, num_restarts) == (75, "launch: preempted; starting again\n")
+        assert slurm.calls("scontrol") == ["requeue 42"]
+    assert list(slurm.directory.glob("*.restarts")) == []
 
 
 @pytest.mark.parametrize("code", [76, 137, 134, *(128 + number for number in STOP_SIGNALS)])
-def test_a_retryable_end_and_a_killed_process_requeue_the_job_and_count(play, code):
-    assert play.run(code) == (76, "launch: ended with 76; restart 1 of 2\n")
-    play.run(75, num_restarts=1)
-    assert play.run(code, num_restarts=2) == (76, "launch: ended with 76; restart 2 of 2\n")
-    assert play.calls("scontrol") == ["requeue 42"]
+def test_retryable_codes_and_kills_requeue_the_job_and_count(slurm, code):
+    assert slurm.run(code) == (76, "launch: ended with 76; restart 1 of 2\n")
+    slurm.run(75, num_restarts=1)
+    assert slurm.run(code, num_restarts=2) == (76, "launch: ended with 76; restart 2 of 2\n")
+    assert slurm.calls("scontrol") == ["requeue 42"]
     exhausted = "launch: ended with 76 after 2 restarts; --max-restarts allows no more\n"
-    assert play.run(code, num_restarts=3) == (76, exhausted)
-    assert play.calls("scontrol") == []
-    assert list(play.directory.glob("*.restarts")) == []
+    assert slurm.run(code, num_restarts=3) == (76, exhausted)
+    assert slurm.calls("scontrol") == []
+    assert list(slurm.directory.glob("*.restarts")) == []
 
 
-def test_the_count_begins_again_with_a_new_job_of_the_same_number(play):
-    play.run(76)
-    play.run(76, num_restarts=1)
-    assert "restart 1 of 2" in play.run(76)[1]
+def test_a_new_job_with_the_same_number_starts_a_new_count(slurm):
+    slurm.run(76)
+    slurm.run(76, num_restarts=1)
+    assert "restart 1 of 2" in slurm.run(76)[1]
 
 
-@pytest.mark.parametrize(("of_the_tasks", "code"), [([76, 202], 1), ([201, 76], 2), ([137, 202], 1), ([75, 76], 76)])
-def test_the_most_telling_code_of_the_tasks_is_the_jobs(play, of_the_tasks, code):
-    play.say("srun_code", max(of_the_tasks))
-    assert play.run(0)[0] == code
+@pytest.mark.parametrize(("task_codes", "code"), [([76, 202], 1), ([201, 76], 2), ([137, 202], 1), ([75, 76], 76)])
+def test_the_job_exits_with_the_most_specific_code_of_its_tasks(slurm, task_codes, code):
+    slurm.write("srun_code", max(task_codes))
+    assert slurm.run(0)[0] == code
 
 
 @pytest.mark.parametrize("code", [1, 143, 137])
-def test_a_failure_of_srun_itself_is_retryable(play, code):
-    play.say("srun_code", code)
-    assert play.run(0) == (76, "launch: ended with 76; restart 1 of 2\n")
+def test_a_failure_of_srun_itself_is_retryable(slurm, code):
+    slurm.write("srun_code", code)
+    assert slurm.run(0) == (76, "launch: ended with 76; restart 1 of 2\n")
 
 
-def asked_for_state(play: Play) -> list[str]:
-    return [call for call in play.calls("squeue") if "--format=%T" in call]
+def list_state_queries(slurm: FakeSlurm) -> list[str]:
+    return [call for call in slurm.calls("squeue") if "--format=%T" in call]
 
 
 @pytest.mark.parametrize(("submitted", "seconds"), [("2026-11-02T03:04:05", "1793588645"), ("", ""), ("soon", "")])
-def test_the_command_is_told_when_the_job_was_submitted(play, submitted, seconds, monkeypatch):
+def test_the_command_gets_the_submit_time(slurm, submitted, seconds, monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
-    play.say("submitted", submitted)
-    assert play.run(0)[0] == 0
-    assert play.read("environment") == [seconds]
+    slurm.write("submitted", submitted)
+    assert slurm.run(0)[0] == 0
+    assert slurm.read("environment") == [seconds]
 
 
-@pytest.mark.parametrize("number", SCHEDULERS_SIGNALS)
-def test_a_signal_to_the_shell_alone_reaches_the_tasks_once_and_never_srun(play, number):
-    process = play.start_waiting(75)
+@pytest.mark.parametrize("number", SCHEDULER_SIGNALS)
+def test_a_signal_to_the_shell_reaches_the_tasks_once_but_not_srun(slurm, number):
+    process = slurm.start_waiting(75)
     for num_signals in (1, 2):
         process.send_signal(number)
-        play.wait_until(lambda count=num_signals: len(asked_for_state(play)) == count and play.read("told"))
-    assert play.end(process) == (75, "launch: preempted; starting again\n")
-    assert play.calls("scancel") == ["--signal=TERM 42.0"]
-    assert play.read("told") == ["told"]
-    assert "SIGTERM" not in play.calls("srun")
-    assert play.calls("scontrol") == ["requeue 42"]
+        slurm.wait_until(lambda count=num_signals: len(list_state_queries(slurm)) == count and slurm.read("told"))
+    assert slurm.end(process) == (75, "launch: preempted; starting again\n")
+    assert slurm.calls("scancel") == ["--signal=TERM 42.0"]
+    assert slurm.read("told") == ["told"]
+    assert "SIGTERM" not in slurm.calls("srun")
+    assert slurm.calls("scontrol") == ["requeue 42"]
 
 
 @pytest.mark.parametrize(
     ("code", "number"),
-    [(0, signal.SIGTERM), (76, signal.SIGTERM), *((75, number) for number in SCHEDULERS_SIGNALS)],
+    [(0, signal.SIGTERM), (76, signal.SIGTERM), *((75, number) for number in SCHEDULER_SIGNALS)],
 )
-def test_a_job_that_slurm_ends_is_waited_for_and_left_to_slurm(play, code, number):
-    play.say("state", "COMPLETING")
-    process = play.start_waiting(code)
+def test_a_job_ended_by_slurm_is_not_requeued(slurm, code, number):
+    slurm.write("state", "COMPLETING")
+    process = slurm.start_waiting(code)
     process.send_signal(number)
-    for pid in play.read("task_pids")[0].split():
+    for pid in slurm.read("task_pids")[0].split():
         os.kill(int(pid), number)
-    assert play.end(process) == (code, f"launch: ended with {code}; SLURM decides whether the job starts again\n")
-    assert play.calls("scontrol") == play.calls("scancel") == []
+    assert slurm.end(process) == (code, f"launch: ended with {code}; SLURM decides whether the job starts again\n")
+    assert slurm.calls("scontrol") == slurm.calls("scancel") == []
 
 
-def test_a_controller_that_does_not_answer_is_asked_again_and_then_a_person(play):
-    play.say("scontrol_fails", "")
-    code, output = play.run(75)
+def test_a_failing_requeue_is_retried_and_then_reported(slurm):
+    slurm.write("scontrol_fails", "")
+    code, output = slurm.run(75)
     assert code == 75
     assert output.splitlines()[-1] == "launch: cannot requeue job 42; requeue it by hand"
-    assert play.calls("scontrol") == ["requeue 42"] * 4
-    assert play.calls("sleep") == ["0", "10", "30", "60"]
+    assert slurm.calls("scontrol") == ["requeue 42"] * 4
+    assert slurm.calls("sleep") == ["0", "10", "30", "60"]
 
 
 # Submission.
@@ -335,7 +335,7 @@ def test_a_controller_that_does_not_answer_is_asked_again_and_then_a_person(play
 
 @pytest.fixture
 def submit(tmp_path, monkeypatch, capsys):
-    """Submit a job to an sbatch that the test writes; exit code and output."""
+    """Submit a job to an sbatch that the test writes; return the exit code and output."""
 
     def act(sbatch: str | None) -> tuple[int, str, str]:
         if sbatch is not None:
@@ -350,7 +350,7 @@ def submit(tmp_path, monkeypatch, capsys):
     return act
 
 
-def test_the_script_is_what_sbatch_reads(submit, tmp_path, capsys):
+def test_sbatch_gets_the_script_on_standard_input(submit, tmp_path, capsys):
     assert submit(f"echo \"$@\" >{tmp_path}/arguments; cat >{tmp_path}/script; echo '42;cluster'") == (
         *(0, "submitted as job 42\n", ""),
     )
@@ -358,7 +358,7 @@ def test_the_script_is_what_sbatch_reads(submit, tmp_path, capsys):
     assert (tmp_path / "script").read_text() == dry_run(capsys, "specs/gpt_nano.yaml", python=sys.executable)
 
 
-def test_without_sbatch_the_way_out_is_named(submit):
+def test_a_missing_sbatch_is_reported_with_an_alternative(submit):
     code, output, line = submit(None)
     assert (code, output) == (2, "")
     assert line == "sbatch is not on the PATH; submit on a login node of the cluster, or print with --dry-run\n"
@@ -372,5 +372,5 @@ def test_without_sbatch_the_way_out_is_named(submit):
         ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", 76),
     ],
 )
-def test_the_complaint_of_sbatch_is_passed_on(submit, complaint, code):
+def test_errors_of_sbatch_are_passed_on(submit, complaint, code):
     assert submit(f"cat >/dev/null; echo '{complaint}' >&2; exit 1") == (code, "", f"{complaint}\n")

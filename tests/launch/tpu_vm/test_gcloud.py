@@ -1,4 +1,4 @@
-"""Errors and answers of gcloud, and the programs that hosts run, which take no word of the user for code."""
+"""Errors and responses of gcloud, and the shell programs of hosts, which quote all user input."""
 
 import json
 import re
@@ -31,7 +31,7 @@ DENIED = "ERROR: (gcloud.compute.tpus.queued-resources.create) PERMISSION_DENIED
         "ERROR: (gcloud.compute.tpus.x) There was a problem refreshing auth tokens: Reauthentication failed.",
     ],
 )
-def test_errors_that_the_user_must_mend_are_told_from_those_that_pass(errors):
+def test_permanent_errors_are_distinguished_from_transient_ones(errors):
     with pytest.raises(InvalidError, match=re.escape(errors)):
         raise_user_error(f"Warning: x\n{errors}\n")
     raise_user_error(errors + " HTTPSConnectionPool: Max retries exceeded")
@@ -54,15 +54,15 @@ def test_errors_that_the_user_must_mend_are_told_from_those_that_pass(errors):
         ({"createTime": "2026-01-01T00:00:00"}, 1767225600),
     ],
 )
-def test_when_a_resource_was_asked_for_is_what_the_answer_says(monkeypatch, answer, created):
+def test_the_request_time_is_parsed_from_the_response(monkeypatch, answer, created):
     text = json.dumps({"state": {"state": "ACTIVE"}} | answer)
     monkeypatch.setattr(gcloud, "execute", lambda command: (0, text, ""))
     assert Gcloud(QueuedResource("tiny", 1, ()), 0.1).read_state() == ResourceState("ACTIVE", created=created)
 
 
-def test_every_text_that_a_shell_reads_is_a_program_and_takes_no_word_of_the_user_for_code(tmp_path):
-    nasty = ['it\'s $(touch hacked) `touch hacked`; "x"\n&& touch hacked', "a b"]
-    host = HostPrograms("tiny", "c0ffee", "tiny.tar.gz", "00", ("tpu", "gcs"), nasty, "tiny.environment")
+def test_host_programs_are_valid_bash_and_never_execute_user_words(tmp_path):
+    special = ['it\'s $(touch hacked) `touch hacked`; "x"\n&& touch hacked', "a b"]
+    host = HostPrograms("tiny", "c0ffee", "tiny.tar.gz", "00", ("tpu", "gcs"), special, "tiny.environment")
     for text in (host.attend(17), host.attend(None), host.job(), host.tail(None), host.tail(7), host.stop()):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         printed = shlex.join(QueuedResource("tiny", 1, ()).ssh("tiny", "all", text))
@@ -73,11 +73,11 @@ def test_every_text_that_a_shell_reads_is_a_program_and_takes_no_word_of_the_use
         host.job()[host.job().index(line) :].partition("\ncode=")[0].replace("../venv/bin/python", "printf '%s\\n'")
     )
     output = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert output == "\n".join(["-u", "-m", "launch.worker", *nasty, ""])
+    assert output == "\n".join(["-u", "-m", "launch.worker", *special, ""])
     assert not list(tmp_path.iterdir())
 
 
-def test_answers_are_found_among_gclouds_own_lines():
+def test_statuses_are_parsed_between_lines_of_gcloud():
     output = "SSH: Attempting to connect\ntpu-vm: worker 0 running of c0ffee\ntpu-vm: worker 10 ended 76 of c0ffee\nx\n"
     assert parse_statuses(output) == {0: HostStatus("running", None, "c0ffee"), 10: HostStatus("ended", 76, "c0ffee")}
     assert parse_statuses("tpu-vm: worker  empty\n") == {}

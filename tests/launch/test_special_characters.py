@@ -1,4 +1,4 @@
-"""Hostile values for every engine: each arrives as it was given, or is refused with 2 and one line."""
+"""Values with special characters for every engine: each reaches the job unchanged or is rejected in one line."""
 
 import json
 from pathlib import Path
@@ -34,26 +34,26 @@ ARGUMENTS = {"slurm": SlurmArguments, "jobset": JobSetArguments, "tpu-vm": TpuVm
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """TPU VMs ship a commit, so there is one."""
-    return make_committed_project(tmp_path_factory.mktemp("hostile") / "project")
+    """Git repository with a spec, since TPU VMs ship a commit."""
+    return make_committed_project(tmp_path_factory.mktemp("special") / "project")
 
 
 @pytest.fixture
 def render(project, monkeypatch, capsys):
-    """What `--dry-run` prints: exit code, output, lines of errors."""
+    """Run an engine with `--dry-run`; return the exit code, the output and the error lines."""
     monkeypatch.chdir(project)
 
-    def call(engine, *options, spec="specs/counter.yaml"):
+    def run_dry(engine, *options, spec="specs/counter.yaml"):
         code = main([engine, spec, *ENGINE_OPTIONS[engine], *options, "--dry-run"])
         output = capsys.readouterr()
         errors = [line for line in output.err.splitlines() if not line.startswith("launch: ")]
         return code, output.out, errors
 
-    return call
+    return run_dry
 
 
-def text_options(engine):
-    """Options of an engine that take a text, by their declarations."""
+def list_text_options(engine):
+    """Yield the options of an engine whose declared type is text."""
     hints = get_type_hints(ARGUMENTS[engine])
     for name, kind in hints.items():
         if kind in (str, str | None, list[str]) and name not in ("spec", *ARGUMENTS[engine].pairs):
@@ -61,9 +61,9 @@ def text_options(engine):
 
 
 @pytest.mark.parametrize(
-    ("engine", "option"), [(engine, option) for engine in ENGINE_OPTIONS for option in text_options(engine)]
+    ("engine", "option"), [(engine, option) for engine in ENGINE_OPTIONS for option in list_text_options(engine)]
 )
-def test_no_option_takes_what_nobody_can_mean(engine, option, render):
+def test_text_options_reject_unprintable_values(engine, option, render):
     for text in UNPRINTABLE_TEXTS:
         code, output, errors = render(engine, f"{option}={text}")
         assert (code, output, len(errors)) == (2, "", 1), (text, errors)
@@ -82,18 +82,18 @@ def test_no_option_takes_what_nobody_can_mean(engine, option, render):
         ("tpu-vm", "--poll-seconds"),
     ],
 )
-def test_a_number_that_engines_cannot_hold_is_refused(engine, option, number, render):
+def test_a_number_too_large_for_an_engine_is_rejected(engine, option, number, render):
     code, output, errors = render(engine, option, f"{number}e9" if option == "--poll-seconds" else number)
     assert (code, output, len(errors)) == (2, "", 1)
     assert option in errors[0]
 
 
-# --set: any text arrives, whatever shells and YAML lie between.
+# --set: any text reaches the job, through all shells and YAML files.
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
 @pytest.mark.parametrize("engine", ENGINE_OPTIONS)
-def test_a_value_arrives_as_it_was_given(engine, text, render, tmp_path):
+def test_an_override_reaches_the_job_unchanged(engine, text, render, tmp_path):
     override = f"group={json.dumps(text)}"
     code, output, errors = render(engine, "--set", override, "--set", f"project={json.dumps(text, ensure_ascii=False)}")
     assert (code, errors) == (0, [])
@@ -103,11 +103,11 @@ def test_a_value_arrives_as_it_was_given(engine, text, render, tmp_path):
 
 
 @pytest.mark.parametrize("text", [text for text in (*TEXTS, *CONTROL_CHARACTER_TEXTS) if "\0" not in text], ids=ascii)
-def test_a_variable_and_a_spec_arrive_in_the_pods_as_they_were_given(text, render, tmp_path):
+def test_a_variable_and_a_spec_reach_the_pods_unchanged(text, render, tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text(f"{Path(COUNTER).read_text()}group: {json.dumps(text, ensure_ascii=False)}\n", newline="")
     code, output, errors = render("jobset", "--env", f"A={text}", spec=str(path))
-    if code == 2:  # a text that no YAML file holds as it is
+    if code == 2:  # YAML cannot represent the text literally
         assert not text.isprintable()
         assert "unreadable YAML" in errors[0]
         return
@@ -118,28 +118,28 @@ def test_a_variable_and_a_spec_arrive_in_the_pods_as_they_were_given(text, rende
 
 
 @pytest.mark.parametrize("engine", ENGINE_OPTIONS)
-def test_a_value_that_is_no_text_is_refused(engine, render):
+def test_a_value_that_is_not_utf8_is_rejected(engine, render):
     code, output, errors = render(engine, "--set", "group=\udcff")
     assert (code, output, len(errors)) == (2, "", 1)
     assert "is not UTF-8" in errors[0]
 
 
 @pytest.mark.parametrize("engine", ENGINE_OPTIONS)
-def test_a_value_of_several_lines_arrives_as_it_was_given(engine, render, tmp_path):
+def test_a_multiline_value_reaches_the_job_unchanged(engine, render, tmp_path):
     code, output, errors = render(engine, "--set", MULTILINE_OVERRIDE)
     assert (code, errors) == (0, [])
     assert MULTILINE_OVERRIDE in extract_job_arguments(Engine(engine), output, tmp_path)
 
 
-def test_a_script_for_sbatch_has_no_line_that_a_value_has_made(render):
-    plain, hostile = (render("slurm", "--set", override)[1] for override in ("seed=1", MULTILINE_OVERRIDE))
-    assert len(plain.split("\n")) == len(hostile.split("\n"))
-    assert "\r" not in hostile  # sbatch refuses it
+def test_a_multiline_value_adds_no_line_to_the_batch_script(render):
+    plain, special = (render("slurm", "--set", override)[1] for override in ("seed=1", MULTILINE_OVERRIDE))
+    assert len(plain.split("\n")) == len(special.split("\n"))
+    assert "\r" not in special  # sbatch rejects it
 
 
-# What an API server refuses.
+# Values that an API server rejects.
 
-ADMISSION = {
+INVALID_VALUES = {
     "--image": ["Registry/Job", "a b", "job:", "job:t ag", "job@sha256:12", ":1", "-x", "http://job", "a" * 600],
     "--namespace": ["A", "a.b", "-a", "a-", "a_b", "a" * 64],
     "--name": ["x" * 64, "a/b", "-a", "a b"],
@@ -155,8 +155,10 @@ ADMISSION = {
 }
 
 
-@pytest.mark.parametrize(("option", "value"), [(option, value) for option in ADMISSION for value in ADMISSION[option]])
-def test_what_an_api_server_refuses_is_refused_before(option, value, render):
+@pytest.mark.parametrize(
+    ("option", "value"), [(option, value) for option in INVALID_VALUES for value in INVALID_VALUES[option]]
+)
+def test_values_that_kubernetes_rejects_are_rejected_first(option, value, render):
     code, output, errors = render("jobset", f"{option}={value}")
     assert (code, output, len(errors)) == (2, "", 1), errors
     assert option in errors[0] or (option, value) in [
@@ -165,9 +167,9 @@ def test_what_an_api_server_refuses_is_refused_before(option, value, render):
     ]
 
 
-def test_every_option_with_a_text_for_kubernetes_is_in_the_table():
-    texts = set(text_options("jobset")) | {"--env", "--node-selector", "--volume-claim"}
-    assert texts - {"--set"} == set(ADMISSION)
+def test_the_table_of_invalid_values_covers_every_text_option():
+    texts = set(list_text_options("jobset")) | {"--env", "--node-selector", "--volume-claim"}
+    assert texts - {"--set"} == set(INVALID_VALUES)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_every_option_with_a_text_for_kubernetes_is_in_the_table():
         ("--namespace", "1a"),
     ],
 )
-def test_what_an_api_server_takes_is_taken(option, value, render):
+def test_values_that_kubernetes_accepts_are_accepted(option, value, render):
     code, output, errors = render("jobset", f"{option}={value}")
     assert (code, errors) == (0, [])
     if option == "--env":
@@ -198,42 +200,42 @@ def test_what_an_api_server_takes_is_taken(option, value, render):
         assert {"name": name, "value": text.replace("$", "$$")} in container["env"]
 
 
-def test_two_volumes_at_one_path_are_refused(render):
+def test_two_volumes_at_one_path_are_rejected(render):
     code, _, errors = render("jobset", "--volume-claim", "a=/data", "--volume-claim", "b=/data/")
     assert (code, errors) == (2, ["/data would be mounted twice; needs a path for each volume"])
 
 
-def test_more_pods_than_a_job_can_have_are_refused(render):
+def test_more_pods_than_a_job_can_have_are_rejected(render):
     assert render("jobset", "--nodes", "100001")[2] == ["--nodes 100001: a Job has at most 100000 pods"]
     code, _, (error,) = render("tpu-vm", "--name", "x" * 61)
     assert code == 2
     assert "--name" in error
 
 
-def padded(directory, num_bytes):
-    """The counter's spec, which a comment makes so large."""
+def write_padded_spec(directory, num_bytes):
+    """Write the counter's spec, padded to `num_bytes` by a comment."""
     spec = directory / "large.yaml"
     text = Path(COUNTER).read_text()
     spec.write_text(f"{text}# {'<' * (num_bytes - len(text))}\n")
     return str(spec)
 
 
-def test_a_spec_that_no_annotation_holds_is_refused_with_the_sizes(render, tmp_path, monkeypatch):
-    code, output, errors = render("jobset", spec=padded(tmp_path, 300_000))
+def test_a_spec_too_large_for_an_annotation_is_rejected_with_the_sizes(render, tmp_path, monkeypatch):
+    code, output, errors = render("jobset", spec=write_padded_spec(tmp_path, 300_000))
     assert (code, output, len(errors)) == (2, "", 1)
     assert "300003 of them the spec's" in errors[0]
     assert "ends at 262144" in errors[0]
-    assert render("jobset", spec=padded(tmp_path, 44_000))[0] == 2  # of 6 bytes each, as kubectl writes it
-    assert render("jobset", spec=padded(tmp_path, 40_000))[0] == 0
+    assert render("jobset", spec=write_padded_spec(tmp_path, 44_000))[0] == 2  # kubectl escapes each `<` as 6 bytes
+    assert render("jobset", spec=write_padded_spec(tmp_path, 40_000))[0] == 0
 
 
-def test_a_command_that_no_machine_can_start_is_refused(render):
+def test_a_command_longer_than_the_system_limit_is_rejected(render):
     code, output, errors = render("tpu-vm", "--set", f'group="{chr(39) * 50_000}"')
     assert (code, output, len(errors)) == (2, "", 1)
     assert "needs less than 131072" in errors[0]
 
 
-def test_every_rule_has_words_and_a_length():
+def test_every_rule_has_a_description_and_a_length():
     rules = [value for value in vars(jobset).values() if isinstance(value, jobset.Rule)]
     assert len(rules) == 8
     assert all(rule.words and rule.max_characters for rule in rules)

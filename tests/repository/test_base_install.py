@@ -1,4 +1,4 @@
-"""The base install, with nothing that only extras bring: what README.md shows, every module, and what is missing."""
+"""The base install without extras: commands of README.md, imports of all modules, and messages for missing extras."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from runner.spec.imports import EXTRA_PACKAGES, format_install
-from tests.repository.test_readme import blocks
+from tests.repository.test_readme import list_bash_blocks
 from tests.support.simulated_devices import environment
 from tests.support.tokenise_inputs import (
     make_hf_tokenizer,
@@ -28,8 +28,8 @@ from tests.support.virtual_environment import (
     make_virtual_environment,
 )
 
-# Imports every module, then gives the command line each of a list of cases, each in a child. The parent has imported
-# everything once, which is most of what a command costs.
+# Imports every module, then runs each of a list of command lines in a forked child, so that the imports, which are most
+# of the cost of a command, are made only once.
 PROBE = r"""
 import json, os, pkgutil, sys
 import runner, experiments, launch
@@ -61,11 +61,11 @@ for name, words in cases.items():
         os._exit(code)
 json.dump({"missing": missing, "ends": ends}, sys.stdout)
 """
-PLUGINS = {"tpu", "tpu-plan", "cuda"}  # of jax, which works without them
+PLUGINS = {"tpu", "tpu-plan", "cuda"}  # plugins of jax, which works without them
 
 
-def write_cases(directory: Path) -> dict[str, list[str]]:
-    """A command line for each extra that cannot do without it."""
+def write_commands(directory: Path) -> dict[str, list[str]]:
+    """Write input files, and return a command line for each extra that needs it."""
     (directory / "lines.jsonl").write_text(
         json.dumps({"text": "a", "messages": [{"role": "assistant", "content": "a"}]})
     )
@@ -92,10 +92,10 @@ def write_cases(directory: Path) -> dict[str, list[str]]:
     return cases
 
 
-def probe(directory: Path, python: Path) -> dict[str, Any]:
-    """What the modules and cases of `PROBE` come to in an environment, in a new directory."""
+def run_probe(directory: Path, python: Path) -> dict[str, Any]:
+    """Run `PROBE` in an environment and a new directory, and return the missing modules, exit codes and outputs."""
     directory.mkdir()
-    cases = write_cases(directory)
+    cases = write_commands(directory)
     done = subprocess.run(
         [python, "-c", PROBE],
         cwd=directory,
@@ -105,26 +105,26 @@ def probe(directory: Path, python: Path) -> dict[str, Any]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    return found | {"output": {name: (directory / f"{name}.output").read_text() for name in cases}}
+    probe_results = json.loads(done.stdout)
+    return probe_results | {"output": {name: (directory / f"{name}.output").read_text() for name in cases}}
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_virtual_environment(tmp_path_factory.mktemp("base") / "env")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, Any]:
-    return probe(tmp_path_factory.mktemp("probe") / "here", base)
+def probe_results(tmp_path_factory: pytest.TempPathFactory, base_python: Path) -> dict[str, Any]:
+    return run_probe(tmp_path_factory.mktemp("probe") / "here", base_python)
 
 
 def is_missing(extra: str) -> bool:
-    """Whether the base install lacks something of an extra that is installed here, or would be."""
+    """Return True if the base install lacks a package of the extra."""
     return not is_extra_installed(extra) or list_distributions(extra) > list_distributions()
 
 
-def test_every_extra_of_the_project_is_in_the_table_of_extras():
+def test_the_table_of_extras_contains_every_extra_of_the_project():
     assert sorted(EXTRA_PACKAGES) == PAGE_EXTRAS
     here = list_installed()
     for extra, packages in EXTRA_PACKAGES.items():
@@ -134,25 +134,25 @@ def test_every_extra_of_the_project_is_in_the_table_of_extras():
             assert tops >= set(packages) - {"jax_cuda12_plugin"}
 
 
-def test_every_module_imports_in_the_base_install_or_names_its_extra(found):
-    for module, message in found["missing"].items():
+def test_every_module_imports_in_the_base_install_or_names_its_extra(probe_results):
+    for module, message in probe_results["missing"].items():
         assert "\n" not in message
         assert message.endswith(tuple(map(format_install, EXTRA_PACKAGES))), f"{module}: {message}"
-    assert not {"runner.trainer", "experiments.tokenise.job", "launch.local.run"} & found["missing"].keys()
+    assert not {"runner.trainer", "experiments.tokenise.job", "launch.local.run"} & probe_results["missing"].keys()
 
 
 @pytest.mark.parametrize("extra", sorted(set(EXTRA_PACKAGES) - PLUGINS))
-def test_a_missing_extra_is_one_line_with_its_command_before_anything_is_claimed(found, tmp_path, extra):
+def test_a_missing_extra_exits_with_2_and_its_install_command(probe_results, tmp_path, extra):
     if not is_missing(extra):
-        assert "needs the package" not in found["output"][extra]
+        assert "needs the package" not in probe_results["output"][extra]
         return
-    output = found["output"][extra].strip()
-    assert found["ends"][extra] == 2, output
+    output = probe_results["output"][extra].strip()
+    assert probe_results["ends"][extra] == 2, output
     assert "\n" not in output
     assert output.endswith(format_install(extra))
 
 
-def test_nothing_was_claimed_by_who_lacked_an_extra(found, tmp_path_factory):
+def test_a_missing_extra_leaves_no_run_directory(probe_results, tmp_path_factory):
     (here,) = tmp_path_factory.getbasetemp().glob("probe?/here")
     assert not list((here / "runs").glob("*/*"))
 
@@ -161,12 +161,12 @@ def test_nothing_was_claimed_by_who_lacked_an_extra(found, tmp_path_factory):
 @pytest.mark.parametrize(
     "extra", [extra for extra in sorted(set(EXTRA_PACKAGES) - PLUGINS) if is_extra_installed(extra)]
 )
-def test_with_its_extra_nothing_of_it_is_missing(tmp_path, extra):
-    output = probe(tmp_path / "here", make_virtual_environment(tmp_path / "env", [extra]))["output"][extra]
+def test_an_installed_extra_is_complete(tmp_path, extra):
+    output = run_probe(tmp_path / "here", make_virtual_environment(tmp_path / "env", [extra]))["output"][extra]
     assert "needs the package" not in output
 
 
-def test_pages_install_extras_from_the_checkout():
+def test_pages_show_editable_installs_of_extras():
     texts = [path for pattern in ("*.md", "*.py", "*.yaml") for path in ROOT.rglob(pattern)]
     texts = [path for path in texts if not path.relative_to(ROOT).parts[0].startswith((".venv", "build", "runs"))]
     for path in texts:
@@ -174,13 +174,13 @@ def test_pages_install_extras_from_the_checkout():
             assert re.search(r"-e '?\.\[", command), f"{path}: {command}"
 
 
-def test_the_readme_tokenises_and_samples_in_the_base_install(base, tmp_path):
-    (commands,) = [block for block in blocks(ROOT / "README.md") if "raw.jsonl.zst" in block]
+def test_the_readme_commands_run_in_the_base_install(base_python, tmp_path):
+    (commands,) = [block for block in list_bash_blocks(ROOT / "README.md") if "raw.jsonl.zst" in block]
     own, _, train = commands.rpartition(".venv/bin/python -m runner")
     assert "config.data.source=runs/tokens/corpus" in train
     for name in ("README.md", "specs", "runner"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / ".venv").symlink_to(base.parents[1])
+    (tmp_path / ".venv").symlink_to(base_python.parents[1])
     sample = ".venv/bin/python -m runner sample --help"
     done = subprocess.run(
         ["bash", "-e", "-c", f"{own}{sample}"], cwd=tmp_path, env=environment(1), capture_output=True, text=True
