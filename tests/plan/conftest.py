@@ -1,4 +1,4 @@
-"""Fixtures of the tests of plans."""
+"""Fixtures for tests of plans."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,12 @@ from tests.support.libtpu import lock_libtpu
 
 @pytest.fixture(autouse=True, scope="session")
 def _started_backend() -> None:
-    """Start jax with all devices of the tests, since a plan for fewer would otherwise leave so few to later tests."""
+    """Initialise jax with all devices of the tests; a plan for fewer would otherwise limit later tests to these."""
     jax.devices()
 
 
 @pytest.fixture
 def libtpu() -> Iterator[None]:
-    """Hold libtpu for a test whose processes plan for TPUs."""
+    """Lock libtpu for a test whose subprocesses use it."""
     with lock_libtpu():
         yield

@@ -1,4 +1,4 @@
-"""Data section of a plan: each source is reached, and its tokens are compared with the budget."""
+"""The data section of a plan: reachability of each source, and its tokens compared with the budget."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.data.datasets import write_bin
 from tests.support.tiny_jobs import make_gpt
 
 
-def check(tmp_path: Path, findings: Findings | None = None, num_hosts: int = 1, **data: Any) -> DataCheck:
+def run_check(tmp_path: Path, findings: Findings | None = None, num_hosts: int = 1, **data: Any) -> DataCheck:
     job = make_gpt(
         tmp_path / "run",
         **{"config.data": {"sequence_length": 16, **data}, "config.model.vocabulary_size": 4096},
@@ -21,7 +21,7 @@ def check(tmp_path: Path, findings: Findings | None = None, num_hosts: int = 1, 
     return check_data(job.setup_builder, findings or Findings(), num_hosts)
 
 
-def figures(found: DataCheck) -> dict[str, Any]:
+def list_figures(found: DataCheck) -> dict[str, Any]:
     return {figure.name: figure.value for figure in found.section.figures}
 
 
@@ -34,8 +34,10 @@ def mixture(tmp_path: Path, **changes: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_each_source_of_a_mixture_is_told_with_its_epochs(tmp_path: Path) -> None:
-    found = figures(check(tmp_path, mixture=mixture(tmp_path), validation={"other": str(tmp_path / "web.bin")}))
+def test_each_source_of_a_mixture_is_listed_with_its_epochs(tmp_path: Path) -> None:
+    found = list_figures(
+        run_check(tmp_path, mixture=mixture(tmp_path), validation={"other": str(tmp_path / "web.bin")})
+    )
     assert found["source of web"] == str(tmp_path / "web.bin")
     assert (found["training tokens of web"], found["training tokens of code"]) == (3800, 950)
     examples = 8 * 16
@@ -45,26 +47,28 @@ def test_each_source_of_a_mixture_is_told_with_its_epochs(tmp_path: Path) -> Non
     assert found["first batch"] > 0
 
 
-def test_a_source_that_is_taken_too_often_would_not_run(tmp_path: Path) -> None:
+def test_a_source_with_too_many_epochs_is_a_problem(tmp_path: Path) -> None:
     findings = Findings()
-    found = check(tmp_path, findings, mixture=mixture(tmp_path, max_epochs=0.5))
+    found = run_check(tmp_path, findings, mixture=mixture(tmp_path, max_epochs=0.5))
     assert not found.is_found
     (problem,) = findings.problems
     assert "data.mixture.code=" in problem
     assert "max_epochs=0.5" in problem
 
 
-def test_of_a_bucket_it_is_told_what_the_run_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_fetched_from_a_bucket_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
     driver = put_in_bucket(monkeypatch, write_corpus(tmp_path / "corpus", make_random_shards([[500] * 20])))
-    found = check(tmp_path, num_hosts=4, source=URL)
-    assert figures(found)["fetched from buckets"] == 8 * 16 * 17 * 2
+    found = run_check(tmp_path, num_hosts=4, source=URL)
+    assert list_figures(found)["fetched from buckets"] == 8 * 16 * 17 * 2
     before = driver.bytes_fetched
-    check(tmp_path, num_hosts=4, source=URL)
-    assert driver.bytes_fetched - before == HEAD_BYTES + 1, "rows from the cache; but what is there is looked at again"
+    run_check(tmp_path, num_hosts=4, source=URL)
+    assert driver.bytes_fetched - before == HEAD_BYTES + 1, (
+        "sequences come from the cache, but the listing is read again"
+    )
 
 
-def test_a_source_that_cannot_be_reached_would_not_run(tmp_path: Path) -> None:
+def test_an_unreachable_source_is_a_problem(tmp_path: Path) -> None:
     findings = Findings()
-    assert not check(tmp_path, findings, source=str(tmp_path / "nowhere.bin")).is_found
+    assert not run_check(tmp_path, findings, source=str(tmp_path / "nowhere.bin")).is_found
     assert len(findings.problems) == 1

@@ -1,4 +1,4 @@
-"""Collectives in every form of HLO text. Whole steps are counted in `test_axes`."""
+"""The parser of collectives in HLO text; whole steps are counted in `test_axes`."""
 
 import pytest
 
@@ -7,12 +7,12 @@ from runner.plan.forecast.module import Buffer, find_largest_arrays
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 AXES = tuple(MESH)
-FIVE = {"data": 1, "fsdp": 2, "sequence": 4, "expert": 2, "tensor": 2}
+FIVE_AXES = {"data": 1, "fsdp": 2, "sequence": 4, "expert": 2, "tensor": 2}
 ADD = "%add (a: f32[], b: f32[]) -> f32[] {\n  ROOT %sum = f32[] add(%a, %b)\n}\n"
 
 
-def module(*lines, before="", partitions=8):
-    """Return a module whose entry holds these instructions."""
+def make_module(*lines, before="", partitions=8):
+    """Make a module whose entry computation has the given instructions."""
     body = "\n".join(f"  {line}" for line in lines)
     return (
         f"HloModule jit_step, is_scheduled=true, num_partitions={partitions}\n\n{ADD}\n{before}\n"
@@ -20,17 +20,17 @@ def module(*lines, before="", partitions=8):
     )
 
 
-def only(*lines, mesh=MESH, **kwargs):
-    """Return the only collective of such a module."""
-    (found,) = find_collectives(module(*lines, **kwargs), mesh)
+def parse_only_collective(*lines, mesh=MESH, **kwargs):
+    """Return the only collective of a module with the given instructions."""
+    (found,) = find_collectives(make_module(*lines, **kwargs), mesh)
     return found
 
 
-def all_reduce(groups, attributes="channel_id=1, use_global_device_ids=true"):
+def make_all_reduce(groups, attributes="channel_id=1, use_global_device_ids=true"):
     return f"%r = f32[8,16]{{1,0}} all-reduce(%p), replica_groups={groups}, {attributes}, to_apply=%add"
 
 
-# Among whom.
+# Groups.
 
 
 @pytest.mark.parametrize(
@@ -60,33 +60,33 @@ def all_reduce(groups, attributes="channel_id=1, use_global_device_ids=true"):
         ("mesh['axis_0'=8]", (), 1),
     ],
 )
-def test_every_form_of_replica_groups_names_the_axes_that_a_group_spans(groups, axes, size):
-    found = only(all_reduce(groups))
+def test_every_form_of_replica_groups_maps_to_its_axes(groups, axes, size):
+    found = parse_only_collective(make_all_reduce(groups))
     assert (found.axes, found.group_size) == (axes, size)
 
 
-def test_groups_that_are_no_product_of_axes_name_the_fewest_axes_that_hold_them():
-    halves = only(all_reduce("{{0,1,2,3},{4,5,6,7}}"), mesh={"data": 1, "fsdp": 1, "tensor": 8})
+def test_irregular_groups_map_to_the_fewest_axes_that_contain_them():
+    halves = parse_only_collective(make_all_reduce("{{0,1,2,3},{4,5,6,7}}"), mesh={"data": 1, "fsdp": 1, "tensor": 8})
     assert (halves.axes, halves.group_size) == (("tensor",), 4)
-    diagonal = only(all_reduce("{{0,3},{1,2},{4,7},{5,6}}"))
+    diagonal = parse_only_collective(make_all_reduce("{{0,3},{1,2},{4,7},{5,6}}"))
     assert (diagonal.axes, diagonal.group_size) == (("fsdp", "tensor"), 2)
-    uneven = only(all_reduce("{{0,1,2},{3},{4,5},{6,7}}"))
+    uneven = parse_only_collective(make_all_reduce("{{0,1,2},{3},{4,5},{6,7}}"))
     assert (uneven.axes, uneven.group_size) == (("fsdp", "tensor"), 3)
 
 
-def test_groups_of_replicas_with_a_channel_take_in_all_partitions():
-    assert only(all_reduce("{{0}}", "channel_id=1")).axes == AXES
-    assert only(all_reduce("{{0}}", "foo=1")).axes == ()
+def test_replica_groups_with_a_channel_include_all_partitions():
+    assert parse_only_collective(make_all_reduce("{{0}}", "channel_id=1")).axes == AXES
+    assert parse_only_collective(make_all_reduce("{{0}}", "foo=1")).axes == ()
 
 
-def test_a_mesh_that_lacks_the_devices_is_refused_with_the_numbers():
+def test_a_mesh_with_too_few_devices_is_rejected():
     with pytest.raises(ValueError, match=r"all-reduce r: .* names device 7, but the mesh \{'data': 4\} has 4"):
-        only(all_reduce("{{0,1,2,3,4,5,6,7}}"), mesh={"data": 4})
+        parse_only_collective(make_all_reduce("{{0,1,2,3,4,5,6,7}}"), mesh={"data": 4})
 
 
-def test_groups_of_a_form_that_is_not_known_are_refused_and_not_guessed():
+def test_an_unknown_form_of_groups_is_rejected():
     with pytest.raises(ValueError, match="replica groups of an unknown form"):
-        only(all_reduce("@grid<4>"))
+        parse_only_collective(make_all_reduce("@grid<4>"))
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_groups_of_a_form_that_is_not_known_are_refused_and_not_guessed():
         ("mesh['axis_0'=2,'axis_1'=4,'axis_2'=2,'axis_3'=2] {'axis_1'}", ("sequence",), 4),
     ],
 )
-def test_groups_over_five_axes_name_those_that_they_span(groups, axes, size):
-    found = only(all_reduce(groups), mesh=FIVE, partitions=32)
+def test_groups_on_a_mesh_of_five_axes_map_to_their_axes(groups, axes, size):
+    found = parse_only_collective(make_all_reduce(groups), mesh=FIVE_AXES, partitions=32)
     assert (found.axes, found.group_size) == (axes, size)
 
 
-# What and how much.
+# Kinds and sizes.
 
 GROUPS = "channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true"
 
@@ -136,8 +136,10 @@ GROUPS = "channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true"
         (f"f32[8] all-reduce(f32[8]{{0:T(8,128)}} %p), {GROUPS}, to_apply=%add", "all-reduce", 32, 32),
     ],
 )
-def test_every_kind_has_its_bytes_and_what_a_ring_sends(line, kind, size, sent):
-    found = only(f"%x = {line}", "%y = f32[8]{0} all-gather-done(%x)", "%z = f32[8]{0} all-reduce-done(%x)")
+def test_every_kind_of_collective_has_its_size_and_sent_bytes(line, kind, size, sent):
+    found = parse_only_collective(
+        f"%x = {line}", "%y = f32[8]{0} all-gather-done(%x)", "%z = f32[8]{0} all-reduce-done(%x)"
+    )
     assert (found.kind, found.bytes, found.sent_bytes_per_device, found.count) == (kind, size, sent, 1)
     assert (found.axes, found.group_size) == (("tensor",), 2)
 
@@ -151,9 +153,11 @@ def test_every_kind_has_its_bytes_and_what_a_ring_sends(line, kind, size, sent):
         ("{}", (), 1, 0),
     ],
 )
-def test_a_permute_sends_its_operand_along_the_axes_on_which_source_and_target_differ(pairs, axes, size, sent):
+def test_a_permute_sends_along_the_axes_in_which_its_pairs_differ(pairs, axes, size, sent):
     line = "(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), channel_id=1"
-    found = only(f"%x = {line}, source_target_pairs={pairs}", "%y = f32[8]{0} collective-permute-done(%x)")
+    found = parse_only_collective(
+        f"%x = {line}, source_target_pairs={pairs}", "%y = f32[8]{0} collective-permute-done(%x)"
+    )
     assert (found.axes, found.group_size, found.bytes, found.sent_bytes_per_device) == (axes, size, 32, sent)
 
 
@@ -176,55 +180,57 @@ def test_a_permute_sends_its_operand_along_the_axes_on_which_source_and_target_d
     ],
 )
 def test_every_element_type_has_its_size(shape, size):
-    assert only(f"%x = {shape} all-gather(%p), {GROUPS}").bytes == size
+    assert parse_only_collective(f"%x = {shape} all-gather(%p), {GROUPS}").bytes == size
 
 
-OF_EXPERTS = "channel_id=1, replica_groups=[16,2]<=[8,2,2]T(0,2,1), use_global_device_ids=true"
+EXPERT_MODULE = "channel_id=1, replica_groups=[16,2]<=[8,2,2]T(0,2,1), use_global_device_ids=true"
 
 
 @pytest.mark.parametrize(
     ("line", "kind", "size"),
     [
-        (f"(f32[4,16]{{1,0}}, f32[4,16]{{1,0}}) all-to-all(%p, %q), {OF_EXPERTS}", "all-to-all", 512),
-        (f"bf16[2,8,16]{{2,1,0}} all-to-all(%p), {OF_EXPERTS}, dimensions={{0}}", "all-to-all", 512),
-        (f"bf16[16,16]{{1,0}} ragged-all-to-all(%a, %b, %c, %d, %e, %f), {OF_EXPERTS}", "ragged-all-to-all", 512),
+        (f"(f32[4,16]{{1,0}}, f32[4,16]{{1,0}}) all-to-all(%p, %q), {EXPERT_MODULE}", "all-to-all", 512),
+        (f"bf16[2,8,16]{{2,1,0}} all-to-all(%p), {EXPERT_MODULE}, dimensions={{0}}", "all-to-all", 512),
+        (f"bf16[16,16]{{1,0}} ragged-all-to-all(%a, %b, %c, %d, %e, %f), {EXPERT_MODULE}", "ragged-all-to-all", 512),
         (
-            f"((bf16[16,16]), bf16[16,16]) ragged-all-to-all-start(%a), {OF_EXPERTS}",
+            f"((bf16[16,16]), bf16[16,16]) ragged-all-to-all-start(%a), {EXPERT_MODULE}",
             "ragged-all-to-all",
             512,
         ),
     ],
 )
-def test_tokens_that_go_to_experts_are_half_of_what_two_devices_hold(line, kind, size):
-    found = only(f"%x = {line}", mesh=FIVE, partitions=32)
+def test_all_to_all_over_two_devices_sends_half_of_the_tokens(line, kind, size):
+    found = parse_only_collective(f"%x = {line}", mesh=FIVE_AXES, partitions=32)
     assert (found.kind, found.axes, found.group_size, found.bytes) == (kind, ("expert",), 2, size)
     assert found.sent_bytes_per_device == size // 2
 
 
-def ring_over_sequence():
-    """Each device of `FIVE` to the next along `sequence`, whose neighbours are 4 apart, 4 in a ring."""
+def make_sequence_ring():
+    """Return the pairs of a ring along `sequence` of `FIVE_AXES`: neighbours are 4 apart, 4 devices per ring."""
     rings = [[block * 16 + place * 4 + rest for place in range(4)] for block in range(2) for rest in range(4)]
     pairs = [(source, ring[(at + 1) % 4]) for ring in rings for at, source in enumerate(ring)]
     return "{" + ",".join(f"{{{source},{target}}}" for source, target in pairs) + "}"
 
 
-def test_keys_and_values_go_round_the_ring_of_a_row_one_hop_less_than_it_has_devices():
-    lines, before = loop(0, 1, 3, "LT")
-    hop = f"collective-permute(%p), channel_id=4, source_target_pairs={ring_over_sequence()}"
-    before = before.replace(all_reduce("{}"), f"%r = (bf16[8,4,16], bf16[8,4,16]) {hop}")
-    found = only(*lines, before=before, mesh=FIVE, partitions=32)
+def test_ring_attention_takes_one_hop_less_than_its_devices():
+    lines, before = make_loop(0, 1, 3, "LT")
+    hop = f"collective-permute(%p), channel_id=4, source_target_pairs={make_sequence_ring()}"
+    before = before.replace(make_all_reduce("{}"), f"%r = (bf16[8,4,16], bf16[8,4,16]) {hop}")
+    found = parse_only_collective(*lines, before=before, mesh=FIVE_AXES, partitions=32)
     assert found == Collective("collective-permute", ("sequence",), 4, 2 * 8 * 4 * 16 * 2, 3, "")
     assert found.count * found.sent_bytes_per_device == 3 * 2 * 8 * 4 * 16 * 2
 
 
-def test_an_all_reduce_that_is_cut_later_is_what_it_is():
+def test_an_all_reduce_before_a_slice_remains_an_all_reduce():
     cut = "%s = f32[4,16]{1,0} dynamic-slice(%r, %i, %zero), dynamic_slice_sizes={4,16}"
-    found = only(all_reduce("[4,2]<=[8]"), cut)
+    found = parse_only_collective(make_all_reduce("[4,2]<=[8]"), cut)
     assert (found.kind, found.sent_bytes_per_device) == ("all-reduce", 2 * 512 // 2)
 
 
-def test_the_traced_operation_is_named():
-    found = only(all_reduce("{}") + r', metadata={op_name="jit(step)/state.params[\'w\']" stack_frame_id=3}')
+def test_a_collective_has_the_name_of_its_traced_operation():
+    found = parse_only_collective(
+        make_all_reduce("{}") + r', metadata={op_name="jit(step)/state.params[\'w\']" stack_frame_id=3}'
+    )
     assert found.op_name == "jit(step)/state.params['w']"
 
 
@@ -258,36 +264,36 @@ StackFrames
         ("", ""),
     ],
 )
-def test_the_line_of_the_source_and_the_shapes_are_told(metadata, source):
-    line = all_reduce("{}") + f', metadata={{op_name="jit(step)/add" {metadata}}}'
-    (found,) = find_collectives(module(line).replace("%add", TABLES, 1), MESH)
+def test_a_collective_has_its_source_line_and_shapes(metadata, source):
+    line = make_all_reduce("{}") + f', metadata={{op_name="jit(step)/add" {metadata}}}'
+    (found,) = find_collectives(make_module(line).replace("%add", TABLES, 1), MESH)
     assert (found.source, found.shapes) == (source, ((8, 16),))
 
 
-# How often.
+# Trip counts.
 
 
-def computation(name, *lines):
+def make_computation(name, *lines):
     body = "\n".join(f"  {line}" for line in lines)
     return f"%{name} (p: (s32[], f32[8])) -> (s32[], f32[8]) {{\n{body}\n}}\n\n"
 
 
-def loop(start, step, bound, direction, *, swapped=False):
-    """Return a loop around an all-reduce that counts as TPU programs do."""
+def make_loop(start, step, bound, direction, *, swapped=False):
+    """Make a loop around an all-reduce whose counter has the form of TPU programs."""
     operands = "%bound, %i" if swapped else "%i, %bound"
-    before = computation(
+    before = make_computation(
         "cond",
         "%state = (s32[], f32[8]) parameter(0)",
         "%i = s32[] get-tuple-element(%state), index=0",
         f"%bound = s32[]{{:T(128)}} constant({bound})",
         f"ROOT %test = pred[] compare({operands}), direction={direction}",
-    ) + computation(
+    ) + make_computation(
         "body",
         "%state.1 = (s32[], f32[8]) parameter(0)",
         "%i.1 = s32[] get-tuple-element(%state.1), index=0",
         f"%step = s32[]{{:T(128)}} constant({step})",
         "%next = s32[]{:T(128)S(6)} add(%i.1, %step)",
-        all_reduce("{}"),
+        make_all_reduce("{}"),
         "ROOT %out = (s32[], f32[8]) tuple(%next, %r)",
     )
     lines = (
@@ -312,15 +318,15 @@ def loop(start, step, bound, direction, *, swapped=False):
         (5, 1, 5, "LT", 0),
     ],
 )
-def test_where_trips_are_not_stated_they_follow_from_start_step_and_bound(start, step, bound, direction, trips):
-    lines, before = loop(start, step, bound, direction)
-    found = find_collectives(module(*lines, before=before), MESH)
+def test_unstated_trip_counts_follow_from_start_step_and_bound(start, step, bound, direction, trips):
+    lines, before = make_loop(start, step, bound, direction)
+    found = find_collectives(make_module(*lines, before=before), MESH)
     assert [(one.count, one.is_at_least) for one in found] == [(trips, False)] * (trips > 0)
 
 
-def test_the_bound_may_stand_on_the_left():
-    lines, before = loop(0, 1, 12, "GT", swapped=True)
-    assert only(*lines, before=before).count == 12
+def test_the_bound_may_be_the_left_operand():
+    lines, before = make_loop(0, 1, 12, "GT", swapped=True)
+    assert parse_only_collective(*lines, before=before).count == 12
 
 
 @pytest.mark.parametrize(
@@ -332,35 +338,35 @@ def test_the_bound_may_stand_on_the_left():
         ("tuple(%first, %p)", "custom-call(%first, %p)"),
     ],
 )
-def test_where_trips_are_not_known_the_count_is_a_lower_bound_and_says_so(old, new):
-    lines, before = loop(0, 1, 12, "LT")
-    found = only(*(line.replace(old, new) for line in lines), before=before.replace(old, new))
+def test_unknown_trip_counts_make_the_count_a_lower_bound(old, new):
+    lines, before = make_loop(0, 1, 12, "LT")
+    found = parse_only_collective(*(line.replace(old, new) for line in lines), before=before.replace(old, new))
     assert (found.count, found.is_at_least) == (1, True)
 
 
-STATED = 'backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}'
+STATED_TRIPS = 'backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}'
 
 
-def test_trips_multiply_through_nested_loops_calls_and_conditionals():
+def test_trip_counts_multiply_through_loops_calls_and_conditionals():
     before = (
-        computation("inner", all_reduce("{}"))
-        + computation("branch", all_reduce("{}").replace("%r ", "%s "))
-        + computation(
+        make_computation("inner", make_all_reduce("{}"))
+        + make_computation("branch", make_all_reduce("{}").replace("%r ", "%s "))
+        + make_computation(
             "outer",
-            f"%a = (s32[], f32[8]) while(%p), condition=%cond, body=%inner, {STATED}",
+            f"%a = (s32[], f32[8]) while(%p), condition=%cond, body=%inner, {STATED_TRIPS}",
             "%b = f32[8] conditional(%i, %p, %p), branch_computations={%branch, %branch}",
             "%c = f32[8] conditional(%i, %p, %p), true_computation=%branch, false_computation=%other",
             "%d = f32[8] call(%p), to_apply=%branch",
         )
     )
-    lines = (f"%w = (s32[], f32[8]) while(%p), condition=%cond, body=%outer, {STATED.replace('3', '5')}",)
-    found = find_collectives(module(*lines, before=before), MESH)
+    lines = (f"%w = (s32[], f32[8]) while(%p), condition=%cond, body=%outer, {STATED_TRIPS.replace('3', '5')}",)
+    found = find_collectives(make_module(*lines, before=before), MESH)
     assert [one.count for one in found] == [15, 20]
 
 
-def test_a_computation_that_runs_asynchronously_counts_once():
-    before = computation("wrapped", all_reduce("{}"))
-    found = only(
+def test_an_asynchronous_computation_counts_once():
+    before = make_computation("wrapped", make_all_reduce("{}"))
+    found = parse_only_collective(
         "%s = ((f32[8]), f32[8], s32[]) async-start(%p), calls=%wrapped",
         "%u = ((f32[8]), f32[8], s32[]) async-update(%s), calls=%wrapped",
         "%d = f32[8] async-done(%u), calls=%wrapped",
@@ -368,14 +374,14 @@ def test_a_computation_that_runs_asynchronously_counts_once():
     )
     assert found.count == 1
     sugared = "%s = ((f32[8]), f32[8], s32[]) all-to-all-start(%p), replica_groups={}, channel_id=1, calls=%wrapped"
-    assert [one.kind for one in find_collectives(module(sugared, before=before), MESH)] == ["all-to-all"]
+    assert [one.kind for one in find_collectives(make_module(sugared, before=before), MESH)] == ["all-to-all"]
 
 
-def test_what_is_never_called_does_not_count():
-    assert find_collectives(module(before=computation("dead", all_reduce("{}"))), MESH) == []
+def test_a_computation_that_is_never_called_does_not_count():
+    assert find_collectives(make_module(before=make_computation("dead", make_all_reduce("{}"))), MESH) == []
 
 
-# What libtpu makes of a step, cut down: names, shapes, groups and attributes are its own.
+# Excerpts of steps compiled by libtpu; names, shapes, groups and attributes are original.
 
 TPU_RING = """
 %windowed_cond (wide.param: (bf16[1,32,512], bf16[1,32,512], u32[])) -> pred[] {
@@ -404,8 +410,8 @@ source_target_pairs={{0,3},{1,0},{2,1},{3,2}}, metadata={op_name="jit(step)/jvp(
 """
 
 
-def test_a_gather_that_a_tpu_makes_a_ring_within_a_matmul_counts_every_hop():
-    found = only(
+def test_a_collective_matmul_on_tpu_counts_every_hop():
+    found = parse_only_collective(
         "%zero = u32[]{:T(128)} constant(0)",
         "%copy.551 = u32[]{:T(128)} copy(%zero)",
         "%tuple.684 = (bf16[1,32,512]{2,1,0}, bf16[1,32,512]{2,1,0}, u32[]{:T(128)}) tuple(%p, %p, %copy.551)",
@@ -447,14 +453,14 @@ custom_call_target="AsyncCollectiveDone"
 
 
 @pytest.mark.parametrize("is_step_first", [False, True])
-def test_a_gather_that_a_tpu_spreads_over_several_fusions_counts_once_where_it_starts(is_step_first):
+def test_an_all_gather_spread_over_fusions_counts_once_at_its_start(is_step_first):
     before = TPU_CHAIN
     if is_step_first:
         start, step, *rest = before.strip().split("\n\n")
         before = "\n\n".join([step, start, *rest])
-    found = only(
+    found = parse_only_collective(
         "%async-collective-start = (bf16[1,512,1024]) fusion(%p), kind=kCustom, calls=%fused_computation.423",
-        f"%while.1 = (bf16[8]) while(%p), condition=%cond, body=%windowed, {STATED}",
+        f"%while.1 = (bf16[8]) while(%p), condition=%cond, body=%windowed, {STATED_TRIPS}",
         "%async-collective-done = bf16[1,1024,1024] fusion(%p), kind=kCustom, calls=%fused_computation.430",
         before=before,
     )
@@ -480,19 +486,19 @@ dynamic_slice_sizes={520,4096}
 """
 
 
-def test_an_all_reduce_of_which_a_tpu_keeps_one_part_is_a_reduce_scatter():
+def test_an_all_reduce_with_a_kept_slice_is_a_reduce_scatter():
     fusion = "%fusion.352 = bf16[520,4096] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.2.clone.1"
     mesh = {"data": 2, "fsdp": 4, "tensor": 2}
     named = f'{fusion}, metadata={{op_name="mlp_in/dot_general" stack_frame_id=205}}'
-    found = only(named, before=TPU_ALL_REDUCE_SCATTER, partitions=16, mesh=mesh)
+    found = parse_only_collective(named, before=TPU_ALL_REDUCE_SCATTER, partitions=16, mesh=mesh)
     assert found == Collective("reduce-scatter", ("fsdp",), 4, 2080 * 4096 * 2, 1, "mlp_in/dot_general")
     assert found.sent_bytes_per_device == 2080 * 4096 * 2 * 3 // 4
-    # What is kept must be a device's own part: another slice of the sum leaves an all-reduce.
+    # The kept slice must be the device's own shard; with another slice it remains an all-reduce.
     other = TPU_ALL_REDUCE_SCATTER.replace("bf16[520,4096]{1,0:T(8,128)(2,1)S(1)} dynamic", "bf16[8,4096] dynamic")
-    assert only(fusion, before=other, partitions=16, mesh=mesh).kind == "all-reduce"
+    assert parse_only_collective(fusion, before=other, partitions=16, mesh=mesh).kind == "all-reduce"
 
 
-def test_between_tpu_slices_a_send_names_the_collective():
+def test_a_send_between_tpu_slices_names_its_collective():
     attributes = (
         'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
         '_xla_host_transfer_rendezvous="all-reduce.97_0",_xla_megascale_reduce_operation="SUM",'
@@ -506,14 +512,14 @@ def test_between_tpu_slices_a_send_names_the_collective():
         f"%recv.22 = {sent} recv(%token), channel_id=7, {attributes}",
         "%send-done.22 = token[] send-done(%send.22), channel_id=8, is_host_transfer=true",
     )
-    found = find_collectives(module(*lines, partitions=16), {"data": 2, "fsdp": 16, "tensor": 1})
+    found = find_collectives(make_module(*lines, partitions=16), {"data": 2, "fsdp": 16, "tensor": 1})
     assert found == [
         Collective("all-gather", ("fsdp",), 16, 1024, 1, ""),
         Collective("all-reduce", ("data",), 2, 64 * 8 * 128 * 2, 1, "", is_between_slices=True),
     ]
 
 
-def test_tpu_slices_may_be_named_by_their_devices():
+def test_tpu_slices_may_be_given_by_their_devices():
     attributes = (
         "is_host_transfer=true, frontend_attributes={_xla_megascale_target={{100000,200000},{100001,200001},"
         '{300000,400000},{300001,400001}},_xla_megascale_transfer_type="ALL_GATHER"}'
@@ -522,27 +528,27 @@ def test_tpu_slices_may_be_named_by_their_devices():
     line = f"%send.83 = {sent} send(%p, %token), channel_id=18, {attributes}"
     mesh = {"data": 2, "fsdp": 4, "tensor": 1}
     expected = Collective("all-gather", ("fsdp",), 2, 2 * 32 * 256 * 2, 1, "", is_between_slices=True)
-    assert only(line, partitions=2, mesh=mesh) == expected
+    assert parse_only_collective(line, partitions=2, mesh=mesh) == expected
     across = (
         line.replace("{100001,200001},{300000,400000},", "")
         .replace("0,200000", "0,300000")
         .replace("300001,", "200001,")
     )
-    assert only(across, partitions=2, mesh=mesh).axes == ("data",)
+    assert parse_only_collective(across, partitions=2, mesh=mesh).axes == ("data",)
     with pytest.raises(ValueError, match=r"send\.83: slices of an unknown form"):
-        only(line.replace("{{100000,200000}", "[[100000,200000]"), partitions=2, mesh=mesh)
+        parse_only_collective(line.replace("{{100000,200000}", "[[100000,200000]"), partitions=2, mesh=mesh)
 
 
-# What fills the memory.
+# Memory.
 
 
-def test_the_largest_arrays_are_named_by_what_made_them_and_by_arguments():
+def test_the_largest_arrays_have_the_names_of_their_ops_or_arguments():
     before = (
         "%fused (x: f32[999]) -> f32[999] {\n  ROOT %hidden = f32[999999]{0} negate(%x)\n}\n\n"
         + "%body (s: f32[512]) -> f32[512] {\n  %s = f32[555555]{0} parameter(0)\n"
         + '  %made = f32[50,10]{1,0} exponential(%s), metadata={op_name="body/exp"}\n}\n\n'
     )
-    text = module(
+    text = make_module(
         "%p = f32[100]{0} parameter(0), metadata={op_name=\"state.params['w']\"}",
         '%a = (f32[300]{0}, bf16[300]{0}) fusion(%p), kind=kLoop, calls=%fused, metadata={op_name="layer/mul"}',
         '%again = f32[300]{0} negate(%p), metadata={op_name="layer/mul"}',
@@ -552,7 +558,7 @@ def test_the_largest_arrays_are_named_by_what_made_them_and_by_arguments():
         "%c = f32[400]{0:T(1024)S(1)} negate(%p)",
         "%d = f32[250]{0} negate(%p)",
         "%t = (f32[300]{0}, f32[777]{0}) tuple(%b, %c)",
-        f"%w = (f32[888]{{0}}) while(%t), condition=%cond, body=%body, {STATED}",
+        f"%w = (f32[888]{{0}}) while(%t), condition=%cond, body=%body, {STATED_TRIPS}",
         before=before,
     )
     expected = [
@@ -576,5 +582,5 @@ def test_the_largest_arrays_are_named_by_what_made_them_and_by_arguments():
         ("f32[5]{0}", 20),
     ],
 )
-def test_an_array_in_tiles_takes_whole_tiles(shape, size):
-    assert find_largest_arrays(module(f"%x = {shape} negate(%p)"), 1)[0].bytes == size
+def test_a_tiled_array_occupies_whole_tiles(shape, size):
+    assert find_largest_arrays(make_module(f"%x = {shape} negate(%p)"), 1)[0].bytes == size

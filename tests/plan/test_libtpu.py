@@ -1,9 +1,9 @@
-"""Plans of the shipped specs by libtpu, which only one process can hold: kept as text and reviewed like code.
+"""Golden plans of the shipped specs, compiled by libtpu.
 
-    python -m tests.plan.test_libtpu     writes them
+    python -m tests.plan.test_libtpu     writes the golden plans
 
-Sections that differ between machines are left out: data, directory and compile times. Figures of a compiler are
-compared only if it is the compiler that the kept text names.
+Sections that differ between machines are removed: data, directory and compile times. Figures of the compiler are
+compared only if the golden plan names the same compiler.
 """
 
 import json
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("libtpu")
 NANO = "specs/gpt_nano.yaml"
 PLANS = ROOT / "tests" / "golden" / "plans"
 DAILY = [("gpt_nano", "v5e-4"), ("tokenise_stdlib", "cpu-8")]
-IN_A_BUCKET = {"tokenise_web"}  # that only its user can reach
-IN_THE_SOAK = [
+BUCKET_SPECS = {"tokenise_web"}  # its data is in a private bucket
+SOAK_CASES = [
     ("counter", "cpu-8"),
     ("gpt_small", "v5e-16"),
     ("gpt2_124m", "v5e-16"),
@@ -42,11 +42,11 @@ MESHES = {
     "llama_nano": "{data: auto, fsdp: 2, sequence: 2, tensor: 2}",
     "moe_nano": "{data: auto, fsdp: 2, expert: 2}",
 }
-BY_LIBTPU = pytest.mark.xfail(reason="libtpu 0.0.42.1 overflows its stack: small rows in bfloat16", strict=True)
+COMPILER_LINES = pytest.mark.xfail(reason="libtpu 0.0.42.1 overflows its stack: small rows in bfloat16", strict=True)
 
 
-def plan(spec: str, topology: str, directory: Path) -> list[str]:
-    """Return what the command prints, without the sections that differ between machines."""
+def run_plan(spec: str, topology: str, directory: Path) -> list[str]:
+    """Return the output of the command without the sections that differ between machines."""
     options = ["--topology", topology, "--set", f"directory={directory}"]
     words = "plan", f"specs/{spec}.yaml", *options
     code, output = run_runner(environment(1), *words, deadline_seconds=WHOLE_RUN_DEADLINE_SECONDS, has_progress=True)
@@ -58,36 +58,38 @@ def plan(spec: str, topology: str, directory: Path) -> list[str]:
     return [line for lines in kept for line in (*lines, "") if not line.startswith(("problem: ", "would"))]
 
 
-def counted(lines: list[str]) -> list[str]:
-    """Return the lines without figures of a compiler, or that depend on them."""
+def drop_compiler_lines(lines: list[str]) -> list[str]:
+    """Return the lines without those that depend on the compiler."""
     return [line for line in lines if "  compiled" not in line and "  assumed" not in line and "compiler" not in line]
 
 
-def path_of(spec: str, topology: str) -> Path:
+def get_plan_path(spec: str, topology: str) -> Path:
     return PLANS / f"{spec}.{topology}.txt"
 
 
 @pytest.mark.parametrize(
-    ("spec", "topology"), [*DAILY, *(pytest.param(*pod, marks=pytest.mark.soak) for pod in IN_THE_SOAK)], ids=str
+    ("spec", "topology"), [*DAILY, *(pytest.param(*pod, marks=pytest.mark.soak) for pod in SOAK_CASES)], ids=str
 )
-def test_the_plan_of_a_shipped_spec_is_the_one_that_was_reviewed(spec: str, topology: str, tmp_path: Path) -> None:
-    found, kept = plan(spec, topology, tmp_path), path_of(spec, topology).read_text().splitlines()
+def test_the_plan_of_a_shipped_spec_equals_the_golden_file(spec: str, topology: str, tmp_path: Path) -> None:
+    found, kept = run_plan(spec, topology, tmp_path), get_plan_path(spec, topology).read_text().splitlines()
     is_same_compiler = [line for line in found if "compiler" in line] == [line for line in kept if "compiler" in line]
-    assert (found if is_same_compiler else counted(found)) == (kept if is_same_compiler else counted(kept))
+    assert (found if is_same_compiler else drop_compiler_lines(found)) == (
+        kept if is_same_compiler else drop_compiler_lines(kept)
+    )
 
 
-def test_every_shipped_spec_has_a_plan() -> None:
-    assert {path.stem for path in (ROOT / "specs").glob("*.yaml")} - IN_A_BUCKET == {
-        spec for spec, _ in (*DAILY, *IN_THE_SOAK)
+def test_every_shipped_spec_has_a_golden_plan() -> None:
+    assert {path.stem for path in (ROOT / "specs").glob("*.yaml")} - BUCKET_SPECS == {
+        spec for spec, _ in (*DAILY, *SOAK_CASES)
     }
-    assert {path.name for path in PLANS.iterdir()} == {path_of(*names).name for names in (*DAILY, *IN_THE_SOAK)}
+    assert {path.name for path in PLANS.iterdir()} == {get_plan_path(*names).name for names in (*DAILY, *SOAK_CASES)}
 
 
-# libtpu.
+# Behaviour of libtpu.
 
 
 @pytest.mark.soak
-def test_libtpu_compiles_for_a_topology_that_is_not_here() -> None:
+def test_libtpu_compiles_for_an_absent_topology() -> None:
     code, output = run_runner(environment(1), "plan", NANO, "--topology", "v5e-4", "--json", has_progress=True)
     assert code == 0, output
     found = json.loads(output)["plan"]
@@ -115,13 +117,13 @@ def test_an_offloaded_optimizer_is_in_host_memory() -> None:
 @pytest.mark.parametrize(
     ("kind", "chip"),
     [
-        pytest.param(kind, chip, marks=BY_LIBTPU if (kind, chip) == ("gpt_nano", "tpu7x") else ())
+        pytest.param(kind, chip, marks=COMPILER_LINES if (kind, chip) == ("gpt_nano", "tpu7x") else ())
         for kind in MESHES
         for chip in (name for name, chip in CHIPS.items() if chip.is_tpu)
     ],
 )
-def test_every_kind_of_model_compiles_for_every_tpu_with_the_flags_of_its_chip(kind: str, chip: str) -> None:
-    """With some programs libtpu dies of flags that others are faster with."""
+def test_every_model_compiles_for_every_tpu_with_its_flags(kind: str, chip: str) -> None:
+    """Compile every model, since libtpu crashes on some programs with flags that speed up others."""
     mesh = ["--set", f"topology.mesh={MESHES[kind]}", "--set", "config.precision.compute=bfloat16"]
     code, output = run_runner(environment(1), "plan", f"specs/{kind}.yaml", "--topology", f"{chip}-8", *mesh)
     assert code == 0, output
@@ -133,11 +135,11 @@ def test_every_kind_of_model_compiles_for_every_tpu_with_the_flags_of_its_chip(k
     [("", "cannot compile for v5e:2x2"), ("raise ImportError('no')", "cannot compile for v5e:2x2")],
     ids=["of another version", "broken"],
 )
-def test_a_libtpu_that_does_not_work_is_one_line(module: str, message: str, tmp_path: Path) -> None:
+def test_a_broken_libtpu_is_reported_in_one_line(module: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "libtpu").mkdir()
     (tmp_path / "libtpu" / "__init__.py").write_text(module)
     variables = environment(1) | {"PYTHONPATH": str(tmp_path)}
-    variables.pop("TPU_LIBRARY_PATH", None)  # jax leaves it to those that this process starts
+    variables.pop("TPU_LIBRARY_PATH", None)  # jax sets it in this process, and children would inherit it
     code, output = run_runner(variables, "plan", NANO, "--topology", "v5e-4", has_progress=True)
     assert code == 2
     assert "Traceback" not in output
@@ -146,7 +148,7 @@ def test_a_libtpu_that_does_not_work_is_one_line(module: str, message: str, tmp_
 
 
 @pytest.mark.soak
-def test_a_libtpu_that_another_process_holds_is_one_line() -> None:
+def test_a_libtpu_in_use_is_reported_in_one_line() -> None:
     holder = (
         "import time; from runner.accelerator import parse_accelerator; from runner.plan.program import open_machine\n"
         "open_machine(parse_accelerator('v5e-4')); print('held', flush=True); time.sleep(10_000)"
@@ -165,8 +167,8 @@ def test_a_libtpu_that_another_process_holds_is_one_line() -> None:
 
 
 if __name__ == "__main__":
-    for names in (*DAILY, *IN_THE_SOAK):
+    for names in (*DAILY, *SOAK_CASES):
         if not sys.argv[1:] or names[0] in sys.argv[1:]:
-            lines = plan(*names, Path("runs/plan"))
-            path_of(*names).write_text("\n".join(lines) + "\n")
-            print(path_of(*names).name)
+            lines = run_plan(*names, Path("runs/plan"))
+            get_plan_path(*names).write_text("\n".join(lines) + "\n")
+            print(get_plan_path(*names).name)

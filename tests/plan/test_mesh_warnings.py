@@ -1,4 +1,4 @@
-"""Warnings about inefficient meshes: small shards, gradients reduced whole, parameters gathered too often."""
+"""Warnings about inefficient meshes: small shards, gradients reduced without sharding, repeated gathers."""
 
 from typing import Any
 
@@ -18,19 +18,19 @@ from runner.plan.program import TargetMachine
 from runner.plan.report import EarlyEstimate
 from runner.spec import load_document
 from runner.trainer import BaseTrainer
-from tests.plan.test_hlo import STATED, computation, module
+from tests.plan.test_hlo import STATED_TRIPS, make_computation, make_module
 from tests.support.job_process import ROOT
 
 ONES = dict.fromkeys(AXES, 1)
 SPECS = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
 
 
-def parameter(mesh: dict[str, int], shape: tuple[int, ...], *axes: Any) -> jax.ShapeDtypeStruct:
+def make_parameter(mesh: dict[str, int], shape: tuple[int, ...], *axes: Any) -> jax.ShapeDtypeStruct:
     abstract: Any = AbstractMesh(tuple((ONES | mesh).values()), AXES)
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(abstract, PartitionSpec(*axes)))
 
 
-# Before compiling.
+# Before compilation.
 
 
 @pytest.mark.parametrize(
@@ -39,30 +39,30 @@ def parameter(mesh: dict[str, int], shape: tuple[int, ...], *axes: Any) -> jax.S
         ((4096, 14336), ("fsdp", None), 8),
         ((14336, 4096), (None, ("fsdp", "sequence")), 8),
         ((32, 4096, 512), (None, "fsdp", "tensor"), 8),
-        ((8192, 64), ("fsdp", None), None),  # 16 rows: a whole tile
-        ((512, 64, 8), ("fsdp", None, None), None),  # the first of three axes lies in no tile
-        ((8, 4096), (None, "tensor"), None),  # what `tensor` cuts stays cut
+        ((8192, 64), ("fsdp", None), None),  # 16 rows are a whole tile
+        ((512, 64, 8), ("fsdp", None, None), None),  # the first of three dimensions is not tiled
+        ((8, 4096), (None, "tensor"), None),  # shards of `tensor` are not gathered
         ((8, 4096), ("data", None), None),
     ],
 )
-def test_a_shard_is_too_small_where_a_cut_axis_has_less_rows_than_a_tile(
+def test_a_shard_is_too_small_if_it_has_fewer_rows_than_a_tile(
     shape: tuple[int, ...], axes: tuple[Any, ...], rows: int | None
 ) -> None:
-    found = find_small_shards({"w": parameter({"fsdp": 512, "tensor": 16}, shape, *axes)}, itemsize=2)
+    found = find_small_shards({"w": make_parameter({"fsdp": 512, "tensor": 16}, shape, *axes)}, itemsize=2)
     assert [shard.rows for shard in found] == ([] if rows is None else [rows])
 
 
-def test_the_tile_of_32_bits_has_half_the_rows_and_what_is_next_to_nothing_is_passed_over() -> None:
-    leaf = parameter({"fsdp": 512}, (4096, 14336), "fsdp", None)
+def test_the_float32_tile_has_half_the_rows_and_tiny_arrays_are_ignored() -> None:
+    leaf = make_parameter({"fsdp": 512}, (4096, 14336), "fsdp", None)
     assert find_small_shards({"w": leaf}, itemsize=4) == []
-    scale = parameter({"fsdp": 512}, (32, 4096), None, "fsdp")
+    scale = make_parameter({"fsdp": 512}, (32, 4096), None, "fsdp")
     assert [shard.name for shard in find_small_shards({"scale": scale, "w": leaf}, itemsize=2)] == ["w", "scale"]
-    large = parameter({"fsdp": 512}, (65536, 14336), "fsdp", None)
+    large = make_parameter({"fsdp": 512}, (65536, 14336), "fsdp", None)
     assert find_small_shards({"scale": scale, "w": large}, itemsize=2) == []
 
 
-def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, EarlyEstimate] | None:
-    """Return a shipped spec and its estimate on the topology that it names; None if it has no steps to plan."""
+def build_estimate(spec: str, *overrides: str) -> tuple[BaseTrainer, EarlyEstimate] | None:
+    """Return a shipped job and its estimate on the spec's topology, or None if it has no steps to plan."""
     findings = Findings()
     document = load_document(f"specs/{spec}.yaml", list(overrides))
     if "topology" not in document.data:
@@ -81,13 +81,13 @@ def drawn(spec: str, *overrides: str) -> tuple[BaseTrainer, EarlyEstimate] | Non
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_no_shipped_spec_cuts_its_parameters_below_the_tile(spec: str) -> None:
-    found = drawn(spec)
+def test_no_shipped_spec_shards_parameters_below_the_tile(spec: str) -> None:
+    found = build_estimate(spec)
     assert found is None or found[1].small_shard_warnings == []
 
 
-def test_a_decoder_over_too_many_devices_is_told_before_it_is_compiled_with_a_mesh_that_cures_it() -> None:
-    found = drawn("llama3_8b", "topology.accelerator=v5p-512", "topology.mesh={data: 1, fsdp: 512}")
+def test_too_many_shards_are_reported_before_compiling_with_a_better_mesh() -> None:
+    found = build_estimate("llama3_8b", "topology.accelerator=v5p-512", "topology.mesh={data: 1, fsdp: 512}")
     assert found is not None
     (fault,) = found[1].small_shard_warnings
     for part in ("data 1 x fsdp 512 x tensor 1 splits ", " rows of ", " shards of 8", "a tile of bfloat16 has 16"):
@@ -99,8 +99,8 @@ def test_a_decoder_over_too_many_devices_is_told_before_it_is_compiled_with_a_me
     assert "data 1 x fsdp 512" in found[1].line
 
 
-def test_meshes_near_are_tried_until_one_gathers_and_scatters(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = drawn("llama3_8b", "topology.accelerator=v5p-512", "topology.mesh={data: 1, fsdp: 512}")
+def test_nearby_meshes_are_tried_until_one_gathers_and_scatters(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = build_estimate("llama3_8b", "topology.accelerator=v5p-512", "topology.mesh={data: 1, fsdp: 512}")
     assert found is not None
     tried: list[dict[str, int]] = []
 
@@ -122,30 +122,30 @@ def test_meshes_near_are_tried_until_one_gathers_and_scatters(monkeypatch: pytes
     assert tried[-1]["fsdp"] == tried[0]["fsdp"] // 2
 
 
-# After compiling.
+# After compilation.
 
 MESH = ONES | {"fsdp": 8}
 PARAMETERS = {
-    "params.up": parameter(MESH, (3, 64, 256), None, "fsdp", None),
-    "params.gate": parameter(MESH, (3, 64, 256), None, "fsdp", None),
-    "params.embedding": parameter(MESH, (512, 64), None, "fsdp"),
-    "params.norm": parameter(MESH, (3, 64), None, "fsdp"),
+    "params.up": make_parameter(MESH, (3, 64, 256), None, "fsdp", None),
+    "params.gate": make_parameter(MESH, (3, 64, 256), None, "fsdp", None),
+    "params.embedding": make_parameter(MESH, (512, 64), None, "fsdp"),
+    "params.norm": make_parameter(MESH, (3, 64), None, "fsdp"),
 }
-ALL = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true"
-OF = 'metadata={op_name="jit(step)/transpose(jvp(Decoder))/while/body/mlp/up/dot_general"}'
+GROUPS_ALL = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true"
+OP_METADATA = 'metadata={op_name="jit(step)/transpose(jvp(Decoder))/while/body/mlp/up/dot_general"}'
 
 
-def found_in(*lines: str, accumulate_steps: int = 1) -> list[Any]:
-    """Return the warnings about a module that runs these lines three times, in a loop over layers."""
-    before = computation("body", *lines)
-    loop = f"%w = (s32[], f32[8]) while(%p), condition=%cond, body=%body, {STATED}"
-    found = find_collectives(module(loop, before=before), MESH)
+def list_warnings(*lines: str, accumulate_steps: int = 1) -> list[Any]:
+    """Return the warnings about a module that runs the given instructions in a loop over three layers."""
+    before = make_computation("body", *lines)
+    loop = f"%w = (s32[], f32[8]) while(%p), condition=%cond, body=%body, {STATED_TRIPS}"
+    found = find_collectives(make_module(loop, before=before), MESH)
     return find_mesh_warnings(found, PARAMETERS, ParameterPasses(accumulate_steps, 2, 3), {"fsdp"})
 
 
-def test_a_gradient_that_is_reduced_whole_is_told_with_what_it_sends() -> None:
-    reduce = f"%r = bf16[64,256]{{1,0}} all-reduce(%p), {ALL}, to_apply=%add, {OF}"
-    (fault,) = found_in(reduce)
+def test_a_gradient_reduced_whole_is_reported_with_its_bytes() -> None:
+    reduce = f"%r = bf16[64,256]{{1,0}} all-reduce(%p), {GROUPS_ALL}, to_apply=%add, {OP_METADATA}"
+    (fault,) = list_warnings(reduce)
     sent = 3 * 2 * 64 * 256 * 2 * 7 // 8
     assert fault.excess_bytes == sent / 2
     assert (fault.is_of_mesh, fault.names) == (True, ("params.up",))
@@ -157,44 +157,44 @@ def test_a_gradient_that_is_reduced_whole_is_told_with_what_it_sends() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        f"%r = bf16[64,256]{{1,0}} reduce-scatter(%p), {ALL}, dimensions={{0}}, to_apply=%add",
-        f"%r = bf16[64,250]{{1,0}} all-reduce(%p), {ALL}, to_apply=%add",  # no parameter
-        f"%r = f32[64]{{0}} all-reduce(%p), {ALL}, to_apply=%add",  # a norm's
-        f"%r = f32[1,16384]{{1,0}} all-reduce(%p), {ALL}, to_apply=%add",  # a vector as large as a matrix
-        f"%r = bf16[64,256]{{1,0}} all-gather(%p), {ALL}, dimensions={{0}}",  # once a layer
+        f"%r = bf16[64,256]{{1,0}} reduce-scatter(%p), {GROUPS_ALL}, dimensions={{0}}, to_apply=%add",
+        f"%r = bf16[64,250]{{1,0}} all-reduce(%p), {GROUPS_ALL}, to_apply=%add",  # not the shape of a parameter
+        f"%r = f32[64]{{0}} all-reduce(%p), {GROUPS_ALL}, to_apply=%add",  # gradient of a norm
+        f"%r = f32[1,16384]{{1,0}} all-reduce(%p), {GROUPS_ALL}, to_apply=%add",  # a vector as large as a matrix
+        f"%r = bf16[64,256]{{1,0}} all-gather(%p), {GROUPS_ALL}, dimensions={{0}}",  # once per layer
         "%r = bf16[64,256]{1,0} all-reduce(%p), channel_id=1, replica_groups=[8,1]<=[8], to_apply=%add",
     ],
 )
-def test_what_is_as_it_must_be_is_no_fault(line: str) -> None:
-    assert found_in(line) == []
+def test_necessary_collectives_are_not_reported(line: str) -> None:
+    assert list_warnings(line) == []
 
 
-def gather(name: str, shape: str) -> str:
-    return f"%{name} = {shape} all-gather(%p), {ALL}, dimensions={{0}}, {OF}"
+def make_gather(name: str, shape: str) -> str:
+    return f"%{name} = {shape} all-gather(%p), {GROUPS_ALL}, dimensions={{0}}, {OP_METADATA}"
 
 
-def test_a_parameter_that_is_gathered_more_often_than_its_passes_need_is_told() -> None:
-    twice = [gather(f"g{number}", "bf16[1,64,256]{2,1,0}") for number in range(4)]  # two matrices, two passes
-    assert found_in(*twice) == []
-    more = [*twice, *(gather(f"h{number}", "bf16[256,64]{1,0}") for number in range(4))]
-    (fault,) = found_in(*more)
+def test_a_parameter_gathered_more_often_than_needed_is_reported() -> None:
+    twice = [make_gather(f"g{number}", "bf16[1,64,256]{2,1,0}") for number in range(4)]  # two matrices, two passes
+    assert list_warnings(*twice) == []
+    more = [*twice, *(make_gather(f"h{number}", "bf16[256,64]{1,0}") for number in range(4))]
+    (fault,) = list_warnings(*more)
     assert (
         "params.up or params.gate: each is gathered 4 times per micro-batch, but its passes need it 2 times"
         in fault.text
     )
     assert fault.excess_bytes == 3 * 8 * 64 * 256 * 2 * 7 // 8 / 2
     assert not fault.is_of_mesh
-    assert found_in(*more, accumulate_steps=2) == []
+    assert list_warnings(*more, accumulate_steps=2) == []
 
 
-def test_a_table_that_every_chunk_of_the_loss_gathers_is_told_by_name() -> None:
-    lines = [gather(f"g{number}", "bf16[512,64]{1,0}") for number in range(2)]  # in each of three turns
-    (fault,) = found_in(*lines)
+def test_an_embedding_gathered_by_every_loss_chunk_is_reported() -> None:
+    lines = [make_gather(f"g{number}", "bf16[512,64]{1,0}") for number in range(2)]  # in each of three iterations
+    (fault,) = list_warnings(*lines)
     assert "params.embedding: each is gathered 6 times per micro-batch, but its passes need it 3 times" in fault.text
 
 
-def test_a_fault_is_worth_a_word_where_it_costs_a_part_of_the_step() -> None:
-    reduce = f"%r = bf16[64,256]{{1,0}} all-reduce(%p), {ALL}, to_apply=%add, {OF}"
-    (fault,) = found_in(reduce)
+def test_a_warning_needs_a_noticeable_share_of_the_step() -> None:
+    reduce = f"%r = bf16[64,256]{{1,0}} all-reduce(%p), {GROUPS_ALL}, to_apply=%add, {OP_METADATA}"
+    (fault,) = list_warnings(reduce)
     assert is_significant(fault, bytes_per_second=fault.excess_bytes, step_seconds=20.0)
     assert not is_significant(fault, bytes_per_second=fault.excess_bytes, step_seconds=21.0)

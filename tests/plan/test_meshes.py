@@ -1,4 +1,4 @@
-"""Meshes to choose from, what is sent along their axes by formula, and a search that stays bounded."""
+"""Candidate meshes, their predicted traffic, and the bounded search over them."""
 
 import math
 
@@ -19,10 +19,10 @@ from runner.trainer import BaseTrainer
 ONES = dict.fromkeys(AXES, 1)
 
 
-# Which meshes.
+# Candidate meshes.
 
 
-def sizes_of(axis, *args):
+def list_sizes(axis, *args):
     return {dict(mesh)[axis] for mesh in iter_meshes(*args)}
 
 
@@ -43,15 +43,15 @@ def test_every_mesh_uses_all_devices_once():
         ("sequence", (64, 1024, 1), {1}),
         ("sequence", (64, 8192, 1), {1, 2, 4}),
         ("sequence", (64, 131_072, 1), {1, 2, 4, 8, 16, 32, 64}),
-        ("sequence", (64, 6 * 1024, 1), {1, 2}),  # 4 would need rows of 8 halves
+        ("sequence", (64, 6 * 1024, 1), {1, 2}),  # 4 would need 8 half shards
         ("fsdp", (8, 1024, 1), {1, 2, 4, 8}),
     ],
 )
-def test_an_axis_is_as_long_as_rows_experts_and_neighbours_allow(axis, args, sizes):
-    assert sizes_of(axis, *args) == sizes
+def test_the_size_of_an_axis_is_limited_by_sequence_experts_and_neighbours(axis, args, sizes):
+    assert list_sizes(axis, *args) == sizes
 
 
-def test_near_meshes_move_a_factor_from_one_axis_to_another():
+def test_nearby_meshes_move_a_factor_between_axes():
     near = [{axis: size for axis, size in mesh if size > 1} for mesh in list_near_meshes(ONES | {"fsdp": 512}, 8192, 1)]
     assert {"data": 8, "fsdp": 64} in near
     assert {"data": 16, "fsdp": 32} in near
@@ -60,7 +60,7 @@ def test_near_meshes_move_a_factor_from_one_axis_to_another():
     assert not any("expert" in mesh or mesh.get("sequence", 1) > 4 or mesh.get("tensor", 1) > 16 for mesh in near)
 
 
-# What is sent. D width, K keys and values, tokens of a device.
+# Traffic.
 
 SIZING = Sizing(
     tensor_bytes_per_token=100.0, sequence_bytes_per_token=10.0, expert_bytes_per_token=60.0, expert_parameters=7
@@ -71,14 +71,14 @@ WEIGHTS = ParameterPayload(shared=2400.0, of_experts=1200.0)
 @pytest.mark.parametrize(
     ("axis", "bytes_"),
     [
-        ("data", 2 * 3600 * 3 / 4),  # every gradient, reduced once
+        ("data", 2 * 3600 * 3 / 4),  # every gradient is reduced once
         ("fsdp", 3 * 3600 * 3 / 4),  # gathered forward and backward, scattered once
-        ("sequence", 3 * 3600 * 3 / 4 + 10 * 4 * 5 * 3 / 4),  # and the keys and values of the others: three parts of 5
-        ("expert", 3 * 2400 * 3 / 4 + 60 * 5 * 3 / 4),  # experts stay where they are, and tokens come
-        ("tensor", 2 * 100 * 5 * 3 / 4),  # gathered and scattered
+        ("sequence", 3 * 3600 * 3 / 4 + 10 * 4 * 5 * 3 / 4),  # plus the keys and values of three other shards
+        ("expert", 3 * 2400 * 3 / 4 + 60 * 5 * 3 / 4),  # experts are not gathered; their tokens are sent
+        ("tensor", 2 * 100 * 5 * 3 / 4),  # gathered and reduce-scattered
     ],
 )
-def test_each_axis_alone_sends_what_was_counted_by_hand(axis, bytes_):
+def test_each_axis_alone_sends_the_counted_bytes(axis, bytes_):
     sizes = ONES | {axis: 4}
     found = predict_collectives(sizes, WEIGHTS, SIZING, tokens=5, passes=2)
     assert sum_sent_bytes(found, sizes, ONES) == (pytest.approx(bytes_), 0)
@@ -86,7 +86,7 @@ def test_each_axis_alone_sends_what_was_counted_by_hand(axis, bytes_):
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_more_micro_batches_of_as_many_tokens_send_parameters_again_but_no_gradient_over_data(axis):
+def test_more_micro_batches_resend_parameters_but_not_gradients_over_data(axis):
     sizes = ONES | {axis: 4}
     once, eight_times = (
         sum_sent_bytes(
@@ -98,7 +98,7 @@ def test_more_micro_batches_of_as_many_tokens_send_parameters_again_but_no_gradi
     assert eight_times - once == pytest.approx(7 * of_parameters)
 
 
-def test_gradients_go_over_data_in_float32():
+def test_gradients_over_data_are_float32():
     sizes, half = ONES | {"data": 4}, ParameterPayload(WEIGHTS.shared / 2, WEIGHTS.of_experts / 2, itemsize=2)
     found = [
         sum_sent_bytes(predict_collectives(sizes, weights, SIZING, 5, 2), sizes, ONES) for weights in (WEIGHTS, half)
@@ -106,7 +106,7 @@ def test_gradients_go_over_data_in_float32():
     assert found[0] == found[1]
 
 
-def test_what_is_moved_whole_costs_twice():
+def test_an_all_reduce_costs_twice_a_reduce_scatter():
     whole = ParameterPayload(2400.0, 1200.0, whole_share=0.5)
     sizes = ONES | {"fsdp": 4}
     assert sum_sent_bytes(predict_collectives(sizes, whole, SIZING, 5, 2), sizes, ONES)[0] == pytest.approx(
@@ -114,7 +114,7 @@ def test_what_is_moved_whole_costs_twice():
     )
 
 
-def test_experts_are_gathered_over_the_axes_that_do_not_cut_them():
+def test_experts_are_gathered_over_the_axes_that_do_not_shard_them():
     sizes = ONES | {"fsdp": 2, "expert": 4}
     found = sum(
         flow.factor * flow.payload for flow in predict_collectives(sizes, WEIGHTS, SIZING, 0, 2) if "fsdp" in flow.axes
@@ -122,10 +122,10 @@ def test_experts_are_gathered_over_the_axes_that_do_not_cut_them():
     assert found == 3 * 2400 + 3 * 1200 / 4
 
 
-# What a decoder says of itself.
+# Sizing of decoders.
 
 
-def predictor(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
+def make_predictor(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
     findings = Findings()
     job = open_job(load_document(spec, [f"topology.accelerator={accelerator}", *overrides]), findings)
     assert isinstance(job, BaseTrainer), findings.problems
@@ -133,13 +133,13 @@ def predictor(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
     return job, Predictor(job, flops, parse_accelerator(accelerator))
 
 
-def test_a_decoder_sends_its_keys_and_values_and_its_tokens_to_experts():
-    job, _ = predictor()
+def test_a_decoder_sends_keys_and_values_and_expert_tokens():
+    job, _ = make_predictor()
     sizing = job.sizing(ONES)
     assert sizing.sequence_bytes_per_token == 32 * (3 + 1) * 2 * 8 * 128 * 2  # layers, rounds, keys and values, bf16
     assert sizing.sequence_bytes_per_token == 2 * job.sizing(ONES | {"tensor": 2}).sequence_bytes_per_token
     assert (sizing.num_experts, sizing.expert_parameters, sizing.expert_bytes_per_token) == (1, 0, 0)
-    sparse, _ = predictor(
+    sparse, _ = make_predictor(
         "config.model={vocabulary_size: 256, layers: 3, heads: 4, width: 64, mlp_width: 128, "
         "moe: {experts: 8, experts_per_token: 2, expert_width: 32, dense_layers: 1}}",
         spec="specs/moe_nano.yaml",
@@ -150,9 +150,9 @@ def test_a_decoder_sends_its_keys_and_values_and_its_tokens_to_experts():
 
 
 @pytest.mark.parametrize("chunk", ["null", 512])  # of the loss: all logits of a device, or some
-def test_memory_grows_with_the_tokens_of_a_device_and_not_with_the_row(chunk):
+def test_memory_grows_with_the_tokens_per_device_not_with_the_sequence(chunk):
     keys = f"config.memory.loss_chunk_positions={chunk}"
-    rows = {length: predictor(f"config.data.sequence_length={length}", keys)[0] for length in (8192, 32_768)}
+    rows = {length: make_predictor(f"config.data.sequence_length={length}", keys)[0] for length in (8192, 32_768)}
     one, four = (rows[length].sizing(ONES | {"sequence": parts}) for length, parts in ((8192, 1), (32_768, 4)))
     assert one == four
 
@@ -160,8 +160,8 @@ def test_memory_grows_with_the_tokens_of_a_device_and_not_with_the_row(chunk):
 @pytest.mark.parametrize(
     "spec", ["moe_nano", *(pytest.param(spec, marks=pytest.mark.soak) for spec in ("llama_nano", "gpt_small"))]
 )
-def test_a_state_laid_over_a_mesh_is_that_which_is_drawn_on_it(spec):
-    job, predictor_ = predictor("config.model.vocabulary_size=320", accelerator="v5e-64", spec=f"specs/{spec}.yaml")
+def test_a_resharded_abstract_state_equals_one_built_on_the_mesh(spec):
+    job, predictor = make_predictor("config.model.vocabulary_size=320", accelerator="v5e-64", spec=f"specs/{spec}.yaml")
     meshes = [
         {"fsdp": 8},
         {"tensor": 16},
@@ -170,17 +170,17 @@ def test_a_state_laid_over_a_mesh_is_that_which_is_drawn_on_it(spec):
     ]
     for sizes in (order_sizes(ONES | mesh) for mesh in meshes):
         drawn = build_abstract(job.setup_builder, sizes).abstract_state
-        laid = predictor_.shard_state(sizes)
+        laid = predictor.shard_state(sizes)
         shapes = [[leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state)] for state in (laid, drawn)]
         assert shapes[0] == shapes[1]
 
 
-# The search.
+# Search.
 
 
 @pytest.mark.parametrize(("spec", "axis"), [("llama3_8b_128k", "sequence"), ("qwen3_30b_a3b", "expert")])
 @pytest.mark.soak
-def test_a_search_of_five_axes_finds_meshes_along_each(spec, axis):
+def test_a_search_over_five_axes_finds_meshes_along_each(spec, axis):
     accelerator = parse_accelerator("v5p-64")
     assert accelerator is not None
     found = Search(f"specs/{spec}.yaml", (f"topology.accelerator={accelerator}",))
@@ -189,8 +189,8 @@ def test_a_search_of_five_axes_finds_meshes_along_each(spec, axis):
     assert [one.rank for one in candidates] == sorted(one.rank for one in candidates)
 
 
-def test_same_bits_are_searched_with_their_own_micro_batch_and_on_meshes_that_keep_the_order():
-    _, found = predictor("config.train.same_bits_devices=64", "config.train.micro_batch_examples=2")
+def test_the_search_for_same_bits_keeps_micro_batch_and_order():
+    _, found = make_predictor("config.train.same_bits_devices=64", "config.train.micro_batch_examples=2")
     assert (
         found.list_micro_batches(ONES | {"fsdp": 64}) == found.list_micro_batches(ONES | {"data": 4, "fsdp": 8}) == [2]
     )
@@ -199,11 +199,11 @@ def test_same_bits_are_searched_with_their_own_micro_batch_and_on_meshes_that_ke
         assert found.list_micro_batches(ONES | refused) == []
 
 
-def test_a_mesh_that_one_variant_refuses_is_searched_for_the_others(monkeypatch):
-    """The first variant takes no mesh over `fsdp`, the second takes all."""
-    _, usual = predictor("config.model.vocabulary_size=320")
+def test_a_mesh_rejected_by_one_variant_is_tried_for_the_others(monkeypatch):
+    """Check with a first variant that rejects meshes over `fsdp` and a second that accepts all."""
+    _, usual = make_predictor("config.model.vocabulary_size=320")
 
-    class Refuses:
+    class RejectingVariant:
         job = usual.job
 
         def __getattr__(self, name):
@@ -216,7 +216,7 @@ def test_a_mesh_that_one_variant_refuses_is_searched_for_the_others(monkeypatch)
             return iter(()) if sizes["fsdp"] > 1 else usual.iter_fitting(sizes, state, limit_bytes)
 
     variants = [JobVariant(usual.job, ((name, True),), usual.flops) for name in ("refuses", "takes")]
-    given = iter([Refuses(), usual])
+    given = iter([RejectingVariant(), usual])
     monkeypatch.setattr(search, "Predictor", lambda *_: next(given))
     candidates = Search("", ()).list_candidates(variants, usual.accelerator, 95 * 2**30)
     assert {one.choices[0][0] for one in candidates if dict(one.mesh)["fsdp"] > 1} == {"takes"}

@@ -25,11 +25,11 @@ from runner.plan.program import Roofline, StepWork, compute_hbm_traffic, compute
         ("v5e-16", "text", "v5e-16"),
     ],
 )
-def test_values_are_written_in_the_unit_that_fits(value, unit, text):
+def test_values_are_formatted_in_a_suitable_unit(value, unit, text):
     assert Figure("name", value, unit, "counted").text == text
 
 
-def test_a_table_has_every_figure_with_its_basis_and_json_has_the_same():
+def test_the_table_and_the_json_have_every_figure_with_its_basis():
     section = Section("memory")
     section.add("needed", 2**30, "bytes", "compiled", "arguments + temporaries")
     section.add("mesh", "data 2", "text", "counted")
@@ -48,24 +48,24 @@ def test_a_roofline_is_bound_by_its_slowest_resource():
     times = compute_roofline(work, speeds, 1)
     assert times == Roofline(pytest.approx(1.0), pytest.approx(2.0), pytest.approx(0.5), 0.0)
     assert (times.step_seconds, times.bound) == (pytest.approx(2.0), "memory")
-    assert compute_roofline(work, speeds, 2).compute == pytest.approx(2.0)  # a device that is half a chip
+    assert compute_roofline(work, speeds, 2).compute == pytest.approx(2.0)  # a device is half a chip
 
 
-def test_traffic_is_the_state_twice_and_the_parameters_in_every_pass():
+def test_traffic_is_twice_the_state_plus_the_parameters_per_pass():
     assert compute_hbm_traffic(state_bytes=12, parameter_bytes=2, passes=3, accumulate_steps=4) == 2 * 12 + 4 * 3 * 2
 
 
 @pytest.mark.parametrize(
     ("sizes", "domains", "inside", "across"),
     [
-        ((8, 1), (1, 1), 7 / 8, 0),  # one slice: a ring over all
-        ((8, 1), (8, 1), 0, 7 / 8),  # a device in each
-        ((8, 1), (2, 1), 3 / 4, 1 / 4 * 1 / 2),  # 4 devices in each of 2: then across on a quarter
+        ((8, 1), (1, 1), 7 / 8, 0),  # one slice: one ring over all devices
+        ((8, 1), (8, 1), 0, 7 / 8),  # one device in each
+        ((8, 1), (2, 1), 3 / 4, 1 / 4 * 1 / 2),  # 2 domains of 4 devices: a quarter is sent across
         ((2, 4), (2, 1), 3 / 4, 1 / 4 * 1 / 2),
         ((1, 1), (1, 1), 0, 0),
     ],
 )
-def test_a_collective_goes_inside_its_domains_first_and_then_across(sizes, domains, inside, across):
+def test_a_collective_runs_inside_its_domains_first(sizes, domains, inside, across):
     axes = ("data", "fsdp")
     found = split_over_domains(dict(zip(axes, sizes, strict=True)), dict(zip(axes, domains, strict=True)), axes, 1, 1.0)
     assert found == (pytest.approx(inside), pytest.approx(across))
@@ -74,7 +74,7 @@ def test_a_collective_goes_inside_its_domains_first_and_then_across(sizes, domai
 
 
 @pytest.mark.parametrize("text", ["v5e-16", "2xv5e-256", "v5p-256", "v5p-512", "v5p-2048", "h200-16", "h100-512"])
-def test_every_accelerator_has_a_number_of_devices_and_a_memory(text):
+def test_every_accelerator_has_a_device_count_and_memory(text):
     accelerator = parse_accelerator(text)
     assert accelerator.num_devices == math.prod((accelerator.num_slices, accelerator.num_chips))
     assert accelerator.chip.speeds.hbm_bytes > 10 * 2**30

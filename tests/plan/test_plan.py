@@ -1,4 +1,4 @@
-"""`python -m runner plan`: all problems at once, figures that the run then confirms, and searches."""
+"""`python -m runner plan`: its checks, its figures compared with real runs, and its searches."""
 
 import json
 import re
@@ -28,27 +28,27 @@ from tests.train.test_lora import make_base_job, make_lora_job
 NANO = "specs/gpt_nano.yaml"
 
 
-def plan(*arguments: str, expected: int = 0) -> str:
+def run_plan(*arguments: str, expected: int = 0) -> str:
     code, output = run_runner(disable_compiler_optimizer(environment(1)), "plan", *arguments, has_progress=True)
     assert code == expected, output
     assert "Traceback" not in output
     return output
 
 
-def plan_here(capsys: pytest.CaptureFixture[str], *arguments: str, expected: int = 0) -> str:
-    """Return the same from this process, which is faster for checks of many specs."""
+def run_plan_in_process(capsys: pytest.CaptureFixture[str], *arguments: str, expected: int = 0) -> str:
+    """Run the command in this process, which is faster for checks of many specs."""
     assert run_command(["plan", *arguments]) == expected
     return capsys.readouterr().out
 
 
-def plan_json(*arguments: str, expected: int = 0) -> dict[str, Any]:
-    return json.loads(plan(*arguments, "--json", expected=expected))
+def run_plan_json(*arguments: str, expected: int = 0) -> dict[str, Any]:
+    return json.loads(run_plan(*arguments, "--json", expected=expected))
 
 
-# The check.
+# Checks.
 
 
-def test_all_that_is_wrong_with_a_spec_is_listed_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_of_a_spec_are_listed_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "bad.yaml"
     text = (ROOT / NANO).read_text()
     text = (
@@ -57,19 +57,17 @@ def test_all_that_is_wrong_with_a_spec_is_listed_at_once(tmp_path: Path, capsys:
         .replace("wandb: dis", "wandb: diz")
     )
     spec.write_text(text)
-    output = plan_here(capsys, str(spec), "--topology", "v5e-17", expected=2)
+    output = run_plan_in_process(capsys, str(spec), "--topology", "v5e-17", expected=2)
     for problem in ("keep_lasst", "total_stepz", "v5e has no slice of 17 chips; slices: v5e-1, v5e-4, v5e-8, v5e-16"):
         assert problem in output
     assert output.rstrip().endswith("would not run")
 
 
-def test_data_directory_and_mesh_are_all_checked_whatever_the_others_say(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_directory_and_mesh_are_checked_independently(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     options = ["config.data.source=nowhere/*.txt", "topology.mesh={data: 3}", f"directory={tmp_path}/file/run"]
     words = (word for option in options for word in ("--set", option))
-    output = plan_here(capsys, NANO, "--topology", "cpu-4", *words, expected=2)
+    output = run_plan_in_process(capsys, NANO, "--topology", "cpu-4", *words, expected=2)
     assert output.count("\nproblem: ") == 3
     for problem in (
         "nowhere/*.txt",
@@ -82,10 +80,10 @@ def test_data_directory_and_mesh_are_all_checked_whatever_the_others_say(
 @pytest.mark.parametrize(
     "accelerator", ["v9-16", *(pytest.param(name, marks=pytest.mark.soak) for name in ("v5e", "h200", "2xv5p-12"))]
 )
-def test_a_topology_that_does_not_exist_is_one_line_with_those_that_do(
+def test_an_unknown_topology_is_reported_with_the_known_ones(
     accelerator: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = plan_here(capsys, str(ROOT / "specs/counter.yaml"), "--topology", accelerator, expected=2)
+    output = run_plan_in_process(capsys, str(ROOT / "specs/counter.yaml"), "--topology", accelerator, expected=2)
     (problem,) = [line for line in output.splitlines() if line.startswith("problem: ")]
     assert "topology" in problem
     assert any(name in problem for name in ("v5e", "h200-8", "v5p-8"))
@@ -94,12 +92,12 @@ def test_a_topology_that_does_not_exist_is_one_line_with_those_that_do(
 @pytest.mark.parametrize(
     "name", ["cpu-100000", "h100-8193", "5xv5p-2048", "3xtpu7x-2048", "99999999999999999999xv5e-4"]
 )
-def test_more_devices_than_can_be_stood_in_for_are_refused_at_once(name: str) -> None:
+def test_more_devices_than_can_be_simulated_are_rejected(name: str) -> None:
     with pytest.raises(InvalidError, match=rf"^{name}: \d+ devices; .* at most 8192"):
         open_machine(parse_accelerator(name))
 
 
-def test_the_largest_slice_of_every_chip_can_be_stood_in_for() -> None:
+def test_the_largest_slice_of_every_chip_can_be_simulated() -> None:
     for name, chip in CHIPS.items():
         largest = Accelerator(name, chip.slice_sizes[-1]).num_devices
         assert largest is not None
@@ -107,18 +105,18 @@ def test_the_largest_slice_of_every_chip_can_be_stood_in_for() -> None:
 
 
 @pytest.mark.soak
-def test_what_a_start_would_resume_and_whose_the_directory_is(tmp_path: Path) -> None:
+def test_the_plan_names_the_resume_step_and_the_owner_of_the_directory(tmp_path: Path) -> None:
     job = Job("specs/counter.yaml", tmp_path / "run", ("config.total_steps=20", "checkpoint.every_steps=5"))
-    assert "begins at step 0" in plan(*job.arguments)
+    assert "begins at step 0" in run_plan(*job.arguments)
     job.finish()
-    assert "nothing: the run is done" in plan(*job.arguments)
-    assert "resumes step 20 of 30" in plan(*job.arguments, "--set", "config.total_steps=30")
-    output = plan(*job.arguments, "--set", "name=other", expected=2)
+    assert "nothing: the run is done" in run_plan(*job.arguments)
+    assert "resumes step 20 of 30" in run_plan(*job.arguments, "--set", "config.total_steps=30")
+    output = run_plan(*job.arguments, "--set", "name=other", expected=2)
     assert "belongs to the job 'counter', this one is 'other'" in output
 
 
 @pytest.mark.parametrize("is_adapter", [False, True])
-def test_what_a_start_of_a_trainer_would_resume(is_adapter: bool, tmp_path: Path) -> None:
+def test_the_plan_names_the_resume_step_of_a_trainer(is_adapter: bool, tmp_path: Path) -> None:
     base = make_base_job("lookup", tmp_path / "base")
     base()
 
@@ -132,22 +130,22 @@ def test_what_a_start_of_a_trainer_would_resume(is_adapter: bool, tmp_path: Path
     assert findings.problems == []
 
 
-def test_a_save_that_does_not_fit_into_the_grace_is_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_save_longer_than_the_grace_period_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [f"directory={tmp_path}", "config.width=1000000", "checkpoint.grace_seconds=0.001"]
-    output = plan_here(capsys, "specs/counter.yaml", *(word for option in options for word in ("--set", option)))
+    output = run_plan_in_process(
+        capsys, "specs/counter.yaml", *(word for option in options for word in ("--set", option))
+    )
     assert "warning: " in output
     assert "checkpoint.grace_seconds" in output
 
 
 @pytest.mark.soak
-# The figures.
-def test_the_program_that_is_planned_is_the_one_that_several_processes_run(tmp_path: Path) -> None:
+# Figures.
+def test_the_planned_program_equals_that_of_several_processes(tmp_path: Path) -> None:
     options = ("config.train.total_steps=4", "config.schedule.warmup_steps=2", "config.eval.every_steps=null")
     options += ("config.model.layers=2",)
     job = Job(NANO, tmp_path / "run", options, devices=2)
-    planned = plan_json(*job.arguments, "--topology", "cpu-4")["plan"]
+    planned = run_plan_json(*job.arguments, "--topology", "cpu-4")["plan"]
     job.launch(2).expect(0)
     (event,) = job.events("compile")
     assert event["program"] == planned["compilation"]["program"]["value"]
@@ -155,7 +153,7 @@ def test_the_program_that_is_planned_is_the_one_that_several_processes_run(tmp_p
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_arguments_are_to_the_byte_what_the_run_holds_on_a_device(mesh: dict[str, int], tmp_path: Path) -> None:
+def test_planned_arguments_equal_the_bytes_held_by_the_run(mesh: dict[str, int], tmp_path: Path) -> None:
     job = make_gpt(tmp_path / "run", **{"topology.mesh": mesh})
     start(job)
     device = jax.devices()[3]
@@ -165,11 +163,11 @@ def test_arguments_are_to_the_byte_what_the_run_holds_on_a_device(mesh: dict[str
         for shard in array.addressable_shards
         if shard.device == device
     ]
-    assert job.compiled.memory.arguments == sum(held)  # no dropout: the key is no argument
+    assert job.compiled.memory.arguments == sum(held)  # without dropout, the key is not an argument
     job.checkpointer.close()
 
 
-PEAK = """
+PEAK_PROGRAM = """
 import ctypes, sys
 from pathlib import Path
 import jax
@@ -205,9 +203,9 @@ print(resident("VmHWM") - before, job.compiled.memory.needed * 2)
 
 
 @pytest.mark.soak
-def test_the_peak_of_a_step_is_what_was_planned() -> None:
+def test_the_peak_memory_of_a_step_is_as_planned() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", PEAK],
+        [sys.executable, "-c", PEAK_PROGRAM],
         cwd=ROOT,
         env=disable_compiler_optimizer(environment(1)),
         capture_output=True,
@@ -219,10 +217,10 @@ def test_the_peak_of_a_step_is_what_was_planned() -> None:
     assert measured == pytest.approx(planned, rel=0.1)
 
 
-# While it works.
+# Progress.
 
 
-def test_what_takes_long_is_told_with_its_time_until_it_ends(
+def test_slow_phases_are_reported_with_their_elapsed_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(figures, "_PROGRESS_SECONDS", 0.01)
@@ -244,9 +242,7 @@ def test_what_takes_long_is_told_with_its_time_until_it_ends(
 )
 @pytest.mark.soak
 @pytest.mark.usefixtures("libtpu")
-def test_a_first_estimate_comes_on_standard_error_before_anything_is_compiled(
-    topology: str, needed: tuple[str, ...]
-) -> None:
+def test_a_first_estimate_is_printed_before_compiling(topology: str, needed: tuple[str, ...]) -> None:
     words = [sys.executable, "-m", "runner", "plan", NANO, "--topology", topology, "--json"]
     words += ["--set", "config.model.vocabulary_size=256", "--set", "config.train.micro_batch_examples=1"]
     result = subprocess.run(
@@ -261,9 +257,9 @@ def test_a_first_estimate_comes_on_standard_error_before_anything_is_compiled(
     assert second == f"compiling gpt_nano for {topology} ..."
 
 
-# What to ask for.
+# Suggestions and searches.
 
-SMALL_CHIPS = """
+SMALL_CHIP_PROGRAM = """
 import dataclasses, sys
 from runner import accelerator
 from runner.plan import program
@@ -277,9 +273,9 @@ sys.exit(main(["plan", *sys.argv[1:]]))
 """
 
 
-def plan_small(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
-    """Return a plan for a v5e with little memory, on fake CPU devices."""
-    words = [sys.executable, "-c", SMALL_CHIPS, str(int(hbm_bytes)), *arguments]
+def plan_small_chip(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
+    """Return a plan for a v5e with little memory, on simulated CPU devices."""
+    words = [sys.executable, "-c", SMALL_CHIP_PROGRAM, str(int(hbm_bytes)), *arguments]
     result = subprocess.run(
         words, cwd=ROOT, env=disable_compiler_optimizer(environment(1)), capture_output=True, text=True
     )
@@ -288,22 +284,22 @@ def plan_small(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
 
 
 @pytest.mark.soak
-def test_what_does_not_fit_is_told_with_numbers_and_the_first_suggestion_fits(tmp_path: Path) -> None:
+def test_a_job_that_does_not_fit_gets_a_suggestion_that_fits(tmp_path: Path) -> None:
     options = ("config.model.width=128", "config.model.layers=2", f"directory={tmp_path}")
     spec = (NANO, "--topology", "v5e-4", *(word for option in options for word in ("--set", option)))
     hbm_bytes = 4e6
-    output = plan_small(hbm_bytes, *spec, expected=2)
+    output = plan_small_chip(hbm_bytes, *spec, expected=2)
     assert "XLA for 4 fake CPU devices, since libtpu is not installed (pip install -e '.[tpu-plan]')" in output
     assert "does not fit" not in output
     assert re.search(r"state and batch alone need [\d.]+ MiB on each device and 3.43 MiB are there", output)
     assert "largest arrays of a device\n  f32[" in output
-    found = json.loads(plan_small(hbm_bytes, *spec, "--search", "--json"))
+    found = json.loads(plan_small_chip(hbm_bytes, *spec, "--search", "--json"))
     first = found[0]
     assert first["needed_bytes"] <= 0.9 * hbm_bytes
     overrides = [
         f"{key}={json.dumps(value)}" for key, value in first["settings"].items() if key != "topology.accelerator"
     ]
-    confirmed = plan_small(hbm_bytes, *spec, *(word for option in overrides for word in ("--set", option)))
+    confirmed = plan_small_chip(hbm_bytes, *spec, *(word for option in overrides for word in ("--set", option)))
     assert confirmed.rstrip().endswith("would run")
 
 
@@ -320,18 +316,36 @@ def test_without_the_chips_compiler_arithmetic_decides(
     assert all("by arithmetic" in line for line in findings.problems)
 
 
-AUTO = ("--set", "config.precision.compute=bfloat16", "--set", "config.model.layers=2", "--chips", "auto", "--hours")
+AUTO_OPTIONS = (
+    "--set",
+    "config.precision.compute=bfloat16",
+    "--set",
+    "config.model.layers=2",
+    "--chips",
+    "auto",
+    "--hours",
+)
 
 
 @pytest.mark.soak
-def test_the_smallest_slice_that_ends_in_time() -> None:
-    assert "v5e-1:" in plan_small(16e9, NANO, "--topology", "v5e-256", *AUTO, "1")
+def test_the_search_finds_the_smallest_slice_that_meets_the_deadline() -> None:
+    assert "v5e-1:" in plan_small_chip(16e9, NANO, "--topology", "v5e-256", *AUTO_OPTIONS, "1")
 
 
 @pytest.mark.soak
-def test_that_no_slice_ends_in_time_is_told() -> None:
+def test_the_search_reports_if_no_slice_meets_the_deadline() -> None:
     output = subprocess.run(
-        [sys.executable, "-c", SMALL_CHIPS, "16000000000", NANO, "--topology", "v5e-256", *AUTO, "1e-12"],
+        [
+            sys.executable,
+            "-c",
+            SMALL_CHIP_PROGRAM,
+            "16000000000",
+            NANO,
+            "--topology",
+            "v5e-256",
+            *AUTO_OPTIONS,
+            "1e-12",
+        ],
         cwd=ROOT,
         env=disable_compiler_optimizer(environment(1)),
         capture_output=True,

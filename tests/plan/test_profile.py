@@ -1,4 +1,4 @@
-"""Sections of `plan --profile`, and the command."""
+"""`plan --profile`: its sections and its command line."""
 
 import json
 from contextlib import nullcontext
@@ -23,36 +23,36 @@ from runner.plan.profile import (
 from runner.plan.program import TargetMachine
 from runner.plan.search import CompiledCandidate
 from runner.train.compile import ProgramMemory
-from tests.plan.forecast.text import MESH, module, negate
+from tests.plan.forecast.hlo_text import MESH, make_module, make_negate
 from tests.support.job_process import environment, run_runner
 from tests.support.libtpu import lock_libtpu
 
 NANO = ("specs/gpt_nano.yaml", "--set", "config.model.layers=1", "--set", "config.model.width=16")
 GROUPS = "channel_id=1, replica_groups=[2,2]<=[4], use_global_device_ids=true"
 PLAIN = ("%y = f32[250]{0} negate(%x)",)
-MYSTERY = '%k = f32[250]{0} custom-call(%x), custom_call_target="tpu_custom_call"'
+UNKNOWN_KERNEL = '%k = f32[250]{0} custom-call(%x), custom_call_target="tpu_custom_call"'
 GATHER = f"%g = f32[500]{{0}} all-gather(%x), {GROUPS}, dimensions={{0}}"
 
 
-def program(*lines: str) -> Any:
+def make_program(*lines: str) -> Any:
     """Return the parts of a compiled program that a profile reads."""
-    step = SimpleNamespace(text=module(*lines), memory=ProgramMemory(0, 0, temporaries=3000, code=0, peak=2000))
+    step = SimpleNamespace(text=make_module(*lines), memory=ProgramMemory(0, 0, temporaries=3000, code=0, peak=2000))
     return SimpleNamespace(step=step, train_setup=SimpleNamespace(mesh_sizes=MESH))
 
 
-def machine_of(name: str, *, is_faked: bool = False) -> TargetMachine:
+def make_machine(name: str, *, is_faked: bool = False) -> TargetMachine:
     devices: Any = [None] * 4
     return TargetMachine(devices, devices, parse_accelerator(name), "libtpu 1.2", is_faked, 2**34)
 
 
 def sections(*lines: str, machine: TargetMachine, model_flops: float | None = 1e6) -> dict[str, Section]:
-    found = forecast_program(program(*lines), machine)
+    found = forecast_program(make_program(*lines), machine)
     assert found is not None
-    made = make_profile_sections(found, program(*lines), machine, model_flops)
+    made = make_profile_sections(found, make_program(*lines), machine, model_flops)
     return {section.title: section for section in made}
 
 
-def test_the_clock_of_a_chip_follows_from_its_peak() -> None:
+def test_the_clock_of_a_chip_is_derived_from_its_peak() -> None:
     clocks = {name: chip.clock_hertz and round(chip.clock_hertz / 1e9, 2) for name, chip in CHIPS.items()}
     assert {name: clock for name, clock in clocks.items() if clock} == {
         "v4": 1.05,
@@ -63,8 +63,8 @@ def test_the_clock_of_a_chip_follows_from_its_peak() -> None:
     }
 
 
-def test_a_range_has_both_ends_and_the_utilisation_at_each() -> None:
-    found = sections(negate(estimated=1503), machine=machine_of("v5e-4"))["forecast of a step"]
+def test_a_range_has_two_ends_with_their_utilisation() -> None:
+    found = sections(make_negate(estimated=1503), machine=make_machine("v5e-4"))["forecast of a step"]
     low, high = 2000 / 819e9, 1503 * 2 * 4 * 128**2 / 197e12
     assert found["at the rooflines of its ops"] == pytest.approx(low)
     assert found["by the compiler's estimates"] == pytest.approx(high)
@@ -75,56 +75,63 @@ def test_a_range_has_both_ends_and_the_utilisation_at_each() -> None:
 @pytest.mark.parametrize(
     ("lines", "machine", "said"),
     [
-        (PLAIN, machine_of("v5e-4"), "none in the program of libtpu 1.2"),
-        ((negate(),), machine_of("v5e-4", is_faked=True), "stands in"),
-        (PLAIN, machine_of("h100-4", is_faked=True), "stands in"),
-        (PLAIN, machine_of("h100-4"), "none in the program of libtpu 1.2, or the chip's clock is unknown"),
+        (PLAIN, make_machine("v5e-4"), "none in the program of libtpu 1.2"),
+        ((make_negate(),), make_machine("v5e-4", is_faked=True), "stands in"),
+        (PLAIN, make_machine("h100-4", is_faked=True), "stands in"),
+        (PLAIN, make_machine("h100-4"), "none in the program of libtpu 1.2, or the chip's clock is unknown"),
     ],
 )
-def test_a_program_without_estimates_says_so_and_is_ranked_by_its_bound(
+def test_a_program_without_estimates_is_ranked_by_its_bound(
     lines: tuple[str, ...], machine: TargetMachine, said: str
 ) -> None:
     found = sections(*lines, machine=machine)
     assert said in found["forecast of a step"]["estimates"]
     assert found["where the time goes"].figures[0].basis == "assumed"
-    assert forecast_step_seconds(program(*lines), machine) is None
+    assert forecast_step_seconds(make_program(*lines), machine) is None
 
 
 def test_a_program_with_estimates_is_ranked_by_them() -> None:
-    assert forecast_step_seconds(program(negate()), machine_of("v5e-4")) == pytest.approx(
+    assert forecast_step_seconds(make_program(make_negate()), make_machine("v5e-4")) == pytest.approx(
         5000 * 2 * 4 * 128**2 / 197e12
     )
 
 
-def test_a_kernel_without_a_cost_is_told_of() -> None:
-    assert sections(MYSTERY, negate(), machine=machine_of("v5e-4"))["forecast of a step"]["kernels without a cost"] == 1
-    names = [figure.name for figure in sections(negate(), machine=machine_of("v5e-4"))["forecast of a step"].figures]
+def test_a_kernel_without_a_cost_is_reported() -> None:
+    assert (
+        sections(UNKNOWN_KERNEL, make_negate(), machine=make_machine("v5e-4"))["forecast of a step"][
+            "kernels without a cost"
+        ]
+        == 1
+    )
+    names = [
+        figure.name for figure in sections(make_negate(), machine=make_machine("v5e-4"))["forecast of a step"].figures
+    ]
     assert "kernels without a cost" not in names
 
 
-def test_collectives_take_their_bytes_over_the_links_of_a_chip_or_the_network_of_its_node() -> None:
-    found = sections(GATHER, machine=machine_of("v5e-4"))["collectives in time"]
+def test_collectives_use_the_bandwidth_of_chip_links_or_the_network() -> None:
+    found = sections(GATHER, machine=make_machine("v5e-4"))["collectives in time"]
     assert found["all-gather over fsdp"] == pytest.approx(1000 / 200e9)
-    alone = sections(GATHER, machine=machine_of("h100-4", is_faked=True))["collectives in time"]
+    alone = sections(GATHER, machine=make_machine("h100-4", is_faked=True))["collectives in time"]
     assert alone["all-gather over fsdp"] == pytest.approx(1000 / 450e9)
-    halves = machine_of("tpu7x-4")
+    halves = make_machine("tpu7x-4")
     assert sections(GATHER, machine=halves)["collectives in time"]["all-gather over fsdp"] == pytest.approx(
         2000 / 600e9
     )
 
 
-def test_memory_is_beside_the_compilers_own_figure() -> None:
-    found = sections("%a = f32[250]{0} reverse(%x)", "ROOT " + negate(), machine=machine_of("v5e-4"))
+def test_memory_is_listed_beside_the_figure_of_the_compiler() -> None:
+    found = sections("%a = f32[250]{0} reverse(%x)", "ROOT " + make_negate(), machine=make_machine("v5e-4"))
     memory = found["memory over the step"]
     names = "temporaries at the peak", "the same by the compiler", "temporaries as planned"
     assert [memory[name] for name in names] == [1000, 2000, 3000]
     assert "-50.0% off" in memory.figures[1].note
-    faked = sections(negate(estimated=1503), machine=machine_of("v5e-4", is_faked=True))["memory over the step"]
+    faked = sections(make_negate(estimated=1503), machine=make_machine("v5e-4", is_faked=True))["memory over the step"]
     assert not any("% off" in figure.note for figure in faked.figures)
 
 
 def test_every_section_is_a_table_and_json() -> None:
-    made = sections(GATHER, MYSTERY, negate(), machine=machine_of("v5e-4"), model_flops=None)
+    made = sections(GATHER, UNKNOWN_KERNEL, make_negate(), machine=make_machine("v5e-4"), model_flops=None)
     lines = format_sections(made.values())
     assert any(line.startswith("  1. y ") for line in lines)
     assert (
@@ -133,8 +140,8 @@ def test_every_section_is_a_table_and_json() -> None:
     )
 
 
-def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    found = forecast_program(program(negate()), machine_of("v5e-4"))
+def test_an_unwritable_trace_is_reported_in_one_line(tmp_path: Path) -> None:
+    found = forecast_program(make_program(make_negate()), make_machine("v5e-4"))
     assert found is not None
     with pytest.raises(InvalidError, match=r"--trace .*no/file\.json: No such file"):
         write_trace(tmp_path / "no" / "file.json", found, "name")
@@ -151,7 +158,7 @@ def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         (["--profile", "--chips", "auto", "--hours", "1"], "--profile describes one plan"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options: list[str], message: str) -> None:
+def test_incompatible_options_are_rejected(options: list[str], message: str) -> None:
     with pytest.raises(InvalidError, match=message):
         run_command(["plan", NANO[0], *options])
 
@@ -172,7 +179,7 @@ def test_the_command_prints_the_profile_of_a_spec_and_writes_its_trace(topology:
     assert any(line.startswith("experiments/gpt.py:") for line in found["by line of source"])
     assert len(found["the most expensive ops"]) == 20
     memory = found["memory over the step"]
-    if topology != "v5e-4":  # where a model so small lies in fast memory
+    if topology != "v5e-4":  # such a small model is placed in fast memory
         planned = memory["temporaries as planned"]["value"]
         assert memory["temporaries at the peak"]["value"] == pytest.approx(planned, rel=0.25)
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
@@ -180,24 +187,24 @@ def test_the_command_prints_the_profile_of_a_spec_and_writes_its_trace(topology:
 
 
 def test_a_device_without_peak_figures_has_no_forecast() -> None:
-    assert forecast_program(program(negate()), machine_of("cpu-4")) is None
+    assert forecast_program(make_program(make_negate()), make_machine("cpu-4")) is None
 
 
-def test_what_is_compiled_is_ranked_by_its_forecast_else_by_its_bound() -> None:
+def test_compiled_programs_are_ranked_by_forecast_or_bound() -> None:
     bound: Any = SimpleNamespace(step_seconds=1.0)
     nothing: Any = None
     assert CompiledCandidate(nothing, nothing, bound, 0).rank_seconds == 1.0
     assert CompiledCandidate(nothing, nothing, bound, 0, 3.0).rank_seconds == 3.0
 
 
-def test_what_a_run_took_stands_beside_the_range(tmp_path: Path) -> None:
+def test_the_measured_time_of_a_run_is_listed_beside_the_range(tmp_path: Path) -> None:
     rows: list[dict[str, float]] = [
         {"step": step, "train/loss": 2.0, "perf/step_seconds_median": 1e-8 * step, "perf/peak_bytes": 1000}
         for step in (1, 2, 3)
     ]
     rows.append({"step": 4, "train/loss": 2.0})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = forecast_program(program(negate()), machine_of("v5e-4"))
+    found = forecast_program(make_program(make_negate()), make_machine("v5e-4"))
     assert found is not None
     section = make_comparison_section(found, 1500, read_timed_rows(str(tmp_path)))
     assert section["step"] == 2e-8
@@ -207,6 +214,6 @@ def test_what_a_run_took_stands_beside_the_range(tmp_path: Path) -> None:
     assert "+50.0%" in section.figures[-1].note
 
 
-def test_a_directory_without_such_rows_is_one_line(tmp_path: Path) -> None:
+def test_a_directory_without_speed_rows_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match=r"--against .*perf/step_seconds_median"):
         read_timed_rows(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Both steps of a job are compiled side by side, and the validation step for the split of the batch that fits."""
+"""Concurrent compilation of the train and validation steps for the micro-batch that fits."""
 
 import contextlib
 import threading
@@ -19,8 +19,8 @@ MACHINE: Any = SimpleNamespace(hbm_bytes=100, devices=[0], devices_per_domain=1,
 MESH = dict.fromkeys(AXES, 1)
 
 
-def compiled(first: str, fitting: str, deadline_seconds: float = 60.0) -> list[str]:
-    """Return the splits that the validation step was compiled for, while the train step waited for the first."""
+def list_compiled_splits(first: str, fitting: str, deadline_seconds: float = 60.0) -> list[str]:
+    """Return the layouts for which the validation step is compiled; the train step waits for the first of them."""
     compiled, is_begun = [], threading.Event()
 
     def compile_val(_: Any, abstract: Any, layout: str) -> None:
@@ -40,14 +40,12 @@ def compiled(first: str, fitting: str, deadline_seconds: float = 60.0) -> list[s
 
 
 @pytest.mark.parametrize(("fitting", "layouts"), [("large", ["large"]), ("small", ["large", "small"])])
-def test_the_validation_step_is_compiled_beside_the_train_step_and_again_for_what_fits(
-    fitting: str, layouts: list[str]
-) -> None:
-    assert compiled("large", fitting) == layouts
+def test_the_validation_step_is_recompiled_for_the_split_that_fits(fitting: str, layouts: list[str]) -> None:
+    assert list_compiled_splits("large", fitting) == layouts
 
 
 @pytest.mark.parametrize(("arguments", "fits"), [(60, True), (95, False)])
-def test_temporaries_of_a_stand_in_compiler_refuse_no_step(arguments: int, fits: bool) -> None:
+def test_temporaries_of_another_compiler_reject_no_step(arguments: int, fits: bool) -> None:
     tried: list[tuple[int, int | None]] = []
 
     def compile_train(_: Any, limit_bytes: int, micro_batch: int | None) -> Any:

@@ -1,10 +1,9 @@
-"""Print arrays and gathers of a step compiled for a TPU as JSON, in a process of its own, since it keeps libtpu.
+"""Program that prints arrays and collectives of a step compiled for a TPU as JSON; a process cannot release libtpu.
 
     python -m tests.plan.tpu_program SPEC TOPOLOGY [KEY=VALUE ...]
 
-`gathered`: shapes of what all-gathers make; `of_vocabulary`: shapes of results that have the vocabulary as an axis;
-`parameters`: by name the shape of each, with the number of layers that it stacks in front, 0 if none; `collectives`:
-of each its kind, the mesh axes, and the bytes.
+`gathered`: shapes of the results of all-gathers; `of_vocabulary`: shapes with the vocabulary as an axis; `parameters`:
+for each name the number of stacked layers (0 if none) and the shape; `collectives`: kind, mesh axes and bytes of each.
 """
 
 import json
@@ -28,7 +27,7 @@ from runner.trainer import BaseTrainer
 Shape = tuple[int, ...]
 
 
-def compiled(spec: str, topology: str, overrides: Sequence[str]) -> tuple[BaseTrainer, CompiledProgram]:
+def compile_step(spec: str, topology: str, overrides: Sequence[str]) -> tuple[BaseTrainer, CompiledProgram]:
     """Return the job, and its train step as `plan` compiles it."""
     findings = Findings()
     job = open_job(load_document(spec, [f"topology.accelerator={topology}", *overrides]), findings)
@@ -41,13 +40,13 @@ def compiled(spec: str, topology: str, overrides: Sequence[str]) -> tuple[BaseTr
     return job, compile_program(job.setup_builder, train_setup, machine, with_val=False)
 
 
-def shapes_in(text: str) -> Iterator[Shape]:
+def parse_shapes(text: str) -> Iterator[Shape]:
     """Return the sizes of an array, or of all arrays in a tuple."""
     for match in ARRAY_PATTERN.finditer(text):
         yield tuple(int(size.lstrip("<=")) for size in match[2].split(",") if size)
 
 
-def stacked_layers(job: BaseTrainer) -> dict[str, int]:
+def count_stacked_layers(job: BaseTrainer) -> dict[str, int]:
     """Return the number of layers that each parameter stacks in its first axis, 0 for none."""
     tokens_BxT = jnp.zeros((1, 8), jnp.int32)
     boxed: Any = jax.eval_shape(lambda key: job.model().init(key, tokens_BxT, deterministic=True), jax.random.key(0))
@@ -58,17 +57,17 @@ def stacked_layers(job: BaseTrainer) -> dict[str, int]:
     return {name: box.value.shape[0] * (box.names[0] == "layers") for name, box in zip(names, boxes, strict=True)}
 
 
-def look(job: BaseTrainer, program: CompiledProgram) -> dict[str, Any]:
-    """Return what `main` prints."""
+def summarise_program(job: BaseTrainer, program: CompiledProgram) -> dict[str, Any]:
+    """Return the summary that the program prints."""
     text, layout = program.step.text, program.step.layout
     gathered = {
         shape
         for found in parse_program(text).found
         if found.kind == "all-gather"
-        for shape in shapes_in(get_output_shape(found.instruction))
+        for shape in parse_shapes(get_output_shape(found.instruction))
     }
-    results = {shape for one in iter_instructions(text) for shape in shapes_in(get_output_shape(one))}
-    layers = stacked_layers(job)
+    results = {shape for one in iter_instructions(text) for shape in parse_shapes(get_output_shape(one))}
+    layers = count_stacked_layers(job)
     shapes = {
         name: leaf.shape
         for name, leaf in flatten_with_names({"params": program.train_setup.abstract_state.params}).items()
@@ -86,4 +85,4 @@ def look(job: BaseTrainer, program: CompiledProgram) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(look(*compiled(sys.argv[1], sys.argv[2], sys.argv[3:]))))
+    print(json.dumps(summarise_program(*compile_step(sys.argv[1], sys.argv[2], sys.argv[3:]))))

@@ -14,16 +14,16 @@ import sys
 
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.forecast.hlo import get_output_shape, iter_instructions
-from tests.plan.tpu_program import compiled, shapes_in
+from tests.plan.tpu_program import compile_step, parse_shapes
 
 
 def main(spec: str, topology: str, overrides: list[str]) -> None:
-    _, program = compiled(spec, topology, overrides)
+    _, program = compile_step(spec, topology, overrides)
     text = program.step.text
     found = [
         one for one in find_collectives(text, program.train_setup.mesh_sizes) if "attention/shard_map" in one.op_name
     ]
-    shapes = {shape for one in iter_instructions(text) for shape in shapes_in(get_output_shape(one))}
+    shapes = {shape for one in iter_instructions(text) for shape in parse_shapes(get_output_shape(one))}
     print(
         json.dumps(
             {

@@ -136,8 +136,8 @@ def test_a_job_runs_and_its_machines_are_deleted(repository, cloud, capsys):
     assert "step 0 with specs/tiny.yaml --set seed=3 --max-restarts 7\n" in output
     assert "step 1" not in output
     assert cloud.count_starts() == {"tiny-run-0": 1, "tiny-run-1": 1}
-    list_verbs = cloud.list_verbs()
-    assert [verb for verb in list_verbs if verb in ("create", "scp", "delete")] == ["create", "scp", "delete"]
+    verbs = cloud.list_verbs()
+    assert [verb for verb in verbs if verb in ("create", "scp", "delete")] == ["create", "scp", "delete"]
     assert not cloud.has_resource
 
 
@@ -161,8 +161,8 @@ def test_a_preempted_job_is_restarted_on_new_machines(repository, cloud, capsys)
     assert "life 2\n" in output
     assert cloud.list_submit_times() == [*[REQUEST_TIMES[0]] * 2, *[REQUEST_TIMES[1]] * 2]
     assert cloud.count_starts() == {"tiny-run-0": 2, "tiny-run-1": 2}
-    list_verbs = cloud.list_verbs()
-    assert [verb for verb in list_verbs if verb in ("create", "scp", "delete")] == ["create", "scp", "delete"] * 2
+    verbs = cloud.list_verbs()
+    assert [verb for verb in verbs if verb in ("create", "scp", "delete")] == ["create", "scp", "delete"] * 2
 
 
 @pytest.mark.soak
@@ -268,8 +268,8 @@ def test_a_suspended_resource_of_an_earlier_launch_is_replaced(repository, cloud
     cloud.set_up("")
     (cloud.path / "resource.json").write_text(json.dumps({"states": ["SUSPENDED"]}))
     assert launch() == 0
-    list_verbs = cloud.list_verbs()
-    assert [verb for verb in list_verbs if verb in ("create", "delete")] == ["delete", "create", "delete"]
+    verbs = cloud.list_verbs()
+    assert [verb for verb in verbs if verb in ("create", "delete")] == ["delete", "create", "delete"]
 
 
 def test_machines_deleted_by_the_user_are_not_requested_again(repository, cloud, capsys):

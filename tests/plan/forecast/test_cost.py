@@ -1,24 +1,32 @@
-"""Cost of ops: matmuls in every form, HBM traffic, kernels."""
+"""Cost model of HLO ops: matmuls in every form, HBM traffic, kernels."""
 
 import pytest
 
 from runner.plan.forecast.cost import Matmul, compute_causal_share, count_moved_bytes, find_matmuls
 from runner.plan.forecast.module import HloModule, Op, load_module, parse_arrays
-from tests.plan.forecast.text import computation, cycles, module, nanoseconds, seen
+from tests.plan.forecast.hlo_text import (
+    compute_text_forecast,
+    format_cycles,
+    make_computation,
+    make_module,
+    round_nanoseconds,
+)
 
 
-def last(text: str) -> tuple[HloModule, Op]:
-    """Return the module, and the last op of its entry."""
+def parse_last_op(text: str) -> tuple[HloModule, Op]:
+    """Return a module and the last op of its entry computation."""
     found = load_module(text)
     return found, list(found.computations[found.entry].values())[-1]
 
 
-def of(lhs: str, rhs: str, line: str) -> list[Matmul]:
-    """Return the matmuls of an op on two arguments."""
-    return find_matmuls(*last(module(f"%a = {lhs} parameter(1)", f"%b = {rhs} parameter(2)", f"%y = {line}")))
+def list_matmuls(lhs: str, rhs: str, line: str) -> list[Matmul]:
+    """Return the matmuls of an op with two arguments."""
+    return find_matmuls(
+        *parse_last_op(make_module(f"%a = {lhs} parameter(1)", f"%b = {rhs} parameter(2)", f"%y = {line}"))
+    )
 
 
-# As libtpu 0.0.42 writes them, but for the last ones.
+# In the form of libtpu 0.0.42, except the last ones.
 MATMULS = {
     "a dot": (
         "f32[8,16]",
@@ -88,30 +96,30 @@ MATMULS = {
 
 
 @pytest.mark.parametrize("name", MATMULS)
-def test_every_form_of_a_matmul_has_its_sizes(name: str) -> None:
+def test_every_form_of_a_matmul_is_parsed_to_its_sizes(name: str) -> None:
     lhs, rhs, line, expected = MATMULS[name]
-    assert of(lhs, rhs, line) == [expected]
+    assert list_matmuls(lhs, rhs, line) == [expected]
 
 
-def test_the_matmuls_of_a_fusion_are_those_inside_and_a_loop_has_none_of_its_own() -> None:
+def test_a_fusion_has_the_matmuls_inside_it_and_a_loop_has_none() -> None:
     product = "%y = f32[8,8] dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-    inner = computation("inner", "%p = f32[8,8] parameter(0)", "%q = f32[8,8] negate(%p)", "ROOT " + product)
-    outer = computation(
+    inner = make_computation("inner", "%p = f32[8,8] parameter(0)", "%q = f32[8,8] negate(%p)", "ROOT " + product)
+    outer = make_computation(
         "outer", "%o = f32[8,8] parameter(0)", "ROOT %n = f32[8,8] fusion(%o), kind=kOutput, calls=%inner"
     )
     entry = "%z = f32[8,8] fusion(%x), kind=kOutput, calls=%outer"
-    assert find_matmuls(*last(module(entry, before=inner + outer))) == [Matmul(1, 8, 8, 8)]
+    assert find_matmuls(*parse_last_op(make_module(entry, before=inner + outer))) == [Matmul(1, 8, 8, 8)]
     loop = "%z = f32[8,8] while(%x), condition=%inner, body=%outer"
-    assert find_matmuls(*last(module(loop, before=inner + outer))) == []
+    assert find_matmuls(*parse_last_op(make_module(loop, before=inner + outer))) == []
 
 
 @pytest.mark.parametrize(
     ("matmul", "width", "filled"),
     [
         (Matmul(1, 1024, 1024, 1024), 128, 2 * 1024**3),
-        (Matmul(1, 1024, 1024, 64), 128, 2 * 1024 * 1024 * 128),  # a head of 64 fills half of the unit
+        (Matmul(1, 1024, 1024, 64), 128, 2 * 1024 * 1024 * 128),  # a head width of 64 fills half of the unit
         (Matmul(1, 1024, 64, 1024), 128, 2 * 1024 * 128 * 1024),
-        (Matmul(3, 1000, 1024, 128), 128, 2 * 3 * 1000 * 1024 * 128),  # what streams past is not filled up
+        (Matmul(3, 1000, 1024, 128), 128, 2 * 3 * 1000 * 1024 * 128),  # the streamed dimension is not padded
         (Matmul(1, 1, 1, 1), 128, 2 * 128**3),
         (Matmul(1, 1024, 1024, 128), 256, 2 * 1024 * 1024 * 256),
         (Matmul(5, 7, 3, 9), 1, 2 * 5 * 7 * 3 * 9),
@@ -121,18 +129,21 @@ def test_a_matmul_fills_whole_matrix_units(matmul: Matmul, width: int, filled: i
     assert matmul.count_padded_flops(width) == filled
 
 
-def test_an_op_takes_the_longer_of_its_matmuls_and_its_bytes() -> None:
+def test_the_time_of_an_op_is_the_maximum_of_compute_and_traffic() -> None:
     lines = ("%a = f32[10,1000] parameter(1)", "%b = f32[1000,10] parameter(2)")
-    product = "%y = f32[10,10] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, " + cycles(1)
-    assert nanoseconds(seen(*lines, product)) == (2 * 10 * 10 * 1000, 1)
+    product = "%y = f32[10,10] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, " + format_cycles(1)
+    assert round_nanoseconds(compute_text_forecast(*lines, product)) == (2 * 10 * 10 * 1000, 1)
     thin = product.replace("f32[10,10]", "f32[1,10]").replace("%a", "%c")
-    assert nanoseconds(seen("%c = f32[1,1000] parameter(1)", lines[1], thin)) == (4 * (1000 + 10000 + 10), 1)
+    assert round_nanoseconds(compute_text_forecast("%c = f32[1,1000] parameter(1)", lines[1], thin)) == (
+        4 * (1000 + 10000 + 10),
+        1,
+    )
 
 
-# Bytes.
+# Memory traffic.
 
 STACK, ROW = 4 * 12 * 100, 4 * 100
-UPDATE = computation(
+UPDATE = make_computation(
     "update",
     "%stack = f32[12,100]{1,0} parameter(0)",
     "%row = f32[1,100]{1,0} parameter(1)",
@@ -141,7 +152,7 @@ UPDATE = computation(
     "%new = f32[1,100]{1,0} negate(%row)",
     "ROOT %put = f32[12,100]{1,0} dynamic-update-slice(%stack, %new, %at, %zero)",
 )
-CUT = computation(
+SLICE = make_computation(
     "cut",
     "%whole = f32[12,100]{1,0} parameter(0)",
     "%at2 = s32[] parameter(1)",
@@ -149,14 +160,14 @@ CUT = computation(
     "%seen = f32[12,100]{1,0} bitcast(%whole)",
     "ROOT %row2 = f32[1,100]{1,0} dynamic-slice(%seen, %at2, %zero2), dynamic_slice_sizes={1,100}",
 )
-NESTED = computation(
+NESTED = make_computation(
     "nested",
     "%outside = f32[12,100]{1,0} parameter(0)",
     "%at3 = s32[] parameter(1)",
     "%r3 = f32[1,100]{1,0} fusion(%outside, %at3), kind=kLoop, calls=%cut",
     "ROOT %n3 = f32[1,100]{1,0} negate(%r3)",
 )
-BESIDE = computation(
+PARALLEL = make_computation(
     "beside",
     "%mine = f32[1,100]{1,0} parameter(0)",
     "%all = f32[12,100]{1,0} parameter(1)",
@@ -196,12 +207,15 @@ MOVES = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_an_op_moves_the_bytes_that_it_needs(name: str) -> None:
+def test_an_op_has_the_counted_memory_traffic(name: str) -> None:
     line, expected = MOVES[name]
-    assert count_moved_bytes(*last(module(*ARGUMENTS, line, before=UPDATE + CUT + NESTED + BESIDE))) == expected
+    assert (
+        count_moved_bytes(*parse_last_op(make_module(*ARGUMENTS, line, before=UPDATE + SLICE + NESTED + PARALLEL)))
+        == expected
+    )
 
 
-def test_arrays_have_their_memory() -> None:
+def test_arrays_have_their_memory_space() -> None:
     found = parse_arrays("(bf16[8,64]{1,0:T(8,128)(2,1)S(1)}, f32[2]{0}, s8[4]{0:S(5)})")
     assert [(one.dims, one.bytes, one.hbm_bytes, one.traffic_bytes) for one in found] == [
         ((8, 64), 2048, 0, 0),
@@ -239,45 +253,49 @@ NOTES = (
     r"{\"block_q\": 512, \"block_kv\": 512, \"block_q_dq\": 1024, \"block_kv_dq\": 1024}"
     '"\n}}, metadata={op_name="jit(step)/splash/pallas_call"}, backend_config={"custom_call_config":{"body":"abc"}}'
 )
-ONE = 2 * 2 * 12 * 1024 * 1024 * 64
+ONE_BLOCK = 2 * 2 * 12 * 1024 * 1024 * 64
 SUM, OF_KEYS = "f32[2,12,512,64]", "bf16[2,12,1024,64]"
 
 
 @pytest.mark.parametrize(
     ("name", "result", "flops"),
     [
-        ("splash_mqa_fwd_residuals.1", "bf16[2,12,1,1024,64]", 2 * ONE * 3 / 4),
-        ("splash_mqa_dq_no_residuals.1", f"({SUM}, bf16[2,12,1,1024,64])", 3 * ONE),
-        ("splash_mqa_dkv_no_residuals", f"({SUM}, {SUM}, {OF_KEYS}, {OF_KEYS})", 4 * ONE),
+        ("splash_mqa_fwd_residuals.1", "bf16[2,12,1,1024,64]", 2 * ONE_BLOCK * 3 / 4),
+        ("splash_mqa_dq_no_residuals.1", f"({SUM}, bf16[2,12,1,1024,64])", 3 * ONE_BLOCK),
+        ("splash_mqa_dkv_no_residuals", f"({SUM}, {SUM}, {OF_KEYS}, {OF_KEYS})", 4 * ONE_BLOCK),
         (
             "splash_mqa_dkv_no_residuals.2",
             f"({SUM}, {SUM}, {SUM}, bf16[2,2,12,1,1024,64], {OF_KEYS}, {OF_KEYS})",
-            5 * ONE,
+            5 * ONE_BLOCK,
         ),
     ],
 )
 @pytest.mark.parametrize("width", [1, 128])
-def test_an_attention_kernel_costs_what_its_blocks_compute(name: str, result: str, flops: float, width: int) -> None:
-    found = seen(*KERNEL, f"%{name} = {result} custom-call(%m, %q, %k, %k), {NOTES}", width=width)
+def test_the_cost_of_an_attention_kernel_is_that_of_its_blocks(
+    name: str, result: str, flops: float, width: int
+) -> None:
+    found = compute_text_forecast(*KERNEL, f"%{name} = {result} custom-call(%m, %q, %k, %k), {NOTES}", width=width)
     (op,) = found.ops
     assert (op.part, op.basis, found.num_unknown) == ("attention", "shapes", 0)
     assert op.low * 1e9 == op.high * 1e9 == pytest.approx(flops * (1 if width == 1 else 2))
 
 
 @pytest.mark.parametrize("width", [1, 128])
-def test_an_attention_kernel_that_states_its_cost_fills_matrix_units_as_its_heads_do(width: int) -> None:
+def test_a_stated_attention_cost_is_padded_to_matrix_units(width: int) -> None:
     stated = NOTES.replace('"body":"abc"', '"body":"abc","cost_estimate":{"flops":"5000","bytes_accessed":"8"}')
-    found = seen(*KERNEL, f"%attention_backward = {OF_KEYS} custom-call(%m, %q, %k, %k), {stated}", width=width)
+    found = compute_text_forecast(
+        *KERNEL, f"%attention_backward = {OF_KEYS} custom-call(%m, %q, %k, %k), {stated}", width=width
+    )
     (op,) = found.ops
     assert (op.part, op.basis, op.low * 1e9) == ("attention", "stated", pytest.approx(5000 if width == 1 else 10000))
 
 
-def test_a_kernel_that_states_its_cost_has_that_and_one_of_which_nothing_is_known_is_counted() -> None:
+def test_a_stated_kernel_cost_is_used_and_unknown_kernels_are_counted() -> None:
     stated = '"cost_estimate":{"flops":"41943040","transcendentals":"0","bytes_accessed":"458784"}'
     line = '%ragged-dot.1 = f32[250] custom-call(%x), custom_call_target="tpu_custom_call", backend_config={COST}'
-    found = seen(line.replace("COST", f'"custom_call_config":{{{stated}}}'))
-    assert (nanoseconds(found), found.num_unknown) == ((41943040, 41943040), 0)
+    found = compute_text_forecast(line.replace("COST", f'"custom_call_config":{{{stated}}}'))
+    assert (round_nanoseconds(found), found.num_unknown) == ((41943040, 41943040), 0)
     assert [(op.part, op.basis) for op in found.ops] == [("matmuls", "stated")]
-    unknown = seen(line.replace("COST", "").replace("ragged-dot", "mystery"))
-    assert (nanoseconds(unknown), unknown.num_unknown) == ((2000, 2000), 1)
+    unknown = compute_text_forecast(line.replace("COST", "").replace("ragged-dot", "mystery"))
+    assert (round_nanoseconds(unknown), unknown.num_unknown) == ((2000, 2000), 1)
     assert [op.part for op in unknown.ops] == ["other kernels"]

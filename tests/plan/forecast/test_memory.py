@@ -1,4 +1,4 @@
-"""Live buffers at each op, counted by hand, with arrays of 1,000 bytes."""
+"""Live buffers at each op, compared with counts made by hand; most arrays have 1,000 bytes."""
 
 import pytest
 
@@ -6,26 +6,26 @@ from runner.plan.forecast import compute_forecast
 from runner.plan.forecast.memory import compute_live_memory
 from runner.plan.forecast.module import load_module
 from runner.plan.profile import compute_memory_timeline
-from tests.plan.forecast.test_schedule import loop
-from tests.plan.forecast.text import MESH, computation, module, negate, rates
+from tests.plan.forecast.hlo_text import MESH, make_computation, make_module, make_negate, make_rates
+from tests.plan.forecast.test_schedule import make_loop
 
-FUSED = computation(
+FUSED = make_computation(
     "fused",
     "%f0 = f32[250]{0} parameter(0)",
     "%f1 = f32[250]{0} negate(%f0)",
     "ROOT %f2 = f32[250]{0} exponential(%f1)",
 )
-UPDATE = computation(
+UPDATE = make_computation(
     "update",
     "%stack = f32[250]{0} parameter(0)",
     "%row = f32[5]{0} parameter(1)",
     "%zero = s32[] constant(0)",
     "ROOT %put = f32[250]{0} dynamic-update-slice(%stack, %row, %zero)",
 )
-END = "ROOT %end = f32[250]{0} negate(%x)"  # the result of the whole is no temporary
-IN_TURN = ("%m = f32[250]{0} reverse(%L_x), dimensions={0}", "%n = f32[250]{0} reverse(%m), dimensions={0}")
+END = "ROOT %end = f32[250]{0} negate(%x)"  # the result of the program is not a temporary
+SEQUENTIAL = ("%m = f32[250]{0} reverse(%L_x), dimensions={0}", "%n = f32[250]{0} reverse(%m), dimensions={0}")
 
-ALIVE = {
+LIVE_CASES = {
     "nothing but arguments and the result": ((END,), "", 0),
     "one": (("%a = f32[250]{0} reverse(%x)", END), "", 1000),
     "one dies as the next is made": (
@@ -44,12 +44,12 @@ ALIVE = {
         3000,
     ),
     "value by value in the same place": (
-        ("%a = f32[250]{0} reverse(%x)", negate("b", "a"), negate("c", "b"), END),
+        ("%a = f32[250]{0} reverse(%x)", make_negate("b", "a"), make_negate("c", "b"), END),
         "",
         1000,
     ),
     "not where it is needed still": (
-        ("%a = f32[250]{0} reverse(%x)", negate("b", "a"), "%c = f32[250]{0} dot(%a, %b)", END),
+        ("%a = f32[250]{0} reverse(%x)", make_negate("b", "a"), "%c = f32[250]{0} dot(%a, %b)", END),
         "",
         3000,
     ),
@@ -57,7 +57,7 @@ ALIVE = {
         (
             "%a = f32[250]{0} reverse(%x)",
             "%same = f32[250]{0} bitcast(%a)",
-            negate("b", "a"),
+            make_negate("b", "a"),
             "ROOT %c = f32[250]{0} dot(%same, %b)",
         ),
         "",
@@ -101,8 +101,12 @@ ALIVE = {
         1000,
     ),
     "what a loop carries has one place, and its turns theirs once": (
-        ("%a = f32[250]{0} reverse(%x)", *(line.replace("%x", "%a") for line in loop("L", 3, *IN_TURN)[0]), END),
-        loop("L", 3, *IN_TURN)[1],
+        (
+            "%a = f32[250]{0} reverse(%x)",
+            *(line.replace("%x", "%a") for line in make_loop("L", 3, *SEQUENTIAL)[0]),
+            END,
+        ),
+        make_loop("L", 3, *SEQUENTIAL)[1],
         1000 + 2000,
     ),
     "the branch that needs most": (
@@ -111,8 +115,8 @@ ALIVE = {
             "%c = f32[250]{0} conditional(%i, %a, %a), branch_computations={%one, %two}",
             "ROOT %d = f32[250]{0} reverse(%c)",
         ),
-        computation("one", "%p1 = f32[250]{0} parameter(0)", "ROOT %o1 = f32[250]{0} reverse(%p1)")
-        + computation(
+        make_computation("one", "%p1 = f32[250]{0} parameter(0)", "ROOT %o1 = f32[250]{0} reverse(%p1)")
+        + make_computation(
             "two",
             "%p2 = f32[250]{0} parameter(0)",
             "%q2 = f32[250]{0} reverse(%p2)",
@@ -124,14 +128,14 @@ ALIVE = {
 }
 
 
-@pytest.mark.parametrize("name", ALIVE)
-def test_the_peak_is_the_one_counted_by_hand(name: str) -> None:
-    lines, before, peak = ALIVE[name]
-    assert compute_live_memory(load_module(module(*lines, before=before))).peak == peak
+@pytest.mark.parametrize("name", LIVE_CASES)
+def test_the_peak_equals_the_counted_one(name: str) -> None:
+    lines, before, peak = LIVE_CASES[name]
+    assert compute_live_memory(load_module(make_module(*lines, before=before))).peak == peak
 
 
-def test_what_is_alive_at_the_peak_is_told_the_largest_first() -> None:
-    text = module(
+def test_live_buffers_at_the_peak_are_listed_by_size() -> None:
+    text = make_module(
         "%a = f32[250]{0} reverse(%x)",
         "%b = bf16[1000]{0} convert(%a)",
         "ROOT %c = f32[250]{0} dot(%a, %b)",
@@ -143,10 +147,10 @@ def test_what_is_alive_at_the_peak_is_told_the_largest_first() -> None:
     ]
 
 
-def test_memory_over_time_has_the_peak_where_it_is() -> None:
-    def lasting(name: str, of: str) -> str:
-        return negate(name, of, 1000).replace("negate", "reverse")
+def test_memory_over_time_has_its_peak_at_the_right_op() -> None:
+    def make_event(name: str, of: str) -> str:
+        return make_negate(name, of, 1000).replace("negate", "reverse")
 
-    text = module(lasting("a", "x"), lasting("b", "a"), lasting("c", "x"), "ROOT " + lasting("d", "x"))
-    found = compute_forecast(text, MESH, rates())
+    text = make_module(make_event("a", "x"), make_event("b", "a"), make_event("c", "x"), "ROOT " + make_event("d", "x"))
+    found = compute_forecast(text, MESH, make_rates())
     assert compute_memory_timeline(found, 4) == [1000, 2000, 1000, 0]

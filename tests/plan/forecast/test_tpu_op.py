@@ -1,4 +1,4 @@
-"""Single ops compiled alone by libtpu: their work is exact, and its estimates lie as far from rooflines as measured."""
+"""Single ops compiled by libtpu: exact FLOPs, and estimates within the measured range above the roofline."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from tests.support.libtpu import run_module
 
 pytestmark = pytest.mark.soak
 
-# Estimate over roofline, with room for another version; FLOPs. Large matmuls are 2 to 18% over their peak, what is
-# bound by memory 1.2 to 7 times.
+# Range of the estimate relative to the roofline, with a margin for other versions, and FLOPs. Large matmuls are 2 to
+# 18% above the roofline, memory-bound ops 1.2 to 7 times.
 EXPECTED = {
     "matmul 4096": (1.0, 1.2, 2 * 4096**3),
     "matmul 8192 x 4096 x 16384": (1.0, 1.2, 2 * 8192 * 4096 * 16384),

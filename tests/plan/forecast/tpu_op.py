@@ -1,4 +1,4 @@
-"""Single ops as libtpu compiles them, and what the forecast says of each, as JSON: a process of its own.
+"""Program that compiles single ops with libtpu and prints their forecast as JSON.
 
     python -m tests.plan.forecast.tpu_op
 
@@ -25,7 +25,7 @@ def _layer_norm(x: jax.Array) -> jax.Array:
     return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
 
 
-# What is done, to arrays of which shapes.
+# Function, shapes and type of the arguments of each op.
 OPS: dict[str, tuple[Callable[..., jax.Array], tuple[Shape, ...], jnp.dtype]] = {
     "matmul 4096": (lambda a, b: a @ b, ((4096, 4096), (4096, 4096)), BF16),
     "matmul 8192 x 4096 x 16384": (lambda a, b: a @ b, ((8192, 4096), (4096, 16384)), BF16),
@@ -41,7 +41,7 @@ OPS: dict[str, tuple[Callable[..., jax.Array], tuple[Shape, ...], jnp.dtype]] = 
 
 
 def main() -> None:
-    """Compile and print all."""
+    """Compile all ops and print the result."""
     machine = open_machine(parse_accelerator("v5e-4"))
     rates = get_device_rates(machine, {"data": 1})
     assert rates is not None

@@ -1,6 +1,6 @@
-"""Memory of a device for long sequences: the table in the README of plans, by arithmetic.
+"""The table of device memory for long sequences in the README of plans, computed by arithmetic.
 
-python -m tests.plan.test_row_table     prints it
+python -m tests.plan.test_sequence_memory_table     prints it
 """
 
 from runner.accelerator import parse_accelerator
@@ -16,7 +16,7 @@ DEVICES, FSDP = 256, 16
 LENGTHS, PARTS = (8192, 32_768, 131_072), (1, 4, 16)
 
 
-def predictor(length: int) -> Predictor:
+def make_predictor(length: int) -> Predictor:
     """Return the predictor of an 8B with activation checkpointing, one sequence per device or group of devices."""
     accelerator = parse_accelerator(f"v5p-{DEVICES}")
     assert accelerator is not None
@@ -31,9 +31,9 @@ def predictor(length: int) -> Predictor:
     return Predictor(job, job.flops_per_token(train_setup), accelerator)
 
 
-def table() -> list[str]:
+def format_table() -> list[str]:
     """Return the lines of the table in Markdown."""
-    of = {length: predictor(length) for length in LENGTHS}
+    of = {length: make_predictor(length) for length in LENGTHS}
     heads = [f"`sequence` {parts}" for parts in PARTS]
     lines = [f"| tokens per sequence | {' | '.join(heads)} |", f"|---|{'---|' * len(PARTS)}"]
     first = of[LENGTHS[0]]
@@ -49,9 +49,9 @@ def table() -> list[str]:
     return lines
 
 
-def test_the_readme_has_the_table_of_what_a_device_holds_of_long_rows() -> None:
-    assert "\n".join(table()) in (ROOT / "runner" / "plan" / "README.md").read_text()
+def test_the_readme_has_the_memory_table_of_long_sequences() -> None:
+    assert "\n".join(format_table()) in (ROOT / "runner" / "plan" / "README.md").read_text()
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join(format_table()))
