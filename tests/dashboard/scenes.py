@@ -1,4 +1,4 @@
-"""Roots with runs in every state that a page may show: names, and functions that make them below a directory."""
+"""Directories with runs in every state that pages show: names, and functions that create them."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from pathlib import Path
 from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
 from runner.run.clock_file import HEADER_BYTES, encode_slot
 from runner.storage import JsonObject, LocalStore, encode_json, encode_line
-from tests.dashboard.lives import make_run
+from tests.dashboard.synthetic_runs import make_run
 
 SPEC = """name: {name}
 project: general
@@ -24,7 +24,7 @@ config:
 """
 
 
-def make_life(
+def make_synthetic_run(
     root: Path,
     name: str,
     num_rows: int,
@@ -36,7 +36,7 @@ def make_life(
     num_attempts: int = 1,
     sources: tuple[str, ...] = (),
 ) -> Path:
-    """Make a run of `num_rows` rows, ten steps each, whose last sign of life is `ago_seconds` old."""
+    """Make a run of `num_rows` rows of ten steps each, whose last heartbeat is `ago_seconds` old."""
     numbers = random.Random(seed)
     store = LocalStore(root / name)
     now = time.time() - ago_seconds
@@ -113,37 +113,47 @@ OUT_OF_MEMORY = {
 }
 
 
-def running(root: Path) -> None:
-    make_life(root, "gpt-small-running", 300, 6000, sources=("web", "code", "books", "papers"))
+def make_running(root: Path) -> None:
+    make_synthetic_run(root, "gpt-small-running", 300, 6000, sources=("web", "code", "books", "papers"))
 
 
-def stalled(root: Path) -> None:
-    make_life(root, "stalled", 120, 6000, ago_seconds=5000)
+def make_stalled(root: Path) -> None:
+    make_synthetic_run(root, "stalled", 120, 6000, ago_seconds=5000)
 
 
-def failed(root: Path) -> None:
-    make_life(root, "failed", 80, 6000, ago_seconds=60, end=OUT_OF_MEMORY)
+def make_failed(root: Path) -> None:
+    make_synthetic_run(root, "failed", 80, 6000, ago_seconds=60, end=OUT_OF_MEMORY)
 
 
-def empty(root: Path) -> None:
-    make_life(root, "empty", 0, 6000)
+def make_empty(root: Path) -> None:
+    make_synthetic_run(root, "empty", 0, 6000)
 
 
-def one_point(root: Path) -> None:
-    make_life(root, "one-point", 1, 6000)
+def make_one_point(root: Path) -> None:
+    make_synthetic_run(root, "one-point", 1, 6000)
 
 
-def many_attempts(root: Path) -> None:
+def make_many_attempts(root: Path) -> None:
     make_run(LocalStore(root / "five-hundred-attempts"), num_attempts=500, num_rows=6)
 
 
-def ten_runs(root: Path) -> None:
+def make_ten_runs(root: Path) -> None:
     for index in range(10):
         rate = [1e-4, 2e-4, 3e-4, 5e-4, 8e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3][index]
-        make_life(root / "sweep", f"gpt-small-learning-rate-{rate:g}", 100, 1000, ago_seconds=600 * index, rate=rate,
-                  seed=index, end={"event": "done"} if index < 6 else None if index < 9 else OUT_OF_MEMORY)  # fmt: skip
+        end = {"event": "done"} if index < 6 else None if index < 9 else OUT_OF_MEMORY
+        name = f"gpt-small-learning-rate-{rate:g}"
+        make_synthetic_run(root / "sweep", name, 100, 1000, ago_seconds=600 * index, rate=rate, seed=index, end=end)
 
 
 SCENES: dict[str, Callable[[Path], None]] = {
-    scene.__name__: scene for scene in (running, stalled, failed, empty, one_point, many_attempts, ten_runs)
+    scene.__name__.removeprefix("make_"): scene
+    for scene in (
+        make_running,
+        make_stalled,
+        make_failed,
+        make_empty,
+        make_one_point,
+        make_many_attempts,
+        make_ten_runs,
+    )
 }

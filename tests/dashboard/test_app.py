@@ -1,4 +1,4 @@
-"""Requests to the dashboard: accepted paths, refused hosts and tokens, and the headers of every response."""
+"""Requests to the dashboard: accepted paths, rejected hosts and tokens, and the headers of every response."""
 
 import gzip
 import http.client
@@ -16,16 +16,16 @@ TOKEN = "a-token-of-some-length"
 HOSTILE = "</script><script>alert(1)</script> \u2028 \u2029 &amp; <!-- \udcff \"'\\"
 
 
-def data(name: str) -> ResponseBody | None:
+def get_data_path(name: str) -> ResponseBody | None:
     return ResponseBody.from_text("application/json", encode_json({"title": HOSTILE})) if name in ("", RUN) else None
 
 
-def ask(host="127.0.0.1", token=None, path="/", method="GET", **headers):
-    """Status, headers and content of an answer; `headers` as WSGI names them."""
+def send_request(host="127.0.0.1", token=None, path="/", method="GET", **headers):
+    """Return status, headers and content of a response; `headers` are named as in WSGI."""
     path, _, query = path.partition("?")
     environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query, "HTTP_HOST": "localhost:80"}
     found = []
-    body = DashboardApp(make_access_policy(host, token), data)(
+    body = DashboardApp(make_access_policy(host, token), get_data_path)(
         environ | headers, lambda status, given: found.append((int(status[:3]), dict(given)))
     )
     ((status, given),) = found
@@ -33,23 +33,23 @@ def ask(host="127.0.0.1", token=None, path="/", method="GET", **headers):
 
 
 @pytest.mark.parametrize("path", ["/", "/data", f"/run/{RUN}", f"/data/{RUN}", "/static/page.js", "/static/page.css"])
-def test_what_is_there_is_answered_and_every_answer_forbids_what_a_page_does_not_need(path):
-    status, headers, content = ask(path=path)
+def test_existing_paths_are_served_with_restrictive_headers(path):
+    status, headers, content = send_request(path=path)
     assert (status, int(headers["Content-Length"])) == (200, len(content))
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert "unsafe-inline" not in headers["Content-Security-Policy"].partition("script-src")[2].partition(";")[0]
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert b"<script>alert" not in content
-    assert ask(path=path, method="HEAD")[1:] == (headers, b"")
-    assert gzip.decompress(ask(path=path, HTTP_ACCEPT_ENCODING="gzip")[2]) == content
-    assert ask(path=path, HTTP_IF_NONE_MATCH=headers["ETag"])[::2] == (304, b"")
+    assert send_request(path=path, method="HEAD")[1:] == (headers, b"")
+    assert gzip.decompress(send_request(path=path, HTTP_ACCEPT_ENCODING="gzip")[2]) == content
+    assert send_request(path=path, HTTP_IF_NONE_MATCH=headers["ETag"])[::2] == (304, b"")
 
 
-def test_a_report_runs_its_own_scripts_alone_and_leads_back():
-    status, headers, content = ask(path=f"/report/{RUN}")
+def test_a_report_allows_only_its_own_scripts_and_links_back():
+    status, headers, content = send_request(path=f"/report/{RUN}")
     policy = headers["Content-Security-Policy"]
     page = content.decode()
-    assert (status, ask(path="/report/0123456789abcdee")[0]) == (200, 404)
+    assert (status, send_request(path="/report/0123456789abcdee")[0]) == (200, 404)
     assert "script-src 'sha256-" in policy
     assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
     assert "frame-ancestors 'none'" in policy
@@ -59,8 +59,8 @@ def test_a_report_runs_its_own_scripts_alone_and_leads_back():
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "PROPFIND"])
 @pytest.mark.parametrize("path", ["/", "/data", f"/data/{RUN}", "/static/page.js", "/nowhere"])
-def test_there_is_nothing_but_reading(path, method):
-    status, headers, _ = ask(path=path, method=method)
+def test_only_reading_methods_are_allowed(path, method):
+    status, headers, _ = send_request(path=path, method=method)
     assert (status, headers["Allow"]) == (405, "GET, HEAD")
 
 
@@ -74,9 +74,9 @@ def test_there_is_nothing_but_reading(path, method):
         "", "data", "/index.html", "/metrics.jsonl",
     ],
 )  # fmt: skip
-def test_no_address_leads_anywhere_else(path):
-    assert ask(path=path)[0] == 404
-    status, headers, _ = ask("0.0.0.0", TOKEN, f"{path}?token={TOKEN}")
+def test_other_paths_are_not_found(path):
+    assert send_request(path=path)[0] == 404
+    status, headers, _ = send_request("0.0.0.0", TOKEN, f"{path}?token={TOKEN}")
     assert (status, "Location" in headers) == (404, False)
 
 
@@ -100,8 +100,8 @@ def test_no_address_leads_anywhere_else(path):
         ("node7.example", "Node7.Example:80", 200),
     ],
 )
-def test_a_name_that_is_not_this_machines_is_refused(host, header, status):
-    assert ask(host, TOKEN, HTTP_HOST=header, HTTP_AUTHORIZATION=f"Bearer {TOKEN}")[0] == status
+def test_host_names_of_other_machines_are_rejected(host, header, status):
+    assert send_request(host, TOKEN, HTTP_HOST=header, HTTP_AUTHORIZATION=f"Bearer {TOKEN}")[0] == status
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_a_name_that_is_not_this_machines_is_refused(host, header, status):
     ],
 )
 @pytest.mark.parametrize("path", ["/", f"/data/{RUN}", "/static/page.js"])
-def test_whoever_comes_from_afar_needs_the_token_and_keeps_it_in_a_cookie(path, headers, status):
-    found, given, content = ask("0.0.0.0", TOKEN, path, **headers)
+def test_remote_clients_need_the_token_and_keep_it_in_a_cookie(path, headers, status):
+    found, given, content = send_request("0.0.0.0", TOKEN, path, **headers)
     assert found == status
     assert (TOKEN in str(given)) == (status == 303)
     if status == 303:
@@ -137,7 +137,7 @@ def test_whoever_comes_from_afar_needs_the_token_and_keeps_it_in_a_cookie(path, 
     [("127.0.0.1", True), ("127.9.9.9", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("::", False),
      ("192.168.0.7", False), ("node7", False), ("localhost.evil.example", False)],
 )  # fmt: skip
-def test_a_token_is_made_where_others_can_reach_the_server(host, is_own):
+def test_a_token_is_generated_if_the_server_is_reachable_remotely(host, is_own):
     assert is_loopback(host) == is_own
     assert (make_access_policy(host, None).token is None) == is_own
     assert make_access_policy(host, TOKEN).token == TOKEN
@@ -147,14 +147,14 @@ def test_a_token_is_made_where_others_can_reach_the_server(host, is_own):
 @pytest.mark.parametrize(
     "token", ["", "short", "sixteen letters and blanks", "x" * 15, "ü" * 20, "x" * 20 + "\r\nA: b"]
 )
-def test_a_token_that_cannot_stand_in_an_address_is_refused(token):
+def test_a_token_that_is_invalid_in_a_url_is_rejected(token):
     with pytest.raises(InvalidError, match="--token needs"):
         make_access_policy("127.0.0.1", token)
 
 
-def test_the_real_server_speaks_of_itself_no_more_than_it_must():
+def test_the_server_sends_no_version_headers():
     server = waitress.create_server(
-        DashboardApp(make_access_policy("127.0.0.1", None), data), host="127.0.0.1", port=0, ident=None
+        DashboardApp(make_access_policy("127.0.0.1", None), get_data_path), host="127.0.0.1", port=0, ident=None
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

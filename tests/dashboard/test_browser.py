@@ -1,4 +1,4 @@
-"""Pages in headless Chromium (`apt-get install chromium`): legible at every width, and safe from hostile texts."""
+"""Pages in headless Chromium (`apt-get install chromium`): legible at every width, and safe against hostile texts."""
 
 import contextlib
 import re
@@ -12,22 +12,22 @@ from runner.dashboard.app import DashboardApp, make_access_policy
 from runner.dashboard.report import render_report
 from runner.dashboard.server import PageData, SharedReader, make_server
 from runner.storage import LocalStore, Store
-from tests.dashboard.lives import make_run
 from tests.dashboard.scenes import SCENES
+from tests.dashboard.synthetic_runs import make_run
 from tests.dashboard.test_report import HOSTILE, PLACES
 from tests.support.browser import Browser
 
 pytestmark = pytest.mark.soak
 
 WIDTHS = (360, 800, 1600)
-OWNED = '<body id="owned"'
+INJECTED_MARKUP = '<body id="owned"'
 DRAWN = "document.querySelectorAll('.plot').length === document.querySelectorAll('.plot .main-svg:first-child').length"
 MEASURE = (Path(__file__).parent / "measure.js").read_text()
 
 
 @contextlib.contextmanager
-def dashboard(root: Path) -> Iterator[str]:
-    """Serve the runs below a root, and give the address."""
+def serve_dashboard(root: Path) -> Iterator[str]:
+    """Serve the runs below a directory and return the URL."""
     reader = SharedReader(PageData(LocalStore(root)).read)
     web = make_server(DashboardApp(make_access_policy("127.0.0.1", None), reader.get_data), "127.0.0.1", 0)
     for act in (web.run, reader.serve):
@@ -39,7 +39,7 @@ def dashboard(root: Path) -> Iterator[str]:
 
 
 def measure(browser: Browser, address: str, ready: str = "true") -> list[str]:
-    """Return the problems of a page at each width, in light and in dark."""
+    """Return the layout problems of a page at each width, in light and dark mode."""
     problems = []
     for width in WIDTHS:
         for is_dark in (False, True):
@@ -47,12 +47,12 @@ def measure(browser: Browser, address: str, ready: str = "true") -> list[str]:
             if not is_dark:
                 browser.open(address)
                 browser.wait_for(ready)
-            # Sections that are closed at first are looked at too.
+            # Sections that are initially closed are measured too.
             browser.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
             browser.wait_for(DRAWN)
             browser.evaluate("new Promise((done) => setTimeout(done, 400))")
             problems += [f"{width} {'dark' if is_dark else 'light'}: {each}" for each in browser.evaluate(MEASURE)]
-    # A window that changes its width later.
+    # The window is resized after loading.
     browser.set_viewport(WIDTHS[0])
     browser.evaluate("new Promise((done) => setTimeout(done, 1000))")
     return problems + [f"made narrow: {each}" for each in browser.evaluate(MEASURE)] + browser.page_errors
@@ -65,7 +65,7 @@ def test_a_report_of_every_state_is_legible_at_every_width(tmp_path, scene):
     (tmp_path / "report.html").write_text(render_report(stores))
     with Browser(tmp_path / "profile") as browser:
         assert measure(browser, (tmp_path / "report.html").as_uri()) == []
-        # The headline and the curve of the loss are on the first screen.
+        # The headline and the loss curve are on the first screen.
         browser.set_viewport(1600)
         browser.open((tmp_path / "report.html").as_uri())
         if scene not in ("empty",):
@@ -73,15 +73,15 @@ def test_a_report_of_every_state_is_legible_at_every_width(tmp_path, scene):
         assert browser.evaluate("document.querySelector('main').getBoundingClientRect().width") > 1500
 
 
-def test_the_table_of_runs_and_a_comparison_are_legible_at_every_width(tmp_path):
+def test_the_table_and_a_comparison_are_legible_at_every_width(tmp_path):
     root = tmp_path / "runs"
     for make in SCENES.values():
         make(root)
     (root / "broken").mkdir()
     (root / "broken" / "job.json").write_text("{}")
-    with dashboard(root) as top, Browser(tmp_path / "profile") as browser:
+    with serve_dashboard(root) as top, Browser(tmp_path / "profile") as browser:
         assert measure(browser, top, "document.querySelectorAll('tbody tr').length === 17") == []
-        # Sort, filter, choose and compare, as a user does.
+        # Sort, filter, select and compare runs.
         browser.set_viewport(1600)
         first = "document.querySelector('tbody tr a').textContent"
         head = "[...document.querySelectorAll('.sort')].find((each) => each.textContent === 'best validation')"
@@ -102,7 +102,7 @@ def test_the_table_of_runs_and_a_comparison_are_legible_at_every_width(tmp_path)
         before = browser.evaluate(count)
         browser.evaluate("document.querySelector('td .chip').click()")
         assert browser.evaluate(count) < before
-        # To the report of the same runs and back.
+        # Open the report of the same runs and return.
         report = browser.evaluate("document.querySelectorAll('nav a')[1].href")
         browser.open(report)
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") >= 3
@@ -110,7 +110,7 @@ def test_the_table_of_runs_and_a_comparison_are_legible_at_every_width(tmp_path)
         assert browser.page_errors == []
 
 
-def hostile_run(directory: Path) -> LocalStore:
+def make_hostile_run(directory: Path) -> LocalStore:
     """Make a run in which every text is hostile."""
     store = make_run(LocalStore(directory), num_attempts=3, num_rows=20)
     for text in HOSTILE[:-1]:
@@ -125,12 +125,12 @@ def hostile_run(directory: Path) -> LocalStore:
     return store
 
 
-def check(browser: Browser, address: str) -> None:
+def check_page(browser: Browser, address: str) -> None:
     browser.open(address)
     browser.wait_for("document.querySelectorAll('.main-svg').length >= 8")
     page = browser.evaluate("document.documentElement.outerHTML")
     assert browser.page_errors == []
-    assert OWNED not in page
+    assert INJECTED_MARKUP not in page
     assert 'id="owned"' not in page
     assert "&lt;script&gt;document.body" in page
     for unit in (
@@ -143,20 +143,20 @@ def check(browser: Browser, address: str) -> None:
         assert unit in page
 
 
-def test_a_report_of_hostile_runs_is_drawn_and_does_nothing_else(tmp_path):
-    stores = [hostile_run(tmp_path / name) for name in ("a", "<img src=x onerror=\"document.body.id='owned'\">")]
+def test_a_report_of_hostile_runs_only_draws(tmp_path):
+    stores = [make_hostile_run(tmp_path / name) for name in ("a", "<img src=x onerror=\"document.body.id='owned'\">")]
     with Browser(tmp_path / "profile") as browser:
         for number, some in enumerate((stores[:1], stores)):
             path = tmp_path / f"{number}.html"
             path.write_text(render_report(some))
-            check(browser, path.as_uri())
+            check_page(browser, path.as_uri())
 
 
-def test_the_dashboard_draws_all_runs_and_each(tmp_path):
-    hostile_run(tmp_path / "runs" / "<script>document.body.id='owned'<script>")
-    with dashboard(tmp_path / "runs") as top, Browser(tmp_path / "profile") as browser:
+def test_the_dashboard_draws_the_table_and_each_run(tmp_path):
+    make_hostile_run(tmp_path / "runs" / "<script>document.body.id='owned'<script>")
+    with serve_dashboard(tmp_path / "runs") as top, Browser(tmp_path / "profile") as browser:
         browser.open(top)
         browser.wait_for("document.querySelector('polyline')")
-        assert OWNED not in browser.evaluate("document.documentElement.outerHTML")
+        assert INJECTED_MARKUP not in browser.evaluate("document.documentElement.outerHTML")
         (run,) = browser.evaluate("[...document.querySelectorAll('td a')].map((each) => each.href)")
-        check(browser, run)
+        check_page(browser, run)

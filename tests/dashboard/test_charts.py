@@ -1,4 +1,4 @@
-"""Thinned series: peaks survive, whatever the length of the series and the order of adding."""
+"""Thinned series: peaks are kept for every length and insertion order."""
 
 import math
 
@@ -12,7 +12,7 @@ from runner.metrics.rows import ROW_KEYS
 VALUES = st.lists(st.floats(allow_nan=True, width=32), max_size=400)
 
 
-def fed(values: list[float], bins_max: int) -> SeriesReducer:
+def make_series(values: list[float], bins_max: int) -> SeriesReducer:
     series = SeriesReducer(bins_max)
     for step, value in enumerate(values):
         series.add(Point(step, None, None, value))
@@ -20,13 +20,13 @@ def fed(values: list[float], bins_max: int) -> SeriesReducer:
 
 
 @given(VALUES, st.sampled_from([2, 4, 6, 16]), st.integers(1, 20), st.integers(0, 400))
-def test_the_extremes_of_every_bin_the_ends_and_every_broken_value_survive(values, bins_max, drawn_max, cut):
+def test_extremes_ends_and_non_finite_values_are_kept(values, bins_max, drawn_max, cut):
     cut = min(cut, len(values))
     points = [Point(step, None, None, value) for step, value in enumerate(values)]
-    series = fed(values[:cut], bins_max)
+    series = make_series(values[:cut], bins_max)
     thinned = series.thin(drawn_max, points[cut:])
     whole = [point for point in points if math.isfinite(point.value)]
-    assert thinned == fed(values, bins_max).thin(drawn_max)
+    assert thinned == make_series(values, bins_max).thin(drawn_max)
     assert thinned.num_points == len(values)
     assert thinned.num_broken == len(values) - len(whole)
     assert [point.step for point in thinned.points] == sorted({point.step for point in thinned.points})
@@ -44,24 +44,24 @@ def test_the_extremes_of_every_bin_the_ends_and_every_broken_value_survive(value
     assert {whole[0], whole[-1]} <= set(thinned.points)
 
 
-def test_one_spike_among_a_hundred_thousand_values_is_drawn():
+def test_a_spike_among_a_hundred_thousand_values_is_kept():
     values = [1.0] * 100_000
     values[54_321] = 9.0
-    points = fed(values, 1000).thin(100).points
+    points = make_series(values, 1000).thin(100).points
     assert len(points) <= 202
     assert [point.step for point in points if point.value == 9.0] == [54_321]
 
 
 @pytest.mark.parametrize("num", [1, 2, 999, 1000])
-def test_a_series_with_no_more_points_than_bins_is_drawn_whole(num):
-    assert [point.step for point in fed([math.sin(step) for step in range(num)], 1000).thin(1000).points] == list(
-        range(num)
-    )
+def test_a_series_with_fewer_points_than_bins_is_complete(num):
+    assert [
+        point.step for point in make_series([math.sin(step) for step in range(num)], 1000).thin(1000).points
+    ] == list(range(num))
 
 
 @given(st.lists(st.floats(-1e3, 1e3, width=32), max_size=400), st.sampled_from([2, 4, 16]), st.integers(1, 20))
-def test_the_means_of_bins_are_those_of_all_their_values(values, bins_max, drawn_max):
-    thinned = fed(values, bins_max).thin(drawn_max)
+def test_bin_means_include_all_values(values, bins_max, drawn_max):
+    thinned = make_series(values, bins_max).thin(drawn_max)
     if len(thinned.points) == len(values):
         assert thinned.means == []
         return
@@ -97,12 +97,12 @@ def test_the_means_of_bins_are_those_of_all_their_values(values, bins_max, drawn
         ("<b>{0}%s<i>", "<b>{#}%s<i>", "<b>{0}%s<i>"),
     ],
 )
-def test_each_key_has_a_title_and_a_name_for_people(key, title, label):
+def test_each_key_has_a_title_and_a_label(key, title, label):
     chart, found = find_chart(key)
     assert (chart.title, found) == (title, label)
 
 
-def test_no_key_of_the_runner_has_a_chart_of_its_own():
+def test_every_key_of_the_runner_belongs_to_a_chart():
     numbers = [key.name for key in ROW_KEYS if key.type not in (str, list) and "<" not in key.name]
     for name in numbers:
         if name not in ("step", "train/tokens", "perf/time", "perf/attempt"):

@@ -1,4 +1,4 @@
-"""Server of the dashboard: runs are found below a root, and read again only when something has changed."""
+"""Dashboard server: runs are found below a directory, and read again only after changes."""
 
 import concurrent.futures
 import contextlib
@@ -25,22 +25,22 @@ from runner.history.reader import HistoryReader
 from runner.storage import JsonObject, LocalStore, Store, encode_line, jsonl
 from runner.storage.bucket import BucketStore
 from tests.benchmarks.dashboard import measure
-from tests.dashboard.lives import BEGAN, events_of, lines_of, make_run, rows_of
+from tests.dashboard.synthetic_runs import START_TIME, encode_lines, make_events, make_rows, make_run
 from tests.dashboard.test_report import HOSTILE
 from tests.support.memory_bucket import MemoryDriver
 
 KINDS = ("disk", "bucket")
 
 
-class Place:
-    """Directory or bucket that holds runs."""
+class RunDirectory:
+    """A directory or bucket that contains runs."""
 
     def __init__(self, kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch):
         self.driver = MemoryDriver()
         self.directory = directory if kind == "disk" else None
-        monkeypatch.setattr(discovery, "make_store", lambda url: self.at(url.removeprefix("mem://b/r/")))
+        monkeypatch.setattr(discovery, "make_store", lambda url: self.get_store(url.removeprefix("mem://b/r/")))
 
-    def at(self, path: str) -> Store:
+    def get_store(self, path: str) -> Store:
         if self.directory is not None:
             return LocalStore(self.directory / path)
         prefix = f"r/{path}".rstrip("/")
@@ -48,8 +48,8 @@ class Place:
 
 
 @pytest.fixture(params=KINDS)
-def place(request, tmp_path, monkeypatch):
-    return Place(request.param, tmp_path, monkeypatch)
+def run_directory(request, tmp_path, monkeypatch):
+    return RunDirectory(request.param, tmp_path, monkeypatch)
 
 
 def read(reader: PageData, name: str = "") -> JsonObject:
@@ -59,22 +59,22 @@ def read(reader: PageData, name: str = "") -> JsonObject:
     return data
 
 
-def test_runs_are_found_wherever_they_are_below_the_root_and_not_inside_each_other(place):
+def test_runs_are_found_at_any_depth_but_not_inside_each_other(run_directory):
     paths = ["a", "group/b", "group/deep/er/c", "z"]
     for path in [*paths, "a/inner", "group/b/checkpoints/7"]:
-        make_run(place.at(path), num_attempts=1, num_rows=2)
-    place.at("empty").write("notes.txt", b"")
-    place.at(".hidden/run").write("job.json", b"{}")
-    found = find_runs(place.at(""))
+        make_run(run_directory.get_store(path), num_attempts=1, num_rows=2)
+    run_directory.get_store("empty").write("notes.txt", b"")
+    run_directory.get_store(".hidden/run").write("job.json", b"{}")
+    found = find_runs(run_directory.get_store(""))
     assert [run.path for run in found.runs] == paths
     assert found.notes == []
     assert len({run.id for run in found.runs}) == len(paths)
     assert all(run.store.exists("metrics.jsonl") for run in found.runs)
-    assert [run.path for run in find_runs(place.at("a")).runs] == [""]
-    assert find_runs(place.at("empty")).runs == []
+    assert [run.path for run in find_runs(run_directory.get_store("a")).runs] == [""]
+    assert find_runs(run_directory.get_store("empty")).runs == []
 
 
-def test_a_search_has_an_end(tmp_path, monkeypatch):
+def test_a_search_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(discovery, "RUNS_MAX", 3)
     monkeypatch.setattr(discovery, "DIRECTORIES_MAX", 6)
     for index in range(9):
@@ -87,10 +87,10 @@ def test_a_search_has_an_end(tmp_path, monkeypatch):
     assert (len(found.runs), len(found.notes)) == (3, 1)
 
 
-def test_the_table_and_each_page_say_how_runs_stand(place):
-    make_run(place.at("a"))
-    make_run(place.at("b"), num_attempts=1, num_rows=5)
-    reader = PageData(place.at(""))
+def test_the_table_and_pages_show_the_state_of_runs(run_directory):
+    make_run(run_directory.get_store("a"))
+    make_run(run_directory.get_store("b"), num_attempts=1, num_rows=5)
+    reader = PageData(run_directory.get_store(""))
     table = read(reader)["table"]
     assert [(line["name"], line["state"], line["steps"]) for line in table] == [
         ("a", "done", "60 / 60"),
@@ -103,10 +103,10 @@ def test_the_table_and_each_page_say_how_runs_stand(place):
     assert reader.read("../a") is None
 
 
-def test_a_page_is_sent_again_only_if_something_has_changed(tmp_path, monkeypatch):
+def test_a_page_is_sent_again_only_after_changes(tmp_path, monkeypatch):
     make_run(LocalStore(tmp_path / "done"))
     make_run(LocalStore(tmp_path / "dead"))
-    (tmp_path / "dead" / "events.jsonl").write_bytes(b"".join(lines_of(events_of(3, 20)))[:-200])
+    (tmp_path / "dead" / "events.jsonl").write_bytes(b"".join(encode_lines(make_events(3, 20)))[:-200])
     monkeypatch.setattr(server, "LIVING_SECONDS", 0.0)
     reader = PageData(LocalStore(tmp_path))
     for name in ("", *(line["id"] for line in read(reader)["table"])):
@@ -118,7 +118,7 @@ def test_a_page_is_sent_again_only_if_something_has_changed(tmp_path, monkeypatc
         assert first.tag == again.tag
 
 
-def test_several_runs_are_compared_and_one_that_cannot_be_read_is_said(tmp_path):
+def test_several_runs_are_compared_and_unreadable_ones_reported(tmp_path):
     for name in ("a", "b", "c"):
         make_run(LocalStore(tmp_path / name), num_attempts=1, num_rows=5, spec=f"name: {name}\nrate: {name}\n")
     (tmp_path / "d").mkdir()
@@ -134,19 +134,19 @@ def test_several_runs_are_compared_and_one_that_cannot_be_read_is_said(tmp_path)
     assert len(read(reader, f"{ids[0]},{ids[0]}")["runs"]) == 1
 
 
-def test_a_page_goes_on_with_the_rows_that_come(place):
-    store = make_run(place.at("a"), num_attempts=2)
-    reader = PageData(place.at(""))
+def test_a_page_is_updated_with_new_rows(run_directory):
+    store = make_run(run_directory.get_store("a"), num_attempts=2)
+    reader = PageData(run_directory.get_store(""))
     name = read(reader)["table"][0]["id"]
-    rows = list(rows_of(4, 20))
-    for number in (40, 41, 43, 80, 30):  # the last after a resume that went back
-        store.write("metrics.jsonl", b"".join(lines_of(iter(rows[:number]))))
+    rows = list(make_rows(4, 20))
+    for number in (40, 41, 43, 80, 30):  # the last row is after a resume from an earlier step
+        store.write("metrics.jsonl", b"".join(encode_lines(iter(rows[:number]))))
         (run,) = read(reader, name)["runs"]
         assert (run["rows"], run["charts"]["Loss"][0]["step"][-1]) == (number, number)
 
 
 @pytest.mark.parametrize("text", HOSTILE[:-1])
-def test_a_hostile_name_is_a_line_like_any_other(tmp_path, text):
+def test_a_hostile_name_is_an_ordinary_table_row(tmp_path, text):
     name = text.replace("/", "|").replace("\0", "0")
     make_run(LocalStore(tmp_path / name), num_attempts=1, num_rows=2)
     body = PageData(LocalStore(tmp_path)).read("")
@@ -156,7 +156,7 @@ def test_a_hostile_name_is_a_line_like_any_other(tmp_path, text):
     assert json.loads(body.plain)["table"][0]["name"] == name
 
 
-def test_a_run_that_cannot_be_read_says_why_and_hides_no_other(tmp_path):
+def test_an_unreadable_run_is_reported_and_others_are_shown(tmp_path):
     make_run(LocalStore(tmp_path / "good"), num_attempts=1, num_rows=2)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "job.json").write_text("{}")
@@ -167,7 +167,7 @@ def test_a_run_that_cannot_be_read_says_why_and_hides_no_other(tmp_path):
     assert "no run is here" in read(reader, bad["id"])["problem"]
 
 
-def test_a_root_that_goes_away_is_said_and_one_that_comes_back_is_read(tmp_path, monkeypatch):
+def test_a_missing_root_is_reported_and_read_when_it_returns(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "SEARCH_SECONDS", 0.0)
     reader = PageData(LocalStore(tmp_path / "root"))
     assert "No such file" in read(reader)["notes"][0]
@@ -175,7 +175,7 @@ def test_a_root_that_goes_away_is_said_and_one_that_comes_back_is_read(tmp_path,
     assert [line["name"] for line in read(reader)["table"]] == ["a"]
 
 
-def test_a_run_whose_files_are_as_they_were_is_not_read_again(tmp_path, monkeypatch):
+def test_an_unchanged_run_is_not_read_again(tmp_path, monkeypatch):
     times = []
     monkeypatch.setattr(server, "HistoryReader", lambda store: times.append(store) or HistoryReader(store))
     store = make_run(LocalStore(tmp_path / "a"), num_attempts=1, num_rows=2)
@@ -183,7 +183,7 @@ def test_a_run_whose_files_are_as_they_were_is_not_read_again(tmp_path, monkeypa
     for _ in range(5):
         read(reader)
     assert len(times) == 1
-    os.utime(tmp_path / "a" / "events.jsonl", (BEGAN, BEGAN))
+    os.utime(tmp_path / "a" / "events.jsonl", (START_TIME, START_TIME))
     read(reader)
     assert len(times) == 2
     (tmp_path / "a" / "attempts").mkdir()
@@ -192,7 +192,7 @@ def test_a_run_whose_files_are_as_they_were_is_not_read_again(tmp_path, monkeypa
     assert store.exists("job.json")
 
 
-def test_a_run_that_lives_is_read_on_from_where_it_was_for_the_table_and_for_its_page(tmp_path, monkeypatch):
+def test_a_live_run_is_read_incrementally_for_table_and_page(tmp_path, monkeypatch):
     parsed, parse = [], jsonl.parse_lines
     monkeypatch.setattr(jsonl, "parse_lines", lambda content: parsed.append(content) or parse(content))
     monkeypatch.setattr(server, "LIVING_SECONDS", 0.0)
@@ -210,7 +210,7 @@ def test_a_run_that_lives_is_read_on_from_where_it_was_for_the_table_and_for_its
     assert counts == [2 * (18 + 1), 2, 2]
 
 
-def test_however_many_look_a_thing_is_read_once_a_round():
+def test_a_page_is_read_once_per_interval_for_all_clients():
     times: list[str] = []
     start = threading.Event()
 
@@ -234,15 +234,15 @@ def test_however_many_look_a_thing_is_read_once_a_round():
     before = len(times)
     crowd.read_wanted()
     crowd.read_wanted()
-    assert times[before:] == ["a"], "and not at all if nobody looks"
+    assert times[before:] == ["a"], "not read without clients"
 
 
-def test_what_nobody_reads_in_time_is_said_to_be_late():
+def test_a_slow_reading_is_reported_as_late():
     with pytest.raises(TimeoutError):
         SharedReader(lambda name: None, wait_seconds=0.0).get_data("a")
 
 
-def test_what_nobody_has_asked_for_is_forgotten(monkeypatch):
+def test_pages_without_clients_are_evicted(monkeypatch):
     crowd = SharedReader(lambda name: ResponseBody.from_text("text/plain", name), wait_seconds=0.0)
     for name in ("a", "b"):
         with pytest.raises(TimeoutError):
@@ -266,14 +266,14 @@ def test_what_nobody_has_asked_for_is_forgotten(monkeypatch):
         ([], "missing argument 'ROOT'"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
+def test_invalid_arguments_give_one_line(tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
     assert main(["dashboard", *(word.format(tmp_path) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.soak
-def test_no_request_of_fifty_clients_fails_while_a_run_trains(tmp_path):
+def test_fifty_clients_are_served_while_a_run_trains(tmp_path):
     ratios, crowds = measure(tmp_path, num_clients=50, seconds=60.0, rounds=1)
     print(f"step time with 50 clients over that without: {ratios}")
     for crowd in crowds:
@@ -283,8 +283,8 @@ def test_no_request_of_fifty_clients_fails_while_a_run_trains(tmp_path):
 
 
 @contextlib.contextmanager
-def serving(app: Callable[..., Any]) -> Iterator[int]:
-    """Serve an application on real sockets, and give the port."""
+def serve(app: Callable[..., Any]) -> Iterator[int]:
+    """Serve an application on real sockets and yield the port."""
     web = server.make_server(app, "127.0.0.1", 0)
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
@@ -302,7 +302,7 @@ def answer(environ: dict[str, Any], start: Callable[..., Any]) -> list[bytes]:
     return [content]
 
 
-def ask(port: int) -> bytes:
+def send_request(port: int) -> bytes:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", "/")
@@ -312,7 +312,7 @@ def ask(port: int) -> bytes:
 
 
 def is_closed(client: socket.socket) -> bool:
-    """Wait until the server closes the connection; what it sent before is dropped."""
+    """Wait until the server closes the connection, ignoring what it sent."""
     client.settimeout(60)
     with contextlib.suppress(ConnectionError):
         while client.recv(1 << 20):
@@ -320,27 +320,27 @@ def is_closed(client: socket.socket) -> bool:
     return True
 
 
-def test_idle_connections_lock_nobody_out(monkeypatch):
+def test_idle_connections_do_not_block_new_ones(monkeypatch):
     monkeypatch.setattr(server, "CONNECTIONS_MAX", 20)
-    with serving(answer) as port, contextlib.ExitStack() as stack:
+    with serve(answer) as port, contextlib.ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(60)]
-        assert ask(port) == b"ok"
-        # The oldest had to go, the newest stay.
+        assert send_request(port) == b"ok"
+        # The oldest connection was closed, the newest is still open.
         assert all(map(is_closed, idle[:40]))
         idle[-1].sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert idle[-1].recv(1000).startswith(b"HTTP/1.0 200")
 
 
 @pytest.mark.soak
-def test_five_hundred_and_twenty_idle_connections_lock_nobody_out():
-    with serving(answer) as port, contextlib.ExitStack() as stack:
+def test_520_idle_connections_do_not_block_new_ones():
+    with serve(answer) as port, contextlib.ExitStack() as stack:
         for _ in range(520):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        assert ask(port) == b"ok"
+        assert send_request(port) == b"ok"
 
 
-def drip(client: socket.socket) -> None:
-    """Send a request one byte at a time, and never to its end."""
+def send_slowly(client: socket.socket) -> None:
+    """Send a request one byte at a time, without finishing it."""
     with contextlib.suppress(OSError):
         client.sendall(b"GET / HTTP/1.1\r\nA: ")
         while True:
@@ -348,32 +348,32 @@ def drip(client: socket.socket) -> None:
             time.sleep(0.05)
 
 
-def stay(client: socket.socket) -> None:
-    """Send one whole request, and nothing after it."""
+def keep_open(client: socket.socket) -> None:
+    """Send one complete request and nothing after it."""
     client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
 
 def read_nothing(client: socket.socket) -> None:
-    """Ask for much, and read none of it."""
+    """Request a large page and read nothing."""
     client.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
     time.sleep(3)
 
 
-@pytest.mark.parametrize("act", [lambda client: None, drip, stay, read_nothing])
+@pytest.mark.parametrize("act", [lambda client: None, send_slowly, keep_open, read_nothing])
 def test_a_slow_client_is_dropped(monkeypatch, act):
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.5)
     monkeypatch.setattr(server, "RESPONSE_SECONDS", 0.5)
-    with serving(answer) as port, socket.create_connection(("127.0.0.1", port)) as client:
+    with serve(answer) as port, socket.create_connection(("127.0.0.1", port)) as client:
         act(client)
         assert is_closed(client)
-        assert ask(port) == b"ok"
+        assert send_request(port) == b"ok"
 
 
 UNESCAPED = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
 
 def parse_prometheus(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Parse the text format strictly: help and type before the samples of a name, once; no series twice."""
+    """Parse the text format strictly: help and type once before the samples of a name, and no series twice."""
     label = r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\\\|\\"|\\n)*)"'
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     kinds: dict[str, str] = {}
@@ -395,7 +395,7 @@ def parse_prometheus(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], f
     return found
 
 
-def test_prometheus_gets_the_figures_of_each_run(tmp_path):
+def test_prometheus_metrics_include_each_run(tmp_path):
     names = ["a", 'b "\\" \n {} ü', "c\udcff"]
     for name in names:
         make_run(LocalStore(tmp_path / name), num_attempts=2, num_rows=5, **{"perf/mfu": 0.4})
@@ -412,16 +412,16 @@ def test_prometheus_gets_the_figures_of_each_run(tmp_path):
     assert found["runner_run_mfu_ratio"][key] > 0
     assert found["runner_run_tokens_per_second"][key] > 0
     assert 1 < found["runner_run_loss"][key] < 3
-    assert found["runner_run_seconds_since_last_row"][key] == pytest.approx(time.time() - BEGAN - 1580, abs=60)
+    assert found["runner_run_seconds_since_last_row"][key] == pytest.approx(time.time() - START_TIME - 1580, abs=60)
     states = {labels[0][1]: labels[1][1] for labels, value in found["runner_run_state"].items() if value == 1}
     assert states == {"a": "done", names[1]: "done", "c\\udcff": "done", "bad": "unreadable"}
     assert all(len(samples) <= 4 * 10 for samples in found.values())
 
 
-def test_figures_for_prometheus_need_the_token_like_every_page(tmp_path):
+def test_prometheus_metrics_need_the_token(tmp_path):
     make_run(LocalStore(tmp_path / "a"), num_attempts=1, num_rows=2)
     app = DashboardApp(make_access_policy("0.0.0.0", "a-token-of-some-length"), PageData(LocalStore(tmp_path)).read)
-    with serving(app) as port:
+    with serve(app) as port:
         for headers, status in (({}, 401), ({"Authorization": "Bearer a-token-of-some-length"}, 200)):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             connection.request("GET", "/metrics", headers=headers)

@@ -1,4 +1,4 @@
-"""Every file of a run x every hostile value: each reading command still answers, and other runs are shown as before."""
+"""Hostile values in every file of a run: each read-only command still works, and other runs are shown unchanged."""
 
 import contextlib
 import json
@@ -20,11 +20,11 @@ from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
 from runner.errors import RunnerError
 from runner.run.clock_file import HEADER_BYTES, encode_slot
 from runner.storage import ConfinedStore, JsonObject, LocalStore, WrongKindError, encode_json
-from tests.dashboard.lives import BEGAN, events_of, make_run, rows_of
+from tests.dashboard.synthetic_runs import START_TIME, make_events, make_rows, make_run
 from tests.support.memory_bucket import make_memory_bucket
 
-HUGE = "9" * 400  # an integer that no float holds
-# Each as it is written in JSON, which Python's parser takes although some are no JSON.
+HUGE = "9" * 400  # an integer too large for a float
+# JSON texts that Python's parser accepts, although some are invalid JSON.
 VALUES = {
     "beyond float64": "1e400",
     "below float64": "-1e400",
@@ -53,7 +53,7 @@ VALUES = {
     "nested": "[" * 500 + "]" * 500,
     "nested deeply": "[" * 200_000 + "]" * 200_000,
 }
-# Damages of a line, or of a whole file: functions of its content.
+# Damages of a line or file: functions of its content.
 DAMAGES = {
     "no UTF-8": lambda content: content[:5] + b"\xff\xfe\xc3" + content[5:],
     "a byte-order mark": lambda content: b"\xef\xbb\xbf" + content,
@@ -70,13 +70,13 @@ def pack_clock(header: JsonObject, reading: ClockReading) -> bytes:
     return json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n" + encode_slot(1, reading) * 4
 
 
-READING = ClockReading(BEGAN + 2700, 60, BEGAN + 2690, TimeBucket.SHUTDOWN, (1.0,) * len(COUNTED_BUCKETS), 0)
+READING = ClockReading(START_TIME + 2700, 60, START_TIME + 2690, TimeBucket.SHUTDOWN, (1.0,) * len(COUNTED_BUCKETS), 0)
 HEADER: JsonObject = {
-    "format": 1, "began": BEGAN + 2000, "host": "host", "machine": "m", "pid": 1, "created": 1,
+    "format": 1, "began": START_TIME + 2000, "host": "host", "machine": "m", "pid": 1, "created": 1,
     "buckets": [bucket.value for bucket in COUNTED_BUCKETS],
 }  # fmt: skip
-MANIFEST = Manifest("20", 1, BEGAN, 20, "0", {"seed": 0}, "arrays", files={"a": [1, "00000000"]}, fingerprint="f")
-MORE_EVENTS: tuple[JsonObject, ...] = (
+MANIFEST = Manifest("20", 1, START_TIME, 20, "0", {"seed": 0}, "arrays", files={"a": [1, "00000000"]}, fingerprint="f")
+OTHER_EVENTS: tuple[JsonObject, ...] = (
     {"event": "evaluate", "step": 20, "figures": {"val/loss": 2.5}},
     {"event": "straggler", "step": 20, "late": [0], "after_seconds": [1.0]},
     {"event": "failed", "step": 20, "code": 1, "reason": "x"},
@@ -87,36 +87,36 @@ MORE_EVENTS: tuple[JsonObject, ...] = (
 )
 # Records of each file, in which each value is replaced in turn.
 RECORDS: dict[str, list[JsonObject]] = {
-    "job.json": [{"id": "0" * 12, "name": "life", "time": BEGAN, "identity": {"seed": 0}, "format": 1}],
+    "job.json": [{"id": "0" * 12, "name": "life", "time": START_TIME, "identity": {"seed": 0}, "format": 1}],
     "result.json": [{
         "step": 60, "fingerprint": "f", "tokens": 1, "train_loss": 1.0, "val_loss": 1.0, "stopped_by": "hook",
         "stopped_because": "x", "stopped_rule": 1, "best_step": 1, "best_value": 1.0,
     }],
     "events.jsonl": [
-        *list(events_of(1, 20)),
-        *({"time": BEGAN + 900, "attempt": 1, "process": 0} | each for each in MORE_EVENTS),
+        *list(make_events(1, 20)),
+        *({"time": START_TIME + 900, "attempt": 1, "process": 0} | each for each in OTHER_EVENTS),
     ],
-    "metrics.jsonl": [list(rows_of(1, 20))[-1] | {
+    "metrics.jsonl": [list(make_rows(1, 20))[-1] | {
         "step": 61, "train/x": 1.0, "val/h": {"counts": [1], "edges": [0.0, 1.0]}, "data/web/tokens": 5,
     }],
-    "attempts/3": [{"time": BEGAN + 2000}],
+    "attempts/3": [{"time": START_TIME + 2000}],
     "attempts/3.clock": [HEADER],
     "checkpoints/20/manifest.json": [MANIFEST.to_json()],
     "spec.yaml": [{"name": "life", "config": {"train": {"total_steps": 60}}, "topology": {"mesh": {"data": 1}}}],
 }  # fmt: skip
 
 
-def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value in a tree of JSON."""
+def iterate_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in a JSON tree."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
-        yield from paths_of(inner, (*path, key))
+        yield from iterate_paths(inner, (*path, key))
 
 
-def put(record: JsonObject, path: tuple[Any, ...], token: str) -> bytes:
-    """Return the record as JSON in which the value at `path` is `token`."""
+def encode_with(record: JsonObject, path: tuple[Any, ...], token: str) -> bytes:
+    """Return the record as JSON with `token` at `path`."""
     changed = json.loads(json.dumps(record))
     inner = changed
     for key in path[:-1]:
@@ -125,8 +125,8 @@ def put(record: JsonObject, path: tuple[Any, ...], token: str) -> bytes:
     return json.dumps(changed).replace('"@@"', token).encode()
 
 
-def write(directory: Path, name: str, content: bytes) -> None:
-    """Put hostile content in the place of a file; in a log, as a line among the others."""
+def write_hostile(directory: Path, name: str, content: bytes) -> None:
+    """Replace a file by hostile content; in a log, add it as lines among the others."""
     path = directory / name
     path.parent.mkdir(parents=True, exist_ok=True)
     if name.endswith(".jsonl"):
@@ -135,7 +135,7 @@ def write(directory: Path, name: str, content: bytes) -> None:
     elif name.endswith(".clock"):
         path.write_bytes(content.ljust(HEADER_BYTES - 1)[: HEADER_BYTES - 1] + b"\n" + encode_slot(1, READING) * 4)
     elif name.endswith("manifest.json"):
-        try:  # a manifest that matches its own digest
+        try:  # a manifest with a matching digest
             path.write_bytes(seal(json.loads(content)))
         except (ValueError, RecursionError):
             path.write_bytes(content)
@@ -143,26 +143,26 @@ def write(directory: Path, name: str, content: bytes) -> None:
         path.write_bytes(content)
 
 
-def make_lives(base: Path) -> None:
-    """Make a run to strike, and a good one beside it."""
+def make_runs(base: Path) -> None:
+    """Make a run to damage, and a good one beside it."""
     for name in ("bad", "good"):
         store = make_run(LocalStore(base / name))
-        store.write("attempts/3", encode_json({"time": BEGAN + 2000}))
+        store.write("attempts/3", encode_json({"time": START_TIME + 2000}))
         store.write("attempts/3.clock", pack_clock(HEADER, READING))
         store.write("checkpoints/20/manifest.json", MANIFEST.encode())
         store.write("result.json", encode_json(RECORDS["result.json"][0]))
         store.write("logs/3.0.log", b"log\n")
 
 
-def read(pages: PageData, name: str) -> str:
+def read_page(pages: PageData, name: str) -> str:
     body = pages.read(name)
     assert body is not None
     return body.plain.decode()
 
 
 @contextlib.contextmanager
-def one_line_at_most() -> Iterator[None]:
-    """Let a command end with an error of its own, such as that there is no run; it is one line of bounded length."""
+def allow_one_line_error() -> Iterator[None]:
+    """Allow an error of the command itself, such as a missing run, if it is one line of bounded length."""
     try:
         yield
     except RunnerError as error:
@@ -174,40 +174,40 @@ def one_line_at_most() -> Iterator[None]:
     assert len(found[1]) < 2000
 
 
-def look(base: Path) -> None:
-    """Have every reading command look at the run that was struck; whatever one lets out is a failure of the test."""
+def run_readers(base: Path) -> None:
+    """Run every read-only command on the damaged run; exceptions other than its own errors fail the test."""
     bad = base / "bad"
     for words in (["status"], ["status", "--json"], ["metrics"], ["metrics", "--csv"], ["checkpoints"]):
-        with one_line_at_most():
+        with allow_one_line_error():
             assert run_command([words[0], str(bad), *words[1:]]) in (0, 1)
-    with one_line_at_most():
+    with allow_one_line_error():
         assert len(render_report([LocalStore(bad), LocalStore(base / "good")])) < 1 << 20
     pages = PageData(LocalStore(base))
-    lines = {line["name"]: line for line in json.loads(read(pages, ""))["table"]}
+    lines = {line["name"]: line for line in json.loads(read_page(pages, ""))["table"]}
     assert lines["good"]["state"].startswith("done")
     assert set(lines) == {"bad", "good"}
     for line in lines.values():
-        page = read(pages, line["id"])
+        page = read_page(pages, line["id"])
         assert len(page) < 1 << 20
         is_shown = "runs" in json.loads(page)
         assert is_shown or line["name"] == "bad"
 
 
 @pytest.fixture(autouse=True)
-def library(monkeypatch):
+def stub_library(monkeypatch):
     monkeypatch.setattr(report, "read_plotly", lambda: "globalThis.Plotly = {};")
 
 
-def strike(base: Path, cases: Iterable[tuple[str, str, bytes]]) -> None:
-    """Strike a run with each case in turn, and say which commands fell over."""
+def damage_and_read(base: Path, cases: Iterable[tuple[str, str, bytes]]) -> None:
+    """Damage a run with each case in turn, and report the commands that failed."""
     problems = []
-    make_lives(base)
+    make_runs(base)
     for name, case, content in cases:
         path = base / "bad" / name
         before = path.read_bytes()
-        write(base / "bad", name, content)
+        write_hostile(base / "bad", name, content)
         try:
-            look(base)
+            run_readers(base)
         except Exception as error:  # noqa: BLE001 - whatever a reader lets out is what this test looks for
             place = traceback.extract_tb(error.__traceback__)[-1]
             problems.append(f"{name}: {case}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"[-300:])
@@ -216,11 +216,11 @@ def strike(base: Path, cases: Iterable[tuple[str, str, bytes]]) -> None:
 
 
 def iterate_cases(name: str) -> Iterator[tuple[str, str, bytes]]:
-    """Yield each value at each place of a file; in a log all places at once, since each line stands for itself."""
+    """Yield each value at each path of a file; in a log all paths at once, because lines are independent."""
     records = RECORDS[name]
     for value, token in VALUES.items():
-        lines = [(f"{'.'.join(map(str, path))} is {value}", put(record, path, token))
-                 for record in records for path in paths_of(record)]  # fmt: skip
+        lines = [(f"{'.'.join(map(str, path))} is {value}", encode_with(record, path, token))
+                 for record in records for path in iterate_paths(record)]  # fmt: skip
         if name.endswith(".jsonl"):
             yield name, f"everything is {value}", b"\n".join(content for _, content in lines)
         else:
@@ -229,34 +229,36 @@ def iterate_cases(name: str) -> Iterator[tuple[str, str, bytes]]:
         yield name, damage, b"\n".join(act(json.dumps(record).encode()) for record in records)
 
 
-def pick(name: str) -> Iterator[tuple[str, str, bytes]]:
-    """Yield about five cases of a file, each value at another place."""
+def pick_cases(name: str) -> Iterator[tuple[str, str, bytes]]:
+    """Yield about five cases of a file, with different values and paths."""
     cases = list(iterate_cases(name))
     return iter(cases[3 :: max(len(cases) // 5, 1) | 1])
 
 
-@pytest.mark.parametrize("choose", [pick, pytest.param(iterate_cases, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("choose", [pick_cases, pytest.param(iterate_cases, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", RECORDS)
-def test_no_value_in_any_file_of_a_run_takes_a_reader_down(tmp_path, capsys, name, choose):
-    strike(tmp_path / "runs", choose(name))
+def test_no_value_in_any_file_breaks_a_reader(tmp_path, capsys, name, choose):
+    damage_and_read(tmp_path / "runs", choose(name))
 
 
-def test_a_bad_line_is_passed_over_and_counted(tmp_path):
+def test_an_invalid_line_is_skipped_and_counted(tmp_path):
     store = make_run(LocalStore(tmp_path / "a"), num_attempts=1, num_rows=4)
     for name in ("events.jsonl", "metrics.jsonl"):
         long = b'{"step": 3, "x": "' + b"x" * (2 << 20) + b'"}'
-        write(tmp_path / "a", name, b"\n".join([b'{"step": 2, "time": NaN', b"\xff", b'{"step": 1e400}', b"", long]))
+        write_hostile(
+            tmp_path / "a", name, b"\n".join([b'{"step": 2, "time": NaN', b"\xff", b'{"step": 1e400}', b"", long])
+        )
     assert store.root is not None
     pages = PageData(LocalStore(tmp_path))
-    (line,) = json.loads(read(pages, ""))["table"]
-    (run,) = json.loads(read(pages, line["id"]))["runs"]
+    (line,) = json.loads(read_page(pages, ""))["table"]
+    (run,) = json.loads(read_page(pages, line["id"]))["runs"]
     assert run["rows"] == 4
     assert {text.partition(":")[0].partition(" are")[0] for text in run["warnings"]} == {
         "8 lines of events.jsonl", "8 lines of metrics.jsonl",
     }  # fmt: skip
 
 
-def test_a_bad_line_in_a_bucket_is_passed_over_and_counted():
+def test_an_invalid_line_in_a_bucket_is_skipped_and_counted():
     store = make_run(make_memory_bucket(), num_attempts=1, num_rows=4)
     for name in ("metrics.jsonl", "events/000001.0.0000.jsonl"):
         store.write(name, store.read(name) + b'\xff\n{"step": true}\n[]\n')
@@ -265,8 +267,8 @@ def test_a_bad_line_in_a_bucket_is_passed_over_and_counted():
     assert [note.partition(":")[0] for note in warnings.history.unread] == ["3 lines of events.jsonl"]
 
 
-def test_a_bug_in_the_reading_of_one_run_is_one_bad_line(tmp_path, monkeypatch):
-    make_lives(tmp_path)
+def test_an_exception_in_reading_one_run_is_one_table_row(tmp_path, monkeypatch):
+    make_runs(tmp_path)
 
     def build(title, snapshots, points_max, original=server.build_view):
         return 1 // 0 if title == "bad" else original(title, snapshots, points_max)
@@ -275,39 +277,47 @@ def test_a_bug_in_the_reading_of_one_run_is_one_bad_line(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "_build_line", lambda run, history, original=server._build_line: (
         1 // 0 if run.path == "bad" else original(run, history)))  # fmt: skip
     pages = PageData(LocalStore(tmp_path))
-    bad, good = json.loads(read(pages, ""))["table"]
+    bad, good = json.loads(read_page(pages, ""))["table"]
     assert "a bug: ZeroDivisionError" in bad["state"]
     assert good["state"].startswith("done")
-    assert "a bug: ZeroDivisionError" in json.loads(read(pages, bad["id"]))["problem"]
-    assert json.loads(read(pages, good["id"]))["runs"]
+    assert "a bug: ZeroDivisionError" in json.loads(read_page(pages, bad["id"]))["problem"]
+    assert json.loads(read_page(pages, good["id"]))["runs"]
 
 
 @pytest.mark.soak
-def test_a_line_of_a_hundred_megabytes_is_passed_over(tmp_path, capsys):
+def test_a_line_of_a_hundred_megabytes_is_skipped(tmp_path, capsys):
     for name in ("events.jsonl", "metrics.jsonl", "spec.yaml", "job.json", "result.json", "attempts/3"):
-        make_lives(tmp_path / name)
-        write(tmp_path / name / "bad", name, b'{"step": 61, "x": "' + b"x" * 100_000_000 + b'"}')
-        look(tmp_path / name)
+        make_runs(tmp_path / name)
+        write_hostile(tmp_path / name / "bad", name, b'{"step": 61, "x": "' + b"x" * 100_000_000 + b'"}')
+        run_readers(tmp_path / name)
 
 
 SECRET = "the-servers-own-secret"
 
 
-def elsewhere(tmp_path: Path) -> Path:
-    """Return a file outside of the root that the user of the server can read."""
+def outside_file(tmp_path: Path) -> Path:
+    """Return a file outside of the root that the server's user can read."""
     path = tmp_path / "elsewhere" / "secret"
     path.parent.mkdir(exist_ok=True)
-    line = {"time": BEGAN, "attempt": 1, "event": "failed", "reason": SECRET, "step": 9, "train/loss": 1.0, SECRET: 1.0}
+    line = {
+        "time": START_TIME,
+        "attempt": 1,
+        "event": "failed",
+        "reason": SECRET,
+        "step": 9,
+        "train/loss": 1.0,
+        SECRET: 1.0,
+    }
     path.write_text(json.dumps(line | {"name": SECRET, "id": SECRET, "identity": {}, "fingerprint": SECRET}) + "\n")
     return path
 
 
-def link_to_file(path: Path, secret: Path) -> None:
+def replace_by_link(path: Path, secret: Path) -> None:
     path.symlink_to(secret)
 
 
-def link_to_directory(path: Path, secret: Path) -> None:
-    """Put a link in the place of the directory that the file is in."""
+def replace_parent_by_link(path: Path, secret: Path) -> None:
+    """Replace the directory of the file by a link."""
     inner = secret.parent / path.name
     inner.write_bytes(secret.read_bytes())
     parent = path.parent
@@ -315,38 +325,40 @@ def link_to_directory(path: Path, secret: Path) -> None:
     parent.symlink_to(secret.parent)
 
 
-def pipe(path: Path, secret: Path) -> None:
+def replace_by_pipe(path: Path, secret: Path) -> None:
     os.mkfifo(path)
 
 
-def directory(path: Path, secret: Path) -> None:
+def replace_by_directory(path: Path, secret: Path) -> None:
     path.mkdir()
 
 
-def device(path: Path, secret: Path) -> None:
+def replace_by_device(path: Path, secret: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("kind", [link_to_file, link_to_directory, pipe, directory, device])
+@pytest.mark.parametrize(
+    "kind", [replace_by_link, replace_parent_by_link, replace_by_pipe, replace_by_directory, replace_by_device]
+)
 @pytest.mark.parametrize("name", [*RECORDS, "logs/4.0.log"])
-def test_no_page_shows_what_is_outside_or_waits_for_a_pipe(tmp_path, name, kind):
-    make_lives(tmp_path / "runs")
+def test_no_page_shows_outside_files_or_blocks_on_a_pipe(tmp_path, name, kind):
+    make_runs(tmp_path / "runs")
     path = tmp_path / "runs" / "bad" / name
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
-    kind(path, elsewhere(tmp_path))
+    kind(path, outside_file(tmp_path))
     pages = PageData(LocalStore(tmp_path / "runs"))
-    lines = json.loads(read(pages, ""))["table"]
-    shown = [read(pages, ""), *(read(pages, line["id"]) for line in lines)]
-    # The directory that a report is asked for may be a link itself.
+    lines = json.loads(read_page(pages, ""))["table"]
+    shown = [read_page(pages, ""), *(read_page(pages, line["id"]) for line in lines)]
+    # The directory named for a report may itself be a link.
     if not (tmp_path / "runs" / "bad").is_symlink():
         shown.append(render_report([LocalStore(tmp_path / "runs" / "bad")]))
     assert [line["state"] for line in lines if line["name"] == "good"] == ["done: stopped by hook: x"]
     assert not [page for page in shown if SECRET in page]
 
 
-def test_a_directory_that_becomes_a_link_after_the_search_leads_nowhere(tmp_path):
-    make_lives(tmp_path / "runs")
+def test_a_directory_replaced_by_a_link_is_not_followed(tmp_path):
+    make_runs(tmp_path / "runs")
     found = find_runs(ConfinedStore(tmp_path / "runs"))
     (tmp_path / "runs" / "bad").rename(tmp_path / "moved")
     (tmp_path / "runs" / "bad").symlink_to(tmp_path / "moved")
@@ -362,16 +374,16 @@ def test_a_directory_that_becomes_a_link_after_the_search_leads_nowhere(tmp_path
     assert found.runs[1].store.read("spec.yaml")
 
 
-def test_a_root_that_is_a_link_is_read_like_any_other(tmp_path):
-    make_lives(tmp_path / "runs")
+def test_a_root_can_be_a_link(tmp_path):
+    make_runs(tmp_path / "runs")
     (tmp_path / "link").symlink_to(tmp_path / "runs")
-    assert len(json.loads(read(PageData(LocalStore(tmp_path / "link")), ""))["table"]) == 2
+    assert len(json.loads(read_page(PageData(LocalStore(tmp_path / "link")), ""))["table"]) == 2
     (tmp_path / "run").symlink_to(tmp_path / "runs" / "good")
     assert '"rows":60' in render_report([LocalStore(tmp_path / "run")])
 
 
-def test_both_stores_of_a_directory_list_the_same(tmp_path):
-    make_lives(tmp_path)
+def test_both_stores_of_a_directory_list_the_same_files(tmp_path):
+    make_runs(tmp_path)
     plain, confined = LocalStore(tmp_path), ConfinedStore(tmp_path)
     inner = ConfinedStore(tmp_path, "good")
     assert confined.list_files("") == plain.list_files("")

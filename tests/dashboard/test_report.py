@@ -1,4 +1,4 @@
-"""Reports: one self-contained page that sends no request and runs only its own scripts."""
+"""Reports: a self-contained page that sends no request and runs only its own scripts."""
 
 import base64
 import hashlib
@@ -14,10 +14,10 @@ from runner.dashboard import report
 from runner.dashboard import report as report_module
 from runner.dashboard.report import make_run_names, render_report
 from runner.storage import JsonObject, LocalStore
-from tests.dashboard.lives import LOST_STEPS, events_of, lines_of, make_run, rows_of
+from tests.dashboard.synthetic_runs import LOST_STEPS, encode_lines, make_events, make_rows, make_run
 from tests.support.memory_bucket import make_memory_bucket
 
-VOID = {"meta", "link", "br", "img", "input", "hr"}
+VOID_ELEMENTS = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = (
     "<script>document.body.id='owned'</script>",
     "</script><script>document.body.id='owned'</script>",
@@ -29,7 +29,7 @@ HOSTILE = (
     "__proto__",
     "x" * 100_000,
 )
-# Places of foreign text, each with its file and a form in which `{}` is the text as JSON.
+# Places of user-controlled text: file, and a form in which `{}` is the text as JSON.
 EVENT = '{{"time": 1700000300.0, "attempt": 1, "process": 0, "event": {}}}\n'
 START = '{{"time": 1700000000.0, "attempt": 1, "process": 0, "event": "start", "step": null, {}}}\n'
 PLACES = {
@@ -46,26 +46,26 @@ PLACES = {
 
 
 @pytest.fixture(autouse=True)
-def library(monkeypatch):
+def stub_library(monkeypatch):
     """Replace plotly.js, of 4.8 MB, in all tests but one."""
     monkeypatch.setattr(report, "read_plotly", lambda: "globalThis.Plotly = {};")
 
 
-class Walk(HTMLParser):
-    """Parser of a page that fails if an element is not closed where it was opened."""
+class StrictParser(HTMLParser):
+    """An HTML parser that requires elements to be closed where they were opened."""
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[int, str] = {}  # by the index of the element that they stand in
+        self.texts: dict[int, str] = {}  # keyed by the index of the parent element
         self._owner: list[int] = []
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attributes):
         self.elements.append((tag, dict(attributes)))
-        if tag not in VOID:
+        if tag not in VOID_ELEMENTS:
             self.open.append(tag)
             self._owner.append(len(self.elements) - 1)
 
@@ -82,9 +82,9 @@ class Walk(HTMLParser):
         return [(found, self.texts.get(index, "")) for index, (name, found) in enumerate(self.elements) if name == tag]
 
 
-def data_of(page: str) -> JsonObject:
+def parse_page(page: str) -> JsonObject:
     """Check the structure of a page, and return its data."""
-    walk = Walk(page)
+    walk = StrictParser(page)
     assert walk.open == []
     assert page.startswith("<!DOCTYPE html>")
     (policy,) = (found["content"] for found, _ in walk.all("meta") if found.get("http-equiv"))
@@ -105,16 +105,16 @@ def data_of(page: str) -> JsonObject:
     return data
 
 
-def test_the_page_brings_the_library_that_draws_it(tmp_path, monkeypatch):
+def test_the_page_contains_its_plotting_library(tmp_path, monkeypatch):
     monkeypatch.undo()
     page = render_report([make_run(LocalStore(tmp_path))])
-    data_of(page)
+    parse_page(page)
     assert "plotly.js v" in page
     assert len(page.encode()) < 6e6
 
 
-def test_a_life_is_told_whole(tmp_path):
-    data = data_of(render_report([make_run(LocalStore(tmp_path / "life"))]))
+def test_a_report_covers_the_whole_run(tmp_path):
+    data = parse_page(render_report([make_run(LocalStore(tmp_path / "life"))]))
     (run,) = data["runs"]
     loss, validation = run["charts"]["Loss"]
     assert loss["step"] == list(range(1, 61))
@@ -140,7 +140,7 @@ def test_a_life_is_told_whole(tmp_path):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_no_text_of_a_run_becomes_markup_or_code_and_each_is_shown(tmp_path, place):
+def test_texts_of_a_run_are_shown_and_never_markup_or_code(tmp_path, place):
     for number, text in enumerate(HOSTILE):
         store = make_run(LocalStore(tmp_path / str(number)), num_attempts=1, num_rows=2)
         name, form = PLACES[place]
@@ -149,26 +149,26 @@ def test_no_text_of_a_run_becomes_markup_or_code_and_each_is_shown(tmp_path, pla
         path.parent.mkdir(exist_ok=True)
         added = form.format(encoded).encode(errors="surrogatepass")
         path.write_bytes((path.read_bytes() if name == "events.jsonl" else b"") + added)
-        data = data_of(render_report([store]))
+        data = parse_page(render_report([store]))
         shown = json.dumps(data["runs"], ensure_ascii=False)
         if text.startswith("<script") and place != "name":
             assert text in shown
 
 
 @pytest.mark.parametrize("name", HOSTILE[:5])
-def test_the_name_of_a_directory_is_text_too(tmp_path, name):
+def test_the_directory_name_is_escaped(tmp_path, name):
     stores = [make_run(LocalStore(tmp_path / word / name.replace("/", "|"))) for word in ("a", "b")]
-    data = data_of(render_report(stores))
+    data = parse_page(render_report(stores))
     assert [run["label"] for run in data["runs"]] == [f"{word}/{name.replace('/', '|')}" for word in ("a", "b")]
 
 
-def test_what_grows_is_thinned_and_the_peak_stays(tmp_path, monkeypatch):
+def test_long_series_are_thinned_and_keep_their_peak(tmp_path, monkeypatch):
     monkeypatch.setattr(report_module, "POINTS_MAX", 1000)
     store = make_run(
         LocalStore(tmp_path), num_attempts=10, num_rows=200, **{f"train/x{index}": 1.0 for index in range(60)}
     )
     page = render_report([store])
-    (run,) = data_of(page)["runs"]
+    (run,) = parse_page(page)["runs"]
     assert max(run["charts"]["Loss"][0]["value"]) == 99.0
     assert sum(len(series["step"]) for chart in run["charts"].values() for series in chart) < 2000
     assert re.fullmatch(
@@ -178,24 +178,24 @@ def test_what_grows_is_thinned_and_the_peak_stays(tmp_path, monkeypatch):
     assert len(run["attempts"]) == 10
 
 
-def test_values_that_are_not_finite_are_marked_where_they_are(tmp_path):
+def test_non_finite_values_are_marked_at_their_step(tmp_path):
     store = make_run(LocalStore(tmp_path), num_attempts=1, num_rows=4)
     broken = [
         b'{"step": 5, "train/loss": NaN, "train/tokens": 5}\n',
         b'{"step": 6, "train/loss": 1.0, "train/aux": null}\n',
     ]
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines_of(rows_of(1, 4)), *broken]))
-    (run,) = data_of(render_report([store]))["runs"]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join([*encode_lines(make_rows(1, 4)), *broken]))
+    (run,) = parse_page(render_report([store]))["runs"]
     assert run["charts"]["Loss"][0]["broken"]["step"] == [5]
     assert run["charts"]["Aux"][0]["broken"]["step"] == [6]
     assert "2 of which are not finite" in run["thinning"]
 
 
-def test_several_runs_are_compared_wherever_they_are(tmp_path):
+def test_runs_in_different_stores_are_compared(tmp_path):
     spec = "name: {0}\ndirectory: runs/{0}\nconfig: {{train: {{total_steps: 60}}, rate: {1}}}\n"
     bucket = make_run(make_memory_bucket(), spec=spec.format("b", 2))
     stores = [make_run(LocalStore(tmp_path / "a"), spec=spec.format("a", 1)), bucket]
-    data = data_of(render_report(stores))
+    data = parse_page(render_report(stores))
     assert [run["label"] for run in data["runs"]] == ["a", "run"]
     assert data["differences"] == [["config.rate", ["1", "2"]]]
     a, b = (
@@ -204,8 +204,8 @@ def test_several_runs_are_compared_wherever_they_are(tmp_path):
     assert a == b
 
 
-def test_the_headline_says_how_a_run_stands(tmp_path):
-    (run,) = data_of(render_report([make_run(LocalStore(tmp_path / "life"), **{"perf/mfu": 0.5})]))["runs"]
+def test_the_headline_shows_the_state_of_a_run(tmp_path):
+    (run,) = parse_page(render_report([make_run(LocalStore(tmp_path / "life"), **{"perf/mfu": 0.5})]))["runs"]
     tiles = {tile["label"]: tile for tile in run["tiles"]}
     assert list(tiles) == ["State", "Progress", "Training loss", "Validation loss", "Tokens / s", "MFU", "Goodput"]
     assert tiles["State"]["value"] == "done"
@@ -215,20 +215,20 @@ def test_the_headline_says_how_a_run_stands(tmp_path):
     assert len(tiles["Training loss"]["trend"]) == 60
     assert tiles["Validation loss"]["value"] == "2.5000"
     assert run["values"]["best_validation_loss"] == 2.5
-    assert data_of(render_report([LocalStore(tmp_path / "life")]))["charts"][0]["unit"] == "nats / token"
+    assert parse_page(render_report([LocalStore(tmp_path / "life")]))["charts"][0]["unit"] == "nats / token"
 
 
 def test_a_run_without_rows_has_a_headline_too(tmp_path):
     store = make_run(LocalStore(tmp_path / "life"))
     store.remove("metrics.jsonl")
-    (run,) = data_of(render_report([store]))["runs"]
+    (run,) = parse_page(render_report([store]))["runs"]
     assert [tile["label"] for tile in run["tiles"]][:2] == ["State", "Progress"]
     assert run["charts"] == {}
 
 
-def test_smoothing_of_a_long_curve_gets_the_means_of_what_is_not_drawn(tmp_path, monkeypatch):
+def test_smoothing_of_a_thinned_curve_uses_bin_means(tmp_path, monkeypatch):
     monkeypatch.setattr(report_module, "POINTS_MAX", 500)
-    (run,) = data_of(render_report([make_run(LocalStore(tmp_path), num_attempts=1, num_rows=2000)]))["runs"]
+    (run,) = parse_page(render_report([make_run(LocalStore(tmp_path), num_attempts=1, num_rows=2000)]))["runs"]
     loss = run["charts"]["Loss"][0]
     assert len(loss["means"]["value"]) < len(loss["value"]) < 200
     assert min(loss["means"]["value"]) > 1.9
@@ -236,7 +236,7 @@ def test_smoothing_of_a_long_curve_gets_the_means_of_what_is_not_drawn(tmp_path,
     assert "means" not in run["charts"]["Learning rate"][0]
 
 
-def test_each_run_has_the_shortest_name_that_is_its_own():
+def test_each_run_has_its_shortest_unique_name():
     assert make_run_names(["runs/a/", "s3://b/c"]) == ["a", "c"]
     assert make_run_names(["x/1/run", "x/2/run", "x/2/other"]) == ["1/run", "2/run", "2/other"]
     assert make_run_names(["a", "a"]) == ["a (1)", "a (2)"]
@@ -248,7 +248,7 @@ FILES = ("job.json", "spec.yaml", "events.jsonl", "metrics.jsonl")
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe{", b"[1, 2", b'{"step": "x", "parts": 7}\n' * 3], ids=repr)
 @pytest.mark.parametrize("name", FILES)
-def test_a_directory_that_was_half_written_or_damaged_is_shown_as_far_as_it_goes(tmp_path, name, content):
+def test_an_incomplete_or_damaged_directory_is_shown_partially(tmp_path, name, content):
     store = make_run(LocalStore(tmp_path))
     (tmp_path / "attempts").mkdir()
     (tmp_path / "attempts" / "1").write_text('{"time": 1700000000.0}')
@@ -256,7 +256,7 @@ def test_a_directory_that_was_half_written_or_damaged_is_shown_as_far_as_it_goes
         (tmp_path / name).unlink()
     else:
         (tmp_path / name).write_bytes(content)
-    (run,) = data_of(render_report([store]))["runs"]
+    (run,) = parse_page(render_report([store]))["runs"]
     assert run["rows"] == (0 if name == "metrics.jsonl" else 60)
 
 
@@ -271,20 +271,20 @@ def test_a_directory_that_was_half_written_or_damaged_is_shown_as_far_as_it_goes
         (["ftp://x", "-o", "{}/x.html"], "ftp:// is not known"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_no_file(tmp_path, capsys, monkeypatch, arguments, message):
+def test_invalid_arguments_give_one_line_and_leave_no_file(tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
     assert main(["report", *(word.format(tmp_path) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_writes_the_page_and_nothing_else(tmp_path, capsys, monkeypatch):
+def test_the_command_writes_only_the_page(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
     make_run(LocalStore(tmp_path / "life"))
     before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
     assert main(["report", str(tmp_path / "life"), "-o", str(tmp_path / "page.html")]) == 0
     assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*")) if path.name != "page.html"} == before
-    data_of((tmp_path / "page.html").read_text())
+    parse_page((tmp_path / "page.html").read_text())
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'page.html'}: ")
 
 
@@ -292,8 +292,8 @@ def test_the_command_writes_the_page_and_nothing_else(tmp_path, capsys, monkeypa
 def test_the_page_of_a_million_rows_and_five_hundred_attempts_is_small(tmp_path: Path):
     store = make_run(LocalStore(tmp_path), num_attempts=500, num_rows=2000)
     page = render_report([store])
-    (run,) = data_of(page)["runs"]
+    (run,) = parse_page(page)["runs"]
     assert (run["rows"], len(run["attempts"])) == (1_000_000, 500)
     assert max(run["charts"]["Loss"][0]["value"]) == 99.0
     assert len(page.encode()) < 10e6
-    assert len(list(events_of(500, 2000))) == 3000
+    assert len(list(make_events(500, 2000))) == 3000

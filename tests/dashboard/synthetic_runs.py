@@ -1,4 +1,4 @@
-"""Directories of runs that never ran: lives of so many attempts and rows, as a runner would have written them."""
+"""Synthetic run directories with a given number of attempts and rows, in the format of the runner."""
 
 import json
 import math
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from runner.storage import JsonObject, LocalStore, Store, encode_json
 
-BEGAN = 1_700_000_000.0
+START_TIME = 1_700_000_000.0
 ATTEMPT_SECONDS = 1000.0
 LOST_STEPS = 7
 SPEC = "name: life\njob: a:B\ndirectory: runs/life\nconfig: {train: {total_steps: %d}}\n"
 
 
-def rows_of(num_attempts: int, num_rows: int, **more: object) -> Iterator[JsonObject]:
+def make_rows(num_attempts: int, num_rows: int, **more: object) -> Iterator[JsonObject]:
     """Yield the surviving rows, one per step and `num_rows` per attempt, with a peak of 99 in the middle."""
     for index in range(num_attempts * num_rows):
         attempt, place = index // num_rows, index % num_rows
@@ -23,16 +23,16 @@ def rows_of(num_attempts: int, num_rows: int, **more: object) -> Iterator[JsonOb
             "train/learning_rate": 1e-3,
             "train/tokens": (index + 1) * 512,
             "perf/tokens_per_second": 1000.0 + place,
-            "perf/time": BEGAN + attempt * ATTEMPT_SECONDS + 100 + 600 * place / num_rows,
+            "perf/time": START_TIME + attempt * ATTEMPT_SECONDS + 100 + 600 * place / num_rows,
             "perf/attempt": attempt + 1,
         }
         yield row | ({"val/loss": 2.5} if place == num_rows - 1 else {}) | more
 
 
-def events_of(num_attempts: int, num_rows: int) -> Iterator[JsonObject]:
-    """Each attempt is killed `LOST_STEPS` steps after its one save, but for the last, which comes to its end."""
+def make_events(num_attempts: int, num_rows: int) -> Iterator[JsonObject]:
+    """Yield the events; each attempt but the last, which finishes, is killed `LOST_STEPS` steps after its only save."""
     for number in range(1, num_attempts + 1):
-        began, resumed, saved = BEGAN + (number - 1) * ATTEMPT_SECONDS, (number - 1) * num_rows, number * num_rows
+        began, resumed, saved = START_TIME + (number - 1) * ATTEMPT_SECONDS, (number - 1) * num_rows, number * num_rows
         start = {"processes": 1, "devices": 8, "device_kind": "TPU v5e", "hosts": ["host"], "cpus": 2}
         state = ("restore", {"tier": "durable"}) if resumed else ("init", {})
         for after, event, step, details in (
@@ -51,18 +51,20 @@ def events_of(num_attempts: int, num_rows: int) -> Iterator[JsonObject]:
             yield {"time": began + after, "attempt": number, "process": 0, "event": event, "step": step} | details
 
 
-def lines_of(rows: Iterator[JsonObject]) -> Iterator[bytes]:
+def encode_lines(rows: Iterator[JsonObject]) -> Iterator[bytes]:
     return ((json.dumps(row) + "\n").encode() for row in rows)
 
 
 def make_run(store: Store, num_attempts: int = 3, num_rows: int = 20, spec: str | None = None, **more: object) -> Store:
-    """Write the directory of such a run; `more` is in each of its rows."""
-    owner = {"id": "0" * 12, "name": "life", "time": BEGAN, "identity": {}}
+    """Write the run directory; `more` is added to each row."""
+    owner = {"id": "0" * 12, "name": "life", "time": START_TIME, "identity": {}}
     store.write("job.json", encode_json(owner))
     store.write("spec.yaml", (spec or SPEC % (num_attempts * num_rows)).encode())
     contents = {
-        "events.jsonl" if store.root else "events/000001.0.0000.jsonl": lines_of(events_of(num_attempts, num_rows)),
-        "metrics.jsonl": lines_of(rows_of(num_attempts, num_rows, **more)),
+        "events.jsonl" if store.root else "events/000001.0.0000.jsonl": encode_lines(
+            make_events(num_attempts, num_rows)
+        ),
+        "metrics.jsonl": encode_lines(make_rows(num_attempts, num_rows, **more)),
     }
     for name, lines in contents.items():
         if isinstance(store, LocalStore):
