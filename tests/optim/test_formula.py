@@ -1,4 +1,4 @@
-"""Every optimizer against the formula of its paper, in NumPy and float64: 20 steps, to 1e-5.
+"""Every optimizer against the formula of its paper, in NumPy with float64: 20 steps, to 1e-5.
 
 The gradient is a linear function of the parameters plus noise; one parameter stacks two matrices.
 """
@@ -24,7 +24,7 @@ PARAMETERS = {
     "tall": Parameter("tall", (6, 4), ("mlp", "embed")),
     "wide": Parameter("wide", (2, 4, 6), ("layers", "embed", "mlp")),
 }
-MATRICES = ("tall", "wide")  # that muon and galore take; of a large one noise has no singular values that stand out
+MATRICES = ("tall", "wide")  # for muon and galore; singular values of noise are too close in the large one
 KEYS = {name: {"matrices": [*MATRICES]} for name in ("muon", "galore")}
 KEYS["galore"] |= {"rank": 3, "projection_every_steps": 6}
 RANDOM = np.random.default_rng(0)
@@ -32,11 +32,11 @@ PARAMS = {name: RANDOM.normal(size=p.shape) for name, p in PARAMETERS.items()}
 NOISE = {name: RANDOM.normal(size=(STEPS, *p.shape)) for name, p in PARAMETERS.items()}
 
 
-def rate_of(step):
+def compute_rate(step):
     return 0.02 * min(step + 1, 5) / 5
 
 
-def gradient(name, param, step):
+def compute_gradient(name, param, step):
     return 0.5 * param + NOISE[name][step]
 
 
@@ -60,8 +60,8 @@ class AdamW:
         self.config = config
 
     def step(self, step):
-        direction = self.direction(gradient(self.name, self.p, step), step)
-        self.p = self.p - rate_of(step) * (direction + self.decay * self.p)
+        direction = self.direction(compute_gradient(self.name, self.p, step), step)
+        self.p = self.p - compute_rate(step) * (direction + self.decay * self.p)
 
     def direction(self, g, step):
         return self.adam(g, step)
@@ -69,8 +69,8 @@ class AdamW:
 
 class CoupledAdam(AdamW):
     def step(self, step):
-        g = gradient(self.name, self.p, step) + self.decay * self.p
-        self.p = self.p - rate_of(step) * self.adam(g, step)
+        g = compute_gradient(self.name, self.p, step) + self.decay * self.p
+        self.p = self.p - compute_rate(step) * self.adam(g, step)
 
 
 class Lion(AdamW):
@@ -87,8 +87,10 @@ class Momentum(AdamW):
     buffer = 0.0
 
     def step(self, step):
-        self.buffer = self.config.momentum * self.buffer + gradient(self.name, self.p, step) + self.decay * self.p
-        self.p = self.p - rate_of(step) * self.buffer
+        self.buffer = (
+            self.config.momentum * self.buffer + compute_gradient(self.name, self.p, step) + self.decay * self.p
+        )
+        self.p = self.p - compute_rate(step) * self.buffer
 
 
 class Muon(AdamW):
@@ -138,16 +140,16 @@ class GaLore(AdamW):
 
 
 class ScheduleFree(AdamW):
-    """`p` is x, of which the evaluation is."""
+    """The parameter `p` is x, the point of evaluation."""
 
     def __init__(self, name, config, param):
         super().__init__(name, config, param)
         self.z, self.v, self.weights, self.max_rate = param, 0.0, 0.0, 0.0
 
     def step(self, step):
-        config, rate = self.config, rate_of(step)
+        config, rate = self.config, compute_rate(step)
         y = (1 - config.b1) * self.z + config.b1 * self.p
-        g = gradient(self.name, y, step)
+        g = compute_gradient(self.name, y, step)
         self.v = config.b2 * self.v + (1 - config.b2) * g**2
         root = np.sqrt(self.v / (1 - config.b2 ** (step + 1))) + config.eps
         self.z = self.z - rate * (g / root + self.decay * y)
@@ -161,20 +163,20 @@ class Adafactor(AdamW):
     rows = columns = v = 0.0
 
     def step(self, step):
-        g, beta = gradient(self.name, self.p, step), 1 - (step + 1) ** -0.8
+        g, beta = compute_gradient(self.name, self.p, step), 1 - (step + 1) ** -0.8
         square = g**2 + 1e-30
-        if self.name == "large":  # smaller ones are not factored
+        if self.name == "large":  # smaller parameters are not factored
             self.rows = beta * self.rows + (1 - beta) * square.mean(1, keepdims=True)
             self.columns = beta * self.columns + (1 - beta) * square.mean(0, keepdims=True)
             v = self.rows * self.columns / self.rows.mean()
         else:
             v = self.v = beta * self.v + (1 - beta) * square
         u = g / np.sqrt(v)
-        u = u / max(1.0, rms(u))
-        self.p = self.p - rate_of(step) * (max(1e-3, rms(self.p)) * u + self.decay * self.p)
+        u = u / max(1.0, compute_rms(u))
+        self.p = self.p - compute_rate(step) * (max(1e-3, compute_rms(self.p)) * u + self.decay * self.p)
 
 
-def rms(x):
+def compute_rms(x):
     return np.sqrt(np.mean(x**2))
 
 
@@ -190,9 +192,9 @@ FORMULAS = {
 }
 
 
-def trained(config, parameters=PARAMETERS, steps=STEPS, schedule=None, run_by=jax.jit):
-    """Parameters and state after some steps."""
-    rates = jnp.asarray([rate_of(step) for step in range(STEPS)])
+def run_training(config, parameters=PARAMETERS, steps=STEPS, schedule=None, run_by=jax.jit):
+    """Return parameters and optimizer state after some steps."""
+    rates = jnp.asarray([compute_rate(step) for step in range(STEPS)])
     tx = make_optimizer(config.name, config, schedule or (lambda step: rates[step]), parameters)
     noise = {name: jnp.asarray(each, jnp.float32) for name, each in NOISE.items()}
 
@@ -209,15 +211,15 @@ def trained(config, parameters=PARAMETERS, steps=STEPS, schedule=None, run_by=ja
     return run_by(run)({name: jnp.asarray(PARAMS[name], jnp.float32) for name in parameters})
 
 
-def config_of(name, **keys):
+def make_config(name, **keys):
     return OptimizerConfig(name=name, weight_decay=DECAY, **{"clip_norm": None} | KEYS.get(name, {}) | keys)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps_match_the_formula(name):
-    config = config_of(name)
+    config = make_config(name)
     with jax.default_matmul_precision("highest"):
-        params, _ = trained(config)
+        params, _ = run_training(config)
     for key in PARAMETERS:
         formula = FORMULAS[name](key, config, PARAMS[key])
         for step in range(STEPS):
@@ -227,14 +229,14 @@ def test_twenty_steps_match_the_formula(name):
         assert error < 1e-5 < 1e-2 < moved, key
 
 
-def shapes_of(function):
+def list_shapes(function):
     return functools.partial(jax.eval_shape, function)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "moments" in OPTIMIZERS[name].defaults])
-def test_bfloat16_moments_halve_the_memory_of_first_moments_only(name):
-    _, narrow = trained(config_of(name, moments="bfloat16"), run_by=shapes_of)
-    _, wide = trained(config_of(name), run_by=shapes_of)
+def test_bfloat16_moments_halve_only_the_memory_of_first_moments(name):
+    _, narrow = run_training(make_config(name, moments="bfloat16"), run_by=list_shapes)
+    _, wide = run_training(make_config(name), run_by=list_shapes)
     leaves = zip(jax.tree_util.tree_leaves_with_path(narrow), jax.tree.leaves(wide), strict=True)
     kinds = {(jax.tree_util.keystr(path).partition("['")[0], leaf.dtype, other.dtype) for (path, leaf), other in leaves}
     halved = {path for path, dtype, _ in kinds if dtype == jnp.bfloat16}

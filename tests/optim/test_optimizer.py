@@ -1,4 +1,4 @@
-"""Optimizers by name, against values computed by hand, and the keys that each reads."""
+"""Optimizers by name, against values computed by hand, and the config keys that each reads."""
 
 import math
 from dataclasses import replace
@@ -21,10 +21,10 @@ from tests.support.tiny_jobs import are_leaves_equal, make_gpt, merge
 
 TOTAL = 100
 NAMES = get_args(OptimizerConfig.model_fields["name"].annotation)
-SMALL = {"galore": {"rank": 1, "projection_every_steps": 2}}  # matrices of two rows and columns
+SMALL = {"galore": {"rank": 1, "projection_every_steps": 2}}  # for matrices of two rows and columns
 
 
-def config_of(name, **config):
+def make_config(name, **config):
     return OptimizerConfig(name=name, **SMALL.get(name, {}) | config)
 
 
@@ -32,9 +32,9 @@ PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [3.0, 4.0]]), "bias": jnp.asarray(
 PARAMETERS = {"kernel": Parameter("kernel", (2, 2), (None, None)), "bias": Parameter("bias", (2,), (None,))}
 
 
-def updated(name, grads, *, rate=0.1, steps=1, **config):
-    """Parameters after some steps with the same gradient, which is not clipped."""
-    config = config_of(name, learning_rate=rate, clip_norm=None, **config)
+def run_steps(name, grads, *, rate=0.1, steps=1, **config):
+    """Return the parameters after some steps with the same, unclipped gradient."""
+    config = make_config(name, learning_rate=rate, clip_norm=None, **config)
     tx = make_optimizer(name, config, optax.constant_schedule(rate), PARAMETERS)
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(steps):
@@ -47,34 +47,34 @@ ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
 GRADS = {"kernel": jnp.asarray([[0.5, -0.5], [2.0, 1e-3]]), "bias": jnp.asarray([-1.0, 3.0])}
 
 
-DECOUPLED = [name for name in NAMES if name != "adam"]  # whose moments see the decay, and make a sign of it
+DECOUPLED = [name for name in NAMES if name != "adam"]  # the moments of adam include the decay, which their sign hides
 
 
 @pytest.mark.parametrize("rate", [0.1, 1e-3])
 @pytest.mark.parametrize("name", DECOUPLED)
 def test_only_matrices_decay_and_by_the_learning_rate(name, rate):
-    params = updated(name, ZEROS, rate=rate, weight_decay=0.25)
+    params = run_steps(name, ZEROS, rate=rate, weight_decay=0.25)
     np.testing.assert_allclose(params["kernel"], PARAMS["kernel"] * (1 - rate * 0.25), rtol=1e-6)
     assert (params["bias"] == PARAMS["bias"]).all()
 
 
-def made(name, **config):
-    """The optimizer, with a rate of 0.1 x step."""
-    config = config_of(name, learning_rate=1.0, clip_norm=None, **config)
+def make_test_optimizer(name, **config):
+    """Return the optimizer with a learning rate of 0.1 times the step."""
+    config = make_config(name, learning_rate=1.0, clip_norm=None, **config)
     return make_optimizer(name, config, lambda step: 0.1 * step, PARAMETERS)
 
 
 @pytest.mark.parametrize("name", DECOUPLED)
 def test_decay_uses_the_current_rate_and_adds_no_state(name):
-    tx = made(name, weight_decay=0.25)
+    tx = make_test_optimizer(name, weight_decay=0.25)
     state = tx.init(PARAMS)
-    assert [path for path, _ in leaves(state)] == [
-        path for path, _ in leaves(made(name, weight_decay=0.0).init(PARAMS))
+    assert [path for path, _ in list_leaves(state)] == [
+        path for path, _ in list_leaves(make_test_optimizer(name, weight_decay=0.0).init(PARAMS))
     ]
     updates, state = tx.update(ZEROS, state, PARAMS)
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(updates))
     updates, _ = tx.update(ZEROS, state, PARAMS)
-    first = 0.9 if name == "sgd" else 0.0  # momentum brings the decay of the step before once more
+    first = 0.9 if name == "sgd" else 0.0  # momentum adds the decay of the previous step again
     np.testing.assert_allclose(updates["kernel"], -PARAMS["kernel"] * 0.1 * 0.25 * (1 + first), rtol=1e-6)
     assert (updates["bias"] == 0).all()
 
@@ -85,15 +85,15 @@ NARROW = jax.tree.map(lambda leaf: (leaf / 3).astype(jnp.bfloat16), PARAMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_parameters_are_updated_in_float32(name):
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), NARROW)
-    tx = made(name)
+    tx = make_test_optimizer(name)
     narrow_state, wide_state = update_in_float32(tx).init(NARROW), tx.init(wide)
-    narrow, kinds = NARROW, kinds_of(narrow_state)
-    assert kinds == kinds_of(wide_state)
+    narrow, kinds = NARROW, list_dtypes(narrow_state)
+    assert kinds == list_dtypes(wide_state)
     for _ in range(3):
         updates, narrow_state = update_in_float32(tx).update(GRADS, narrow_state, narrow)
         expected, wide_state = tx.update(GRADS, wide_state, wide)
-        assert kinds_of(updates) == kinds_of(wide)
-        assert kinds_of(narrow_state) == kinds
+        assert list_dtypes(updates) == list_dtypes(wide)
+        assert list_dtypes(narrow_state) == kinds
         assert are_leaves_equal((updates, narrow_state), (expected, wide_state))
         narrow = optax.apply_updates(narrow, updates)
         assert are_leaves_equal(narrow, jax.tree.map(lambda p, u: (p + u).astype(jnp.bfloat16), wide, updates))
@@ -109,12 +109,12 @@ def test_small_updates_of_bfloat16_parameters_are_lost(param, sign):
         assert bool(optax.apply_updates(param, update) == param) == is_lost
 
 
-def kinds_of(tree):
-    return [(path, leaf.shape, leaf.dtype) for path, leaf in leaves(tree)]
+def list_dtypes(tree):
+    return [(path, leaf.shape, leaf.dtype) for path, leaf in list_leaves(tree)]
 
 
 def test_the_first_step_of_adamw_is_the_sign_of_the_gradient():
-    params = updated("adamw", GRADS, weight_decay=0.0)
+    params = run_steps("adamw", GRADS, weight_decay=0.0)
     for name in PARAMS:
         np.testing.assert_allclose(params[name], PARAMS[name] - 0.1 * np.sign(GRADS[name]), rtol=1e-4)
 
@@ -133,19 +133,19 @@ def test_adamw_uses_the_betas_and_eps_of_the_spec():
 
 
 def test_lion_steps_by_the_sign():
-    params = updated("lion", GRADS, weight_decay=0.0)
+    params = run_steps("lion", GRADS, weight_decay=0.0)
     np.testing.assert_allclose(params["bias"], PARAMS["bias"] - 0.1 * np.sign(GRADS["bias"]), rtol=1e-6)
 
 
 def test_sgd_follows_the_gradient_with_momentum():
-    params = updated("sgd", GRADS, weight_decay=0.0, momentum=0.5, steps=2)
+    params = run_steps("sgd", GRADS, weight_decay=0.0, momentum=0.5, steps=2)
     np.testing.assert_allclose(params["bias"], PARAMS["bias"] - 0.1 * GRADS["bias"] * (1 + 1.5), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_reads_the_schedule(name):
     schedule = optax.piecewise_constant_schedule(0.0, {})
-    tx = make_optimizer(name, config_of(name, learning_rate=1.0), schedule, PARAMETERS)
+    tx = make_optimizer(name, make_config(name, learning_rate=1.0), schedule, PARAMETERS)
     updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(updates))
 
@@ -165,7 +165,7 @@ def test_clipping_scales_the_whole_gradient_and_null_does_not_clip():
     "name", [pytest.param(name, marks=() if name == "adamw" else pytest.mark.soak) for name in DECOUPLED]
 )
 def test_biases_and_norms_of_stacked_layers_do_not_decay(name, tmp_path):
-    """Stacked, they have two axes like a matrix; their names tell them apart."""
+    """Stacked biases and norms have two axes like matrices, but their names distinguish them."""
     changes = {"config.optimizer.name": name, "config.optimizer.weight_decay": 0.5, "config.schedule.name": "constant"}
     changes |= {"config.schedule.warmup_steps": 0, "config.schedule.final_learning_rate": 0.0}
     abstract = make_gpt(tmp_path / "run", **changes).setup_builder.build(jax.devices()).abstract_state
@@ -174,22 +174,22 @@ def test_biases_and_norms_of_stacked_layers_do_not_decay(name, tmp_path):
     updates = jax.jit(lambda zeros, params: abstract.tx.update(zeros, abstract.tx.init(params), params)[0])(
         zeros, params
     )
-    decayed = {jax.tree_util.keystr(path): bool((leaf < 0).all()) for path, leaf in leaves(updates)}
-    still = {jax.tree_util.keystr(path): bool((leaf == 0).all()) for path, leaf in leaves(updates)}
-    stacked_vectors = [path for path, leaf in leaves(params) if "blocks" in str(path) and leaf.ndim == 2]
+    decayed = {jax.tree_util.keystr(path): bool((leaf < 0).all()) for path, leaf in list_leaves(updates)}
+    still = {jax.tree_util.keystr(path): bool((leaf == 0).all()) for path, leaf in list_leaves(updates)}
+    stacked_vectors = [path for path, leaf in list_leaves(params) if "blocks" in str(path) and leaf.ndim == 2]
     assert len(stacked_vectors) >= 8
     for path in decayed:
         is_matrix = "kernel" in path or "embedding" in path or "positions" in path
         assert (decayed[path], still[path]) == (is_matrix, not is_matrix), path
 
 
-def leaves(tree):
+def list_leaves(tree):
     return jax.tree_util.tree_leaves_with_path(tree)
 
 
-# Which name reads which key.
+# Config keys read by each name.
 
-OTHER = {
+OTHER_VALUES = {
     "optimizer.learning_rate": 0.5,
     "optimizer.b1": 0.5,
     "optimizer.b2": 0.5,
@@ -215,8 +215,8 @@ KEYS = [f"optimizer.{key}" for key in OptimizerConfig.model_fields if key != "na
 KEYS += [f"schedule.{key}" for key in ScheduleConfig.model_fields if key != "name"]
 
 
-def config_with(section, name, **changes):
-    """A config whose `section` has this name; `changes` are dotted keys."""
+def make_full_config(section, name, **changes):
+    """Return a config whose `section` has this name; `changes` are dotted keys."""
     data = {
         "model": {},
         "data": {"sequence_length": 8},
@@ -232,15 +232,15 @@ def config_with(section, name, **changes):
     return TrainerConfig[ModelConfig].model_validate(merge(data, changes))
 
 
-def recipe_of(config):
+def make_optimizer_spec(config):
     return choose_optimizer(SPEC, SPEC, config)
 
 
-def program(config):
-    """The learning rates of a run, and what its step computes, as JAX writes it down, with every number in it."""
-    schedule = recipe_of(config).build_schedule(config)
+def describe_program(config):
+    """Return the learning rates of a run, and the jaxpr of its update with all constants."""
+    schedule = make_optimizer_spec(config).build_schedule(config)
     both = {name: replace(PARAMETERS["kernel"], name=name) for name in ("kernel", "other")}
-    tx = recipe_of(config).build_optimizer(config, schedule, both | {"bias": PARAMETERS["bias"]})
+    tx = make_optimizer_spec(config).build_optimizer(config, schedule, both | {"bias": PARAMETERS["bias"]})
 
     def step(params, state):
         point = compute_gradient_point(params, state)
@@ -250,22 +250,22 @@ def program(config):
     return np.asarray(schedule(jnp.arange(TOTAL))).tolist(), str(jax.make_jaxpr(step)(params, tx.init(params)))
 
 
-def test_every_key_has_a_second_value_here():
-    assert set(OTHER) == set(KEYS)
+def test_every_key_has_another_value_in_the_table():
+    assert set(OTHER_VALUES) == set(KEYS)
 
 
 @pytest.mark.parametrize(("section", "name"), CHOICES)
-def test_a_key_matters_to_its_readers_and_is_refused_for_others(section, name):
-    usual, unread = program(config_with(section, name)), {}
+def test_a_key_changes_its_readers_and_is_rejected_for_others(section, name):
+    usual, unread = describe_program(make_full_config(section, name)), {}
     for key in (key for key in KEYS if key.startswith(section)):
-        config = config_with(section, name, **{key: OTHER[key]})
+        config = make_full_config(section, name, **{key: OTHER_VALUES[key]})
         is_read = name in READERS.get(key, (name,))
-        assert list(recipe_of(config).find_problems(config)) == ([] if is_read else [key])
+        assert list(make_optimizer_spec(config).find_problems(config)) == ([] if is_read else [key])
         if is_read:
-            assert program(config) != usual, key
+            assert describe_program(config) != usual, key
         else:
-            unread[key] = OTHER[key]
-    assert program(config_with(section, name, **unread)) == usual
+            unread[key] = OTHER_VALUES[key]
+    assert describe_program(make_full_config(section, name, **unread)) == usual
 
 
 def test_every_name_has_a_table_entry_with_a_source():
@@ -291,30 +291,30 @@ def test_the_reference_names_the_readers_of_a_key():
 
 
 def test_defaults_and_keys_of_an_own_optimizer_are_accepted():
-    config = config_with("optimizer", "sgd", **{"optimizer.b1": 0.9})
-    assert recipe_of(config).find_problems(config) == {}
-    config = config_with("optimizer", "sgd", **{"optimizer.b1": 0.5, "optimizer.learning_rate": None})
+    config = make_full_config("optimizer", "sgd", **{"optimizer.b1": 0.9})
+    assert make_optimizer_spec(config).find_problems(config) == {}
+    config = make_full_config("optimizer", "sgd", **{"optimizer.b1": 0.5, "optimizer.learning_rate": None})
     assert choose_optimizer(optax.sgd(0.1), SPEC, config).find_problems(config) == {}
     assert set(choose_optimizer("lion", SPEC, config).find_problems(config)) == {"optimizer", "optimizer.name"}
-    assert set(recipe_of(config).find_problems(config)) == {"optimizer", "optimizer.b1"}
+    assert set(make_optimizer_spec(config).find_problems(config)) == {"optimizer", "optimizer.b1"}
 
 
 def test_without_a_schedule_the_rate_is_constant():
-    config = config_with("schedule", "cosine", **{"schedule.warmup_steps": 1})
-    constant = choose_optimizer(SPEC, None, config_with("schedule", "constant"))
+    config = make_full_config("schedule", "cosine", **{"schedule.warmup_steps": 1})
+    constant = choose_optimizer(SPEC, None, make_full_config("schedule", "constant"))
     rates = [float(constant.build_schedule(config)(step)) for step in (1, 50, 99)]
     assert rates == pytest.approx([0.1] * 3)
-    assert float(recipe_of(config).build_schedule(config)(99)) < 0.001
+    assert float(make_optimizer_spec(config).build_schedule(config)(99)) < 0.001
 
 
-def test_an_optax_object_of_the_job_is_used_unchanged():
-    config, own, rate = config_with("optimizer", "sgd"), optax.sgd(0.1), optax.constant_schedule(0.5)
+def test_an_optax_optimizer_of_the_job_is_used_unchanged():
+    config, own, rate = make_full_config("optimizer", "sgd"), optax.sgd(0.1), optax.constant_schedule(0.5)
     assert choose_optimizer(own, SPEC, config).build_optimizer(config, None, PARAMETERS) is own
     assert choose_optimizer(own, SPEC, config).build_schedule(config) is None
     assert choose_optimizer(own, rate, config).build_schedule(config) is rate
 
 
 @pytest.mark.parametrize(("optimizer", "schedule"), [("adamm", SPEC), (SPEC, "cosin"), (None, SPEC)])
-def test_an_invalid_name_is_refused(optimizer, schedule):
+def test_an_invalid_name_is_rejected(optimizer, schedule):
     with pytest.raises(InvalidError, match=r"(optimizer|schedule)\(\) of the job .* needs one of"):
-        choose_optimizer(optimizer, schedule, config_with("optimizer", "adamw"))
+        choose_optimizer(optimizer, schedule, make_full_config("optimizer", "adamw"))

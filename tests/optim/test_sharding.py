@@ -1,4 +1,4 @@
-"""Optimizer state on a mesh: it is sharded as the parameters are, and its steps are those of one device."""
+"""Optimizer state on a mesh: sharded like the parameters, with the steps of one device."""
 
 import functools
 from itertools import product
@@ -26,27 +26,27 @@ SHAPES = {
     "table": ((32, 8), ("vocab", "embed")),
     "scale": ((3, 8), ("layers", "embed")),
 }
-CUT_MIN = 24  # elements; what is smaller need not be cut
+SHARDED_SIZE_MIN = 24  # elements; smaller parameters may stay replicated
 
 
-class Parameters(nn.Module):
+class ParameterModel(nn.Module):
     @nn.compact
     def __call__(self, tokens, *, deterministic):
         init = nn.initializers.normal(0.5)
         return [self.param(name, with_axes(init, *axes), shape) for name, (shape, axes) in SHAPES.items()]
 
 
-def train_setup_of(name, sizes, devices):
+def make_train_setup(name, sizes, devices):
     keys = {"rank": 2, "projection_every_steps": 2} if name == "galore" else {}
     config = OptimizerConfig(name=name, learning_rate=0.1, **keys)
     make = functools.partial(make_optimizer, name, config, optax.constant_schedule(0.1))
     mesh = make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)), devices)
     example = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return build_train_setup(Parameters(), sharded_init, example, make, None, mesh, jax.random.key(0))
+    return build_train_setup(ParameterModel(), sharded_init, example, make, None, mesh, jax.random.key(0))
 
 
-def trained(train_setup, steps=4):
-    """The state after some steps, whose leaves lie as the blueprint says."""
+def run_training(train_setup, steps=4):
+    """Return the state after some steps, with leaves sharded like the abstract state."""
     state = train_setup.init_state()
 
     def step(state, noise):
@@ -63,28 +63,30 @@ def trained(train_setup, steps=4):
 
 
 MESHES = [(1, 2, 1), (1, 2, 4)]
-DAILY = [("muon", MESHES[0]), ("galore", MESHES[0])]  # whose matrices are cut; the others see elements alone
+DAILY = [("muon", MESHES[0]), ("galore", MESHES[0])]  # optimizers that use whole matrices; the others are element-wise
 CASES = [pytest.param(*case, marks=() if case in DAILY else pytest.mark.soak) for case in product(OPTIMIZERS, MESHES)]
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
 def test_sharded_state_gives_the_steps_of_one_device(name, sizes):
     num = int(np.prod(sizes))
-    train_setup = train_setup_of(name, sizes, jax.devices()[:num])
-    cut, whole = trained(train_setup), trained(train_setup_of(name, (1, 1, 1), jax.devices()[:1]))
+    train_setup = make_train_setup(name, sizes, jax.devices()[:num])
+    cut, whole = run_training(train_setup), run_training(make_train_setup(name, (1, 1, 1), jax.devices()[:1]))
     for path, leaf in jax.tree_util.tree_leaves_with_path(cut.opt_state):
-        assert leaf.size < CUT_MIN or not leaf.sharding.is_fully_replicated, path
+        assert leaf.size < SHARDED_SIZE_MIN or not leaf.sharding.is_fully_replicated, path
         key = jax.tree_util.keystr(path[-1:], simple=True)
         if key in SHAPES and leaf.shape == SHAPES[key][0]:
             assert leaf.sharding.is_equivalent_to(cut.params[key].sharding, leaf.ndim), path
-    # Singular vectors turn with rounding: galore's values are off by 2e-4 on CPUs without AVX-512.
+    # Rounding rotates singular vectors: galore's values differ by 2e-4 on CPUs without AVX-512.
     rtol = 1e-3 if name == "galore" else 1e-4
     for found, expected in zip(jax.tree.leaves(cut), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(found, expected, rtol=rtol, atol=1e-5)
 
 
-def test_parameters_have_a_name_a_shape_and_axes():
-    boxed = jax.eval_shape(lambda key: Parameters().init(key, None, deterministic=True), jax.random.key(0))["params"]
+def test_parameters_have_name_shape_and_axes():
+    boxed = jax.eval_shape(lambda key: ParameterModel().init(key, None, deterministic=True), jax.random.key(0))[
+        "params"
+    ]
     assert describe_parameters(boxed) == {name: Parameter(name, shape, axes) for name, (shape, axes) in SHAPES.items()}
     plain = describe_parameters({"block": {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}})
     assert plain == {"block": {"kernel": Parameter("block.kernel", (2, 3), (None, None))}}
