@@ -1,4 +1,4 @@
-"""Tests that a canonicalised program computes the same values, with each operation once and calls inlined."""
+"""Canonicalised programs: same values, each operation once, and calls inlined."""
 
 import collections
 from collections.abc import Callable, Iterator
@@ -22,70 +22,79 @@ X = jnp.linspace(-2.0, 3.0, 24, dtype=jnp.float32).reshape(4, 6)
 ROW = np.arange(6, dtype=np.float32)
 
 
-def softmaxes(x: jax.Array) -> jax.Array:
+def compute_softmaxes(x: jax.Array) -> jax.Array:
     return jax.nn.softmax(x) * jax.nn.softmax(x) + jax.nn.softmax(x)
 
 
 @jax.custom_jvp
-def cube(x: jax.Array) -> jax.Array:
+def compute_cube(x: jax.Array) -> jax.Array:
     return x * x * x
 
 
 @jax.custom_vjp
-def halved(x: jax.Array) -> jax.Array:
+def halve(x: jax.Array) -> jax.Array:
     return x / 2
 
 
-cube.defjvp(lambda primals, tangents: (cube(primals[0]), 3 * primals[0] ** 2 * tangents[0]))
-halved.defvjp(lambda x: (halved(x), None), lambda _, given: (given / 2,))
+compute_cube.defjvp(lambda primals, tangents: (compute_cube(primals[0]), 3 * primals[0] ** 2 * tangents[0]))
+halve.defvjp(lambda x: (halve(x), None), lambda _, given: (given / 2,))
 
 
-def scanned(x: jax.Array) -> jax.Array:
-    return lax.scan(lambda carry, _: (softmaxes(carry), carry.sum()), x, None, length=3)[0]
+def run_scan(x: jax.Array) -> jax.Array:
+    return lax.scan(lambda carry, _: (compute_softmaxes(carry), carry.sum()), x, None, length=3)[0]
 
 
-def looped(x: jax.Array) -> jax.Array:
-    return lax.while_loop(lambda carry: carry[0] < 3, lambda carry: (carry[0] + 1, softmaxes(carry[1])), (0, x))[1]
+def run_loop(x: jax.Array) -> jax.Array:
+    return lax.while_loop(
+        lambda carry: carry[0] < 3, lambda carry: (carry[0] + 1, compute_softmaxes(carry[1])), (0, x)
+    )[1]
 
 
-def chosen(x: jax.Array) -> jax.Array:
-    return lax.cond(x.sum() > 0, softmaxes, lambda x: softmaxes(-x), x)
+def run_cond(x: jax.Array) -> jax.Array:
+    return lax.cond(x.sum() > 0, compute_softmaxes, lambda x: compute_softmaxes(-x), x)
 
 
-def over_devices(x: jax.Array) -> jax.Array:
+def run_shard_map(x: jax.Array) -> jax.Array:
     specs = PartitionSpec(BATCH_AXES)
     return jax.shard_map(
-        lambda part: softmaxes(part) + lax.psum(part, BATCH_AXES), in_specs=specs, out_specs=specs, check_vma=False
+        lambda part: compute_softmaxes(part) + lax.psum(part, BATCH_AXES),
+        in_specs=specs,
+        out_specs=specs,
+        check_vma=False,
     )(x)
 
 
-# What a program can be made of; operations that hold programs stand here by name.
+# All constructs of a program; operations with inner programs are listed by name.
 PROGRAMS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "plain": softmaxes,
-    "jit": lambda x: jax.jit(softmaxes)(x) + jax.jit(softmaxes)(x + 1),
-    "custom_jvp_call": lambda x: cube(x) + cube(x) * x,
-    "custom_vjp_call": lambda x: halved(x) + halved(x) * x,
-    "remat2": jax.checkpoint(softmaxes),
-    "remat2, alike": jax.checkpoint(softmaxes, prevent_cse=False),
-    "scan": scanned,
-    "while": looped,
-    "cond": chosen,
-    "shard_map": over_devices,
+    "plain": compute_softmaxes,
+    "jit": lambda x: jax.jit(compute_softmaxes)(x) + jax.jit(compute_softmaxes)(x + 1),
+    "custom_jvp_call": lambda x: compute_cube(x) + compute_cube(x) * x,
+    "custom_vjp_call": lambda x: halve(x) + halve(x) * x,
+    "remat2": jax.checkpoint(compute_softmaxes),
+    "remat2, alike": jax.checkpoint(compute_softmaxes, prevent_cse=False),
+    "scan": run_scan,
+    "while": run_loop,
+    "cond": run_cond,
+    "shard_map": run_shard_map,
     "constants": lambda x: x * np.arange(6, dtype=np.float32) + x * np.arange(6, dtype=np.float32),
     "scalars": lambda x: jnp.where(x > 0, x * 2.0, -x) + 2.0 * x,
     "constants in jit": lambda x: jax.jit(lambda x: x * ROW)(x) + jax.jit(lambda x: x * ROW)(x),
-    "known branch": lambda x: lax.cond(True, softmaxes, jnp.sin, x) + lax.switch(1, [jnp.sin, softmaxes], x),
-    "branch of a platform": lambda x: lax.platform_dependent(x, cpu=softmaxes, default=jnp.sin) + softmaxes(x),
-    "half": lambda x: softmaxes(x.astype(jnp.bfloat16)).astype(jnp.float32),
+    "known branch": lambda x: (
+        lax.cond(True, compute_softmaxes, jnp.sin, x) + lax.switch(1, [jnp.sin, compute_softmaxes], x)
+    ),
+    "branch of a platform": lambda x: (
+        lax.platform_dependent(x, cpu=compute_softmaxes, default=jnp.sin) + compute_softmaxes(x)
+    ),
+    "half": lambda x: compute_softmaxes(x.astype(jnp.bfloat16)).astype(jnp.float32),
 }
-CANNOT_DIFFERENTIATE = {"while"}
+NOT_DIFFERENTIABLE = {"while"}
 
 
-def within(program: Jaxpr) -> Iterator[Jaxpr]:
+def list_inner_programs(program: Jaxpr) -> Iterator[Jaxpr]:
     yield program
     for equation in program.eqns:
         for inner in jaxprs_in_params(equation.params):
-            yield from within(inner)
+            yield from list_inner_programs(inner)
 
 
 def trace(function: Callable[..., Any], *inputs: Any) -> ClosedJaxpr:
@@ -94,7 +103,7 @@ def trace(function: Callable[..., Any], *inputs: Any) -> ClosedJaxpr:
 
 CASES = [
     *(pytest.param(name, False, id=name) for name in PROGRAMS),
-    *(pytest.param(name, True, id=f"gradient of {name}") for name in PROGRAMS if name not in CANNOT_DIFFERENTIATE),
+    *(pytest.param(name, True, id=f"gradient of {name}") for name in PROGRAMS if name not in NOT_DIFFERENTIABLE),
 ]
 
 
@@ -102,7 +111,7 @@ CASES = [
 def test_the_canonical_program_computes_the_same_without_duplicates(name: str, is_gradient: bool) -> None:
     function = PROGRAMS[name]
     if is_gradient:
-        if name in CANNOT_DIFFERENTIATE:
+        if name in NOT_DIFFERENTIABLE:
             function = lambda x: jnp.vdot(x, PROGRAMS[name](x))  # noqa: E731 - another program, of its values
         else:
             function = jax.grad(lambda x: jnp.vdot(x, PROGRAMS[name](x)))
@@ -110,7 +119,7 @@ def test_the_canonical_program_computes_the_same_without_duplicates(name: str, i
         once = trace(canonicalise(function), X)
         check_jaxpr(once.jaxpr)
         np.testing.assert_allclose(jax.jit(canonicalise(function))(X), jax.jit(function)(X), rtol=1e-5, atol=1e-6)
-    for program in within(once.jaxpr):
+    for program in list_inner_programs(once.jaxpr):
         operations = collections.Counter(
             (each.primitive.name, tuple(map(str, each.invars)), str(each.params)) for each in program.eqns
         )
@@ -125,7 +134,7 @@ def test_a_softmax_and_its_gradient_share_their_sum() -> None:
         return jnp.vdot(x, jax.nn.softmax(x))
 
     def broadcasts(function: Callable[..., Any]) -> int:
-        """Those that a compiler is given, where operations broadcast by themselves, too."""
+        """Count broadcasts before compilation, including implicit ones of other operations."""
         return jax.jit(function).lower(X).as_text().count("stablehlo.broadcast_in_dim")
 
     gradient = jax.value_and_grad(loss)
@@ -199,7 +208,7 @@ def test_literals_are_equal_only_with_equal_bits_and_type() -> None:
     assert [each.tobytes() for each in found] == [each.tobytes() for each in jax.jit(function)(X)]
 
 
-def test_effects_happen_each_time_and_in_order() -> None:
+def test_effects_are_kept_in_order() -> None:
     seen: list[float] = []
 
     def function(x: jax.Array) -> jax.Array:
@@ -213,7 +222,7 @@ def test_effects_happen_each_time_and_in_order() -> None:
     assert seen == [float(X[0, 0]), float(X[0, 0]), float(X[0, 1])]
 
 
-def test_an_unused_result_can_be_used_later() -> None:
+def test_an_unused_result_is_available_to_later_operations() -> None:
     def function(x: jax.Array) -> Any:
         values, _ = lax.top_k(x, 2)
         _, places = lax.top_k(x, 2)

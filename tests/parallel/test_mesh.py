@@ -1,4 +1,4 @@
-"""Meshes from a spec's topology, and the arithmetic of batches on them."""
+"""Meshes of a spec's topology, and the arithmetic of batches on them."""
 
 import jax
 import numpy as np
@@ -86,7 +86,7 @@ def test_slices_are_separated_along_the_first_possible_axes(sizes, across):
     assert [{device.slice_index for device in half.flat} for half in halves] == [{0}, {1}]
 
 
-def test_a_mesh_that_does_not_divide_over_slices_is_refused():
+def test_a_mesh_that_does_not_divide_over_slices_is_rejected():
     assert split_axes_over_slices({"data": 2, "fsdp": 6, "tensor": 1}, 4) == [2, 2, 1, 1, 1]
     with pytest.raises(
         InvalidError, match="data 3 x fsdp 2 x tensor 1 cannot be laid over 4 slices; make data a multi"
@@ -111,7 +111,7 @@ def test_a_mesh_shards_the_batch_by_examples_and_positions(sizes, examples, shar
     assert make_batch_sharding(mesh).shard_shape((3, 8, 16)) == shard
 
 
-def test_tensor_and_expert_get_the_nearest_devices():
+def test_tensor_and_expert_axes_use_the_nearest_devices():
     grid = make_mesh({"data": 2, "expert": 2, "tensor": 2}).devices.reshape(2, 2, 2)
     assert [[device.id for device in row] for row in grid[0]] == [[0, 1], [2, 3]]
 
@@ -125,19 +125,19 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("devices", "length", "chunk", "message"), ROWS)
-def test_sequences_that_do_not_divide_are_refused_with_valid_numbers(devices, length, chunk, message):
+def test_sequences_that_do_not_divide_are_rejected_with_valid_numbers(devices, length, chunk, message):
     with pytest.raises(InvalidError, match=message):
         validate_sequence_sharding(make_mesh({"sequence": devices, "data": 8 // devices}), length, chunk)
 
 
-def test_rules_of_the_job_come_before_those_of_the_runner():
+def test_sharding_rules_of_the_job_precede_those_of_the_runner():
     own = (("channels", ("fsdp", "tensor")), ("mlp", None))
     assert build_logical_axis_rules(own, "Job") == (*own, *LOGICAL_AXIS_RULES)
     with pytest.raises(InvalidError, match=r"Job.logical_axis_rules: 'channels' names the mesh axis 'tensr'; .*tensor"):
         build_logical_axis_rules([("channels", "tensr")], "Job")
 
 
-def test_micro_batches_divide_the_share_of_a_device():
+def test_micro_batches_divide_the_examples_of_a_device():
     assert list_micro_batch_sizes(96, "auto", 8) == [12, 6, 4, 3, 2, 1]
     assert list_micro_batch_sizes(96, 4, 8) == [4]
     assert list_micro_batch_sizes(8, "auto", 8) == [1]
@@ -152,10 +152,10 @@ def test_micro_batches_divide_the_share_of_a_device():
         (96, 24, 8, r"micro_batch_examples=24 does not divide the 12 examples"),
     ],
 )
-def test_a_batch_that_does_not_divide_is_refused_with_valid_numbers(examples, micro, shards, message):
+def test_a_batch_that_does_not_divide_is_rejected_with_valid_numbers(examples, micro, shards, message):
     with pytest.raises(InvalidError, match=message):
         list_micro_batch_sizes(examples, micro, shards)
 
 
-def test_a_faked_device_has_a_share_of_the_memory():
+def test_a_simulated_device_has_a_share_of_the_memory():
     assert 2**20 < read_device_memory_bytes() < 2**50

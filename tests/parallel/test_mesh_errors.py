@@ -1,6 +1,6 @@
-"""Meshes that do not suit a job are refused before compilation, in one line with the key, the numbers and a fix.
+"""Meshes that do not fit a job: rejected before compilation, in one line with key, numbers and a fix.
 
-Each case of the table is a mesh with keys of a job. A start raises the error, which `plan` reports as a problem.
+Each case is a mesh with config keys of a job. A start raises the error, and `plan` reports it as a problem.
 """
 
 from pathlib import Path
@@ -18,46 +18,48 @@ from tests.support.tiny_jobs import make_gpt
 EXPERTS = {"experts": 6, "experts_per_token": 2}
 
 
-class Bad(NamedTuple):
-    """Mesh and keys of a spec, and a part of the error."""
+class InvalidMesh(NamedTuple):
+    """Mesh and keys of a spec, and a part of the expected error."""
 
     mesh: dict[str, Any]
     keys: dict[str, Any]
     line: str
 
 
-BAD = {
-    "rows": Bad({"sequence": 8}, {"data.sequence_length": 24}, "config.data.sequence_length=24 does not divide into"),
-    "halves of rows": Bad(
+INVALID_MESHES = {
+    "rows": InvalidMesh(
+        {"sequence": 8}, {"data.sequence_length": 24}, "config.data.sequence_length=24 does not divide into"
+    ),
+    "halves of rows": InvalidMesh(
         {"sequence": 4, "data": 2}, {"data.sequence_length": 20}, "use 16 or 24, or a sequence axis of 2"
     ),
-    "chunks": Bad(
+    "chunks": InvalidMesh(
         {"sequence": 4, "data": 2},
         {"data.sequence_length": 48, "memory.loss_chunk_positions": 8},
         "config.memory.loss_chunk_positions=8 does not divide the 12 positions",
     ),
-    "experts": Bad(
+    "experts": InvalidMesh(
         {"expert": 4, "data": 2},
         {"model.moe": EXPERTS},
         "config.model.moe.experts=6 does not divide over topology.mesh.expert=4; use 4 or 8 experts",
     ),
-    "heads": Bad(
+    "heads": InvalidMesh(
         {"tensor": 8},
         {},
         "config.model.heads=4 does not divide over the devices that share the heads (mesh: data 1, fsdp 1, sequence 1, "
         "expert 1, tensor 8); make topology.mesh.tensor a divisor of it",
     ),
-    "too few devices": Bad({"sequence": 2, "expert": 2}, {}, "does not use exactly the 8 devices here"),
-    "too many devices": Bad({"sequence": 16}, {}, "sequence 16 x tensor 1 is larger than the 8 devices here"),
-    "a batch": Bad(
+    "too few devices": InvalidMesh({"sequence": 2, "expert": 2}, {}, "does not use exactly the 8 devices here"),
+    "too many devices": InvalidMesh({"sequence": 16}, {}, "sequence 16 x tensor 1 is larger than the 8 devices here"),
+    "a batch": InvalidMesh(
         {"expert": 8}, {"train.global_batch_examples": 12}, "does not divide over 8 devices (data x fsdp x expert)"
     ),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_mesh_that_does_not_divide_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    mesh, keys, line = BAD[name]
+@pytest.mark.parametrize("name", INVALID_MESHES)
+def test_a_mesh_that_does_not_divide_is_rejected_in_one_line(name: str, tmp_path: Path) -> None:
+    mesh, keys, line = INVALID_MESHES[name]
     changes = {"config.model": {"layers": 1, "heads": 4, "width": 16, "mlp_width": 16}} | {
         f"config.{key}": value for key, value in keys.items()
     }
@@ -69,7 +71,7 @@ def test_a_mesh_that_does_not_divide_is_refused_in_one_line(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_a_duplicate_axis_is_refused_with_both_lines(axis: str, tmp_path: Path) -> None:
+def test_a_duplicate_axis_is_rejected_with_both_lines(axis: str, tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"name: tiny\ntopology:\n  mesh:\n    {axis}: 2\n    {axis}: 4\n")
     with pytest.raises(InvalidError) as refused:

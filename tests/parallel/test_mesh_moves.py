@@ -1,4 +1,4 @@
-"""Jobs on meshes of all axes: init, resume and moves, with experts, packed documents and grouped heads."""
+"""Jobs on meshes of all axes: init, resume and moves, with experts, packed documents and grouped-query attention."""
 
 import jax
 import pytest
@@ -23,10 +23,10 @@ JOB = {
     "config.train": {"total_steps": STEPS, "global_batch_examples": 16},
     "config.eval": {"every_steps": 1, "batches": 1},
 }
-ALL_AT_ONCE = {"fsdp": 2, "sequence": 2, "expert": 2}
+ALL_AXES = {"fsdp": 2, "sequence": 2, "expert": 2}
 MOVES = [
-    (ALL_AT_ONCE, {"data": 8}),
-    ({"data": 8}, ALL_AT_ONCE),
+    (ALL_AXES, {"data": 8}),
+    ({"data": 8}, ALL_AXES),
     ({"fsdp": 8}, {"sequence": 8}),
     ({"sequence": 8}, {"data": 2, "expert": 4}),
     ({"data": 2, "expert": 4}, {"data": 2, "tensor": 4}),
@@ -43,13 +43,13 @@ def job(directory, mesh):
     return make_gpt(directory, PretrainDecoder, **JOB, **{"topology.mesh": dict.fromkeys(AXES, 1) | mesh})
 
 
-def stopped(directory, mesh):
+def stop_job(directory, mesh):
     made = job(directory, mesh)
     stop_after(made, STOP)
     return made
 
 
-def restored(made):
+def read_restored_fingerprint(made):
     events = parse_lines((made.store.root / "events.jsonl").read_bytes())
     return [(event["step"], event["fingerprint"]) for event in events if event["event"] == "restore"]
 
@@ -57,17 +57,17 @@ def restored(made):
 @pytest.mark.soak
 @pytest.mark.parametrize(("first", "then"), MOVES, ids=format_mesh)
 def test_a_checkpoint_resumes_bit_identically_on_another_mesh(tmp_path, first, then):
-    before = stopped(tmp_path / "run", first)
+    before = stop_job(tmp_path / "run", first)
     saved = compute_fingerprint(before.state)
     after = job(tmp_path / "run", then)
     after()
-    assert restored(after) == [(STOP, saved)]
+    assert read_restored_fingerprint(after) == [(STOP, saved)]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MESHES, ids=format_mesh)
 def test_a_resume_is_bit_identical_on_every_mesh(tmp_path, mesh):
-    stopped(tmp_path / "run", mesh)
+    stop_job(tmp_path / "run", mesh)
     job(tmp_path / "run", mesh)()
     job(tmp_path / "whole", mesh)()
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
@@ -76,7 +76,7 @@ def test_a_resume_is_bit_identical_on_every_mesh(tmp_path, mesh):
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MESHES, ids=format_mesh)
 def test_init_is_bit_identical_on_every_mesh_and_experts_are_sharded(tmp_path, mesh):
-    here, alone = (stopped(tmp_path / name, sizes) for name, sizes in (("here", mesh), ("alone", {"data": 8})))
+    here, alone = (stop_job(tmp_path / name, sizes) for name, sizes in (("here", mesh), ("alone", {"data": 8})))
     assert are_leaves_equal(here.init_state().params, alone.init_state().params)
     experts = mesh.get("expert", 1)
     for tree in (here.state.params, here.state.opt_state):

@@ -1,4 +1,4 @@
-"""The deferred all-reduce over `data`: sums over shards, values of the last shard, and the model's view.
+"""Deferred all-reduce over `data`: sums over shards, values of the last shard, and the model's view of the mesh.
 
 Shape legend: S micro-batches, B examples, T sequence length, D width.
 """
@@ -26,11 +26,11 @@ S, B, T, D = 4, 8, 6, 3
 KEY = jax.random.key(0)
 SOAK = pytest.mark.soak
 MESHES = [{"data": 4}, {"data": 2, "fsdp": 4}, {"data": 2, "tensor": 2}, {"fsdp": 4}]
-of_meshes = pytest.mark.parametrize("sizes", MESHES, ids=format_mesh)
+parametrize_meshes = pytest.mark.parametrize("sizes", MESHES, ids=format_mesh)
 
 
-@of_meshes
-def test_sums_are_reduced_and_the_rest_is_the_last_shards(sizes):
+@parametrize_meshes
+def test_sums_are_reduced_and_other_values_are_those_of_the_last_shard(sizes):
     mesh, values = make_partial_mesh(sizes), np.arange(S * B, dtype=np.float32).reshape(S, B)
 
     def of_part(factor, part):
@@ -48,7 +48,7 @@ def test_sums_are_reduced_and_the_rest_is_the_last_shards(sizes):
     assert bool(last["is_last"]) == (parts == 2)
 
 
-@of_meshes
+@parametrize_meshes
 def test_a_data_shard_sees_only_the_other_axes(sizes):
     seen = []
 
@@ -74,15 +74,15 @@ def test_a_data_shard_sees_only_the_other_axes(sizes):
     ],
     ids=str,
 )
-def test_the_all_reduce_is_deferred_beside_few_axes_only(sizes, elsewhere, on_tpu):
+def test_the_all_reduce_is_deferred_only_for_some_axes(sizes, elsewhere, on_tpu):
     assert (has_deferred_all_reduce(sizes, is_tpu=False), has_deferred_all_reduce(sizes, is_tpu=True)) == (
         elsewhere,
         on_tpu,
     )
 
 
-def every_mesh(devices):
-    """Over so many devices, a power of two."""
+def list_meshes(devices):
+    """Return all meshes over the given number of devices, a power of two."""
     sizes = [2**power for power in range(devices.bit_length())]
     found = itertools.product(sizes, repeat=len(AXES))
     return [dict(zip(AXES, mesh, strict=True)) for mesh in found if math.prod(mesh) == devices]
@@ -95,7 +95,7 @@ DAILY = ({"data": 2, "fsdp": 2, "tensor": 2},)
     "sizes",
     [
         pytest.param(sizes, marks=() if {axis: size for axis, size in sizes.items() if size > 1} in DAILY else SOAK)
-        for sizes in every_mesh(8)
+        for sizes in list_meshes(8)
     ],
     ids=format_mesh,
 )
@@ -107,11 +107,11 @@ def test_a_model_without_sharding_constraints_compiles(sizes, tmp_path):
     assert step.executable is not None
 
 
-# A step.
+# Train step.
 
 
 def forward(apply_fn, params, batch, key):
-    """Squared errors, with meta of every kind."""
+    """Return squared errors, with meta of every kind."""
     errors_BxT = (batch["x"] @ params["weights"] - 1) ** 2 * batch["padding_mask"]
     error, count = jnp.sum(errors_BxT), jnp.sum(batch["padding_mask"], dtype=jnp.float32)
     return error, {
@@ -122,8 +122,8 @@ def forward(apply_fn, params, batch, key):
     }
 
 
-def stepped(sizes):
-    """Loss, meta and parameters after a step, on a mesh or on none."""
+def run_step(sizes):
+    """Return loss, meta and parameters after a step, on a mesh or unsharded."""
     generator = np.random.default_rng(0)
     batch = {
         "x": generator.normal(size=(S, B, T, D)).astype(np.float32),
@@ -145,9 +145,9 @@ def stepped(sizes):
         return jax.device_get(jax.jit(step)(state, batch))
 
 
-@of_meshes
+@parametrize_meshes
 def test_a_deferred_all_reduce_gives_the_same_step_within_rounding(sizes):
-    (state, loss, meta), (expected, expected_loss, expected_meta) = stepped(sizes), stepped(None)
+    (state, loss, meta), (expected, expected_loss, expected_meta) = run_step(sizes), run_step(None)
     np.testing.assert_allclose(state.params["weights"], expected.params["weights"], rtol=1e-6)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert {*meta} == {*expected_meta} == {"token_count", "error", "of_half", "rows", "last_example", "grad_norm"}

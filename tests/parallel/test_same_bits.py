@@ -1,4 +1,4 @@
-"""Order-deterministic reduction: the tree by hand, train steps on any number of devices, and refusals."""
+"""Order-deterministic gradient reduction: summation tree, train steps on any device count, and invalid configs."""
 
 import functools
 
@@ -24,11 +24,11 @@ from runner.train.step import StepOptions, train_step, val_step
 from tests.support.simulated_devices import USER_COMPILER_OPTIONS
 from tests.support.tiny_jobs import are_leaves_equal, format_mesh, make_gpt, make_partial_mesh
 
-# By hand.
+# Summation tree.
 
 
 class Term:
-    """A sum that remembers how it came about."""
+    """A term that records the order of its additions."""
 
     def __init__(self, text):
         self.text = text
@@ -37,8 +37,8 @@ class Term:
         return Term(f"({self.text}+{other.text})")
 
 
-def sum_on(num_groups, num_devices):
-    """How `num_devices` devices add up as many groups as there are, by their courses and the rest of the tree."""
+def sum_over_devices(num_groups, num_devices):
+    """Add groups the way `num_devices` devices do, first within each device, then along the rest of the tree."""
     own, known, depth = num_groups // num_devices, {}, reduction.compute_stack_depth(num_groups, num_devices)
     for device, schedule in enumerate(reduction.make_device_schedules(num_groups, num_devices)):
         stack = {}
@@ -54,15 +54,15 @@ def sum_on(num_groups, num_devices):
 
 
 def test_groups_are_summed_as_a_tree():
-    assert sum_on(8, 8) == "(((0+1)+(2+3))+((4+5)+(6+7)))"
-    assert sum_on(6, 6) == "(((0+1)+(2+3))+(4+5))"
-    assert sum_on(3, 3) == "((0+1)+2)"
+    assert sum_over_devices(8, 8) == "(((0+1)+(2+3))+((4+5)+(6+7)))"
+    assert sum_over_devices(6, 6) == "(((0+1)+(2+3))+(4+5))"
+    assert sum_over_devices(3, 3) == "((0+1)+2)"
 
 
 @pytest.mark.parametrize("num_groups", range(1, 49))
 def test_the_order_of_additions_does_not_depend_on_the_devices(num_groups):
     sizes = [size for size in range(1, num_groups + 1) if num_groups % size == 0]
-    assert len({sum_on(num_groups, size) for size in sizes}) == 1
+    assert len({sum_over_devices(num_groups, size) for size in sizes}) == 1
 
 
 # Train steps.
@@ -70,28 +70,28 @@ def test_the_order_of_additions_does_not_depend_on_the_devices(num_groups):
 V, T, M, KEY = 64, 16, 12, jax.random.key(0)
 MODEL = GPT(GPTConfig(layers=2, heads=2, width=16, dropout=0.1), V, T)
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
-WHOLE = {"data": 2}
+ONE_DEVICE = {"data": 2}
 MESHES = [{}, {"fsdp": 3}, {"data": 4}, {"data": 3, "fsdp": 2}, {"data": 6}, {"fsdp": 2}, {"data": 2, "fsdp": 2}]
 
 
 @functools.cache
-def batch_of(m):
+def make_batch(m):
     generator = np.random.default_rng(0)
     x = generator.integers(0, V, (M, m, T)).astype(np.int32)
     mask = generator.random((M, m, T)) < 0.9
     return {"x": x, "y": np.roll(x, -1, -1), "padding_mask": mask, "loss_weight": generator.random(x.shape, np.float32)}
 
 
-def make(key):
+def init_train_state(key):
     return make_state(MODEL, key, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
 
 
 @functools.cache
-def steps_on(sizes, num_groups, m, options=()):
-    """State, losses, norms and validation after three steps, compiled with these options."""
+def run_steps(sizes, num_groups, m, options=()):
+    """Return state, losses, norms and validation loss after three steps compiled with these options."""
     mesh = make_partial_mesh(dict(sizes))
     boxed = jax.eval_shape(lambda key: MODEL.init(key, jnp.zeros((1, T), jnp.int32), deterministic=True), KEY)
-    abstract = make_abstract_state(make, KEY, compute_variable_shardings(boxed["params"], mesh), mesh)
+    abstract = make_abstract_state(init_train_state, KEY, compute_variable_shardings(boxed["params"], mesh), mesh)
     shardings = get_shardings(abstract)
 
     def step(state, batch):
@@ -100,8 +100,8 @@ def steps_on(sizes, num_groups, m, options=()):
         return train_step(PretrainGPT.forward, state, batch, key, M, step_options)
 
     with use_sharding_rules(mesh):
-        state = jax.jit(make, out_shardings=shardings)(KEY)
-        batch = jax.device_put(batch_of(m), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+        state = jax.jit(init_train_state, out_shardings=shardings)(KEY)
+        batch = jax.device_put(make_batch(m), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
         jitted = jax.jit(canonicalise(step), out_shardings=(shardings, None, None), compiler_options=dict(options))
         found = []
         for _ in range(3):
@@ -131,15 +131,15 @@ def steps_on(sizes, num_groups, m, options=()):
     ],
 )
 def test_steps_are_bit_identical_on_any_number_of_devices(sizes, num_groups, m, options):
-    expected = steps_on(tuple(WHOLE.items()), num_groups, m, options)
-    assert are_leaves_equal(steps_on(tuple(sizes.items()), num_groups, m, options), expected)
-    assert expected[2][0][1]["grad_norm"] > 0.1  # and so it was clipped
+    expected = run_steps(tuple(ONE_DEVICE.items()), num_groups, m, options)
+    assert are_leaves_equal(run_steps(tuple(sizes.items()), num_groups, m, options), expected)
+    assert expected[2][0][1]["grad_norm"] > 0.1  # so the gradient was clipped
 
 
 @pytest.mark.soak
-def test_usual_steps_depend_on_the_number_of_devices():
-    """Else the tests above show nothing."""
-    on_two, *others = (steps_on((("data", size),), size, 1)[0] for size in (2, 3, 4, 6))
+def test_ordinary_steps_depend_on_the_number_of_devices():
+    """Check the power of the tests above: other steps do depend on the number of devices."""
+    on_two, *others = (run_steps((("data", size),), size, 1)[0] for size in (2, 3, 4, 6))
     assert not all(are_leaves_equal(params, on_two) for params in others)
 
 
@@ -152,12 +152,12 @@ def test_usual_steps_depend_on_the_number_of_devices():
         ({"expert": 4}, 4, "holds for data x fsdp alone, and topology.mesh.expert is 4"),
     ],
 )
-def test_a_mesh_that_cannot_keep_the_order_is_refused(sizes, devices, message):
+def test_a_mesh_that_cannot_keep_the_order_is_rejected(sizes, devices, message):
     with pytest.raises(InvalidError, match=message):
         validate_same_bits_mesh(make_partial_mesh(sizes), devices)
 
 
-def test_a_batch_that_does_not_divide_into_groups_is_refused(tmp_path):
+def test_a_batch_that_does_not_divide_into_groups_is_rejected(tmp_path):
     train = {"total_steps": 1, "global_batch_examples": 40, "micro_batch_examples": 2, "same_bits_devices": 8}
     with pytest.raises(ValueError, match="micro-batches of 2 on same_bits_devices=8; use 32 or 48"):
         _ = make_gpt(tmp_path / "run", **{"config.train": train}).config
