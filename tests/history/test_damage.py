@@ -1,4 +1,4 @@
-"""Every file of a run x every damage: the history can be read, and reading changes nothing."""
+"""Damaged run directories: the history is read for every damage of every file, and reading changes nothing."""
 
 import functools
 import shutil
@@ -17,18 +17,18 @@ from tests.survival.test_damage_table import RUNS, cases, daily, files_of, templ
 
 
 @functools.cache
-def numbers(kind: str) -> list[int]:
-    """Of the attempts of a template."""
+def list_attempt_numbers(kind: str) -> list[int]:
+    """Return the numbers of the attempts of a template run."""
     return [each.number for each in read_history(LocalStore(template(kind) / "run")).attempts]
 
 
-def some(kind: str) -> list[tuple[Path, str]]:
-    """Every third of the daily ones."""
+def list_daily_attempts(kind: str) -> list[tuple[Path, str]]:
+    """Return every third daily case."""
     return daily(kind)[::3]
 
 
-def strike(kind: str, place: Path, damage: str, base: Path) -> None:
-    """Look at a copy of a template where one thing is damaged."""
+def read_damaged_copy(kind: str, place: Path, damage: str, base: Path) -> None:
+    """Read a copy of a template run with one damage."""
     shutil.copytree(template(kind), base, symlinks=True)
     path, run = base / place, base / "run"
     if damage not in ERRORS:
@@ -42,10 +42,10 @@ def strike(kind: str, place: Path, damage: str, base: Path) -> None:
     assert files_of(base) == before
     assert abs(sum(history.seconds.values()) - history.wall_seconds) < 1e-3
     if place.parts[1] not in ("attempts", "events.jsonl"):
-        assert [each.number for each in history.attempts] == numbers(kind)
+        assert [each.number for each in history.attempts] == list_attempt_numbers(kind)
 
 
-@pytest.mark.parametrize("choose", [some, pytest.param(cases, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("choose", [list_daily_attempts, pytest.param(cases, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_damaged_directory_still_has_a_history(
     kind: str, choose: Callable[[str], list[tuple[Path, str]]], tmp_path: Path
@@ -55,7 +55,7 @@ def test_a_damaged_directory_still_has_a_history(
         base = tmp_path / str(number)
         (base.parent / "elsewhere").mkdir(exist_ok=True)
         try:
-            strike(kind, place, damage, base)
+            read_damaged_copy(kind, place, damage, base)
         except Exception as error:  # noqa: BLE001 - whatever the reader lets out is what this test looks for
             problems[f"{place}: {damage}"] = f"{type(error).__name__}: {error}"[:300]
         shutil.rmtree(base)

@@ -12,8 +12,10 @@ from runner.run.clock_file import ClockRecord
 SECONDS = st.floats(0.0, 1000.0)
 
 
-def life(number=1, began=0.0, claimed=None, resumed=None, step=0, marks=(), **seconds: float) -> AttemptTimeline:
-    """An attempt whose clock has counted these seconds."""
+def make_attempt(
+    number=1, began=0.0, claimed=None, resumed=None, step=0, marks=(), **seconds: float
+) -> AttemptTimeline:
+    """Make an attempt whose clock has counted these seconds."""
     counted = tuple(seconds.get(bucket.value, 0.0) for bucket in COUNTED_BUCKETS)
     told = AttemptEvents(number, resumed_step=resumed, step=step, ready=None if resumed is None else began)
     told.marks.extend(marks)
@@ -37,7 +39,7 @@ def check(lives: list[AttemptTimeline], shares: list[AttemptGoodput], now: float
 
 
 @st.composite
-def any_life(draw: st.DrawFn) -> AttemptTimeline:
+def draw_attempt(draw: st.DrawFn) -> AttemptTimeline:
     began, resumed = draw(SECONDS), draw(st.none() | st.integers(0, 50))
     step = None if resumed is None else resumed + draw(st.integers(0, 50))
     marks = draw(st.lists(st.tuples(st.integers(0, 100), SECONDS), max_size=3))
@@ -56,14 +58,14 @@ def any_life(draw: st.DrawFn) -> AttemptTimeline:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(any_life(), min_size=1, max_size=6), st.none() | SECONDS)
+@given(st.lists(draw_attempt(), min_size=1, max_size=6), st.none() | SECONDS)
 def test_the_buckets_sum_to_the_wall_time_for_any_timelines(lives: list[AttemptTimeline], now: float | None) -> None:
     check(lives, compute_goodput(lives, now), now)
 
 
 def test_overlapping_time_belongs_to_the_older_attempt_until_the_claim() -> None:
-    older = life(1, began=0.0, resumed=0, step=100, process_start=10.0, steps=80.0, shutdown=10.0)
-    newer = life(2, began=70.0, claimed=90.0, resumed=60, process_start=15.0, set_up=5.0, steps=30.0, step=90)
+    older = make_attempt(1, began=0.0, resumed=0, step=100, process_start=10.0, steps=80.0, shutdown=10.0)
+    newer = make_attempt(2, began=70.0, claimed=90.0, resumed=60, process_start=15.0, set_up=5.0, steps=30.0, step=90)
     shares = compute_goodput([older, newer], None)
     check([older, newer], shares, None)
     assert [(share.began, share.ended) for share in shares] == [(0.0, 90.0), (90.0, 120.0)]
@@ -73,7 +75,7 @@ def test_overlapping_time_belongs_to_the_older_attempt_until_the_claim() -> None
 
 
 def test_the_time_since_the_first_submission_is_a_gap() -> None:
-    first, second = life(1, began=100.0, steps=10.0), life(2, began=150.0, steps=10.0)
+    first, second = make_attempt(1, began=100.0, steps=10.0), make_attempt(2, began=150.0, steps=10.0)
     first.events.start, second.events.start = {"submitted": 40.0}, {"submitted": 120.0}
     shares = compute_goodput([first, second], None)
     check([first, second], shares, None)
@@ -86,14 +88,14 @@ def test_the_time_since_the_first_submission_is_a_gap() -> None:
     ids=["in proportion", "by the save of that step", "after a save before it", "between two saves"],
 )
 def test_lost_time_comes_from_save_marks_or_interpolation(marks, lost_seconds: float) -> None:
-    older = life(1, began=0.0, resumed=20, step=100, steps=50.0 if marks else 60.0, marks=marks)
-    shares = compute_goodput([older, life(2, began=70.0, resumed=60, step=60)], None)
+    older = make_attempt(1, began=0.0, resumed=20, step=100, steps=50.0 if marks else 60.0, marks=marks)
+    shares = compute_goodput([older, make_attempt(2, began=70.0, resumed=60, step=60)], None)
     assert shares[0].lost_steps == 40
     assert shares[0].seconds[TimeBucket.LOST_STEPS] == pytest.approx(lost_seconds)
 
 
 def test_time_of_a_live_attempt_continues_in_its_bucket() -> None:
-    running = life(1, began=0.0, resumed=0, step=3, steps=5.0)
+    running = make_attempt(1, began=0.0, resumed=0, step=3, steps=5.0)
     running = AttemptTimeline(
         running.events, ClockRecord(0.0, "", "", 1, None, running.clock.reading._replace(code=None)), None
     )

@@ -13,7 +13,7 @@ from runner.storage import LocalStore, encode_line
 from tests.support.metric_rows import NUM_PARSED_MAX, count_parsed
 from tests.support.metric_rows import make_row as row
 
-# A kernel's `ru_maxrss` counts what the process was before it became this program: the tests of a worker.
+# `ru_maxrss` includes the memory of the process before exec, which is that of a test worker.
 STATUS = """
 import pathlib, runpy, sys
 sys.argv[0] = "runner"
@@ -27,7 +27,7 @@ finally:
 
 @pytest.mark.soak
 def test_a_million_rows_and_500_attempts_fit_into_300_mb(tmp_path: Path) -> None:
-    """Run it with `-s` to see the seconds: `status` in a process of its own."""
+    """Run `status` in its own process; `-s` shows the seconds."""
     write_large_run(tmp_path, num_rows=1_000_000, num_attempts=500)
     began = time.monotonic()
     command = [sys.executable, "-c", STATUS, "status", str(tmp_path), "--json"]
@@ -41,7 +41,7 @@ def test_a_million_rows_and_500_attempts_fit_into_300_mb(tmp_path: Path) -> None
 
 
 def write_large_run(directory: Path, num_rows: int, num_attempts: int) -> None:
-    """Rows, and a ledger with four saves an attempt; each attempt is killed in the middle of an interval."""
+    """Write rows, and a ledger with four saves per attempt; each attempt is killed halfway between two saves."""
     with (directory / "metrics.jsonl").open("wb") as file:
         file.writelines(map(row, range(1, num_rows + 1)))
     own = num_rows // num_attempts

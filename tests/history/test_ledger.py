@@ -14,8 +14,8 @@ from runner.storage import LocalStore, Store, encode_line, iterate_log, jsonl
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
 
-class Written:
-    """A run's events as its attempts write them, each with two processes, on a disk or in a bucket."""
+class WrittenEvents:
+    """Events of a run with two processes per attempt, on disk or in a bucket."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -35,7 +35,7 @@ class Written:
                 file.write(line)
 
     def resume(self, back: int) -> None:
-        """A new attempt goes on from the save that is so many before the newest."""
+        """Start a new attempt from the save that is `back` before the newest."""
         self.saved = self.saved[: len(self.saved) - back]
         self.step = self.saved[-1] if self.saved else 0
         self.attempt += 1
@@ -51,8 +51,8 @@ class Written:
         self.saved.append(self.step)
 
 
-def told(ledger: LedgerSummary, checkpoints: set[int]) -> dict[str, object]:
-    """What a history takes from a ledger; notices and events of several writers have no order."""
+def summarise(ledger: LedgerSummary, checkpoints: set[int]) -> dict[str, object]:
+    """Return what a history uses of a ledger; notices and events of several writers have no defined order."""
     seen = {step: commit for step, commit in ledger.commits.items() if step in checkpoints}
     return {
         **{
@@ -66,7 +66,7 @@ def told(ledger: LedgerSummary, checkpoints: set[int]) -> dict[str, object]:
     }
 
 
-def in_one_go(store: Store, checkpoints: set[int]) -> LedgerSummary:
+def read_at_once(store: Store, checkpoints: set[int]) -> LedgerSummary:
     return apply_events(LedgerSummary(checkpoints), iterate_log(store, "events"))
 
 
@@ -83,7 +83,7 @@ def test_incremental_reading_equals_reading_everything(kind, num_unseen, actions
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledgers, "_UNSEEN_MAX", num_unseen)
         store = LocalStore(Path(directory)) if kind == "disk" else make_memory_bucket()
-        written, reader = Written(store), LedgerReader(store)
+        written, reader = WrittenEvents(store), LedgerReader(store)
         written.resume(0)
         for action in [*actions, "look"]:
             match action:
@@ -95,11 +95,11 @@ def test_incremental_reading_equals_reading_everything(kind, num_unseen, actions
                     damage(store, action)
                 case _:
                     listed = set(written.saved) if action == "look" else set()
-                    assert told(reader.read(listed), listed) == told(in_one_go(store, listed), listed)
+                    assert summarise(reader.read(listed), listed) == summarise(read_at_once(store, listed), listed)
 
 
 def damage(store: Store, how: str) -> None:
-    """Cut the last line off the first file of the log, or replace that by one of other moments, in a bucket by none."""
+    """Cut the last line of the first log file, or change its times; in a bucket, delete it instead."""
     if store.root is None and not store.list_names("events"):
         return
     name = "events.jsonl" if store.root is not None else f"events/{sorted(store.list_names('events'))[0]}"
@@ -115,8 +115,8 @@ def damage(store: Store, how: str) -> None:
 
 
 @pytest.fixture
-def num_parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Bytes of events that were parsed since it was last asked."""
+def count_parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return a function that counts the bytes of events parsed since its last call."""
     count, parse = [0], jsonl.parse_lines
 
     def counting(content):
@@ -132,23 +132,23 @@ def num_parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("kind", ["disk", "bucket"])
-def test_the_second_reading_parses_only_new_events(kind, tmp_path, num_parsed):
+def test_the_second_reading_parses_only_new_events(kind, tmp_path, count_parsed):
     driver = MemoryDriver()
     store = LocalStore(tmp_path) if kind == "disk" else make_memory_bucket(driver)
-    written, reader, fetched = Written(store), LedgerReader(store), []
+    written, reader, fetched = WrittenEvents(store), LedgerReader(store), []
     driver.before = lambda verb, key: fetched.append(key) if verb == "get" else None
     for _ in range(20):
         written.resume(0)
         written.save()
     reader.read(set(written.saved))
-    assert num_parsed() > 10_000
+    assert count_parsed() > 10_000
     fetched.clear()
     reader.read(set(written.saved))
-    assert (num_parsed(), fetched) == (0, [])
+    assert (count_parsed(), fetched) == (0, [])
     written.append("progress")
     ledger = reader.read(set(written.saved))
-    assert 0 < num_parsed() < 200
-    assert ledger.attempts[20].last == in_one_go(store, set(written.saved)).attempts[20].last
+    assert 0 < count_parsed() < 200
+    assert ledger.attempts[20].last == read_at_once(store, set(written.saved)).attempts[20].last
     assert fetched[:1] == ([] if kind == "disk" else ["run/events/000020.0.0000.jsonl"])
 
 
@@ -169,7 +169,7 @@ def test_an_incomplete_line_is_read_when_it_is_complete(kind, tmp_path):
 
 
 def test_a_failed_reading_is_repeated(tmp_path, monkeypatch):
-    written, reader = Written(LocalStore(tmp_path)), LedgerReader(LocalStore(tmp_path))
+    written, reader = WrittenEvents(LocalStore(tmp_path)), LedgerReader(LocalStore(tmp_path))
     written.resume(0)
     written.save()
     parse, fails = jsonl.parse_lines, iter([False, False, True])
@@ -182,4 +182,4 @@ def test_a_failed_reading_is_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl, "parse_lines", failing)
     with pytest.raises(OSError, match="no disk"):
         reader.read({10})
-    assert told(reader.read({10}), {10}) == told(in_one_go(LocalStore(tmp_path), {10}), {10})
+    assert summarise(reader.read({10}), {10}) == summarise(read_at_once(LocalStore(tmp_path), {10}), {10})

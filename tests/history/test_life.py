@@ -1,4 +1,4 @@
-"""History of whole runs: stopped, killed, resumed, with fallbacks."""
+"""History of whole runs: stopped, killed and resumed, with fallbacks to older checkpoints."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ STEP_SECONDS = 0.01
 
 
 def flip_a_bit(directory: Path) -> None:
-    """In the largest file of a checkpoint."""
+    """Flip a bit in the largest file of a checkpoint."""
     path = max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -23,7 +23,7 @@ def flip_a_bit(directory: Path) -> None:
 
 
 def check_sums(history: History) -> None:
-    """Every second of the wall time is in one bucket, of each attempt and of all."""
+    """Check that every second of wall time is in one bucket, for each attempt and for all."""
     assert sum(history.seconds.values()) == pytest.approx(history.wall_seconds, abs=1e-6)
     assert history.wall_seconds == pytest.approx(history.attempts[-1].ended - history.attempts[0].began)
     for before, attempt in zip([None, *history.attempts], history.attempts, strict=False):
@@ -66,7 +66,7 @@ def test_the_history_of_a_run_is_exact_to_the_step(tmp_path: Path) -> None:
 
 
 def test_lost_time_is_the_time_since_the_save(tmp_path: Path) -> None:
-    """By the clock's own words, of a run whose later steps are ten times as slow: no share by number would do."""
+    """The later steps are ten times slower, so the clock is needed; a share by step number would be wrong."""
     run = tmp_path / "run"
     run_outcomes.stop_after_step(run, 20)
     run_outcomes.kill_after_step(run, 34, **{"config.step_seconds": STEP_SECONDS})
@@ -77,7 +77,7 @@ def test_lost_time_is_the_time_since_the_save(tmp_path: Path) -> None:
     attempt = read_history(LocalStore(run)).attempts[1]
     assert attempt.seconds[TimeBucket.STEPS] == pytest.approx(kept_seconds, abs=1e-3)
     assert attempt.seconds[TimeBucket.LOST_STEPS] >= 4 * STEP_SECONDS
-    assert killed.lost_steps == 0  # nobody has gone on yet
+    assert killed.lost_steps == 0  # no attempt has resumed yet
 
 
 def test_an_old_checkpoint_loses_steps_of_several_attempts(tmp_path: Path) -> None:

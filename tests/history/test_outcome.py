@@ -1,4 +1,4 @@
-"""Outcome of an attempt, for every way in which it can end."""
+"""Outcome of an attempt, for every way it can end."""
 
 import functools
 import os
@@ -31,7 +31,7 @@ ENDS: dict[str, tuple[Callable[[Path], None], RunState, int | None, str | None]]
 
 
 @functools.cache
-def template(name: str) -> Path:
+def get_template(name: str) -> Path:
     directory = Path(os.environ["RUNNER_TESTS_SESSION"]) / "ends" / f"{name}.{os.getpid()}" / "run"
     directory.parent.mkdir(parents=True)
     ENDS[name][0](directory)
@@ -43,64 +43,64 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def look(directory: Path, **when: float) -> History:
+def read_newest_state(directory: Path, **when: float) -> History:
     return read_history(LocalStore(directory), **when)
 
 
 def test_an_outcome_is_known_once_another_attempt_has_started(name: str, tmp_path: Path) -> None:
-    directory = shutil.copytree(template(name), tmp_path / "run")
+    directory = shutil.copytree(get_template(name), tmp_path / "run")
     Fence(LocalStore(directory)).claim()
-    first = look(directory).attempts[0]
+    first = read_newest_state(directory).attempts[0]
     _, state, code, reason = ENDS[name]
     assert (first.state, first.code, first.reason) == (state, code, reason)
 
 
 def test_an_outcome_is_known_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_file, "read_creation_ticks", lambda process: None)  # no process here lives
-    directory, (_, state, _, reason) = template(name), ENDS[name]
-    found = look(directory)
+    monkeypatch.setattr(clock_file, "read_creation_ticks", lambda process: None)  # no process of it is running here
+    directory, (_, state, _, reason) = get_template(name), ENDS[name]
+    found = read_newest_state(directory)
     assert found.attempts[0].state is state
-    if name != "fenced":  # then it is the newer that counts
+    if name != "fenced":  # the newer record counts
         assert (found.state, found.reason, found.since) == (state, reason, found.attempts[-1].ended)
 
 
 def test_without_a_clock_the_events_give_the_outcome(name: str, tmp_path: Path) -> None:
-    directory = shutil.copytree(template(name), tmp_path / "run")
+    directory = shutil.copytree(get_template(name), tmp_path / "run")
     (directory / "attempts/1.clock").unlink()
     Fence(LocalStore(directory)).claim()
     state = ENDS[name][1]
-    assert look(directory).attempts[0].state is (RunState.KILLED if state is RunState.FENCED else state)
+    assert read_newest_state(directory).attempts[0].state is (RunState.KILLED if state is RunState.FENCED else state)
 
 
 def test_a_run_without_an_end_is_alive_stalled_or_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = template("killed")  # this process, in which it ran, lives
-    last = look(directory, now=0.0).attempts[0].ended
-    assert look(directory, now=last + 20).state is RunState.RUNNING
-    assert look(directory, now=last + 40).state is RunState.STALLED
+    directory = get_template("killed")  # this process, in which the run ran, is alive
+    last = read_newest_state(directory, now=0.0).attempts[0].ended
+    assert read_newest_state(directory, now=last + 20).state is RunState.RUNNING
+    assert read_newest_state(directory, now=last + 40).state is RunState.STALLED
     monkeypatch.setattr(clock_file, "read_machine_id", lambda: "another machine")
-    assert look(directory, now=last + 20).state is RunState.RUNNING
-    found = look(directory, now=last + 40)
+    assert read_newest_state(directory, now=last + 20).state is RunState.RUNNING
+    found = read_newest_state(directory, now=last + 40)
     assert (found.state, found.since) == (RunState.STALLED, last)
 
 
 def test_a_run_with_heartbeats_but_no_steps_is_stalled(tmp_path: Path) -> None:
-    directory = shutil.copytree(template("killed"), tmp_path / "run")
+    directory = shutil.copytree(get_template("killed"), tmp_path / "run")
     path = directory / "attempts/1.clock"
     kept = clock_file.decode_clock_file(path.read_bytes())
     later = kept.reading._replace(time=kept.reading.time + 500.0)
     head = path.read_bytes()[: clock_file.HEADER_BYTES]
     path.write_bytes(head + clock_file.encode_slot(99, later))
-    found = look(directory, now=later.time + 1.0)
+    found = read_newest_state(directory, now=later.time + 1.0)
     assert (found.state, found.since) == (RunState.STALLED, kept.reading.since)
 
 
 def test_only_a_live_run_lasts_until_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = template("killed")
-    last = look(directory, now=0.0).attempts[0].ended
-    assert look(directory, now=last + 7.0).attempts[0].ended == last + 7.0
-    assert look(directory, now=last + 700.0).attempts[0].ended == last
+    directory = get_template("killed")
+    last = read_newest_state(directory, now=0.0).attempts[0].ended
+    assert read_newest_state(directory, now=last + 7.0).attempts[0].ended == last + 7.0
+    assert read_newest_state(directory, now=last + 700.0).attempts[0].ended == last
     monkeypatch.setattr(clock_file, "read_creation_ticks", lambda process: None)
-    assert look(directory, now=last + 7.0).attempts[0].ended == last
+    assert read_newest_state(directory, now=last + 7.0).attempts[0].ended == last
 
 
 @pytest.mark.parametrize("place", ["missing", "empty", "file"])
@@ -109,4 +109,4 @@ def test_a_directory_without_a_run_is_an_error(place: str, tmp_path: Path) -> No
     act = {"missing": lambda: None, "empty": directory.mkdir, "file": lambda: directory.write_bytes(b"")}
     act[place]()
     with pytest.raises(InvalidError, match="no run is here"):
-        look(directory)
+        read_newest_state(directory)

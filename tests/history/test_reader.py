@@ -14,26 +14,26 @@ from tests.history.test_life import check_sums
 from tests.support import run_outcomes
 from tests.support.memory_bucket import make_memory_bucket
 
-OLD = Path(__file__).parents[1] / "data" / "format_1"
+OLD_RUNS = Path(__file__).parents[1] / "data" / "format_1"
 
 
-def event(attempt: int, time: float, name: str, step: int | None = None, **details: object) -> bytes:
+def make_event(attempt: int, time: float, name: str, step: int | None = None, **details: object) -> bytes:
     return encode_line({"time": time, "attempt": attempt, "process": 0, "event": name, "step": step} | details)
 
 
-def write(directory: Path, name: str, lines: list[bytes]) -> None:
+def write_lines(directory: Path, name: str, lines: list[bytes]) -> None:
     directory.mkdir(exist_ok=True)
     (directory / name).write_bytes(b"".join(lines))
 
 
 @pytest.mark.parametrize(("name", "step", "total_steps"), [("counter", 4, 6), ("gpt", 2, 4), ("bucket", 4, 6)])
 def test_a_run_of_an_older_version_is_reconstructed_from_events(name: str, step: int, total_steps: int) -> None:
-    store = LocalStore(OLD / name)
+    store = LocalStore(OLD_RUNS / name)
     if name == "bucket":
         store = make_memory_bucket()
-        for path in (OLD / name).rglob("*"):
+        for path in (OLD_RUNS / name).rglob("*"):
             if path.is_file():
-                store.write(path.relative_to(OLD / name).as_posix(), path.read_bytes())
+                store.write(path.relative_to(OLD_RUNS / name).as_posix(), path.read_bytes())
     history = read_history(store)
     assert (history.state, history.step, history.total_steps) == (RunState.PREEMPTED, step, total_steps)
     assert history.seconds[TimeBucket.STEPS] > 0
@@ -52,51 +52,53 @@ def test_a_run_of_an_older_version_continues_with_a_clock(tmp_path: Path) -> Non
     check_sums(history)
 
 
-def test_throughput_is_that_of_the_newest_rows_of_the_newest_attempt(tmp_path: Path) -> None:
+def test_throughput_uses_the_newest_rows_of_the_newest_attempt(tmp_path: Path) -> None:
     def row(step: int) -> bytes:
         attempt, pace = (1, 9.0) if step < 5 else (2, 0.5)
         common = {"step": step, "train/loss": 1.0, "train/tokens": step * 100, "perf/tokens_per_second": 800.0}
         return encode_line(common | {"perf/mfu": 0.5, "perf/time": 50.0 + step * pace, "perf/attempt": attempt})
 
-    write(tmp_path, "metrics.jsonl", [row(step) for step in range(1, 10)])
+    write_lines(tmp_path, "metrics.jsonl", [row(step) for step in range(1, 10)])
     start = {"total_steps": 29, "devices": 4}
-    lines = [event(2, 10.0, "start", **start), event(2, 11.0, "init", 0), event(2, 60.0, "save", 9)]
-    write(tmp_path, "events.jsonl", lines)
+    lines = [make_event(2, 10.0, "start", **start), make_event(2, 11.0, "init", 0), make_event(2, 60.0, "save", 9)]
+    write_lines(tmp_path, "events.jsonl", lines)
     speed = read_history(LocalStore(tmp_path), now=61.0).speed
     assert (speed.step_seconds, speed.left_seconds) == (0.5, 10.0)
     assert (speed.tokens_per_second, speed.tokens_per_second_per_device, speed.mfu) == (200.0, 50.0, 0.125)
 
 
-def test_throughput_without_rows_is_that_of_the_loop(tmp_path: Path) -> None:
-    write(tmp_path, "events.jsonl", [event(1, 10.0, "init", 0), event(1, 30.0, "progress", 40)])
+def test_throughput_without_rows_uses_the_clock(tmp_path: Path) -> None:
+    write_lines(tmp_path, "events.jsonl", [make_event(1, 10.0, "init", 0), make_event(1, 30.0, "progress", 40)])
     assert read_history(LocalStore(tmp_path), now=31.0).speed.step_seconds == 0.5
 
 
 def test_stragglers_are_named_until_all_are_on_time(tmp_path: Path) -> None:
     lines = [
-        event(1, 1.0, "start", hosts=["a", "b"]),
-        event(1, 2.0, "straggler", 7, late=[1], after_seconds=[0.0, 0.5]),
+        make_event(1, 1.0, "start", hosts=["a", "b"]),
+        make_event(1, 2.0, "straggler", 7, late=[1], after_seconds=[0.0, 0.5]),
     ]
-    write(tmp_path, "events.jsonl", lines)
+    write_lines(tmp_path, "events.jsonl", lines)
     found = read_history(LocalStore(tmp_path)).straggling
     assert found is not None
     assert (found.step, found.late) == (7, {"process 1 (b)": 0.5})
-    write(tmp_path, "events.jsonl", [*lines, event(1, 3.0, "straggler", 9, late=[], after_seconds=[0.0, 0.0])])
+    write_lines(
+        tmp_path, "events.jsonl", [*lines, make_event(1, 3.0, "straggler", 9, late=[], after_seconds=[0.0, 0.0])]
+    )
     assert read_history(LocalStore(tmp_path)).straggling is None
 
 
-def test_validation_is_that_of_the_surviving_trajectory(tmp_path: Path) -> None:
+def test_validation_uses_the_surviving_trajectory(tmp_path: Path) -> None:
     def evaluate(attempt: int, time: float, step: int, loss: float) -> bytes:
-        return event(attempt, time, "evaluate", step, figures={"val/loss": loss})
+        return make_event(attempt, time, "evaluate", step, figures={"val/loss": loss})
 
     lines = [
-        event(1, 1.0, "init", 0),
+        make_event(1, 1.0, "init", 0),
         evaluate(1, 2.0, 10, 3.0),
         evaluate(1, 3.0, 20, 1.0),
-        event(2, 4.0, "restore", 15),
+        make_event(2, 4.0, "restore", 15),
         evaluate(2, 5.0, 20, 2.0),
     ]
-    write(tmp_path, "events.jsonl", lines)
+    write_lines(tmp_path, "events.jsonl", lines)
     history = read_history(LocalStore(tmp_path))
     assert (history.validation, history.best_validation) == (((10, 3.0), (20, 2.0)), (20, 2.0))
 
