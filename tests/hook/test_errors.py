@@ -1,4 +1,4 @@
-"""What is wrong with hooks is one line, before step 1 if that can be; else it ends the run, and names the hook."""
+"""Invalid hooks: one line, before step 1 if possible; otherwise the run ends and the hook is named."""
 
 import re
 from typing import Any
@@ -14,11 +14,11 @@ from runner.hook.dispatch import call_hook
 from runner.hook.listing import ListedHook
 from runner.hook.protocol import Moment
 from runner.spec import parse_document, read_spec
-from tests.hook.small import job
+from tests.hook.small_job import make_job
 from tests.support.tiny_jobs import make_counter, make_gpt_document
 from tests.test_values import TrainLookup
 
-HERE = "tests.support.hooks"
+HOOKS_MODULE = "tests.support.hooks"
 SPEC = """
 name: tiny
 job: tests.test_values:TrainLookup
@@ -32,14 +32,14 @@ hooks:
 """
 
 
-class Unjudged(TrainLookup):
-    """Is never evaluated."""
+class UnevaluatedGPT(TrainLookup):
+    """A job without evaluators."""
 
     def evaluator(self) -> None:
-        """Nothing."""
+        """Return None."""
 
 
-def early(**config: Any) -> dict[str, Any]:
+def make_early_stopping(**config: Any) -> dict[str, Any]:
     return {"hook": "runner.hook:EarlyStopping", "config": config}
 
 
@@ -52,7 +52,7 @@ def early(**config: Any) -> dict[str, Any]:
         ([{"hook": "runner.hook:EarlyStopping", "name": "a.b"}], "a letter, and then letters"),
     ],
 )
-def test_an_entry_that_is_none_is_refused_with_its_place(hooks: Any, words: str, tmp_path) -> None:
+def test_an_invalid_entry_is_rejected_with_its_position(hooks: Any, words: str, tmp_path) -> None:
     text = "\n".join(f"{key}: {value!r}" for key, value in make_gpt_document(tmp_path / "run", hooks=hooks).items())
     (tmp_path / "spec.yaml").write_text(text)
     with pytest.raises(InvalidError) as caught:
@@ -70,26 +70,29 @@ def test_an_entry_that_is_none_is_refused_with_its_place(hooks: Any, words: str,
         ),
         (["runner.job:RestoreableJob"], "hooks.0: runner.job:RestoreableJob is not a subclass of Hook"),
         (["runner.hock:Hook"], r"hooks.0: no module runner.hock; did you mean runner.hook\?"),
-        ([early(patiense=3)], r"hooks.0.config.patiense: unknown key; did you mean patience\?"),
-        ([early(patience=0)], "hooks.0.config.patience: got 0, needs a number above 0"),
+        ([make_early_stopping(patiense=3)], r"hooks.0.config.patiense: unknown key; did you mean patience\?"),
+        ([make_early_stopping(patience=0)], "hooks.0.config.patience: got 0, needs a number above 0"),
         (["runner.hook:StopAtLoss"], "hooks.0.config: missing key value"),
         ([{"hook": "runner.hook:StopAtTime", "config": {}}], "needs one of at and after_hours"),
         ([{"hook": "runner.hook:StopAtTime", "config": {"at": "2030-01-31T18:00:00"}}], "has no time zone"),
         ([{"hook": "runner.hook:StopAtTime", "config": {"at": "soon"}}], "Invalid isoformat string: 'soon'"),
-        ([early(), early()], "hooks.1: a hook is called EarlyStopping already; give this one a name of its own"),
-        ([early() | {"name": "fired"}], "a hook is called fired already"),
+        (
+            [make_early_stopping(), make_early_stopping()],
+            "hooks.1: a hook is called EarlyStopping already; give this one a name of its own",
+        ),
+        ([make_early_stopping() | {"name": "fired"}], "a hook is called fired already"),
         (["runner.hook:BestAtEnd"], "hooks.0: BestAtEnd needs checkpoint.keep_best"),
-        ([f"{HERE}:Float64Hook"], "hooks.0: init returns an array of float64"),
-        ([f"{HERE}:LargeStateHook"], "hooks.0: init returns 400,000 bytes of counters; a hook may have 65,536"),
+        ([f"{HOOKS_MODULE}:Float64Hook"], "hooks.0: init returns an array of float64"),
+        ([f"{HOOKS_MODULE}:LargeStateHook"], "hooks.0: init returns 400,000 bytes of counters; a hook may have 65,536"),
     ],
 )
-def test_what_is_known_from_the_spec_is_refused_before_anything_begins(hooks: Any, words: str, tmp_path) -> None:
+def test_errors_known_from_the_spec_are_rejected_before_the_run_starts(hooks: Any, words: str, tmp_path) -> None:
     with pytest.raises(InvalidError, match=words):
-        job(tmp_path / "run", *hooks)
+        make_job(tmp_path / "run", *hooks)
     assert not (tmp_path / "run").exists()
 
 
-def test_all_of_it_has_its_line(tmp_path) -> None:
+def test_every_problem_has_its_own_line(tmp_path) -> None:
     document = parse_document(SPEC.format(directory=tmp_path / "run"), "some.yaml")
     document.data["config"] = make_gpt_document(tmp_path / "run")["config"]
     spec = ExecutionSpec.model_validate(document.data)
@@ -104,18 +107,18 @@ def test_all_of_it_has_its_line(tmp_path) -> None:
         TrainLookup(spec, document)
 
 
-def test_a_job_that_calls_no_hooks_refuses_them(tmp_path) -> None:
+def test_a_job_without_hook_calls_rejects_hooks(tmp_path) -> None:
     with pytest.raises(InvalidError, match="hooks: Counter calls no hooks"):
         make_counter(tmp_path / "run", hooks=["runner.hook:EarlyStopping"])
 
 
-def test_a_hook_that_waits_for_evaluations_is_refused_where_nothing_is_evaluated(tmp_path) -> None:
+def test_a_hook_that_needs_evaluations_is_rejected_without_them(tmp_path) -> None:
     with pytest.raises(InvalidError, match="hooks: EarlyStopping waits for evaluations"):
-        job(tmp_path / "run", early(), job_class=Unjudged)()
+        make_job(tmp_path / "run", make_early_stopping(), job_class=UnevaluatedGPT)()
 
 
-def outcome(listed: ListedHook, method: str, step: int = 4) -> str | None:
-    """Why the run cannot go on after this call; None if it can."""
+def call_once(listed: ListedHook, method: str, step: int = 4) -> str | None:
+    """Return the reason why the run cannot continue after this call, or None."""
     hosts = Hosts.single_process()
     return call_hook(listed, method, Moment(step, {"step": step}, {}, listed.counters, hosts, 0.0))[1]
 
@@ -141,13 +144,13 @@ def outcome(listed: ListedHook, method: str, step: int = 4) -> str | None:
         ("on_end", "array", "TypeError: Object of type ndarray is not JSON serializable"),
     ],
 )
-def test_what_a_call_may_not_do_is_one_line(method: str, how: str, words: str, tmp_path) -> None:
-    hook = {"hook": f"{HERE}:FaultyHook", "config": {"how": how, "method": method}}
-    (listed,) = job(tmp_path / "run", hook).hooks.listed
-    problem = outcome(listed, method)
+def test_invalid_results_and_exceptions_of_a_hook_are_one_line(method: str, how: str, words: str, tmp_path) -> None:
+    hook = {"hook": f"{HOOKS_MODULE}:FaultyHook", "config": {"how": how, "method": method}}
+    (listed,) = make_job(tmp_path / "run", hook).hooks.listed
+    problem = call_once(listed, method)
     assert re.match(words, str(problem)), problem
     assert "\n" not in str(problem)
-    assert outcome(listed, method, step=2) is None
+    assert call_once(listed, method, step=2) is None
 
 
 @pytest.mark.parametrize(
@@ -159,25 +162,25 @@ def test_what_a_call_may_not_do_is_one_line(method: str, how: str, words: str, t
         ("on_end", 8, "taken", [3, 6, 8]),
     ],
 )
-def test_a_hook_that_fails_ends_the_run_with_1_and_what_was_saved_is_good(method, step, how, saved, tmp_path) -> None:
-    hook = {"hook": f"{HERE}:FaultyHook", "config": {"how": how, "method": method, "step": step}}
+def test_a_failing_hook_ends_the_run_with_1_and_keeps_its_checkpoints(method, step, how, saved, tmp_path) -> None:
+    hook = {"hook": f"{HOOKS_MODULE}:FaultyHook", "config": {"how": how, "method": method, "step": step}}
     words = (
         "FaultyHook: result.json has step already" if how == "taken" else f"FaultyHook in {method} at step {step}: Zero"
     )
     with pytest.raises(HookError, match=f"^hook {words}") as caught:
-        job(tmp_path / "run", hook, **{"checkpoint.every_steps": 3})()
+        make_job(tmp_path / "run", hook, **{"checkpoint.every_steps": 3})()
     assert caught.value.exit_code == 1
     manifests = (tmp_path / "run" / "checkpoints").glob("*/manifest.json")
     assert sorted(int(path.parent.name) for path in manifests) == saved
     assert not (tmp_path / "run" / "result.json").exists()
 
 
-def test_an_observer_has_no_say(tmp_path) -> None:
-    (listed,) = job(tmp_path / "run", f"{HERE}:VerdictObserver").hooks.listed
-    assert "TypeError: returned a verdict, which an Observer cannot" in str(outcome(listed, "on_row"))
+def test_the_verdict_of_an_observer_is_ignored(tmp_path) -> None:
+    (listed,) = make_job(tmp_path / "run", f"{HOOKS_MODULE}:VerdictObserver").hooks.listed
+    assert "TypeError: returned a verdict, which an Observer cannot" in str(call_once(listed, "on_row"))
 
 
-def test_a_row_without_the_metric_is_passed_over_and_the_first_is_told_with_the_nearest(capsys) -> None:
+def test_a_missing_metric_is_reported_once_with_the_nearest_name(capsys) -> None:
     metric, row = MetricReader("val/los"), {"step": 4, "train/loss": 1.0, "val/loss": 2.0}
     assert [
         metric.read(row),
@@ -195,12 +198,12 @@ def test_a_row_without_the_metric_is_passed_over_and_the_first_is_told_with_the_
     )
 
 
-def test_a_call_is_a_phase_of_its_own_and_told_of_once_if_it_takes_long(tmp_path, monkeypatch, capsys) -> None:
+def test_a_hook_call_is_its_own_phase_and_reported_once_if_slow(tmp_path, monkeypatch, capsys) -> None:
     names: list[str] = []
-    monkeypatch.setattr(Progress, "report_phase", spying(Progress.report_phase, names))
+    monkeypatch.setattr(Progress, "report_phase", make_spy(Progress.report_phase, names))
     monkeypatch.setattr("runner.hook.dispatch._SLOW_SECONDS", 0.0)
     monkeypatch.setattr("runner.hook.dispatch._SLOW_STEPS", 0.0)
-    found = job(tmp_path / "run", f"{HERE}:DiaryObserver")
+    found = make_job(tmp_path / "run", f"{HOOKS_MODULE}:DiaryObserver")
     found()
     told = [line for line in capsys.readouterr().err.splitlines() if "took" in line]
     assert len([line for line in told if "hook DiaryObserver took" in line and "in on_row at step 1" in line]) == 1
@@ -208,7 +211,7 @@ def test_a_call_is_a_phase_of_its_own_and_told_of_once_if_it_takes_long(tmp_path
     assert {"hook DiaryObserver.on_start", "hook DiaryObserver.on_row", "hook DiaryObserver.on_end"} <= {*names}
 
 
-def spying(report_phase: Any, names: list[str]) -> Any:
+def make_spy(report_phase: Any, names: list[str]) -> Any:
     def spy(progress: Progress, phase: Any) -> Any:
         names.append(phase.name)
         return report_phase(progress, phase)
