@@ -1,4 +1,4 @@
-"""`sample`, `evaluate` and `export` take averages of the weights by name."""
+"""`sample`, `evaluate` and `export` with averages of the weights, by name."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from runner import open_checkpoint
-from tests.inference.test_commands import rows_of, say, score
+from tests.inference.test_commands import capture_command, read_evaluated_rows, score
 from tests.support.tiny_jobs import make_gpt
 from tests.test_values import TrainLookup
 
@@ -26,25 +26,27 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has ended, of a few steps."""
+    """A finished run of a few steps."""
     directory = tmp_path_factory.mktemp("averages") / "run"
     make_gpt(directory, TrainLookup, **SETTINGS)()
     return directory
 
 
-def test_the_loss_of_an_average_is_bit_for_bit_that_of_its_row(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    row = rows_of(run)[2]
+def test_the_loss_of_an_average_is_bit_identical_to_its_row(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    row = read_evaluated_rows(run)[2]
     (record,) = score(capfd, run, "--weights", "ema_0.5")
     assert record["weights"] == "ema_0.5"
     assert np.float32(record["loss"]) != np.float32(row["val/loss"])
     assert np.float32(record["loss"]) == np.float32(row["val/ema_0.5/loss"])
-    assert say(capfd, run, "--weights", "ema_0.5", command="evaluate")[1].startswith("step 2 ema_0.5: loss ")
+    assert capture_command(capfd, run, "--weights", "ema_0.5", command="evaluate")[1].startswith(
+        "step 2 ema_0.5: loss "
+    )
 
 
-def test_text_of_an_average_is_another(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, text, err = say(capfd, run, "--prompt", "12", "--tokens", 30, "--weights", "ema_0.5")
+def test_an_average_generates_other_text(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, text, err = capture_command(capfd, run, "--prompt", "12", "--tokens", 30, "--weights", "ema_0.5")
     assert (code, err) == (0, "tiny: step 2, ema_0.5\n")
-    assert text != say(capfd, run, "--prompt", "12", "--tokens", 30)[1]
+    assert text != capture_command(capfd, run, "--prompt", "12", "--tokens", 30)[1]
 
 
 @pytest.mark.soak
@@ -52,7 +54,7 @@ def test_an_average_is_exported_as_it_is_stored(tmp_path: Path, capfd: pytest.Ca
     run = tmp_path / "run"
     narrow = {"config.model": {"layers": 1, "heads": 2, "width": 16}, "config.precision.params": "bfloat16"}
     make_gpt(run, **SETTINGS | narrow | {"job": "experiments.gpt:PretrainGPT"})()
-    assert say(capfd, run, "--weights", "ema_0.5", "-o", run.parent / "out", command="export")[0] == 0
+    assert capture_command(capfd, run, "--weights", "ema_0.5", "-o", run.parent / "out", command="export")[0] == 0
     found = load_file(run.parent / "out" / "model.safetensors")
     weights, _ = open_checkpoint(run, weights="ema_0.5")
     trained, _ = open_checkpoint(run)
@@ -61,13 +63,13 @@ def test_an_average_is_exported_as_it_is_stored(tmp_path: Path, capfd: pytest.Ca
     assert found["transformer.ln_f.weight"].dtype == np.float32
     sums = [sum(float(np.abs(leaf).sum()) for leaf in leaves) for leaves in (found.values(), jax.tree.leaves(weights))]
     assert sums[0] == pytest.approx(sums[1], rel=1e-5)
-    code, _, err = say(capfd, run, "--weights", "ema_0.9", "-o", run.parent / "none", command="export")
+    code, _, err = capture_command(capfd, run, "--weights", "ema_0.9", "-o", run.parent / "none", command="export")
     assert (code, len(err.splitlines())) == (2, 1)
 
 
 @pytest.mark.parametrize("command", ["sample", "evaluate"])
-def test_an_average_that_is_not_there_is_one_line(run: Path, command: str, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, err = say(capfd, run, "--weights", "ema_0.9", command=command)
+def test_an_unknown_average_gives_one_line(run: Path, command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = capture_command(capfd, run, "--weights", "ema_0.9", command=command)
     assert (code, out) == (2, "")
     assert "got weights 'ema_0.9', has params, ema_0.5; needs one of them" in err
     assert len(err.splitlines()) == 1

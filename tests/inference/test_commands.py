@@ -1,4 +1,4 @@
-"""`sample` and `evaluate` on a real run, also while it trains; and one line for whatever is wrong."""
+"""`sample` and `evaluate` on a real run, also during training, and one line for every invalid input."""
 
 import hashlib
 import json
@@ -30,13 +30,13 @@ SETTINGS = {
     "config.eval": {"every_steps": 2, "batches": 2},
     "checkpoint.every_steps": 2,
     "checkpoint.keep_last": 2,
-    "config.optimizer.learning_rate": 0.1,  # with which a step changes a text
+    "config.optimizer.learning_rate": 0.1,  # high enough that each step changes the generated text
     "config.schedule.warmup_steps": 0,
 }
 
 
-def job(directory: Path, job_class: type[BaseTrainer] = PretrainGPT) -> BaseTrainer:
-    """Trains on one text, and validates on its end and on another."""
+def make_job(directory: Path, job_class: type[BaseTrainer] = PretrainGPT) -> BaseTrainer:
+    """Return a job that trains on one text and validates on its end and on another one."""
     other = directory.parent / "other.txt"
     other.write_text("naïve counting: one, two, three.\n" * 12)
     return make_gpt(directory, job_class, **SETTINGS, **{"config.data.validation": {"other": str(other)}})
@@ -44,14 +44,14 @@ def job(directory: Path, job_class: type[BaseTrainer] = PretrainGPT) -> BaseTrai
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has ended, of a few steps."""
+    """A finished run of a few steps."""
     directory = tmp_path_factory.mktemp("look") / "run"
-    job(directory)()
+    make_job(directory)()
     return directory
 
 
-def changed(run: Path, name: str, **keys: object) -> Path:
-    """A copy of the run, whose spec says something else of its data."""
+def copy_with_data(run: Path, name: str, **keys: object) -> Path:
+    """Return a copy of the run with other data keys in its spec."""
     copy = run.parent / name
     shutil.copytree(run, copy, dirs_exist_ok=True)
     document = yaml.safe_load((copy / "spec.yaml").read_text())
@@ -60,8 +60,8 @@ def changed(run: Path, name: str, **keys: object) -> Path:
     return copy
 
 
-def say(capfd: pytest.CaptureFixture[str], *words: object, command: str = "sample") -> tuple[int, str, str]:
-    """Exit code, output and errors of a command, in this process."""
+def capture_command(capfd: pytest.CaptureFixture[str], *words: object, command: str = "sample") -> tuple[int, str, str]:
+    """Run a command in this process and return its exit code, output and errors."""
     capfd.readouterr()
     code = main([command, *map(str, words)])
     out, err = capfd.readouterr()
@@ -69,26 +69,24 @@ def say(capfd: pytest.CaptureFixture[str], *words: object, command: str = "sampl
 
 
 @pytest.mark.soak
-def test_a_text_goes_on_from_its_prompt_by_the_weights_of_a_step_and_is_the_same_again(
-    run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_sampling_continues_the_prompt_with_the_weights_of_a_step(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = hash_tree(run)
-    code, text, err = say(capfd, run, "--prompt", "12 squared", "--tokens", 40)
+    code, text, err = capture_command(capfd, run, "--prompt", "12 squared", "--tokens", 40)
     assert (code, err) == (0, "tiny: step 4\n")
     assert text.startswith("12 squared")
-    shorter = say(capfd, run, "--prompt", "12 squared", "--tokens", 9)[1]
+    shorter = capture_command(capfd, run, "--prompt", "12 squared", "--tokens", 9)[1]
     assert 12 < len(shorter) < len(text)
     assert text.startswith(shorter.rstrip("\n\ufffd"))
-    code, other, err = say(capfd, run, "--prompt", "12 squared", "--tokens", 40, "--step", 2)
+    code, other, err = capture_command(capfd, run, "--prompt", "12 squared", "--tokens", 40, "--step", 2)
     assert (code, err) == (0, "tiny: step 2\n")
     assert other != text
     assert hash_tree(run) == before
 
 
-def test_ids_are_printed_where_there_is_no_tokenizer_and_why(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ids_are_printed_with_the_reason_without_a_tokenizer(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = write_bin(run.parent / "ids.bin", np.arange(200))
-    copy = changed(run, "ids", source=str(source))
-    code, text, err = say(capfd, copy, "--prompt", "3, 4", "--tokens", 5)
+    copy = copy_with_data(run, "ids", source=str(source))
+    code, text, err = capture_command(capfd, copy, "--prompt", "3, 4", "--tokens", 5)
     assert code == 0
     assert re.fullmatch(r"3, 4( \d+){5} \n", text)
     assert re.fullmatch(r"ids instead of text: data\.source=.*ids\.bin: names files of token ids, .*\n.*step 4\n", err)
@@ -100,8 +98,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def with_template(run: Path, name: str, template: str, end_of_turn: int) -> Path:
-    """A copy of the run, which has recorded a chat template."""
+def copy_with_template(run: Path, name: str, template: str, end_of_turn: int) -> Path:
+    """Return a copy of the run that has recorded a chat template."""
     copy = run.parent / name
     shutil.copytree(run, copy)
     record = json.loads((copy / "assets/assets.json").read_text())
@@ -113,11 +111,11 @@ def with_template(run: Path, name: str, template: str, end_of_turn: int) -> Path
 
 
 def test_a_chat_renders_the_prompt_and_ends_with_the_turn(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    chat = with_template(run, "chat", CHAT_TEMPLATE, ord("\n"))
-    code, answer, err = say(capfd, chat, "--chat", "--prompt", "3 plus 3?", "--tokens", 30)
+    chat = copy_with_template(run, "chat", CHAT_TEMPLATE, ord("\n"))
+    code, answer, err = capture_command(capfd, chat, "--chat", "--prompt", "3 plus 3?", "--tokens", 30)
     assert (code, err) == (0, "tiny: step 4\n")
     rendered = "<user>3 plus 3?;<assistant>"
-    text = say(capfd, chat, "--prompt", rendered, "--tokens", 30)[1]
+    text = capture_command(capfd, chat, "--prompt", rendered, "--tokens", 30)[1]
     assert text.startswith(rendered)
     assert "\n" in text[len(rendered) : -1]
     assert answer == text[len(rendered) :].partition("\n")[0] + "\n"
@@ -130,38 +128,38 @@ def test_a_chat_renders_the_prompt_and_ends_with_the_turn(run: Path, capfd: pyte
         (["--chat", "--prompt", "hi"], "has no chat template: .*tokenizer_config.json"),
     ],
 )
-def test_a_chat_that_is_not_possible_is_one_line(
+def test_an_impossible_chat_gives_one_line(
     run: Path, words: list[str], expected: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = say(capfd, run, *words)
+    code, out, err = capture_command(capfd, run, *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert re.search(expected, err)
 
 
-def test_a_chat_template_that_breaks_out_is_one_line(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    hostile = with_template(run, "hostile", "{{ ''.__class__ }}", 0)
-    code, out, err = say(capfd, hostile, "--chat", "--prompt", "hi")
+def test_an_unsafe_chat_template_gives_one_line(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hostile = copy_with_template(run, "hostile", "{{ ''.__class__ }}", 0)
+    code, out, err = capture_command(capfd, hostile, "--chat", "--prompt", "hi")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "out of bounds" in err
 
 
 def score(capfd: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
     """Return the records that `evaluate --json` prints."""
-    code, out, err = say(capfd, *words, "--json", command="evaluate")
+    code, out, err = capture_command(capfd, *words, "--json", command="evaluate")
     assert (code, err) == (0, "")
     return [json.loads(line) for line in out.splitlines()]
 
 
-def rows_of(run: Path) -> dict[int, dict[str, float]]:
-    """The rows that have been evaluated, by step."""
+def read_evaluated_rows(run: Path) -> dict[int, dict[str, float]]:
+    """Return the evaluated rows by step."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row for row in rows if "val/loss" in row}
 
 
-def test_the_loss_on_the_runs_own_sets_is_bit_for_bit_that_of_its_rows(
+def test_the_loss_on_the_runs_own_sets_is_bit_identical_to_its_rows(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before, rows = hash_tree(run), rows_of(run)
+    before, rows = hash_tree(run), read_evaluated_rows(run)
     found = score(capfd, run, "--all")
     assert [record["step"] for record in found] == list(rows) == [2, 4]
     for record in found:
@@ -178,54 +176,54 @@ def test_the_loss_on_the_runs_own_sets_is_bit_for_bit_that_of_its_rows(
 
 
 @pytest.mark.soak
-def test_the_loss_is_the_same_on_other_devices_and_over_all_of_a_source(
+def test_the_loss_does_not_depend_on_devices_and_covers_a_whole_source(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (alone,) = score(capfd, run, "--data", run.parent / "other.txt")
-    copy = changed(run, "mesh")
+    copy = copy_with_data(run, "mesh")
     text = (copy / "spec.yaml").read_text()
     assert "data: 8" in text
     (copy / "spec.yaml").write_text(text.replace("data: 8", "data: 3").replace("examples: 16", "examples: 18"))
     (there,) = score(capfd, copy)
     assert there["sets"]["other"] == pytest.approx(alone["sets"]["data"], rel=1e-6)
-    row = rows_of(run)[4]
+    row = read_evaluated_rows(run)[4]
     assert np.float32(alone["loss"]) == np.float32(row["val/other/loss"])
     assert there["sets"]["validation"]["tokens"] == 36 * 16
 
 
-def test_loss_per_byte_is_known_or_a_line_says_why_not(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loss_per_byte_is_printed_or_the_reason_why_not(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ids = write_bin(run.parent / "ids.bin", np.arange(200))
-    code, out, err = say(capfd, run, "--data", ids, command="evaluate")
+    code, out, err = capture_command(capfd, run, "--data", ids, command="evaluate")
     assert code == 0
     assert re.fullmatch(r"step 4: loss [\d.]+ nats a token, perplexity [\d.]+ \(192 tokens\)\n", out)
     assert re.fullmatch(r"data: loss per byte is not known: .* names files of token ids, .*\n", err)
 
 
-def without_ledger(run: Path) -> dict[str, str]:
-    """Digests of the run's files, but for the ledger and the clock: its own threads write there at any time."""
+def hash_files(run: Path) -> dict[str, str]:
+    """Return digests of the run's files except ledger and clock, which its threads write at any time."""
     own = ("events.jsonl", ".clock")
     return {name: digest for name, digest in hash_tree(run).items() if not name.endswith(own)}
 
 
 @pytest.mark.soak
-def test_looking_while_a_run_trains_changes_neither_its_files_nor_its_bits(run: Path) -> None:
-    """In a process of its own, between two steps: the run itself waits meanwhile, so that all can be compared."""
+def test_evaluating_a_running_job_changes_neither_files_nor_bits(run: Path) -> None:
+    """Run the commands in another process between two steps, while the run waits, to compare all files."""
     seen: list[str] = []
 
-    class Watched(PretrainGPT):
+    class WatchedGPT(PretrainGPT):
         def save_or_stop(self) -> None:
             super().save_or_stop()
             if self.step == 3:
                 self.checkpointer.wait_until_finished()
                 self.attempt.background_writer.flush()
-                before = without_ledger(directory)
+                before = hash_files(directory)
                 program = f"sys.exit(main(['sample', {str(directory)!r}]) or main(['evaluate', {str(directory)!r}]))"
                 program = f"import sys\nfrom runner.cli.app import main\n{program}"
                 seen.append(wait_for_output(start_python("-c", program, devices=8)))
-                assert without_ledger(directory) == before
+                assert hash_files(directory) == before
 
     directory = run.parent / "watched"
-    watched = job(directory, Watched)
+    watched = make_job(directory, WatchedGPT)
     watched()
     assert "tiny: step 2" in seen[0]
     assert re.search(r"step 2: loss [\d.]+ nats a token", seen[0])
@@ -246,7 +244,7 @@ def test_a_run_in_a_bucket_is_only_read(
     for path in filter(Path.is_file, run.rglob("*")):
         bucket.write(f"run/{path.relative_to(run)}", path.read_bytes())
     bucket.driver.before = lambda verb, key: verbs.add(verb)
-    code, text, err = say(capfd, "gs://bucket/run", "--prompt", "12", "--tokens", 9)
+    code, text, err = capture_command(capfd, "gs://bucket/run", "--prompt", "12", "--tokens", 9)
     assert (code, err) == (0, "tiny: step 4\n")
     assert text.startswith("12")
     assert verbs <= {"get", "list"}
@@ -266,8 +264,8 @@ def test_experts_are_evaluated_with_their_balancing_biases(tmp_path: Path, capfd
     job_name = {"job": "experiments.model.decoder:PretrainDecoder"}
     make_gpt(tmp_path / "run", PretrainDecoder, **SETTINGS, **job_name, **{"config.model": model})()
     (found,) = score(capfd, tmp_path / "run")
-    assert found["loss"] == rows_of(tmp_path / "run")[4]["val/loss"]
-    assert say(capfd, tmp_path / "run", "--tokens", 9)[0] == 0
+    assert found["loss"] == read_evaluated_rows(tmp_path / "run")[4]["val/loss"]
+    assert capture_command(capfd, tmp_path / "run", "--tokens", 9)[0] == 0
 
 
 @pytest.mark.soak
@@ -283,7 +281,7 @@ def test_several_processes_score_like_one(run: Path, capfd: pytest.CaptureFixtur
     assert "loss" not in outputs[1]
 
 
-BAD = {
+INVALID_INPUTS = {
     "no run": ([], "no spec.yaml is here; needs the directory of a run that has begun"),
     "no checkpoint": ([], "no checkpoint is committed yet"),
     "counter": ([], "its job experiments.counter:Counter trains no model of tokens"),
@@ -298,24 +296,24 @@ BAD = {
 }
 
 
-def spoiled(run: Path, name: str) -> Path:
-    """The directory that a bad input is about."""
+def make_invalid_run(run: Path, name: str) -> Path:
+    """Return the directory of an invalid input."""
     if name == "no run":
         return run.parent / "nothing"
     if name == "no checkpoint":
-        copy = changed(run, name)
+        copy = copy_with_data(run, name)
         shutil.rmtree(copy / "checkpoints")
         return copy
     if name == "counter":
         make_counter(run.parent / name, **{"config.total_steps": 1})()
         return run.parent / name
     if name == "wider":
-        copy = changed(run, name)
+        copy = copy_with_data(run, name)
         text = (copy / "spec.yaml").read_text()
         (copy / "spec.yaml").write_text(text.replace("width: 32", "width: 64"))
         return copy
     if name == "ids":
-        return changed(run, name, source=str(write_bin(run.parent / "ids.bin", np.arange(200))))
+        return copy_with_data(run, name, source=str(write_bin(run.parent / "ids.bin", np.arange(200))))
     if name == "vocabulary":
         content = make_tiktoken_ranks()
         record = {
@@ -326,14 +324,14 @@ def spoiled(run: Path, name: str) -> Path:
         record |= {"pattern": GPT2_PATTERN, "special_tokens": {SEPARATOR: 299}}
         corpus = write_corpus(run.parent / "corpus", [[[1]]], change=lambda index: replace(index, tokenizer=record))
         (corpus / TOKENIZER_FILES["tiktoken"]).write_bytes(content)
-        return changed(run, name, source=str(corpus))
+        return copy_with_data(run, name, source=str(corpus))
     if name == "characters":
-        return changed(run, name, tokenizer="characters", validation={})
+        return copy_with_data(run, name, tokenizer="characters", validation={})
     return run
 
 
-def test_bad_input_to_evaluate_is_one_line_too(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    spoiled(run, "vocabulary")  # which makes the corpus
+def test_invalid_input_to_evaluate_gives_one_line(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_invalid_run(run, "vocabulary")  # creates the corpus
     (run.parent / "short.txt").write_text("short")
     for words, message in (
         ([run.parent / "nothing"], "no spec.yaml is here"),
@@ -343,19 +341,24 @@ def test_bad_input_to_evaluate_is_one_line_too(run: Path, capfd: pytest.CaptureF
         ([run, "--data", "{source: x, kind: y}"], "--data: .*unknown key"),
         ([run, "--data", run.parent / "corpus"], r"its tokens are of another tokenizer \(tiktoken\) than"),
         ([run, "--step", "2", "--all"], "--step, --all .* exclude each other"),
-        ([changed(run, "all", validation_fraction=0.0, validation={})], "keeps no validation set; name a source"),
-        ([spoiled(run, "wider")], "checkpoint 4 does not fit this job"),
+        (
+            [copy_with_data(run, "all", validation_fraction=0.0, validation={})],
+            "keeps no validation set; name a source",
+        ),
+        ([make_invalid_run(run, "wider")], "checkpoint 4 does not fit this job"),
     ):
-        code, out, err = say(capfd, *words, command="evaluate")
+        code, out, err = capture_command(capfd, *words, command="evaluate")
         assert (code, out) == (2, "")
         assert re.search(message, err.splitlines()[0]), err
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_input_is_one_line_and_ends_with_2(run: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    words, message = BAD[name]
-    directory = spoiled(run, name.strip())
-    code, out, err = say(capfd, directory, *words)
+@pytest.mark.parametrize("name", INVALID_INPUTS)
+def test_invalid_input_to_sample_gives_one_line_and_exit_code_2(
+    run: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words, message = INVALID_INPUTS[name]
+    directory = make_invalid_run(run, name.strip())
+    code, out, err = capture_command(capfd, directory, *words)
     assert (code, out) == (2, "")
     assert re.search(message, err.splitlines()[-1])
     assert len(err.splitlines()) <= 2

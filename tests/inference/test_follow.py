@@ -1,4 +1,4 @@
-"""A standing job that follows a live run from elsewhere: each step once, its own file alone, whatever kills it."""
+"""`evaluate --follow` on a live run: each step is scored once into its own file, also after kills."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.support.tiny_jobs import make_gpt, stop_after
 STEPS = 6
 
 
-def changes(directory: Path) -> dict[str, Any]:
+def make_changes(directory: Path) -> dict[str, Any]:
     return BIGRAM_OPTIONS | {
         "job": "tests.support.bigram:BigramTrainer",
         "config.train.total_steps": STEPS,
@@ -31,20 +31,20 @@ def changes(directory: Path) -> dict[str, Any]:
     }
 
 
-def test_each_step_of_a_live_run_is_scored_once_until_it_is_done(tmp_path: Path) -> None:
+def test_each_step_of_a_live_run_is_scored_once_until_the_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    job = make_gpt(run, BigramTrainer, **changes(tmp_path))
+    job = make_gpt(run, BigramTrainer, **make_changes(tmp_path))
     stop_after(job, 3)
     waited = []
 
-    def go_on() -> None:
-        """The run goes on while nothing is new: in its own process, as far as its files go."""
+    def continue_run() -> None:
+        """Continue the run in its own process while there are no new checkpoints."""
         waited.append(len(found))
         if len(waited) == 2:
-            make_gpt(run, BigramTrainer, **changes(tmp_path))()
+            make_gpt(run, BigramTrainer, **make_changes(tmp_path))()
 
     found: list[dict[str, Any]] = []
-    for record in follow(open_run(str(run)), None, Hosts.single_process(), wait=go_on):
+    for record in follow(open_run(str(run)), None, Hosts.single_process(), wait=continue_run):
         found.append(record)
     assert waited == [2, 2]
     assert [record["step"] for record in found] == [2, 3, 4, 6]
@@ -56,11 +56,11 @@ def test_each_step_of_a_live_run_is_scored_once_until_it_is_done(tmp_path: Path)
         assert record["tasks"]["squares"] == expected
 
 
-def test_the_command_goes_on_behind_what_its_own_file_holds_and_writes_nothing_that_the_run_owns(
+def test_following_continues_its_own_file_and_writes_no_file_of_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, own = tmp_path / "run", tmp_path / "figures.jsonl"
-    make_gpt(run, BigramTrainer, **changes(tmp_path))()
+    make_gpt(run, BigramTrainer, **make_changes(tmp_path))()
     before = hash_tree(run)
     append_record(own, {"step": 4, "known": True})
     with own.open("ab") as file:
@@ -87,14 +87,12 @@ def test_the_command_goes_on_behind_what_its_own_file_holds_and_writes_nothing_t
         (["--include-path", "some"], "--include-path DIR needs --harness"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
-    words: list[str], line: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_incompatible_options_are_rejected(words: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "nowhere", *words]) == 2
     assert line in capfd.readouterr().err
 
 
-def test_its_file_cannot_lie_in_the_directory_of_the_run(tmp_path: Path) -> None:
+def test_the_output_file_cannot_be_in_the_run_directory(tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match="lies in the run's directory"):
         validate_outside_run(tmp_path / "run" / "x" / "figures.jsonl", LocalStore(tmp_path / "run"))
     validate_outside_run(tmp_path / "figures.jsonl", LocalStore(tmp_path / "run"))

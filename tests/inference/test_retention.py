@@ -1,6 +1,6 @@
-"""Commands that read checkpoints beside a run that deletes its old ones: one that vanished is looked for again.
+"""Read-only commands on a run that deletes old checkpoints: a vanished checkpoint is looked up again.
 
-The run is one of two saved steps. The newer one is committed, and the older one deleted, at a given point of a command.
+A run has two saved steps. At a given point of a command, the newer one is committed and the older one deleted.
 """
 
 import re
@@ -20,14 +20,14 @@ OLD, NEW = "4", "8"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved") / "run"
     make_gpt(directory, **{"checkpoint.every_steps": 4, "checkpoint.keep_last": 2})()
     return directory
 
 
 class LiveRun:
-    """Run that commits `NEW` and deletes `OLD` at the first, second, ... occurrence of a point."""
+    """A run that commits `NEW` and deletes `OLD` at the n-th occurrence of a point."""
 
     def __init__(self, saved: Path, directory: Path, occurrence: int):
         shutil.copytree(saved, directory / "run")
@@ -44,7 +44,7 @@ class LiveRun:
             shutil.rmtree(self.root / "checkpoints" / OLD)
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: bool, act: Callable[..., None]) -> None:
+def call_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: bool, act: Callable[..., None]) -> None:
     original = getattr(owner, name)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -59,14 +59,16 @@ def watch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: bool, 
 
 
 POINTS: dict[str, Callable[[pytest.MonkeyPatch, LiveRun], None]] = {
-    "the listing": lambda patch, run: watch(
+    "the listing": lambda patch, run: call_at(
         patch, LocalStore, "list_names", False, lambda _, name: run.occur() if name == "checkpoints" else None
     ),
-    "the manifest": lambda patch, run: watch(
+    "the manifest": lambda patch, run: call_at(
         patch, LocalStore, "read", False, lambda _, name: run.occur() if name.endswith(f"{OLD}/manifest.json") else None
     ),
-    "the sizes of the files": lambda patch, run: watch(patch, LocalStore, "list_sizes", False, lambda *_: run.occur()),
-    "the arrays": lambda patch, run: watch(patch, arrays, "read_arrays", True, lambda *_: run.occur()),
+    "the sizes of the files": lambda patch, run: call_at(
+        patch, LocalStore, "list_sizes", False, lambda *_: run.occur()
+    ),
+    "the arrays": lambda patch, run: call_at(patch, arrays, "read_arrays", True, lambda *_: run.occur()),
 }
 COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
     "sample": lambda run, out: ["sample", str(run), "--tokens", "2"],
@@ -91,16 +93,16 @@ DAILY = [
         for point in POINTS
     ],
 )
-def test_a_checkpoint_that_vanishes_is_looked_for_again(
+def test_a_vanished_checkpoint_is_looked_up_again(
     command: str,
     point: str,
-    saved: Path,
+    saved_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for occurrence in range(10):
-        run = LiveRun(saved, tmp_path / str(occurrence), occurrence)
+        run = LiveRun(saved_run, tmp_path / str(occurrence), occurrence)
         with monkeypatch.context() as patch:
             POINTS[point](patch, run)
             assert run_command(COMMANDS[command](run.root, tmp_path / str(occurrence) / "out")) == 0

@@ -1,4 +1,4 @@
-"""Bytes of text that the loss of a set covers: those of its targets, for every tokenizer and packing."""
+"""Text bytes covered by the loss: those of all targets, for every tokenizer and packing."""
 
 import hashlib
 from dataclasses import replace
@@ -27,7 +27,7 @@ RECORDS = {
 }
 
 
-def scored(source, **keys):
+def load_scored_set(source, **keys):
     data = DataConfig.model_validate({"source": str(source), "sequence_length": LENGTH, **keys})
     named = TokenSource(source=str(source))
     return EvaluationData(
@@ -49,7 +49,7 @@ def test_bytes_cover_the_text_of_all_targets_without_separators(tmp_path, kind, 
     if content is not None:
         (corpus / TOKENIZER_FILES[kind]).write_bytes(content)
 
-    size = scored(corpus, packing=packing).measure(DATA_SET)
+    size = load_scored_set(corpus, packing=packing).measure(DATA_SET)
     if packing == "documents":
         targets = [document[1:] for document in documents]
     else:
@@ -62,14 +62,14 @@ def test_bytes_cover_the_text_of_all_targets_without_separators(tmp_path, kind, 
         assert size.num_bytes == size.num_targets
     else:
         texts = [tokenizer.decode([token for token in part if token != separator]) for part in targets]
-        num_rows = -(-len(np.concatenate(documents)) // LENGTH)  # the end of each may cut a character
+        num_rows = -(-len(np.concatenate(documents)) // LENGTH)  # both ends can split a character
         assert abs(size.num_bytes - sum(len(text.encode()) for text in texts)) <= num_rows * (packing == "documents")
         assert size.num_bytes > size.num_targets
 
 
 def test_characters_count_by_their_bytes(tmp_path):
     (tmp_path / "a.txt").write_text("né" * 500)
-    size = scored(tmp_path / "a.txt", tokenizer="characters").measure(DATA_SET)
+    size = load_scored_set(tmp_path / "a.txt", tokenizer="characters").measure(DATA_SET)
     assert (size.num_targets, size.num_bytes) == (960, 960 * 3 // 2)
 
 

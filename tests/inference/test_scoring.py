@@ -1,4 +1,4 @@
-"""Records of scores: metrics that add up, in JSON that every reader accepts."""
+"""Score records: metrics that add up, as JSON that every reader accepts."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from runner.inference.evaluate import Score, format_record, make_record
 from runner.train.evaluators import ValidationSize, ValidationSums
 
 
-def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> None:
+def test_a_score_is_weighted_by_tokens_and_counts_bytes_of_all_sets() -> None:
     score = Score(7, {"a": ValidationSums(30.0, 10.0), "b": ValidationSums(100.0, 90.0)})
     record = make_record(score, {"a": ValidationSize(10, 40), "b": ValidationSize(90, 160)})
     assert record["loss"] == 130 / 100
@@ -40,9 +40,7 @@ def test_a_score_is_weighted_by_tokens_and_its_bytes_are_those_of_all_sets() -> 
         ((0.0, 0.0), ValidationSize(0, 0), "no loss, because there is no target (0 tokens)"),
     ],
 )
-def test_what_is_not_known_or_not_finite_is_left_out(
-    sums: tuple[float, float], size: ValidationSize, line: str
-) -> None:
+def test_unknown_and_non_finite_values_are_omitted(sums: tuple[float, float], size: ValidationSize, line: str) -> None:
     record = make_record(Score(1, {"data": ValidationSums(*sums)}), {"data": size})
     assert format_record(record) == [f"step 1: {line}"]
     text = json.dumps(record, allow_nan=False)

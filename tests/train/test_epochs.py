@@ -14,7 +14,7 @@ from runner.errors import InvalidError, PreemptedError
 from runner.plan.preflight import PlanRequest, plan
 from runner.spec import dump_spec
 from tests.data.datasets import write_bin
-from tests.inference.test_commands import say
+from tests.inference.test_commands import capture_command
 from tests.support.tiny_jobs import StopAfter, make_gpt
 from tests.test_values import TrainLookup
 
@@ -54,7 +54,7 @@ def test_epochs_give_the_same_run_as_steps_and_resume_bit_identically(
     run_command(["status", str(tmp_path / "run")])
     assert f"step {STEPS} of {STEPS}" in capfd.readouterr().out
     (tmp_path / "data.bin").unlink()
-    assert say(capfd, tmp_path / "run", "--tokens", 4)[0] == 0, "read-only commands need no data"
+    assert capture_command(capfd, tmp_path / "run", "--tokens", 4)[0] == 0, "read-only commands need no data"
 
 
 def test_epochs_can_be_extended_if_no_schedule_depends_on_them(tmp_path: Path) -> None:
