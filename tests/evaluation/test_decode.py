@@ -1,4 +1,4 @@
-"""Token after token: what a cache gives is what the forward pass of training gives, at every position.
+"""Incremental decoding: logits from the cache equal those of the training forward pass at every position.
 
 Shape legend: B batch, T sequence, V vocabulary.
 """
@@ -32,21 +32,21 @@ VOCABULARY, SEQUENCE = 61, 24
 TOKENS_BxT = np.random.default_rng(7).integers(0, VOCABULARY, (2, SEQUENCE), dtype=np.int32)
 
 
-def gpt(**config: Any) -> GPT:
+def make_gpt_model(**config: Any) -> GPT:
     return GPT(GPTConfig(**{"layers": 2, "heads": 2, "width": 32, **config}), VOCABULARY, SEQUENCE)
 
 
-def decoder(**config: Any) -> Decoder:
+def make_decoder_model(**config: Any) -> Decoder:
     sizes = {"layers": 2, "heads": 4, "key_value_heads": 2, "width": 32, "mlp_width": 48, "window": 9}
     return Decoder(DecoderConfig(**sizes | {"layer_pattern": ["window", "full"]} | config), VOCABULARY)
 
 
-# Every model of this repository that can be read bit by bit; the decoders have tests of their own too.
+# All models that support a cache bit by bit; decoders have further tests of their own.
 MODELS = {
-    "gpt": gpt(),
-    "gpt, its layers in line": gpt(layer_loop="unroll", layers=1, heads=4, dropout=0.5),
-    "decoder": decoder(),
-    "decoder with experts": decoder(
+    "gpt": make_gpt_model(),
+    "gpt, its layers in line": make_gpt_model(layer_loop="unroll", layers=1, heads=4, dropout=0.5),
+    "decoder": make_decoder_model(),
+    "decoder with experts": make_decoder_model(
         moe={
             "experts": 4,
             "experts_per_token": 2,
@@ -56,18 +56,18 @@ MODELS = {
             "bias_rate": 0.1,
         }
     ),
-    "decoder with latents": decoder(
+    "decoder with latents": make_decoder_model(
         key_value_heads="auto",
         latent={"query_rank": 12, "key_value_rank": 16, "plain_head_dim": 8, "rotary_head_dim": 4, "value_head_dim": 6},
     ),
 }
 ONE = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
-PIECES = (8, *[1] * 7, 8, 1)  # in which a row is read
+DECODE_LENGTHS = (8, *[1] * 7, 8, 1)  # lengths in which a sequence is decoded
 
 
 @functools.cache
-def weights_of(name: str) -> Any:
-    """Weights so large that each token counts."""
+def make_weights(name: str) -> Any:
+    """Return weights large enough that every token matters."""
     init = functools.partial(MODELS[name].init, deterministic=True)
     generator = np.random.default_rng(0)
     shapes = nn.unbox(jax.eval_shape(init, jax.random.key(0), TOKENS_BxT))
@@ -76,8 +76,8 @@ def weights_of(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def readers() -> tuple[CachedDecoder, RecomputingDecoder]:
-    """The first model's, the one on two devices; what a text has left in its cache must not show in the next."""
-    model, weights = MODELS["gpt"], weights_of("gpt")
+    """Readers of the first model, one on two devices; texts share a cache, which must not leak between them."""
+    model, weights = MODELS["gpt"], make_weights("gpt")
     mesh = make_mesh({"data": 1, "fsdp": 2, "tensor": 1}, jax.devices()[:2])
     cut = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))
     cut["params"]["embedding"] = jax.device_put(
@@ -89,14 +89,14 @@ def readers() -> tuple[CachedDecoder, RecomputingDecoder]:
 @pytest.mark.parametrize(
     "name", ["gpt", *(pytest.param(name, marks=pytest.mark.soak) for name in MODELS if name != "gpt")]
 )
-def test_a_cached_decode_gives_the_logits_of_the_forward_pass_at_every_position(name):
-    model, weights = MODELS[name], weights_of(name)
+def test_cached_logits_equal_the_forward_pass_at_every_position(name):
+    model, weights = MODELS[name], make_weights(name)
     step = jax.jit(functools.partial(model.apply, deterministic=True))
     expected_BxTxV = step(weights, TOKENS_BxT)
-    # Longer than the sequence, and full of what must not be seen.
+    # The cache is longer than the sequence and filled with values that must not be used.
     cache = jax.tree.map(lambda leaf: leaf + 1e3, model.init_cache(2, SEQUENCE + 8, jnp.float32))
     found, start = [], 0
-    for length in PIECES:
+    for length in DECODE_LENGTHS:
         tokens = TOKENS_BxT[:, start : start + length]
         logits, cache = step(weights, tokens, cache=cache, start=jnp.int32(start))
         found.append(logits)
@@ -107,7 +107,7 @@ def test_a_cached_decode_gives_the_logits_of_the_forward_pass_at_every_position(
 
 
 @pytest.mark.parametrize("sampling", [Sampler(temperature=0), Sampler(1.0, top_p=0.7, seed=5)], ids=str)
-def test_a_text_is_the_same_by_cache_and_by_whole_rows_also_beyond_the_sequence_length(readers, sampling):
+def test_cached_and_recomputed_decoding_generate_the_same_text(readers, sampling):
     choose = sampling.make_chooser(VOCABULARY)
     for prompt in ([3], list(range(SEQUENCE - 1)), list(range(40))):
         texts = [list(generate(read, choose, prompt, 40, SEQUENCE)) for read in readers]
@@ -116,7 +116,7 @@ def test_a_text_is_the_same_by_cache_and_by_whole_rows_also_beyond_the_sequence_
         assert len(set(texts[0])) > 3
 
 
-def test_the_window_is_the_last_tokens_and_when_it_is_full_its_last_half():
+def test_a_full_window_keeps_its_last_half():
     windows = []
 
     def read(window, num_new):
@@ -130,7 +130,7 @@ def test_the_window_is_the_last_tokens_and_when_it_is_full_its_last_half():
     assert windows == [([7], 1), ([0], 1)]
 
 
-def test_a_token_depends_on_the_seed_and_its_place_and_on_no_other_draw(readers):
+def test_a_token_depends_only_on_seed_and_position(readers):
     def text(num_tokens, seed):
         choose = Sampler(1.0, seed=seed).make_chooser(VOCABULARY)
         return list(generate(readers[0], choose, [3], num_tokens, SEQUENCE))
@@ -139,7 +139,7 @@ def test_a_token_depends_on_the_seed_and_its_place_and_on_no_other_draw(readers)
     assert text(20, 0) != text(20, 1)
 
 
-def test_a_model_without_a_cache_is_read_in_one_program():
+def test_a_model_without_a_cache_is_decoded_by_one_program():
     class Bigram(nn.Module):
         @nn.compact
         def __call__(self, tokens_BxT: jax.Array, *, deterministic: bool) -> jax.Array:
@@ -155,7 +155,7 @@ def test_a_model_without_a_cache_is_read_in_one_program():
     assert read._step._cache_size() == 1
 
 
-def test_what_returns_no_logits_is_no_model_of_tokens():
+def test_a_model_without_token_logits_is_rejected():
     class Classifier(nn.Module):
         @nn.compact
         def __call__(self, tokens_BxT: jax.Array, *, deterministic: bool) -> jax.Array:
@@ -167,7 +167,7 @@ def test_what_returns_no_logits_is_no_model_of_tokens():
         infer_vocabulary_size(model, weights, 4)
 
 
-# The choice of a token.
+# Sampling.
 
 PROBABILITIES = np.array([0.15, 0.5, 0.1, 0.25])
 
@@ -176,7 +176,7 @@ PROBABILITIES = np.array([0.15, 0.5, 0.1, 0.25])
     ("top_p", "kept"),
     [(0.1, [1]), (0.5, [1]), (0.51, [1, 3]), (0.8, [0, 1, 3]), (0.95, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])],
 )
-def test_top_p_keeps_the_fewest_tokens_whose_probabilities_add_up_to_it(top_p, kept):
+def test_top_p_keeps_the_smallest_sufficient_set_of_tokens(top_p, kept):
     logits_V = jnp.log(PROBABILITIES)
     found = filter_top_p(logits_V, top_p)
     assert np.flatnonzero(np.isfinite(found)).tolist() == kept
@@ -184,7 +184,7 @@ def test_top_p_keeps_the_fewest_tokens_whose_probabilities_add_up_to_it(top_p, k
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (2.0, 0.8)])
-def test_tokens_come_as_often_as_temperature_and_top_p_say(temperature, top_p):
+def test_token_frequencies_follow_temperature_and_top_p(temperature, top_p):
     expected = PROBABILITIES ** (1 / temperature)
     expected /= expected.sum()
     order = np.argsort(-expected)
@@ -206,6 +206,6 @@ def test_tokens_come_as_often_as_temperature_and_top_p_say(temperature, top_p):
         ({"seed": -1}, "--seed -1: needs"),
     ],
 )
-def test_a_bad_number_is_refused(options, message):
+def test_invalid_sampling_options_are_rejected(options, message):
     with pytest.raises(InvalidError, match=message):
         Sampler(**options)

@@ -1,4 +1,4 @@
-"""Log likelihoods and answers: those of independent arithmetic, and of lm-evaluation-harness itself."""
+"""Log likelihoods and multiple choice: equal to independent arithmetic and to lm-evaluation-harness."""
 
 import itertools
 import json
@@ -42,8 +42,8 @@ SMALL: dict[str, Any] = {
 FIRST = ord("\n")
 
 
-def made_up_questions(number: int) -> list[dict[str, Any]]:
-    """Of many lengths, beyond the model's too, some empty, some with spaces at their end, some that are not ASCII."""
+def make_questions(number: int) -> list[dict[str, Any]]:
+    """Make questions of many lengths, some beyond the model's, some empty, with trailing spaces, or not ASCII."""
     rng = random.Random(0)
     words = ["squared", "is", "é", "12th", "n144", "日本", "a", "number", "of", "\n7 squared"]
     questions = []
@@ -56,10 +56,10 @@ def made_up_questions(number: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has learned something, and its questions."""
+    """A trained run and its questions."""
     directory = tmp_path_factory.mktemp("judge") / "run"
     path = directory.parent / "questions.jsonl"
-    path.write_text("".join(json.dumps(question) + "\n" for question in made_up_questions(NUM_QUESTIONS)))
+    path.write_text("".join(json.dumps(question) + "\n" for question in make_questions(NUM_QUESTIONS)))
     asked = {"config.eval.multiple_choice": [{"name": "made_up", "path": str(path)}]}
     make_gpt(directory, **SMALL, **asked)()
     return directory
@@ -73,20 +73,20 @@ def weights(run: Path) -> Any:
     return opened.load_weights(opened.find_checkpoint("newest"), abstract)
 
 
-def ids_of(text: str) -> list[int]:
+def encode_text(text: str) -> list[int]:
     return list(text.encode())
 
 
-def reference(model: Any, weights: Any, texts: Sequence[tuple[str, str]]) -> list[float]:
-    """By hand, of what follows each context: a loop over its tokens, in float64."""
+def compute_reference(model: Any, weights: Any, texts: Sequence[tuple[str, str]]) -> list[float]:
+    """Compute the log likelihood of each continuation in float64, token by token."""
     rows, wholes, counts = np.zeros((len(texts), LENGTH), np.int32), [], []
     for row, (context, following) in zip(rows, texts, strict=True):
-        whole = ids_of(context + following) if context.strip() else [FIRST, *ids_of(context + following)]
-        counts += [len(whole) - (len(ids_of(context.rstrip())) if context.strip() else 1)]
+        whole = encode_text(context + following) if context.strip() else [FIRST, *encode_text(context + following)]
+        counts += [len(whole) - (len(encode_text(context.rstrip())) if context.strip() else 1)]
         wholes += [whole[-(LENGTH + 1) :]]
         row[: len(wholes[-1]) - 1] = wholes[-1][:-1]
     totals = []
-    logits_BxTxV = np.asarray(jitted(model)(make_variables(weights), rows))
+    logits_BxTxV = np.asarray(get_jitted_apply(model)(make_variables(weights), rows))
     for whole, num_following, logits_TxV in zip(wholes, counts, logits_BxTxV, strict=True):
         total = 0.0
         for place in range(max(0, len(whole) - 1 - num_following), len(whole) - 1):
@@ -96,26 +96,26 @@ def reference(model: Any, weights: Any, texts: Sequence[tuple[str, str]]) -> lis
     return totals
 
 
-_jitted: dict[str, Callable[..., Any]] = {}
+_jit_cache: dict[str, Callable[..., Any]] = {}
 
 
-def jitted(model: Any) -> Callable[..., Any]:
-    if "apply" not in _jitted:
-        _jitted["apply"] = jax.jit(lambda variables, row: model.apply(variables, row, deterministic=True))
-    return _jitted["apply"]
+def get_jitted_apply(model: Any) -> Callable[..., Any]:
+    if "apply" not in _jit_cache:
+        _jit_cache["apply"] = jax.jit(lambda variables, row: model.apply(variables, row, deterministic=True))
+    return _jit_cache["apply"]
 
 
-def test_answers_to_200_questions_are_those_of_the_formula_by_hand(run: Path, weights: Any) -> None:
+def test_answers_to_200_questions_match_a_reference(run: Path, weights: Any) -> None:
     job = open_run(str(run)).job
     model = job.model()
     mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
     likelihood = LikelihoodScorer(model, mesh, LENGTH, 4, lambda: False)
     questions = read_questions(str(run.parent / "questions.jsonl"))
-    evaluator = MultipleChoice("made_up", questions, ids_of, FIRST, likelihood)
+    evaluator = MultipleChoice("made_up", questions, encode_text, FIRST, likelihood)
     figures = evaluator.evaluate(weights, 8, Hosts.single_process())
     right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
     texts = [(question.context, " " + choice) for question in questions for choice in question.choices]
-    expected = reference(model, weights, texts)
+    expected = compute_reference(model, weights, texts)
     left = iter(expected)
     for question in questions:
         sums = list(itertools.islice(left, len(question.choices)))
@@ -125,48 +125,48 @@ def test_answers_to_200_questions_are_those_of_the_formula_by_hand(run: Path, we
             right[key] += values.index(max(values)) == question.answer
     assert figures == {f"val/made_up/{key}": number / NUM_QUESTIONS for key, number in right.items()}
     assert len({*right.values()}) > 1
-    likely = likelihood.score(weights, make_pairs(questions, ids_of, FIRST))
+    likely = likelihood.score(weights, make_pairs(questions, encode_text, FIRST))
     assert likely is not None
     np.testing.assert_allclose([each.log_likelihood for each in likely], expected, rtol=1e-4, atol=1e-4)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {key: rows[-1][key] for key in figures} == figures
 
 
-def test_what_is_greedy_is_what_the_most_probable_tokens_make(run: Path, weights: Any) -> None:
+def test_a_greedy_continuation_consists_of_the_most_probable_tokens(run: Path, weights: Any) -> None:
     job = open_run(str(run)).job
     model = job.model()
     likelihood = LikelihoodScorer(model, make_mesh({"data": 8, "fsdp": 1, "tensor": 1}), LENGTH, 1, lambda: False)
-    ids = ids_of("7 squared")
+    ids = encode_text("7 squared")
     row = np.zeros((1, LENGTH), np.int32)
     row[0, : len(ids)] = ids
-    best = int(np.argmax(jitted(model)(make_variables(weights), row)[0, len(ids) - 1]))
+    best = int(np.argmax(get_jitted_apply(model)(make_variables(weights), row)[0, len(ids) - 1]))
     found = likelihood.score(weights, [TextPair(ids, [best]), TextPair(ids, [(best + 1) % 256])])
     assert found is not None
     assert [each.is_greedy for each in found] == [True, False]
 
 
-def test_whoever_was_asked_to_stop_asks_no_more(run: Path, weights: Any) -> None:
+def test_evaluation_ends_after_a_stop_request(run: Path, weights: Any) -> None:
     model = open_run(str(run)).job.model()
     mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
     stopping = LikelihoodScorer(model, mesh, LENGTH, 1, lambda: True)
-    evaluator = MultipleChoice("some", [Question("a", ("b", "c"), 0)], ids_of, FIRST, stopping)
+    evaluator = MultipleChoice("some", [Question("a", ("b", "c"), 0)], encode_text, FIRST, stopping)
     assert evaluator.evaluate(weights, 1, Hosts.single_process()) is None
 
 
 @pytest.mark.parametrize(
     ("context", "following", "pair"),
     [
-        ("ab", " c", TextPair(ids_of("ab"), ids_of(" c"))),
-        ("ab  ", " c", TextPair(ids_of("ab"), ids_of("   c"))),
-        ("", " c", TextPair([FIRST], ids_of(" c"))),
-        ("", "\nc", TextPair([FIRST], ids_of("c"))),
-        ("  ", "c", TextPair([FIRST], ids_of("  c"))),
-        ("é", "日", TextPair(ids_of("é"), ids_of("日"))),
+        ("ab", " c", TextPair(encode_text("ab"), encode_text(" c"))),
+        ("ab  ", " c", TextPair(encode_text("ab"), encode_text("   c"))),
+        ("", " c", TextPair([FIRST], encode_text(" c"))),
+        ("", "\nc", TextPair([FIRST], encode_text("c"))),
+        ("  ", "c", TextPair([FIRST], encode_text("  c"))),
+        ("é", "日", TextPair(encode_text("é"), encode_text("日"))),
     ],
 )
-def test_spaces_at_the_end_of_a_context_belong_to_what_follows(context: str, following: str, pair: TextPair) -> None:
-    assert encode_pair(ids_of, FIRST, context, following) == pair
-    assert ByteTokenizer().encode(context + following).tolist() == ids_of(context + following)
+def test_trailing_spaces_of_a_context_belong_to_the_continuation(context: str, following: str, pair: TextPair) -> None:
+    assert encode_pair(encode_text, FIRST, context, following) == pair
+    assert ByteTokenizer().encode(context + following).tolist() == encode_text(context + following)
 
 
 TASK = {
@@ -183,8 +183,8 @@ TASK = {
 
 
 @pytest.mark.soak
-def test_the_harness_itself_finds_the_same_accuracy(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own tasks, prompts and metrics, on a tiny local task. It reads a dataset of JSON, and downloads nothing."""
+def test_the_harness_computes_the_same_accuracy(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluate a tiny local JSON task with the harness's own prompts and metrics, without downloads."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
@@ -194,7 +194,7 @@ def test_the_harness_itself_finds_the_same_accuracy(run: Path, tmp_path: Path, m
     opened = open_run(str(run))
     hosts = Hosts.single_process()
     evaluator = harness.HarnessEvaluator(opened, hosts, ["made_up"], str(tmp_path))
-    # Every checkpoint, with one compiled program, as `--all` and `--follow` do.
+    # Every checkpoint with one compiled program, like `--all` and `--follow`.
     every = list(evaluate(opened, EvaluationRequest(None, None, "params"), hosts, evaluator))
     assert [record["step"] for record in every] == opened.list_steps()
     (record,) = evaluate(opened, EvaluationRequest(None, "newest", "params"), hosts, evaluator)
@@ -204,15 +204,15 @@ def test_the_harness_itself_finds_the_same_accuracy(run: Path, tmp_path: Path, m
     for name in ("acc", "acc_norm", "acc_bytes"):
         assert figures[f"{name},none"] == pytest.approx(row[f"val/made_up/{name}"], abs=1e-12)
     assert harness.format_record(record)[0].startswith("step 8 made_up: ")
-    check_texts(evaluator.model, requests_of)
+    check_texts(evaluator.model, make_requests)
 
 
-def requests_of(*arguments: Sequence[Any]) -> list[Any]:
+def make_requests(*arguments: Sequence[Any]) -> list[Any]:
     return [type("Request", (), {"args": each})() for each in arguments]
 
 
 def check_texts(model: Any, requests: Callable[..., list[Any]]) -> None:
-    """Rolling likelihoods are those of all tokens, each once; a text ends before what ends it."""
+    """Check that rolling likelihoods cover each token once, and that generation stops before a stop text."""
     long = "squared is " * 10
     (whole,) = model.loglikelihood_rolling(requests((long,)))
     assert whole < 0

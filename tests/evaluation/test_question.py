@@ -1,4 +1,4 @@
-"""Files of questions, as benchmarks ship them; what is none is told with file and line."""
+"""Question files in the formats of common benchmarks; invalid lines are reported with file and line."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from runner.errors import DataError
 from runner.evaluation.likelihood import Question, read_questions
 
-READ: dict[str, tuple[dict[str, Any], Question]] = {
+VALID_RECORDS: dict[str, tuple[dict[str, Any], Question]] = {
     "plain": ({"question": "q", "choices": ["a", "b"], "answer": 1}, Question("q", ("a", "b"), 1)),
     "context": ({"context": "q", "options": ["a", "b"], "gold": 0}, Question("q", ("a", "b"), 0)),
     "hellaswag": ({"ctx": "q", "endings": ["a", "b"], "label": "1"}, Question("q", ("a", "b"), 1)),
@@ -20,7 +20,7 @@ READ: dict[str, tuple[dict[str, Any], Question]] = {
     ),
     "more keys": ({"id": 7, "question": "q", "choices": ["a", "b"], "answer": 0}, Question("q", ("a", "b"), 0)),
 }
-REFUSED: dict[str, tuple[str, str]] = {
+INVALID_TEXTS: dict[str, tuple[str, str]] = {
     "not JSON": ("{", "Expecting"),
     "no object": ("[1]", "needs a JSON object"),
     "no question": ('{"choices": ["a", "b"], "answer": 0}', "has no question or context"),
@@ -36,16 +36,16 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("record", "question"), READ.values(), ids=READ)
-def test_the_usual_forms_are_read(record: dict[str, Any], question: Question, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("record", "question"), VALID_RECORDS.values(), ids=VALID_RECORDS)
+def test_common_formats_are_read(record: dict[str, Any], question: Question, tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text(f"{json.dumps(record)}\n\n{json.dumps(record)}\n")
     assert read_questions(str(path)) == [question] * 2
     assert read_questions(str(path), limit=1) == [question]
 
 
-@pytest.mark.parametrize(("text", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_question_is_told_in_one_line_with_its_place(text: str, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "reason"), INVALID_TEXTS.values(), ids=INVALID_TEXTS)
+def test_an_invalid_question_is_reported_in_one_line_with_its_position(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     good = json.dumps({"question": "q", "choices": ["a", "b"], "answer": 1})
     path.write_text(f"{good}\n{text}\n" if text else "\n")
@@ -56,6 +56,6 @@ def test_what_is_no_question_is_told_in_one_line_with_its_place(text: str, reaso
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such file"):
         read_questions(str(tmp_path / "none.jsonl"))

@@ -1,4 +1,4 @@
-"""Rows are a function of the trajectory: whatever judges a run, a kill or a stop at any step leaves the same rows."""
+"""Rows depend only on the trajectory: a kill or stop at any step leaves the same rows for every evaluator."""
 
 import itertools
 import math
@@ -15,11 +15,11 @@ from tests.support.tiny_jobs import make_gpt, stop_after
 STEPS = 12
 
 
-class StrikeError(Exception):
-    """A process that is killed, as far as its files go."""
+class KilledError(Exception):
+    """Simulated kill of the process."""
 
 
-def changes(directory: Path) -> dict[str, Any]:
+def make_changes(directory: Path) -> dict[str, Any]:
     return BIGRAM_OPTIONS | {
         "config.train.total_steps": STEPS,
         "config.eval.every_steps": 4,
@@ -36,8 +36,8 @@ def changes(directory: Path) -> dict[str, Any]:
     }
 
 
-class Struck(EvaluatedBigramTrainer):
-    """Ends like one that is killed after `at` steps, once what was saved is committed."""
+class KilledTrainer(EvaluatedBigramTrainer):
+    """A job killed after `at` steps, once its saves are committed."""
 
     at = 0
 
@@ -45,22 +45,22 @@ class Struck(EvaluatedBigramTrainer):
         super().save_or_stop()
         self.checkpointer.wait_until_finished()
         if self.step == self.at:
-            raise StrikeError
+            raise KilledError
 
 
-def struck_at(step: int) -> type[BaseTrainer]:
-    return type("StruckAt", (Struck,), {"at": step, "__module__": __name__})
+def make_killed_class(step: int) -> type[BaseTrainer]:
+    return type("StruckAt", (KilledTrainer,), {"at": step, "__module__": __name__})
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("whole") / "run"
-    make_gpt(directory, EvaluatedBigramTrainer, **changes(directory.parent))()
+    make_gpt(directory, EvaluatedBigramTrainer, **make_changes(directory.parent))()
     return directory
 
 
-def test_rows_hold_what_forward_and_every_evaluator_say_at_its_own_cadence(whole: Path) -> None:
-    rows = {row["step"]: row for row in read_trajectory(whole)}
+def test_rows_contain_metrics_of_forward_and_every_evaluator(uninterrupted: Path) -> None:
+    rows = {row["step"]: row for row in read_trajectory(uninterrupted)}
     assert list(rows) == [0, 3, 4, 5, 6, 8, 9, 10, 12]
     cadences = {"val/loss": 4, "val/bits_per_byte": 4, "val/squares/acc": 5, "val/sample/0": 6, "val/own/sum": 3}
     for key, every in cadences.items():
@@ -68,7 +68,7 @@ def test_rows_hold_what_forward_and_every_evaluator_say_at_its_own_cadence(whole
     last = rows[STEPS]
     assert len(last["train/by_part"]) == len(last["train/parts"]) == len(last["val/parts"]) == 4
     assert (len(last["train/logits"]["counts"]), len(last["train/logits"]["edges"])) == (8, 9)
-    assert sum(last["train/logits"]["counts"]) == 16 * 256  # of the last part of the last micro-batch
+    assert sum(last["train/logits"]["counts"]) == 16 * 256  # of the last shard of the last micro-batch
     assert last["train/entropy"] == pytest.approx(last["train/loss"], rel=1e-6)
     assert last["val/entropy"] == pytest.approx(last["val/loss"], rel=1e-6)
     assert last["train/nothing"] is last["val/nothing"] is None
@@ -82,33 +82,29 @@ def test_rows_hold_what_forward_and_every_evaluator_say_at_its_own_cadence(whole
 
 
 @pytest.mark.parametrize("step", [9, *(pytest.param(step, marks=pytest.mark.soak) for step in (1, 7, 8, 11))])
-def test_rows_of_a_run_that_was_killed_and_resumed_are_those_of_an_undisturbed_one(
-    whole: Path, tmp_path: Path, step: int
-) -> None:
-    with pytest.raises(StrikeError):
-        make_gpt(tmp_path / "run", struck_at(step), **changes(whole.parent))()
-    make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **changes(whole.parent))()
-    assert read_trajectory(tmp_path / "run") == read_trajectory(whole)
-    assert read_json_result(tmp_path / "run") == read_json_result(whole)
+def test_rows_of_a_killed_and_resumed_run_are_identical(uninterrupted: Path, tmp_path: Path, step: int) -> None:
+    with pytest.raises(KilledError):
+        make_gpt(tmp_path / "run", make_killed_class(step), **make_changes(uninterrupted.parent))()
+    make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **make_changes(uninterrupted.parent))()
+    assert read_trajectory(tmp_path / "run") == read_trajectory(uninterrupted)
+    assert read_json_result(tmp_path / "run") == read_json_result(uninterrupted)
 
 
 @pytest.mark.parametrize("step", [8, *(pytest.param(step, marks=pytest.mark.soak) for step in (0, 1, 7))])
-def test_rows_of_a_run_that_was_stopped_and_resumed_are_those_of_an_undisturbed_one(
-    whole: Path, tmp_path: Path, step: int
-) -> None:
-    job = make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **changes(whole.parent))
+def test_rows_of_a_stopped_and_resumed_run_are_identical(uninterrupted: Path, tmp_path: Path, step: int) -> None:
+    job = make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **make_changes(uninterrupted.parent))
     stop_after(job, step)
-    make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **changes(whole.parent))()
-    assert read_trajectory(tmp_path / "run") == read_trajectory(whole)
+    make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **make_changes(uninterrupted.parent))()
+    assert read_trajectory(tmp_path / "run") == read_trajectory(uninterrupted)
 
 
-def test_what_judges_a_run_moves_no_bit_of_it_and_the_mean_is_over_the_steps_since_the_row_before(
-    whole: Path, tmp_path: Path
+def test_evaluators_leave_training_bit_identical_and_means_cover_the_steps_since_the_last_row(
+    uninterrupted: Path, tmp_path: Path
 ) -> None:
     make_gpt(tmp_path / "run", EvaluatedBigramTrainer, **BIGRAM_OPTIONS, **{"config.train.total_steps": STEPS})()
-    assert read_json_result(tmp_path / "run")["fingerprint"] == read_json_result(whole)["fingerprint"]
+    assert read_json_result(tmp_path / "run")["fingerprint"] == read_json_result(uninterrupted)["fingerprint"]
     losses = {row["step"]: row["train/loss"] for row in read_trajectory(tmp_path / "run")}
-    for before, row in itertools.pairwise(read_trajectory(whole)):
+    for before, row in itertools.pairwise(read_trajectory(uninterrupted)):
         window = [losses[step] for step in range(before["step"] + 1, row["step"] + 1)]
         assert row["train/loss_mean"] == pytest.approx(sum(window) / len(window), rel=1e-12)
 

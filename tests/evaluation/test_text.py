@@ -1,4 +1,4 @@
-"""The tokens of a run as text: of every tokenizer, whole characters as they come, and why there is none."""
+"""Tokens of a run as text: every tokenizer, whole characters while streaming, and the reason for no tokenizer."""
 
 import hashlib
 from dataclasses import replace
@@ -37,8 +37,8 @@ FILE = {
 }
 
 
-def record_of(kind):
-    """A tokenizer as the index of a corpus has it, and the content of its file."""
+def make_record(kind):
+    """Return a tokenizer's record in a corpus index, and the content of its file."""
     content, more = FILE[kind]
     return {"kind": kind, "file": TOKENIZER_FILES[kind], "sha256": hashlib.sha256(content).hexdigest(), **more}, content
 
@@ -46,13 +46,13 @@ def record_of(kind):
 TOKENIZERS = {
     "bytes": ByteTokenizer(),
     "characters": CharacterTokenizer("".join(sorted(set(TEXT)))),
-    **{kind: make_tokenizer(*record_of(kind)) for kind in FILE},
+    **{kind: make_tokenizer(*make_record(kind)) for kind in FILE},
 }
 
 
 @pytest.mark.parametrize("num_prompt", [1, 4, 9])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_pieces_of_a_text_are_whole_characters_and_together_all_of_it(name, num_prompt):
+def test_streamed_pieces_are_whole_characters_and_form_the_text(name, num_prompt):
     tokenizer = TOKENIZERS[name]
     text = TEXT if name != "sentencepiece" else "Document 7: the number 49"
     ids = tokenizer.encode(text).tolist()
@@ -65,7 +65,7 @@ def test_the_pieces_of_a_text_are_whole_characters_and_together_all_of_it(name, 
     assert len([piece for piece in pieces if piece]) > len(tokens) / 5
 
 
-def test_a_character_comes_with_its_last_token_and_a_cut_one_at_the_end():
+def test_a_character_is_emitted_with_its_last_token():
     euro = list("a€".encode())
     seen = []
 
@@ -78,19 +78,19 @@ def test_a_character_comes_with_its_last_token_and_a_cut_one_at_the_end():
     assert found == [("a", 1), ("€", 4), ("\ufffd", 6)]
 
 
-def test_bytes_that_are_no_text_become_what_decoding_them_whole_gives():
+def test_invalid_bytes_are_decoded_as_in_the_whole_text():
     ids = [0xFF, 0xFF, 0xE2, 0x82, 0x41, 0xC3, 0xA9, 0x80]
     assert "".join(stream_text(ids, [], ByteTokenizer().decode)) == bytes(ids).decode(errors="replace")
 
 
 @pytest.fixture
 def sources(tmp_path):
-    """A source of each kind, by name."""
+    """Return a source of each kind, by name."""
     (tmp_path / "a.txt").write_text(TEXT)
     write_bin(tmp_path / "ids.bin", np.arange(100))
     found = {"text": tmp_path / "a.txt", "ids": tmp_path / "ids.bin", "class": "tests.inference.test_text:Nothing"}
     for kind in ("bytes", *FILE):
-        record, content = record_of(kind) if kind in FILE else ({"kind": "bytes", "vocabulary_size": 256}, None)
+        record, content = make_record(kind) if kind in FILE else ({"kind": "bytes", "vocabulary_size": 256}, None)
         made = lambda index, record=record: replace(index, tokenizer=record, separator=7)  # noqa: E731
         write_corpus(tmp_path / kind, [[[3, 7], [5, 7]]], vocabulary_size=400, change=made)
         if content is not None:
@@ -99,35 +99,38 @@ def sources(tmp_path):
     return {name: str(path) for name, path in found.items()}
 
 
-def data_of(source, **keys):
+def make_data_config(source, **keys):
     return DataConfig.model_validate({"source": source, "sequence_length": 8, **keys})
 
 
 @pytest.mark.parametrize("kind", ["bytes", *FILE])
-def test_a_corpus_is_read_with_the_tokenizer_that_it_names_and_begins_after_its_separator(sources, kind):
-    data = data_of(sources[kind])
+def test_a_corpus_uses_its_own_tokenizer_and_separator(sources, kind):
+    data = make_data_config(sources[kind])
     language = load_data_codec(data)
     assert encode_prompt(language, "the number") == TOKENIZERS[kind].encode("the number").tolist()
     assert language.tokenizer.decode(encode_prompt(language, "the number")) == "the number"
     assert (find_start_token(language, data), language.is_of_bytes) == (7, kind == "bytes")
-    assert find_start_token(language, data_of(sources[kind], packing="documents")) != 7
+    assert find_start_token(language, make_data_config(sources[kind], packing="documents")) != 7
 
 
-def test_text_is_read_by_bytes_or_by_its_characters_and_begins_after_what_stands_between_files(sources):
+def test_text_uses_bytes_or_characters_and_the_document_separator(sources):
     for keys, first in (
         ({}, 10),
         ({"document_separator": "nul"}, 0),
         ({"tokenizer": "characters"}, 0),
     ):
-        data = data_of(sources["text"], **keys)
+        data = make_data_config(sources["text"], **keys)
         language = load_data_codec(data)
         name = keys.get("tokenizer", "bytes")
         assert encode_prompt(language, TEXT) == TOKENIZERS[name].encode(TEXT).tolist()
         assert find_start_token(language, data) == first
-    assert load_data_codec(data_of(sources["text"], tokenizer="characters", document_separator="nul")).separator is None
+    assert (
+        load_data_codec(make_data_config(sources["text"], tokenizer="characters", document_separator="nul")).separator
+        is None
+    )
     with pytest.raises(DataError, match="character 'Q'"):
         encode_prompt(language, "Q")
-    assert encode_prompt(load_data_codec(data_of(sources["text"])), "a\udcff") == [97, 255]
+    assert encode_prompt(load_data_codec(make_data_config(sources["text"])), "a\udcff") == [97, 255]
 
 
 @pytest.mark.parametrize(
@@ -140,14 +143,14 @@ def test_text_is_read_by_bytes_or_by_its_characters_and_begins_after_what_stands
         ("other", "a tokenizer of kind 'morse' is not known"),
     ],
 )
-def test_why_there_is_no_tokenizer_is_one_line(sources, tmp_path, source, message):
+def test_the_reason_for_no_tokenizer_is_one_line(sources, tmp_path, source, message):
     if source == "damaged":
         (tmp_path / "hf" / TOKENIZER_FILES["hf"]).unlink()
     morse = lambda index: replace(index, tokenizer={"kind": "morse"})  # noqa: E731
     other = write_corpus(tmp_path / "other", [[[1]]], change=morse)
     names = sources | {"none": str(tmp_path / "none.txt"), "damaged": sources["hf"], "other": str(other)}
     with pytest.raises(DataError, match=message) as caught:
-        load_data_codec(data_of(names[source]))
+        load_data_codec(make_data_config(names[source]))
     assert "\n" not in str(caught.value)
 
 
@@ -161,7 +164,7 @@ def test_the_sources_of_a_mixture_must_agree(sources):
         load_data_codec(mixture("text", "bytes", "tiktoken"))
 
 
-def test_ids_are_read_from_a_prompt_where_no_tokenizer_is_known():
+def test_a_prompt_is_parsed_as_ids_without_a_tokenizer():
     assert parse_ids(" 3, 4 5,6", 7) == [3, 4, 5, 6]
     assert parse_ids("", 7) == []
     for prompt in ("def", "7", "-1", "3.5"):
@@ -169,7 +172,7 @@ def test_ids_are_read_from_a_prompt_where_no_tokenizer_is_known():
             parse_ids(f"1 {prompt}", 7)
 
 
-def test_a_source_is_asked_for_alone(sources):
-    data = data_of(sources["ids"])
+def test_a_single_source_is_looked_up_by_name(sources):
+    data = make_data_config(sources["ids"])
     named = data.model_copy(update={"source": sources["hf"]})
     assert load_source_codec(named, data).kind["kind"] == "hf"

@@ -1,4 +1,4 @@
-"""What a spec asks for is read before the first step, and refused there; an evaluator() that leaves it out, too."""
+"""Evaluators of the spec: invalid ones are rejected before the first step, also if evaluator() omits them."""
 
 from pathlib import Path
 from typing import Any
@@ -11,29 +11,29 @@ from tests.support.bigram import BIGRAM_OPTIONS, BigramTrainer, write_questions
 from tests.support.tiny_jobs import make_gpt
 
 
-class Alone(BigramTrainer):
-    """Leaves out what the spec asks for."""
+class OwnEvaluatorGPT(BigramTrainer):
+    """A job whose evaluator() omits those of the spec."""
 
     def evaluator(self) -> Any:
         return self.validation
 
 
-def task(path: Path | str, name: str = "some") -> dict[str, Any]:
+def make_task(path: Path | str, name: str = "some") -> dict[str, Any]:
     return {"name": name, "path": str(path)}
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"config.eval.multiple_choice": [task("none.jsonl")]}, "config.eval: none.jsonl: there is no such file"),
-        ({"config.eval.multiple_choice": [task("a"), task("b")]}, "multiple_choice names some twice"),
-        ({"config.eval.multiple_choice": [task("a", "a/b")]}, "config.eval.multiple_choice"),
+        ({"config.eval.multiple_choice": [make_task("none.jsonl")]}, "config.eval: none.jsonl: there is no such file"),
+        ({"config.eval.multiple_choice": [make_task("a"), make_task("b")]}, "multiple_choice names some twice"),
+        ({"config.eval.multiple_choice": [make_task("a", "a/b")]}, "config.eval.multiple_choice"),
         ({"config.eval.samples": {"prompts": []}}, "config.eval.samples.prompts"),
         ({"config.eval.samples": {"prompts": ["a"], "tokens": 2000}}, "config.eval.samples.tokens"),
         ({"config.metrics.norms": "layers"}, "config.metrics.norms"),
     ],
 )
-def test_what_a_spec_asks_for_in_vain_is_refused_before_anything_is_written(
+def test_impossible_evaluations_are_rejected_before_anything_is_written(
     changes: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SpecError) as caught:
@@ -42,10 +42,10 @@ def test_what_a_spec_asks_for_in_vain_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_questions_need_a_tokenizer_and_prompts_are_ids_without_one(tmp_path: Path) -> None:
+def test_questions_need_a_tokenizer_and_prompts_can_be_ids(tmp_path: Path) -> None:
     np.arange(5000, dtype="<u2").__mod__(250).astype("<u2").tofile(tmp_path / "tokens.bin")
     tokens = BIGRAM_OPTIONS | {"config.data.source": str(tmp_path / "tokens.bin"), "config.train.total_steps": 3}
-    asked = {"config.eval.multiple_choice": [task(write_questions(tmp_path / "q.jsonl"))]}
+    asked = {"config.eval.multiple_choice": [make_task(write_questions(tmp_path / "q.jsonl"))]}
     with pytest.raises(InvalidError, match=r"eval.multiple_choice needs the tokenizer of the data"):
         make_gpt(tmp_path / "run", BigramTrainer, **tokens, **asked)()
     job = make_gpt(
@@ -58,10 +58,10 @@ def test_questions_need_a_tokenizer_and_prompts_are_ids_without_one(tmp_path: Pa
 
 
 @pytest.mark.parametrize("key", ["samples", "multiple_choice"])
-def test_what_evaluator_leaves_out_is_a_key_that_nothing_reads(key: str, tmp_path: Path) -> None:
+def test_a_key_of_an_omitted_evaluator_is_rejected_as_unread(key: str, tmp_path: Path) -> None:
     values = {
         "samples": {"prompts": ["a"], "tokens": 1},
-        "multiple_choice": [task(write_questions(tmp_path / "q.jsonl"))],
+        "multiple_choice": [make_task(write_questions(tmp_path / "q.jsonl"))],
     }
     with pytest.raises(SpecError, match=f"config.eval.{key}: nothing reads it, evaluator\\(\\) returns others"):
-        make_gpt(tmp_path / "run", Alone, **BIGRAM_OPTIONS, **{f"config.eval.{key}": values[key]})()
+        make_gpt(tmp_path / "run", OwnEvaluatorGPT, **BIGRAM_OPTIONS, **{f"config.eval.{key}": values[key]})()
