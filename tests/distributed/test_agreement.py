@@ -18,30 +18,30 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def alone():
+def single_host():
     return join_job(None, Deadlines())
 
 
-def test_a_single_process_is_process_0_and_agrees_with_itself(alone):
-    assert (alone.process_id, alone.num_processes, alone.is_main) == (0, 1, True)
-    assert alone.agree({"step": 3}) == {"step": 3}
-    assert alone.gather("x") == ["x"]
-    assert alone.run_on_main(lambda: 7) == 7
-    alone.barrier()
-    alone.leave(0)
+def test_a_single_process_is_process_0_and_agrees_with_itself(single_host):
+    assert (single_host.process_id, single_host.num_processes, single_host.is_main) == (0, 1, True)
+    assert single_host.agree({"step": 3}) == {"step": 3}
+    assert single_host.gather("x") == ["x"]
+    assert single_host.run_on_main(lambda: 7) == 7
+    single_host.barrier()
+    single_host.leave(0)
 
 
-def test_a_single_process_raises_invalid_errors_of_process_0(alone):
+def test_a_single_process_raises_invalid_errors_of_process_0(single_host):
     def refuse():
         raise InvalidError("no")
 
     with pytest.raises(InvalidError, match="no"):
-        alone.run_on_main(refuse)
+        single_host.run_on_main(refuse)
 
 
-def test_other_errors_on_process_0_propagate(alone):
+def test_other_errors_on_process_0_propagate(single_host):
     with pytest.raises(ZeroDivisionError):
-        alone.run_on_main(lambda: 1 / 0)
+        single_host.run_on_main(lambda: 1 / 0)
 
 
 PROGRAM = """
@@ -83,8 +83,8 @@ hosts.leave(0)
 
 
 @pytest.fixture(scope="module")
-def two():
-    """What two real processes say, in order of process."""
+def outputs_of_two():
+    """Return the outputs of two real processes, in order of process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -98,31 +98,31 @@ def two():
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def test_agree_broadcasts_the_value_of_process_0(two):
-    assert [host["me"] for host in two] == [[0, 2, True], [1, 2, False]]
-    for host in two:
+def test_agree_broadcasts_the_value_of_process_0(outputs_of_two):
+    assert [host["me"] for host in outputs_of_two] == [[0, 2, True], [1, 2, False]]
+    for host in outputs_of_two:
         assert host["agree"] == [{"step": 3}, "second 0"]
         assert host["run_on_main"] == "done by 0"
         assert host["after"] == "still in step"
 
 
-def test_gather_returns_every_value_in_order_of_process(two):
-    for host in two:
+def test_gather_returns_every_value_in_order_of_process(outputs_of_two):
+    for host in outputs_of_two:
         assert host["gather"] == [[0, None], [1, None]]
         assert host["ticks"] == [10, 11]
 
 
-def test_hundreds_of_decisions_leave_few_keys(two):
-    for host in two:
+def test_hundreds_of_decisions_leave_few_keys(outputs_of_two):
+    for host in outputs_of_two:
         assert host["many"]
-        assert 0 < host["num_keys"] <= MAX_DECISIONS + 3 * 2 + 2, "of decisions, gathers, and the ticks of the stop"
+        assert 0 < host["num_keys"] <= MAX_DECISIONS + 3 * 2 + 2, "of decisions, gathers and stop ticks"
 
 
-def test_an_invalid_error_of_process_0_is_raised_everywhere(two):
-    assert [host["refused"] for host in two] == ["refused by 0"] * 2
+def test_an_invalid_error_of_process_0_is_raised_everywhere(outputs_of_two):
+    assert [host["refused"] for host in outputs_of_two] == ["refused by 0"] * 2
 
 
-def test_a_deadline_names_the_missing_process(two):
-    message, code = two[0]["late"]
+def test_a_deadline_names_the_missing_process(outputs_of_two):
+    message, code = outputs_of_two[0]["late"]
     assert message.startswith("process 1 of 2 did not arrive within 1 s")
     assert code == 76

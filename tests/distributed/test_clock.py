@@ -1,4 +1,4 @@
-"""Clock of a process, on a time that the test controls."""
+"""Clock of a process, with time controlled by the test."""
 
 import random
 
@@ -22,14 +22,14 @@ PHASES = [value for value in vars(phases).values() if isinstance(value, Phase)]
 
 @pytest.fixture
 def now(monkeypatch):
-    """A steady clock, and the wall's, which somebody sets back meanwhile."""
+    """Control the monotonic clock, and a wall clock that is set back meanwhile."""
     moment = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: moment[0])
     monkeypatch.setattr("time.time", lambda: 5000.0 - moment[0] / 7)
     return moment
 
 
-class Kept:
+class RecordingStore:
     def __init__(self) -> None:
         self.put_readings: list[ClockReading] = []
         self.beats: list[ClockReading] = []
@@ -41,7 +41,7 @@ class Kept:
         self.beats.append(reading)
 
 
-def seconds_of(reading: ClockReading) -> dict[TimeBucket, float]:
+def get_seconds(reading: ClockReading) -> dict[TimeBucket, float]:
     return {bucket: value for bucket, value in zip(COUNTED_BUCKETS, reading.seconds, strict=True) if value}
 
 
@@ -51,7 +51,7 @@ def test_each_phase_has_a_unique_name_and_a_counted_bucket():
     assert all(bucket.meaning.endswith(".") for bucket in TimeBucket)
 
 
-def test_the_time_of_each_phase_is_counted_in_its_bucket(now):
+def test_the_time_of_a_phase_is_counted_in_its_bucket(now):
     clock = Clock(age=3.0, bucket=TimeBucket.PROCESS_START)
     progress = Progress(clock)
     now[0] += 2.0
@@ -70,7 +70,7 @@ def test_the_time_of_each_phase_is_counted_in_its_bucket(now):
         with progress.report_phase(SAVE):
             now[0] += 4.0
         now[0] += 20.0
-    assert seconds_of(clock.read()) == {
+    assert get_seconds(clock.read()) == {
         TimeBucket.PROCESS_START: 3.0,
         TimeBucket.SET_UP: 2.0,
         TimeBucket.STEPS: 5.0 + 1.0,
@@ -82,7 +82,7 @@ def test_the_time_of_each_phase_is_counted_in_its_bucket(now):
     now[0] += 1.0
     clock.end(75)
     now[0] += 0.5
-    assert seconds_of(clock.read())[TimeBucket.SHUTDOWN] == 0.5
+    assert get_seconds(clock.read())[TimeBucket.SHUTDOWN] == 0.5
     assert (clock.read().code, clock.read().step) == (75, 8)
 
 
@@ -105,7 +105,7 @@ def test_the_buckets_sum_to_the_elapsed_time_in_any_order(now):
 
 
 def test_a_store_gets_steps_phases_and_heartbeats_but_not_batches(now):
-    clock, kept = Clock(), Kept()
+    clock, kept = Clock(), RecordingStore()
     progress = Progress(clock)
     progress.report_step(3)
     clock.attach_store(kept)

@@ -1,4 +1,4 @@
-"""The notice of a preempted Google Cloud VM acts like an early SIGTERM."""
+"""Preemption notice of a Google Cloud VM, which acts like an early SIGTERM."""
 
 import json
 import signal
@@ -30,14 +30,14 @@ def test_terminating_maintenance_is_a_preemption(instance, is_preempted):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A metadata server, and the event at which its machine is preempted."""
+    """Start a metadata server, and return it with the event that preempts its machine."""
     is_preempted = threading.Event()
     requests = []
 
     class Metadata(BaseHTTPRequestHandler):
         def do_GET(self):
             requests.append((self.path, self.headers.get("Metadata-Flavor")))
-            if "last_etag=0" not in self.path:  # a change is waited for
+            if "last_etag=0" not in self.path:  # wait_for_change request
                 is_preempted.wait(600)
             answer = {"preempted": "TRUE" if is_preempted.is_set() else "FALSE", "maintenanceEvent": "NONE"}
             self.send_response(200)

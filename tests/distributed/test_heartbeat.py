@@ -14,12 +14,17 @@ from runner.distributed.heartbeat import (
 )
 
 
-def beat(step, phase="step", seconds=3.0, is_overdue=False):
+def make_heartbeat(step, phase="step", seconds=3.0, is_overdue=False):
     return Heartbeat(1, "n7", phase, step, seconds, is_overdue, suspects_peer=False)
 
 
 def test_a_diagnosis_names_unresponsive_and_overdue_processes_and_all_phases():
-    beats = {0: beat(41), 1: beat(40), 2: beat(41), 3: beat(41, "evaluation", 90.0, is_overdue=True)}
+    beats = {
+        0: make_heartbeat(41),
+        1: make_heartbeat(40),
+        2: make_heartbeat(41),
+        3: make_heartbeat(41, "evaluation", 90.0, is_overdue=True),
+    }
     assert format_diagnosis(beats, {1: "has not responded for 16 s"}) == (
         "the job cannot continue: process 1 (n7) has not responded for 16 s, last seen in step 41; "
         "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
@@ -30,7 +35,7 @@ def test_a_diagnosis_names_unresponsive_and_overdue_processes_and_all_phases():
 HOOK, EVALUATOR = "hook A in on_row at step 3 on process 1: E", "evaluator B at step 3: E on process 1"
 
 
-def failed(line, seconds, *, is_end):
+def make_failed_heartbeat(line, seconds, *, is_end):
     return Heartbeat(
         1, "n7", "the wait", 3, seconds, is_overdue=False, suspects_peer=False, failure=line, is_end=is_end
     )
@@ -46,10 +51,10 @@ def failed(line, seconds, *, is_end):
         (HOOK, LOCAL_FAILURE_SECONDS, True, (f"{HOOK}; processes 0, 2 did not finish the same call within 10 s", 1)),
     ],
 )
-def test_a_failure_on_one_process_alone_is_announced_at_once(line, seconds, is_end, found):
-    beats = {0: beat(3), 1: failed(line, seconds, is_end=is_end), 2: beat(3)}
+def test_a_failure_on_one_process_is_announced_at_once(line, seconds, is_end, found):
+    beats = {0: make_heartbeat(3), 1: make_failed_heartbeat(line, seconds, is_end=is_end), 2: make_heartbeat(3)}
     assert find_failure(beats) == found
-    assert find_failure({1: beats[1]}) is None, "nobody is waited for"
+    assert find_failure({1: beats[1]}) is None, "no process is waited for"
     assert format_diagnosis(beats, {}).endswith(f"; {line}")
 
 
@@ -83,6 +88,6 @@ def test_a_process_that_exited_in_order_is_not_reported_as_hanging(
 def test_a_wait_for_data_on_one_process_excuses_overdue_steps(
     phases: tuple[str, str], seconds_since_data: float, found: bool
 ) -> None:
-    beats = [beat(41, phase, 90.0, is_overdue=phase != DATA.name) for phase in phases]
+    beats = [make_heartbeat(41, phase, 90.0, is_overdue=phase != DATA.name) for phase in phases]
     assert has_data_wait(beats) == (DATA.name in phases)
     assert has_overdue(beats, seconds_since_data, 60.0) == found

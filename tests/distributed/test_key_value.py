@@ -18,13 +18,13 @@ from tests.support.coordinator import MemoryCoordinator, run_on_all_hosts
 RUNNER = Path(key_value.__file__).parents[1]
 
 
-def test_no_other_module_reaches_the_store():
+def test_no_other_module_accesses_the_store():
     found = {path.name for path in RUNNER.rglob("*.py") if re.search(r"\.key_value_|wait_at_barrier", path.read_text())}
     assert found == {"key_value.py"}
 
 
 @pytest.mark.soak
-def test_10_000_decisions_leave_no_more_keys_than_64():
+def test_10_000_decisions_leave_at_most_64_keys():
     coordinator = MemoryCoordinator(64)
 
     def agree(hosts):
@@ -79,7 +79,7 @@ def test_process_0_deletes_no_decision_that_a_slow_process_has_not_read():
         thread.start()
     coordinator.wait_until(lambda: coordinator.num_at_barrier() == 2)
     decisions = [key for key in coordinator.list_keys() if key.startswith(key_value.DECISIONS)]
-    assert len(decisions) == MAX_DECISIONS, "the late host has read none of them"
+    assert len(decisions) == MAX_DECISIONS, "the late host has not read any of them"
     threads[2].start()
     for thread in threads:
         thread.join()

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def three():
-    """Three processes: the coordinator, process 0's view of the others, and the others' ends of their sockets."""
+def three_processes():
+    """Three processes: the coordinator, process 0's view of the others, and the others' sockets."""
     coordinator = MemoryCoordinator(3)
     pairs = {process: socket.socketpair() for process in (1, 2)}
     mine = {process: pair[0] for process, pair in pairs.items()}
@@ -28,8 +28,8 @@ def three():
             end.close()
 
 
-def test_a_disconnected_process_has_crashed_unless_it_left_in_order(three):
-    coordinator, main, ends = three
+def test_a_disconnected_process_has_crashed_unless_it_exited_in_order(three_processes):
+    coordinator, main, ends = three_processes
     assert (main.find_disconnected(), main.find_crashed()) == ([], [])
     ends[2].close()
     assert (main.find_disconnected(), main.find_crashed()) == ([2], [2])
@@ -39,8 +39,8 @@ def test_a_disconnected_process_has_crashed_unless_it_left_in_order(three):
     assert (main.find_disconnected(), main.find_crashed(), main.read_departures()) == ([1, 2], [2], {1: 2})
 
 
-def test_process_0_leaves_last(three):
-    coordinator, main, _ = three
+def test_process_0_leaves_last(three_processes):
+    coordinator, main, _ = three_processes
     leaving = threading.Thread(target=main.leave, args=(0,))
     leaving.start()
     coordinator.wait_until(lambda: coordinator.list_keys() == [f"{key_value.DEPARTURES}/0"])

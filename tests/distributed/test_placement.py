@@ -1,4 +1,4 @@
-"""Placement from the launch environment of each engine."""
+"""Placement of processes from the launch environment of each engine."""
 
 import json
 import os
@@ -34,8 +34,8 @@ OPEN_MPI = {
 
 
 @pytest.fixture
-def engine(monkeypatch):
-    """Set the variables of an engine, and no others."""
+def set_engine(monkeypatch):
+    """Set the variables of one engine and unset all others."""
     for name in list(os.environ):
         if name.startswith(("SLURM", "OMPI", "PMI", "TPU", "MEGASCALE", "MASTER", "KUBERNETES", "JAX_COORDINATOR")):
             monkeypatch.delenv(name)
@@ -62,8 +62,8 @@ def engine(monkeypatch):
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
     ],
 )
-def test_the_placement_follows_the_launch_environment(engine, variables, place):
-    engine(variables)
+def test_the_placement_follows_the_launch_environment(set_engine, variables, place):
+    set_engine(variables)
     assert detect_placement(5) == place
 
 
@@ -78,8 +78,8 @@ def test_the_placement_follows_the_launch_environment(engine, variables, place):
         {"TPU_WORKER_HOSTNAMES": "a,b,c,d"},
     ],
 )
-def test_a_process_that_cannot_find_its_peers_is_refused(engine, claim):
-    engine(claim)
+def test_a_process_that_cannot_find_its_peers_is_rejected(set_engine, claim):
+    set_engine(claim)
     with pytest.raises(InvalidError, match=r"says that this is one of several .* give --coordinator HOST:PORT"):
         detect_placement(5)
 
@@ -89,7 +89,7 @@ METADATA = {
     "worker-network-endpoints": "unknown:unknown:127.0.0.1,unknown:unknown:10.0.0.3,unknown:unknown:10.0.0.4",
     "tpu-env": "ACCELERATOR_TYPE: 'v5litepod-12'\n",
 }
-ON_A_TPU_VM = """
+TPU_VM_VARIABLES = """
 import json, os
 import jax  # where there are no chips it says that there is no metadata server
 os.environ.pop("TPU_SKIP_MDS_QUERY", None)
@@ -112,11 +112,11 @@ class Metadata(BaseHTTPRequestHandler):
         pass
 
 
-def place_on_a_tpu_vm(**variables):
+def read_tpu_vm_placement(**variables):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TPU")}
     environment |= {"JAX_FORCE_TPU_INIT": "1", "JAX_PLATFORMS": "cpu"} | variables
     output = subprocess.run(
-        [sys.executable, "-c", ON_A_TPU_VM], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", TPU_VM_VARIABLES], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
     return json.loads(output.stdout.splitlines()[-1])
 
@@ -125,11 +125,11 @@ def test_a_tpu_vm_reads_its_placement_from_the_metadata_server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_address[1]}"
-    assert place_on_a_tpu_vm(GCE_METADATA_IP=address) == ["127.0.0.1:8482", 3, 2]
+    assert read_tpu_vm_placement(GCE_METADATA_IP=address) == ["127.0.0.1:8482", 3, 2]
     server.shutdown()
 
 
 def test_hosts_of_several_slices_on_kubernetes_are_numbered_by_slice():
     variables = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
     slices = {"MEGASCALE_COORDINATOR_ADDRESS": "localhost", "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}
-    assert place_on_a_tpu_vm(**variables, **slices) == ["localhost:8482", 4, 3]
+    assert read_tpu_vm_placement(**variables, **slices) == ["localhost:8482", 4, 3]

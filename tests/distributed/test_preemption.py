@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class FakePeers:
-    """Some processes as threads: a shared board, and every host waits until all have answered."""
+    """Processes as threads with a shared board, on which every host waits for all others."""
 
     def __init__(self, board, process):
         self._board, self._process = board, process
@@ -43,8 +43,8 @@ class Board:
         self.barrier = threading.Barrier(num_processes)
 
 
-def stop_ticks(ticks):
-    """Let hosts that have polled `ticks` times agree on a stop; the tick at which each then hears it."""
+def find_stop_ticks(ticks):
+    """Let hosts that have polled `ticks` times agree on a stop, and return the tick at which each one stops."""
     board = Board(len(ticks))
     notices = [StopNotice() for _ in ticks]
     for notice, tick in zip(notices, ticks, strict=True):
@@ -58,13 +58,13 @@ def stop_ticks(ticks):
     heard = []
     for notice, tick in zip(notices, ticks, strict=True):
         heard.append(next(number for number in range(tick + 1, max(ticks) + 10) if notice.poll()))
-        assert notice.poll(), "a stop stays"
+        assert notice.poll(), "a stop persists"
     return heard
 
 
 @pytest.mark.parametrize("ticks", [[1], [5, 5], [5, 6], [6, 5], [0, 1], [3, 9, 4, 1], [100, 0, 0]])
 def test_processes_stop_at_the_tick_after_the_largest(ticks):
-    assert stop_ticks(ticks) == [max(ticks) + 1] * len(ticks)
+    assert find_stop_ticks(ticks) == [max(ticks) + 1] * len(ticks)
 
 
 def test_nothing_stops_without_a_signal():
@@ -72,13 +72,13 @@ def test_nothing_stops_without_a_signal():
     assert not any(notice.poll() for _ in range(100))
 
 
-# What each signal does to a runner. One that is new to the system must be given its place here.
-STOP = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"}
-STACKS = {"SIGQUIT"}
-UNHEARD_BY_ANY = {"SIGKILL", "SIGSTOP"}
-NO_END = {"SIGCHLD", "SIGCONT", "SIGPIPE", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH", "SIGXFSZ"}
-FAULTS = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSTKFLT", "SIGSYS", "SIGTRAP"}
-ASKS_NOBODY = {"SIGALRM", "SIGPOLL", "SIGPROF", "SIGPWR", "SIGVTALRM", "SIGXCPU"}  # no scheduler asks by them
+# The effect of each signal on a runner. A new signal of the system must be added to one of the sets.
+STOPPING_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"}
+STACK_SIGNALS = {"SIGQUIT"}
+UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP"}
+HARMLESS_SIGNALS = {"SIGCHLD", "SIGCONT", "SIGPIPE", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH", "SIGXFSZ"}
+FAULT_SIGNALS = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSTKFLT", "SIGSYS", "SIGTRAP"}
+UNUSED_SIGNALS = {"SIGALRM", "SIGPOLL", "SIGPROF", "SIGPWR", "SIGVTALRM", "SIGXCPU"}  # not sent by schedulers
 
 PHASES = """
 import json, os, signal, sys, time
@@ -135,9 +135,9 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def happens():
-    """By phase and signals: exit code and lines of a process that gets them in that phase. All of one program."""
-    cases = [(phase, name) for phase in ("idle", "busy") for name in sorted(STOP | STACKS)]
+def phase_results():
+    """Run one program per case and return exit code and lines by phase and signals."""
+    cases = [(phase, name) for phase in ("idle", "busy") for name in sorted(STOPPING_SIGNALS | STACK_SIGNALS)]
     cases += [("ignoring", "SIGHUP"), ("ignoring", "SIGUSR1"), ("ignoring", "SIGUSR2")]
     cases += [("insisting", first, second) for first in ("SIGTERM", "SIGINT") for second in ("SIGTERM", "SIGINT")]
     cases += [("busy", "SIGTERM", "SIGHUP"), ("busy", "SIGHUP", "SIGTERM"), ("busy", "SIGHUP", "SIGHUP", "SIGHUP")]
@@ -147,43 +147,43 @@ def happens():
 
 
 def test_every_signal_of_this_system_is_covered():
-    named = [STOP, STACKS, UNHEARD_BY_ANY, NO_END, FAULTS, ASKS_NOBODY]
+    named = [STOPPING_SIGNALS, STACK_SIGNALS, UNCATCHABLE_SIGNALS, HARMLESS_SIGNALS, FAULT_SIGNALS, UNUSED_SIGNALS]
     numbers = sorted(getattr(signal, name) for names in named for name in names if hasattr(signal, name))
     real_time = range(signal.SIGRTMIN, signal.SIGRTMAX + 1) if hasattr(signal, "SIGRTMIN") else ()
     assert numbers == sorted(set(signal.valid_signals()) - set(real_time))
-    assert {number.name for number in STOP_SIGNALS} == STOP
+    assert {number.name for number in STOP_SIGNALS} == STOPPING_SIGNALS
 
 
-@pytest.mark.parametrize("name", sorted(STOP))
-def test_a_signal_before_the_first_step_ends_the_process_with_75(name, happens):
-    assert happens["idle", name] == [
+@pytest.mark.parametrize("name", sorted(STOPPING_SIGNALS))
+def test_a_signal_before_the_first_step_ends_the_process_with_75(name, phase_results):
+    assert phase_results["idle", name] == [
         75,
         [f"{name}: stopping at the next step", "recorded", "stopped before the first step: nothing to save"],
     ]
 
 
-@pytest.mark.parametrize("name", sorted(STOP))
-def test_a_signal_during_steps_stops_at_a_later_tick(name, happens):
-    assert happens["busy", name] == [0, [f"{name}: stopping at the next step", "stopped False True"]]
+@pytest.mark.parametrize("name", sorted(STOPPING_SIGNALS))
+def test_a_signal_during_steps_stops_at_a_later_tick(name, phase_results):
+    assert phase_results["busy", name] == [0, [f"{name}: stopping at the next step", "stopped False True"]]
 
 
 @pytest.mark.parametrize("phase", ["idle", "busy"])
-def test_sigquit_prints_the_stacks_and_the_job_continues(phase, happens):
-    code, lines = happens[phase, "SIGQUIT"]
+def test_sigquit_prints_the_stacks_and_the_job_continues(phase, phase_results):
+    code, lines = phase_results[phase, "SIGQUIT"]
     assert code == 0
     assert any(f"in {phase}" in line for line in lines)
     assert lines[-1] == "stopped False False" or phase == "idle"
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
-def test_signals_ignored_by_nohup_stay_ignored(name, happens):
-    assert happens["ignoring", name] == [0, ["deaf True"]]
+def test_signals_ignored_by_nohup_stay_ignored(name, phase_results):
+    assert phase_results["ignoring", name] == [0, ["deaf True"]]
 
 
 @pytest.mark.parametrize("first", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
-def test_a_second_insistent_signal_ends_the_process_with_75(first, second, happens):
-    code, lines = happens["insisting", first, second]
+def test_a_second_insistent_signal_ends_the_process_with_75(first, second, phase_results):
+    code, lines = phase_results["insisting", first, second]
     assert code == 75
     assert lines == [
         f"{first}: stopping at the next step",
@@ -194,7 +194,7 @@ def test_a_second_insistent_signal_ends_the_process_with_75(first, second, happe
 @pytest.mark.parametrize(
     "names", [("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM"), ("SIGHUP", "SIGHUP", "SIGHUP")], ids=str
 )
-def test_a_closing_terminal_does_not_interrupt_the_last_save(names, happens):
-    code, lines = happens["busy", *names]
+def test_a_closing_terminal_does_not_interrupt_the_last_save(names, phase_results):
+    code, lines = phase_results["busy", *names]
     assert code == 0
     assert "at once" not in "".join(lines)

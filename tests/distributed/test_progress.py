@@ -8,7 +8,7 @@ from runner.spec import Deadlines
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that the test moves."""
+    """A clock that the test advances."""
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
@@ -18,7 +18,7 @@ def test_the_step_deadline_is_a_multiple_of_recent_steps_and_at_least_a_minute(c
     progress, deadlines = Progress(), Deadlines(phase_seconds=500.0)
     assert progress.deadline_seconds(deadlines) == 500.0
     progress.report_step(0)
-    assert progress.deadline_seconds(deadlines) == 500.0  # the first step may still load what the others have
+    assert progress.deadline_seconds(deadlines) == 500.0  # the first step may still load a program
     for step in range(1, 4):
         clock[0] += 0.5
         progress.report_step(step)
@@ -30,7 +30,7 @@ def test_the_step_deadline_is_a_multiple_of_recent_steps_and_at_least_a_minute(c
     assert progress.deadline_seconds(Deadlines(step_seconds=3.0)) == 3.0
 
 
-def test_a_phase_has_its_own_deadline_and_is_no_step(clock):
+def test_a_phase_has_its_own_deadline_and_does_not_count_as_a_step(clock):
     progress, deadlines = Progress(), Deadlines(phase_seconds=500.0, step_seconds=3.0)
     progress.report_step(0)
     clock[0] += 1.0

@@ -13,7 +13,7 @@ from runner.process import find_free_port
 
 
 def meet_all(present, num_processes, deadline_seconds, is_elastic=False, port=None):
-    """What each of the processes that are there finds: its place, or the error's message."""
+    """Return the result of each present process: its placement, or the error message."""
     coordinator = f"127.0.0.1:{port or find_free_port()}"
 
     def one(process):
@@ -29,7 +29,7 @@ def meet_all(present, num_processes, deadline_seconds, is_elastic=False, port=No
         return list(pool.map(one, present))
 
 
-def test_processes_that_all_join_keep_their_numbers():
+def test_processes_keep_their_numbers_if_all_join():
     assert meet_all([3, 1, 0, 2], 4, 20) == [(3, 4), (1, 4), (0, 4), (2, 4)]
 
 
@@ -45,7 +45,7 @@ def test_a_missing_process_0_is_named():
     assert "could not be reached within 1 s" in message
 
 
-def test_an_elastic_job_starts_renumbered_with_those_that_joined():
+def test_an_elastic_job_renumbers_the_processes_that_joined():
     assert meet_all([0, 2, 3], 4, 1, is_elastic=True) == [(0, 3), (1, 3), (2, 3)]
     assert meet_all([0], 4, 1, is_elastic=True) == [(0, 1)]
 

@@ -24,8 +24,8 @@ def test_a_straggler_is_significantly_later_than_the_median(after_seconds, step_
     assert find_stragglers(after_seconds, step_seconds) == late
 
 
-def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seconds=0.5):
-    """Steps at which every process arrives with a delay of its own; what process 0 finds."""
+def simulate_steps(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seconds=0.5):
+    """Simulate steps at which processes arrive with the given delays, and return the reported stragglers."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     rounds = [StragglerDetector(host, Progress()) for host in MemoryCoordinator(len(delays_seconds)).hosts()]
@@ -47,15 +47,15 @@ def play(delays_seconds, monkeypatch, seconds=60.0, tick_seconds=0.01, step_seco
 
 
 def test_a_process_that_straggles_twice_is_reported_once(monkeypatch):
-    (found,) = play([0.0, 0.2, 0.0, 0.01], monkeypatch)
+    (found,) = simulate_steps([0.0, 0.2, 0.0, 0.01], monkeypatch)
     assert found.processes == [1]
     assert found.after_seconds == pytest.approx([0.0, 0.2, 0.0, 0.01], abs=0.02)
 
 
-def test_process_0_may_straggle(monkeypatch):
-    (found,) = play([0.3, 0.0, 0.0], monkeypatch)
+def test_process_0_can_be_a_straggler(monkeypatch):
+    (found,) = simulate_steps([0.3, 0.0, 0.0], monkeypatch)
     assert found.processes == [0]
 
 
 def test_small_delays_are_not_reported(monkeypatch):
-    assert play([0.0, 0.02, 0.04], monkeypatch) == []
+    assert simulate_steps([0.0, 0.02, 0.04], monkeypatch) == []
