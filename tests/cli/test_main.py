@@ -1,4 +1,4 @@
-"""The command line: every command's help and mistakes, the exit code of every kind of error, and a fast start."""
+"""Command line: help and errors of every command, the exit code of every kind of error, and a fast start."""
 
 import json
 import os
@@ -23,8 +23,8 @@ from tests.support import run_outcomes
 
 ROOT = Path(__file__).parents[2]
 
-# By command: words that it needs, and whether it can do without.
-NEEDS = {
+# Required arguments of each command, and whether it can run without arguments.
+REQUIRED_ARGUMENTS = {
     (): ["x.yaml"],
     ("plan",): ["x.yaml"],
     ("status",): ["run"],
@@ -57,7 +57,7 @@ OPTIONS = {
     ("metrics",): "--csv -o --output",
     ("profile",): "--steps",
 }
-ALL = pytest.mark.parametrize("command", list(NEEDS), ids=" ".join)
+ALL = pytest.mark.parametrize("command", list(REQUIRED_ARGUMENTS), ids=" ".join)
 
 
 def run(*words, **options):
@@ -66,8 +66,8 @@ def run(*words, **options):
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys):
-    """Call the command line in this process; its exit code, output and errors."""
+def run_in_process(monkeypatch, capsys):
+    """Run the command line in this process and return its exit code, output and errors."""
     monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["__main__.py"])
@@ -80,10 +80,10 @@ def ask(monkeypatch, capsys):
 
 
 @ALL
-def test_a_command_has_help_of_its_own(command, ask):
+def test_each_command_has_its_own_help(command, run_in_process):
     words = command or ("x.yaml",)
     for option in ("--help", "-h"):
-        code, output, problems = ask(*words, option)
+        code, output, problems = run_in_process(*words, option)
         assert (code, problems) == (0, "")
         assert output.startswith(" ".join(["Usage: python -m runner", *command, "[OPTIONS]"]))
         assert "Exit codes: 0 " in output
@@ -94,49 +94,49 @@ def test_a_command_has_help_of_its_own(command, ask):
 
 
 @ALL
-def test_an_unknown_option_is_one_line_and_the_nearest_is_suggested(command, ask):
+def test_an_unknown_option_gives_one_line_with_the_nearest_name(command, run_in_process):
     words = command or ("x.yaml",)
-    code, output, problems = ask(*words, *NEEDS[command], "--nonsense")
+    code, output, problems = run_in_process(*words, *REQUIRED_ARGUMENTS[command], "--nonsense")
     assert (code, output, problems.count("\n")) == (2, "", 1)
     assert "--nonsense is not an option" in problems
     for option in [each for each in OPTIONS[command].split() if each.startswith("--")]:
-        code, output, problems = ask(*words, *NEEDS[command], f"{option}x")
+        code, output, problems = run_in_process(*words, *REQUIRED_ARGUMENTS[command], f"{option}x")
         assert (code, output, problems.count("\n")) == (2, "", 1)
         assert f"did you mean {option}?" in problems
 
 
 @ALL
-def test_a_missing_argument_is_one_line(command, ask):
-    if NEEDS[command]:
-        code, output, problems = ask(*command)
+def test_a_missing_argument_gives_one_line(command, run_in_process):
+    if REQUIRED_ARGUMENTS[command]:
+        code, output, problems = run_in_process(*command)
         assert (code, output, problems.count("\n")) == (2, "", 1)
         assert "missing" in problems
 
 
 @ALL
-def test_one_argument_too_many_is_one_line(command, ask):
+def test_an_extra_argument_gives_one_line(command, run_in_process):
     if command == ("report",):
-        return  # takes any number
-    words = NEEDS[command] or ["x.yaml"]
-    code, output, problems = ask(*command, *words, "superfluous")
+        return  # takes any number of arguments
+    words = REQUIRED_ARGUMENTS[command] or ["x.yaml"]
+    code, output, problems = run_in_process(*command, *words, "superfluous")
     assert (code, output, problems.count("\n")) == (2, "", 1)
     assert "superfluous" in problems
 
 
-def test_the_help_of_the_program_has_a_line_for_each_command(ask):
-    code, output, _ = ask("--help")
+def test_the_program_help_lists_each_command(run_in_process):
+    code, output, _ = run_in_process("--help")
     assert code == 0
     commands = output.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
     assert [re.split(r"  +", line.strip())[0] for line in commands] == [
         "SPEC",
-        *(" ".join(each) for each in NEEDS if each),
+        *(" ".join(each) for each in REQUIRED_ARGUMENTS if each),
     ]
     assert not any(line.endswith("...") for line in commands)
 
 
-def test_the_version_is_that_of_the_package(ask):
+def test_the_version_is_that_of_the_package(run_in_process):
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert ask("--version") == (0, f"runner {version}\n", "")
+    assert run_in_process("--version") == (0, f"runner {version}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,13 @@ def test_the_version_is_that_of_the_package(ask):
     ],
     ids=" ".join,
 )
-def test_a_mistyped_command_or_spec_is_one_line_with_the_nearest(words, suggestion, ask, monkeypatch):
+def test_a_mistyped_command_or_spec_gives_one_line_with_the_nearest_name(
+    words, suggestion, run_in_process, monkeypatch
+):
     monkeypatch.chdir(ROOT)
-    code, output, problems = ask(*words)
+    code, output, problems = run_in_process(*words)
     assert suggestion in problems
-    if words[0] != "plan":  # which lists all problems of a spec
+    if words[0] != "plan":  # lists all problems of a spec
         assert (code, output, problems.count("\n")) == (2, "", 1)
 
 
@@ -186,7 +188,7 @@ def test_the_arguments_of_a_job_are_parsed():
         (["export", "x", "-o", "out", "--dtype", "int8"], "'int8' is not one of"),
     ],
 )
-def test_a_bad_command_line_is_invalid(words, message):
+def test_an_invalid_command_line_is_rejected(words, message):
     with pytest.raises(InvalidError, match=message) as caught:
         COMMANDS.parse(words)
     assert "\n" not in str(caught.value)
@@ -210,7 +212,7 @@ def test_every_command_has_an_implementation_that_takes_its_arguments():
 
 
 @pytest.mark.parametrize("words", [["plan", "--help"], ["specs/none.yaml"], ["specs/gpt_nano.yaml", "--set", "seed=x"]])
-def test_help_and_a_wrong_spec_do_not_wait_for_jax(words):
+def test_help_and_an_invalid_spec_do_not_import_jax(words):
     program = "import sys; from runner.cli.app import main; code = main(sys.argv[1:]); "
     program += "print(code, sorted({'jax', 'flax', 'optax', 'orbax', 'rich'} & set(sys.modules)), file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True)
@@ -233,20 +235,20 @@ def test_a_shell_completes_commands_options_and_the_options_of_a_job():
         subprocess.run(["bash", "-n"], input=script.stdout, text=True, check=True)
 
 
-def test_console_scripts_call_the_same():
+def test_console_scripts_call_the_same_entry_point():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"runner": "runner.__main__:main", "runner-launch": "launch.__main__:main"}
     program = "import sys; sys.argv[0] = '/bin/runner'; from runner.__main__ import main; sys.exit(main())"
-    variables = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}  # no second start, which would run -c again
+    variables = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}  # a second start would run -c again
     command = [sys.executable, "-c", program, "status", "--help"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables)
     assert result.stdout.startswith("Usage: runner status [OPTIONS]")
     assert result.returncode == 0
 
 
-def test_a_read_only_command_works_on_a_run(tmp_path, ask):
+def test_a_read_only_command_works_on_a_run(tmp_path, run_in_process):
     run_outcomes.make_job(tmp_path / "run")()
-    code, output, problems = ask("checkpoints", str(tmp_path / "run"))
+    code, output, problems = run_in_process("checkpoints", str(tmp_path / "run"))
     assert (code, problems) == (0, "")
     assert "40" in output
 
@@ -302,7 +304,7 @@ def test_every_error_has_the_exit_code_of_its_kind():
         assert {getattr(errors, name).exit_code for name in names} == {code}
 
 
-def test_a_users_error_is_a_value_error_and_a_lost_peer_a_connection_error():
+def test_invalid_errors_are_value_errors_and_lost_peers_connection_errors():
     assert issubclass(errors.InvalidError, ValueError)
     assert issubclass(errors.PeerLostError, ConnectionError)
     assert issubclass(errors.StorageError, OSError)

@@ -1,4 +1,4 @@
-"""What a job's own `sys.exit` is to whoever started it: no end. What is printed of errors that nobody can catch."""
+"""Effect of a job's own `sys.exit`, which is an error, and the report of exceptions that cannot be caught."""
 
 import sys
 
@@ -17,16 +17,16 @@ COUNTER = (
 )
 
 
-class EndedError(Exception):
-    """In the place of the end of this process."""
+class ProcessEndError(Exception):
+    """Raised in place of ending the process."""
 
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """The command in this process, on whose signals and end it has no hold; its exit code and what it said."""
+    """Return a function that runs the command in this process and returns its exit code and message."""
 
     def end(code, message=None):
-        raise EndedError(code, message)
+        raise ProcessEndError(code, message)
 
     monkeypatch.setattr(run, "end_process", end)
     monkeypatch.setattr(run.preemption, "watch_gcp_preemption", lambda ask: None)
@@ -38,7 +38,7 @@ def command(monkeypatch, tmp_path):
     def call(*words):
         try:
             return app.main([*words, *Job("specs/counter.yaml", tmp_path / "run", COUNTER).arguments]), None
-        except EndedError as ended:
+        except ProcessEndError as ended:
             return ended.args
 
     return call
@@ -53,7 +53,7 @@ def test_sys_exit_in_a_job_is_1_and_one_line(place, command, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [None, 75, 76, "good bye"])
-def test_no_code_of_its_own_makes_it_another_end(code, command, monkeypatch):
+def test_the_code_passed_to_sys_exit_is_ignored(code, command, monkeypatch):
     monkeypatch.setattr(ExitingCounter, "place", "run")
     monkeypatch.setattr(ExitingCounter, "code", code)
     assert command()[0] == 1
@@ -66,8 +66,8 @@ def test_sys_exit_before_the_job_has_begun_is_1_and_one_line(words, command, mon
     assert capsys.readouterr().err.startswith("the job called sys.exit(0), which does not end a job")
 
 
-class Raises:
-    """Raises where nobody can catch it."""
+class RaisingOnDeletion:
+    """An object whose deletion raises, which no caller can catch."""
 
     def __init__(self, error: Exception):
         self.error = error
@@ -76,16 +76,16 @@ class Raises:
         raise self.error
 
 
-def test_only_what_a_failed_save_has_told_already_is_left_out(capsys, monkeypatch):
+def test_only_errors_already_reported_by_a_failed_save_are_suppressed(capsys, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", run._drop_late_write_errors)
     for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), ValueError("Event loop is closed")):
-        Raises(error)
+        RaisingOnDeletion(error)
     assert [line for line in capsys.readouterr().err.splitlines() if "Error" in line] == [
         "RuntimeError: another",
         "ValueError: Event loop is closed",
     ]
 
 
-def test_help_is_no_failure(capsys):
+def test_help_exits_with_0(capsys):
     assert app.main(["--help"]) == 0
     assert "Usage" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`python -m runner schema`: what an editor is told of a spec, the keys of the spec's own job among it."""
+"""`python -m runner schema`: JSON Schema of a spec for editors, including the config keys of its job."""
 
 import json
 from pathlib import Path
@@ -17,20 +17,20 @@ NANO = str(ROOT / "specs" / "gpt_nano.yaml")
 COUNTER = str(ROOT / "specs" / "counter.yaml")
 
 
-def schema_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def print_schema(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert run_command(["schema", *arguments]) == 0
     schema = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator.check_schema(schema)
     return schema
 
 
-def problems(schema: dict[str, Any], data: dict[str, Any]) -> list[str]:
+def find_problems(schema: dict[str, Any], data: dict[str, Any]) -> list[str]:
     errors = jsonschema.Draft202012Validator(schema).iter_errors(data)
     return [".".join(map(str, error.absolute_path)) for error in errors]
 
 
-def section(schema: dict[str, Any], *path: str) -> dict[str, Any]:
-    """The keys that stand at `path`, as an editor finds them."""
+def get_section(schema: dict[str, Any], *path: str) -> dict[str, Any]:
+    """Return the keys at `path`, resolved like an editor does."""
     for key in path:
         part = schema["properties"][key] if "properties" in schema else {}
         (ref,) = [form["$ref"] for form in part.get("anyOf", [part])]
@@ -39,32 +39,34 @@ def section(schema: dict[str, Any], *path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
-def test_every_shipped_spec_fits_the_schema_of_its_job(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert problems(schema_of(capsys, str(path)), load_document(path).data) == []
-    assert problems(schema_of(capsys), load_document(path).data) == []
+def test_every_shipped_spec_is_valid_under_the_schema_of_its_job(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert find_problems(print_schema(capsys, str(path)), load_document(path).data) == []
+    assert find_problems(print_schema(capsys), load_document(path).data) == []
 
 
-def test_with_a_spec_the_keys_of_its_own_model_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    schema = schema_of(capsys, NANO)
+def test_the_schema_of_a_spec_describes_the_keys_of_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = print_schema(capsys, NANO)
     assert set(schema["properties"]) == set(ExecutionSpec.model_fields)
-    model = section(schema, "config", "model")
+    model = get_section(schema, "config", "model")
     assert {"layers", "heads", "width"} <= set(model)
     assert model["heads"]["description"].startswith("Attention heads; must divide width.")
-    assert set(section(schema_of(capsys, COUNTER), "config")) == {"total_steps", "width", "step_seconds"}
+    assert set(get_section(print_schema(capsys, COUNTER), "config")) == {"total_steps", "width", "step_seconds"}
 
 
-def test_with_a_spec_an_unknown_key_in_config_is_a_problem_and_without_one_it_may_be_another_jobs(
+def test_unknown_config_keys_are_invalid_only_in_the_schema_of_a_spec(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = load_document(NANO, ["config.model.widht=3"]).data
-    assert problems(schema_of(capsys, NANO), data)[0].startswith("config")
-    assert problems(schema_of(capsys), data) == []
+    assert find_problems(print_schema(capsys, NANO), data)[0].startswith("config")
+    assert find_problems(print_schema(capsys), data) == []
 
 
-def test_a_spec_that_only_names_its_job_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spec_with_only_a_job_is_sufficient(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new.yaml"
     path.write_text("name: new\njob: experiments.gpt:PretrainGPT\ndirectory: runs/new\n")
-    assert "layers" in section(schema_of(capsys, str(path)), "config", "model")
+    assert "layers" in get_section(print_schema(capsys, str(path)), "config", "model")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_a_spec_that_only_names_its_job_is_enough(tmp_path: Path, capsys: pytest
     ],
     ids=["not there", "not YAML", "without a job", "of a job that is not there"],
 )
-def test_a_spec_that_cannot_be_loaded_is_one_line(text: str | None, message: str, tmp_path: Path) -> None:
+def test_a_spec_that_cannot_be_loaded_gives_one_line(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "new.yaml"
     if text is not None:
         path.write_text(text)
@@ -87,7 +89,7 @@ def test_a_spec_that_cannot_be_loaded_is_one_line(text: str | None, message: str
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_the_command_ends_with_2_and_the_line() -> None:
+def test_the_command_exits_with_2_and_one_line() -> None:
     code, output = run_runner(environment(1), "schema", "specs/none.yaml")
     assert (code, output) == (2, "specs/none.yaml: cannot read the spec: No such file or directory\n")
     code, output = run_runner(environment(1), "schema", "specs/gpt_nano.yaml", "more")

@@ -1,4 +1,4 @@
-"""The screen and the JSON of `status`: as wide as the terminal, nothing obeyed in it, nothing changed by asking."""
+"""`status` as screen and JSON: fits the terminal, escapes control characters, and changes nothing."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ HOSTILE = "<b>\x1b[31mred\x1b]0;title\x07\r\n[bold]\u202e\udcff\x9b2J" + "x" * 5
 
 @functools.cache
 def template() -> Path:
-    """Two attempts, and rows."""
+    """A run with two attempts and rows."""
     directory = Path(os.environ["RUNNER_TESTS_SESSION"]) / "status" / str(os.getpid()) / "run"
     directory.parent.mkdir(parents=True)
     run_outcomes.stop_after_step(directory, 20)
@@ -40,19 +40,19 @@ def template() -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the template run."""
     return Path(shutil.copytree(template(), tmp_path / "run"))
 
 
-def screen(directory: Path, width: int = 80, **options: object) -> str:
+def render_screen(directory: Path, width: int = 80, **options: object) -> str:
     console = Console(width=width, markup=False, highlight=False, emoji=False, file=None, **options)
     with console.capture() as capture:
         console.print(draw(read_history(LocalStore(directory))))
     return capture.get()
 
 
-def test_the_screen_says_all_that_is_known(run: Path) -> None:
-    text = screen(run)
+def test_the_screen_shows_everything_known(run: Path) -> None:
+    text = render_screen(run)
     for words in (
         "count  done",
         "step 40 of 40",
@@ -75,16 +75,16 @@ def test_the_screen_says_all_that_is_known(run: Path) -> None:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_no_line_is_wider_than_the_terminal(run: Path, width: int) -> None:
-    assert max(map(len, screen(run, width).splitlines())) <= width
+    assert max(map(len, render_screen(run, width).splitlines())) <= width
 
 
-def test_colours_are_for_terminals_that_want_them(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "\x1b[" in screen(run, force_terminal=True, color_system="standard")
+def test_colours_are_used_only_on_terminals_that_support_them(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[" in render_screen(run, force_terminal=True, color_system="standard")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", screen(run, force_terminal=True))
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", render_screen(run, force_terminal=True))
 
 
-def test_the_json_holds_the_same_records_and_only_what_json_has(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_contains_the_same_records_as_valid_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.jsonl").write_text('{"step": 41, "train/loss": 1.0, "train/x": NaN}\n')
     assert run_command(["status", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
@@ -95,8 +95,8 @@ def test_the_json_holds_the_same_records_and_only_what_json_has(run: Path, capsy
     assert set(found["seconds"]) == {bucket.value for bucket in TimeBucket}
 
 
-def poison(directory: Path) -> None:
-    """What others may have written into every text that is shown."""
+def write_hostile_texts(directory: Path) -> None:
+    """Write hostile text into every file whose text is shown."""
     with (directory / "events.jsonl").open("ab") as file:
         for event in ("failed", "stuck", "quarantine", "changed", "start", "grace", "straggler"):
             details = dict.fromkeys(("reason", "moved_to", "changes", "device_kind"), HOSTILE)
@@ -110,9 +110,9 @@ def poison(directory: Path) -> None:
     (directory / "checkpoints" / "30" / "manifest.json").write_bytes(HOSTILE.encode(errors="surrogateescape"))
 
 
-def test_nothing_that_others_have_written_is_obeyed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    poison(run)
-    text = screen(run)
+def test_control_characters_in_files_are_escaped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_hostile_texts(run)
+    text = render_screen(run)
     assert not [each for each in text if not (each.isprintable() or each == "\n")]
     assert max(map(len, text.splitlines())) <= 80
     assert len(text.splitlines()) < 150
@@ -121,13 +121,13 @@ def test_nothing_that_others_have_written_is_obeyed(run: Path, capsys: pytest.Ca
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_asking_changes_nothing_and_claims_nothing(run: Path) -> None:
+def test_status_is_read_only_and_claims_no_attempt(run: Path) -> None:
     before = files_of(run)
     run_command(["status", str(run)])
     assert files_of(run) == before
 
 
-def test_where_there_is_no_run_the_command_ends_with_2_and_one_line(
+def test_a_missing_run_gives_one_line_and_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.distributed.preemption.StopNotice.install_signal_handlers", lambda self: None)
@@ -139,14 +139,16 @@ def test_where_there_is_no_run_the_command_ends_with_2_and_one_line(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_spec_names_its_directory(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spec_can_be_given_instead_of_its_directory(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec = tmp_path / "count.yaml"
     spec.write_text((run / "spec.yaml").read_text())
     assert run_command(["status", str(spec)]) == 0
     assert "step 40 of 40" in capsys.readouterr().out
 
 
-def test_watching_goes_on_until_the_run_is_done(
+def test_watching_continues_until_the_run_is_done(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = iter([RunState.RUNNING, RunState.STALLED, RunState.DONE])
@@ -166,7 +168,7 @@ def test_watching_goes_on_until_the_run_is_done(
     assert printed == ["running", "stalled", "done"]
 
 
-def test_a_run_in_a_bucket_is_told_as_one_on_a_disk(run: Path) -> None:
+def test_a_run_in_a_bucket_is_shown_like_one_on_disk(run: Path) -> None:
     bucket = make_memory_bucket()
     for name, content in files_of(run).items():
         bucket.write("events/000001.0.0000.jsonl" if name == "events.jsonl" else name, content)
@@ -188,10 +190,10 @@ def test_a_run_in_a_bucket_is_told_as_one_on_a_disk(run: Path) -> None:
         (1e9, "11,574 d 1 h"),
     ],
 )
-def test_a_time_is_told_in_two_units(seconds: float, words: str) -> None:
+def test_durations_are_formatted_in_two_units(seconds: float, words: str) -> None:
     assert format_duration(seconds) == words
 
 
 @pytest.mark.parametrize(("value", "words"), [(0, "0"), (950, "950"), (12345, "12.3 k"), (7e13, "70 T")])
-def test_an_amount_has_three_digits(value: float, words: str) -> None:
+def test_amounts_are_formatted_with_three_digits(value: float, words: str) -> None:
     assert format_amount(value) == words

@@ -1,4 +1,4 @@
-"""`verify-resume` passes jobs that can be resumed, and says where those that cannot go another way."""
+"""`verify-resume`: it passes jobs that resume correctly, and reports where other jobs diverge."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tests.support import job_process
 COUNTER = ("specs/counter.yaml", "--set", "config.step_seconds=0.02", "--set", "config.width=5000")
 
 
-def verify(*arguments: str, devices: int = 1) -> tuple[int, str]:
+def run_verify_resume(*arguments: str, devices: int = 1) -> tuple[int, str]:
     code, output = job_process.run_runner(
         job_process.environment(devices),
         "verify-resume",
@@ -29,14 +29,14 @@ def verify(*arguments: str, devices: int = 1) -> tuple[int, str]:
 
 @pytest.mark.soak
 def test_a_counter_passes() -> None:
-    code, output = verify(*COUNTER, "--kills", "2")
+    code, output = run_verify_resume(*COUNTER, "--kills", "2")
     assert code == 0, output
     assert "SAME BITS after 2 kills: every leaf at steps 6, 12, 18, 24, 30" in output
 
 
 @pytest.mark.soak
 def test_a_trainer_passes() -> None:
-    code, output = verify("specs/gpt_nano.yaml", "--steps", "30", "--kills", "4")
+    code, output = run_verify_resume("specs/gpt_nano.yaml", "--steps", "30", "--kills", "4")
     assert code == 0, output
     assert len(re.findall(r"kill \d of 4: -9 to process 0", output)) == 4
     for place in ("between two saves", "in a save", "while starting"):
@@ -46,12 +46,12 @@ def test_a_trainer_passes() -> None:
 
 @pytest.mark.soak
 def test_two_processes_pass() -> None:
-    code, output = verify(*COUNTER, "--kills", "3", "--processes", "2", "--devices-per-process", "2")
+    code, output = run_verify_resume(*COUNTER, "--kills", "3", "--processes", "2", "--devices-per-process", "2")
     assert code == 0, output
     assert "SAME BITS after 3 kills" in output
 
 
-MOVED = (
+MOVING_JOB = (
     "specs/gpt_nano.yaml",
     *("--set", "config.train={total_steps: 40, global_batch_examples: 8, micro_batch_examples: 1}"),
     *("--set", "topology.mesh={data: auto, fsdp: 1}", "--steps", "12", "--devices-per-process", "8,1,2,4"),
@@ -59,21 +59,21 @@ MOVED = (
 
 
 @pytest.mark.soak
-def test_a_job_whose_bits_do_not_depend_on_its_devices_passes_on_others_at_each_start() -> None:
-    code, output = verify(*MOVED, "--set", "config.train.same_bits_devices=8")
+def test_a_device_independent_job_passes_with_other_devices_at_each_start() -> None:
+    code, output = run_verify_resume(*MOVING_JOB, "--set", "config.train.same_bits_devices=8")
     assert code == 0, output
     assert "SAME BITS after 3 kills" in output
 
 
 @pytest.mark.soak
-def test_any_other_job_differs_where_its_devices_do() -> None:
-    code, output = verify(*MOVED)
+def test_a_device_dependent_job_differs_with_other_devices() -> None:
+    code, output = run_verify_resume(*MOVING_JOB)
     assert code == 1, output
     assert "DIFFERENT: step" in output
 
 
-# A stand-in for a job: each start but the last ends as the list says; the last commits step 6 and waits to be stopped.
-ENDS_BY_ITSELF = """
+# A simulated job: each start but the last ends with the given code; the last commits step 6 and waits for a signal.
+ENDING_PROGRAM = """
 import json, os, pathlib, signal, sys
 directory, ends = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 with (directory.parent / "starts").open("a+") as starts:
@@ -94,11 +94,11 @@ while True:
 
 
 @pytest.fixture
-def ends_by_itself(monkeypatch, tmp_path):
-    """A run of a job whose first starts end so."""
+def make_ending_run(monkeypatch, tmp_path):
+    """Make a trial run of a job whose first starts end with the given codes."""
 
     def make(ends, is_undisturbed):
-        command = [sys.executable, "-c", ENDS_BY_ITSELF, str(tmp_path / "run"), json.dumps(ends)]
+        command = [sys.executable, "-c", ENDING_PROGRAM, str(tmp_path / "run"), json.dumps(ends)]
         monkeypatch.setattr(verify_resume, "start_processes", lambda _, *rest: start_processes(command, *rest))
         return TrialRun(Trial(("spec",), 6, 1, 1, None, 0), tmp_path / "run", is_undisturbed)
 
@@ -107,10 +107,10 @@ def ends_by_itself(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("is_undisturbed", [False, True])
 @pytest.mark.parametrize("ends", [[76], [75, 76, -9], [-6], [-15]], ids=str)
-def test_an_end_that_asks_for_another_try_gets_one_and_is_no_difference(
-    ends: list[int], is_undisturbed: bool, ends_by_itself, tmp_path: Path
+def test_a_retryable_exit_is_retried_and_no_difference(
+    ends: list[int], is_undisturbed: bool, make_ending_run, tmp_path: Path
 ) -> None:
-    run = ends_by_itself(ends, is_undisturbed)
+    run = make_ending_run(ends, is_undisturbed)
     run.start()
     run.finish()
     assert run.find_newest_step() == 6
@@ -121,8 +121,8 @@ def test_an_end_that_asks_for_another_try_gets_one_and_is_no_difference(
 @pytest.mark.parametrize(
     ("ends", "kind", "code"), [([76] * 4, RetryableError, EXIT_RETRYABLE), ([76, 1], FailedError, EXIT_FAILED)], ids=str
 )
-def test_a_job_that_cannot_be_run_to_its_end_has_its_own_word(ends, kind, code, ends_by_itself, tmp_path) -> None:
-    run = ends_by_itself(ends, False)
+def test_a_job_that_never_finishes_raises_its_own_error(ends, kind, code, make_ending_run, tmp_path) -> None:
+    run = make_ending_run(ends, False)
     run.start()
     with pytest.raises(kind, match=f"^the job ended with {ends[-1]} by itself") as caught:
         run.finish()
@@ -140,10 +140,12 @@ def test_a_job_that_cannot_be_run_to_its_end_has_its_own_word(ends, kind, code, 
     ],
 )
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_job_that_cannot_be_resumed_is_found_with_the_step_and_the_leaf(
+def test_a_job_that_does_not_resume_is_reported_with_step_and_leaf(
     job: str, leaf: str, hint: str, processes: str
 ) -> None:
-    code, output = verify(*COUNTER, "--set", f"job=tests.support.faulty_jobs:{job}", "--processes", processes)
+    code, output = run_verify_resume(
+        *COUNTER, "--set", f"job=tests.support.faulty_jobs:{job}", "--processes", processes
+    )
     assert code == 1, output
     found = re.search(r"DIFFERENT: step (\d+) is the first checkpoint that differs \(step (\d+) is equal\), in", output)
     assert found is not None, output
@@ -162,27 +164,27 @@ HOOKED = (
 
 @pytest.mark.soak
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_hook_that_counts_in_the_state_passes(processes: str) -> None:
+def test_a_hook_with_counters_in_the_state_passes(processes: str) -> None:
     hooks = "hooks=[tests.support.hooks:DiaryHook, {hook: runner.hook:EarlyStopping, config: {patience: 90}}]"
-    code, output = verify(*HOOKED, "--set", hooks, "--processes", processes)
+    code, output = run_verify_resume(*HOOKED, "--set", hooks, "--processes", processes)
     assert code == 0, output
     assert "SAME BITS after 3 kills" in output
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_hook_that_hides_state_is_found_with_its_counter(processes: str) -> None:
+def test_a_hook_with_hidden_state_is_reported_with_its_counter(processes: str) -> None:
     hooks = "hooks=[tests.support.hooks:HiddenStateHook]"
-    code, output = verify(*HOOKED, "--kills", "1", "--set", hooks, "--processes", processes)
+    code, output = run_verify_resume(*HOOKED, "--kills", "1", "--set", hooks, "--processes", processes)
     assert code == 1, output
     assert re.search(r"DIFFERENT: step \d+ is the first checkpoint that differs", output), output
     assert re.search(r"in 1 of \d+ leaves: riders\.hooks\.HiddenStateHook\.seen", output), output
     assert "state outside its pytree" in output
 
 
-@pytest.mark.soak  # in process, daily, in tests/checkpoint/test_leaves.py
-def test_a_leaf_that_becomes_weakly_typed_is_named_with_the_reason() -> None:
-    code, output = verify(*COUNTER, "--set", "job=tests.support.faulty_jobs:WeakTypeCounter")
+@pytest.mark.soak  # tests/checkpoint/test_leaves.py has a daily test of it in this process
+def test_a_weakly_typed_leaf_is_reported_with_the_reason() -> None:
+    code, output = run_verify_resume(*COUNTER, "--set", "job=tests.support.faulty_jobs:WeakTypeCounter")
     assert code == 1, output
     assert "scale: is weakly typed and would come back strong" in output
 
@@ -197,7 +199,7 @@ def test_a_leaf_that_becomes_weakly_typed_is_named_with_the_reason() -> None:
         pytest.param((*COUNTER, "--set", "config.total_steps=20"), "the job ends at step 20", marks=pytest.mark.soak),
     ],
 )
-def test_what_cannot_be_verified_is_refused(arguments: tuple[str, ...], words: str) -> None:
-    code, output = verify(*arguments)
+def test_invalid_arguments_are_rejected(arguments: tuple[str, ...], words: str) -> None:
+    code, output = run_verify_resume(*arguments)
     assert code == 2, output
     assert words in output
