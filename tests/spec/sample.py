@@ -1,4 +1,4 @@
-"""A good spec to spoil, the config of its job, and the problems that spoiling it raises."""
+"""A valid spec, the config class of its job, and the problems that changes to it raise."""
 
 from typing import ClassVar, Literal
 
@@ -37,7 +37,7 @@ class Config(JobConfig):
     parts: list[Train] = Field(default=[])
 
 
-def problems(text: str, *overrides: str, config: type[JobConfig] | None = None) -> list[str]:
+def find_problems(text: str, *overrides: str, config: type[JobConfig] | None = None) -> list[str]:
     def read() -> None:
         document = parse_document(text, "specs/x.yaml", overrides)
         validate_spec(document)
@@ -48,6 +48,6 @@ def problems(text: str, *overrides: str, config: type[JobConfig] | None = None) 
     return str(caught.value).split("\n")
 
 
-def replaced(old: str, new: str) -> str:
+def edit_spec(old: str, new: str) -> str:
     assert old in SPEC
     return SPEC.replace(old, new)

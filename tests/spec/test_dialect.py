@@ -1,14 +1,14 @@
-"""The YAML of specs: scalars mean what they look like, and what cannot be read is one line."""
+"""YAML dialect of specs: scalars have their apparent type, and unreadable text gives one line."""
 
 import pytest
 
 from runner.errors import SpecError
 from runner.spec import SpecLocation, parse_document
 from runner.spec.document import parse_yaml
-from tests.spec.sample import problems
+from tests.spec.sample import find_problems
 
 
-def test_plain_scalars_mean_what_they_look_like() -> None:
+def test_plain_scalars_have_their_apparent_type() -> None:
     text = "{a: 1e-3, b: 1_000, c: on, d: 012, e: 1:30, f: 2024-01-01, g: ~, h: true, i: -1.5E+3, j: .5, on: '1'}"
     assert parse_document(text, "x").data == {
         "a": 0.001, "b": 1000, "c": "on", "d": "012", "e": "1:30", "f": "2024-01-01", "g": None, "h": True,
@@ -36,12 +36,12 @@ def test_plain_scalars_mean_what_they_look_like() -> None:
         ("[" * 5000, "specs/x.yaml:1: unreadable YAML: nested too deeply"),
     ],
 )  # fmt: skip
-def test_unreadable_yaml_is_one_line(text: str, line: str) -> None:
-    assert problems(text) == [line]
+def test_unreadable_yaml_gives_one_line(text: str, line: str) -> None:
+    assert find_problems(text) == [line]
 
 
 @pytest.mark.parametrize("mark", ["\x85", "\u2028", "\u2029", "\ufeff"], ids=ascii)
-def test_what_only_an_older_yaml_takes_for_a_line_break_is_text(mark: str) -> None:
+def test_line_breaks_of_yaml_1_1_are_text(mark: str) -> None:
     for text in (f"a{mark}b", mark, f"{mark}a", f"a{mark}", f"a {mark} b"):
         for written in (text, f'"{text}"', f"'{text}'", f"[{text}]"):
             found, _ = parse_yaml(written, lambda line: SpecLocation(str(line)))
@@ -51,6 +51,6 @@ def test_what_only_an_older_yaml_takes_for_a_line_break_is_text(mark: str) -> No
     assert locations["b",].line == 2
 
 
-def test_half_a_surrogate_pair_is_refused() -> None:
+def test_a_lone_surrogate_is_rejected() -> None:
     with pytest.raises(SpecError, match="surrogate"):
         parse_yaml(r'a: "x\ud800"', lambda line: SpecLocation(str(line)))

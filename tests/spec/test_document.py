@@ -1,4 +1,4 @@
-"""Files and overrides become one document, in which every key has a place to blame."""
+"""Documents of files and overrides, in which every key has a position for error messages."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from runner.errors import (
 )
 from runner.spec import MeshConfig, load_document, parse_document, validate_spec
 from runner.storage import DeadlineError
-from tests.spec.sample import SPEC, Config, problems
+from tests.spec.sample import SPEC, Config, find_problems
 
 
 @pytest.mark.parametrize(
@@ -42,25 +42,25 @@ from tests.spec.sample import SPEC, Config, problems
         ("seed=a: b: c", "--set seed=a: b: c: unreadable YAML: mapping values are not allowed here"),
     ],
 )  # fmt: skip
-def test_a_bad_override_is_named_like_a_line_of_the_file(override: str, line: str) -> None:
-    assert problems(SPEC, override, config=Config) == [line]
+def test_an_invalid_override_is_reported_like_a_line_of_the_file(override: str, line: str) -> None:
+    assert find_problems(SPEC, override, config=Config) == [line]
 
 
 def test_an_override_with_several_problems_is_shown_once() -> None:
     override = "config.train={rte: 2, size: 3}"
-    first, *others = problems(SPEC, override, config=Config)
+    first, *others = find_problems(SPEC, override, config=Config)
     assert first.startswith(f"--set {override}: ")
     assert others
     assert all(line.startswith("  config.train") and override not in line for line in others)
 
 
-def test_a_section_that_lacks_several_keys_is_one_line() -> None:
-    (line,) = problems("name: x", config=Config)
+def test_a_section_missing_several_keys_gives_one_line() -> None:
+    (line,) = find_problems("name: x", config=Config)
     assert line == "specs/x.yaml:1: missing key job; missing key directory"
 
 
-def test_a_long_override_is_cut_in_messages() -> None:
-    (line,) = problems(SPEC, f"seed={'x' * 5000}")
+def test_a_long_override_is_shortened_in_messages() -> None:
+    (line,) = find_problems(SPEC, f"seed={'x' * 5000}")
     assert line.startswith("--set seed=xxx")
     assert line.endswith("needs a whole number")
     assert len(line) < 300
@@ -85,10 +85,10 @@ def test_the_message_of_every_error_is_bounded(kind: type[RunnerError]) -> None:
 
 
 def test_all_malformed_overrides_are_listed() -> None:
-    assert len(problems(SPEC, "seed", "name", "seed.x=1")) == 3
+    assert len(find_problems(SPEC, "seed", "name", "seed.x=1")) == 3
 
 
-def test_an_override_creates_the_sections_that_the_file_leaves_out() -> None:
+def test_an_override_creates_missing_sections() -> None:
     document = parse_document(SPEC, "x", ["logging.every_steps=3", "topology.mesh.tensor=2", "topology.mesh.data=4"])
     spec = validate_spec(document)
     assert spec.logging.every_steps == 3
@@ -96,7 +96,7 @@ def test_an_override_creates_the_sections_that_the_file_leaves_out() -> None:
     assert spec.topology.mesh == MeshConfig(data=4, fsdp=1, tensor=2)
 
 
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_an_unreadable_file_gives_one_line(tmp_path: Path) -> None:
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"name: x\njob: \xff\xfe")
     for path, reason in (
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         assert str(caught.value) == f"{path}{reason}"
 
 
-def test_a_later_stage_blames_a_key_at_its_line() -> None:
+def test_later_problems_of_a_key_are_reported_at_its_line() -> None:
     document = parse_document(SPEC, "specs/x.yaml", ["config.train.rate=2"])
     for key, line in (
         ("topology.mesh", "specs/x.yaml:6: topology.mesh: 3 > 2"),

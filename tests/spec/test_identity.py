@@ -1,4 +1,4 @@
-"""What defines the bits of a run is its trajectory; the rest may change on a resume."""
+"""Identity of a run: keys that define its trajectory; other keys may change on a resume."""
 
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from runner.spec import (
 from tests.spec.sample import SPEC, Config
 
 
-def test_only_what_moves_the_bits_is_part_of_the_trajectory() -> None:
+def test_only_keys_that_change_bits_belong_to_the_trajectory() -> None:
     def digest(*overrides: str) -> str:
         document = parse_document(SPEC, "x", overrides)
         return hash_record(compute_trajectory(validate_spec(document), validate_config(document, Config)))
@@ -31,7 +31,7 @@ def test_only_what_moves_the_bits_is_part_of_the_trajectory() -> None:
         assert digest(override) != digest()
 
 
-def test_the_trajectory_is_flat_and_holds_defaults() -> None:
+def test_the_trajectory_is_flat_and_contains_defaults() -> None:
     document = parse_document(SPEC, "x")
     assert compute_trajectory(validate_spec(document), validate_config(document, Config)) == {
         "job": "experiments.gpt:PretrainGPT",
@@ -43,7 +43,7 @@ def test_the_trajectory_is_flat_and_holds_defaults() -> None:
     }
 
 
-# What an older version has saved, compared by a later one that has more keys.
+# Identities saved by an older version, compared by a later version with more keys.
 
 
 class Adam(FrozenModel):
@@ -80,8 +80,8 @@ class LaterConfig(JobConfig):
         return frozenset({"free", "parts.limit"})
 
 
-def compare(saved: Trajectory, **config: Any) -> set[str]:
-    """Keys in which what was saved differs from a job of the later version."""
+def find_differences(saved: Trajectory, **config: Any) -> set[str]:
+    """Return the keys in which the saved identity differs from a job of the later version."""
     present_config = LaterConfig.model_validate({"width": 8, **config})
     present = {
         key: value
@@ -92,37 +92,37 @@ def compare(saved: Trajectory, **config: Any) -> set[str]:
     return {key for key in filled | present if filled.get(key, "nothing") != present.get(key, "nothing")}
 
 
-OLD = {"config.width": 8}
+OLD_IDENTITIES = {"config.width": 8}
 
 
 @pytest.mark.parametrize(
     ("saved", "config", "different"),
     [
-        (OLD, {}, set()),
-        (OLD, {"free": 7}, set()),
-        (OLD, {"width": 9}, {"config.width"}),
+        (OLD_IDENTITIES, {}, set()),
+        (OLD_IDENTITIES, {"free": 7}, set()),
+        (OLD_IDENTITIES, {"width": 9}, {"config.width"}),
         ({}, {}, {"config.width"}),
-        (OLD, {"decay": {"factor": 0.9, "every": 2}}, set()),
-        (OLD, {"decay": {}}, {"config.decay.factor"}),
-        (OLD, {"average": {}}, {"config.average.factor", "config.average.every"}),
-        (OLD | {"config.average": None}, {}, set()),
-        (OLD | {"config.average.factor": 0.5}, {"average": {}}, set()),
-        (OLD | {"config.average.factor": 0.5}, {}, {"config.average.factor", "config.average"}),
-        (OLD | {"config.optimizer.name": "adam"}, {}, set()),
-        (OLD | {"config.optimizer.name": "sgd"}, {"optimizer": {"name": "sgd"}}, set()),
-        (OLD | {"config.optimizer.name": "adam"}, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name"}),
-        (OLD, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name", "config.optimizer.momentum"}),
-        (OLD, {"parts": [{"limit": 2}]}, {"config.parts.0.factor", "config.parts.0.every"}),
-        (OLD | {"config.parts.0.factor": 0.5}, {"parts": [{"limit": 2}]}, set()),
-        (OLD | {"config.parts": [{"factor": 0.5}]}, {"parts": [{"limit": 2}]}, set()),
-        (OLD | {"config.parts.0.factor": 0.4}, {"parts": [{}]}, {"config.parts.0.factor"}),
-        (OLD | {"config.parts.0.factor": 0.5}, {"parts": []}, {"config.parts.0.factor", "config.parts"}),
-        (OLD | {"config.gone": 1}, {}, {"config.gone"}),
-        (OLD | {"config.decay.gone": 1}, {}, {"config.decay.gone", "config.decay.factor"}),
+        (OLD_IDENTITIES, {"decay": {"factor": 0.9, "every": 2}}, set()),
+        (OLD_IDENTITIES, {"decay": {}}, {"config.decay.factor"}),
+        (OLD_IDENTITIES, {"average": {}}, {"config.average.factor", "config.average.every"}),
+        (OLD_IDENTITIES | {"config.average": None}, {}, set()),
+        (OLD_IDENTITIES | {"config.average.factor": 0.5}, {"average": {}}, set()),
+        (OLD_IDENTITIES | {"config.average.factor": 0.5}, {}, {"config.average.factor", "config.average"}),
+        (OLD_IDENTITIES | {"config.optimizer.name": "adam"}, {}, set()),
+        (OLD_IDENTITIES | {"config.optimizer.name": "sgd"}, {"optimizer": {"name": "sgd"}}, set()),
+        (OLD_IDENTITIES | {"config.optimizer.name": "adam"}, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name"}),
+        (OLD_IDENTITIES, {"optimizer": {"name": "sgd"}}, {"config.optimizer.name", "config.optimizer.momentum"}),
+        (OLD_IDENTITIES, {"parts": [{"limit": 2}]}, {"config.parts.0.factor", "config.parts.0.every"}),
+        (OLD_IDENTITIES | {"config.parts.0.factor": 0.5}, {"parts": [{"limit": 2}]}, set()),
+        (OLD_IDENTITIES | {"config.parts": [{"factor": 0.5}]}, {"parts": [{"limit": 2}]}, set()),
+        (OLD_IDENTITIES | {"config.parts.0.factor": 0.4}, {"parts": [{}]}, {"config.parts.0.factor"}),
+        (OLD_IDENTITIES | {"config.parts.0.factor": 0.5}, {"parts": []}, {"config.parts.0.factor", "config.parts"}),
+        (OLD_IDENTITIES | {"config.gone": 1}, {}, {"config.gone"}),
+        (OLD_IDENTITIES | {"config.decay.gone": 1}, {}, {"config.decay.gone", "config.decay.factor"}),
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
-def test_a_key_that_was_not_there_is_compared_with_its_default(
+def test_a_missing_key_is_compared_by_its_default(
     saved: Trajectory, config: dict[str, Any], different: set[str]
 ) -> None:
-    assert compare(saved, **config) == different
+    assert find_differences(saved, **config) == different

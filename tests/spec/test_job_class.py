@@ -1,4 +1,4 @@
-"""`module:Class` becomes a class, or one line that says why not."""
+"""Loading of `module:Class`, and the one-line error if it fails."""
 
 import sys
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ MODULES = {
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's checkout, with a package of job modules in the current directory."""
+    """A user's checkout with a package of job modules, as the current directory."""
     root = tmp_path / "checkout_jobs"
     root.mkdir()
     for name, text in {"__init__": "", **MODULES}.items():
@@ -57,7 +57,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ),
     ],
 )
-def test_a_job_that_does_not_load_is_one_line(package: Path, job: str, message: str) -> None:
+def test_a_job_that_does_not_load_gives_one_line(package: Path, job: str, message: str) -> None:
     base = load_job_class(parse_document("job: checkout_jobs.good:Base", "x"), object)
     document = parse_document(f"name: x\njob: {job}", "specs/x.yaml")
     with pytest.raises(SpecError) as caught:
@@ -65,9 +65,7 @@ def test_a_job_that_does_not_load_is_one_line(package: Path, job: str, message: 
     assert str(caught.value) == f"specs/x.yaml:2: job: {message.format(root=package)}"
 
 
-def test_a_missing_module_is_reported_with_the_places_that_were_searched(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_module_is_reported_with_the_search_path(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = package / "elsewhere"
     monkeypatch.setattr(sys, "path", [str(package.parent), str(elsewhere), sys.prefix, ""])
     for job, end in {

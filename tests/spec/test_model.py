@@ -1,4 +1,4 @@
-"""The models check what they can alone, also when a spec is made in Python."""
+"""Spec models validate themselves, also when constructed in Python."""
 
 import pytest
 from pydantic import ValidationError
@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from runner.spec import CheckpointConfig, ExecutionSpec, MeshConfig
 
 
-def test_a_spec_made_in_python_needs_no_topology_and_cannot_be_changed() -> None:
+def test_a_spec_constructed_in_python_needs_no_topology_and_is_frozen() -> None:
     spec = ExecutionSpec(name="tiny", job="a:B", directory="runs")
     assert spec.topology is None
     with pytest.raises(ValidationError):

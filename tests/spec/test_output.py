@@ -1,4 +1,4 @@
-"""A spec is written so that it reads back as itself, and described key by key."""
+"""Dumped specs, which round-trip, and the schema of every key."""
 
 import pytest
 import yaml
@@ -10,7 +10,7 @@ from tests.spec.sample import Config
 from tests.support.special_characters import CONTROL_CHARACTER_TEXTS, TEXTS
 
 
-def test_a_dumped_spec_reads_back_as_itself_in_declared_order() -> None:
+def test_a_dumped_spec_round_trips_in_declared_order() -> None:
     config = {"text": ["1e-3", "12", "on", "null", "a: b", "", "é\n"], "rate": 1e-05, "large": 1e22, "none": None}
     spec = ExecutionSpec(name="x", job="a:B", directory="gs://b/x", topology=Topology(), config=config)
     text = dump_spec(spec)
@@ -19,20 +19,20 @@ def test_a_dumped_spec_reads_back_as_itself_in_declared_order() -> None:
 
 
 @pytest.mark.parametrize("text", [*TEXTS, *CONTROL_CHARACTER_TEXTS], ids=ascii)
-def test_every_text_is_dumped_as_it_is(text: str) -> None:
+def test_every_text_round_trips(text: str) -> None:
     config = {text: [text, {"nested": text}], "long": (text + " ") * 50}
     spec = ExecutionSpec(name="x", job="a:B", directory="gs://b/x", config=config)
     assert validate_spec(parse_document(dump_spec(spec), "x")) == spec
     assert yaml.safe_load(dump_yaml(config, TextDumper)) == config
 
 
-def test_a_dump_that_reads_back_as_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_that_does_not_round_trip_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TextDumper, "represent_text", lambda dumper, text: dumper.represent_int(7))
     with pytest.raises(FailedError, match="reads back"):
         dump_yaml({"a": "b"})
 
 
-def test_the_schema_describes_every_key_and_lets_other_jobs_have_other_configs() -> None:
+def test_the_schema_describes_every_key_and_allows_configs_of_other_jobs() -> None:
     schema = json_schema(Config)
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert list(schema["properties"]) == list(ExecutionSpec.model_fields)
