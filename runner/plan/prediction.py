@@ -184,6 +184,7 @@ class Prediction:
         working_bytes: gradients and activations on a device, by formula.
         sent_bytes: bytes that a device sends in a step.
         times: roofline of the step.
+        is_lower_bound: the job states no activations, so that more memory is needed.
     """
 
     micro_batch_examples: int
@@ -191,6 +192,7 @@ class Prediction:
     working_bytes: float
     sent_bytes: float
     times: Roofline
+    is_lower_bound: bool = False
 
     @property
     def needed_bytes(self) -> float:
@@ -312,7 +314,8 @@ class Predictor:
         working_bytes = gradients + max(activation_bytes, state.offloaded_bytes)
         times = compute_roofline(work, self.speeds, chip.devices_per_chip)
         sent_bytes = work.interconnect_bytes + work.network_bytes
-        return Prediction(micro_batch, state.state_bytes, working_bytes, sent_bytes, times)
+        is_lower_bound = not sizing.activation_bytes_per_token
+        return Prediction(micro_batch, state.state_bytes, working_bytes, sent_bytes, times, is_lower_bound)
 
     def iter_fitting(self, sizes: Mapping[str, int], state: StateSize, limit_bytes: float) -> Iterator[Prediction]:
         """Yield the predictions of every micro-batch that fits, largest first."""

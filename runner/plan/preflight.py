@@ -223,12 +223,13 @@ def check_memory_by_arithmetic(
 ) -> None:
     """Add what arithmetic says about the memory of a chip whose compiler is not here, if it does not fit."""
     there = f"{format_amount(machine.hbm_bytes * MEMORY_SHARE, 'bytes')} are there"
-    if first is None:
+    is_too_large = first is not None and first.needed_bytes > machine.hbm_bytes * MEMORY_SHARE
+    if first is None or (first.is_lower_bound and not is_too_large):
         findings.warnings.append(
             f"whether a step fits in memory is unknown: {machine.compiler} stands in for the compiler of "
-            f"{machine.accelerator}, and the job has no estimate of its own; {there}"
+            f"{machine.accelerator}, and the job does not state its activations (`sizing` of the trainer); {there}"
         )
-    elif first.needed_bytes > machine.hbm_bytes * MEMORY_SHARE:
+    elif is_too_large:
         text = (
             "by arithmetic, since the chip's compiler is not here, a step with "
             f"{first.micro_batch_examples} example(s) a device needs {format_amount(first.needed_bytes, 'bytes')} "

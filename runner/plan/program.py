@@ -385,7 +385,11 @@ def compile_program(
         step = setup_builder.compile(train_setup, sys.maxsize if machine.is_faked else limit_bytes, micro_batch)
         compile_seconds = time.monotonic() - started
         val_seconds = None if val is None else val.result()
-    resident_bytes = step.memory.arguments + step.memory.outputs if machine.is_faked else 0
+    resident_bytes = 0
+    if machine.is_faked:
+        # A fake device has no memory of a host, and counts what is offloaded to it among its own arguments.
+        offloaded = count_bytes_per_device(train_setup.abstract_state, on_host=True)
+        resident_bytes = step.memory.arguments + step.memory.outputs - offloaded
     if resident_bytes > limit_bytes:
         with setup_builder.document.errors_at("topology"):
             raise StepTooLargeError(

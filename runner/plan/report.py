@@ -92,12 +92,16 @@ class EarlyEstimate:
         if found is None:
             return f"first estimate: {mesh} cannot hold the batch"
         available = format_amount(self.machine.hbm_bytes * MEMORY_SHARE, "bytes")
-        state, fits = format_amount(found.state_bytes, "bytes"), "fits" if self._fits(found) else "does not fit"
+        state, fits = format_amount(found.state_bytes, "bytes"), "so the job fits"
+        if not self._fits(found):
+            fits = "so the job does not fit"
+        elif found.is_lower_bound:
+            fits = "besides activations, whose size the job does not state (`sizing`)"
         step, needed = format_amount(found.times.step_seconds, "seconds"), format_amount(found.needed_bytes, "bytes")
         return (
             f"first estimate, by arithmetic: {mesh}, {found.micro_batch_examples} example(s) per device: a device "
-            f"needs {needed}, {state} of it for the state, and may use {available}, so the job {fits}; a step takes at "
-            f"least {step}, bound by {found.times.bound}"
+            f"needs {needed}, {state} of it for the state, and may use {available}, {fits}; a step takes at least "
+            f"{step}, bound by {found.times.bound}"
         )
 
     @property
@@ -291,8 +295,10 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     """
     section, memory = Section("memory of a device"), program.step.memory
     note = "state, batch, and the random key if the model uses one"
-    section.add("arguments", memory.arguments, "bytes", "compiled", note)
     offloaded = count_bytes_per_device(program.train_setup.abstract_state, on_host=True)
+    # A fake device has no memory of a host.
+    arguments = memory.arguments - offloaded if machine.is_faked else memory.arguments
+    section.add("arguments", arguments, "bytes", "compiled", note)
     if offloaded:
         note = "optimizer state, by config.memory.offload_optimizer; its transfers are part of no predicted time"
         section.add("in host memory", offloaded, "bytes", "counted", note)
@@ -303,9 +309,10 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     section.add("code", memory.code, "bytes", "compiled")
     needed, note = memory.needed, "arguments + temporaries + outputs"
     if machine.is_faked and first is not None:
-        needed, note = int(first.needed_bytes), "by arithmetic: the chip's compiler is not here"
+        least = "at least, since the job states no activations, " if first.is_lower_bound else ""
+        needed, note = int(first.needed_bytes), f"{least}by arithmetic: the chip's compiler is not here"
     elif machine.is_faked:
-        needed = memory.arguments + memory.outputs
+        needed = arguments + memory.outputs
         note = "at least, without temporaries: the chip's compiler is not here"
     basis: Basis = "counted" if machine.is_faked else "compiled"
     section.add("needed", needed, "bytes", basis, note)

@@ -303,17 +303,22 @@ def test_a_job_that_does_not_fit_gets_a_suggestion_that_fits(tmp_path: Path) -> 
     assert confirmed.rstrip().endswith("would run")
 
 
-@pytest.mark.parametrize(("needed_bytes", "problems", "warnings"), [(80e9, 0, 0), (100e9, 1, 0), (None, 0, 1)])
+@pytest.mark.parametrize(
+    ("needed_bytes", "is_lower_bound", "problems", "warnings"),
+    [(80e9, False, 0, 0), (100e9, False, 1, 0), (None, False, 0, 1), (80e9, True, 0, 1), (100e9, True, 1, 0)],
+)
 def test_without_the_chips_compiler_arithmetic_decides(
-    needed_bytes: float | None, problems: int, warnings: int
+    needed_bytes: float | None, is_lower_bound: bool, problems: int, warnings: int
 ) -> None:
     findings = Findings()
     job: Any = SimpleNamespace(document=Document({}, {(): SpecLocation("x")}))
     machine: Any = SimpleNamespace(hbm_bytes=100e9, compiler="XLA for 4 fake CPU devices", accelerator="v5p-4")
-    first: Any = None if needed_bytes is None else SimpleNamespace(needed_bytes=needed_bytes, micro_batch_examples=1)
+    given = {"needed_bytes": needed_bytes, "micro_batch_examples": 1, "is_lower_bound": is_lower_bound}
+    first: Any = None if needed_bytes is None else SimpleNamespace(**given)
     preflight.check_memory_by_arithmetic(job, first, machine, findings)
     assert (len(findings.problems), len(findings.warnings)) == (problems, warnings)
     assert all("by arithmetic" in line for line in findings.problems)
+    assert all("unknown" in line for line in findings.warnings)
 
 
 AUTO_OPTIONS = (

@@ -44,8 +44,13 @@ def test_the_validation_step_is_recompiled_for_the_split_that_fits(fitting: str,
     assert list_compiled_splits("large", fitting) == layouts
 
 
-@pytest.mark.parametrize(("arguments", "fits"), [(60, True), (95, False)])
-def test_temporaries_of_another_compiler_reject_no_step(arguments: int, fits: bool) -> None:
+@pytest.mark.parametrize(("arguments", "on_host", "fits"), [(60, 0, True), (95, 0, False), (135, 70, True)])
+def test_temporaries_of_another_compiler_reject_no_step(
+    arguments: int, on_host: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A fake device has no memory of a host, and counts what is offloaded to it among its own.
+    monkeypatch.setattr("runner.plan.program.count_bytes_per_device", lambda _, on_host=False: on_host * offloaded)
+    offloaded = on_host
     tried: list[tuple[int, int | None]] = []
 
     def compile_train(_: Any, limit_bytes: int, micro_batch: int | None) -> Any:
@@ -57,7 +62,7 @@ def test_temporaries_of_another_compiler_reject_no_step(arguments: int, fits: bo
     )
     machine: Any = SimpleNamespace(**vars(MACHINE) | {"is_faked": True})
     with contextlib.nullcontext() if fits else pytest.raises(SpecError, match="topology: state and batch alone") as e:
-        train_setup: Any = SimpleNamespace(mesh_sizes=MESH)
+        train_setup: Any = SimpleNamespace(mesh_sizes=MESH, abstract_state={})
         compile_program(setup_builder, train_setup, machine, with_val=False, micro_batch=2)
     if e is not None:
         assert isinstance(e.value.__cause__, StepTooLargeError)
