@@ -1,4 +1,4 @@
-"""A small family with every kind of piece, and directories of its weights written by numpy and the library."""
+"""Small family with every kind of tensor piece, its weights, and exports of them written by safetensors."""
 
 import json
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ SHAPES = {
 }
 
 
-class SmallFiles(Family):
-    """Kernels are (out, in) in the files; query and key are one tensor there, each expert is one of its own."""
+class SmallFamily(Family):
+    """Family whose files have (out, in) kernels, one tensor for query and key, and one tensor per expert."""
 
     def pieces(self) -> list[TensorPiece]:
         found = [TensorPiece("model.embedding.weight", "embedding"), TensorPiece("model.scale", "scale")]
@@ -51,14 +51,14 @@ class SmallFiles(Family):
         ]
 
 
-def leaves(seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
-    """Weights by the names of the state."""
+def make_leaves(seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Make random weights by the leaf names of the state."""
     generator = np.random.default_rng(seed)
     return {name: np.asarray(generator.normal(size=shape)).astype(dtype) for name, shape in SHAPES.items()}
 
 
-def tensors(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same as a person would write it down for the files."""
+def convert_to_tensors(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Convert leaves to the tensors of the files, independently of the family's table."""
     files = {"model.embedding.weight": found["params.embedding"], "model.scale": found["params.scale"]}
     for layer in range(L):
         prefix = f"model.layers.{layer}"
@@ -71,10 +71,10 @@ def tensors(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.array(value, order="C") for name, value in files.items()}
 
 
-def publish(directory: Path, files: dict[str, np.ndarray], num_shards: int = 1, **config: Any) -> Path:
-    """A directory in Hugging Face's layout, written by the library."""
+def write_export(directory: Path, files: dict[str, np.ndarray], num_shards: int = 1, **config: Any) -> Path:
+    """Write a directory in Hugging Face's layout with the library."""
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(SmallFiles().config() | config))
+    (directory / "config.json").write_text(json.dumps(SmallFamily().config() | config))
     if num_shards == 1:
         save_file(files, directory / "model.safetensors")
         return directory
@@ -88,8 +88,8 @@ def publish(directory: Path, files: dict[str, np.ndarray], num_shards: int = 1, 
     return directory
 
 
-def tree(found: dict[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries of dotted names."""
+def nest(found: dict[str, Any]) -> dict[str, Any]:
+    """Convert dotted names to nested dictionaries."""
     nested: dict[str, Any] = {}
     for name, value in found.items():
         *parents, last = name.split(".")
@@ -100,7 +100,7 @@ def tree(found: dict[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def same(found: Any, expected: dict[str, np.ndarray]) -> bool:
-    """Whether a tree of arrays has these bits."""
-    pairs = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == b.tobytes(), found, tree(expected))
+def are_bits_equal(found: Any, expected: dict[str, np.ndarray]) -> bool:
+    """Return True if a tree of arrays is bit-identical to the expected leaves."""
+    pairs = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == b.tobytes(), found, nest(expected))
     return all(jax.tree.leaves(pairs))

@@ -1,4 +1,4 @@
-"""Exports have the tokenizer, special tokens and context of the run's data and of the weights that it started from."""
+"""Assets of exports: tokenizer, special tokens and context from the run's data and its initial weights."""
 
 import dataclasses
 import hashlib
@@ -39,20 +39,20 @@ def config(source: Path, **changes: Any) -> DataConfig:
     return DataConfig.model_validate({"source": str(source), "sequence_length": 16, **changes})
 
 
-def opened(found: TokenizerFiles) -> tokenizers.Tokenizer:
+def open_record(found: TokenizerFiles) -> tokenizers.Tokenizer:
     assert found.problem is None
     assert json.loads(found.files["tokenizer_config.json"])["model_max_length"] == 16
     return tokenizers.Tokenizer.from_str(found.files["tokenizer.json"].decode())
 
 
-def corpus(directory: Path, record: Mapping[str, Any], size: int, separator: int | None = None) -> Path:
+def make_corpus_record(directory: Path, record: Mapping[str, Any], size: int, separator: int | None = None) -> Path:
     def of(index: Any) -> Any:
         return dataclasses.replace(index, tokenizer=dict(record), separator=separator)
 
     return write_corpus(directory, [[[1, 2, 3]]], vocabulary_size=size, change=of)
 
 
-def with_file(directory: Path, kind: str, content: bytes, name: str) -> Mapping[str, Any]:
+def make_tokenizer_record(directory: Path, kind: str, content: bytes, name: str) -> Mapping[str, Any]:
     directory.mkdir()
     (directory / name).write_bytes(content)
     return {"kind": kind, "file": name, "sha256": hashlib.sha256(content).hexdigest()}
@@ -63,28 +63,28 @@ def test_text_has_the_same_ids_and_round_trips(tmp_path: Path, kind: str):
     (tmp_path / "text.txt").write_bytes(TEXT.encode())
     found = make_tokenizer_files(config(tmp_path / "text.txt", tokenizer=kind))
     ours = ByteTokenizer() if kind == "bytes" else CharacterTokenizer("".join(sorted(set(TEXT))))
-    ids = opened(found).encode(TEXT).ids
+    ids = open_record(found).encode(TEXT).ids
     assert ids == ours.encode(TEXT).tolist()
-    assert opened(found).decode(ids) == TEXT
+    assert open_record(found).decode(ids) == TEXT
     assert found.vocabulary_size == ours.vocabulary_size
     if kind == "characters":
         with pytest.raises(Exception, match="UNK"):
-            opened(found).encode("\u4e00")
+            open_record(found).encode("\u4e00")
 
 
 def test_every_byte_is_its_own_id(tmp_path: Path):
-    found = make_tokenizer_files(config(corpus(tmp_path / "corpus", {"kind": "bytes"}, 256, 10)))
+    found = make_tokenizer_files(config(make_corpus_record(tmp_path / "corpus", {"kind": "bytes"}, 256, 10)))
     assert found.end == 10
     text = bytes(np.arange(128, dtype=np.uint8)).decode()
-    assert opened(found).encode(text).ids == list(range(128))
-    assert opened(found).get_vocab().keys() == {*tokenizers.pre_tokenizers.ByteLevel.alphabet()}
+    assert open_record(found).encode(text).ids == list(range(128))
+    assert open_record(found).get_vocab().keys() == {*tokenizers.pre_tokenizers.ByteLevel.alphabet()}
 
 
 def test_a_corpus_exports_its_own_tokenizer(tmp_path: Path):
     content = make_hf_tokenizer()
-    record = with_file(tmp_path / "corpus", "hf", content, "tokenizer.json")
+    record = make_tokenizer_record(tmp_path / "corpus", "hf", content, "tokenizer.json")
     end = tokenizers.Tokenizer.from_str(content.decode()).token_to_id(SEPARATOR)
-    found = make_tokenizer_files(config(corpus(tmp_path / "corpus", record, 400, end)))
+    found = make_tokenizer_files(config(make_corpus_record(tmp_path / "corpus", record, 400, end)))
     assert found.files["tokenizer.json"] == content
     assert json.loads(found.files["tokenizer_config.json"])["eos_token"] == SEPARATOR
     assert (found.vocabulary_size, found.end) == (400, end)
@@ -94,8 +94,8 @@ def test_a_corpus_exports_its_own_tokenizer(tmp_path: Path):
 
 
 def test_a_missing_tokenizer_has_a_reason(tmp_path: Path):
-    record = with_file(tmp_path / "ranks", "tiktoken", make_tiktoken_ranks(), "tokenizer.tiktoken")
-    found = make_tokenizer_files(config(corpus(tmp_path / "ranks", record, 258)))
+    record = make_tokenizer_record(tmp_path / "ranks", "tiktoken", make_tiktoken_ranks(), "tokenizer.tiktoken")
+    found = make_tokenizer_files(config(make_corpus_record(tmp_path / "ranks", record, 258)))
     assert (list(found.files), found.vocabulary_size) == (["tokenizer.tiktoken"], 258)
     assert found.problem is not None
     assert found.problem.startswith("the tokenizer is of tiktoken: its file is copied")
@@ -107,20 +107,20 @@ def test_a_missing_tokenizer_has_a_reason(tmp_path: Path):
     )
 
 
-# Published weights that a run starts from, and the data that it trains on.
+# Assets of published weights that a run starts from, combined with those of its data.
 
-HF = make_hf_tokenizer()
-WORDS = tokenizers.Tokenizer.from_str(HF.decode()).get_vocab()
-END, TURN = WORDS[SEPARATOR], WORDS["<|pad|>"]  # the second special token stands in for the end of a turn
+HF_TOKENIZER = make_hf_tokenizer()
+WORDS = tokenizers.Tokenizer.from_str(HF_TOKENIZER.decode()).get_vocab()
+END, TURN = WORDS[SEPARATOR], WORDS["<|pad|>"]  # the second special token represents the end of a turn
 BASE_CONFIG = {"model_type": "llama", "max_position_embeddings": 8192, "bos_token_id": 5, "eos_token_id": 6}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 
 
-# The corpus was rendered with another `eos_token` than the end of a turn, which is that of the export.
+# The corpus was rendered with another `eos_token` than the end-of-turn token, which becomes that of the export.
 PINNED = f'{{% set eos_token = "{SEPARATOR}" %}}\n{TEMPLATE}'
 
 
-def write_base(directory: Path, tokenizer: bytes | None = HF) -> Path:
+def write_base(directory: Path, tokenizer: bytes | None = HF_TOKENIZER) -> Path:
     directory.mkdir()
     files = {
         "config.json": json.dumps(BASE_CONFIG).encode(),
@@ -140,16 +140,16 @@ def write_data(directory: Path, kind: str) -> Path:
         np.arange(100, dtype="<u2").tofile(directory / "ids.bin")
         return directory / "ids.bin"
     if kind == "bytes":
-        return corpus(directory / "corpus", {"kind": "bytes"}, 256)
-    content = HF if "same" in kind else HF.replace(b"<|pad|>", b"<|PAD|>")
-    record = with_file(directory / "corpus", "hf", content, "tokenizer.json")
+        return make_corpus_record(directory / "corpus", {"kind": "bytes"}, 256)
+    content = HF_TOKENIZER if "same" in kind else HF_TOKENIZER.replace(b"<|pad|>", b"<|PAD|>")
+    record = make_tokenizer_record(directory / "corpus", "hf", content, "tokenizer.json")
     if "chat" in kind:
         settings = {"chat_template": TEMPLATE, "eos_token": SEPARATOR, "end_of_turn_token": "<|pad|>"}
         (directory / "corpus" / "tokenizer_config.json").write_text(json.dumps(settings))
-    return corpus(directory / "corpus", record, 400, END)
+    return make_corpus_record(directory / "corpus", record, 400, END)
 
 
-# Data -> (ids of special tokens, has the files of the base, chat template).
+# Data -> (ids of special tokens, whether the files of the base are exported, chat template).
 BASE_TEMPLATE = "the template of the base"
 EXPECTED: dict[str, tuple[dict[str, Any], bool, str | None]] = {
     "token ids": ({"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 6}, True, BASE_TEMPLATE),
@@ -182,10 +182,10 @@ def test_assets_combine_the_data_and_the_base(tmp_path: Path, kind: str):
     assert get_template(found) == template
     assert found.config == BASE_CONFIG
 
-    # The record gives the same assets back when the sources are gone.
+    # The record restores the same assets after the sources are deleted.
     save_assets(LocalStore(tmp_path / "run"), found)
     assert read_assets(LocalStore(tmp_path / "run")) == found
-    # A run that starts from this run has them too.
+    # A run that starts from this run inherits them.
     (tmp_path / "next.bin").write_bytes(bytes(200))
     following = find_assets(config(tmp_path / "next.bin"), InitFromConfig(path=str(tmp_path / "run")))
     assert following.list_ids() == ids
@@ -213,7 +213,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_assets_are_refused(tmp_path: Path, damage: str):
+def test_damaged_assets_are_rejected(tmp_path: Path, damage: str):
     base, data = write_base(tmp_path / "base"), write_data(tmp_path, "token ids")
     save_assets(LocalStore(tmp_path / "run"), find_assets(config(data), InitFromConfig(path=str(base))))
     DAMAGES[damage](tmp_path / "run")
@@ -224,7 +224,7 @@ def test_damaged_assets_are_refused(tmp_path: Path, damage: str):
 def test_another_tokenizer_can_be_given(tmp_path: Path):
     given = replace_tokenizer(ExportAssets(TokenizerFiles(problem="none")), str(write_base(tmp_path / "base")))
     assert given.list_ids() == {"bos_token_id": WORDS["b"], "eos_token_id": [6, 7], "pad_token_id": 6}
-    assert given.tokenizer.files["tokenizer.json"] == HF
+    assert given.tokenizer.files["tokenizer.json"] == HF_TOKENIZER
     with pytest.raises(InvalidError, match="--tokenizer"):
         replace_tokenizer(given, str(write_base(tmp_path / "none", tokenizer=b"not json")))
 
@@ -240,7 +240,7 @@ def test_a_run_exports_the_assets_of_its_base(tmp_path: Path):
     (base / "chat_template.jinja").write_text(TEMPLATE)
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 3, "top_p": 0.9}))
     ids = np.frombuffer(TRAINING_TEXT.encode(), np.uint8).astype("<u2")
-    ids[-1] = first.vocabulary_size - 1  # the vocabulary is as large as that of the base
+    ids[-1] = first.vocabulary_size - 1  # the model has the vocabulary size of the base
     ids.tofile(tmp_path / "ids.bin")
     second = make_gpt(
         tmp_path / "second",

@@ -1,4 +1,4 @@
-"""Exports: files that the format's own library reads, bit-identical to the checkpoint, and whole or absent."""
+"""Exports: readable by safetensors, bit-identical to the checkpoint, and either complete or absent."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ from runner.huggingface.export import ExportOptions, export
 from runner.spec import dump_spec
 from runner.storage import LocalStore, Store, open_store
 from tests.checkpoint.test_checkpoint import Attempt
-from tests.huggingface.small import SmallFiles, leaves, publish, tensors, tree
-from tests.huggingface.test_load import born, load
+from tests.huggingface.small import SmallFamily, convert_to_tensors, make_leaves, nest, write_export
+from tests.huggingface.test_load import load, make_sharded
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 from tests.support.tiny_jobs import make_counter
 
@@ -29,7 +29,7 @@ URL = "gs://bucket/run"
 
 @pytest.fixture(params=["disk", "bucket"])
 def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
-    """Steps 1 and 2 of a run."""
+    """A run with checkpoints of steps 1 and 2."""
     store: Store = LocalStore(tmp_path / "run")
     if request.param == "bucket":
         store = make_memory_bucket()
@@ -37,7 +37,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     attempt = Attempt(store, tmp_path / "staging")
     attempt.where = URL if request.param == "bucket" else str(tmp_path / "run")
     for step in (1, 2):
-        state = {"step": jnp.int32(step), **tree({name: jnp.asarray(leaf) for name, leaf in leaves(step).items()})}
+        state = {"step": jnp.int32(step), **nest({name: jnp.asarray(leaf) for name, leaf in make_leaves(step).items()})}
         attempt.save(str(step), state)
         assert attempt.saver.wait_until_finished()
     attempt.attempt.background_writer.flush()
@@ -45,9 +45,9 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return attempt
 
 
-def exported(run: Attempt, out: Path, step: int | str = "newest", **options: Any) -> dict[str, np.ndarray]:
-    """The tensors of all files, as the library reads them."""
-    export(run.where, step, SmallFiles(), None, str(out), ExportOptions(**options))
+def export_tensors(run: Attempt, out: Path, step: int | str = "newest", **options: Any) -> dict[str, np.ndarray]:
+    """Export a step and return the tensors of all files as the library reads them."""
+    export(run.where, step, SmallFamily(), None, str(out), ExportOptions(**options))
     found: dict[str, np.ndarray] = {}
     for path in sorted(out.glob("*.safetensors")):
         with safe_open(path, framework="np") as file:
@@ -56,7 +56,7 @@ def exported(run: Attempt, out: Path, step: int | str = "newest", **options: Any
     return found
 
 
-def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
+def are_tensors_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
     return found.keys() == expected.keys() and all(
         (found[name].dtype, found[name].shape, found[name].tobytes()) == (value.dtype, value.shape, value.tobytes())
         for name, value in expected.items()
@@ -65,25 +65,25 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
 
 def test_an_export_is_bit_identical_and_can_be_imported(run: Attempt, tmp_path: Path):
     before = run.content()
-    (tmp_path / "out").mkdir()  # an empty directory is as good as none
-    assert same(exported(run, tmp_path / "out"), tensors(leaves(2)))
+    (tmp_path / "out").mkdir()  # an empty target directory is allowed
+    assert are_tensors_equal(export_tensors(run, tmp_path / "out"), convert_to_tensors(make_leaves(2)))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
         "generation_config.json",
         "model.safetensors",
     ]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config == SmallFiles().config() | {"torch_dtype": "float32"}
-    for name, leaf in load(tmp_path / "out", born(leaves(5), (2, 2, 2))).items():
-        assert np.asarray(leaf).tobytes() == leaves(2)[name].tobytes(), name
-    assert same(exported(run, tmp_path / "first", 1), tensors(leaves(1)))
+    assert config == SmallFamily().config() | {"torch_dtype": "float32"}
+    for name, leaf in load(tmp_path / "out", make_sharded(make_leaves(5), (2, 2, 2))).items():
+        assert np.asarray(leaf).tobytes() == make_leaves(2)[name].tobytes(), name
+    assert are_tensors_equal(export_tensors(run, tmp_path / "first", 1), convert_to_tensors(make_leaves(1)))
     assert run.content() == before
     run.fence.check()
 
 
 def test_shards_keep_their_size_limit_and_are_in_the_index(run: Attempt, tmp_path: Path):
-    expected = tensors(leaves(2))
-    assert same(exported(run, tmp_path / "out", shard_bytes=4000), expected)
+    expected = convert_to_tensors(make_leaves(2))
+    assert are_tensors_equal(export_tensors(run, tmp_path / "out", shard_bytes=4000), expected)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": sum(value.nbytes for value in expected.values())}
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -93,18 +93,18 @@ def test_shards_keep_their_size_limit_and_are_in_the_index(run: Attempt, tmp_pat
         held = load_file(tmp_path / "out" / file)
         assert sum(value.nbytes for value in held.values()) <= 4000
         assert {name for name, place in index["weight_map"].items() if place == file} == held.keys()
-    assert load(tmp_path / "out", born(leaves(5), (2, 2, 2))).keys() == leaves().keys()
+    assert load(tmp_path / "out", make_sharded(make_leaves(5), (2, 2, 2))).keys() == make_leaves().keys()
 
 
 def test_another_type_is_rounded_to_nearest_and_overflow_refused(run: Attempt, tmp_path: Path):
-    nearest = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors(leaves(2)).items()}
-    assert same(exported(run, tmp_path / "out", dtype="bfloat16"), nearest)
+    nearest = {name: value.astype(ml_dtypes.bfloat16) for name, value in convert_to_tensors(make_leaves(2)).items()}
+    assert are_tensors_equal(export_tensors(run, tmp_path / "out", dtype="bfloat16"), nearest)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    large = {name: value * 1e6 for name, value in leaves(3).items()}
-    run.save("3", {"step": jnp.int32(3), **tree({name: jnp.asarray(leaf) for name, leaf in large.items()})})
+    large = {name: value * 1e6 for name, value in make_leaves(3).items()}
+    run.save("3", {"step": jnp.int32(3), **nest({name: jnp.asarray(leaf) for name, leaf in large.items()})})
     assert run.saver.wait_until_finished()
     with pytest.raises(InvalidError, match="has values that float16 cannot hold; use another --dtype"):
-        exported(run, tmp_path / "narrow", dtype="float16")
+        export_tensors(run, tmp_path / "narrow", dtype="float16")
     assert sorted(path.name for path in tmp_path.iterdir() if "narrow" in path.name) == []
 
 
@@ -112,10 +112,10 @@ def test_a_damaged_newest_step_is_reported_and_the_previous_exported(
     run: Attempt, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run.flip_bit(run.largest_file(2))
-    assert same(exported(run, tmp_path / "out"), tensors(leaves(1)))
+    assert are_tensors_equal(export_tensors(run, tmp_path / "out"), convert_to_tensors(make_leaves(1)))
     assert "checkpoint 2 is not good" in capsys.readouterr().err
     with pytest.raises(InvalidError, match="CRC-32C"):
-        exported(run, tmp_path / "other", 2)
+        export_tensors(run, tmp_path / "other", 2)
     assert [path.name for path in tmp_path.iterdir() if "other" in path.name and path.is_dir()] == []
 
 
@@ -127,30 +127,30 @@ def test_an_existing_target_is_refused_before_reading(tmp_path: Path):
         ("full/kept", "is a file, needs a dir"),
     ):
         with pytest.raises(InvalidError, match=message):
-            export("nowhere", "newest", SmallFiles(), None, str(tmp_path / out))
+            export("nowhere", "newest", SmallFamily(), None, str(tmp_path / out))
     assert [path.name for path in tmp_path.rglob("*")] == ["full", "kept"]
 
 
 def test_a_target_created_meanwhile_is_kept(run: Attempt, tmp_path: Path):
-    class Late(SmallFiles):
+    class LateFamily(SmallFamily):
         def config(self) -> dict[str, Any]:
             (tmp_path / "out").mkdir(exist_ok=True)
             (tmp_path / "out" / "other").write_text("kept")
             return super().config()
 
     with pytest.raises(InvalidError, match="out is not empty; nothing is overwritten"):
-        export(run.where, "newest", Late(), None, str(tmp_path / "out"))
+        export(run.where, "newest", LateFamily(), None, str(tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["other"]
     assert [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_leaf(run: Attempt, tmp_path: Path):
-    class Other(SmallFiles):
+    class OtherFamily(SmallFamily):
         def pieces(self) -> list[Any]:
             return super().pieces()[:-1]
 
     with pytest.raises(InvalidError, match=r"checkpoint 2 is not of this model: params\.blocks\.expert: no piece has"):
-        export(run.where, "newest", Other(), None, str(tmp_path / "out"))
+        export(run.where, "newest", OtherFamily(), None, str(tmp_path / "out"))
 
 
 def test_the_config_is_uploaded_last(run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -159,13 +159,13 @@ def test_the_config_is_uploaded_last(run: Attempt, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(write, "open_store", lambda text: out)
     sent: list[str] = []
     driver.before = lambda verb, key: sent.append(key) if verb == "put" else None
-    export(run.where, "newest", SmallFiles(), None, "gs://bucket/out", ExportOptions(shard_bytes=4000))
+    export(run.where, "newest", SmallFamily(), None, "gs://bucket/out", ExportOptions(shard_bytes=4000))
     assert sent[-1].endswith("config.json")
     assert sum(key.endswith("config.json") and "generation" not in key for key in sent) == 1
-    found = load(out, born(leaves(5), (2, 2, 2)))
-    assert all(np.asarray(found[name]).tobytes() == value.tobytes() for name, value in leaves(2).items())
+    found = load(out, make_sharded(make_leaves(5), (2, 2, 2)))
+    assert all(np.asarray(found[name]).tobytes() == value.tobytes() for name, value in make_leaves(2).items())
     with pytest.raises(InvalidError, match="is not empty; nothing is overwritten"):
-        export(run.where, "newest", SmallFiles(), None, "gs://bucket/out")
+        export(run.where, "newest", SmallFamily(), None, "gs://bucket/out")
 
 
 def test_a_full_disk_is_retryable_and_leaves_nothing(run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -174,12 +174,12 @@ def test_a_full_disk_is_retryable_and_leaves_nothing(run: Attempt, tmp_path: Pat
 
     monkeypatch.setattr(write.os, "posix_fallocate", full)
     with pytest.raises(StorageError, match="No space left"):
-        exported(run, tmp_path / "out")
+        export_tensors(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json", "generation_config.json"])
-def test_a_full_disk_is_not_taken_for_a_damaged_checkpoint(
+def test_a_full_disk_is_not_mistaken_for_a_damaged_checkpoint(
     name: str, run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     write_bytes = Path.write_bytes
@@ -191,11 +191,11 @@ def test_a_full_disk_is_not_taken_for_a_damaged_checkpoint(
 
     monkeypatch.setattr(Path, "write_bytes", fill)
     with pytest.raises(StorageError, match=f"No space left.*{name}"):
-        exported(run, tmp_path / "out", shard_bytes=4000)
+        export_tensors(run, tmp_path / "out", shard_bytes=4000)
     assert "checkpoint" not in capsys.readouterr().err
 
 
-def test_a_disk_that_fails_is_not_taken_for_a_damaged_checkpoint(
+def test_a_failing_disk_is_not_mistaken_for_a_damaged_checkpoint(
     run: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*arguments: Any) -> None:
@@ -203,11 +203,11 @@ def test_a_disk_that_fails_is_not_taken_for_a_damaged_checkpoint(
 
     monkeypatch.setattr(np, "memmap", fail)
     with pytest.raises(StorageError, match=r"Input/output error.*safetensors"):
-        exported(run, tmp_path / "out")
+        export_tensors(run, tmp_path / "out")
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(run: Attempt, tmp_path: Path):
-    class Short(SmallFiles):
+    class ShortFamily(SmallFamily):
         def config(self) -> dict[str, Any]:
             return super().config() | {"vocab_size": 200}
 
@@ -215,10 +215,12 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(run: Attempt, tmp_pat
     text.write_text("text")
     data = DataConfig(source=str(text), sequence_length=16)
     with pytest.raises(InvalidError, match="the tokenizer has 256 ids, the model a vocabulary of 200"):
-        export(run.where, "newest", Short(), data, str(tmp_path / "out"))
+        export(run.where, "newest", ShortFamily(), data, str(tmp_path / "out"))
 
 
 def test_an_export_equals_weights_written_by_hand(run: Attempt, tmp_path: Path):
-    by_hand = publish(tmp_path / "hand", tensors(leaves(2)))
-    exported(run, tmp_path / "out")
-    assert same(load_file(tmp_path / "out" / "model.safetensors"), load_file(by_hand / "model.safetensors"))
+    by_hand = write_export(tmp_path / "hand", convert_to_tensors(make_leaves(2)))
+    export_tensors(run, tmp_path / "out")
+    assert are_tensors_equal(
+        load_file(tmp_path / "out" / "model.safetensors"), load_file(by_hand / "model.safetensors")
+    )

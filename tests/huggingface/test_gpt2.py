@@ -1,4 +1,4 @@
-"""GPT-2 in the real library: the weights that it wrote give the logits that it computed."""
+"""Logits of GPT-2 weights written by the real transformers."""
 
 import functools
 from pathlib import Path
@@ -15,7 +15,7 @@ from runner.huggingface.mapping import match_tensors
 from runner.huggingface.safetensors import open_published_weights
 from runner.spec import InitFromConfig
 
-WRITTEN = Path(__file__).parent / "gpt2"  # by write_gpt2.py
+WRITTEN = Path(__file__).parent / "gpt2"  # written by write_gpt2.py
 
 
 def test_logits_match_those_of_transformers():

@@ -1,4 +1,4 @@
-"""Pushes: one commit with the files of the export after any interruption, and refusals of one line."""
+"""Pushes to the Hub: one commit with all files after any interruption, and one-line errors."""
 
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ def hub(monkeypatch: pytest.MonkeyPatch):
         yield started
 
 
-def written(directory: Path, files: dict[str, str] = SHARDED) -> Path:
+def write_files(directory: Path, files: dict[str, str] = SHARDED) -> Path:
     directory.mkdir(exist_ok=True)
     for name, text in files.items():
         (directory / name).write_text(text)
@@ -39,17 +39,17 @@ def push(directory: Path, is_public: bool = False) -> PushResult:
     return there.push(directory, "Step 3 of model")
 
 
-def content(repo: StoredRepository) -> dict[str, str]:
-    """What was pushed to it."""
+def read_text_files(repo: StoredRepository) -> dict[str, str]:
+    """Return the pushed files of a repository as text."""
     return {name: text.decode() for name, text in repo.files.items() if name != ".gitattributes"}
 
 
 @pytest.mark.parametrize("is_public", [False, True])
-def test_a_push_is_one_commit_and_a_second_one_none(hub: Hub, tmp_path: Path, is_public: bool) -> None:
-    directory = written(tmp_path / "out")
+def test_a_push_is_one_commit_and_a_repetition_none(hub: Hub, tmp_path: Path, is_public: bool) -> None:
+    directory = write_files(tmp_path / "out")
     assert push(directory, is_public) == PushResult(f"{hub.endpoint}/{NAME}", has_changed=True)
     repo = hub.repos[NAME]
-    assert (content(repo), repo.is_private) == (SHARDED, not is_public)
+    assert (read_text_files(repo), repo.is_private) == (SHARDED, not is_public)
     assert repo.commits == ["initial commit", "Step 3 of model"]
     sent = hub.count("PUT /lfs/")
     assert sent == 3
@@ -62,14 +62,14 @@ def test_a_push_deletes_only_files_of_earlier_exports(hub: Hub, tmp_path: Path) 
     repo = hub.repos[NAME] = StoredRepository(is_private=True)
     theirs = {"LICENSE": b"theirs", "onnx/model.onnx": b"theirs", "model.bin": b"theirs"}
     repo.files |= theirs
-    push(written(tmp_path / "sharded"))
-    push(written(tmp_path / "whole", WHOLE))
-    assert content(repo) == WHOLE | {name: text.decode() for name, text in theirs.items()}
+    push(write_files(tmp_path / "sharded"))
+    push(write_files(tmp_path / "whole", WHOLE))
+    assert read_text_files(repo) == WHOLE | {name: text.decode() for name, text in theirs.items()}
     assert len(repo.commits) == 3
 
 
 def test_a_push_can_be_repeated_after_any_network_failure(hub: Hub, tmp_path: Path) -> None:
-    directory = written(tmp_path / "out")
+    directory = write_files(tmp_path / "out")
     push(directory)
     whole = list(hub.requests)
     assert [sum(word in line for line in whole) for word in ("PUT /lfs/", "/commit/", "/create")] == [3, 1, 1]
@@ -86,7 +86,7 @@ def test_a_push_can_be_repeated_after_any_network_failure(hub: Hub, tmp_path: Pa
             hub.requests.clear()
             hub.fault = lambda number, line: None
             assert push(directory).has_changed is not is_committed
-            assert content(hub.repos[NAME]) == SHARDED
+            assert read_text_files(hub.repos[NAME]) == SHARDED
             assert len(hub.repos[NAME].commits) == 2
             assert hub.count("PUT /lfs/") == 3 - len(kept)
 
@@ -95,31 +95,31 @@ def test_waiting_for_the_hub_has_a_limit(hub: Hub, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(repository, "ANSWER_SECONDS", 0.5)
     hub.fault = lambda number, line: -2 if "/commit/" in line else None
     with pytest.raises(RetryableError, match=r"does not answer: .*timed out"):
-        push(written(tmp_path / "out"))
+        push(write_files(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_busy_hub_is_retryable(hub: Hub, tmp_path: Path, status: int) -> None:
     hub.fault = lambda number, line: status if "/commit/" in line else None
     with pytest.raises(RetryableError, match=f"{status}: as the test said; run the same command again"):
-        push(written(tmp_path / "out"))
+        push(write_files(tmp_path / "out"))
 
 
 def test_one_of_two_concurrent_pushes_is_retryable(hub: Hub, tmp_path: Path) -> None:
-    directory = written(tmp_path / "out")
+    directory = write_files(tmp_path / "out")
     repo = hub.repos[NAME] = StoredRepository(is_private=True)
 
-    def meanwhile(number: int, line: str) -> None:
+    def commit_meanwhile(number: int, line: str) -> None:
         if "/preupload/" in line:
             repo.commits.append("somebody else's")
 
-    hub.fault = meanwhile
+    hub.fault = commit_meanwhile
     with pytest.raises(RetryableError, match="412"):
         push(directory)
-    assert content(repo) == {}
+    assert read_text_files(repo) == {}
     hub.fault = lambda number, line: None
     push(directory)
-    assert content(repo) == SHARDED
+    assert read_text_files(repo) == SHARDED
 
 
 REFUSALS = {
@@ -155,13 +155,13 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_refused_push_is_one_line_without_the_token(
+def test_a_refused_push_prints_one_line_without_the_token(
     name: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arrange, message = REFUSALS[name]
     arrange(hub, monkeypatch)
     with pytest.raises(InvalidError, match=message) as refused:
-        push(written(tmp_path / "out"))
+        push(write_files(tmp_path / "out"))
     warn(str(refused.value))
     (line,) = capsys.readouterr().err.splitlines()
     assert "hf_a-" not in line
@@ -170,7 +170,7 @@ def test_a_refused_push_is_one_line_without_the_token(
 def test_a_private_repository_is_not_pushed_to_as_public(hub: Hub, tmp_path: Path) -> None:
     hub.repos[NAME] = StoredRepository(is_private=True)
     with pytest.raises(InvalidError, match="and is private; leave out --public"):
-        push(written(tmp_path / "out"), is_public=True)
+        push(write_files(tmp_path / "out"), is_public=True)
 
 
 @pytest.mark.parametrize("name", ["model", "owner/", "a/b/c", "owner/mo del", "owner/-model--.", "https://hub/a/b"])

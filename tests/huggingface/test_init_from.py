@@ -1,4 +1,4 @@
-"""`checkpoint.init_from` with exports: once, outranked by the job's own checkpoints, refused if they do not match."""
+"""`checkpoint.init_from` with exports: imported once, after the job's own checkpoints, refused if mismatched."""
 
 import re
 import shutil
@@ -23,26 +23,26 @@ from runner.huggingface.safetensors import open_published_weights
 from runner.plan.checks import Findings, check_weights
 from runner.spec import InitFromConfig
 from runner.storage import parse_lines, read_json
-from tests.huggingface.small import leaves, publish, tensors
+from tests.huggingface.small import convert_to_tensors, make_leaves, write_export
 from tests.support.tiny_jobs import are_leaves_equal, make_counter, make_gpt, read_outcome, stop_after
 
-STOP, STEPS = 4, 8  # of a job like the one of test_trainer.py, whose compiled programs it shares
+STOP, STEPS = 4, 8  # the job has the compiled programs of test_trainer.py
 JOB: dict[str, Any] = {"checkpoint.every_steps": STOP, "checkpoint.keep_best": {"metric": "val/loss"}}
 
 
-class Exporting(PretrainGPT):
-    """Is exported while it trains."""
+class ExportingGPT(PretrainGPT):
+    """GPT that is exported while it trains."""
 
     def make_save_contents(self) -> SaveContents:
         out = self.store.root.parent / "meanwhile"
         if self.step == STEPS and not out.exists():
-            self.checkpointer.wait_until_finished()  # the step before is committed, this one is not yet saved
+            self.checkpointer.wait_until_finished()  # the previous step is committed, this one is not saved yet
             assert run_command(["export", str(self.store.root), "-o", str(out)]) == 0
         return super().make_save_contents()
 
 
-class AtTheStart(PretrainGPT):
-    """Looks at its first state, and ends."""
+class StartOnlyGPT(PretrainGPT):
+    """GPT that keeps its initial state and ends without a step."""
 
     def run(self) -> None:
         self.first = jax.device_get(self.state.params)
@@ -50,7 +50,7 @@ class AtTheStart(PretrainGPT):
         raise PreemptedError("seen enough")
 
 
-def first(job: BaseTrainer) -> Any:
+def run_start_only(job: BaseTrainer) -> Any:
     with pytest.raises(PreemptedError, match="seen enough"):
         job()
     return job.first
@@ -63,34 +63,34 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(directory: Path) -> BaseTrainer:
-    """A run that is done."""
+    """A finished run."""
     job = make_gpt(directory / "run", **JOB)
     job()
     return job
 
 
 @pytest.fixture(scope="module")
-def exported(directory: Path, run: BaseTrainer) -> Path:
-    """What it has come to."""
+def export_directory(directory: Path, run: BaseTrainer) -> Path:
+    """Export of the finished run."""
     assert run_command(["export", str(run.store.root), "-o", str(directory / "exported")]) == 0
     return directory / "exported"
 
 
-def events(root: Path) -> list[str]:
-    """What happened, but for what comes with time alone."""
+def read_stable_events(root: Path) -> list[str]:
+    """Return the events without those that depend on timing."""
     found = [event["event"] for event in parse_lines((root / "events.jsonl").read_bytes())]
     return sorted(event for event in found if event != "progress")
 
 
-def begun_with(source: Path, job: BaseTrainer, params: Any = None, allowed: Sequence[str] = ()) -> Any:
-    """The parameters that the job would begin with, where its init has made `params`; else its present ones."""
-    return weights_begun_with(source, job, {"params": job.state.params if params is None else params}, allowed)[
+def load_parameters(source: Path, job: BaseTrainer, params: Any = None, allowed: Sequence[str] = ()) -> Any:
+    """Load the initial parameters of a job from `source`, in place of `params` or of its present ones."""
+    return load_initial_weights(source, job, {"params": job.state.params if params is None else params}, allowed)[
         "params"
     ]
 
 
-def weights_begun_with(source: Path, job: BaseTrainer, like: Any, allowed: Sequence[str] = ()) -> Any:
-    """The weights that the job would begin with, where its init has made those that these are like."""
+def load_initial_weights(source: Path, job: BaseTrainer, like: Any, allowed: Sequence[str] = ()) -> Any:
+    """Load the initial weights of a job from `source`, with the shardings of `like`."""
     published = open_published_weights(str(source))
     rule = InitFromConfig(path=str(source), allow_missing=list(allowed))
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(like).items()}
@@ -102,35 +102,35 @@ def weights_begun_with(source: Path, job: BaseTrainer, like: Any, allowed: Seque
     return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))
 
 
-def test_a_fine_tune_starts_with_the_final_weights_and_loss(directory: Path, run: BaseTrainer, exported: Path):
-    job = make_gpt(directory / "tuned", AtTheStart, **JOB | {"checkpoint.init_from": str(exported)})
-    assert are_leaves_equal(first(job), jax.device_get(run.state.params))
+def test_a_fine_tune_starts_with_the_final_weights_and_loss(directory: Path, run: BaseTrainer, export_directory: Path):
+    job = make_gpt(directory / "tuned", StartOnlyGPT, **JOB | {"checkpoint.init_from": str(export_directory)})
+    assert are_leaves_equal(run_start_only(job), jax.device_get(run.state.params))
     assert job.evaluated["val/loss"] == read_json(run.store, "result.json")["val_loss"]
 
 
 @pytest.mark.soak
-def test_weights_are_imported_once_and_exports_are_read_only(directory: Path, run: BaseTrainer, exported: Path):
-    source = shutil.copytree(exported, directory / "source")
+def test_weights_are_imported_once_and_exports_are_read_only(directory: Path, run: BaseTrainer, export_directory: Path):
+    source = shutil.copytree(export_directory, directory / "source")
     begun = JOB | {"checkpoint.init_from": {"path": str(source)}}
-    whole = make_gpt(directory / "whole", Exporting, **begun)
+    whole = make_gpt(directory / "whole", ExportingGPT, **begun)
     whole()
     stopped = make_gpt(directory / "stopped", **begun)
     stop_after(stopped, STOP)
-    shutil.rmtree(source)  # its own checkpoint outranks what it began with
+    shutil.rmtree(source)  # its own checkpoint takes precedence over init_from
     make_gpt(directory / "stopped", **begun)()
     assert read_outcome(directory / "stopped") == read_outcome(directory / "whole")
-    assert events(directory / "whole") == events(run.store.root)
+    assert read_stable_events(directory / "whole") == read_stable_events(run.store.root)
     weights, _ = open_checkpoint(directory / "whole", STOP)
-    assert are_leaves_equal(begun_with(directory / "meanwhile", run), weights["params"])
+    assert are_leaves_equal(load_parameters(directory / "meanwhile", run), weights["params"])
 
 
-@pytest.mark.soak  # daily of a smaller family, in test_load.py
-def test_longer_tables_take_the_first_entries(directory: Path, run: BaseTrainer, exported: Path):
+@pytest.mark.soak  # test_load.py covers a smaller family daily
+def test_longer_tables_take_the_first_entries(directory: Path, run: BaseTrainer, export_directory: Path):
     changes = {"config.data.sequence_length": 32, "config.model.vocabulary_size": 300}
     longer = make_gpt(directory / "longer", **changes)
     fresh = longer.setup_builder.build(jax.devices()).init_state()
     allowed = ["transformer.wte.weight", "transformer.wpe.weight"]
-    found = begun_with(exported, longer, fresh.params, allowed)
+    found = load_parameters(export_directory, longer, fresh.params, allowed)
     fresh = jax.device_get(fresh.params)
     known = jax.device_get(run.state.params)
     for name, size in (("embedding", 256), ("positions", 16)):
@@ -139,15 +139,15 @@ def test_longer_tables_take_the_first_entries(directory: Path, run: BaseTrainer,
     assert are_leaves_equal(found["blocks"], known["blocks"])
 
 
-def test_tensor_names_of_the_first_release_are_known(directory: Path, run: BaseTrainer, exported: Path):
-    files = load_file(exported / "model.safetensors")
+def test_tensor_names_of_the_first_release_are_known(directory: Path, run: BaseTrainer, export_directory: Path):
+    files = load_file(export_directory / "model.safetensors")
     files = {name.removeprefix("transformer."): value for name, value in files.items()}
     files |= {f"h.{layer}.attn.bias": np.tril(np.ones((1, 1, 16, 16), np.uint8)) for layer in range(2)}
     files["lm_head.weight"] = files["wte.weight"]
     (directory / "first").mkdir()
-    shutil.copy(exported / "config.json", directory / "first")
+    shutil.copy(export_directory / "config.json", directory / "first")
     save_file(files, directory / "first" / "model.safetensors")
-    assert are_leaves_equal(begun_with(directory / "first", run), jax.device_get(run.state.params))
+    assert are_leaves_equal(load_parameters(directory / "first", run), jax.device_get(run.state.params))
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
@@ -164,8 +164,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-def problems(job: BaseTrainer, abstract: Any = None) -> list[str]:
-    """What `plan` says of the weights that a job would begin with."""
+def list_plan_problems(job: BaseTrainer, abstract: Any = None) -> list[str]:
+    """Return the problems that `plan` finds in the initial weights of a job."""
     findings = Findings()
     check_weights(
         job, job.setup_builder.build(jax.devices()).abstract_state if abstract is None else abstract, findings
@@ -175,15 +175,17 @@ def problems(job: BaseTrainer, abstract: Any = None) -> list[str]:
 
 @pytest.mark.parametrize(("changes", "expected"), REFUSED, ids=str)
 def test_plan_reports_weights_that_do_not_match(
-    directory: Path, exported: Path, changes: dict[str, Any], expected: list[str]
+    directory: Path, export_directory: Path, changes: dict[str, Any], expected: list[str]
 ):
-    found = problems(make_gpt(directory / "misfit", **changes, **{"checkpoint.init_from": str(exported)}))
+    found = list_plan_problems(
+        make_gpt(directory / "misfit", **changes, **{"checkpoint.init_from": str(export_directory)})
+    )
     for line in expected:
         assert any(line in problem for problem in found), found
 
 
-def test_weights_that_do_not_match_are_refused_before_the_claim(directory: Path, exported: Path):
-    job = make_gpt(directory / "misfit", **{"config.model.heads": 2, "checkpoint.init_from": str(exported)})
+def test_weights_that_do_not_match_are_refused_before_the_claim(directory: Path, export_directory: Path):
+    job = make_gpt(directory / "misfit", **{"config.model.heads": 2, "checkpoint.init_from": str(export_directory)})
     with pytest.raises(InvalidError, match=r"checkpoint\.init_from: .*: n_head: got 4, the model needs 2"):
         job()
     assert not (directory / "misfit").exists()
@@ -207,25 +209,27 @@ def test_weights_that_do_not_match_are_refused_before_the_claim(directory: Path,
     ],
     ids=str,
 )
-def test_sources_of_init_from(directory: Path, run: BaseTrainer, exported: Path, source: Any, message: str | None):
+def test_sources_of_init_from(
+    directory: Path, run: BaseTrainer, export_directory: Path, source: Any, message: str | None
+):
     if not (directory / "small").exists():
-        publish(directory / "small", tensors(leaves()))
-    places = {"run": str(run.store.root), "exported": str(exported), "small": str(directory / "small")}
+        write_export(directory / "small", convert_to_tensors(make_leaves()))
+    places = {"run": str(run.store.root), "exported": str(export_directory), "small": str(directory / "small")}
     path = (source if isinstance(source, str) else source["path"]).format(**places)
     rule = path if isinstance(source, str) else source | {"path": path}
     job = make_gpt(directory / "chosen", **{"checkpoint.init_from": rule})
-    found = problems(job, run.abstract_state())
+    found = list_plan_problems(job, run.abstract_state())
     assert bool(found) == (message is not None)
     assert message is None or re.search(message, found[0])
 
 
-def test_a_job_without_a_family_says_so(directory: Path, exported: Path, run: BaseTrainer):
-    class Nameless(PretrainGPT):
+def test_a_job_without_a_family_is_reported(directory: Path, export_directory: Path, run: BaseTrainer):
+    class NoFamilyGPT(PretrainGPT):
         def family(self) -> None:
             return None
 
-    job = make_gpt(directory / "nameless", Nameless, **{"checkpoint.init_from": str(exported)})
-    (problem,) = problems(job, run.abstract_state())
+    job = make_gpt(directory / "nameless", NoFamilyGPT, **{"checkpoint.init_from": str(export_directory)})
+    (problem,) = list_plan_problems(job, run.abstract_state())
     assert "the job does not map its parameters to Hugging Face's names; implement `family`" in problem
     make_counter(directory / "count")()
     with pytest.raises(InvalidError, match="does not map its parameters to Hugging Face's names; implement `family`"):
@@ -265,9 +269,9 @@ def test_weights_have_the_sharding_of_the_given_state(run: BaseTrainer, director
     ],
 )
 def test_weights_that_are_not_finite_are_refused_by_tensor_and_file(
-    value: float, dtype: str, directory: Path, exported: Path
+    value: float, dtype: str, directory: Path, export_directory: Path
 ):
-    source = shutil.copytree(exported, directory / f"bad-{value}-{dtype}")
+    source = shutil.copytree(export_directory, directory / f"bad-{value}-{dtype}")
     found = load_file(source / "model.safetensors")
     name = next(name for name in sorted(found) if ".h.1." in name and name.endswith("weight"))
     bad = found[name].astype(dtype)

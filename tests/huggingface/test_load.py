@@ -1,4 +1,4 @@
-"""Reading leaves from tensors: the same bits on every mesh, and no more bytes than a process needs."""
+"""Loading leaves from tensors: bit-identical on every mesh, with no more bytes than a process needs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from runner.huggingface.mapping import match_tensors
 from runner.huggingface.safetensors import open_published_weights
 from runner.spec import InitFromConfig
 from runner.storage import LocalStore, Store
-from tests.huggingface.small import SHAPES, D, SmallFiles, V, leaves, publish, tensors
+from tests.huggingface.small import SHAPES, D, SmallFamily, V, convert_to_tensors, make_leaves, write_export
 from tests.support.tiny_jobs import make_full_mesh
 
 CUTS = {
@@ -31,7 +31,7 @@ CUTS = {
 
 
 class CountingStore(LocalStore):
-    """A disk that notes which bytes were asked for."""
+    """Local store that records the byte ranges read."""
 
     def __init__(self, root: Path):
         super().__init__(root)
@@ -43,17 +43,19 @@ class CountingStore(LocalStore):
 
 
 def load(where: Path | Store, like: dict[str, Any], rule: InitFromConfig | None = None) -> dict[str, Any]:
-    """The leaves by name, in place of those of `like`."""
+    """Load the leaves with the shardings of `like`, and return them by name."""
     published = open_published_weights(str(where) if isinstance(where, Path) else where)
     shapes = {name: leaf.shape for name, leaf in like.items()}
-    found = match_tensors(published, SmallFiles(), shapes, rule or InitFromConfig(path=published.store.url))
+    found = match_tensors(published, SmallFamily(), shapes, rule or InitFromConfig(path=published.store.url))
     return {
         name: read_leaf(published.store, published.versions, found.pieces[name], leaf) for name, leaf in like.items()
     }
 
 
-def born(values: dict[str, np.ndarray], sizes: tuple[int, int, int], dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Arrays on a mesh, as a job's init makes them."""
+def make_sharded(
+    values: dict[str, np.ndarray], sizes: tuple[int, int, int], dtype: Any = jnp.float32
+) -> dict[str, Any]:
+    """Make sharded arrays on a mesh, as a job's init does."""
     mesh = make_full_mesh(*sizes)
     return {
         name: jax.device_put(jnp.asarray(value, dtype), NamedSharding(mesh, PartitionSpec(*CUTS.get(name, ()))))
@@ -63,30 +65,30 @@ def born(values: dict[str, np.ndarray], sizes: tuple[int, int, int], dtype: Any 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 1), (1, 1, 8), (2, 2, 2)], ids=str)
 def test_every_mesh_reads_the_same_bits(tmp_path: Path, sizes: tuple[int, int, int]):
-    expected = leaves()
-    where = publish(tmp_path / "hf", tensors(expected), num_shards=sizes[0])
-    like = born(leaves(1), sizes)
+    expected = make_leaves()
+    where = write_export(tmp_path / "hf", convert_to_tensors(expected), num_shards=sizes[0])
+    like = make_sharded(make_leaves(1), sizes)
     for name, leaf in load(where, like).items():
         assert np.asarray(leaf).tobytes() == expected[name].tobytes(), name
         assert leaf.sharding == like[name].sharding
 
 
-def nearest(value: np.ndarray, dtype: Any) -> np.ndarray:
+def round_to_nearest(value: np.ndarray, dtype: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(value, jnp.float32).astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_every_type_is_rounded_to_nearest(tmp_path: Path, stored: Any, dtype: Any):
-    expected = {name: value.astype(stored) for name, value in leaves().items()}
-    where = publish(tmp_path / "hf", tensors(expected))
-    for name, leaf in load(where, born(leaves(1), (2, 2, 2), dtype)).items():
+    expected = {name: value.astype(stored) for name, value in make_leaves().items()}
+    where = write_export(tmp_path / "hf", convert_to_tensors(expected))
+    for name, leaf in load(where, make_sharded(make_leaves(1), (2, 2, 2), dtype)).items():
         assert leaf.dtype == dtype
-        assert np.asarray(leaf).tobytes() == nearest(expected[name].astype(np.float32), dtype).tobytes(), name
+        assert np.asarray(leaf).tobytes() == round_to_nearest(expected[name].astype(np.float32), dtype).tobytes(), name
 
 
-def bytes_of(boxes: Sequence[Sequence[tuple[int, int]]], shape: tuple[int, ...], itemsize: int) -> set[int]:
-    """Every byte of a tensor that lies in one of the boxes."""
+def list_bytes(boxes: Sequence[Sequence[tuple[int, int]]], shape: tuple[int, ...], itemsize: int) -> set[int]:
+    """Return the offsets of all bytes of a tensor that are in one of the boxes."""
     inside = np.zeros((*shape, itemsize), bool)
     for box in boxes:
         inside[tuple(slice(*bounds) for bounds in box)] = True
@@ -105,20 +107,20 @@ def test_boxes_are_read_as_byte_ranges_once(monkeypatch: pytest.MonkeyPatch):
             spans = list(list_byte_spans(shape, 2, boxes))
             covered = [place for start, stop in spans for place in range(start, stop)]
             assert len(covered) == len(set(covered))
-            assert set(covered) >= bytes_of(boxes, shape, 2)
+            assert set(covered) >= list_bytes(boxes, shape, 2)
             if gap == 0:
-                assert set(covered) == bytes_of(boxes, shape, 2)
+                assert set(covered) == list_bytes(boxes, shape, 2)
 
 
 @pytest.mark.parametrize("name", ["params.embedding", "params.blocks.key", "params.blocks.expert"])
 def test_a_process_reads_only_its_devices_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(read, "GAP_BYTES", 0)
-    expected = leaves()
-    where = publish(tmp_path / "hf", tensors(expected), 2)
+    expected = make_leaves()
+    where = write_export(tmp_path / "hf", convert_to_tensors(expected), 2)
     published = open_published_weights(str(where))
-    leaf = born(leaves(1), (1, 2, 4))[name]  # cut in two over fsdp, and so between the hosts
-    sources = match_tensors(published, SmallFiles(), SHAPES, InitFromConfig(path=str(where))).pieces[name]
-    for devices in (range(4), range(4, 8)):  # of two hosts
+    leaf = make_sharded(make_leaves(1), (1, 2, 4))[name]  # sharded over fsdp, and thereby between the hosts
+    sources = match_tensors(published, SmallFamily(), SHAPES, InitFromConfig(path=str(where))).pieces[name]
+    for devices in (range(4), range(4, 8)):  # one of two hosts
         store = CountingStore(where)
         blocks: read.Blocks = {}
         for shard in leaf.addressable_shards:
@@ -131,34 +133,38 @@ def test_a_process_reads_only_its_devices_shards(tmp_path: Path, monkeypatch: py
         assert asked == leaf.nbytes // 2
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path):
-    where = publish(tmp_path / "hf", tensors(leaves()))
+def test_a_file_replaced_while_it_is_read_is_refused(tmp_path: Path):
+    where = write_export(tmp_path / "hf", convert_to_tensors(make_leaves()))
     published = open_published_weights(str(where))
-    sources = match_tensors(published, SmallFiles(), SHAPES, InitFromConfig(path=str(where))).pieces["params.embedding"]
+    sources = match_tensors(published, SmallFamily(), SHAPES, InitFromConfig(path=str(where))).pieces[
+        "params.embedding"
+    ]
     (where / "model.safetensors").write_bytes((where / "model.safetensors").read_bytes())
     with pytest.raises(InvalidError, match="no longer the file that it was"):
-        read_leaf(published.store, published.versions, sources, born(leaves(1), (2, 2, 2))["params.embedding"])
+        read_leaf(
+            published.store, published.versions, sources, make_sharded(make_leaves(1), (2, 2, 2))["params.embedding"]
+        )
 
 
-# What is missing, left over or of another shape.
+# Missing, unused and mismatched tensors.
 
 
-def refused(where: Path, rule: InitFromConfig | None = None) -> list[str]:
-    """The lines, without the directory that each begins with."""
+def list_problems(where: Path, rule: InitFromConfig | None = None) -> list[str]:
+    """Return the problem lines without the leading directory."""
     with pytest.raises(InvalidError) as found:
-        load(where, born(leaves(1), (2, 2, 2)), rule)
+        load(where, make_sharded(make_leaves(1), (2, 2, 2)), rule)
     lines = str(found.value).splitlines()
     assert all(line.startswith(f"{where}: ") for line in lines)
     return [line.removeprefix(f"{where}: ") for line in lines]
 
 
 def test_all_problems_are_listed_in_order(tmp_path: Path):
-    files = tensors(leaves())
+    files = convert_to_tensors(make_leaves())
     del files["model.layers.1.bias"]
     files["model.embedding.weight"] = files["model.embedding.weight"][: V - 3]
     files["model.head.weight"] = files["model.scale"]
     files["model.layers.0.bias"] = files["model.layers.0.bias"].astype(np.int16)
-    assert refused(publish(tmp_path / "hf", files, theta=2.0)) == [
+    assert list_problems(write_export(tmp_path / "hf", files, theta=2.0)) == [
         "config.json: theta: got 2.0, the model needs 1.0",
         f"model.embedding.weight: has the shape [{V - 3}, {D}], the model needs [{V}, {D}]",
         "model.head.weight: is left over, the model has no such tensor",
@@ -168,29 +174,29 @@ def test_all_problems_are_listed_in_order(tmp_path: Path):
 
 
 def test_another_family_is_the_only_problem_reported(tmp_path: Path):
-    lines = refused(publish(tmp_path / "hf", {"x": np.zeros(1, np.float32)}, model_type="large"))
+    lines = list_problems(write_export(tmp_path / "hf", {"x": np.zeros(1, np.float32)}, model_type="large"))
     assert lines == ["config.json: model_type: got 'large', the model needs 'small'"]
 
 
 def test_allowed_deviations_keep_initial_values(tmp_path: Path):
-    expected, fresh = leaves(), leaves(1)
-    files = tensors(expected)
+    expected, fresh = make_leaves(), make_leaves(1)
+    files = convert_to_tensors(expected)
     del files["model.layers.1.bias"]
-    files["model.embedding.weight"] = files["model.embedding.weight"][: V - 3]  # the model has a longer vocabulary
+    files["model.embedding.weight"] = files["model.embedding.weight"][: V - 3]  # the model has a larger vocabulary
     files["model.layers.0.experts.1.weight"] = np.zeros((3, 3), np.float32)
     files["old.scale"] = files.pop("model.scale")
     files["old.head.weight"] = np.zeros(4, np.float32)
-    where = publish(tmp_path / "hf", files, theta=2.0)
+    where = write_export(tmp_path / "hf", files, theta=2.0)
     allowed = ["model.embedding.weight", "*.1.bias", "model.layers.?.experts.1.weight", "config.theta"]
     rule = InitFromConfig(path=str(where), allow_missing=allowed, rename={"old": "model", "old.head": None})
-    found = load(where, born(fresh, (2, 2, 2)), rule)
+    found = load(where, make_sharded(fresh, (2, 2, 2)), rule)
     expected["params.embedding"][V - 3 :] = fresh["params.embedding"][V - 3 :]
     expected["params.blocks.bias"][1] = fresh["params.blocks.bias"][1]
     expected["params.blocks.expert"][0, 1] = fresh["params.blocks.expert"][0, 1]
     for name, leaf in found.items():
         assert np.asarray(leaf).tobytes() == expected[name].tobytes(), name
     shapes = {name: leaf.shape for name, leaf in found.items()}
-    notes = match_tensors(open_published_weights(str(where)), SmallFiles(), shapes, rule).notes
+    notes = match_tensors(open_published_weights(str(where)), SmallFamily(), shapes, rule).notes
     assert notes == (
         "config.json: theta: got 2.0, the model needs 1.0",
         f"model.embedding.weight: has the shape [{V - 3}, {D}], the model needs [{V}, {D}]; all but its first {V - 3} "
@@ -201,19 +207,19 @@ def test_allowed_deviations_keep_initial_values(tmp_path: Path):
 
 
 def test_shared_tensors_that_are_shorter_are_not_read(tmp_path: Path):
-    files, fresh = tensors(leaves()), leaves(1)
+    files, fresh = convert_to_tensors(make_leaves()), make_leaves(1)
     files["model.layers.0.qk.weight"] = files["model.layers.0.qk.weight"][:4]
-    where = publish(tmp_path / "hf", files)
+    where = write_export(tmp_path / "hf", files)
     rule = InitFromConfig(path=str(where), allow_missing=["*.qk.weight"])
-    found = load(where, born(fresh, (2, 2, 2)), rule)
+    found = load(where, make_sharded(fresh, (2, 2, 2)), rule)
     assert (np.asarray(found["params.blocks.query"])[0] == fresh["params.blocks.query"][0]).all()
-    assert (np.asarray(found["params.blocks.query"])[1] == leaves()["params.blocks.query"][1]).all()
+    assert (np.asarray(found["params.blocks.query"])[1] == make_leaves()["params.blocks.query"][1]).all()
 
 
 def test_invalid_renames_are_refused(tmp_path: Path):
-    where = publish(tmp_path / "hf", tensors(leaves()))
+    where = write_export(tmp_path / "hf", convert_to_tensors(make_leaves()))
     rename = {"modle": "model", "model.layers.0.bias": "model.layers.1.bias"}
-    assert refused(where, InitFromConfig(path=str(where), rename=rename)) == [
+    assert list_problems(where, InitFromConfig(path=str(where), rename=rename)) == [
         f"model.layers.0.bias: is missing, the model needs [{D}]",
         "model.layers.1.bias: both model.layers.0.bias and model.layers.1.bias have this name after renaming",
         "rename: no tensor begins with modle",

@@ -1,4 +1,4 @@
-"""The model card: facts of the run, the same each time, without what is unknown."""
+"""The model card: deterministic facts of the run, without unknown values."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,13 +27,13 @@ CONFIG = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
 WORDS = ModelCardText("owner/model")
 
 
-def spec(**changes: Any) -> ExecutionSpec:
+def make_spec(**changes: Any) -> ExecutionSpec:
     document = {"name": "nano", "job": "experiments.gpt:PretrainGPT", "directory": "/home/me/runs/nano"}
     return ExecutionSpec.model_validate(document | changes)
 
 
-def rows(last: int = 300) -> list[dict[str, Any]]:
-    """A row each 10 steps, with validation each 20."""
+def make_rows(last: int = 300) -> list[dict[str, Any]]:
+    """Make a row every 10 steps, with validation every 20."""
     found = []
     for step in range(10, last + 1, 10):
         row: dict[str, Any] = {"step": step, "train/loss": 4 - step / 100, "train/tokens": step * 1000}
@@ -41,23 +41,23 @@ def rows(last: int = 300) -> list[dict[str, Any]]:
     return found
 
 
-def history(state: RunState) -> History:
+def make_history(state: RunState) -> History:
     return History("/run", None, None, 0.0, state, 0.0, None, 300, 300, (), {}, 7200.0, 0.975, 0, Throughput())
 
 
 EVIDENCE = ExportedCheckpoint(
-    spec=spec(),
+    spec=make_spec(),
     data=DataConfig(source="/home/me/text/*.txt", sequence_length=1024),
     manifest=MANIFEST,
-    rows=rows(),
-    history=history(RunState.DONE),
+    rows=make_rows(),
+    history=make_history(RunState.DONE),
     config=CONFIG,
     files=["config.json", "tokenizer.json", "model.safetensors"],
 )
 
 
-def cells(card: str, name: str) -> str:
-    """What the table says of something."""
+def find_cells(card: str, name: str) -> str:
+    """Return the cells of a row of the table."""
     line, *_ = [line for line in card.splitlines() if line.startswith(f"| {name} |")]
     return line.removeprefix(f"| {name} |").removesuffix("|").strip()
 
@@ -82,24 +82,26 @@ def cells(card: str, name: str) -> str:
     ],
 )
 def test_the_card_shows_the_facts_of_the_run(name: str, value: str) -> None:
-    assert cells(format_model_card(EVIDENCE, WORDS), name) == value
+    assert find_cells(format_model_card(EVIDENCE, WORDS), name) == value
 
 
 def test_the_card_hides_directories_and_hosts() -> None:
-    card = format_model_card(replace(EVIDENCE, spec=spec(checkpoint={"init_from": "/home/me/base"})), WORDS)
+    card = format_model_card(replace(EVIDENCE, spec=make_spec(checkpoint={"init_from": "/home/me/base"})), WORDS)
     assert not [word for word in ("/home", "secret-host", "runs/nano") if word in card]
-    assert cells(card, "began with") == "`base`"
+    assert find_cells(card, "began with") == "`base`"
 
 
 def test_the_card_shows_some_of_many_evaluations_and_the_last() -> None:
-    card = format_model_card(replace(EVIDENCE, rows=rows(10_000)), WORDS)
+    card = format_model_card(replace(EVIDENCE, rows=make_rows(10_000)), WORDS)
     steps = [line.split("|")[1].strip() for line in card.split("## Losses")[1].splitlines()[4:]]
     assert 1 < len(steps) <= EVALUATIONS_MAX
     assert steps[-1] == "10,000"
 
 
 def test_the_card_shows_the_duration_of_finished_runs_only() -> None:
-    live, later = (replace(EVIDENCE, history=replace(history(RunState.RUNNING), wall_seconds=s)) for s in (1.0, 2.0))
+    live, later = (
+        replace(EVIDENCE, history=replace(make_history(RunState.RUNNING), wall_seconds=s)) for s in (1.0, 2.0)
+    )
     assert format_model_card(live, WORDS) == format_model_card(later, WORDS)
     assert "| time |" not in format_model_card(live, WORDS)
 
@@ -109,7 +111,7 @@ FRONT: dict[str, tuple[ExportedCheckpoint, ModelCardText, dict[str, Any]]] = {
     "a licence": (EVIDENCE, replace(WORDS, license="mit"), {"license": "mit"}),
     "a base model": (EVIDENCE, replace(WORDS, base_model="a/b"), {"base_model": "a/b"}),
     "a base model from the Hub's cache": (
-        replace(EVIDENCE, spec=spec(checkpoint={"init_from": "/c/hub/models--a--b/snapshots/0123"})),
+        replace(EVIDENCE, spec=make_spec(checkpoint={"init_from": "/c/hub/models--a--b/snapshots/0123"})),
         WORDS,
         {"base_model": "a/b"},
     ),
@@ -144,6 +146,8 @@ def test_names_in_a_spec_cannot_make_markup() -> None:
 
 def test_a_run_with_few_records_has_a_card() -> None:
     bare = Manifest(name="1", step=1, fingerprint="0" * 32)
-    card = format_model_card(ExportedCheckpoint(spec(), None, bare, [], history(RunState.KILLED), {}, []), WORDS)
-    assert cells(card, "step") == "1"
+    card = format_model_card(
+        ExportedCheckpoint(make_spec(), None, bare, [], make_history(RunState.KILLED), {}, []), WORDS
+    )
+    assert find_cells(card, "step") == "1"
     assert "## Losses" not in card

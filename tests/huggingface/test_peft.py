@@ -1,4 +1,4 @@
-"""An adapter in PEFT's layout: with its base it gives the merged weights, by numpy and in the real `peft`."""
+"""Adapters in PEFT's layout: base and adapter give the merged weights, by numpy and in the real `peft`."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = {
 }
 SIZES = {"layers": 2, "heads": 2, "width": 16}
 JOBS: dict[str, tuple[type[BaseTrainer], dict[str, Any], list[str]]] = {
-    # Of the three matrices that are one tensor in the files two are adapted.
+    # Two of the three matrices that form one tensor in the files are adapted.
     "gpt_2": (PretrainGPT, SIZES, ["blocks.query", "blocks.value", "blocks.mlp_out"]),
     "llama": (PretrainDecoder, SIZES | {"mlp_width": 24}, ["*.query", "*.mlp.down"]),
 }
@@ -33,7 +33,7 @@ JOBS: dict[str, tuple[type[BaseTrainer], dict[str, Any], list[str]]] = {
 
 @pytest.fixture(scope="module", params=["gpt_2", pytest.param("llama", marks=pytest.mark.soak)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
-    """One that adapts what is exported to `base` beside it."""
+    """A finished run that adapts the export `base` beside it."""
     job_class, model, targets = JOBS[request.param]
     place = tmp_path_factory.mktemp("peft")
     first = make_gpt(place / "first", job_class, **COMMON | {"job": get_job_name(job_class), "config.model": model})

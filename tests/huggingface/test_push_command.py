@@ -1,4 +1,4 @@
-"""`export --push` as a command: the Hub has what was exported, also after a kill."""
+"""The command `export --push`: pushed files, continuation after a kill, and errors."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ DEADLINE_SECONDS = 300.0
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
-    """A run that is done."""
+    """A finished run."""
     job = make_gpt(tmp_path_factory.mktemp("push") / "run", **SMALL)
     job()
     return job
@@ -35,11 +35,11 @@ def hub(monkeypatch: pytest.MonkeyPatch):
         yield started
 
 
-def content(directory: Path) -> dict[str, bytes]:
+def read_files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def pushed(repo: StoredRepository) -> dict[str, bytes]:
+def read_pushed_files(repo: StoredRepository) -> dict[str, bytes]:
     return {name: text for name, text in repo.files.items() if name != ".gitattributes"}
 
 
@@ -47,13 +47,13 @@ def test_a_push_contains_the_export_and_a_card(
     run: BaseTrainer, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = str(run.store.root)
-    before = content(run.store.root / "attempts")
+    before = read_files(run.store.root / "attempts")
     options = ["--push", NAME, "--license", "mit", "--base-model", "owner/base"]
     assert run_command(["export", where, "-o", str(tmp_path / "plain")]) == 0
     assert run_command(["export", where, *options]) == 0
-    files = pushed(hub.repos[NAME])
+    files = read_pushed_files(hub.repos[NAME])
     card = ModelCard(files.pop("README.md").decode())
-    assert files == content(tmp_path / "plain")
+    assert files == read_files(tmp_path / "plain")
     assert (card.data.license, card.data.base_model, card.data.library_name) == ("mit", "owner/base", "transformers")
     assert card.data.to_dict()["pipeline_tag"] == "text-generation"
     assert read_manifest(run.store, "checkpoints/8").fingerprint in card.text
@@ -61,9 +61,9 @@ def test_a_push_contains_the_export_and_a_card(
     assert f"| tokens | {result['tokens']:,} |" in card.text
     assert f"| {result['train_loss']:.4f} | {result['val_loss']:.4f} |" in card.text
     assert run_command(["export", where, *options, "-o", str(tmp_path / "kept")]) == 0
-    assert content(tmp_path / "kept") == pushed(hub.repos[NAME])
+    assert read_files(tmp_path / "kept") == read_pushed_files(hub.repos[NAME])
     assert len(hub.repos[NAME].commits) == 2
-    assert content(run.store.root / "attempts") == before
+    assert read_files(run.store.root / "attempts") == before
     assert "nothing to push, the repository already has step 8" in capsys.readouterr().out
 
 
@@ -76,7 +76,7 @@ def test_a_push_continues_after_a_kill(run: BaseTrainer, hub: Hub, tmp_path: Pat
     process = start_python("-m", "runner", "export", *command, devices=1)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not (hub.objects and hub.held):
-        assert process.poll() is None, "it has ended before it was in the middle of its upload"
+        assert process.poll() is None, "the process ended before the middle of its upload"
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -90,9 +90,9 @@ def test_a_push_continues_after_a_kill(run: BaseTrainer, hub: Hub, tmp_path: Pat
     assert hub.count("PUT /lfs/") == num_puts + 1
     assert len(hub.objects) == 2
     assert len(hub.repos[NAME].commits) == 2
-    files = pushed(hub.repos[NAME])
-    assert files == content(tmp_path / "out")
-    assert {name: files[name] for name in sizes} == content(tmp_path / "plain")
+    files = read_pushed_files(hub.repos[NAME])
+    assert files == read_files(tmp_path / "out")
+    assert {name: files[name] for name in sizes} == read_files(tmp_path / "plain")
 
 
 @pytest.mark.parametrize(

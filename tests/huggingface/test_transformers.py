@@ -1,4 +1,4 @@
-"""The real `transformers` opens exports, computes the same, and its files are imported bit for bit."""
+"""Exports in the real `transformers`: equal outputs, and bit-identical imports of its files."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from runner import BaseTrainer, open_checkpoint
 from runner.data.chat import ChatRecord, Dialogue, Renderer, read_template
 from runner.evaluation.generation import make_variables
 from runner.huggingface.export import ExportOptions, export
-from tests.huggingface.test_init_from import weights_begun_with
+from tests.huggingface.test_init_from import load_initial_weights
 from tests.support.tiny_jobs import TEXT, are_leaves_equal, make_gpt
 from tests.support.tokenise_inputs import SEPARATOR, make_hf_tokenizer, make_tokenise_job, read_corpus
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.soak
 PROMPT = "12 squared is 144.\n"
 
 
-# Queries, keys and values of latents, experts whose biases are variables beside the parameters.
+# Latent attention, and experts whose biases are variables outside the parameters.
 DEEPSEEK_V3: dict[str, Any] = {
     "layers": 3,
     "width": 32,
@@ -80,10 +80,10 @@ def test_transformers_opens_exports_and_its_files_are_imported(
     model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     expected = jax.tree.map(lambda leaf: leaf.astype(dtype or leaf.dtype).astype(leaf.dtype), weights)
-    assert are_leaves_equal(weights_begun_with(tmp_path / "saved", run, weights), expected)
+    assert are_leaves_equal(load_initial_weights(tmp_path / "saved", run, weights), expected)
 
 
-# Dialogues. The turns end with `<|pad|>`; `^` is no token of the tokenizer.
+# Dialogues. Turns end with `<|pad|>`; `^` is not a token of the tokenizer.
 
 DIALOGUE = [
     {"role": "user", "content": "naïve 🙂?\n"},
@@ -128,7 +128,7 @@ def render(directory: Path) -> Dialogue:
 
 
 def validate_generation(out: Path, ends: list[int]) -> None:
-    """Generation stops at each end token, with padding on the left, and every file that servers read is there."""
+    """Check that generation stops at each end token with left padding, and that all files for servers exist."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = transformers.AutoConfig.from_pretrained(out)
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
@@ -149,13 +149,13 @@ def validate_generation(out: Path, ends: list[int]) -> None:
     both = model.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False)
     assert alone[0, 2:].tolist() == both[0, 4:].tolist()
 
-    class Force(transformers.LogitsProcessor):
+    class ForcedTokens(transformers.LogitsProcessor):
         def __call__(self, input_ids: Any, scores: Any) -> Any:
             forced = end if input_ids.shape[1] == 6 else 80
             return torch.full_like(scores, -1e9).index_fill_(1, torch.tensor([forced]), 0.0)
 
     for end in ends:
-        found = model.generate(tokens, attention_mask=mask, max_new_tokens=9, logits_processor=[Force()])
+        found = model.generate(tokens, attention_mask=mask, max_new_tokens=9, logits_processor=[ForcedTokens()])
         assert found[0, 4:].tolist() == [80, 80, end]
 
 
@@ -213,7 +213,7 @@ def test_a_run_on_token_files_exports_what_it_started_from(tmp_path: Path):
     published = transformers.AutoTokenizer.from_pretrained(base)
 
     ids = np.concatenate(read_corpus(corpus))
-    ids[-1] = first.vocabulary_size - 1  # the vocabulary is as large as that of the base
+    ids[-1] = first.vocabulary_size - 1  # the model has the vocabulary size of the base
     ids.astype("<u2").tofile(tmp_path / "ids.bin")
     changes = {**SHORT, "config.data.source": str(tmp_path / "ids.bin"), "checkpoint.init_from": str(base)}
     second = make_gpt(tmp_path / "second", PretrainDecoder, **changes)
