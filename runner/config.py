@@ -24,11 +24,12 @@ from pydantic import (
 
 from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
-from runner.spec import Auto, FrozenModel, JobConfig
+from runner.spec import Auto, FrozenModel, JobConfig, Trajectory
 
 DEFAULT_SOURCE = "python-stdlib"
 # Names of sources, validation sets and tasks become parts of the keys of metrics.jsonl, hence no dot and no slash.
 SOURCE_NAME = r"^[A-Za-z0-9_-]+$"
+TOTAL_KEYS = ("train.total_steps", "train.total_tokens", "train.total_epochs")
 
 
 class ModelConfig(FrozenModel):
@@ -478,6 +479,15 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             default = type(section).model_fields[name].get_default()
         return bool(getattr(section, name) == default)
 
+    def replace_schedule(self, saved: Trajectory) -> "TrainerConfig[ModelConfigType]":
+        """Return the config with the schedule and the total of a saved trajectory. Raises `ValueError` if it is bad."""
+        prefix = "config.schedule."
+        values = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
+        totals = {key.partition(".")[2]: saved.get(f"config.{key}") for key in TOTAL_KEYS}
+        # A schedule that does not depend on the total leaves it out of the trajectory.
+        train = self.train.model_copy(update=totals) if any(totals.values()) else self.train
+        return self.model_copy(update={"schedule": ScheduleConfig.model_validate(values), "train": train})
+
     @property
     def free_keys(self) -> frozenset[str]:
         """Keys that may change on resume: evaluation, metrics, micro-batches, memory and limits.
@@ -490,7 +500,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         # With same_bits_devices the micro-batch determines the order of sums, and so the bits.
         free |= {"train.micro_batch_examples"} if self.train.same_bits_devices is None else set()
         if not self.schedule.depends_on_total_steps:
-            free |= {"train.total_steps", "train.total_tokens", "train.total_epochs"}
+            free |= set(TOTAL_KEYS)
         return frozenset(free)
 
     def explain_refusal(self, keys: Sequence[str]) -> str:
@@ -499,7 +509,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             names = ", ".join(name for name in SCHEDULES if not ScheduleConfig.is_fixed_to_total(name))
             return (
                 f"the learning rates of {self.schedule.name} depend on the total; a run whose schedule is one of "
-                f"{names}, without warmup_share, can be extended"
+                f"{names}, without warmup_share, can be extended, and one of wsd before its decay begins"
             )
         return super().explain_refusal(keys)
 

@@ -22,6 +22,7 @@ import jax
 
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves
+from runner.checkpoint.manifest import read_newest_manifest
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import validate_checkpoints
 from runner.checkpoint.save import Checkpointer, SaveContents
@@ -30,7 +31,16 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, STEP, Clock, Progress, TimeBucket
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
-from runner.errors import DivergedError, HookError, InvalidError, MiscountError, PhaseError, PreemptedError, StateError
+from runner.errors import (
+    DivergedError,
+    HookError,
+    InvalidError,
+    MiscountError,
+    PhaseError,
+    PreemptedError,
+    ResumeError,
+    StateError,
+)
 from runner.huggingface.load import load_init_from, validate_init_from
 from runner.huggingface.mapping import Family
 from runner.metrics.writers import RowLog
@@ -274,8 +284,26 @@ class RestoreableJob:
             StorageError: it cannot be reached.
         """
         identity = compute_trajectory(self.spec, self.config)
-        validate_directory(self.store, self.spec.name, self.make_run_identity(identity), self.has_output)
-        return self.done
+        run_identity = self.make_run_identity(identity)
+        validate_directory(self.store, self.spec.name, run_identity, self.find_newest_step, self.has_output)
+        if not self.done:
+            return False
+        result = read_result(self.store)
+        self.validate_total(0 if result is None else result.step)
+        return True
+
+    def validate_total(self, step: int) -> None:
+        """Raise `ResumeError` if the run has reached a `step` beyond its end. Process 0 only."""
+        if step > self.total_steps:
+            raise ResumeError(
+                f"{self.store.url}: the run has reached step {step}, and the spec ends it at step {self.total_steps}; "
+                f"set its total to {step} steps or more, or use another directory"
+            )
+
+    def find_newest_step(self) -> int:
+        """Return the step of the newest committed checkpoint, or 0. Process 0 only."""
+        manifest = read_newest_manifest(self.store)
+        return 0 if manifest is None else manifest.step
 
     def claim_directory(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
         """Check everything that can be checked, then claim the next attempt, which fences every earlier one."""
@@ -320,7 +348,10 @@ class RestoreableJob:
             ResumeError: the checkpoints are of another trajectory.
             InvalidError: there are none, and the weights of `checkpoint.init_from` do not fit.
         """
-        if not validate_checkpoints(self.store, self.make_run_identity(self.identity())):
+        step = validate_checkpoints(self.store, self.make_run_identity(self.identity()))
+        if step is not None:
+            self.validate_total(step)
+        else:
             validate_init_from(
                 self.document, self.spec.checkpoint.initial_weights, self.family, lambda: self.weights(abstract)
             )
@@ -350,12 +381,17 @@ class RestoreableJob:
             event, details = "init", {}
         else:
             self.state, self.step = found.state, found.manifest.step
-            attempt.report_moves(self.make_run_identity(self.identity()).list_moves(found.manifest.identity), self.step)
+            run_identity, saved = self.make_run_identity(self.identity()), found.manifest.identity
+            # Another attempt may have saved later steps since the check before the claim.
+            run_identity.validate_trajectory(saved, f"checkpoint {self.step}", self.store.url, lambda: self.step)
+            attempt.report_moves(run_identity.list_moves(saved), self.step)
+            attempt.report_spec_changes(run_identity.list_changes(saved), self.step)
             event, details = "restore", {"tier": found.tier}
         digest, seconds = compute_fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
         # Written only now, because `auto` is resolved, and a job that cannot start must not replace the last good spec.
         if attempt.hosts.is_main:
+            attempt.update_owner(compute_trajectory(self.spec, self.config))
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin(self.state, self.step)
         attachments, carry = ({}, None) if found is None else (found.attachments, found.manifest.carry)

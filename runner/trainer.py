@@ -8,6 +8,7 @@ change. They can read only `cls.config`, which differs between jobs because each
 (`BaseTrainer.__new__`).
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ from runner.metrics.meta import Meta
 from runner.metrics.rows import Row
 from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
+from runner.run.fence import RunIdentity
 from runner.run.layout import read_result
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import JsonObject
@@ -449,6 +451,15 @@ class BaseTrainer(RestoreableJob):
     def former_values(self) -> Mapping[str, Sequence[str]]:
         """Former paths of the classes of the job and of its hooks."""
         return {**super().former_values, **self.hooks.former_values}
+
+    def make_run_identity(self, identity: Trajectory) -> RunIdentity:
+        """Return what is compared with a saved trajectory, which may have other learning rates at later steps."""
+        find_first_change = functools.partial(
+            self.setup_builder.optimizer_choice.find_first_change,
+            self.config,
+            lambda: self.dataset.num_train_examples,
+        )
+        return dataclasses.replace(super().make_run_identity(identity), find_first_change=find_first_change)
 
     def identity(self) -> Trajectory:
         """Return the keys that identify the trajectory, with those of data, vocabulary, hooks and frozen weights."""

@@ -40,12 +40,12 @@ class FastTier:
         self.directory = directory
         self._store = LocalStore(directory)
 
-    def list_steps(self, is_own: Callable[[Trajectory], bool]) -> list[int]:
-        """Return the steps of which this process has a whole part whose trajectory `is_own`, ascending."""
+    def list_steps(self, is_own: Callable[[Trajectory, int], bool]) -> list[int]:
+        """Return the steps of which this process has a whole part that `is_own` by trajectory and step, ascending."""
         found = []
         for step in self._list_present():
             with contextlib.suppress(OSError, ValueError):
-                if is_own(self._read_part(step)[0].identity):
+                if is_own(self._read_part(step)[0].identity, step):
                     found.append(step)
         return found
 

@@ -113,7 +113,7 @@ def restore_newest(
     attempt: Attempt,
     fast_tier: FastTier | None,
     abstract: Any,
-    is_own: Callable[[Trajectory], bool],
+    is_own: Callable[[Trajectory, int], bool],
     find_attachment_problem: AttachmentCheck = lambda _: None,
 ) -> RestoredState | None:
     """Return the newest state that passes every check; None if nothing was ever committed.
@@ -124,7 +124,8 @@ def restore_newest(
         attempt: the running attempt.
         fast_tier: the fast tier, if the run has one.
         abstract: shape, dtype and sharding of every leaf. The checkpoint may have been written on any other mesh.
-        is_own: returns True for the trajectory of this run; parts of another one in the fast tier are ignored.
+        is_own: returns True for a trajectory, saved at a step, that this run continues; parts of another one in the
+            fast tier are ignored.
         find_attachment_problem: called on process 0 with the attachments of a state in the fast tier.
 
     Raises:
@@ -378,16 +379,18 @@ def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS
 # Checks before an attempt is claimed. Process 0 only.
 
 
-def validate_checkpoints(store: Store, run_identity: RunIdentity) -> bool:
-    """Return True if the run has a checkpoint. Process 0 only.
+def validate_checkpoints(store: Store, run_identity: RunIdentity) -> int | None:
+    """Return the step of the newest checkpoint, None if there is none. Process 0 only.
 
     Raises:
         ResumeError: the checkpoint is of another trajectory.
     """
     manifest = read_newest_manifest(store)
-    if manifest is not None:
-        run_identity.validate_trajectory(manifest.identity, f"checkpoint {manifest.name}", store.url)
-    return manifest is not None
+    if manifest is None:
+        return None
+    owner = f"checkpoint {manifest.name}"
+    run_identity.validate_trajectory(manifest.identity, owner, store.url, lambda: manifest.step)
+    return manifest.step
 
 
 def validate_source_run(source: str, weights: str = PARAMS) -> None:

@@ -175,7 +175,7 @@ class Checkpointer:
         identity: values that identify the trajectory.
         abstract: shape, dtype and sharding of every leaf of the state.
         writer: writes the arrays; by default the one for the run's store.
-        is_own: returns True for a saved trajectory that this one continues; by default for an equal one.
+        is_own: returns True for a trajectory, saved at a step, that this one continues; by default for an equal one.
 
     Raises:
         InvalidError: on every host, if the fast tier of one cannot hold its parts.
@@ -189,9 +189,9 @@ class Checkpointer:
         identity: Trajectory,
         abstract: Any,
         writer: ArrayWriter | None = None,
-        is_own: Callable[[Trajectory], bool] | None = None,
+        is_own: Callable[[Trajectory, int], bool] | None = None,
     ):
-        self._is_own = is_own or identity.__eq__
+        self._is_own = is_own or (lambda saved, step: saved == identity)
         self._attempt, self._config, self._identity, self._abstract = attempt, config, identity, abstract
         self._fast_tier: FastTier | None = None
         if config.local_directory is not None:

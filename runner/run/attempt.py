@@ -342,6 +342,18 @@ class Attempt:
             self.say(f"moved since step {step} was saved, with the same content: {'; '.join(moves)}")
             self.record("moved", step, changes=list(moves))
 
+    def report_spec_changes(self, changes: Sequence[str], step: int) -> None:
+        """Print and record that keys of the spec have changed which take effect only after `step`."""
+        if changes:
+            self.say(f"changed in the spec from step {step} on: {'; '.join(changes)}")
+            self.record("spec_changed", step, changes=list(changes))
+
+    def update_owner(self, identity: Trajectory) -> None:
+        """Give `job.json` the identity that the run has from now on. Process 0 only."""
+        owner = read_owner(self.store)
+        if owner is not None and owner.identity != identity:
+            replace_owner(self.store, owner, identity)
+
     def report_environment_changes(self, saved_environment: JsonObject | None, step: int) -> None:
         """Print and record how the environment differs from the one in which `step` was saved.
 

@@ -191,6 +191,12 @@ EVENTS = (
         (Key("changes", list, "Key, former and present value of each, as text."),),
     ),
     EventType(
+        "spec_changed",
+        "Keys of the spec that change no step before this one have other values than in the restored checkpoint.",
+        "process 0",
+        (Key("changes", list, "Key, former and present value of each, as text."),),
+    ),
+    EventType(
         "compile",
         "The train step is compiled; trainers only.",
         "process 0",

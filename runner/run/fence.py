@@ -10,7 +10,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from runner.errors import EXIT_INVALID, FencedError, InvalidError, RemovedError, ResumeError, StorageError
@@ -105,6 +105,8 @@ class RunIdentity:
         identity: keys that define the trajectory, as far as they are known yet.
         unread: dotted keys that nothing reads with this spec, which therefore change no trajectory.
         former_values: earlier values by dotted key that mean the present one, such as former paths of a class.
+        find_first_change: function of a saved trajectory and the keys in which it differs. It returns the first step
+            (number of completed steps) that is followed by another update; None if there is no such step.
     """
 
     document: Document
@@ -112,23 +114,26 @@ class RunIdentity:
     identity: Trajectory
     unread: Container[str]
     former_values: Mapping[str, Container[str]] = field(default_factory=dict)
+    find_first_change: Callable[[Trajectory, Sequence[str]], int | None] = lambda saved, keys: 0
 
-    def is_continued(self, saved: Trajectory) -> bool:
-        """Return True if the spec continues a saved trajectory; see `validate_trajectory`."""
+    def is_continued(self, saved: Trajectory, step: int) -> bool:
+        """Return True if the spec continues a trajectory that was saved at `step`; see `validate_trajectory`."""
         saved = fill_in_defaults(saved, self.identity, self.config)
-        return all(self._is_moved(saved, key) for key in self._list_differences(saved))
+        keys = self._list_changes(saved)
+        return not keys or _is_later(self.find_first_change(saved, keys), step)
 
     def list_moves(self, saved: Trajectory) -> list[str]:
         """Return the differences that are moves: other places of the same content, and former paths of a class."""
         saved = fill_in_defaults(saved, self.identity, self.config)
-        return [
-            f"{key}: {_format_value(saved, key)} became {_format_value(self.identity, key)}"
-            for key in self._list_differences(saved)
-            if self._is_moved(saved, key)
-        ]
+        return [self._format_change(saved, key) for key in self._list_differences(saved) if self._is_moved(saved, key)]
 
-    def validate_trajectory(self, saved: Trajectory, owner: str, url: str) -> None:
-        """Check that the spec continues a saved trajectory.
+    def list_changes(self, saved: Trajectory) -> list[str]:
+        """Return the differences that are no moves. In a trajectory that is continued they take effect later."""
+        saved = fill_in_defaults(saved, self.identity, self.config)
+        return [self._format_change(saved, key) for key in self._list_changes(saved)]
+
+    def validate_trajectory(self, saved: Trajectory, owner: str, url: str, get_step: Callable[[], int]) -> None:
+        """Check that the spec continues a saved trajectory: that both have the same updates up to the newest step.
 
         A key that is `auto` on one side is not known there yet and is not compared; the identity in a checkpoint has
         the value that `auto` led to. Places of content are not compared either, because its digest is.
@@ -137,24 +142,36 @@ class RunIdentity:
             saved: the saved trajectory.
             owner: its owner in messages, such as "checkpoint 40".
             url: URL of the directory, for messages.
+            get_step: function that returns the newest committed step. Called only if keys have changed.
 
         Raises:
-            ResumeError: the trajectories differ; the message has a line for each key.
+            ResumeError: the trajectories differ before that step; the message has a line for each key.
         """
         saved, present = fill_in_defaults(saved, self.identity, self.config), self.identity
+        keys = self._list_changes(saved)
+        if not keys:
+            return
+        first, step = self.find_first_change(saved, keys), get_step()
+        if _is_later(first, step):
+            return
         lines = [
             self.document.format_problem(
                 tuple(key.split(".")),
                 f"{owner} has {_format_value(saved, key)}, the spec {_format_value(present, key)}"
                 f"{_RENAMED_HINT if key in self.former_values else ''}",
             )
-            for key in self._list_differences(saved)
-            if not self._is_moved(saved, key)
+            for key in keys
         ]
-        if lines:
-            hint = self.config.explain_refusal(differing) if (differing := self._list_differences(saved)) else ""
-            ending = f"\n{url}: this would be another trajectory; use another directory"
-            raise ResumeError("\n".join(lines) + ending + (f"; {hint}" if hint else ""))
+        past = f": it differs from step {first} on, and step {step} is committed" if first else ""
+        hint = self.config.explain_refusal(keys)
+        ending = f"\n{url}: this would be another trajectory{past}; use another directory"
+        raise ResumeError("\n".join(lines) + ending + (f"; {hint}" if hint else ""))
+
+    def _list_changes(self, saved: Trajectory) -> list[str]:
+        return [key for key in self._list_differences(saved) if not self._is_moved(saved, key)]
+
+    def _format_change(self, saved: Trajectory, key: str) -> str:
+        return f"{key}: {_format_value(saved, key)} became {_format_value(self.identity, key)}"
 
     def _list_differences(self, saved: Trajectory) -> list[str]:
         """Return the keys that have known values on both sides, are read, and differ."""
@@ -170,6 +187,12 @@ class RunIdentity:
     def _is_moved(self, saved: Trajectory, key: str) -> bool:
         # Digests of what these keys name lie below them, and are compared.
         return is_one_of(key, self.config.content_keys) or saved.get(key) in self.former_values.get(key, ())
+
+
+def _is_later(first: int | None, step: int) -> bool:
+    """Return True if a change from step `first` on (None: no step) leaves a run as it is that has reached `step`."""
+    # A change from the beginning is another trajectory even if nothing is saved yet: the directory may be mistyped.
+    return first is None or first >= max(step, 1)
 
 
 def _format_value(identity: Trajectory, key: str) -> str:
@@ -192,14 +215,19 @@ def is_unstarted(store: Store) -> bool:
 
 
 def validate_directory(
-    store: Store, name: str, run_identity: RunIdentity, has_output: Callable[[], bool] = lambda: False
+    store: Store,
+    name: str,
+    run_identity: RunIdentity,
+    get_newest_step: Callable[[], int],
+    has_output: Callable[[], bool] = lambda: False,
 ) -> None:
     """Check that a directory can be written and belongs to this job. Process 0 only; claims and changes nothing.
 
     Args:
         store: the directory.
         name: name of the job.
-        run_identity: identity of the run, which must be that of the directory unless nothing was done there.
+        run_identity: identity of the run, which must continue that of the directory unless nothing was done there.
+        get_newest_step: function that returns the newest committed step, or 0.
         has_output: function that returns True if the job has made something besides checkpoints.
 
     Raises:
@@ -218,7 +246,7 @@ def validate_directory(
                 f"{store.url} belongs to the job {owner.name!r}, this one is {name!r}; use another directory"
             )
         try:
-            run_identity.validate_trajectory(owner.identity, "this directory's job", store.url)
+            run_identity.validate_trajectory(owner.identity, "this directory's job", store.url, get_newest_step)
         except ResumeError:
             if has_output() or not is_unstarted(store):
                 raise

@@ -149,7 +149,7 @@ def write_owner(store: Store, owner: Owner) -> None:
 
 
 def replace_owner(store: Store, owner: Owner, identity: Trajectory) -> None:
-    """Write `job.json` with another identity, for a directory in which nothing was done yet."""
+    """Write `job.json` with another identity."""
     store.write(OWNER, encode_json(asdict(replace(owner, identity=identity))))
 
 

@@ -341,17 +341,30 @@ def _apply(override: str, document: Document) -> None:
     # Sections on the way are created; the override is then the location of each.
     parent = document.data
     for n, part in enumerate(path[:-1], start=1):
+        key = _parse_key(parent, path[:n], location)
         # A section that is absent, or present without keys, becomes an empty one.
-        if parent.get(part) is None:
-            parent[part] = {}
+        if isinstance(parent, dict) and parent.get(key) is None:
+            parent[key] = {}
             document.locations[path[:n]] = location
-        if not isinstance(parent[part], dict):
+        parent = parent[key]
+        if not isinstance(parent, dict | list):
             section = ".".join(path[:n])
-            problem = f"{section} is {describe_value(parent[part])}, so it has no keys; override {section} itself"
+            problem = f"{section} is {describe_value(parent)}, so it has no keys; override {section} itself"
             raise SpecError(location.format_problem((), problem))
-        parent = parent[part]
     # The keys of a section that is replaced are no longer where the file has them.
     for stale in [known for known in document.locations if known[: len(path)] == path]:
         del document.locations[stale]
-    parent[path[-1]] = value
+    parent[_parse_key(parent, path, location)] = value
     document.locations[path] = location
+
+
+def _parse_key(parent: dict[str, Any] | list[Any], path: KeyPath, location: SpecLocation) -> Any:
+    """Return the last part of `path` as a key of `parent`: an index, if that is a list."""
+    if isinstance(parent, dict):
+        return path[-1]
+    index = int(path[-1]) if path[-1].isdecimal() else -1
+    if not 0 <= index < len(parent):
+        section, indices = ".".join(path[:-1]), f"0 to {len(parent) - 1}" if parent else "none"
+        problem = f"{section} is a list, got {path[-1]!r}, needs an index: {indices}; or override {section} itself"
+        raise SpecError(location.format_problem((), problem))
+    return index

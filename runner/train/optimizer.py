@@ -9,17 +9,19 @@ The path of `config.optimizer.learning_rate` from YAML to optax:
 `TrainSetupBuilder.build_on_mesh` (`runner.train.setup`) makes the calls of steps 2 and 3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
+import numpy as np
 import optax
 
-from runner.config import TrainerConfig
+from runner.config import TOTAL_KEYS, TrainerConfig
 from runner.errors import InvalidError
 from runner.optim.config import READERS, OptimizerConfig, ScheduleConfig
 from runner.optim.library import make_optimizer, make_schedule
+from runner.spec import Trajectory, is_below
 
 SPEC = "spec"  # returned by `BaseTrainer.optimizer` and `schedule` to choose the name in the spec
 
@@ -82,6 +84,33 @@ class OptimizerChoice:
             if isinstance(self.optimizer, str) and isinstance(name, str) and name not in readers:
                 found[key] = f"{name} does not read it, {' or '.join(readers)} would"
         return found
+
+    def find_first_change(
+        self, config: TrainerConfig, get_num_examples: Callable[[], int], saved: Trajectory, keys: Sequence[str]
+    ) -> int | None:
+        """Return the first step with another learning rate than in a saved trajectory; None if there is no such step.
+
+        Args:
+            config: config of the trainer.
+            get_num_examples: function that returns the training examples of an epoch; called for totals in epochs.
+            saved: the saved trajectory.
+            keys: keys in which it differs from the config. If one of them has another effect, the result is 0.
+        """
+        is_of_library = isinstance(self.optimizer, str) and self.schedule == config.schedule.name
+        if not is_of_library or not all(is_below(key, ("schedule", *TOTAL_KEYS)) for key in keys):
+            return 0
+        try:
+            configs = [config.replace_schedule(saved), config]
+        except ValueError:  # of a version that had other schedules
+            return 0
+        configs = [each.resolve_epochs(get_num_examples()) if each.train.total_epochs else each for each in configs]
+        steps, peak = np.arange(max(each.total_steps for each in configs)), config.optimizer.learning_rate
+        assert peak is not None, "`find_problems` reports a missing learning rate"
+        schedules = [make_schedule(each.schedule.name, each.schedule, peak, each.total_steps) for each in configs]
+        # As the update is computed: a constant schedule returns a Python number.
+        former, present = (np.broadcast_to(np.float32(schedule(steps)), steps.shape) for schedule in schedules)
+        differing = np.flatnonzero(former != present)
+        return int(differing[0]) if differing.size else None
 
     def find_problems(self, config: TrainerConfig) -> dict[str, str]:
         """Return the problem of each wrong key below `config`; a key without effect must have its default value."""

@@ -96,6 +96,37 @@ def test_an_override_creates_missing_sections() -> None:
     assert spec.topology.mesh == MeshConfig(data=4, fsdp=1, tensor=2)
 
 
+LISTS = "name: x\nconfig:\n  mixture:\n  - {name: a, weight: 1}\n  - {name: b}\n  decays: [0.9, 0.99]\n  none: []\n"
+
+
+def test_an_override_reaches_items_of_lists_by_index() -> None:
+    overrides = ["config.mixture.0.weight=3", "config.mixture.1.options.path=/a", "config.decays.1=0.5"]
+    document = parse_document(LISTS, "x.yaml", overrides)
+    mixture = [{"name": "a", "weight": 3}, {"name": "b", "options": {"path": "/a"}}]
+    assert document.data["config"] == {"mixture": mixture, "decays": [0.9, 0.5], "none": []}
+    line = document.format_problem(("config", "mixture", "0", "weight"), "is bad")
+    assert line == "--set config.mixture.0.weight=3: is bad"
+    assert document.format_problem(("config", "mixture", "1", "name"), "is bad").startswith("x.yaml:5: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("config.mixture.2.weight=3", "config.mixture is a list, got '2', needs an index: 0 to 1; or override"),
+        ("config.mixture.2=3", "config.mixture is a list, got '2', needs an index: 0 to 1; or override"),
+        ("config.mixture.-1.weight=3", "got '-1', needs an index: 0 to 1"),
+        ("config.mixture.weight=3", "got 'weight', needs an index: 0 to 1"),
+        ("config.none.0=3", "got '0', needs an index: none; or override config.none itself"),
+        ("config.decays.0.x=3", "config.decays.0 is 0.9, so it has no keys; override config.decays.0 itself"),
+    ],
+)
+def test_an_override_of_an_item_that_is_not_there_names_the_indices(override: str, problem: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_document(LISTS, "x.yaml", [override])
+    assert str(caught.value).startswith(f"--set {override}: ")
+    assert problem in str(caught.value)
+
+
 def test_an_unreadable_file_gives_one_line(tmp_path: Path) -> None:
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"name: x\njob: \xff\xfe")

@@ -1,0 +1,155 @@
+"""A spec may change while a run is stopped, as long as no update up to the newest committed step changes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.errors import InvalidError
+from runner.run.layout import read_owner
+from runner.spec import compute_trajectory
+from runner.storage import LocalStore, read_log
+from tests.data.datasets import write_bin
+from tests.support.tiny_jobs import make_gpt, read_outcome, read_trajectory, stop_after
+from tests.test_values import TrainLookup
+
+WSD = {"name": "wsd", "warmup_steps": 2, "decay_steps": 4}
+SHARE = {"name": "constant", "warmup_share": 0.5}
+SHORT, LONG = 12, 20
+SETTINGS: dict[str, Any] = {
+    "job": "tests.test_values:TrainLookup",
+    "config.model.vocabulary_size": 256,
+    "config.schedule": WSD,
+    "config.train": {"global_batch_examples": 8, "total_steps": SHORT},
+    "config.eval": {},
+    "checkpoint.every_steps": 2,
+    "logging.every_steps": 1,
+}
+
+
+def job(directory: Path, total_steps: int = SHORT, **changes: Any) -> TrainLookup:
+    data = directory.parent / "data.bin"
+    if not data.exists():
+        write_bin(data, np.random.default_rng(0).integers(256, size=4000))
+    source = {"source": str(data), "sequence_length": 16, "validation_fraction": 0}
+    settings = SETTINGS | {"config.data": source, "config.train.total_steps": total_steps} | changes
+    return make_gpt(directory, TrainLookup, **settings)
+
+
+def read_spec_changes(directory: Path) -> list[tuple[int, list[str]]]:
+    events = read_log(LocalStore(directory), "events")
+    return [(event["step"], event["changes"]) for event in events if event["event"] == "spec_changed"]
+
+
+def test_a_run_extended_before_its_decay_equals_one_that_had_the_length_from_the_start(tmp_path: Path) -> None:
+    job(tmp_path / "whole", LONG)()
+    stop_after(job(tmp_path / "run"), 6)
+    stop_after(job(tmp_path / "run", LONG), 11)  # past the step at which the short run would begin to decay
+    job(tmp_path / "run", LONG)()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+    change = f"config.train.total_steps: {SHORT} became {LONG}"
+    assert read_spec_changes(tmp_path / "run") == [(6, [change])]
+    # The short run has other weights: the test can fail.
+    job(tmp_path / "short")()
+    assert read_trajectory(tmp_path / "short")[9:] != read_trajectory(tmp_path / "whole")[9:SHORT]
+
+
+def test_the_length_may_change_back_until_the_change_takes_effect(tmp_path: Path) -> None:
+    stop_after(job(tmp_path / "run"), 4)
+    stop_after(job(tmp_path / "run", LONG), 6)
+    stop_after(job(tmp_path / "run"), 7)
+    assert [step for step, _ in read_spec_changes(tmp_path / "run")] == [4, 6]
+    stop_after(job(tmp_path / "run", LONG), 10)
+    with pytest.raises(InvalidError, match=r"differs from step 9 on, and step 10 is committed"):
+        job(tmp_path / "run")()
+    job(tmp_path / "run", LONG)()
+
+
+def test_a_refused_change_leaves_the_directory_to_its_own_spec(tmp_path: Path) -> None:
+    stop_after(job(tmp_path / "run"), 10)
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for changes in ({"total_steps": LONG}, {"config.optimizer.learning_rate": 1.0}, {"total_steps": 6}):
+        with pytest.raises(InvalidError):
+            job(tmp_path / "run", **changes)()
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == files
+    job(tmp_path / "run")()
+
+
+def test_a_finished_run_is_extended_only_where_its_last_steps_stay(tmp_path: Path) -> None:
+    constant = {"config.schedule": {"name": "constant"}}
+    job(tmp_path / "constant", **constant)()
+    job(tmp_path / "constant", LONG, **constant)()
+    job(tmp_path / "whole", LONG, **constant)()
+    assert read_outcome(tmp_path / "constant") == read_outcome(tmp_path / "whole")
+    with pytest.raises(InvalidError, match=r"has reached step 20, and the spec ends it at step 12"):
+        job(tmp_path / "constant", **constant)()
+    job(tmp_path / "wsd")()
+    with pytest.raises(InvalidError, match=r"from step 9 on, and step 12 is committed.*wsd before its decay begins"):
+        job(tmp_path / "wsd", LONG)()
+
+
+# Schedule of the saved run, present schedule and total, first step with another learning rate (None: no such step).
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], int, int | None]] = {
+    "longer wsd": (WSD, WSD, LONG, 9),
+    "longer decay": (WSD, WSD | {"decay_steps": 6}, SHORT, 7),
+    "other final rate": (WSD | {"warmup_steps": 0}, WSD | {"warmup_steps": 0, "final_learning_rate": 1e-4}, SHORT, 0),
+    "other warm-up": (WSD, WSD | {"warmup_steps": 3}, SHORT, 1),
+    "longer cosine": ({"name": "cosine"}, {"name": "cosine"}, LONG, 1),
+    "longer cosine after a warm-up": (
+        {"name": "cosine", "warmup_steps": 5},
+        {"name": "cosine", "warmup_steps": 5},
+        LONG,
+        6,
+    ),
+    "longer linear": ({"name": "linear"}, {"name": "linear"}, LONG, 1),
+    "longer polynomial": ({"name": "polynomial", "power": 2}, {"name": "polynomial", "power": 2}, LONG, 1),
+    "longer warm-up share": (
+        {"name": "constant", "warmup_share": 0.5},
+        {"name": "constant", "warmup_share": 0.5},
+        18,
+        1,
+    ),
+    "constant to wsd": ({"name": "constant"}, {"name": "wsd", "decay_steps": 4}, SHORT, 9),
+    "wsd to constant": ({"name": "wsd", "decay_steps": 4}, {"name": "constant"}, LONG, 9),
+    "constant to linear": ({"name": "constant"}, {"name": "linear"}, SHORT, 1),
+    "longer constant": ({"name": "constant"}, {"name": "constant"}, LONG, None),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_the_first_changed_step_is_found_for_each_schedule(tmp_path: Path, case: str) -> None:
+    saved_schedule, schedule, total_steps, first = CHANGES[case]
+    saved = job(tmp_path / "run", **{"config.schedule": saved_schedule})
+    present = job(tmp_path / "run", total_steps, **{"config.schedule": schedule})
+    identity = compute_trajectory(saved.spec, saved.config)
+    run_identity = present.make_run_identity(compute_trajectory(present.spec, present.config))
+    for step in range(SHORT):
+        # A change from the first step on is refused in a run without a checkpoint too.
+        assert run_identity.is_continued(identity, step) == (first is None or max(step, 1) <= first), step
+
+
+OTHER_KEYS = {
+    "seed": 1,
+    "config.optimizer.learning_rate": 2e-3,
+    "config.optimizer.weight_decay": 0.5,
+    "config.train.global_batch_examples": 16,
+    "config.model.vocabulary_size": 512,
+}
+
+
+@pytest.mark.parametrize("key", OTHER_KEYS)
+def test_other_keys_change_the_first_update(tmp_path: Path, key: str) -> None:
+    stop_after(job(tmp_path / "run"), 2)
+    with pytest.raises(InvalidError, match=key.replace(".", r"\.")):
+        job(tmp_path / "run", **{key: OTHER_KEYS[key]})()
+    with pytest.raises(InvalidError, match=key.replace(".", r"\.")):
+        job(tmp_path / "run", LONG, **{key: OTHER_KEYS[key]})()
+
+
+def test_the_owner_of_the_directory_has_the_present_length(tmp_path: Path) -> None:
+    stop_after(job(tmp_path / "run"), 2)
+    stop_after(job(tmp_path / "run", LONG), 3)
+    owner = read_owner(LocalStore(tmp_path / "run"))
+    assert owner is not None
+    assert owner.identity["config.train.total_steps"] == LONG
