@@ -47,7 +47,7 @@ def validate(saved: dict[str, Any], present: dict[str, Any], content: str = SAME
         return RunIdentity(make_document(spec), config, identity, ())
 
     found = identify(present, content)
-    found.validate_trajectory(identify(saved, SAME).identity, "checkpoint 4", "run")
+    found.validate_trajectory(identify(saved, SAME).identity, "checkpoint 4", "run", lambda: 4)
     return found
 
 
@@ -101,8 +101,8 @@ def test_a_move_is_reported_with_key_and_paths() -> None:
     found = validate(saved, present)
     assert found.list_moves(validate(saved, saved).identity) == ["config.data.source: '/a/x.bin' became '/b/x.bin'"]
     assert found.list_moves(found.identity) == []
-    assert found.is_continued(validate(saved, saved).identity)
-    assert not found.is_continued(found.identity | {"seed": 77})
+    assert found.is_continued(validate(saved, saved).identity, 4)
+    assert not found.is_continued(found.identity | {"seed": 77}, 4)
 
 
 @pytest.mark.soak
