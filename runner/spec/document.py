@@ -340,7 +340,7 @@ def _apply(override: str, document: Document) -> None:
     value, _ = parse_yaml(text, lambda line: location)
     # Sections on the way are created; the override is then the location of each.
     parent = document.data
-    for n, part in enumerate(path[:-1], start=1):
+    for n in range(1, len(path)):
         key = _parse_key(parent, path[:n], location)
         # A section that is absent, or present without keys, becomes an empty one.
         if isinstance(parent, dict) and parent.get(key) is None:
