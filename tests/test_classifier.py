@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,29 @@ def test_evaluate_has_its_own_metrics_and_no_perplexity(run: Path, capfd: pytest
     assert record["loss"] == get_newest_row(run)["val/loss"]
     assert record["metrics"] == record["sets"]["validation"]["metrics"] == {"accuracy": accuracy}
     assert (record["perplexity"], record["loss_per_byte"], record["language_model"]) == (None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("job", "figures", "warning"),
+    [
+        ("ClassifyAndJudge", {"bright", "step"}, "evaluator Broken: ValueError: no image is there"),
+        ("NeedsBatch", set(), "evaluators of the job are left out: .*not compiled yet"),
+    ],
+)
+def test_evaluate_calls_its_own_evaluators(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], job: str, figures: set[str], warning: str
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    spec = (copy / "spec.yaml").read_text()
+    (copy / "spec.yaml").write_text(spec.replace("images:Classify", f"images:{job}"))
+    code, out, err = say(capfd, "evaluate", copy, "--json")
+    assert code == 0
+    assert re.fullmatch(f"{warning}.*\n", err)
+    metrics = json.loads(out)["metrics"]
+    assert set(metrics) == {"accuracy", *figures}
+    assert metrics.get("step", 6) == 6
+    assert "bright" not in say(capfd, "evaluate", copy, "--data", CHANGES["config.data"]["source"])[1]
 
 
 def test_means_over_a_large_set_are_exact(

@@ -21,12 +21,19 @@ from runner.console import warn
 from runner.data import Dataset, get_batch_fields, load_validation_set
 from runner.data.packing import Fields
 from runner.distributed.agreement import Hosts
-from runner.errors import DataError, InvalidError
-from runner.evaluation.builtin import EvaluationContext, EvaluationData, load_codec_or_reason, select_run_data
+from runner.distributed.preemption import StopNotice
+from runner.errors import DataError, InvalidError, format_error
+from runner.evaluation.builtin import (
+    BuiltinEvaluators,
+    EvaluationContext,
+    EvaluationData,
+    load_codec_or_reason,
+    select_run_data,
+)
 from runner.evaluation.generation import TextCodec, load_data_codec
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
 from runner.metrics.meta import TOKEN_COUNT
-from runner.metrics.rows import format_metrics
+from runner.metrics.rows import Row, format_metrics
 from runner.parallel.mesh import AXES, count_batch_shards, is_mesh_possible, make_mesh, resolve_mesh_sizes
 from runner.records import PARAMS
 from runner.run.layout import read_result
@@ -34,7 +41,17 @@ from runner.spec import Document, SpecLocation, validate_config
 from runner.spec.document import parse_yaml
 from runner.storage import JsonObject
 from runner.train.compile import BatchLayout
-from runner.train.evaluators import Validation, ValidationSet, ValidationSize, ValidationSums
+from runner.train.evaluators import (
+    Evaluator,
+    UnfitMetricsError,
+    Validation,
+    ValidationSet,
+    ValidationSize,
+    ValidationSums,
+    parse_metrics,
+)
+from runner.train.lora import copy_containers
+from runner.trainer import BaseTrainer
 
 DATA_SET = "data"  # name of the set that the command line gives
 FOLLOW_SECONDS = 10.0
@@ -122,6 +139,7 @@ class Scorer:
         self._layout = _make_batch_layout(run, mesh, dataset.fields)
         train_setup = job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed))
         self.is_language_model = job.setup_builder.is_language_model(train_setup)
+        self.train_setup = train_setup
         self.abstract = job.weights(train_setup.abstract_state)
         self._validation = Validation(
             train_setup.abstract_state,
@@ -148,6 +166,21 @@ class Scorer:
                 total += sums
             sums_by_set[name] = total
         return Score(step, sums_by_set, {task.name: task.score(weights) or {} for task in self._tasks})
+
+    def make_own_evaluators(self, job: BaseTrainer) -> list[Evaluator]:
+        """Return the evaluators that the job adds to the built-in ones. Raises what the job's `evaluator` raises."""
+
+        def load_batch(name: str, index: int) -> dict[str, jax.Array]:
+            return self._layout.batch(self._dataset, name, index)
+
+        builtin = BuiltinEvaluators(
+            job.setup_builder, self.train_setup, self._layout, job.evaluation_tasks, load_batch, StopNotice()
+        )
+        # The job itself is not set up; its `evaluator` refers to this property.
+        vars(job)["builtin_evaluators"] = builtin
+        returned = job.evaluator()
+        chosen = returned if isinstance(returned, list | tuple) else [] if returned is None else [returned]
+        return [each for each in chosen if not any(each is known for known in builtin)]
 
     def _load_batch(self, name: str, first: int, index: int) -> dict[str, jax.Array]:
         return self._layout.batch(self._dataset, name, first + index)
@@ -259,7 +292,7 @@ class CheckpointEvaluator(Protocol):
 
 
 class LossEvaluator:
-    """Evaluation on validation sets, a `CheckpointEvaluator`."""
+    """Evaluation on validation sets, and by the job's own evaluators on those of the run: a `CheckpointEvaluator`."""
 
     def __init__(self, run: ReadOnlyRun, source: TokenSource | None, hosts: Hosts, weights: str):
         data = load_evaluation_data(run, source)
@@ -271,15 +304,39 @@ class LossEvaluator:
         for name, size in self._sizes.items():
             if size.num_bytes is None:
                 warn(f"{name}: loss per byte is not known: {size.reason}")
+        self._own: list[Evaluator] = []
+        has_own = source is None and type(run.job).evaluator is not BaseTrainer.evaluator
+        if has_own and hosts.num_processes > 1:
+            # One that fails on one process would leave the others waiting, and here is no watchdog.
+            if hosts.is_main:
+                warn("evaluators of the job are left out: evaluate calls them in one process only")
+        elif has_own:
+            try:
+                self._own = self._scorer.make_own_evaluators(run.job)
+            except Exception as error:  # noqa: BLE001 - code of a user, which may need a running job
+                warn(f"evaluators of the job are left out: {format_error(error)}")
 
     def evaluate(self, step: int, weights: Any) -> JsonObject | None:
         """Return the record of one step; None on processes other than 0."""
         score = self._scorer.score(step, weights)
         if not self._hosts.is_main:
             return None
-        return make_record(score, self._sizes, self._scorer.is_language_model) | (
-            {} if self.weights == PARAMS else {"weights": self.weights}
-        )
+        record = make_record(score, self._sizes, self._scorer.is_language_model)
+        if own := self._call_own(step, weights):
+            record["metrics"] = record.get("metrics", {}) | own
+        return record if self.weights == PARAMS else record | {"weights": self.weights}
+
+    def _call_own(self, step: int, weights: Any) -> Row:
+        """Return the metrics of the job's own evaluators; one that fails costs its own and a line."""
+        metrics: Row = {}
+        for evaluator in self._own:
+            try:
+                returned = evaluator.evaluate(copy_containers(weights), step, self._hosts)
+                metrics |= parse_metrics({} if returned is None else returned, metrics)[0]
+            except Exception as error:  # noqa: BLE001 - code of a user
+                reason = str(error) if isinstance(error, UnfitMetricsError) else format_error(error)
+                warn(f"evaluator {getattr(evaluator, 'name', type(evaluator).__name__)}: {reason}")
+        return {key.removeprefix("val/"): value for key, value in metrics.items()}
 
 
 def evaluate(

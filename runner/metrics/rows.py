@@ -27,8 +27,8 @@ ROW_KEYS = (
     Key(
         "train/loss",
         float | None,
-        "Mean cross-entropy over the real target tokens of the global batch of this step alone, not averaged over the "
-        "steps since the previous row. null if it has no target; such a step moves nothing.",
+        "Mean loss (of a language model, cross-entropy) over the real target tokens of the global batch of this step "
+        "alone, not averaged over the steps since the previous row. null if it has no target; such a step moves nothing.",
         "nats",
     ),
     Key(
@@ -93,7 +93,7 @@ ROW_KEYS = (
     Key(
         "val/loss",
         float | None,
-        "Mean cross-entropy over the validation batches, null without a target. Only at evaluated steps.",
+        "Mean loss over the validation batches, null without a target. Only at evaluated steps.",
         "nats",
     ),
     Key("val/<name>/loss", float | None, "Validation loss of one validation set, if there are several.", "nats"),

@@ -66,3 +66,31 @@ class Classify(BaseTrainer):
         num_images = jnp.sum(is_real_B, dtype=jnp.float32)
         num_right = jnp.sum(is_real_B & (logits_BxC.argmax(-1) == label_B), dtype=jnp.float32)
         return jnp.sum(loss_B * is_real_B), {"token_count": num_images, "sums": {"accuracy": (num_right, num_images)}}
+
+
+class Bright:
+    """Evaluator of the share of images that the weights call bright, which may write into its weights."""
+
+    def evaluate(self, weights: Any, step: int, hosts: Any) -> dict[str, Any]:
+        bias = np.asarray(weights["params"]["Dense_0"].pop("bias"))
+        return {"val/bright": float(bias[1] > bias[0]), "val/step": step}
+
+
+class Broken(Bright):
+    def evaluate(self, weights: Any, step: int, hosts: Any) -> dict[str, Any]:
+        raise ValueError("no image is there")
+
+
+class ClassifyAndJudge(Classify):
+    """Trainer with evaluators of its own."""
+
+    def evaluator(self) -> list[Any]:
+        return [*self.builtin_evaluators, Broken(), Bright()]
+
+
+class NeedsBatch(Classify):
+    """Trainer whose evaluator needs a running job."""
+
+    def evaluator(self) -> list[Any]:
+        self.batch("validation", 0)
+        return [*self.builtin_evaluators, Bright()]
