@@ -28,7 +28,8 @@ ROW_KEYS = (
         "train/loss",
         float | None,
         "Mean loss (of a language model, cross-entropy) over the real target tokens of the global batch of this step "
-        "alone, not averaged over the steps since the previous row. null if it has no target; such a step moves nothing.",
+        "alone, not averaged over the steps since the previous row. null if it has no target; such a step moves "
+        "nothing.",
         "nats",
     ),
     Key(
