@@ -24,7 +24,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.config import validate_axes
-from experiments.model.embedding import EmbeddingNoise, lookup, loss_sum_of, unembed
+from experiments.model.embedding import EmbeddingNoise, evaluated_loss_sum_of, lookup, loss_sum_of, unembed
 from experiments.model.layers import (
     INIT_STDDEV,
     Dense,
@@ -44,6 +44,7 @@ from experiments.model.platform import mark_saved
 from runner import BaseTrainer
 from runner.config import ContextParallelMethod, MemoryConfig, ModelConfig, TrainerConfig
 from runner.huggingface.mapping import Family, TensorPiece
+from runner.metrics.meta import SUMS
 from runner.spec import Auto
 from runner.storage import JsonObject
 from runner.train.flops import Flops, Sizing, compute_transformer_flops, compute_transformer_sizing, list_memory_choices
@@ -251,6 +252,8 @@ class GPT(nn.Module):
 
         if targets is not None:
             chunk = self.memory.loss_chunk_positions
+            if self.is_mutable_collection(SUMS) and not self.is_initializing():
+                return evaluated_loss_sum_of(self, unembed, embedding_VxD, x_BxTxD, targets, chunk)
             return loss_sum_of(unembed, embedding_VxD, x_BxTxD, targets, chunk_positions=chunk)
         logits_BxTxV = unembed(embedding_VxD, x_BxTxD)
         return logits_BxTxV if cache is None else (logits_BxTxV, cache)
@@ -370,20 +373,20 @@ class PretrainGPT(BaseTrainer):
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the summed cross entropy; with a key each example has its own dropout and noise."""
-        # Validation passes no key, and so has neither dropout nor noise.
-        rngs = None if key is None else {"dropout": key}
+        # Validation passes no key, and so has neither dropout nor noise, but the accuracy.
+        is_training = key is not None
         targets = batch["y"], target_weights(batch)
         # The sum and not the mean: the step divides by the tokens of the whole global batch.
-        loss_sum = apply_fn(
+        found = apply_fn(
             {"params": params},
             batch["x"],
             batch["example"],
             targets,
             **document_arguments(apply_fn, batch),
-            deterministic=key is None,
-            rngs=rngs,
+            deterministic=not is_training,
+            **({"rngs": {"dropout": key}} if is_training else {"mutable": [SUMS]}),
         )
-        return loss_sum, {}
+        return (found, {}) if is_training else found
 
     def family(self) -> GPT2Files:
         """Return the layout of the weights in Hugging Face's files."""

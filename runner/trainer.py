@@ -30,7 +30,7 @@ from runner.hook.listing import load_hooks
 from runner.huggingface.assets import record_assets
 from runner.huggingface.load import identify_adapter_base
 from runner.job import RestoreableJob
-from runner.metrics.meta import Meta
+from runner.metrics.meta import ACCURACY, SUMS, Meta
 from runner.metrics.rows import Row
 from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
@@ -52,7 +52,7 @@ from runner.train.compile import MEMORY_SHARE, CompiledStep
 from runner.train.evaluators import Evaluator, Validation, add_averages, make_ema_evaluators
 from runner.train.flops import Flops, Sizing, compute_mfu_per_token_rate, count_forward_flops
 from runner.train.lora import get_model_weights, replace_base
-from runner.train.loss import cross_entropy_sum, document_arguments, target_weights
+from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
 from runner.train.report import Report
 from runner.train.setup import TrainSetup, TrainSetupBuilder
@@ -155,8 +155,9 @@ class BaseTrainer(RestoreableJob):
         rngs = None if key is None else {"dropout": jax.random.fold_in(key, batch["example"][0])}
         documents = document_arguments(apply_fn, batch)
         logits_BxTxV = apply_fn({"params": params}, batch["x"], **documents, deterministic=key is None, rngs=rngs)
-        loss_sum, _ = cross_entropy_sum(logits_BxTxV, batch["y"], target_weights(batch))
-        return loss_sum, {}
+        targets = batch["y"], target_weights(batch)
+        loss_sum, _ = cross_entropy_sum(logits_BxTxV, *targets)
+        return loss_sum, {} if key is not None else {SUMS: {ACCURACY: count_correct(logits_BxTxV, *targets)}}
 
     @classmethod
     def optimizer(cls) -> str | optax.GradientTransformation:

@@ -27,13 +27,14 @@ from experiments.model.attention_layer import (
     residual_stddev,
 )
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage, mup_rate_factor
-from experiments.model.embedding import EmbeddingNoise, embed, loss_sum_of, unembed
+from experiments.model.embedding import EmbeddingNoise, embed, evaluated_loss_sum_of, loss_sum_of, unembed
 from experiments.model.huggingface import DecoderFiles
 from experiments.model.layers import INIT_STDDEV, GatedMLP, constrain_stream, rematerialised, save_stream, with_axes
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, router_metrics, update_biases
 from experiments.model.rotary import rotation_at
 from runner import BaseTrainer
 from runner.config import ContextParallelMethod, MemoryConfig
+from runner.metrics.meta import SUMS
 from runner.optim.groups import Parameter
 from runner.train.flops import (
     NO_EXPERTS,
@@ -206,6 +207,8 @@ class Decoder(nn.Module):
         if targets is not None:
             z_loss = 0.0 if deterministic else config.z_loss
             chunk = self.memory.loss_chunk_positions
+            if self.is_mutable_collection(SUMS) and not self.is_initializing():
+                return evaluated_loss_sum_of(self, compute_logits, head_VxD, x_BxTxD, targets, chunk)
             loss_sum = loss_sum_of(compute_logits, head_VxD, x_BxTxD, targets, chunk_positions=chunk, z_loss=z_loss)
             # An evaluation reports the cross entropy alone, so that runs with and without experts compare.
             if deterministic or router_loss_B is None:
@@ -298,9 +301,9 @@ class PretrainDecoder(BaseTrainer):
             **document_arguments(apply_fn, batch),
             **({"examples": batch["example"], "rngs": {"dropout": key}} if is_noisy else {}),
             deterministic=key is None,
-            mutable=[STATISTICS],
+            mutable=[STATISTICS] if key is not None else [STATISTICS, SUMS],
         )
-        return loss_sum, sown.get(STATISTICS, {})
+        return loss_sum, {**sown.pop(STATISTICS, {}), **sown}
 
     @classmethod
     def update_variables(cls, variables: Any, statistics: Any) -> tuple[Any, dict[str, jax.Array]]:

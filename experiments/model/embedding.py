@@ -14,8 +14,10 @@ NEFTune. Noise on embeddings in training (Jain et al., 2023, arXiv 2310.05914).
 Shape legend: B batch, T sequence, V vocabulary, D width.
 """
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -34,8 +36,9 @@ from experiments.model.layers import (
     with_scattered_gradient,
 )
 from experiments.model.platform import reduce_scatters_only_rows
+from runner.metrics.meta import ACCURACY, SUMS
 from runner.parallel.mesh import get_active_rules, list_axes, remove_axes_from_rules
-from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
+from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum, evaluate_cross_entropy
 
 Unembed = Callable[[jax.Array, jax.Array], jax.Array]  # (weights (V, D), hidden states (B, T, D)) -> logits (B, T, V)
 
@@ -139,13 +142,35 @@ def loss_sum_of(
     return _sum_over_shards(sum_loss, unembed, weights, x_BxTxD, targets)
 
 
+def evaluated_loss_sum_of(
+    module: nn.Module,
+    unembed: Unembed,
+    weights: jax.Array,
+    x_BxTxD: jax.Array,
+    targets: tuple[jax.Array, jax.Array],
+    chunk_positions: int | None,
+) -> jax.Array:
+    """Return `loss_sum_of` without z-loss; the module sows the weight of the targets that are predicted correctly.
+
+    Called where the collection `sums` is mutable, which it is in evaluations.
+    """
+    evaluate = functools.partial(evaluate_cross_entropy, chunk_positions=chunk_positions)
+    x_BxTxD = gather_stream(x_BxTxD)
+    if chunk_positions is None:
+        loss_sum, correct = evaluate(unembed, weights, x_BxTxD, *targets)
+    else:
+        loss_sum, correct = _sum_over_shards(evaluate, unembed, weights, x_BxTxD, targets)
+    module.sow(SUMS, ACCURACY, correct, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+    return loss_sum
+
+
 def _sum_over_shards(
-    function: Callable[..., jax.Array],
+    function: Callable[..., Any],
     unembed: Unembed,
     weights_VxD: jax.Array,
     x_BxTxD: jax.Array,
     targets: tuple[jax.Array, jax.Array],
-) -> jax.Array:
+) -> Any:
     """Return the sum of `function(unembed, weights, x, *targets)` over the shards of the tokens."""
     spec = partition_spec(x_BxTxD.shape, "batch", "sequence", "embed_act")
     batch_axes, position_axes = ((), ()) if spec is None else map(list_axes, spec[:2])
@@ -160,7 +185,7 @@ def _sum_over_shards(
         shards = jnp.moveaxis(by_place, 2, 1).reshape(-1, B // num_batch, T // num_positions, *rest)
         return jax.lax.with_sharding_constraint(shards, PartitionSpec(axes))
 
-    def apply(weights_DxV: jax.Array, *tokens: jax.Array) -> jax.Array:
+    def apply(weights_DxV: jax.Array, *tokens: jax.Array) -> Any:
         if reduce_scatters_only_rows():
             # The gradient is accumulated over chunks in the form in which it is scattered: transposed.
             return function(lambda weights_DxV, x: unembed(weights_DxV.T, x), weights_DxV, *tokens)
@@ -171,4 +196,4 @@ def _sum_over_shards(
     shards = (replicate_per_device(weights_VxD, weight_spec, axes), *map(split, (x_BxTxD, *targets)))
     # Inside of a shard the rules must not shard over these axes again.
     with nn.logical_axis_rules(remove_axes_from_rules(axes, get_active_rules())):
-        return jnp.sum(jax.vmap(apply, spmd_axis_name=axes)(*shards))
+        return jax.tree.map(jnp.sum, jax.vmap(apply, spmd_axis_name=axes)(*shards))

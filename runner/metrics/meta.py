@@ -26,6 +26,7 @@ from flax import struct
 from runner.errors import InvalidError
 
 SUMS, GRAD_NORM, TOKEN_COUNT = "sums", "grad_norm", "token_count"
+ACCURACY = "accuracy"  # among the sums of an evaluation: weight of the targets that are predicted correctly
 LIST_MAX = 64
 _RESERVED_NAMES = ("loss", "loss_mean", "learning_rate", "tokens")  # the runner's own names below `train/`
 _REQUIREMENT = f"a row needs a scalar, such as a mean, an array of one axis of 1 to {LIST_MAX} numbers, or a histogram"

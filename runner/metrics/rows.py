@@ -99,6 +99,14 @@ ROW_KEYS = (
     ),
     Key("val/<name>/loss", float | None, "Validation loss of one validation set, if there are several.", "nats"),
     Key(
+        "val/accuracy",
+        float | None,
+        "Token accuracy: share of the targets of the validation batches, by their weight in the loss, that are the "
+        "most probable next token; null without a target. Only at evaluated steps, and absent if a job's own `forward` "
+        "does not count them.",
+    ),
+    Key("val/<name>/accuracy", float | None, "Token accuracy of one validation set, if there are several."),
+    Key(
         "val/ema_<decay>/<name>",
         float | None,
         "`val/<name>`, evaluated with an exponential moving average of the weights. Only with `config.ema.evaluate`.",

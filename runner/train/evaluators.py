@@ -30,7 +30,7 @@ from runner.data import Dataset
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import EVALUATION, LocalFailure, Phase
 from runner.errors import FailedError, InvalidError, RunnerError, format_error
-from runner.metrics.meta import LIST_MAX, SUMS, RowValue, compute_means, to_row_value
+from runner.metrics.meta import ACCURACY, LIST_MAX, SUMS, RowValue, compute_means, to_row_value
 from runner.metrics.rows import Row
 from runner.periodic import is_due
 from runner.run.attempt import Attempt
@@ -47,6 +47,7 @@ BINS_MAX = 1024
 _EXACT_INT_MAX = 1 << 63  # larger integers become floats, which every reader of JSON knows
 EvaluationMetrics = Row
 _KEY = re.compile(r"[\w.-]+(/[\w.-]+)+")
+VAL_ACCURACY = f"val/{ACCURACY}"
 _RESERVED_PREFIXES = ("train/", "perf/", "data/")
 
 
@@ -107,12 +108,19 @@ class EvaluatorSchedule:
         If an evaluation is requested and none is due, all evaluators are called.
         """
         metrics: Row = {}
+        accuracy: Row = {}
         with self._attempt.progress.report_phase(EVALUATION):
             for evaluator in self.list_due(step) or (self._evaluators if is_requested else []):
-                own_metrics = self._call(evaluator, weights, step, metrics)
+                is_validation = isinstance(evaluator, Validation)
+                before = {key: value for key, value in metrics.items() if not (is_validation and key == VAL_ACCURACY)}
+                own_metrics = self._call(evaluator, weights, step, before)
                 if own_metrics is None:
                     return None
+                # An evaluator of the job may have an accuracy of its own, which replaces the built-in one.
+                if is_validation and VAL_ACCURACY in own_metrics:
+                    accuracy = {VAL_ACCURACY: own_metrics.pop(VAL_ACCURACY)}
                 metrics |= own_metrics
+            metrics = {**accuracy, **metrics}
         numbers = {key: value for key, value in metrics.items() if not isinstance(value, str | list | dict)}
         self._attempt.record("evaluate", step, figures=numbers)
         return metrics
@@ -320,6 +328,12 @@ class ValidationSums:
         sums = jax.tree.map(np.add, self.meta_sums, other.meta_sums) if self.meta_sums else other.meta_sums
         return ValidationSums(self.loss + other.loss, self.num_tokens + other.num_tokens, other.last_meta, sums)
 
+    def select_common(self) -> "ValidationSums":
+        """Return the sums whose totals over several sets have a meaning: the loss, and the correct predictions."""
+        correct = self.meta_sums.get(ACCURACY)
+        has_own_weight = correct is None or isinstance(correct, tuple)
+        return ValidationSums(self.loss, self.num_tokens, {}, {} if has_own_weight else {ACCURACY: correct})
+
 
 def make_validation_sets(
     dataset: Dataset, config: TrainerConfig[Any], batch: Callable[[str, int], Batch]
@@ -389,7 +403,7 @@ class Validation:
 
         If there are several sets, the metrics include the loss of each. They also include, for each set, the meta of
         `val_step` for the last batch, the means of its `sums` over all batches, and, if sizes are measured, the bits
-        per byte.
+        per byte. A `val_step` that counts correct predictions also gives the token accuracy of all sets.
         """
         state = self.make_val_state(weights, step)
         metrics: EvaluationMetrics = {}
@@ -403,8 +417,9 @@ class Validation:
             num_bytes = self._find_num_bytes(validation_set.name, sums, hosts)
             metrics |= {f"{prefix}/{name}": value for name, value in sums.meta.items()}
             metrics |= self._compute_losses(prefix, sums, num_bytes)
-            total = ValidationSums(total.loss + sums.loss, total.num_tokens + sums.num_tokens)
+            total += sums.select_common()
             total_bytes = None if total_bytes is None or num_bytes is None else total_bytes + num_bytes
+        metrics |= {f"val/{name}": value for name, value in total.meta.items()}
         return metrics | self._compute_losses("val", total, total_bytes)
 
     def _compute_losses(self, prefix: str, sums: ValidationSums, num_bytes: int | None) -> EvaluationMetrics:

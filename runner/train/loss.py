@@ -129,6 +129,49 @@ def cross_entropy_sum(
     return jnp.sum(loss_BxT * mask_BxT), jnp.sum(mask_BxT)
 
 
+def count_correct(logits_BxTxV: jax.Array, y_BxT: jax.Array, mask_BxT: jax.Array) -> jax.Array:
+    """Return the summed weight of the tokens whose label has the largest logit, the first of equal ones; float32.
+
+    Arguments are those of `cross_entropy_sum`.
+    """
+    # Two reductions instead of an argmax, because these stay on the shards of logits that are sharded over V. Logits of
+    # bfloat16 are often equal, so a label that shares the largest logit is not always the prediction.
+    ids_V, largest_BxTx1 = jnp.arange(logits_BxTxV.shape[-1]), jnp.max(logits_BxTxV, axis=-1, keepdims=True)
+    predicted_BxT = jnp.min(jnp.where(logits_BxTxV == largest_BxTx1, ids_V, logits_BxTxV.shape[-1]), axis=-1)
+    return jnp.sum(jnp.where(predicted_BxT == y_BxT, mask_BxT, 0), dtype=jnp.float32)
+
+
+def evaluate_cross_entropy(
+    unembed: Callable[[Any, jax.Array], jax.Array],
+    weights: Any,
+    x_BxTxD: jax.Array,
+    y_BxT: jax.Array,
+    mask_BxT: jax.Array,
+    *,
+    chunk_positions: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sums of `cross_entropy_sum` and `count_correct`, from the same logits. For evaluations.
+
+    Args:
+        unembed: function from (weights, (B, C, D)) to logits (B, C, V).
+        weights: its weights.
+        x_BxTxD: hidden states.
+        y_BxT: labels.
+        mask_BxT: weight of each token.
+        chunk_positions: number of positions whose logits exist at a time; None: all.
+    """
+
+    def evaluate_chunk(chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        x_BxCxD, mask_BxC, y_BxC = chunk
+        logits_BxCxV = unembed(weights, x_BxCxD)
+        return cross_entropy_sum(logits_BxCxV, y_BxC, mask_BxC)[0], count_correct(logits_BxCxV, y_BxC, mask_BxC)
+
+    if chunk_positions is None:
+        return evaluate_chunk((x_BxTxD, mask_BxT, y_BxT))
+    loss_K, correct_K = jax.lax.map(evaluate_chunk, _split_chunks((x_BxTxD, mask_BxT, y_BxT), chunk_positions))
+    return jnp.sum(loss_K), jnp.sum(correct_K)
+
+
 def chunked_cross_entropy_sum(
     unembed: Callable[[Any, jax.Array], jax.Array],
     weights: Any,
@@ -146,13 +189,7 @@ def chunked_cross_entropy_sum(
     multiplies them by the gradient of the sum. Gradients of weights are accumulated over chunks in float32. Chunks are
     slices along T, so that a batch that is sharded over B keeps its sharding.
     """
-    T = x_BxTxD.shape[1]
-    if T % chunk_positions:
-        raise ValueError(f"chunk_positions={chunk_positions} does not divide the sequence length {T}; use a divisor")
-    tokens = tuple(
-        jnp.moveaxis(leaf.reshape(leaf.shape[0], -1, chunk_positions, *leaf.shape[2:]), 1, 0)  # (K, B, C, ...)
-        for leaf in (x_BxTxD, mask_BxT.astype(jnp.float32), y_BxT)
-    )
+    tokens = _split_chunks((x_BxTxD, mask_BxT.astype(jnp.float32), y_BxT), chunk_positions)
     leaves, form = jax.tree.flatten(weights)
     is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
     # Only floating-point weights have gradients, so the others are constants of the chunk's function.
@@ -174,6 +211,16 @@ def chunked_cross_entropy_sum(
     # Arrays that `unembed` closes over have gradients too, so they must become arguments.
     pure, others = jax.closure_convert(sum_chunk, floats, *(leaf[0] for leaf in tokens))
     return _sum_over_chunks(pure, (floats, *others), *tokens)
+
+
+def _split_chunks(tokens: tuple[jax.Array, ...], chunk_positions: int) -> tuple[jax.Array, ...]:
+    """Return arrays (B, T, ...) as chunks of positions, (K, B, C, ...)."""
+    T = tokens[0].shape[1]
+    if T % chunk_positions:
+        raise ValueError(f"chunk_positions={chunk_positions} does not divide the sequence length {T}; use a divisor")
+    return tuple(
+        jnp.moveaxis(leaf.reshape(leaf.shape[0], -1, chunk_positions, *leaf.shape[2:]), 1, 0) for leaf in tokens
+    )
 
 
 def _cast_varying(tree: Any, other: jax.Array) -> Any:

@@ -166,10 +166,12 @@ def test_the_loss_on_the_runs_own_sets_is_bit_identical_to_its_rows(
         row, sets = rows[record["step"]], record["sets"]
         for name in ("validation", "other"):
             assert np.float32(sets[name]["loss"]) == np.float32(row[f"val/{name}/loss"])
+            assert sets[name]["metrics"]["accuracy"] == row[f"val/{name}/accuracy"]
             assert sets[name]["perplexity"] == pytest.approx(math.exp(sets[name]["loss"]))
             assert sets[name]["loss_per_byte"] == sets[name]["loss"]
             assert sets[name]["bytes"] == sets[name]["tokens"] > 300
         assert record["loss"] == row["val/loss"]
+        assert record["metrics"]["accuracy"] == row["val/accuracy"] > 0
         assert record["tokens"] == sum(figures["tokens"] for figures in sets.values())
     assert score(capfd, run) == found[1:]
     assert hash_tree(run) == before
@@ -195,7 +197,7 @@ def test_loss_per_byte_is_printed_or_the_reason_why_not(run: Path, capfd: pytest
     ids = write_bin(run.parent / "ids.bin", np.arange(200))
     code, out, err = capture_command(capfd, run, "--data", ids, command="evaluate")
     assert code == 0
-    assert re.fullmatch(r"step 4: loss [\d.]+ nats a token, perplexity [\d.]+ \(192 tokens\)\n", out)
+    assert re.fullmatch(r"step 4: loss [\d.]+ nats a token, perplexity [\d.]+, accuracy [\d.]+ \(192 tokens\)\n", out)
     assert re.fullmatch(r"data: loss per byte is not known: .* names files of token ids, .*\n", err)
 
 

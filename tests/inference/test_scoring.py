@@ -3,14 +3,19 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from runner.inference.evaluate import Score, format_record, make_record
 from runner.train.evaluators import ValidationSize, ValidationSums
 
 
+def make_sums(loss: float, num_tokens: float, num_correct: float) -> ValidationSums:
+    return ValidationSums(loss, num_tokens, {}, {"accuracy": np.float64(num_correct)})
+
+
 def test_a_score_is_weighted_by_tokens_and_counts_bytes_of_all_sets() -> None:
-    score = Score(7, {"a": ValidationSums(30.0, 10.0), "b": ValidationSums(100.0, 90.0)})
+    score = Score(7, {"a": make_sums(30.0, 10.0, 10.0), "b": make_sums(100.0, 90.0, 40.0)})
     record = make_record(score, {"a": ValidationSize(10, 40), "b": ValidationSize(90, 160)})
     assert record["loss"] == 130 / 100
     assert record["perplexity"] == math.exp(1.3)
@@ -21,11 +26,16 @@ def test_a_score_is_weighted_by_tokens_and_counts_bytes_of_all_sets() -> None:
         "loss_per_byte": 0.75,
         "tokens": 10,
         "bytes": 40,
+        "metrics": {"accuracy": 1.0},
     }
+    assert record["metrics"] == {"accuracy": 0.5}
     assert format_record(record) == [
-        "step 7 a: loss 3.000000 nats a token, perplexity 20.0855, 0.750000 nats a byte (10 tokens, 40 bytes)",
-        "step 7 b: loss 1.111111 nats a token, perplexity 3.0377, 0.625000 nats a byte (90 tokens, 160 bytes)",
-        "step 7: loss 1.300000 nats a token, perplexity 3.6693, 0.650000 nats a byte (100 tokens, 200 bytes)",
+        "step 7 a: loss 3.000000 nats a token, perplexity 20.0855, "
+        "0.750000 nats a byte, accuracy 1 (10 tokens, 40 bytes)",
+        "step 7 b: loss 1.111111 nats a token, perplexity 3.0377, "
+        "0.625000 nats a byte, accuracy 0.4444 (90 tokens, 160 bytes)",
+        "step 7: loss 1.300000 nats a token, perplexity 3.6693, "
+        "0.650000 nats a byte, accuracy 0.5 (100 tokens, 200 bytes)",
     ]
 
 
@@ -64,5 +74,5 @@ def test_metrics_of_the_job_stand_beside_its_loss(is_language_model: bool, line:
     assert record.get("language_model", True) == is_language_model
     assert (record["perplexity"] is None) == (not is_language_model)
     two = make_record(Score(1, {"a": sums, "b": sums}), {}, is_language_model)
-    assert "metrics" not in two
+    assert two["metrics"] == {"accuracy": 0.75}
     assert two["sets"]["a"]["metrics"] == own

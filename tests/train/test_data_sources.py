@@ -43,8 +43,8 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, kind: str) -> None:
     last = read_trajectory(tmp_path / "whole")[-1]
     sets = [named["name"] for named in data["mixture"]] if "mixture" in data else ["validation"]
     assert {key for key in last if key.startswith("val/")} == {
-        "val/loss",
-        *(f"val/{name}/loss" for name in [*sets, "other"]),
+        *(f"val/{figure}" for figure in ("loss", "accuracy")),
+        *(f"val/{name}/{figure}" for name in [*sets, "other"] for figure in ("loss", "accuracy")),
     }
     assert {key for key in last if key.startswith("data/")} == {
         f"data/{named['name']}/{figure}" for named in data.get("mixture", []) for figure in ("tokens", "epochs")

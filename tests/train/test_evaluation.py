@@ -19,7 +19,7 @@ from runner.distributed.clock import EVALUATION
 from runner.errors import FailedError, InvalidError, PeerLostError, PreemptedError
 from runner.hook import HookConfig, Observer
 from runner.storage import LocalStore, parse_lines
-from runner.train.evaluators import EvaluatorSchedule
+from runner.train.evaluators import EvaluatorSchedule, Validation
 from runner.train.lora import LazyMergedWeights
 from tests.support.attempt import make_attempt
 from tests.support.mutation import MutatingEvaluator
@@ -154,6 +154,22 @@ def test_two_evaluators_cannot_return_the_same_key(tmp_path: Path, capsys: pytes
     found = make_schedule(tmp_path, StubEvaluator({"val/a": 1.0}), StubEvaluator({"val/a": 2.0})).evaluate(None, 8)
     assert found == {"val/a": 1.0}
     assert "it returns val/a, which another evaluator has returned" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_accuracy_of_the_job_replaces_the_builtin_one(
+    is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = StubEvaluator({"val/accuracy": 0.5})
+    validation = Validation.__new__(Validation)
+    builtin = {"val/loss": 2.0, "val/accuracy": 0.25}
+    validation.evaluate = StubEvaluator(lambda: dict(builtin)).evaluate  # type: ignore[method-assign]
+    assert make_schedule(tmp_path, validation).evaluate(None, 8) == builtin
+    evaluators = [own, validation] if is_first else [validation, own]
+    assert make_schedule(tmp_path, *evaluators).evaluate(None, 8) == builtin | {"val/accuracy": 0.5}
+    assert capsys.readouterr().err == ""
+    make_schedule(tmp_path, validation, own, own).evaluate(None, 8)
+    assert "val/accuracy, which another evaluator" in capsys.readouterr().err
 
 
 def test_metrics_of_every_type_are_converted_to_json(tmp_path: Path) -> None:

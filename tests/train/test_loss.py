@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum
+from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum, evaluate_cross_entropy
 from tests.support.tiny_jobs import make_partial_mesh
 
 B, T, V = 3, 5, 17
@@ -43,6 +43,25 @@ def test_loss_count_and_gradient_equal_a_float64_reference(inputs):
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     np.testing.assert_allclose(gradient_BxTxV, expected_gradient_BxTxV, atol=1e-6)
     assert count == inputs[2].sum()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("chunk_positions", [None, 1, T])
+def test_an_evaluation_also_counts_correct_predictions(inputs, dtype, chunk_positions):
+    """Predictions are those of argmax: of equal logits, as bfloat16 has them, the first one."""
+    logits_BxTxV, _, mask_BxT = inputs
+    logits_BxTxV = jnp.round(logits_BxTxV / 4).astype(dtype)
+    best_BxT = np.argmax(logits_BxTxV, axis=-1)
+    last_BxT = V - 1 - np.argmax(logits_BxTxV[..., ::-1], axis=-1)
+    assert (best_BxT != last_BxT).any(), "there are equal logits"
+    weight_BxT = mask_BxT * jnp.linspace(0.5, 2, T)
+    for y_BxT in (best_BxT, last_BxT, (best_BxT + 1) % V):
+        loss_sum, correct = jax.jit(evaluate_cross_entropy, static_argnames=("unembed", "chunk_positions"))(
+            lambda _, x: x, (), logits_BxTxV, y_BxT, weight_BxT, chunk_positions=chunk_positions
+        )
+        expected, _ = cross_entropy_sum(logits_BxTxV, y_BxT, weight_BxT)
+        np.testing.assert_allclose(loss_sum, expected, rtol=1e-6)
+        np.testing.assert_allclose(correct, weight_BxT[y_BxT == best_BxT].sum(), rtol=1e-6)
 
 
 def test_masked_tokens_add_nothing(inputs):

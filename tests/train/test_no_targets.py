@@ -63,7 +63,7 @@ def test_a_run_without_targets_has_null_losses_and_updates_nothing(tmp_path: Pat
     assert int(job.state.step) == 8
     found = read_rows(tmp_path / "run")
     assert [row["step"] for row in found] == [*range(1, 9)]
-    nulls = {"train/loss", "train/loss_mean", "train/grad_norm", "val/loss"}
+    nulls = {"train/loss", "train/loss_mean", "train/grad_norm", "val/loss", "val/accuracy"}
     assert {key for row in found for key in row if row[key] is None} == nulls
     result = read_json(LocalStore(tmp_path / "run"), "result.json")
     assert (result["train_loss"], result["val_loss"], result["best_step"]) == (None, None, None)
@@ -83,6 +83,7 @@ def test_a_run_without_targets_has_null_losses_and_updates_nothing(tmp_path: Pat
 def test_writers_omit_null_values() -> None:
     assert _encode_value(None) == b""
     assert _format_row({"step": 1, "train/loss": None, "val/loss": None}) == "loss -  val -"
+    assert _format_row({"step": 1, "val/loss": 2.0, "val/accuracy": 0.25}) == "val 2.0000  val accuracy 0.25"
 
 
 def test_plan_warns_of_sequences_without_targets(tmp_path: Path, capsys: Any) -> None:
