@@ -157,7 +157,8 @@ class BaseTrainer(RestoreableJob):
         logits_BxTxV = apply_fn({"params": params}, batch["x"], **documents, deterministic=key is None, rngs=rngs)
         targets = batch["y"], target_weights(batch)
         loss_sum, _ = cross_entropy_sum(logits_BxTxV, *targets)
-        return loss_sum, {} if key is not None else {SUMS: {ACCURACY: count_correct(logits_BxTxV, *targets)}}
+        meta: dict[str, Any] = {} if key is not None else {SUMS: {ACCURACY: count_correct(logits_BxTxV, *targets)}}
+        return loss_sum, meta
 
     @classmethod
     def optimizer(cls) -> str | optax.GradientTransformation:
