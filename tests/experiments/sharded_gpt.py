@@ -1,4 +1,4 @@
-"""Program that prints how a GPT sharded over 8 faked devices differs from one device, as JSON.
+"""Program that prints the difference between a GPT sharded over 8 simulated devices and one device, as JSON.
 
 The argument is the layer loop. The output has one object per mesh: the largest difference over loss, logits and
 gradients, and the shapes of all-gathers that hold as many tokens as a batch or a device's share of it.
@@ -24,7 +24,7 @@ RULES = (
     ("batch", ("data", "fsdp")),
     ("embed", "fsdp"),
     ("vocab", "tensor"),
-    # A bias, which has no "embed" axis, takes fsdp too; a kernel has given fsdp away by then and takes tensor alone.
+    # A bias has no "embed" axis and may be sharded over fsdp too; a kernel uses fsdp for "embed", which leaves tensor.
     *((name, axes) for name in ("heads", "mlp") for axes in (("tensor", "fsdp"), "tensor")),
 )
 BATCH, SEQUENCE, VOCABULARY = 8, 144, 96

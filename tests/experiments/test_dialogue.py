@@ -1,4 +1,4 @@
-"""Dialogues to a corpus and to a loss: hand-made cases, hostile templates, damaged lines."""
+"""Dialogues from input lines to the corpus and the loss: masks, chat templates, and invalid input."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def write_template(directory: Path, source: Any = PLAIN, **more: Any) -> str:
 
 
 def write_table(path: Path, records: list[Any]) -> str:
-    """The records as rows, several row groups of them in Parquet; a key that a record lacks is null."""
+    """Write records as a table, in several row groups if Parquet; missing keys are null."""
     table = pa.Table.from_pylist(records, schema=pa.table({key: [r.get(key) for r in records] for key in KEYS}).schema)
     if path.suffix == ".parquet":
         parquet.write_table(table, path, row_group_size=7)
@@ -88,8 +88,8 @@ def write_lines(path: Path, records: list[Any]) -> str:
     return str(path)
 
 
-def marked(corpus: Path) -> list[tuple[bytes, bytes]]:
-    """Of each dialogue of a corpus of bytes its text, and what of that is of answers."""
+def decode_marked(corpus: Path) -> list[tuple[bytes, bytes]]:
+    """Return the text of each dialogue of a byte corpus, and the part that is marked as completion tokens."""
     index = read_index(corpus)
     marks = np.concatenate([np.fromfile(corpus / f"{shard.name}.answers", "u1") for shard in index.shards])
     documents = read_corpus(corpus)
@@ -101,7 +101,7 @@ def marked(corpus: Path) -> list[tuple[bytes, bytes]]:
 
 
 def read(path: Path, records: list[Any], renderer: Renderer) -> list[Any]:
-    """What is read of these lines: dialogues, and bad lines as their messages."""
+    """Read lines, and return the dialogues, with the messages of bad lines in their places."""
     write_lines(path, records)
     (file,) = find_files(str(path))
     found = read_documents(InputPart(file, file.size_bytes), None, "text", renderer)
@@ -114,20 +114,20 @@ def renderer() -> Iterator[Renderer]:
         yield renderer
 
 
-def dialogues(tmp_path: Path, records: list[Any], **changes: Any) -> list[tuple[bytes, bytes]]:
-    """What a job of bytes makes of these lines; `changes` are keys of `chat`, and dotted ones."""
+def tokenise_dialogues(tmp_path: Path, records: list[Any], **changes: Any) -> list[tuple[bytes, bytes]]:
+    """Tokenise lines by bytes and return the marked dialogues; `changes` are keys of `chat` or dotted keys."""
     chat = {key: value for key, value in changes.items() if "." not in key}
     others = {key: value for key, value in changes.items() if "." in key}
     source = write_lines(tmp_path / "lines.jsonl", records)
     make_tokenise_job(tmp_path / "run", **{"config.source": source, "config.chat": chat}, **others)()
-    return marked(tmp_path / "run/corpus")
+    return decode_marked(tmp_path / "run/corpus")
 
 
 # Masks.
 
 
 @pytest.mark.parametrize("source", [PLAIN, MARKED])
-def test_answers_of_several_turns_are_marked_with_generation_blocks_and_without(source):
+def test_answers_of_several_turns_are_marked(source):
     with Renderer(ChatTemplate(source, {"bos_token": "^"})) as renderer:
         found = renderer.render(ChatRecord(TURNS))
     assert isinstance(found, Dialogue)
@@ -136,7 +136,7 @@ def test_answers_of_several_turns_are_marked_with_generation_blocks_and_without(
     assert found.ends_with_completion
 
 
-def test_a_token_is_of_an_answer_that_shares_a_character_with_it():
+def test_a_token_that_shares_a_character_with_an_answer_is_marked():
     spans = np.array([[0, 2], [2, 4], [3, 4], [4, 4], [4, 7], [7, 8]])
     assert compute_marks(spans, [(3, 5)]).tolist() == [0, 1, 1, 1, 1, 0]
     assert compute_marks(spans, []).tolist() == [0] * 6
@@ -152,10 +152,10 @@ def test_a_token_is_of_an_answer_that_shares_a_character_with_it():
         (None, 2, [0, 0]),
         (8, None, [0, 0, 0, 1, 1]),
         (8, 4, [0, 0, 0, 0]),
-        (5, None, [0, 0, 1, 1]),  # which is there already
+        (5, None, [0, 0, 1, 1]),  # the separator exists already
     ],
 )
-def test_what_is_cut_ends_with_a_separator_that_is_not_to_be_learned(begin, most, marks):
+def test_truncated_dialogues_end_with_an_unmarked_separator(begin, most, marks):
     spans = np.array([[0, 1], [1, 2], [2, 3]])
     found = mark_tokens(Dialogue("abc", ((2, 3),)), np.array([5, 6, 7], "<u2"), spans, begin, 9, most)
     assert found.marks.tolist() == marks
@@ -163,7 +163,7 @@ def test_what_is_cut_ends_with_a_separator_that_is_not_to_be_learned(begin, most
     assert found.is_cut == (not marks[-1])
 
 
-def test_ids_are_those_of_the_library_and_each_says_which_characters_it_is_of():
+def test_ids_and_character_spans_equal_those_of_the_library():
     content = make_hf_tokenizer()
     ids, spans = HuggingFaceTokenizer(content).encode_spans([TEXT])[0]
     library = tokenizers.Tokenizer.from_str(content.decode())
@@ -174,9 +174,9 @@ def test_ids_are_those_of_the_library_and_each_says_which_characters_it_is_of():
     assert library.decode(ids[marks == 1].tolist()) == "yes 数;"
 
 
-def test_a_corpus_holds_dialogues_and_pairs_with_their_marks(tmp_path):
+def test_a_corpus_stores_the_marks_of_dialogues_and_pairs(tmp_path):
     records = [{"messages": TURNS}, PAIRS[3], {"messages": TURNS[3:]}]
-    found = dialogues(tmp_path, records, template=write_template(tmp_path), **{"config.separator": 0})
+    found = tokenise_dialogues(tmp_path, records, template=write_template(tmp_path), **{"config.separator": 0})
     assert found == [
         (TEXT.encode() + b"\0", b"yes \xe6\x95\xb0;no;\0"),
         (b"^<user>3 plus 3? ;<assistant>it is 6;\0", b"it is 6;\0"),
@@ -185,7 +185,10 @@ def test_a_corpus_holds_dialogues_and_pairs_with_their_marks(tmp_path):
 
 
 def test_without_a_template_a_completion_follows_its_prompt(tmp_path):
-    assert dialogues(tmp_path, PAIRS[:2]) == [(b"0 plus 0? it is 0", b"it is 0"), (b"1 plus 1? it is 2", b"it is 2")]
+    assert tokenise_dialogues(tmp_path, PAIRS[:2]) == [
+        (b"0 plus 0? it is 0", b"it is 0"),
+        (b"1 plus 1? it is 2", b"it is 2"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -195,14 +198,14 @@ def test_without_a_template_a_completion_follows_its_prompt(tmp_path):
         ("drop", [(b"ab\0", b"b\0")], "0 cut, 2 dropped"),
     ],
 )
-def test_dialogues_that_are_too_long_are_cut_or_left_out_and_counted(tmp_path, capsys, longer, kept, said):
+def test_long_dialogues_are_truncated_or_dropped_and_counted(tmp_path, capsys, longer, kept, said):
     long = [("a", "b"), ("a", "bcdef"), ("abcdef", "g")]
     records = [{"prompt": prompt, "completion": completion} for prompt, completion in long]
-    assert dialogues(tmp_path, records, max_tokens=5, longer=longer, **{"config.separator": 0}) == kept
+    assert tokenise_dialogues(tmp_path, records, max_tokens=5, longer=longer, **{"config.separator": 0}) == kept
     assert f"dialogues of more than 5 tokens: {said}" in capsys.readouterr().out
 
 
-def test_a_special_token_of_the_template_is_one_of_the_tokenizer(tmp_path):
+def test_special_tokens_of_the_template_are_encoded_as_such(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(make_hf_tokenizer())
     source = write_lines(tmp_path / "lines.jsonl", [{"messages": TURNS}])
     template_file = write_template(tmp_path, bos_token={"content": SEPARATOR})
@@ -215,7 +218,7 @@ def test_a_special_token_of_the_template_is_one_of_the_tokenizer(tmp_path):
     assert read_corpus(tmp_path / "run/corpus")[0][0] == library.token_to_id(SEPARATOR)
 
 
-# Template -> the token that ends an assistant's message; `SEPARATOR` and `<|pad|>` are special tokens.
+# Template -> end-of-turn token of assistant messages; `SEPARATOR` and `<|pad|>` are special tokens.
 TURN_ENDS = {
     "{% for m in messages %}{{ m.content }}<|pad|>\n{% endfor %}": "<|pad|>",
     "{% for m in messages %}{{ m.content }}{{ bos_token }}{% endfor %}": SEPARATOR,
@@ -227,7 +230,7 @@ TURN_ENDS = {
 
 
 @pytest.mark.parametrize("source", TURN_ENDS)
-def test_the_end_of_a_turn_is_the_special_token_after_a_message(source):
+def test_the_end_of_turn_token_follows_an_assistant_message(source):
     assert find_end_of_turn(ChatTemplate(source, {"bos_token": SEPARATOR}), [SEPARATOR, "<|pad|>"]) == TURN_ENDS[source]
 
 
@@ -249,7 +252,7 @@ def test_a_corpus_keeps_its_template_for_exports(tmp_path):
     assert assets.list_ids()["eos_token_id"] == [ids["<|pad|>"], ids[SEPARATOR]]
 
 
-# Where templates and lines lie, and what may not change.
+# Location of templates and lines, and resumes.
 
 
 @pytest.mark.parametrize(
@@ -260,16 +263,16 @@ def test_a_corpus_keeps_its_template_for_exports(tmp_path):
         ({}, PLAIN),
     ],
 )
-def test_a_template_is_read_from_where_tokenizers_have_it(tmp_path, config, beside):
+def test_a_template_is_read_from_tokenizer_files(tmp_path, config, beside):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "$", "unk_token": None}))
     if beside:
         (tmp_path / "chat_template.jinja").write_text(beside)
     assert read_template(f"{tmp_path}/tokenizer_config.json", read_file) == ChatTemplate(PLAIN, {"eos_token": "$"})
 
 
-def test_a_bucket_gives_the_same_corpus_as_a_disk(tmp_path, monkeypatch):
+def test_a_bucket_and_a_disk_give_the_same_corpus(tmp_path, monkeypatch):
     records = [{"messages": TURNS}, *PAIRS]
-    dialogues(tmp_path, records, template=write_template(tmp_path), **{"config.shard_bytes": 1000})
+    tokenise_dialogues(tmp_path, records, template=write_template(tmp_path), **{"config.shard_bytes": 1000})
     bucket = FakeBucket(monkeypatch)
     bucket.write("in/lines.jsonl", (tmp_path / "lines.jsonl").read_bytes())
     bucket.write("in/tokenizer_config.json", (tmp_path / "tokenizer_config.json").read_bytes())
@@ -277,10 +280,10 @@ def test_a_bucket_gives_the_same_corpus_as_a_disk(tmp_path, monkeypatch):
     changes |= {"config.chat.template": "gs://b/in/tokenizer_config.json", "config.shard_bytes": 1000}
     make_tokenise_job(tmp_path / "other", **changes)()
     found = bucket.copy_to("out", tmp_path / "copy")
-    assert marked(found) == marked(tmp_path / "run/corpus")
+    assert decode_marked(found) == decode_marked(tmp_path / "run/corpus")
 
 
-def test_a_stopped_job_ends_with_the_same_bytes_and_refuses_another_template(tmp_path):
+def test_a_resumed_job_writes_the_same_bytes_and_rejects_another_template(tmp_path):
     changes: dict[str, Any] = {"config.source": write_lines(tmp_path / "lines.jsonl", PAIRS)}
     changes |= {"config.shard_bytes": 300, "config.chat.template": write_template(tmp_path)}
     make_tokenise_job(tmp_path / "whole", **changes)()
@@ -298,10 +301,10 @@ def test_a_stopped_job_ends_with_the_same_bytes_and_refuses_another_template(tmp
     assert read_corpus_files(tmp_path / "run/corpus") == read_corpus_files(tmp_path / "whole/corpus")
 
 
-# Bad input.
+# Invalid input.
 
 
-HOSTILE = {
+INVALID_TEMPLATES = {
     "{% for i in range(10**9) %}{% endfor %}": "Range too big",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "takes more than 0.2 s for one",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "'__class__' of a str is out of bounds",
@@ -320,8 +323,8 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("source", HOSTILE)
-def test_a_hostile_or_useless_template_is_refused_in_one_line(tmp_path, monkeypatch, source):
+@pytest.mark.parametrize("source", INVALID_TEMPLATES)
+def test_an_invalid_template_is_rejected_in_one_line(tmp_path, monkeypatch, source):
     monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
     try:
         with Renderer(ChatTemplate(source, {})) as renderer:
@@ -330,7 +333,7 @@ def test_a_hostile_or_useless_template_is_refused_in_one_line(tmp_path, monkeypa
     except DataError as error:
         said = str(error)
         assert "lines.jsonl:1: the chat template " in said
-    assert re.search(HOSTILE[source], said)
+    assert re.search(INVALID_TEMPLATES[source], said)
     assert "\n" not in said
 
 
@@ -352,7 +355,7 @@ def test_a_hostile_or_useless_template_is_refused_in_one_line(tmp_path, monkeypa
         ({"prompt": "x", "completion": ""}, "'completion' is empty"),
     ],
 )
-def test_a_damaged_line_is_named_with_its_number(tmp_path, renderer, record, message):
+def test_a_damaged_line_is_reported_with_its_number(tmp_path, renderer, record, message):
     first, said, last = read(tmp_path / "lines.jsonl", [PAIRS[0], record, PAIRS[1]], renderer)
     assert isinstance(first, Dialogue)
     assert isinstance(last, Dialogue)
@@ -360,8 +363,8 @@ def test_a_damaged_line_is_named_with_its_number(tmp_path, renderer, record, mes
     assert "\n" not in said
 
 
-def test_so_many_damaged_lines_are_left_out_as_the_spec_allows(tmp_path, capsys):
-    assert len(dialogues(tmp_path, [PAIRS[0], {"prompt": 1}, PAIRS[1]], **{"config.skip_bad": 1})) == 2
+def test_damaged_lines_are_skipped_up_to_the_limit(tmp_path, capsys):
+    assert len(tokenise_dialogues(tmp_path, [PAIRS[0], {"prompt": 1}, PAIRS[1]], **{"config.skip_bad": 1})) == 2
     assert re.search(r"skipped 1 lines .*lines\.jsonl:2: has 'prompt'; needs", capsys.readouterr().out)
 
 
@@ -370,7 +373,7 @@ def test_messages_need_a_template(tmp_path):
     assert said.endswith("lines.jsonl:1: has messages, which need config.chat.template")
 
 
-def test_the_character_that_marks_answers_is_refused_in_a_dialogue(tmp_path):
+def test_the_marker_character_is_rejected_in_a_dialogue(tmp_path):
     records = [{"messages": [*TURNS, {"role": "assistant", "content": "\ue000>"}]}]
     with Renderer(ChatTemplate(MARKED, {})) as renderer:
         (said,) = read(tmp_path / "lines.jsonl", records, renderer)
@@ -399,7 +402,7 @@ def test_the_character_that_marks_answers_is_refused_in_a_dialogue(tmp_path):
         ({"config.chat": {"longer": "cut"}}, "longer=cut has no effect without max_tokens"),
     ],
 )
-def test_a_wrong_key_is_refused_in_one_line(tmp_path, changes, message):
+def test_an_invalid_key_is_rejected_in_one_line(tmp_path, changes, message):
     places = {"LINES": write_lines(tmp_path / "lines.jsonl", PAIRS), "TEXT": write_lines(tmp_path / "a.txt", ["x"])}
     for name, content in (("EMPTY", {}), ("BROKEN", {"chat_template": "{% bad"})):
         (tmp_path / name).mkdir()
@@ -414,8 +417,8 @@ def test_a_wrong_key_is_refused_in_one_line(tmp_path, changes, message):
 # Training.
 
 
-class Lookup(nn.Module):
-    """Logits by token: one matrix."""
+class BigramModel(nn.Module):
+    """Bigram model: one matrix of logits by token."""
 
     vocabulary_size: int
 
@@ -425,67 +428,67 @@ class Lookup(nn.Module):
         return logits_BxTxV if segments is None else logits_BxTxV + 0 * segments[..., None]
 
 
-class TrainLookup(PretrainGPT):
-    """A GPT's keys, and a model that compiles in no time."""
+class BigramGPT(PretrainGPT):
+    """Trainer with the config of a GPT and the bigram model, which compiles quickly."""
 
     forward = BaseTrainer.forward
 
     def model(self):
-        return Lookup(self.vocabulary_size)
+        return BigramModel(self.vocabulary_size)
 
 
-def answers_in(rows: dict[str, np.ndarray]) -> np.ndarray:
-    """Which targets of rows of whole pairs are of answers, from their text alone."""
+def find_answers(rows: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the mask of completion targets in sequences of complete pairs, computed from the text alone."""
     found = np.zeros(rows["y"].shape, bool)
     for row in range(len(found)):
         for segment in range(1, rows["segment"][row].max() + 1):
             (where,) = np.nonzero(rows["segment"][row] == segment)
             text = bytes([rows["x"][row, where[0]], *rows["y"][row, where]])
-            assert text.endswith(b"\0"), "every pair is whole"
+            assert text.endswith(b"\0"), "every pair must be complete"
             found[row, where[text.index(b"it is") - 1 :]] = True
     return found
 
 
 @pytest.mark.parametrize("packing", ["documents", "pad"])
-def test_the_loss_is_that_of_answers_alone_and_a_stop_changes_no_bit(tmp_path, packing):
-    dialogues(tmp_path, PAIRS, **{"config.separator": 0})
+def test_the_loss_covers_only_answers_and_resumes_bit_identically(tmp_path, packing):
+    tokenise_dialogues(tmp_path, PAIRS, **{"config.separator": 0})
     data = {"source": str(tmp_path / "run/corpus"), "packing": packing, "train_on": "answers", "sequence_length": 100}
     changes = {
         "config.data": data | {"validation_fraction": 0.0},
         "config.train": {"total_steps": 3, "global_batch_examples": 8},
         "config.schedule": {"name": "constant"},
     }
-    whole = make_gpt(tmp_path / "whole", TrainLookup, **changes)
+    whole = make_gpt(tmp_path / "whole", BigramGPT, **changes)
     params_VxV = np.asarray(
         whole.setup_builder.build(jax.devices()).init_state().params["Embed_0"]["embedding"], np.float64
     )
     whole()
     rows = whole.dataset.read("train", 0, 8)
-    is_answer = answers_in(rows)
+    is_answer = find_answers(rows)
     assert 0 < is_answer.sum() < rows["padding_mask"].sum()
     logits = params_VxV[rows["x"]]
     losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows["y"][..., None], -1)[..., 0]
     first = json.loads((tmp_path / "whole/metrics.jsonl").read_text().splitlines()[0])
     np.testing.assert_allclose(first["train/loss"], losses[is_answer].mean(), rtol=1e-6)
     assert abs(losses[rows["padding_mask"]].mean() - losses[is_answer].mean()) > 1e-3
-    parts = make_gpt(tmp_path / "parts", TrainLookup, **changes)
+    parts = make_gpt(tmp_path / "parts", BigramGPT, **changes)
     stop_after(parts, 1)
-    parts = make_gpt(tmp_path / "parts", TrainLookup, **changes)
+    parts = make_gpt(tmp_path / "parts", BigramGPT, **changes)
     parts()
     assert are_leaves_equal(parts.state, whole.state)
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
-def test_rows_of_a_table_are_the_dialogues_of_the_same_lines(tmp_path, name):
+def test_tables_and_lines_give_the_same_dialogues(tmp_path, name):
     calls = [TURNS[1], {"role": "assistant", "tool_calls": [CALL]}, *TURNS[3:]]
     records = [*PAIRS[:20], {"messages": TURNS}, {"messages": calls, "tools": [CALL]}, {"messages": TURNS[1:3]}]
     whole = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ tools | tojson }}"
     template = write_template(tmp_path, whole)
     chat = {"template": template}
-    lines = dialogues(tmp_path, records, template=template)
+    lines = tokenise_dialogues(tmp_path, records, template=template)
     changes = {"config.source": write_table(tmp_path / name, records), "config.chat": chat, "config.shard_bytes": 600}
     make_tokenise_job(tmp_path / "table", **changes)()
-    assert marked(tmp_path / "table/corpus") == lines
+    assert decode_marked(tmp_path / "table/corpus") == lines
     assert len(read_index(tmp_path / "table/corpus").shards) > 1 or name == "rows.arrow"
 
 
@@ -502,7 +505,7 @@ TABLES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("columns", "message"), TABLES.values(), ids=TABLES)
-def test_a_table_without_dialogues_is_refused_in_one_line(tmp_path, columns, message):
+def test_a_table_without_dialogues_is_rejected_in_one_line(tmp_path, columns, message):
     parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
     with pytest.raises(InvalidError, match=message) as caught:
         make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "t.parquet"), "config.chat": {}})()

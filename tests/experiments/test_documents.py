@@ -1,7 +1,7 @@
-"""A row of several documents is no more than its documents: it has the loss and the gradients that they have alone.
+"""Packed documents have the same loss and gradients as one sequence per document.
 
-Alone, each document has a row of its own and the model is told of no segments, which is the program of rows that are
-one document. Shape legend: S accumulation steps, B examples, T sequence length.
+The reference has one document per sequence and no segments, which is the program for unpacked data. Shape legend: S
+accumulation steps, B examples, T sequence length.
 """
 
 import functools
@@ -24,10 +24,10 @@ from runner.train.state import compute_variable_shardings, get_shardings, make_a
 from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh
 
 VOCABULARY, T = 31, 128
-LENGTHS = [[37, 1, 60, 22], [90, 20], [128], [5, 5, 5]]  # of the documents of each row; the rest is padding
+LENGTHS = [[37, 1, 60, 22], [90, 20], [128], [5, 5, 5]]  # document lengths of each sequence; the rest is padding
 NUM_DOCUMENTS = sum(map(len, LENGTHS))
 FORMS = {"blocks": blocked_attention, "xla": xla_attention, "tpu": fused_attention}
-TX = optax.sgd(1.0)  # so that the parameters that a step takes away are its gradient
+GRADIENT_TX = optax.sgd(1.0)  # the change of the parameters in a step is the gradient
 
 
 @functools.cache
@@ -36,14 +36,14 @@ def make_model(layer_loop="scan", **memory):
     return GPT(config, VOCABULARY, T, memory=MemoryConfig(**memory))
 
 
-def documents(lengths):
-    """Tokens of each document of each row, one more than its inputs."""
+def make_documents(lengths):
+    """Make the tokens of each document of each sequence, one more than its inputs."""
     generator = np.random.default_rng(3)
     return [[generator.integers(0, VOCABULARY, length + 1) for length in row] for row in lengths]
 
 
-def pack(rows, padding_before=0.5):
-    """A batch (B, T) whose rows hold these documents one after the other, with a share of the padding before them."""
+def pack_documents(rows, padding_before=0.5):
+    """Pack documents into a batch (B, T); `padding_before` is the share of the padding before the documents."""
     names = ("x", "y", "segment", "position", "padding_mask")
     batch = {name: np.zeros((len(rows), T), np.int32) for name in names}
     for row, documents in enumerate(rows):
@@ -57,10 +57,10 @@ def pack(rows, padding_before=0.5):
     return batch | {"padding_mask": batch["padding_mask"].astype(bool)}
 
 
-def alone(rows):
-    """A batch with a row for each document, as from data without documents: no segments, no positions."""
-    batch = pack([[document] for documents in rows for document in documents], padding_before=0)
-    missing = NUM_DOCUMENTS - len(batch["x"])  # rows of padding, so that one program serves all
+def make_single_document_batch(rows):
+    """Make a batch with one sequence per document, without segments and positions."""
+    batch = pack_documents([[document] for documents in rows for document in documents], padding_before=0)
+    missing = NUM_DOCUMENTS - len(batch["x"])  # sequences of padding, so that all cases share one program
     return {name: np.pad(batch[name], ((0, missing), (0, 0))) for name in ("x", "y", "padding_mask")}
 
 
@@ -71,8 +71,8 @@ def initial_params():
 
 
 @functools.cache
-def compiled(model, form):
-    """The summed loss of a batch by `model`, and its gradients, with this form of attention."""
+def compile_loss(model, form):
+    """Compile the summed loss and gradients of a batch with one implementation of attention."""
 
     def loss(params, batch):
         batch = batch | {"example": jnp.arange(batch["x"].shape[0])}
@@ -84,24 +84,24 @@ def compiled(model, form):
     return jax.jit(jax.value_and_grad(loss))
 
 
-def loss_and_gradients(batch, model=None, form="blocks"):
-    return jax.device_get(compiled(model or make_model(), form)(initial_params(), batch))
+def compute_loss_and_gradients(batch, model=None, form="blocks"):
+    return jax.device_get(compile_loss(model or make_model(), form)(initial_params(), batch))
 
 
-def assert_same(actual, expected):
-    """Equal to a millionth: of the loss, and of each parameter's largest gradient. (That of a key's bias is 0.)"""
+def assert_close(actual, expected):
+    """Check equality to 1e-6, relative to the loss and to each parameter's largest gradient (0 for the key bias)."""
     for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * max(np.abs(want).max(), 1e-2))
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return loss_and_gradients(alone(documents(LENGTHS)))
+    return compute_loss_and_gradients(make_single_document_batch(make_documents(LENGTHS)))
 
 
 @pytest.mark.parametrize("form", ["blocks", "xla", pytest.param("tpu", marks=pytest.mark.soak)])
-def test_documents_in_one_row_have_the_loss_and_gradients_that_they_have_alone(form, expected):
-    assert_same(loss_and_gradients(pack(documents(LENGTHS)), form=form), expected)
+def test_packed_documents_have_the_loss_and_gradients_of_single_ones(form, expected):
+    assert_close(compute_loss_and_gradients(pack_documents(make_documents(LENGTHS)), form=form), expected)
 
 
 @pytest.mark.parametrize(
@@ -113,27 +113,30 @@ def test_documents_in_one_row_have_the_loss_and_gradients_that_they_have_alone(f
         pytest.param("scan", "dots", None, marks=pytest.mark.soak),
     ],
 )
-def test_however_layers_are_compiled_they_are_told_of_the_documents(layer_loop, remat, chunk, expected):
+def test_packing_works_with_every_layer_loop_remat_and_chunk(layer_loop, remat, chunk, expected):
     model = make_model(layer_loop, remat=remat, loss_chunk_positions=chunk)
-    assert_same(loss_and_gradients(pack(documents(LENGTHS)), model), expected)
+    assert_close(compute_loss_and_gradients(pack_documents(make_documents(LENGTHS)), model), expected)
 
 
-def test_the_order_of_documents_in_a_row_and_of_the_rows_changes_nothing(expected):
-    reordered = [row[::-1] for row in documents(LENGTHS)[::-1]]
-    assert_same(loss_and_gradients(pack(reordered)), expected)
+def test_the_order_of_documents_and_sequences_does_not_matter(expected):
+    reordered = [row[::-1] for row in make_documents(LENGTHS)[::-1]]
+    assert_close(compute_loss_and_gradients(pack_documents(reordered)), expected)
 
 
-def test_what_padding_holds_changes_no_bit():
-    batch = pack(documents(LENGTHS))
+def test_the_content_of_padding_does_not_change_any_bit():
+    batch = pack_documents(make_documents(LENGTHS))
     changes = {"x": VOCABULARY - 1, "y": 7, "position": np.arange(T, dtype=np.int32)}
     other = {name: np.where(batch["padding_mask"], batch[name], value) for name, value in changes.items()}
-    assert are_leaves_equal(loss_and_gradients(batch), loss_and_gradients(batch | other))
+    assert are_leaves_equal(compute_loss_and_gradients(batch), compute_loss_and_gradients(batch | other))
 
 
-def test_rows_of_nothing_but_padding_add_nothing():
-    some = documents(LENGTHS)[:2]
-    assert_same(loss_and_gradients(pack([*some, [], []])), loss_and_gradients(alone(some)))
-    loss, gradients = loss_and_gradients(pack([[]] * 4))
+def test_sequences_of_only_padding_contribute_nothing():
+    some = make_documents(LENGTHS)[:2]
+    assert_close(
+        compute_loss_and_gradients(pack_documents([*some, [], []])),
+        compute_loss_and_gradients(make_single_document_batch(some)),
+    )
+    loss, gradients = compute_loss_and_gradients(pack_documents([[]] * 4))
     assert loss == 0
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(gradients))
 
@@ -142,12 +145,12 @@ def test_rows_of_nothing_but_padding_add_nothing():
 
 
 def make_state(params):
-    return TrainState.create(apply_fn=make_model().apply, params=params, tx=TX)
+    return TrainState.create(apply_fn=make_model().apply, params=params, tx=GRADIENT_TX)
 
 
-def step(rows, S, mesh):
-    """Loss, gradient norm and new parameters of a train step over (S, B, T)."""
-    batch = {name: jnp.asarray(leaf.reshape(S, -1, T)) for name, leaf in pack(rows).items()}
+def take_step(rows, S, mesh):
+    """Take a train step over (S, B, T); return the loss, the gradient norm and the new parameters."""
+    batch = {name: jnp.asarray(leaf.reshape(S, -1, T)) for name, leaf in pack_documents(rows).items()}
     state, key = make_state(initial_params()), jax.random.key(0)
     init = functools.partial(make_model().init, deterministic=True)
     boxed = jax.eval_shape(init, key, jnp.zeros((1, T), jnp.int32))
@@ -169,9 +172,9 @@ def step(rows, S, mesh):
         ),
     ],
 )
-def test_documents_are_the_same_in_any_split_over_micro_batches_and_devices(S, sizes):
-    rows = documents(sorted(LENGTHS * 2))  # micro-batches of other numbers of tokens
-    halves = [loss_and_gradients(pack(half)) for half in (rows[:4], rows[4:])]
+def test_packed_documents_do_not_depend_on_micro_batches_and_devices(S, sizes):
+    rows = make_documents(sorted(LENGTHS * 2))  # micro-batches with different numbers of tokens
+    halves = [compute_loss_and_gradients(pack_documents(half)) for half in (rows[:4], rows[4:])]
     loss, gradients = jax.tree.map(lambda a, b: (a + b) / sum(map(sum, LENGTHS * 2)), *halves)
     params = jax.tree.map(np.subtract, jax.device_get(initial_params()), gradients)
-    assert_same(step(rows, S, make_full_mesh(*sizes)), (loss, optax.tree.norm(gradients), params))
+    assert_close(take_step(rows, S, make_full_mesh(*sizes)), (loss, optax.tree.norm(gradients), params))

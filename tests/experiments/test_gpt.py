@@ -1,4 +1,4 @@
-"""GPT-2: its size, its names, its two layer loops, its precision, and its behaviour when sharded.
+"""GPT-2: parameters, axis names, layer loops, precision, sharding and memory.
 
 Shape legend: B batch, T sequence, V vocabulary.
 """
@@ -27,7 +27,7 @@ TOKENS_BxT = np.random.default_rng(7).integers(0, VOCABULARY, (3, SEQUENCE), dty
 KNOWN_NAMES = {"vocab", "embed", "positions", "heads", "mlp", "layers"}
 
 
-def make_gpt(*, layers=3, param_dtype=jnp.float32, compute_dtype=jnp.float32, **config):
+def make_model(*, layers=3, param_dtype=jnp.float32, compute_dtype=jnp.float32, **config):
     config = GPTConfig(layers=layers, heads=2, width=32, **config)
     return GPT(config, VOCABULARY, SEQUENCE, param_dtype, compute_dtype)
 
@@ -36,19 +36,19 @@ def init(model):
     return jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
 
 
-def logits_of(model, params, tokens_BxT):
-    """Compute logits in one program; op by op each op would be compiled separately."""
+def compute_logits(model, params, tokens_BxT):
+    """Compute logits in one program; without jit, each op would be compiled separately."""
     return np.asarray(jax.jit(functools.partial(model.apply, deterministic=True))(params, tokens_BxT))
 
 
-def test_gpt2_small_has_exactly_its_published_number_of_parameters():
+def test_gpt2_small_has_its_published_number_of_parameters():
     model = GPT(GPTConfig(layers=12, heads=12, width=768), vocabulary_size=50257, sequence_length=1024)
     shapes = jax.eval_shape(lambda: init(model))
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == 124_439_808
 
 
 def test_every_parameter_axis_has_a_logical_name():
-    boxed = jax.eval_shape(lambda: init(make_gpt()))
+    boxed = jax.eval_shape(lambda: init(make_model()))
     boxes = jax.tree.leaves(boxed, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
     assert boxes
     for box in boxes:
@@ -57,14 +57,14 @@ def test_every_parameter_axis_has_a_logical_name():
 
 
 def test_axis_names_distinguish_matrices_from_vectors():
-    boxed = jax.eval_shape(lambda: init(make_gpt()))["params"]
+    boxed = jax.eval_shape(lambda: init(make_model()))["params"]
     is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
     for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
         is_matrix = len(set(box.names) - {"layers"}) == 2
         assert is_matrix == (path[-1].key in ("kernel", "embedding", "positions"))
 
 
-def test_weights_start_as_gpt2_publishes_them():
+def test_initial_weights_follow_gpt2():
     model = GPT(GPTConfig(layers=8, heads=2, width=64), 512, SEQUENCE)
     params = jax.device_get(nn.unbox(init(model))["params"])
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -82,7 +82,7 @@ def test_weights_start_as_gpt2_publishes_them():
 
 @pytest.mark.soak
 def test_both_layer_loops_have_the_same_weights_and_logits():
-    scanned, unrolled = make_gpt(layer_loop="scan"), make_gpt(layer_loop="unroll")
+    scanned, unrolled = make_model(layer_loop="scan"), make_model(layer_loop="unroll")
     params = init(scanned)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, params, init(unrolled)))
     logits = [model.apply(params, TOKENS_BxT, deterministic=True) for model in (scanned, unrolled)]
@@ -90,38 +90,38 @@ def test_both_layer_loops_have_the_same_weights_and_logits():
 
 
 @pytest.mark.soak
-def test_scanned_layers_compile_to_a_program_that_does_not_grow_with_depth():
-    def program_lines(layers, layer_loop):
-        model = make_gpt(layers=layers, layer_loop=layer_loop)
+def test_the_program_of_scanned_layers_does_not_grow_with_depth():
+    def count_program_lines(layers, layer_loop):
+        model = make_model(layers=layers, layer_loop=layer_loop)
         params = nn.unbox(jax.eval_shape(lambda: init(model)))
         grad = jax.grad(lambda params: model.apply(params, TOKENS_BxT, deterministic=True).sum())
         return len(jax.jit(grad).lower(params).compile().as_text().splitlines())
 
-    assert program_lines(8, "scan") == pytest.approx(program_lines(2, "scan"), rel=0.02)
-    assert program_lines(8, "unroll") > 2 * program_lines(2, "unroll")
+    assert count_program_lines(8, "scan") == pytest.approx(count_program_lines(2, "scan"), rel=0.02)
+    assert count_program_lines(8, "unroll") > 2 * count_program_lines(2, "unroll")
 
 
 def test_future_tokens_do_not_change_past_logits():
-    model = make_gpt()
+    model = make_model()
     params = init(model)
     changed_BxT = TOKENS_BxT.copy()
     changed_BxT[:, 10:] = (TOKENS_BxT[:, 10:] + 1) % VOCABULARY
-    before, after = (logits_of(model, params, tokens_BxT) for tokens_BxT in (TOKENS_BxT, changed_BxT))
+    before, after = (compute_logits(model, params, tokens_BxT) for tokens_BxT in (TOKENS_BxT, changed_BxT))
     assert (before[:, :10] == after[:, :10]).all()
     assert (before[:, 10:] != after[:, 10:]).any(axis=-1).all()
 
 
-def test_a_shorter_sequence_gives_the_first_logits_of_a_longer_one():
-    model = make_gpt()
+def test_a_prefix_has_the_first_logits_of_the_whole_sequence():
+    model = make_model()
     params = init(model)
-    whole, part = (logits_of(model, params, tokens_BxT) for tokens_BxT in (TOKENS_BxT, TOKENS_BxT[:, :9]))
+    whole, part = (compute_logits(model, params, tokens_BxT) for tokens_BxT in (TOKENS_BxT, TOKENS_BxT[:, :9]))
     np.testing.assert_allclose(part, whole[:, :9], atol=1e-6)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_dropout_follows_its_key_and_is_off_when_deterministic(layer_loop):
-    model = make_gpt(dropout=0.3, layer_loop=layer_loop)
+    model = make_model(dropout=0.3, layer_loop=layer_loop)
     params = init(model)
 
     def logits(seed, deterministic=False):
@@ -130,12 +130,12 @@ def test_dropout_follows_its_key_and_is_off_when_deterministic(layer_loop):
     assert (logits(0) == logits(0)).all()
     assert (logits(0) != logits(1)).any()
     assert (logits(0, deterministic=True) == logits(1, deterministic=True)).all()
-    assert (logits(0, deterministic=True) == make_gpt().apply(params, TOKENS_BxT, deterministic=True)).all()
+    assert (logits(0, deterministic=True) == make_model().apply(params, TOKENS_BxT, deterministic=True)).all()
 
 
 @pytest.mark.soak
 def test_bfloat16_compute_keeps_float32_params_and_stays_close():
-    full, half = make_gpt(), make_gpt(compute_dtype=jnp.bfloat16)
+    full, half = make_model(), make_model(compute_dtype=jnp.bfloat16)
     params = init(half)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     gradient = jax.grad(lambda params: half.apply(params, TOKENS_BxT, deterministic=True).astype(jnp.float32).sum())
@@ -146,14 +146,14 @@ def test_bfloat16_compute_keeps_float32_params_and_stays_close():
     np.testing.assert_allclose(logits.astype(jnp.float32), expected, atol=0.02)
 
 
-def test_heads_that_do_not_divide_width_are_refused_with_the_numbers():
+def test_heads_that_do_not_divide_the_width_are_rejected():
     with pytest.raises(ValidationError, match="width=32 does not divide over heads=5; use a multiple of 5"):
         GPTConfig(layers=1, heads=5, width=32)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layer_loop", ["scan", pytest.param("unroll", marks=pytest.mark.soak)])
-def test_sharded_gpt_equals_one_device_and_gathers_weights_but_no_activations(layer_loop):
+def test_a_sharded_gpt_equals_one_device_and_gathers_only_weights(layer_loop):
     command = [sys.executable, "-m", "tests.experiments.sharded_gpt", layer_loop]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -167,7 +167,7 @@ def test_sharded_gpt_equals_one_device_and_gathers_weights_but_no_activations(la
 @pytest.mark.soak
 @pytest.mark.parametrize("splits", [(4,), pytest.param((2, 8), marks=pytest.mark.soak)], ids=str)
 def test_dropout_does_not_depend_on_the_split_into_micro_batches(splits):
-    model = make_gpt(dropout=0.3)
+    model = make_model(dropout=0.3)
     params = nn.unbox(init(model))
     tokens_BxT = jax.random.randint(jax.random.key(3), (8, TOKENS_BxT.shape[1]), 0, model.vocabulary_size)
     state = TrainState.create(apply_fn=model.apply, params=params["params"], tx=optax.sgd(0.1))
@@ -186,7 +186,7 @@ def test_dropout_does_not_depend_on_the_split_into_micro_batches(splits):
 
 
 def compile_gradient(config, vocabulary_size, shape, **memory):
-    """The compiled gradient of the summed loss of a GPT over a batch of `shape`, (B, T)."""
+    """Compile the gradient of the summed loss of a GPT over a batch of `shape` (B, T)."""
     model = GPT(GPTConfig(**config), vocabulary_size, shape[1], memory=MemoryConfig(**memory))
     tokens_BxT = jax.ShapeDtypeStruct(shape, jnp.int32)
     boxed = jax.eval_shape(functools.partial(model.init, deterministic=True), jax.random.key(0), tokens_BxT)
@@ -197,7 +197,7 @@ def compile_gradient(config, vocabulary_size, shape, **memory):
     return jax.jit(jax.value_and_grad(loss)).lower(nn.unbox(boxed), tokens_BxT).compile()
 
 
-def temporary_bytes(compiled):
+def read_temporary_bytes(compiled):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -205,15 +205,16 @@ def temporary_bytes(compiled):
 def test_activation_checkpointing_saves_memory():
     config = {"layers": 6, "heads": 2, "width": 32}
     everything, dots, layers = (
-        temporary_bytes(compile_gradient(config, 32, (4, 128), remat=remat)) for remat in ("none", "dots", "layers")
+        read_temporary_bytes(compile_gradient(config, 32, (4, 128), remat=remat))
+        for remat in ("none", "dots", "layers")
     )
     assert dots < 0.9 * everything
     assert layers < 0.75 * dots
 
 
 @pytest.mark.soak
-def test_unrolled_layers_are_recomputed_too():
-    """The CPU compiler may move recomputation to where it saves nothing; it must not merge it with the forward pass."""
+def test_unrolled_layers_are_recomputed():
+    """Check that recomputation is not merged with the forward pass; the CPU compiler may still schedule it early."""
     config = {"layers": 3, "heads": 2, "width": 32, "layer_loop": "unroll"}
     kept, again = (compile_gradient(config, 32, (2, 64), remat=remat).as_text() for remat in ("none", "layers"))
     assert again.count(" tanh(") >= 2 * kept.count(" tanh(") > 0
@@ -224,7 +225,7 @@ def test_unrolled_layers_are_recomputed_too():
 def test_a_chunked_loss_never_holds_all_logits(remat):
     (B, T), V = (2, 96), 1021
 
-    def largest_with_vocabulary(compiled):
+    def find_largest_logits(compiled):
         shapes = [tuple(map(int, shape.split(","))) for shape in re.findall(r"\w\[([\d,]+)\]", compiled.as_text())]
         return max(math.prod(shape) for shape in shapes if V in shape)
 
@@ -232,6 +233,6 @@ def test_a_chunked_loss_never_holds_all_logits(remat):
     whole, chunked = (
         compile_gradient(config, V, (B, T), remat=remat, loss_chunk_positions=chunk) for chunk in (None, 16)
     )
-    assert largest_with_vocabulary(whole) == B * T * V
-    assert largest_with_vocabulary(chunked) == B * 16 * V
-    assert temporary_bytes(chunked) < 0.5 * temporary_bytes(whole)
+    assert find_largest_logits(whole) == B * T * V
+    assert find_largest_logits(chunked) == B * 16 * V
+    assert read_temporary_bytes(chunked) < 0.5 * read_temporary_bytes(whole)

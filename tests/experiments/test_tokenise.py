@@ -1,4 +1,4 @@
-"""Tokenise as a job, in this process: every form of input, every tokenizer, every key, every damage."""
+"""Tokenise jobs in this process: file formats, tokenizers, shuffling, buckets, resumes, keys and damaged input."""
 
 import bz2
 import gzip
@@ -51,12 +51,12 @@ STDLIB = "python-stdlib"
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def tokenizers_by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return tokenise_inputs.make_tokenizer_files(tmp_path_factory.mktemp("tokenizers"))
 
 
-def refusal(directory: Path, **changes: Any) -> str:
-    """The one line with which a job is refused; it leaves no index."""
+def get_error_line(directory: Path, **changes: Any) -> str:
+    """Return the single error line of a rejected job, and check that it leaves no index."""
     with pytest.raises(InvalidError) as caught:
         make_tokenise_job(directory, **changes)()
     assert not list(directory.rglob("index.json"))
@@ -65,11 +65,11 @@ def refusal(directory: Path, **changes: Any) -> str:
     return message
 
 
-# What comes out.
+# Documents and ids.
 
 
 @pytest.mark.parametrize("name", ["texts", *FILE_FORMATS])
-def test_every_form_gives_the_documents_that_were_put_in(tmp_path, name):
+def test_every_file_format_gives_the_same_documents(tmp_path, name):
     if name == "texts":
         source = write_text_files(tmp_path / "in", DOCUMENTS)
     else:
@@ -84,22 +84,22 @@ def test_every_form_gives_the_documents_that_were_put_in(tmp_path, name):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "hf", "sentencepiece", "tiktoken", "bpe"])
-def test_every_kind_of_tokenizer_comes_back_from_the_index_and_decodes(tmp_path, kinds, kind):
+def test_every_tokenizer_is_restored_from_the_index(tmp_path, tokenizers_by_kind, kind):
     separator = {"bytes": None, "sentencepiece": "</s>"}.get(kind, SEPARATOR)
-    changes = {"config.tokenizer": kinds[kind], "config.separator": separator}
+    changes = {"config.tokenizer": tokenizers_by_kind[kind], "config.separator": separator}
     make_tokenise_job(tmp_path / "run", **{"config.source": write_text_files(tmp_path / "in", DOCUMENTS)}, **changes)()
     found = decode_corpus(tmp_path / "run/corpus")
-    is_exact = kind != "sentencepiece"  # which normalises
+    is_exact = kind != "sentencepiece"  # sentencepiece normalises text
     assert found == DOCUMENTS if is_exact else len(found) == len(DOCUMENTS)
     assert read_index(tmp_path / "run/corpus").tokenizer["kind"] == {"bpe": "hf"}.get(kind, kind)
 
 
-def test_ids_are_those_of_the_library_and_decode_to_the_text(tmp_path):
+def test_ids_equal_those_of_the_library(tmp_path):
     _compare_with_the_library(tmp_path, 30)
 
 
 @pytest.mark.soak
-def test_ids_are_those_of_the_library_and_decode_to_the_text_for_every_file(tmp_path):
+def test_ids_equal_those_of_the_library_for_every_file(tmp_path):
     _compare_with_the_library(tmp_path, None)
 
 
@@ -120,25 +120,25 @@ def _compare_with_the_library(tmp_path: Path, num_files: int | None) -> None:
         assert library.decode(ids[:-1].tolist(), skip_special_tokens=False) == text
 
 
-def test_a_vocabulary_is_trained_to_the_same_bytes_again(tmp_path):
+def test_training_a_vocabulary_is_deterministic(tmp_path):
     write_text_files(tmp_path / "in", DOCUMENTS)
     config = make_tokenise_job(
-        tmp_path / "run", **{"config.tokenizer": {"kind": "bpe", "vocabulary_size": 290}}, **_some(tmp_path)
+        tmp_path / "run", **{"config.tokenizer": {"kind": "bpe", "vocabulary_size": 290}}, **_make_some(tmp_path)
     )
     pieces = cut_into_pieces(find_files(str(tmp_path / "in/*.txt")), 500)
 
-    def once(sample_bytes: int) -> bytes:
+    def train_once(sample_bytes: int) -> bytes:
         sample = sample_documents(pieces, sample_bytes, "text", 0)
         return train_bpe(config.config.tokenizer, (SEPARATOR,), sample, print)
 
-    assert once(8 << 20) == once(8 << 20)
-    assert once(8 << 20) != once(100)
-    vocabulary = json.loads(once(8 << 20))["model"]["vocab"]
+    assert train_once(8 << 20) == train_once(8 << 20)
+    assert train_once(8 << 20) != train_once(100)
+    vocabulary = json.loads(train_once(8 << 20))["model"]["vocab"]
     assert len(vocabulary) == 290
     assert vocabulary[SEPARATOR] == 0
 
 
-def test_one_vocabulary_is_trained_over_several_sources(tmp_path):
+def test_a_vocabulary_is_trained_on_several_sources(tmp_path):
     write_text_files(tmp_path / "in", ["aaaa bbbb " * 50] * 5)
     (tmp_path / "x.jsonl").write_bytes(tokenise_inputs.make_jsonl(["wxyz " * 60] * 5, "content"))
     sources = [{"source": str(tmp_path / "in/*.txt")}, {"source": str(tmp_path / "x.jsonl"), "field": "content"}]
@@ -154,12 +154,12 @@ def test_one_vocabulary_is_trained_over_several_sources(tmp_path):
     with pytest.raises(InvalidError, match=r"config\.tokenizer\.sources"):
         make_tokenise_job(tmp_path / "one", **source, **{"checkpoint.keep_last": 4}).validate_checkpoints()
     bad = [*sources, {"source": str(tmp_path / "none.jsonl")}]
-    assert "config.tokenizer.sources.2.source: no file matches" in refusal(
+    assert "config.tokenizer.sources.2.source: no file matches" in get_error_line(
         tmp_path / "run", **source | {"config.tokenizer": bpe | {"sources": bad}}
     )
 
 
-def test_lines_tell_how_long_a_vocabulary_is_being_trained(monkeypatch):
+def test_the_training_of_a_vocabulary_reports_its_progress(monkeypatch):
     monkeypatch.setattr(tokenise_job, "_PROGRESS_SECONDS", 0.01)
     said: list[str] = []
 
@@ -173,17 +173,17 @@ def test_lines_tell_how_long_a_vocabulary_is_being_trained(monkeypatch):
     assert "training a BPE: 0.0 MB of text read" in said[0]
 
 
-def test_wide_ids_are_written_wide(tmp_path, kinds):
-    wide = kinds["tiktoken"] | {"special_tokens": {SEPARATOR: 70_000}}
+def test_large_ids_are_written_as_uint32(tmp_path, tokenizers_by_kind):
+    wide = tokenizers_by_kind["tiktoken"] | {"special_tokens": {SEPARATOR: 70_000}}
     changes = {"config.tokenizer": wide, "config.separator": SEPARATOR}
-    make_tokenise_job(tmp_path / "run", **_some(tmp_path), **changes)()
+    make_tokenise_job(tmp_path / "run", **_make_some(tmp_path), **changes)()
     index = read_index(tmp_path / "run/corpus")
     assert (index.dtype, index.vocabulary_size, index.separator) == ("uint32", 70_001, 70_000)
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
 
 
 @pytest.mark.parametrize("separator", [None, 7])
-def test_an_empty_document_is_its_separator_or_is_left_out(tmp_path, capsys, separator):
+def test_an_empty_document_is_a_separator_or_is_dropped(tmp_path, capsys, separator):
     (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(["one", "", "two", ""]))
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.separator": separator}
     make_tokenise_job(tmp_path / "run", **changes)()
@@ -191,7 +191,7 @@ def test_an_empty_document_is_its_separator_or_is_left_out(tmp_path, capsys, sep
     assert ("left out 2 empty documents" in capsys.readouterr().out) == (separator is None)
 
 
-def test_a_document_longer_than_a_shard_makes_a_long_shard(tmp_path):
+def test_a_document_longer_than_a_shard_gets_a_long_shard(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(["short", "x" * 5000, "short"]))
     make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl"), "config.shard_bytes": 100})()
     assert decode_corpus(tmp_path / "run/corpus") == ["short", "x" * 5000, "short"]
@@ -200,7 +200,7 @@ def test_a_document_longer_than_a_shard_makes_a_long_shard(tmp_path):
 
 @pytest.mark.parametrize("shard_bytes", [1, 100, 3000, 1 << 30])
 @pytest.mark.parametrize("name", ["a.jsonl", "c.jsonl.zst", "d.parquet"])
-def test_pieces_of_any_size_hold_the_same_documents(tmp_path, name, shard_bytes):
+def test_the_size_of_pieces_does_not_change_the_documents(tmp_path, name, shard_bytes):
     (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
     files = find_files(str(tmp_path / name))
     parts = [part for piece in cut_into_pieces(files, shard_bytes) for part in piece]
@@ -209,7 +209,7 @@ def test_pieces_of_any_size_hold_the_same_documents(tmp_path, name, shard_bytes)
     assert sum(part.size_bytes for part in parts) == files[0].size_bytes or name == "d.parquet"
 
 
-def test_a_bad_line_is_called_by_its_number_wherever_its_part_begins(tmp_path):
+def test_a_bad_line_has_its_number_in_the_whole_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(tokenise_inputs.make_jsonl(DOCUMENTS[:50]) + b"{oh\n" + tokenise_inputs.make_jsonl(DOCUMENTS[:50]))
     for shard_bytes in (10, 100, 1000, 1 << 20):
@@ -218,7 +218,7 @@ def test_a_bad_line_is_called_by_its_number_wherever_its_part_begins(tmp_path):
         assert bad.where == f"{path}:51"
 
 
-# Corpora as they are published.
+# Formats of published corpora.
 
 COMPRESSIONS: dict[str, Any] = {
     "": bytes,
@@ -232,7 +232,7 @@ COMPRESSIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("lines", [".jsonl", ".json", ".ndjson", ".JSONL"])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_lines_of_json_are_read_under_every_name_and_compression(tmp_path, lines, compression):
+def test_json_lines_are_read_with_every_extension_and_compression(tmp_path, lines, compression):
     path = tmp_path / f"part-0000{lines}{compression}"
     path.write_bytes(COMPRESSIONS[compression](tokenise_inputs.make_jsonl(DOCUMENTS)))
     (file,) = find_files(str(path))
@@ -257,7 +257,7 @@ TEXT_TYPES = {
 
 @pytest.mark.parametrize("name", ["d.parquet", "e.arrow"])
 @pytest.mark.parametrize("kind", TEXT_TYPES)
-def test_a_column_of_text_is_read_in_every_encoding_of_arrow(tmp_path, monkeypatch, kind, name):
+def test_a_text_column_is_read_in_every_arrow_encoding(tmp_path, monkeypatch, kind, name):
     texts = pyarrow.array(["naïve", None, "naïve", ""]).cast(TEXT_TYPES[kind])
     monkeypatch.setattr(tokenise_inputs, "make_table", lambda _: pyarrow.table({"text": texts}))
     (tmp_path / name).write_bytes(FILE_FORMATS[name]([]))
@@ -268,17 +268,17 @@ def test_a_column_of_text_is_read_in_every_encoding_of_arrow(tmp_path, monkeypat
     assert found[3] == b""
 
 
-def test_a_column_of_nulls_and_one_of_numbers_are_told(tmp_path, monkeypatch):
+def test_columns_of_nulls_and_of_numbers_are_reported(tmp_path, monkeypatch):
     for values, message in (([None, None], "'text' is null"), ([1, 2], "column 'text' is int64, needs string")):
         monkeypatch.setattr(tokenise_inputs, "make_table", lambda _, values=values: pyarrow.table({"text": values}))
         (tmp_path / "d.parquet").write_bytes(FILE_FORMATS["d.parquet"]([]))
-        assert message in refusal(tmp_path / "run", **{"config.source": str(tmp_path / "d.parquet")})
+        assert message in get_error_line(tmp_path / "run", **{"config.source": str(tmp_path / "d.parquet")})
 
 
-def test_a_begin_token_comes_once_before_every_document(tmp_path, kinds):
-    texts = ["one", f"{SEPARATOR}two", ""]  # the text of a special token is that token in a tokenizer of kind hf
+def test_every_document_has_one_begin_token(tmp_path, tokenizers_by_kind):
+    texts = ["one", f"{SEPARATOR}two", ""]  # tokenizers of kind hf encode the text of a special token as that token
     (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(texts))
-    content = json.loads(Path(kinds["hf"]["file"]).read_bytes())
+    content = json.loads(Path(tokenizers_by_kind["hf"]["file"]).read_bytes())
     process = {"single": [{"SpecialToken": {"id": SEPARATOR, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]}
     process |= {
         "pair": process["single"],
@@ -287,7 +287,10 @@ def test_a_begin_token_comes_once_before_every_document(tmp_path, kinds):
     content["post_processor"] = {"type": "TemplateProcessing", **process}
     (tmp_path / "t.json").write_text(json.dumps(content))
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.begin": SEPARATOR, "config.separator": "<|pad|>"}
-    for name, file in (("plain", kinds["hf"]["file"]), ("with a post-processor", str(tmp_path / "t.json"))):
+    for name, file in (
+        ("plain", tokenizers_by_kind["hf"]["file"]),
+        ("with a post-processor", str(tmp_path / "t.json")),
+    ):
         make_tokenise_job(tmp_path / name, **changes, **{"config.tokenizer": {"kind": "hf", "file": file}})()
         corpus = tmp_path / name / "corpus"
         found = read_corpus(corpus)
@@ -301,16 +304,16 @@ def test_a_begin_token_comes_once_before_every_document(tmp_path, kinds):
 
 # Documents that a tokenizer cannot encode.
 
-BLANKS = " " * 1_200_000  # on which the regular expressions of tiktoken overflow their stack, and it panics
+LONG_BLANKS = " " * 1_200_000  # the regular expressions of tiktoken overflow their stack on them, which is a panic
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_document_on_which_a_tokenizer_panics_is_named_and_may_be_skipped(tmp_path, kinds, capsys, shuffle):
-    texts = [*DOCUMENTS[:5], BLANKS, *DOCUMENTS[5:9]]
+def test_a_document_that_crashes_the_tokenizer_is_named_or_skipped(tmp_path, tokenizers_by_kind, capsys, shuffle):
+    texts = [*DOCUMENTS[:5], LONG_BLANKS, *DOCUMENTS[5:9]]
     (tmp_path / "a.jsonl").write_bytes(b"\n{}\n" + tokenise_inputs.make_jsonl(texts))
-    changes = {"config.source": str(tmp_path / "a.jsonl"), "config.tokenizer": kinds["tiktoken"]}
+    changes = {"config.source": str(tmp_path / "a.jsonl"), "config.tokenizer": tokenizers_by_kind["tiktoken"]}
     changes |= {"config.shuffle": shuffle, "config.shard_bytes": 1 << 30}
-    found = refusal(tmp_path / "run", **changes, **{"config.skip_bad": 1})
+    found = get_error_line(tmp_path / "run", **changes, **{"config.skip_bad": 1})
     assert "config.skip_bad allows 1" in found
     make_tokenise_job(tmp_path / "run", **changes, **{"config.skip_bad": 2})()
     assert sorted(decode_corpus(tmp_path / "run/corpus")) == sorted(DOCUMENTS[:9])
@@ -318,21 +321,21 @@ def test_a_document_on_which_a_tokenizer_panics_is_named_and_may_be_skipped(tmp_
     assert (record.num_bad, "a.jsonl:8: the tokenizer cannot encode" in record.first_bad) == (2, True)
 
 
-def test_a_text_file_on_which_a_tokenizer_panics_is_named(tmp_path, kinds):
-    source = write_text_files(tmp_path / "in", [*DOCUMENTS[:3], BLANKS])
-    changes = {"config.source": source, "config.tokenizer": kinds["tiktoken"]}
-    found = refusal(tmp_path / "run", **changes)
+def test_a_text_file_that_crashes_the_tokenizer_is_named(tmp_path, tokenizers_by_kind):
+    source = write_text_files(tmp_path / "in", [*DOCUMENTS[:3], LONG_BLANKS])
+    changes = {"config.source": source, "config.tokenizer": tokenizers_by_kind["tiktoken"]}
+    found = get_error_line(tmp_path / "run", **changes)
     assert "00003.txt: the tokenizer cannot encode" in found
     assert "set config.skip_bad" in found
     make_tokenise_job(tmp_path / "run", **changes, **{"config.skip_bad": 1})()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS[:3]
 
 
-# Shuffled, and without duplicates.
+# Shuffling and deduplication.
 
 
 @pytest.mark.parametrize("name", ["texts", *FILE_FORMATS])
-def test_a_shuffled_corpus_holds_the_same_documents_in_an_order_of_the_seed(tmp_path, name):
+def test_a_shuffled_corpus_has_an_order_determined_by_the_seed(tmp_path, name):
     source = write_text_files(tmp_path / "in", DOCUMENTS) if name == "texts" else str(tmp_path / name)
     if name != "texts":
         (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
@@ -348,7 +351,7 @@ def test_a_shuffled_corpus_holds_the_same_documents_in_an_order_of_the_seed(tmp_
         assert sorted(order) == sorted(DOCUMENTS)
 
 
-def test_the_order_that_a_seed_gives_stays_the_same_for_ever():
+def test_the_order_of_a_seed_is_stable():
     assert shuffle_indices(8, 0, 3, 1) == [4, 0, 6, 2, 5, 3, 7, 1]
 
 
@@ -365,7 +368,7 @@ REPEATED = [*DOCUMENTS[:40], *DOCUMENTS[20:60], DOCUMENTS[3], *DOCUMENTS[60:], *
 
 @pytest.mark.parametrize("name", ["texts", *FILE_FORMATS])
 @pytest.mark.parametrize("range_documents", [1 << 22, 5])
-def test_of_equal_documents_the_first_alone_is_kept(tmp_path, capsys, monkeypatch, name, range_documents):
+def test_only_the_first_of_equal_documents_is_kept(tmp_path, capsys, monkeypatch, name, range_documents):
     monkeypatch.setattr(output, "_RANGE_DOCUMENTS", range_documents)
     source = write_text_files(tmp_path / "in", REPEATED) if name == "texts" else str(tmp_path / name)
     if name != "texts":
@@ -376,7 +379,7 @@ def test_of_equal_documents_the_first_alone_is_kept(tmp_path, capsys, monkeypatc
     assert not list((tmp_path / "run/corpus").glob("*.digests"))
 
 
-def test_duplicates_are_left_out_of_dialogues_too(tmp_path):
+def test_duplicate_dialogues_are_dropped(tmp_path):
     pairs = [{"prompt": f"{i % 7}?", "completion": "yes" if i < 20 else "no"} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.chat": {}, "config.deduplicate": True}
@@ -390,10 +393,10 @@ def test_duplicates_are_left_out_of_dialogues_too(tmp_path):
 def test_a_source_without_documents_has_no_duplicates(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n\n")
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.deduplicate": True, "config.shuffle": True}
-    assert "holds no document" in refusal(tmp_path / "run", **changes)
+    assert "holds no document" in get_error_line(tmp_path / "run", **changes)
 
 
-def test_a_shuffled_corpus_without_duplicates_is_the_same_after_every_loss(tmp_path):
+def test_a_deduplicated_corpus_is_restored_after_every_loss_of_files(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(REPEATED))
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.deduplicate": True, "config.shuffle": True}
     make_tokenise_job(tmp_path / "whole", **changes)()
@@ -401,9 +404,9 @@ def test_a_shuffled_corpus_without_duplicates_is_the_same_after_every_loss(tmp_p
     assert sorted(decode_corpus(tmp_path / "whole/corpus")) == sorted(DOCUMENTS)
     job = make_tokenise_job(tmp_path / "run", **changes)
     with pytest.raises(RuntimeError, match="crash"):
-        job(stop=CrashAfter(job, 500))
+        job(stop=CrashNotice(job, 500))
     shutil.copytree(tmp_path / "run", tmp_path / "crashed")
-    # Every set of files that a kill may leave: digests of some pieces, with or without what they lead to.
+    # All sets of files that a kill may leave: digests of some pieces, with or without their results.
     for lost in ("none", "0000[0-3].digests", "*.digests", "duplicates.bin", "[0d]*.*[ns]", "0000[2-9].json"):
         shutil.rmtree(tmp_path / "run")
         shutil.copytree(tmp_path / "crashed", tmp_path / "run")
@@ -413,13 +416,13 @@ def test_a_shuffled_corpus_without_duplicates_is_the_same_after_every_loss(tmp_p
         assert read_corpus_files(tmp_path / "run/corpus") == whole, lost
 
 
-# From a bucket to a bucket.
+# Buckets.
 
 
 @pytest.mark.parametrize(
     "source", ["gs://b/web/*.jsonl.zst", "gs://b/web/**/*.zst", "gs://b/web/[ab]*.zst", "gs://b/web"]
 )
-def test_a_bucket_gives_the_documents_of_its_files_and_takes_the_corpus(tmp_path, monkeypatch, source):
+def test_a_corpus_is_read_from_and_written_to_a_bucket(tmp_path, monkeypatch, source):
     bucket = tokenise_inputs.FakeBucket(monkeypatch)
     for i, name in enumerate(["a", "b"]):
         bucket.write(f"web/{name}.jsonl.zst", FILE_FORMATS["c.jsonl.zst"](DOCUMENTS[i * 50 : i * 50 + 50]))
@@ -441,7 +444,7 @@ def test_one_object_of_a_bucket_is_a_source(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("own", ["a[1].jsonl", "a b*.jsonl"])
-def test_an_object_whose_name_holds_wild_characters_is_a_source(tmp_path, monkeypatch, own):
+def test_an_object_with_wildcards_in_its_name_is_a_source(tmp_path, monkeypatch, own):
     bucket = tokenise_inputs.FakeBucket(monkeypatch)
     bucket.write(f"web/{own}", tokenise_inputs.make_jsonl(DOCUMENTS))
     bucket.write("web/a1.jsonl", b"not read")
@@ -478,11 +481,11 @@ def test_a_large_file_in_a_bucket_is_read_in_blocks(tmp_path, monkeypatch, name)
         ("gs://b/*/a.*", "matches jsonl and text files"),
     ],
 )
-def test_a_source_that_a_bucket_does_not_have_is_refused(tmp_path, monkeypatch, source, message):
+def test_a_source_missing_in_a_bucket_is_rejected(tmp_path, monkeypatch, source, message):
     bucket = tokenise_inputs.FakeBucket(monkeypatch)
     bucket.write("web/a.jsonl", tokenise_inputs.make_jsonl(DOCUMENTS))
     bucket.write("web/a.txt", b"text")
-    assert message in refusal(tmp_path / "run", **{"config.source": source})
+    assert message in get_error_line(tmp_path / "run", **{"config.source": source})
 
 
 @pytest.mark.parametrize("block_bytes", [None, 512])
@@ -498,7 +501,7 @@ def test_a_source_that_a_bucket_does_not_have_is_refused(tmp_path, monkeypatch, 
     ],
     ids=str,
 )
-def test_an_object_that_cannot_be_read_is_named(tmp_path, monkeypatch, error, raised, name, block_bytes):
+def test_an_unreadable_object_is_named(tmp_path, monkeypatch, error, raised, name, block_bytes):
     bucket = tokenise_inputs.FakeBucket(monkeypatch)
     if block_bytes is not None:
         monkeypatch.setattr(input_files, "BLOCK_BYTES", block_bytes)
@@ -508,39 +511,39 @@ def test_an_object_that_cannot_be_read_is_named(tmp_path, monkeypatch, error, ra
     bucket.write(key, FILE_FORMATS[form](DOCUMENTS))
     content = bucket.driver.objects[key][0]
 
-    def strike(verb: str, struck: str) -> None:
-        if (verb, struck) == ("get", key):
+    def fail(verb: str, failing_name: str) -> None:
+        if (verb, failing_name) == ("get", key):
             if isinstance(error, OSError):
                 raise error
             bucket.driver.objects[key] = (content[:-1] if error == "cut" else content[::-1], "other")
 
-    bucket.driver.before = strike
+    bucket.driver.before = fail
     with pytest.raises(raised, match=r"web/c"):
         make_tokenise_job(tmp_path / "run", **{"config.source": f"gs://b/web/{name}"})()
 
 
-# A job that is stopped, and what may have changed when it goes on.
+# Resumes, and changes between attempts.
 
 
-def _some(tmp_path: Path) -> dict[str, Any]:
+def _make_some(tmp_path: Path) -> dict[str, Any]:
     is_there = (tmp_path / "in").exists()
     return {"config.source": str(tmp_path / "in/*.txt") if is_there else write_text_files(tmp_path / "in", DOCUMENTS)}
 
 
-def _stopped(tmp_path: Path, **changes: Any) -> Path:
-    """A run that was asked to stop in the middle."""
-    job = make_tokenise_job(tmp_path / "run", **_some(tmp_path), **changes)
+def _make_stopped_run(tmp_path: Path, **changes: Any) -> Path:
+    """Run a job and stop it in the middle."""
+    job = make_tokenise_job(tmp_path / "run", **_make_some(tmp_path), **changes)
     stop_after(job, 500)
     return tmp_path / "run"
 
 
-def test_a_stopped_job_goes_on_without_making_a_piece_again(tmp_path):
-    run = _stopped(tmp_path)
+def test_a_resumed_job_makes_no_piece_twice(tmp_path):
+    run = _make_stopped_run(tmp_path)
     records = {path: path.stat().st_mtime_ns for path in (run / "corpus").glob("0*")}
     assert len(records) > 2
-    make_tokenise_job(run, **_some(tmp_path))()
+    make_tokenise_job(run, **_make_some(tmp_path))()
     assert records == {path: path.stat().st_mtime_ns for path in records}
-    make_tokenise_job(tmp_path / "whole", **_some(tmp_path))()
+    make_tokenise_job(tmp_path / "whole", **_make_some(tmp_path))()
     assert read_corpus_files(run / "corpus") == read_corpus_files(tmp_path / "whole/corpus")
     results = [json.loads((directory / "result.json").read_bytes()) for directory in (run, tmp_path / "whole")]
     assert results[0] == results[1]
@@ -548,63 +551,64 @@ def test_a_stopped_job_goes_on_without_making_a_piece_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["00000.json", "00000-000.bin", "00000-000.ends"])
-def test_what_was_lost_since_is_told_or_made_again(tmp_path, name):
-    run = _stopped(tmp_path)
+def test_lost_files_are_reported_or_made_again(tmp_path, name):
+    run = _make_stopped_run(tmp_path)
     (run / "corpus" / name).unlink()
     if not name.endswith(".json"):
         assert re.search(
-            rf"{re.escape(name)} is missing or truncated; remove .*00000.json", refusal(run, **_some(tmp_path))
+            rf"{re.escape(name)} is missing or truncated; remove .*00000.json",
+            get_error_line(run, **_make_some(tmp_path)),
         )
         (run / "corpus/00000.json").unlink()
-    make_tokenise_job(run, **_some(tmp_path))()
+    make_tokenise_job(run, **_make_some(tmp_path))()
     assert decode_corpus(run / "corpus") == DOCUMENTS
 
 
-def test_a_job_that_is_done_does_nothing_even_if_its_corpus_was_moved_away(tmp_path):
-    make_tokenise_job(tmp_path / "run", **_some(tmp_path))()
+def test_a_finished_job_does_nothing_even_without_its_corpus(tmp_path):
+    make_tokenise_job(tmp_path / "run", **_make_some(tmp_path))()
     (tmp_path / "run/corpus").rename(tmp_path / "elsewhere")
-    make_tokenise_job(tmp_path / "run", **_some(tmp_path))()
+    make_tokenise_job(tmp_path / "run", **_make_some(tmp_path))()
     assert not (tmp_path / "run/corpus").exists()
 
 
 @pytest.mark.parametrize("damage", [b"{", b"[]", b"{}", b'{"num_bad": "x"}', b'{"shards": [3]}'])
-def test_a_damaged_record_is_named_and_its_piece_made_again(tmp_path, damage):
-    run = _stopped(tmp_path)
+def test_a_damaged_record_is_reported_and_its_piece_made_again(tmp_path, damage):
+    run = _make_stopped_run(tmp_path)
     path = run / "corpus/00001.json"
     record = path.read_bytes()
     is_part = damage.startswith(b'{"')
     path.write_bytes(json.dumps(json.loads(record) | json.loads(damage)).encode() if is_part else damage)
-    assert "00001.json is missing or damaged; remove it and run again" in refusal(run, **_some(tmp_path))
+    assert "00001.json is missing or damaged; remove it and run again" in get_error_line(run, **_make_some(tmp_path))
     path.unlink()
-    make_tokenise_job(run, **_some(tmp_path))()
+    make_tokenise_job(run, **_make_some(tmp_path))()
     assert path.read_bytes() == record
 
 
-def test_what_a_killed_process_was_writing_does_not_stay(tmp_path):
-    run = _stopped(tmp_path)
+def test_partial_files_of_a_killed_process_are_removed(tmp_path):
+    run = _make_stopped_run(tmp_path)
     (run / "corpus/.00009-000.bin.0123abcd.tmp").write_bytes(b"half")
     (run / "corpus/.mine").write_bytes(b"somebody's own")
-    make_tokenise_job(run, **_some(tmp_path))()
+    make_tokenise_job(run, **_make_some(tmp_path))()
     assert [path.name for path in (run / "corpus").glob(".*")] == [".mine"]
 
 
-def test_another_input_is_refused_and_named(tmp_path):
-    run, first = _stopped(tmp_path), tmp_path / "in/00000.txt"
+def test_a_changed_input_is_rejected_and_named(tmp_path):
+    run, first = _make_stopped_run(tmp_path), tmp_path / "in/00000.txt"
     source = {"config.source": str(tmp_path / "in/*.txt")}
     before, status = first.read_bytes(), first.stat()
     first.write_bytes(before + b"more")
-    assert f"{first} has changed" in refusal(run, **source)
+    assert f"{first} has changed" in get_error_line(run, **source)
     first.unlink()
-    assert f"{first} is gone" in refusal(run, **source)
+    assert f"{first} is gone" in get_error_line(run, **source)
     first.write_bytes(before)
     os.utime(first, ns=(status.st_atime_ns, status.st_mtime_ns))
     (tmp_path / "in/new.txt").write_text("new")
-    assert "new.txt is new" in refusal(run, **source)
+    assert "new.txt is new" in get_error_line(run, **source)
     (tmp_path / "in/new.txt").unlink()
     make_tokenise_job(run, **source)()
 
 
-def test_an_object_that_was_replaced_by_one_of_its_size_is_refused_and_named(tmp_path, monkeypatch):
+def test_a_replaced_object_of_equal_size_is_rejected_and_named(tmp_path, monkeypatch):
     bucket = tokenise_inputs.FakeBucket(monkeypatch)
     bucket.write("web/a.jsonl", tokenise_inputs.make_jsonl(DOCUMENTS[:60]))
     bucket.write("web/b.jsonl", tokenise_inputs.make_jsonl(DOCUMENTS[60:]))
@@ -612,23 +616,23 @@ def test_an_object_that_was_replaced_by_one_of_its_size_is_refused_and_named(tmp
     job = make_tokenise_job(tmp_path / "run", **changes)
     stop_after(job, 500)
     bucket.write("web/b.jsonl", tokenise_inputs.make_jsonl(DOCUMENTS[:59:-1]))
-    assert "gs://b/web/b.jsonl has changed since this job began" in refusal(tmp_path / "run", **changes)
+    assert "gs://b/web/b.jsonl has changed since this job began" in get_error_line(tmp_path / "run", **changes)
 
 
-def test_another_tokenizer_is_refused(tmp_path, kinds):
-    run = _stopped(tmp_path, **{"config.tokenizer": kinds["hf"]})
-    path = Path(kinds["hf"]["file"])
+def test_another_tokenizer_is_rejected(tmp_path, tokenizers_by_kind):
+    run = _make_stopped_run(tmp_path, **{"config.tokenizer": tokenizers_by_kind["hf"]})
+    path = Path(tokenizers_by_kind["hf"]["file"])
     before = path.read_bytes()
     path.write_bytes(before.replace(b"<|pad|>", b"<|PAD|>"))
-    changes = _some(tmp_path) | {"config.tokenizer": kinds["hf"]}
+    changes = _make_some(tmp_path) | {"config.tokenizer": tokenizers_by_kind["hf"]}
     with pytest.raises(InvalidError, match=r"config.tokenizer.sha256: checkpoint 500 has"):
         make_tokenise_job(run, **changes)()
     path.write_bytes(before)
-    make_tokenise_job(run, **_some(tmp_path), **{"config.tokenizer": kinds["hf"]})()
+    make_tokenise_job(run, **_make_some(tmp_path), **{"config.tokenizer": tokenizers_by_kind["hf"]})()
 
 
-class CrashAfter(StopAfter):
-    """The end of the process when so many steps are complete: nothing is saved."""
+class CrashNotice(StopAfter):
+    """Stop notice that ends the process after some steps, so that nothing is saved."""
 
     def poll(self) -> bool:
         if super().poll():
@@ -636,34 +640,36 @@ class CrashAfter(StopAfter):
         return False
 
 
-def test_another_tokenizer_is_refused_before_the_first_checkpoint_too(tmp_path, kinds):
-    shutil.copy(kinds["hf"]["file"], tmp_path / "t.json")
-    changes = _some(tmp_path) | {"config.tokenizer": {"kind": "hf", "file": str(tmp_path / "t.json")}}
+def test_another_tokenizer_is_rejected_before_the_first_checkpoint(tmp_path, tokenizers_by_kind):
+    shutil.copy(tokenizers_by_kind["hf"]["file"], tmp_path / "t.json")
+    changes = _make_some(tmp_path) | {"config.tokenizer": {"kind": "hf", "file": str(tmp_path / "t.json")}}
     job = make_tokenise_job(tmp_path / "run", **changes)
     with pytest.raises(RuntimeError, match="crash"):
-        job(stop=CrashAfter(job, 500))
+        job(stop=CrashNotice(job, 500))
     (tmp_path / "t.json").write_bytes((tmp_path / "t.json").read_bytes().replace(b"<|pad|>", b"<|PAD|>"))
-    assert "differs from the one that its pieces were made with" in refusal(tmp_path / "run", **changes)
+    assert "differs from the one that its pieces were made with" in get_error_line(tmp_path / "run", **changes)
 
 
-def test_a_trained_tokenizer_that_was_replaced_is_refused(tmp_path, kinds):
-    changes = {"config.tokenizer": kinds["bpe"]}
-    run = _stopped(tmp_path, **changes)
-    shutil.copy(kinds["hf"]["file"], run / "corpus/tokenizer.json")
-    assert "differs from the one that its pieces were made with" in refusal(run, **_some(tmp_path), **changes)
+def test_a_replaced_trained_tokenizer_is_rejected(tmp_path, tokenizers_by_kind):
+    changes = {"config.tokenizer": tokenizers_by_kind["bpe"]}
+    run = _make_stopped_run(tmp_path, **changes)
+    shutil.copy(tokenizers_by_kind["hf"]["file"], run / "corpus/tokenizer.json")
+    assert "differs from the one that its pieces were made with" in get_error_line(
+        run, **_make_some(tmp_path), **changes
+    )
 
 
 def test_two_runs_never_write_one_corpus(tmp_path):
     output = {"config.output": str(tmp_path / "corpus")}
-    job = make_tokenise_job(tmp_path / "run", **_some(tmp_path), **output)
+    job = make_tokenise_job(tmp_path / "run", **_make_some(tmp_path), **output)
     stop_after(job, 500)
-    found = refusal(tmp_path / "other", **_some(tmp_path), **output)
+    found = get_error_line(tmp_path / "other", **_make_some(tmp_path), **output)
     assert f"is the corpus of the run 'tokenise' in {tmp_path / 'run'}; use another output" in found
     shutil.rmtree(tmp_path / "run")
-    assert "is the corpus of the run" in refusal(tmp_path / "run", **_some(tmp_path), **output)
+    assert "is the corpus of the run" in get_error_line(tmp_path / "run", **_make_some(tmp_path), **output)
 
 
-# Every key.
+# Keys.
 
 
 @pytest.mark.parametrize(
@@ -704,7 +710,7 @@ def test_two_runs_never_write_one_corpus(tmp_path):
     ],
     ids=str,
 )
-def test_a_wrong_value_is_refused_in_one_line_before_anything_is_written(tmp_path, kinds, change, message):
+def test_an_invalid_value_is_rejected_before_anything_is_written(tmp_path, tokenizers_by_kind, change, message):
     source = write_text_files(tmp_path / "in", DOCUMENTS[:3])
     (tmp_path / "in/a.jsonl").write_bytes(tokenise_inputs.make_jsonl(DOCUMENTS))
     (tmp_path / "in/b.zip").write_bytes(b"PK")
@@ -713,23 +719,23 @@ def test_a_wrong_value_is_refused_in_one_line_before_anything_is_written(tmp_pat
     words["EMPTY"] = str(tmp_path / "in/none.json")
     words["MIXED"] = str(tmp_path / "in/[0a]*")
 
-    def real(value: Any) -> Any:
+    def replace_placeholder(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: real(inner) for key, inner in value.items()}
-        if value in kinds:
-            return kinds[value] if value == "hf" and change.get("config.tokenizer") == "hf" else value
+            return {key: replace_placeholder(inner) for key, inner in value.items()}
+        if value in tokenizers_by_kind:
+            return tokenizers_by_kind[value] if value == "hf" and change.get("config.tokenizer") == "hf" else value
         return (
             re.sub("^TOP/", f"{tmp_path}/", re.sub("^IN/", f"{tmp_path}/in/", words.get(value, value)))
             if isinstance(value, str)
             else value
         )
 
-    changes = {"config.source": source} | {key: real(value) for key, value in change.items()}
-    assert re.search(message, refusal(tmp_path / "run", **changes))
+    changes = {"config.source": source} | {key: replace_placeholder(value) for key, value in change.items()}
+    assert re.search(message, get_error_line(tmp_path / "run", **changes))
     assert not (tmp_path / "run/corpus").exists()
 
 
-# Every damage.
+# Damaged input.
 
 
 def _cut(content: bytes) -> bytes:
@@ -770,45 +776,45 @@ CASES = [(name, damage) for damage, (names, _, _) in DAMAGES.items() for name in
 
 
 @pytest.mark.parametrize(("name", "damage"), CASES)
-def test_a_damaged_input_ends_the_job_with_one_line_that_names_it(tmp_path, name, damage):
+def test_a_damaged_input_is_named_in_one_line(tmp_path, name, damage):
     _, spoil, message = DAMAGES[damage]
     (tmp_path / name).write_bytes(spoil(FILE_FORMATS[name](DOCUMENTS)))
-    found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / name)})
+    found = get_error_line(tmp_path / "run", **{"config.source": str(tmp_path / name)})
     assert re.search(message, found), found
     assert name in found
 
 
 @pytest.mark.parametrize("name", ["d.parquet", "e.arrow", "f.arrow"])
-def test_two_columns_of_one_name_are_refused(tmp_path, monkeypatch, name):
+def test_two_columns_of_one_name_are_rejected(tmp_path, monkeypatch, name):
     twice = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
     monkeypatch.setattr(tokenise_inputs, "make_table", lambda _: twice)
     (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
-    found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / name)})
+    found = get_error_line(tmp_path / "run", **{"config.source": str(tmp_path / name)})
     assert f"{name} has 2 columns 'text', needs one" in found
 
 
-def test_a_text_that_the_tokenizer_has_no_ids_for_ends_the_job_with_one_line(tmp_path):
+def test_a_text_that_cannot_be_encoded_ends_the_job_with_one_line(tmp_path):
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]"))
     (tmp_path / "t.json").write_text(library.to_str())
     changes = {"config.tokenizer": {"kind": "hf", "file": str(tmp_path / "t.json")}}
-    found = refusal(tmp_path / "run", **_some(tmp_path), **changes)
+    found = get_error_line(tmp_path / "run", **_make_some(tmp_path), **changes)
     assert "the tokenizer cannot encode a document: WordLevel error: Missing [UNK] token" in found
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "d.parquet", "e.arrow"])
-def test_a_field_that_is_missing_is_told_with_the_nearest(tmp_path, name):
+def test_a_missing_field_is_reported_with_the_nearest_name(tmp_path, name):
     (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
-    found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / name), "config.field": "texts"})
+    found = get_error_line(tmp_path / "run", **{"config.source": str(tmp_path / name), "config.field": "texts"})
     assert "has no " in found
     assert "did you mean config.field: text?" in found
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.arrow"])
-def test_so_many_bad_lines_are_left_out_as_the_spec_allows(tmp_path, capsys, name):
+def test_bad_lines_are_skipped_up_to_the_limit(tmp_path, capsys, name):
     (tmp_path / name).write_bytes(FILE_FORMATS[name]([*DOCUMENTS[:60], None, *DOCUMENTS[60:], None]))
     source = {"config.source": str(tmp_path / name)}
-    assert re.search("'text' is (not a string: null|null)", refusal(tmp_path / "strict", **source))
-    found = refusal(tmp_path / "run", **source, **{"config.skip_bad": 1})
+    assert re.search("'text' is (not a string: null|null)", get_error_line(tmp_path / "strict", **source))
+    found = get_error_line(tmp_path / "run", **source, **{"config.skip_bad": 1})
     assert "config.skip_bad allows 1" in found
     make_tokenise_job(tmp_path / "run", **source, **{"config.skip_bad": 2})()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
@@ -816,23 +822,23 @@ def test_so_many_bad_lines_are_left_out_as_the_spec_allows(tmp_path, capsys, nam
 
 
 @pytest.mark.parametrize("name", list(FILE_FORMATS))
-def test_a_first_try_with_a_wrong_field_claims_nothing(tmp_path, name):
+def test_a_wrong_field_is_rejected_before_the_claim(tmp_path, name):
     (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))
     changes = {"config.source": str(tmp_path / name), "config.tokenizer": {"kind": "bpe", "vocabulary_size": 290}}
-    refusal(tmp_path / "run", **changes, **{"config.field": "content"})
+    get_error_line(tmp_path / "run", **changes, **{"config.field": "content"})
     assert not list((tmp_path / "run").glob("*"))
     make_tokenise_job(tmp_path / "run", **changes)()
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
 
 
-def test_a_first_try_that_made_no_piece_leaves_the_directory_to_a_corrected_spec(tmp_path):
-    """The second file lacks the field, which the training of the vocabulary finds after the directory is claimed."""
+def test_a_directory_without_pieces_accepts_a_corrected_spec(tmp_path):
+    """Check with a second file without the field, which only the training finds, after the claim of the directory."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.jsonl").write_bytes(b"".join(b'{"text": "x", "body": "%d"}\n' % i for i in range(99)))
     (tmp_path / "in/b.jsonl").write_bytes(b'{"body": "y"}\n')
     bpe = {"kind": "bpe", "vocabulary_size": 290}
     wrong = {"config.source": str(tmp_path / "in/*"), "config.tokenizer": bpe, "config.deduplicate": True}
-    assert "has no 'text'" in refusal(tmp_path / "run", **wrong)
+    assert "has no 'text'" in get_error_line(tmp_path / "run", **wrong)
     assert (tmp_path / "run/job.json").exists()
     right = wrong | {"config.field": "body", "config.tokenizer": bpe | {"vocabulary_size": 280}}
     make_tokenise_job(tmp_path / "run", **right)()
@@ -842,37 +848,37 @@ def test_a_first_try_that_made_no_piece_leaves_the_directory_to_a_corrected_spec
         make_tokenise_job(tmp_path / "run", **wrong)()
 
 
-def test_a_directory_with_work_in_it_is_not_left_to_another_spec(tmp_path):
+def test_a_directory_with_pieces_rejects_another_spec(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(DOCUMENTS) + b"{}\n")
     changes = {"config.source": str(tmp_path / "a.jsonl"), "config.shard_bytes": 300}
-    assert "has no 'text'" in refusal(tmp_path / "run", **changes)
+    assert "has no 'text'" in get_error_line(tmp_path / "run", **changes)
     assert list((tmp_path / "run/corpus").glob("0*.json"))
-    assert "another trajectory" in refused(tmp_path / "run", **changes, **{"config.separator": 0})
+    assert "another trajectory" in list_error_lines(tmp_path / "run", **changes, **{"config.separator": 0})
 
 
-def refused(directory: Path, **changes: Any) -> str:
-    """The lines with which a job is refused."""
+def list_error_lines(directory: Path, **changes: Any) -> str:
+    """Return the error lines of a rejected job."""
     with pytest.raises(InvalidError) as caught:
         make_tokenise_job(directory, **changes)()
     return str(caught.value)
 
 
-def test_a_line_without_the_field_tells_that_it_may_be_skipped(tmp_path):
+def test_a_line_without_the_field_suggests_skipping(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(tokenise_inputs.make_jsonl(DOCUMENTS) + b'{"name": 1}\n')
-    found = refusal(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl")})
+    found = get_error_line(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl")})
     assert "a.jsonl:122: has no 'text'" in found
     assert "set config.skip_bad" in found
 
 
-def test_a_file_that_cannot_be_read_is_told_before_anything_is_written(tmp_path, monkeypatch):
-    """Asked of `os.access`, since root may read everything."""
+def test_an_unreadable_file_is_reported_before_anything_is_written(tmp_path, monkeypatch):
+    """Check with a patched `os.access`, since root may read every file."""
     source = write_text_files(tmp_path / "in", DOCUMENTS[:3])
     monkeypatch.setattr(os, "access", lambda name, _: not name.endswith("00002.txt"))
-    assert "cannot read" in refusal(tmp_path / "run", **{"config.source": source})
+    assert "cannot read" in get_error_line(tmp_path / "run", **{"config.source": source})
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_that_changes_under_the_job_ends_it(tmp_path):
+def test_a_file_that_changes_during_the_job_ends_it(tmp_path):
     write_text_files(tmp_path / "in", DOCUMENTS)
     job = make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "in/*.txt")})
     assert len(job.files) == len(DOCUMENTS)
@@ -881,7 +887,7 @@ def test_a_file_that_changes_under_the_job_ends_it(tmp_path):
         job()
 
 
-def test_a_person_is_told_now_and_then_how_far_the_job_is():
+def test_the_job_reports_its_progress():
     tally = Tally(40)
     tally.begin(10)
     tally.add(
@@ -899,30 +905,30 @@ def test_a_person_is_told_now_and_then_how_far_the_job_is():
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(100, "100 s"), (1200, "20 min"), (9000, "2.5 h")])
-def test_time_left_is_said_in_a_fitting_unit(seconds, words):
+def test_the_remaining_time_has_a_suitable_unit(seconds, words):
     tally = Tally(2)
     tally.add(FinishedPiece("", (), 0, "", 0))
     assert tally.format_progress([tally.get_counts()], time.monotonic() + seconds).endswith(f"{words} left")
 
 
-def test_bad_lines_of_several_pieces_are_too_many_before_the_end(tmp_path):
+def test_bad_lines_are_counted_over_pieces(tmp_path):
     for name in "abcdef":
         (tmp_path / f"{name}.jsonl").write_bytes(tokenise_inputs.make_jsonl([*DOCUMENTS[:60], None]))
     source = {"config.source": str(tmp_path / "*.jsonl"), "config.skip_bad": 2}
-    found = refusal(tmp_path / "run", **source)
+    found = get_error_line(tmp_path / "run", **source)
     assert "a.jsonl:61" in found
     assert "3 bad lines so far, config.skip_bad allows 2" in found
     num_pieces = len(make_tokenise_job(tmp_path / "run", **source).pieces)
     assert len(list((tmp_path / "run/corpus").glob("[0-9]*.json"))) < num_pieces
 
 
-def test_half_a_character_in_a_json_text_becomes_a_question_mark(tmp_path):
+def test_a_lone_surrogate_in_json_becomes_a_question_mark(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\\ud800b"}\n')
     make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "a.jsonl")})()
     assert decode_corpus(tmp_path / "run/corpus") == ["a?b"]
 
 
-def test_text_that_is_not_utf_8_keeps_its_bytes(tmp_path):
+def test_text_that_is_not_utf8_keeps_its_bytes(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(256)))
     make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "a.txt")})()
     (ids,) = read_corpus(tmp_path / "run/corpus")
@@ -931,8 +937,8 @@ def test_text_that_is_not_utf_8_keeps_its_bytes(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BACKENDS)
-def test_from_a_real_cloud_to_a_real_cloud_that_fails_now_and_then(tmp_path, monkeypatch, name):
-    """Input, tokenizer, output and the run itself in a bucket that answers three requests of ten with 503."""
+def test_a_job_from_cloud_to_cloud_survives_failing_requests(tmp_path, monkeypatch, name):
+    """Check with input, tokenizer, output and run in a bucket that answers 30% of requests with 503."""
     with start_backend(name) as backend:
         route_stores_to(monkeypatch, backend)
         open_store.cache_clear()
@@ -945,7 +951,7 @@ def test_from_a_real_cloud_to_a_real_cloud_that_fails_now_and_then(tmp_path, mon
         backend.proxy.faults = Faults(error_rate=0.3, error_statuses=(503,))
         job = make_tokenise_job(backend.url(f"{top}/run"), **changes)
         with pytest.raises(RuntimeError, match="crash"):
-            job(stop=CrashAfter(job, 500))
+            job(stop=CrashNotice(job, 500))
         make_tokenise_job(backend.url(f"{top}/run"), **changes)()
         assert backend.proxy.fired["error"]
         (tmp_path / "corpus").mkdir()

@@ -1,4 +1,4 @@
-"""Decoders compute what transformers computes: on fixtures written by it, and in the soak on live models.
+"""Parity of decoders with transformers: daily on fixtures that it wrote, in the soak tests on live models.
 
 Shape legend: B batch, T sequence, V vocabulary.
 """
@@ -25,12 +25,12 @@ FIXTURES = Path(__file__).parent / "fixtures"
 TOKENS_BxT = np.random.default_rng(1).integers(0, 64, (2, 24))
 
 
-def files_of(config, sequence_length=64):
+def parse_config(config, sequence_length=64):
     return DecoderFiles(config, 64, sequence_length)
 
 
-def params_from(tensors, files):
-    """Return the parameters stacked from these tensors, each of which is used once."""
+def stack_params(tensors, files):
+    """Stack tensors into parameters, and check that each tensor is used once."""
     slices = {}
     left = dict(tensors)
     for piece in files.pieces():
@@ -49,7 +49,7 @@ def params_from(tensors, files):
     return params
 
 
-def our_logits(config, params):
+def compute_logits(config, params):
     model = Decoder(config, 64)
     variables = {"params": params} | params.pop("variables", {})
     return np.asarray(jax.jit(lambda variables: model.apply(variables, TOKENS_BxT, deterministic=True))(variables))
@@ -64,29 +64,29 @@ def test_every_family_has_a_fixture():
     assert {CASES[name][0] for name in DAILY} == set(FAMILIES)
 
 
-SPARED = ("mistral", "qwen3", "smollm3", "olmoe")  # other families cover each of their parts
+SOAK_CASES = ("mistral", "qwen3", "smollm3", "olmoe")  # other families cover their parts
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak) if name in SPARED else name for name in DAILY]
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in SOAK_CASES else name for name in DAILY]
 )
-def test_logits_of_each_family_match_those_of_transformers(name):
+def test_logits_of_each_family_match_transformers(name):
     config = parse_config_json(json.loads((FIXTURES / name / "config.json").read_text()))
-    params = params_from(load_file(FIXTURES / name / "model.safetensors"), files_of(config))
-    assert_same_logits(our_logits(config, params), np.load(FIXTURES / name / "logits.npy"))
+    params = stack_params(load_file(FIXTURES / name / "model.safetensors"), parse_config(config))
+    assert_same_logits(compute_logits(config, params), np.load(FIXTURES / name / "logits.npy"))
 
 
 @pytest.mark.parametrize("name", DAILY)
-def test_a_written_config_describes_the_same_decoder(name):
+def test_an_exported_config_describes_the_same_decoder(name):
     found = json.loads((FIXTURES / name / "config.json").read_text())
-    files = files_of(parse_config_json(found))
+    files = parse_config(parse_config_json(found))
     written = files.config()
     assert (written["model_type"], written["architectures"]) == (found["model_type"], found["architectures"])
     assert files.differences(found) == files.differences(written) == []
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_model_with_images_is_read(prefix, tmp_path):
+def test_the_text_part_of_a_multimodal_model_is_imported(prefix, tmp_path):
     text = json.loads((FIXTURES / "gemma3" / "config.json").read_text())
     tensors = load_file(FIXTURES / "gemma3" / "model.safetensors")
     images = {f"vision_tower.{name}": np.zeros(2, np.float32) for name in "abc"}
@@ -95,9 +95,9 @@ def test_the_text_part_of_a_model_with_images_is_read(prefix, tmp_path):
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    files = files_of(parse_config_json(config))
+    files = parse_config(parse_config_json(config))
     assert files.differences(config) == []
-    leaves = flatten_with_names({"params": params_from(tensors, files)})
+    leaves = flatten_with_names({"params": stack_params(tensors, files)})
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     rule = InitFromConfig(path=str(tmp_path))
     match = match_tensors(open_published_weights(str(tmp_path)), files, shapes, rule)
@@ -105,7 +105,7 @@ def test_the_text_part_of_a_model_with_images_is_read(prefix, tmp_path):
     assert match.notes == ("vision_tower: its 3 tensors are left out, the model has no such part",)
 
 
-def test_keys_that_a_published_gemma3_leaves_out_have_their_defaults():
+def test_omitted_keys_of_gemma3_have_their_defaults():
     # The text_config of gemma-3-4b-it.
     text = {
         **{"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34},
@@ -118,7 +118,7 @@ def test_keys_that_a_published_gemma3_leaves_out_have_their_defaults():
 
 
 @pytest.mark.soak
-def test_a_model_with_images_of_live_transformers_is_read(tmp_path):
+def test_a_live_multimodal_model_is_imported(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs pip install -e '.[parity]'")
     text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
@@ -126,10 +126,10 @@ def test_a_model_with_images_of_live_transformers_is_read(tmp_path):
     model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
     model.save_pretrained(tmp_path)
     found = json.loads((tmp_path / "config.json").read_text())
-    files = files_of(parse_config_json(found))
+    files = parse_config(parse_config_json(found))
     named = {files.known_as(name): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     del named[None]
-    logits_BxTxV = our_logits(parse_config_json(found), params_from(named, files))
+    logits_BxTxV = compute_logits(parse_config_json(found), stack_params(named, files))
     write = importlib.import_module("tests.experiments.hugging_face.write")
     assert_same_logits(logits_BxTxV, write.logits_of(model, TOKENS_BxT))
 
@@ -144,8 +144,8 @@ def test_logits_match_live_transformers_in_both_directions(name, tmp_path):
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     found = model.config.to_dict()
-    files = files_of(parse_config_json(found))
-    assert_same_logits(our_logits(parse_config_json(found), params_from(tensors, files)), expected_BxTxV)
+    files = parse_config(parse_config_json(found))
+    assert_same_logits(compute_logits(parse_config_json(found), stack_params(tensors, files)), expected_BxTxV)
 
     written = transformers.AutoConfig.for_model(**files.config(), attn_implementation="eager")
     again = transformers.AutoModelForCausalLM.from_config(written).float().eval()

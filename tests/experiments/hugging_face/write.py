@@ -16,7 +16,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 TOKENS_BxT = np.random.default_rng(1).integers(0, 64, (2, 24))
 
 
-def make(name: str) -> Any:
+def make_model(name: str) -> Any:
     """Return a small random model of transformers, float32, in which every parameter matters."""
     model_type, options = arguments(name)
     torch.manual_seed(0)
@@ -24,15 +24,15 @@ def make(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # scales of norms and biases, which begin as ones or zeros
+            if parameter.ndim == 1:  # norm scales and biases are initialised to ones or zeros
                 parameter += 0.2 * torch.randn(parameter.shape)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # begins as zeros too
+            if name.endswith("e_score_correction_bias"):  # is initialised to zeros too
                 buffer += 0.2 * torch.randn(buffer.shape)
     return model
 
 
-def logits_of(model: Any, tokens_BxT: np.ndarray) -> np.ndarray:
+def compute_logits(model: Any, tokens_BxT: np.ndarray) -> np.ndarray:
     """Return logits of the next token, (B, T, V)."""
     with torch.no_grad():
         return model(torch.tensor(tokens_BxT)).logits.numpy()
@@ -41,9 +41,9 @@ def logits_of(model: Any, tokens_BxT: np.ndarray) -> np.ndarray:
 def main() -> None:
     """Write every daily case."""
     for name in DAILY:
-        model = make(name)
+        model = make_model(name)
         model.save_pretrained(FIXTURES / name)
-        np.save(FIXTURES / name / "logits.npy", logits_of(model, TOKENS_BxT))
+        np.save(FIXTURES / name / "logits.npy", compute_logits(model, TOKENS_BxT))
         print(name, sum(path.stat().st_size for path in (FIXTURES / name).iterdir()) // 1000, "kB")
 
 

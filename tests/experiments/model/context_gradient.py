@@ -1,4 +1,4 @@
-"""Program that prints the collectives by which a TPU sums the gradients of gathered keys, as JSON.
+"""Program that prints the collectives that reduce the gradients of gathered keys on a TPU, as JSON.
 
 It runs in a separate process, because libtpu stays with the process that loads it.
 
@@ -28,7 +28,7 @@ def main() -> None:
     mesh = make_mesh(SIZES, open_machine(parse_accelerator("v5p-256")).devices)
     whole = jax.ShapeDtypeStruct((B, K, T, H), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def on_device(g_BxKxTxH: jax.Array) -> jax.Array:  # as the kernel makes them
+    def on_device(g_BxKxTxH: jax.Array) -> jax.Array:  # as the kernel computes them
         return scatter_gradients(rows, jnp.sin(g_BxKxTxH).transpose(0, 2, 1, 3)) + 1
 
     run = functools.partial(jax.shard_map, in_specs=PartitionSpec(), out_specs=PartitionSpec(None, "sequence"))

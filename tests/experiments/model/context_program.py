@@ -1,4 +1,4 @@
-"""Program that prints what a context-parallel step compiled for a TPU holds and communicates, as JSON.
+"""Program that prints the arrays and collectives of a context-parallel step compiled for a TPU, as JSON.
 
 It runs in a separate process, because libtpu stays with the process that loads it.
 

@@ -1,4 +1,4 @@
-"""Every implementation of causal attention computes the same function.
+"""Implementations of causal attention, compared with a float64 reference and with each other.
 
 Shape legend: B batch, T sequence, N heads of queries, K heads of keys and values, H width of a head of queries and
 keys, W width of a head of values.
@@ -60,14 +60,14 @@ class Case(NamedTuple):
         names = ("window", "softcap", "scale")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def arrays(self):
+    def make_arrays(self):
         """Return queries, keys, values and an output gradient."""
         generator = np.random.default_rng(0)
         shapes = [(self.N, self.H), (self.K, self.H), (self.K, self.W), (self.N, self.W)]
         return [generator.normal(size=(self.B, self.T, *shape)).astype(np.float32) for shape in shapes]
 
-    def segments_of_rows(self):
-        """Return different segments for every sequence, with padding at the end; none if the case has none."""
+    def make_segments(self):
+        """Return different segments for every sequence, with padding at the end, or nothing without segments."""
         if not self.segments:
             return []
         generator = np.random.default_rng(1)
@@ -108,7 +108,7 @@ CASES = [
 ]
 
 
-def reference(case, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW, segments_BxT=None):
+def compute_reference(case, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW, segments_BxT=None):
     """Return output and gradients in float64, one head of queries at a time."""
     q, k, v, g = (x.astype(np.float64) for x in (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW))
     (B, T, N), scale = q.shape[:3], case.scale or 1 / np.sqrt(q.shape[3])
@@ -134,22 +134,24 @@ def reference(case, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW, segments_BxT=Non
     return results
 
 
-def value_and_gradients(form, q, k, v, g, *segments, **options):
+def compute_value_and_gradients(form, q, k, v, g, *segments, **options):
     out, pullback = jax.vjp(lambda *qkv: form(*qkv, *segments, **options), q, k, v)
     return out, *pullback(g)
 
 
-def check(form, case):
-    arrays, segments = case.arrays(), case.segments_of_rows()
-    run = jax.jit(functools.partial(value_and_gradients, form, **case.options))
+def check_case(form, case):
+    arrays, segments = case.make_arrays(), case.make_segments()
+    run = jax.jit(functools.partial(compute_value_and_gradients, form, **case.options))
     actual = run(*map(jnp.asarray, arrays), *map(jnp.asarray, segments))
-    for got, want, tolerance in zip(actual, reference(case, *arrays, *segments), [1e-5] + [1e-4] * 3, strict=True):
+    for got, want, tolerance in zip(
+        actual, compute_reference(case, *arrays, *segments), [1e-5] + [1e-4] * 3, strict=True
+    ):
         np.testing.assert_allclose(got, want, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(("form", "case"), CASES)
 def test_attention_and_gradients_match_a_float64_reference(form, case):
-    check(form, case)
+    check_case(form, case)
 
 
 TPU_CASES = [
@@ -168,7 +170,7 @@ TPU_CASES = [
 @pytest.mark.parametrize("form", [fused_attention, splash_attention])
 @pytest.mark.parametrize("case", TPU_CASES)
 def test_interpreted_tpu_kernels_match_a_float64_reference(case, form, interpreted):
-    check(form, case)
+    check_case(form, case)
 
 
 ROW = Case(T=1000, B=1, N=2, K=1, H=64, W=64)
@@ -187,10 +189,10 @@ ROW = Case(T=1000, B=1, N=2, K=1, H=64, W=64)
     ],
 )
 def test_windows_and_block_lengths_of_the_fused_kernel(case, interpreted, monkeypatch):
-    """Blocks are a quarter as long as on a TPU."""
+    """Check with blocks of a quarter of their length on a TPU."""
     monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 256)
     monkeypatch.setattr(tpu_attention, "LONG_STEP", 128)
-    check(fused_attention, case)
+    check_case(fused_attention, case)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +214,13 @@ def test_a_kernel_rotates_queries_and_keys_as_it_reads_them(case, rows, interpre
     def inside(*arrays, **options):
         return fused_attention(*arrays, rotation=rotation, **options)
 
-    def ahead(q, k, *others, **options):
+    def rotate_first(q, k, *others, **options):
         return blocked_attention(rotate(q, rotation), rotate(k, rotation), *others, **options)
 
-    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    arrays = [*map(jnp.asarray, case.make_arrays()), *map(jnp.asarray, case.make_segments())]
     got, want = (
-        jax.jit(functools.partial(value_and_gradients, form, **case.options))(*arrays) for form in (inside, ahead)
+        jax.jit(functools.partial(compute_value_and_gradients, form, **case.options))(*arrays)
+        for form in (inside, rotate_first)
     )
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)
@@ -228,21 +231,21 @@ def test_a_kernel_rotates_queries_and_keys_as_it_reads_them(case, rows, interpre
 @pytest.mark.parametrize("window", [None, 140])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_two_cores_read_nothing_before_it_is_written(dtype, window, is_turned, monkeypatch):
-    """Two emulated cores fetch and write blocks beside the kernel, and memory starts as NaN."""
+    """Check with two emulated cores that transfer blocks concurrently with the kernel, and memory filled with NaN."""
     case = ROW._replace(T=300, N=4, K=2, B=2, W=32, segments=True, softcap=2.0, window=window)
     params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=params))
     monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 128)
     rotation = rotation_at(jnp.arange(case.T)[None], Rope(), case.H) if is_turned else None
-    arrays = [jnp.asarray(x, dtype) for x in case.arrays()]
-    ids = [*map(jnp.asarray, case.segments_of_rows())]
+    arrays = [jnp.asarray(x, dtype) for x in case.make_arrays()]
+    ids = [*map(jnp.asarray, case.make_segments())]
 
-    def ahead(q, k, *others, **options):
+    def rotate_first(q, k, *others, **options):
         q, k = (q, k) if rotation is None else (rotate(q, rotation), rotate(k, rotation))
         return blocked_attention(q, k, *others, **options)
 
     inside = functools.partial(fused_attention, rotation=rotation)
-    got, want = (value_and_gradients(form, *arrays, *ids, **case.options) for form in (inside, ahead))
+    got, want = (compute_value_and_gradients(form, *arrays, *ids, **case.options) for form in (inside, rotate_first))
     assert not interpret_pallas_call.races.races_found
     for one, other in zip(got, want, strict=True):
         tolerance = 1e-4 if dtype == jnp.float32 else 0.1
@@ -255,7 +258,7 @@ def test_long_blocks_of_the_splash_kernel(interpreted, monkeypatch):
     for module in (attention, form):
         monkeypatch.setattr(module, "LONG_BLOCK_TOKENS", 256)
     monkeypatch.setattr(form, "fits_long_blocks", lambda *_: True)
-    check(splash_attention, ROW._replace(segments=True, softcap=2.0))
+    check_case(splash_attention, ROW._replace(segments=True, softcap=2.0))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +276,7 @@ def test_long_blocks_of_the_splash_kernel(interpreted, monkeypatch):
     ],
 )
 def test_the_block_length_fits_the_smallest_vmem(case, dtype, block):
-    q, _, v, _ = (jax.ShapeDtypeStruct(x.shape, dtype) for x in case.arrays())
+    q, _, v, _ = (jax.ShapeDtypeStruct(x.shape, dtype) for x in case.make_arrays())
     assert attention._fused_block_tokens(q, v) == block
 
 
@@ -288,14 +291,14 @@ def test_the_block_length_fits_the_smallest_vmem(case, dtype, block):
 def test_attention_is_the_same_under_any_sharding(form, sizes, interpreted, monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, "cpu", (form,))
     case = Case(T=125, N=24, K=6, B=8, segments=True, window=20, softcap=3.0)
-    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
-    want = jax.jit(functools.partial(value_and_gradients, blocked_attention, **case.options))(*arrays)
+    arrays = [*map(jnp.asarray, case.make_arrays()), *map(jnp.asarray, case.make_segments())]
+    want = jax.jit(functools.partial(compute_value_and_gradients, blocked_attention, **case.options))(*arrays)
     mesh = make_full_mesh(*sizes)
     with use_sharding_rules(mesh):
         rows, heads = nn.logical_to_mesh_axes(("batch", "heads"))
         specs = [PartitionSpec(rows, None, heads if x.shape[2] % sizes[2] == 0 else None) for x in arrays[:4]]
         split = jax.device_put(arrays, [NamedSharding(mesh, spec) for spec in (*specs, PartitionSpec(rows))])
-        actual = jax.jit(functools.partial(value_and_gradients, causal_attention, **case.options))(*split)
+        actual = jax.jit(functools.partial(compute_value_and_gradients, causal_attention, **case.options))(*split)
         forward = jax.jit(functools.partial(causal_attention, **case.options)).lower(*split[:3], split[4]).compile()
     for got, expected in zip(actual, want, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -306,21 +309,21 @@ def test_attention_is_the_same_under_any_sharding(form, sizes, interpreted, monk
 @pytest.mark.parametrize("rows", [1, 8])
 def test_rotation_in_a_kernel_is_the_same_under_sharding(rows, interpreted, monkeypatch):
     case = Case(T=125, N=8, K=4, B=8, H=16, W=16, segments=True)
-    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    arrays = [*map(jnp.asarray, case.make_arrays()), *map(jnp.asarray, case.make_segments())]
     positions_BxT = jnp.arange(case.T) + 7 * jnp.arange(rows)[:, None]
     rotation = rotation_at(positions_BxT, Rope(), case.H)
 
     def attend(q, k, v, segments):
         return causal_attention(q, k, v, segments, rotation)
 
-    want = jax.jit(functools.partial(value_and_gradients, attend))(*arrays)
+    want = jax.jit(functools.partial(compute_value_and_gradients, attend))(*arrays)
     monkeypatch.setattr(attention, "platform", lambda: "tpu")
     mesh = make_full_mesh(2, 1, 4)
     with use_sharding_rules(mesh):
         axes = nn.logical_to_mesh_axes(("batch", "sequence", "heads"))
         specs = [*[axes] * 4, PartitionSpec(axes[0])]
         split = jax.device_put(arrays, [NamedSharding(mesh, spec) for spec in specs])
-        actual = jax.jit(functools.partial(value_and_gradients, attend))(*split)
+        actual = jax.jit(functools.partial(compute_value_and_gradients, attend))(*split)
         assert "forward_attention" in str(jax.make_jaxpr(attend)(*split[:3], split[4]))
     for got, expected in zip(actual, want, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -328,7 +331,7 @@ def test_rotation_in_a_kernel_is_the_same_under_sharding(rows, interpreted, monk
 
 @pytest.mark.parametrize("form", ON_A_CPU)
 def test_future_tokens_do_not_change_past_outputs(form):
-    q, k, v, _ = map(jnp.asarray, Case().arrays())
+    q, k, v, _ = map(jnp.asarray, Case().make_arrays())
     changed_k, changed_v = k.at[:, 70:].add(1), v.at[:, 70:].add(1)
     run = jax.jit(form)
     before, after = run(q, k, v), run(q, changed_k, changed_v)
@@ -342,13 +345,13 @@ def test_future_tokens_do_not_change_past_outputs(form):
     [
         (Case(T=256, H=64, W=64), True),
         (Case(T=250, N=4, K=2, H=64, W=32, segments=True, window=100, softcap=30.0, scale=0.1), True),
-        (Case(T=100, H=64, W=64, segments=True), False),  # more than an eighth would be padding
+        (Case(T=100, H=64, W=64, segments=True), False),  # more than an eighth of the sequence would be padding
     ],
 )
 def test_every_platform_has_an_implementation(case, has_kernel, platform):
-    q, k, v, _ = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.arrays())
+    q, k, v, _ = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.make_arrays())
     attend = jax.jit(functools.partial(causal_attention, **case.options))
-    lowered = attend.trace(q, k, v, *case.segments_of_rows()).lower(lowering_platforms=(platform,))
+    lowered = attend.trace(q, k, v, *case.make_segments()).lower(lowering_platforms=(platform,))
     assert ("tpu_custom_call" in lowered.as_text()) == (has_kernel and platform == "tpu")
 
 
@@ -358,10 +361,10 @@ def test_every_platform_has_an_implementation(case, has_kernel, platform):
     ids=["plain", "all options"],
 )
 def test_cached_attention_equals_attention_to_the_whole_sequence(case):
-    q, k, v, _ = map(jnp.asarray, case.arrays())
+    q, k, v, _ = map(jnp.asarray, case.make_arrays())
     want = jax.jit(functools.partial(blocked_attention, **case.options))(q, k, v)
     attend = jax.jit(functools.partial(cached_attention, **case.options))
-    cache_k, cache_v = (jnp.full((case.B, 48, *x.shape[2:]), 9.0) for x in (k, v))  # positions that none may see
+    cache_k, cache_v = (jnp.full((case.B, 48, *x.shape[2:]), 9.0) for x in (k, v))  # masked positions
     start = 0
     for length in (18, 1, 1, 20):
         here = slice(start, start + length)
@@ -371,7 +374,7 @@ def test_cached_attention_equals_attention_to_the_whole_sequence(case):
 
 
 def test_softmax_of_bfloat16_inputs_runs_in_float32():
-    q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in Case(T=64).arrays())
+    q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in Case(T=64).make_arrays())
     half = blocked_attention(q, k, v)
     full = blocked_attention(*(x.astype(jnp.float32) for x in (q, k, v)))
     assert half.dtype == jnp.bfloat16
@@ -389,5 +392,5 @@ def test_softmax_of_bfloat16_inputs_runs_in_float32():
 )
 def test_unsupported_sizes_and_options_are_refused_in_one_line(case, message):
     with pytest.raises(InvalidError, match=message) as error:
-        causal_attention(*case.arrays()[:3], **case.options)
+        causal_attention(*case.make_arrays()[:3], **case.options)
     assert "\n" not in str(error.value)

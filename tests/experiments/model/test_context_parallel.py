@@ -1,4 +1,4 @@
-"""Rows whose positions lie on several devices: attention, whole models and their programs are those of one device.
+"""Context parallelism: attention, whole models and their programs, compared with one device.
 
 Shape legend: S accumulation steps, B examples, T sequence length, N heads of queries, K heads of keys, H width of a
 head of queries and keys, W width of a head of values, V vocabulary.
@@ -31,9 +31,9 @@ from runner.parallel.mesh import make_batch_sharding, make_mesh, use_sharding_ru
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.forecast.hlo import ARRAY_PATTERN
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state
-from tests.experiments.model.test_attention import Case, value_and_gradients
-from tests.experiments.model.test_decoder import EVERYTHING, LATENT
-from tests.experiments.test_documents import LENGTHS, T, documents, pack
+from tests.experiments.model.test_attention import Case, compute_value_and_gradients
+from tests.experiments.model.test_decoder import ALL_FEATURES, LATENT
+from tests.experiments.test_documents import LENGTHS, T, make_documents, pack_documents
 from tests.support.bigram import BIGRAM_OPTIONS, read_trajectory, write_questions
 from tests.support.libtpu import run_module
 from tests.support.tiny_jobs import make_gpt
@@ -41,7 +41,7 @@ from tests.support.tiny_jobs import make_gpt
 SOAK = pytest.mark.soak
 WAYS = ("ring", "gather")
 ALL = {"N": 4, "K": 2, "W": 6, "segments": True, "softcap": 2.0, "scale": 0.3}
-# By name: T in halves of a device, and what else is asked for. Halves of 10 are blocks of 5, of 11 blocks of 4 and 3.
+# By name: T in half shards, and other options. Half shards of 10 are split into blocks of 5, of 11 into 4 and 3.
 CASES = {
     "plain": (10, {}),
     "grouped": (10, {"N": 6, "K": 2}),
@@ -57,7 +57,7 @@ CASES = {
 }
 
 
-def mesh_of(**sizes):
+def make_mesh_over(**sizes):
     """Return a mesh over as many devices as the product of the sizes."""
     return make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
 
@@ -65,15 +65,17 @@ def mesh_of(**sizes):
 @functools.cache
 def expected(case):
     """Return output and gradients on one device."""
-    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
-    return jax.device_get(jax.jit(functools.partial(value_and_gradients, blocked_attention, **case.options))(*arrays))
+    arrays = [*map(jnp.asarray, case.make_arrays()), *map(jnp.asarray, case.make_segments())]
+    return jax.device_get(
+        jax.jit(functools.partial(compute_value_and_gradients, blocked_attention, **case.options))(*arrays)
+    )
 
 
-def check(case, way, mesh):
+def check_case(case, way, mesh):
     attend = functools.partial(causal_attention, row_attention=way)
-    arrays = [*map(jnp.asarray, case.arrays()), *map(jnp.asarray, case.segments_of_rows())]
+    arrays = [*map(jnp.asarray, case.make_arrays()), *map(jnp.asarray, case.make_segments())]
     with use_sharding_rules(mesh):
-        actual = jax.jit(functools.partial(value_and_gradients, attend, **case.options))(*arrays)
+        actual = jax.jit(functools.partial(compute_value_and_gradients, attend, **case.options))(*arrays)
     for got, want in zip(actual, expected(case), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -93,14 +95,14 @@ ATTENTION = [
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """Make several blocks of a half, the last of them padded."""
+    """Split a half shard into several blocks, the last of them padded."""
     monkeypatch.setattr(context_layout, "MAX_BLOCK_TOKENS", 5)
 
 
 @pytest.mark.parametrize(("name", "way", "sizes"), ATTENTION, ids=str)
 def test_sharded_attention_equals_attention_on_one_device(name, way, sizes, short_blocks):
     half, options = CASES[name]
-    check(Case(T=2 * sizes["sequence"] * half, B=2, **options), way, mesh_of(**sizes))
+    check_case(Case(T=2 * sizes["sequence"] * half, B=2, **options), way, make_mesh_over(**sizes))
 
 
 KERNEL_CASES = [
@@ -120,9 +122,13 @@ def interpreted(monkeypatch, interpreted):
 @pytest.mark.soak
 @pytest.mark.parametrize(("devices", "case"), KERNEL_CASES)
 def test_the_splash_kernel_on_gathered_keys_equals_one_device(devices, case, interpreted):
-    check(case, "gather", mesh_of(sequence=devices, fsdp=8 // devices) if case.B > 1 else mesh_of(sequence=devices))
-    with use_sharding_rules(mesh_of(sequence=devices)):
-        q, k, v, _ = map(jnp.asarray, case.arrays())
+    check_case(
+        case,
+        "gather",
+        make_mesh_over(sequence=devices, fsdp=8 // devices) if case.B > 1 else make_mesh_over(sequence=devices),
+    )
+    with use_sharding_rules(make_mesh_over(sequence=devices)):
+        q, k, v, _ = map(jnp.asarray, case.make_arrays())
         assert make_sequence_layout(q, k, v, "auto", window=None, softcap=None, scale=None).has_kernel
 
 
@@ -135,10 +141,10 @@ def test_the_mask_of_a_block_agrees_with_its_elements(queries, keys):
         assert (block.any(), block.all()) == (element.any(), element.all())
 
 
-# Work.
+# Balance of work.
 
 
-def cut_rows(devices, half, way, block=1, window=None):
+def make_block_pairs(devices, half, way, block=1, window=None):
     return SequenceLayout(2 * devices * half, devices, "sequence", None, way, window, None, 1.0, block, False)
 
 
@@ -147,7 +153,7 @@ def cut_rows(devices, half, way, block=1, window=None):
 @pytest.mark.parametrize("window", [None, 3, 40])
 def test_every_query_visits_every_visible_key_once_with_balanced_work(devices, way, window):
     half = 6
-    rows = cut_rows(devices, half, way, window=window)
+    rows = make_block_pairs(devices, half, way, window=window)
     met = np.zeros((rows.length, rows.length), int)
     for number in range(rows.num_rounds):
         work = []
@@ -169,10 +175,10 @@ def test_every_query_visits_every_visible_key_once_with_balanced_work(devices, w
 
 @pytest.mark.parametrize(("window", "preceding"), [(1, 0), (2, 1), (13, 1), (14, 2), (40, 4), (49, 7), (96, 7)])
 def test_a_window_needs_only_the_devices_that_it_reaches(window, preceding):
-    assert cut_rows(8, 6, "ring", window=window).num_preceding == preceding
+    assert make_block_pairs(8, 6, "ring", window=window).num_preceding == preceding
 
 
-# The way.
+# Choice of the method.
 
 LONG = AttentionShape(
     shards=8, batch=1, length=131_072, heads=32, key_heads=8, key_width=128, value_width=128, has_kernel=True
@@ -182,10 +188,10 @@ LONG = AttentionShape(
 @pytest.mark.parametrize(
     ("kind", "changes", "way"),
     [
-        ("TPU v5p", {}, "gather"),  # whose kernel a ring does not have
-        ("TPU v5 lite", {"length": 2**21}, "ring"),  # that does not fit otherwise
-        ("NVIDIA H100", {"has_kernel": False}, "ring"),  # which moves keys while it works
-        ("NVIDIA H100", {"has_kernel": False, "length": 2**12, "shards": 64}, "gather"),  # too short to hide a move
+        ("TPU v5p", {}, "gather"),  # the ring has no such kernel
+        ("TPU v5 lite", {"length": 2**21}, "ring"),  # gathered keys would not fit
+        ("NVIDIA H100", {"has_kernel": False}, "ring"),  # the ring overlaps the transfer of keys with compute
+        ("NVIDIA H100", {"has_kernel": False, "length": 2**12, "shards": 64}, "gather"),  # too short to hide a transfer
         ("cpu", {"has_kernel": False}, "ring"),
     ],
 )
@@ -209,18 +215,18 @@ def test_predicted_seconds_follow_the_formula():
     assert find_peak_rates("TPU7x", 16)[0].flops_per_second == CHIPS["tpu7x"].speeds.flops_per_second / 2
 
 
-# Rows that do not divide, and caches.
+# Indivisible sequences, and caches.
 
 
 @pytest.mark.parametrize("length", [1, 7, 12])
 def test_sequences_that_do_not_divide_are_attended_to_whole(length):
-    check(Case(T=length, B=1, N=2, K=2), "ring", mesh_of(sequence=4))
+    check_case(Case(T=length, B=1, N=2, K=2), "ring", make_mesh_over(sequence=4))
 
 
 def test_cached_attention_under_context_parallelism():
-    q, k, v, _ = map(jnp.asarray, Case(T=24, K=2).arrays())
+    q, k, v, _ = map(jnp.asarray, Case(T=24, K=2).make_arrays())
     want = blocked_attention(q, k, v)
-    with use_sharding_rules(mesh_of(sequence=4)):
+    with use_sharding_rules(make_mesh_over(sequence=4)):
         attend = jax.jit(cached_attention)
         for part in (slice(0, 8), slice(8, 9), slice(9, 24)):
             np.testing.assert_allclose(attend(q[:, part], k, v, part.start), want[:, part], atol=1e-5)
@@ -229,7 +235,7 @@ def test_cached_attention_under_context_parallelism():
 # Whole models.
 
 VOCABULARY = 31
-DECODER = EVERYTHING | {"layers": 2, "heads": 8, "window": 40}
+DECODER = ALL_FEATURES | {"layers": 2, "heads": 8, "window": 40}
 MODELS = {
     "gpt": (GPT, GPTConfig(layers=2, heads=4, width=48, dropout=0.3), PretrainGPT),
     "decoder": (Decoder, DecoderConfig(**DECODER), PretrainDecoder),
@@ -243,7 +249,7 @@ SIZES = [
     {"data": 2, "sequence": 4},
     {"sequence": 4, "tensor": 2},
 ]
-GRADIENTS = optax.trace(decay=0.0)  # whose state they are
+GRADIENTS = optax.trace(decay=0.0)  # its state is the gradients of the last step
 
 
 def make_model(name, **memory):
@@ -254,7 +260,7 @@ def make_model(name, **memory):
 
 def make_batch(name, S):
     """Return (S, B, T): packed documents, or sequences without segments and positions."""
-    fields = pack(documents(sorted(LENGTHS)))
+    fields = pack_documents(make_documents(sorted(LENGTHS)))
     if name == "one document a row":
         fields = {name: fields[name] for name in ("x", "y", "padding_mask")}
     return {name: jnp.asarray(leaf.reshape(S, -1, T)) for name, leaf in fields.items()}
@@ -285,8 +291,8 @@ def compile_step(name, model, mesh, S):
 
 
 @functools.cache
-def step_on_one_device(name):
-    compiled, arguments = compile_step(name, make_model(name), mesh_of(data=1), 1)
+def take_step_on_one_device(name):
+    compiled, arguments = compile_step(name, make_model(name), make_mesh_over(data=1), 1)
     new, loss, _ = compiled(*arguments)
     return jax.device_get((loss, new.opt_state.trace))
 
@@ -312,10 +318,10 @@ def check_program(text, model, mesh):
 @pytest.mark.parametrize(("name", "sizes", "way", "S"), STEPS, ids=str)
 def test_a_sharded_step_has_the_loss_and_gradients_of_one_device(name, sizes, way, S):
     model = make_model(name, row_attention=way, loss_chunk_positions=4)
-    compiled, arguments = compile_step(name, model, mesh_of(**sizes), S)
-    check_program(compiled.as_text(), model, mesh_of(**sizes))
+    compiled, arguments = compile_step(name, model, make_mesh_over(**sizes), S)
+    check_program(compiled.as_text(), model, make_mesh_over(**sizes))
     new, loss, _ = jax.device_get(compiled(*arguments))
-    want_loss, want = step_on_one_device(name)
+    want_loss, want = take_step_on_one_device(name)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     for got, gradient in zip(jax.tree.leaves(new.opt_state.trace), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, gradient, rtol=0, atol=1e-4 * max(np.abs(gradient).max(), 1e-3))
@@ -345,10 +351,10 @@ def test_evaluation_under_context_parallelism_equals_one_device(way, tmp_path):
         assert rows[1][key] == (want if isinstance(want, str) else pytest.approx(want, rel=1e-4)), key
 
 
-# The TPU's own compiler.
+# Programs compiled for TPUs.
 
 
-def compiled_for_tpu(*overrides, examples):
+def compile_for_tpu(*overrides, examples):
     sizes = ["layers=3", "heads=4", "key_value_heads=2", "head_dim=64", *overrides]
     others = ["topology.mesh.sequence=4", "config.data.sequence_length=4096"]
     others += [f"config.train.global_batch_examples={examples}"]
@@ -368,7 +374,7 @@ def compiled_for_tpu(*overrides, examples):
     ids=["whole rows", "two rows", "a window"],
 )
 def test_a_tpu_program_gathers_keys_and_runs_its_kernel(overrides, examples, gathered):
-    found = compiled_for_tpu(*overrides, examples=examples)
+    found = compile_for_tpu(*overrides, examples=examples)
     assert found["kernels"] == 3
     assert {tuple(axes) for _, axes, _ in found["collectives"]} == {("sequence",)}
     kinds = [kind for kind, _, _ in found["collectives"]]
@@ -376,9 +382,9 @@ def test_a_tpu_program_gathers_keys_and_runs_its_kernel(overrides, examples, gat
     assert {bytes_ for kind, _, bytes_ in found["collectives"] if kind == "all-gather"} <= {
         examples * 4096 * 2 * 64 * 2
     }
-    row = examples * 4096 * 4 * 64  # all queries of a row; the kernel keeps as many numbers of its softmax
+    row = examples * 4096 * 4 * 64  # all queries of a sequence; the kernel saves as many softmax statistics
     assert found["most"] <= row
-    assert not [shape for shape in found["shapes"] if shape[:1] == [3] and shape.count(4096)]  # kept by each layer
+    assert not [shape for shape in found["shapes"] if shape[:1] == [3] and shape.count(4096)]  # saved by each layer
 
 
 @pytest.mark.soak

@@ -25,13 +25,19 @@ from runner.config import MemoryConfig
 from runner.errors import InvalidError
 from runner.parallel.mesh import BATCH_AXES, use_sharding_rules
 from runner.train.state import compute_variable_shardings
-from tests.experiments.test_documents import LENGTHS, NUM_DOCUMENTS, alone, documents, pack
+from tests.experiments.test_documents import (
+    LENGTHS,
+    NUM_DOCUMENTS,
+    make_documents,
+    make_single_document_batch,
+    pack_documents,
+)
 from tests.support.tiny_jobs import make_full_mesh
 
 SOAK = pytest.mark.soak
 VOCABULARY = 31
-# Every branch of the model at once, with more layers than whole turns of the pattern.
-EVERYTHING = {
+# All branches of the model at once, with a number of layers that is not a multiple of the pattern.
+ALL_FEATURES = {
     "layers": 5,
     "width": 32,
     "heads": 8,
@@ -55,7 +61,7 @@ EVERYTHING = {
 }
 LLAMA = {"layers": 2, "width": 32, "heads": 4, "key_value_heads": 2, "mlp_width": 48}
 OLMO = LLAMA | {"norm": "post", "query_key_norm": "whole", "mlp": "squared_relu", "tied_embedding": True}
-# Queries, keys and values of latents, all of different widths.
+# Latent attention with different widths of queries, keys and values.
 LATENT = {
     "layers": 2,
     "width": 32,
@@ -66,7 +72,7 @@ LATENT = {
     "bias": {"query_key_value": True},
     "query_scale": 0.4,
 }
-FAMILIES = {"everything": EVERYTHING, "llama": LLAMA, "olmo": OLMO, "latent": LATENT}
+FAMILIES = {"everything": ALL_FEATURES, "llama": LLAMA, "olmo": OLMO, "latent": LATENT}
 MODELS = {name: keys | {"heads": 8} for name, keys in FAMILIES.items()}
 LLAMA3_SCALING = {"name": "llama3", "factor": 2.0, "original_positions": 8}
 TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
@@ -76,25 +82,25 @@ def make_decoder(keys, memory=None, **changes):
     return Decoder(DecoderConfig(**keys | changes), VOCABULARY, memory=MemoryConfig(**memory or {}))
 
 
-def boxed_params(model):
+def init_boxed_params(model):
     return jax.eval_shape(functools.partial(model.init, deterministic=True), jax.random.key(0), TOKENS_BxT)
 
 
 @functools.cache
-def params_of(name):
-    """Return random parameters, none of them a one or a zero."""
+def make_params(name):
+    """Return random parameters without ones and zeros."""
     generator = np.random.default_rng(1)
-    shapes = nn.unbox(boxed_params(make_decoder(MODELS[name])))
+    shapes = nn.unbox(init_boxed_params(make_decoder(MODELS[name])))
     return jax.tree.map(lambda leaf: generator.normal(0.1, 0.2, leaf.shape).astype(leaf.dtype), shapes)
 
 
 @functools.cache
-def logits_of(name):
+def compute_logits(name):
     model = make_decoder(MODELS[name])
-    return np.asarray(jax.jit(functools.partial(model.apply, deterministic=True))(params_of(name), TOKENS_BxT))
+    return np.asarray(jax.jit(functools.partial(model.apply, deterministic=True))(make_params(name), TOKENS_BxT))
 
 
-# What the model is.
+# Configuration and parameters.
 
 
 @pytest.mark.parametrize(
@@ -117,9 +123,9 @@ def logits_of(name):
         ),
     ],
 )
-def test_a_preset_has_exactly_its_published_number_of_parameters(name, parameters):
+def test_a_preset_has_its_published_number_of_parameters(name, parameters):
     config = DecoderConfig(preset=name)
-    shapes = nn.unbox(boxed_params(Decoder(config, config.vocabulary_size)))["params"]
+    shapes = nn.unbox(init_boxed_params(Decoder(config, config.vocabulary_size)))["params"]
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == parameters
     paths = jax.tree_util.tree_leaves_with_path(shapes)
     kernels = sum(math.prod(leaf.shape) for path, leaf in paths if path[-1].key == "kernel")
@@ -127,7 +133,7 @@ def test_a_preset_has_exactly_its_published_number_of_parameters(name, parameter
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_keys_beside_a_preset_replace_its_values(name):
+def test_keys_override_the_values_of_a_preset(name):
     config = DecoderConfig.model_validate_json(json.dumps({"preset": name, "layers": 4, "rope": {"theta": 7.0}}))
     preset = DecoderConfig(**PRESETS[name])
     rope = preset.rope.model_copy(update={"theta": 7.0})
@@ -138,7 +144,7 @@ def test_keys_beside_a_preset_replace_its_values(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_axis_names_distinguish_matrices_from_vectors(name):
     is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
-    boxed = boxed_params(make_decoder(MODELS[name]))["params"]
+    boxed = init_boxed_params(make_decoder(MODELS[name]))["params"]
     for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
         assert len(box.names) == box.value.ndim
         assert set(box.names) <= {"vocab", "embed", "heads", "head_dim", "latent", "mlp", "layers"}
@@ -177,11 +183,11 @@ def test_inconsistent_keys_are_refused_with_their_values(changes, message):
 def test_a_window_larger_than_the_sequence_is_full_attention():
     windows = MODELS["llama"] | {"layer_pattern": ["window"], "window": TOKENS_BxT.shape[1] + 1}
     results = [
-        make_decoder(keys).apply(params_of("llama"), TOKENS_BxT, deterministic=True)
+        make_decoder(keys).apply(make_params("llama"), TOKENS_BxT, deterministic=True)
         for keys in (MODELS["llama"], windows)
     ]
     np.testing.assert_array_equal(*results)
-    # The window is written as it came.
+    # The config keeps the window as given.
     assert DecoderFiles(DecoderConfig(**windows), 64, 8).config()["sliding_window"] == windows["window"]
 
 
@@ -192,22 +198,22 @@ def test_heads_that_do_not_divide_over_devices_are_refused():
             InvalidError, match=r"config.model.heads=4 does not divide .*make topology.mesh.tensor a divisor"
         ),
     ):
-        boxed_params(make_decoder(LLAMA))
+        init_boxed_params(make_decoder(LLAMA))
 
 
-# What it computes.
+# Computation.
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("everything", marks=SOAK)])
 def test_both_layer_loops_have_the_same_weights_and_logits(name):
     unrolled = make_decoder(MODELS[name], layer_loop="unroll")
-    shapes = jax.tree.map(lambda leaf: leaf.shape, nn.unbox(boxed_params(unrolled)))
-    assert shapes == jax.tree.map(lambda leaf: leaf.shape, params_of(name))
-    logits = jax.jit(functools.partial(unrolled.apply, deterministic=True))(params_of(name), TOKENS_BxT)
-    np.testing.assert_allclose(logits, logits_of(name), atol=1e-5)
+    shapes = jax.tree.map(lambda leaf: leaf.shape, nn.unbox(init_boxed_params(unrolled)))
+    assert shapes == jax.tree.map(lambda leaf: leaf.shape, make_params(name))
+    logits = jax.jit(functools.partial(unrolled.apply, deterministic=True))(make_params(name), TOKENS_BxT)
+    np.testing.assert_allclose(logits, compute_logits(name), atol=1e-5)
 
 
-STEPS = [6] * 4, [13] + [1] * 11  # tokens of each call; those of one length share a program
+STEPS = [6] * 4, [13] + [1] * 11  # tokens of each call; calls of one length share a program
 
 
 @pytest.mark.parametrize(
@@ -225,10 +231,10 @@ def test_a_cached_decode_equals_the_whole_sequence(name, lengths):
     cache = model.init_cache(B, T + 3, jnp.float32)
     for length in lengths:
         tokens_BxT = TOKENS_BxT[:, start : start + length]
-        logits_BxTxV, cache = apply(params_of(name), tokens_BxT, cache=cache, start=start)
+        logits_BxTxV, cache = apply(make_params(name), tokens_BxT, cache=cache, start=start)
         found.append(logits_BxTxV)
         start += length
-    np.testing.assert_allclose(np.concatenate(found, axis=1), logits_of(name), atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), compute_logits(name), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -241,19 +247,19 @@ def test_a_chunked_loss_equals_that_of_all_logits(name, remat):
     def loss(params):
         return model.apply(params, TOKENS_BxT, targets=(TOKENS_BxT, weights_BxT), deterministic=False)
 
-    log_sum_BxT = jax.nn.logsumexp(logits_of(name), axis=-1)
-    label_BxT = np.take_along_axis(logits_of(name), TOKENS_BxT[..., None], axis=-1)[..., 0]
+    log_sum_BxT = jax.nn.logsumexp(compute_logits(name), axis=-1)
+    label_BxT = np.take_along_axis(compute_logits(name), TOKENS_BxT[..., None], axis=-1)[..., 0]
     expected = ((log_sum_BxT - label_BxT + 0.1 * log_sum_BxT**2) * weights_BxT).sum()
-    compiled = jax.jit(jax.value_and_grad(loss)).lower(params_of(name)).compile()
-    np.testing.assert_allclose(compiled(params_of(name))[0], expected, rtol=1e-5)
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(make_params(name)).compile()
+    np.testing.assert_allclose(compiled(make_params(name))[0], expected, rtol=1e-5)
     shapes = [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())]
     assert max(math.prod(shape) for shape in shapes if VOCABULARY in shape) < TOKENS_BxT.size * VOCABULARY
 
 
-# Rows of several documents, and devices.
+# Packed documents and sharding.
 
 
-def loss_and_gradients(model, params, batch, mesh=None):
+def compute_loss_and_gradients(model, params, batch, mesh=None):
     """Return the summed training loss of a batch and its gradients, on one device or over a mesh."""
     batch = batch | {"example": np.arange(len(batch["x"]))}
     trainer = type("Trainer", (PretrainDecoder,), {"config": SimpleNamespace(model=model.config)})
@@ -261,7 +267,7 @@ def loss_and_gradients(model, params, batch, mesh=None):
     key = jax.random.key(0)
     if mesh is None:
         return jax.device_get(jax.jit(grad)(params, batch))
-    shardings = compute_variable_shardings(boxed_params(model)["params"], mesh)
+    shardings = compute_variable_shardings(init_boxed_params(model)["params"], mesh)
     rows = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
     with use_sharding_rules(mesh):
         jitted = jax.jit(grad, in_shardings=(shardings, None), out_shardings=(None, shardings))
@@ -269,10 +275,12 @@ def loss_and_gradients(model, params, batch, mesh=None):
 
 
 @functools.cache
-def expected_alone(name):
-    """Return loss and gradients on one device of documents that have a sequence each, without segments."""
+def compute_expected(name):
+    """Return loss and gradients on one device, with one document per sequence and no segments."""
     model = make_decoder(MODELS[name])
-    return loss_and_gradients(model, params_of(name)["params"], alone(documents(LENGTHS)))
+    return compute_loss_and_gradients(
+        model, make_params(name)["params"], make_single_document_batch(make_documents(LENGTHS))
+    )
 
 
 SPLITS = [
@@ -288,10 +296,12 @@ SPLITS = [
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "sizes"), SPLITS)
 def test_packed_documents_on_many_devices_equal_single_documents_on_one(name, sizes):
-    rows = documents(LENGTHS) + [[]] * (8 - len(LENGTHS))  # so that they divide over every mesh
+    rows = make_documents(LENGTHS) + [[]] * (8 - len(LENGTHS))  # so that the batch divides over every mesh
     model = make_decoder(MODELS[name], {"loss_chunk_positions": 32})
-    actual = loss_and_gradients(model, params_of(name)["params"], pack(rows), make_full_mesh(*sizes))
-    expected = expected_alone(name)
+    actual = compute_loss_and_gradients(
+        model, make_params(name)["params"], pack_documents(rows), make_full_mesh(*sizes)
+    )
+    expected = compute_expected(name)
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
     for got, want in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
@@ -309,7 +319,7 @@ SECTIONS = {
 
 @pytest.mark.parametrize("key", AXES)
 @pytest.mark.parametrize("size", [2**31, 2**63])
-def test_a_size_that_no_axis_has_is_refused_by_its_key(key: str, size: int) -> None:
+def test_a_size_that_no_mesh_axis_divides_is_rejected_with_its_key(key: str, size: int) -> None:
     sizes = {"layers": 2, "heads": 4, "width": 64, "mlp_width": 64}
     section, _, name = key.rpartition(".")
     sizes |= {section: SECTIONS[section] | {name: size}} if section else {key: size}
@@ -317,6 +327,6 @@ def test_a_size_that_no_axis_has_is_refused_by_its_key(key: str, size: int) -> N
         DecoderConfig.model_validate(sizes)
 
 
-def test_the_product_of_heads_and_their_width_is_an_axis_too() -> None:
+def test_the_product_of_heads_and_width_may_be_sharded() -> None:
     with pytest.raises(ValidationError, match="heads x head size=2147483648 is too large for an axis"):
         DecoderConfig.model_validate({"layers": 1, "heads": 2, "head_dim": 2**30, "width": 8, "mlp_width": 8})

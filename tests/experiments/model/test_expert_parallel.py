@@ -1,4 +1,4 @@
-"""A layer with sharded experts or sharded sequences computes what it computes on one device.
+"""Expert parallelism: a layer with sharded experts or sequences, compared with one device.
 
 Shape legend: as in `experiments.model.moe`.
 """
@@ -40,29 +40,29 @@ MESHES = [
     *(mesh for mesh in AXIS_MESHES if {"expert", "sequence"} & {*mesh}),
 ]
 DATA_AND_EXPERT, ALL_CUTS, ROWS_CUT = MESHES[1], MESHES[3], MESHES[4]
-# Experts that the router's biases favour: none; one that every token chooses; two of one device that get all tokens.
+# Experts favoured by the router's biases: none; one that every token chooses; two on one device that get all tokens.
 TRAFFIC = {"any": (), "one": (5,), "two": (4, 5)}
 
 
-def inputs():
+def make_inputs():
     """Return tokens, and a mask of sequences that are whole, padded, or only padding."""
     lengths = np.asarray([T, T, 1, 0, 7, T, 13, 2])
     return jax.random.normal(jax.random.key(1), (B, T, D)), jnp.asarray(np.arange(T) < lengths[:, None])
 
 
 @functools.cache
-def layer(room, traffic, family=()):
-    """Return a layer and its variables, with scores far enough apart that rounding chooses no other experts."""
+def make_layer(room, traffic, family=()):
+    """Return a layer and its variables, with scores so far apart that rounding does not change the chosen experts."""
     config = MoeConfig(**LAYER | ROOM[room] | dict(family))
     model = MixtureOfExperts(config, F, "swiglu", 0.3)
-    variables = jax.jit(lambda key: nn.unbox(model.init(key, *inputs())))(KEY)
+    variables = jax.jit(lambda key: nn.unbox(model.init(key, *make_inputs())))(KEY)
     variables = jax.tree.map(lambda leaf: 20 * leaf, variables)
     favoured = np.isin(np.arange(E), TRAFFIC[traffic])
     variables["balance"]["bias"] = jnp.linspace(-0.2, 0.2, E) + 9 * jnp.asarray(favoured, jnp.float32)
     return model, variables
 
 
-def gradients_of(model):
+def make_gradient_function(model):
     def loss(variables, x_BxTxD, real_BxT):
         y_BxTxD, statistics = model.apply(variables, x_BxTxD, real_BxT)
         total = jnp.sum(jnp.where(real_BxT[..., None], 1 + jnp.sin(y_BxTxD), 0)) + jnp.sum(statistics["loss_B"])
@@ -73,25 +73,25 @@ def gradients_of(model):
 
 @functools.cache
 def expected(*names):
-    model, variables = layer(*names)
-    return jax.device_get(jax.jit(gradients_of(model))(variables, *inputs()))
+    model, variables = make_layer(*names)
+    return jax.device_get(jax.jit(make_gradient_function(model))(variables, *make_inputs()))
 
 
-def lying(mesh, model, variables):
+def shard_inputs(mesh, model, variables):
     """Return variables, tokens and the mask of real tokens, sharded as in a job."""
-    boxed = jax.eval_shape(model.init, KEY, *inputs())
+    boxed = jax.eval_shape(model.init, KEY, *make_inputs())
     variables = jax.device_put(variables, compute_variable_shardings(boxed, mesh))
     stream = NamedSharding(mesh, PartitionSpec(BATCH_AXES, ("sequence", "tensor")))
     rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
-    return variables, jax.device_put(inputs()[0], stream), jax.device_put(inputs()[1], rows)
+    return variables, jax.device_put(make_inputs()[0], stream), jax.device_put(make_inputs()[1], rows)
 
 
-def sharded(sizes, *names):
-    model, variables = layer(*names)
+def compute_sharded(sizes, *names):
+    model, variables = make_layer(*names)
     mesh = make_partial_mesh(sizes)
-    arrays = lying(mesh, model, variables)
+    arrays = shard_inputs(mesh, model, variables)
     with use_sharding_rules(mesh):
-        return jax.device_get(jax.jit(gradients_of(model))(*arrays))
+        return jax.device_get(jax.jit(make_gradient_function(model))(*arrays))
 
 
 def assert_same(actual, expected):
@@ -107,17 +107,17 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
 
 
-def cases(daily, *tables):
-    """Return all combinations, all but one of them for the soak."""
+def list_cases(daily, *tables):
+    """Return all combinations; all but `daily` are marked as soak tests."""
     return [
         pytest.param(*case, id="-".join([format_mesh(case[0]), *case[1:]]), marks=() if case == daily else SOAK)
         for case in itertools.product(MESHES, *tables)
     ]
 
 
-@pytest.mark.parametrize(("mesh", "room", "traffic"), cases((ALL_CUTS, "dropless", "two"), ROOM, TRAFFIC))
+@pytest.mark.parametrize(("mesh", "room", "traffic"), list_cases((ALL_CUTS, "dropless", "two"), ROOM, TRAFFIC))
 def test_a_sharded_layer_equals_one_device(mesh, room, traffic):
-    assert_same(sharded(mesh, room, traffic), expected(room, traffic))
+    assert_same(compute_sharded(mesh, room, traffic), expected(room, traffic))
 
 
 @pytest.mark.soak
@@ -125,21 +125,21 @@ def test_a_sharded_layer_equals_one_device(mesh, room, traffic):
 @pytest.mark.parametrize("mesh", [DATA_AND_EXPERT, ROWS_CUT], ids=format_mesh)
 def test_shared_experts_and_groups_when_sharded(mesh, room):
     family = tuple(DEEPSEEK.items())
-    assert_same(sharded(mesh, room, "any", family), expected(room, "any", family))
+    assert_same(compute_sharded(mesh, room, "any", family), expected(room, "any", family))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sizes", [{"expert": 8}, ROWS_CUT], ids=format_mesh)
 @pytest.mark.parametrize("room", ROOM)
 def test_batches_that_do_not_divide_stay_in_place(room, sizes):
-    """Sampling has such batches."""
-    model, variables = layer(room, "any")
-    x_BxTxD, real_BxT = inputs()[0][:3, :5], jnp.ones((3, 5), jnp.bool_)
-    expected = jax.jit(gradients_of(model))(variables, x_BxTxD, real_BxT)
+    """Check indivisible batches, which occur in sampling."""
+    model, variables = make_layer(room, "any")
+    x_BxTxD, real_BxT = make_inputs()[0][:3, :5], jnp.ones((3, 5), jnp.bool_)
+    expected = jax.jit(make_gradient_function(model))(variables, x_BxTxD, real_BxT)
     mesh = make_mesh(sizes)
-    placed = lying(mesh, model, variables)[0]
+    placed = shard_inputs(mesh, model, variables)[0]
     with use_sharding_rules(mesh):
-        actual = jax.jit(gradients_of(model))(placed, x_BxTxD, real_BxT)
+        actual = jax.jit(make_gradient_function(model))(placed, x_BxTxD, real_BxT)
     assert_same(*jax.device_get((actual, expected)))
 
 
@@ -164,10 +164,10 @@ def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, outpu
 @pytest.mark.soak
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_ragged_exchange_equals_dense_exchange(traffic, monkeypatch, interpreted_products):
-    """The CPU lacks the operation, so it is emulated; everything else is as on a TPU."""
+    """Check with an emulated operation, which CPUs lack; everything else is as on a TPU."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     monkeypatch.setattr(moe, "platform", lambda: "tpu")
-    assert_same(sharded(DATA_AND_EXPERT, "dropless", traffic), expected("dropless", traffic))
+    assert_same(compute_sharded(DATA_AND_EXPERT, "dropless", traffic), expected("dropless", traffic))
 
 
 @pytest.mark.parametrize("axis", [1, 2])
@@ -197,35 +197,35 @@ def test_gathered_weights_are_whole_and_gradients_scattered(num_experts, axis):
 # Communication.
 
 
-def sent(sizes, room):
+def list_collectives(sizes, room):
     """Return the collectives of the compiled gradients of a layer that involve more than one device."""
-    model, variables = layer(room, "any")
+    model, variables = make_layer(room, "any")
     mesh = make_partial_mesh(sizes)
-    arrays = lying(mesh, model, variables)
+    arrays = shard_inputs(mesh, model, variables)
     with use_sharding_rules(mesh):
-        text = jax.jit(gradients_of(model)).lower(*arrays).compile().as_text()
+        text = jax.jit(make_gradient_function(model)).lower(*arrays).compile().as_text()
     return [found for found in find_collectives(text, dict(mesh.shape)) if found.group_size > 1]
 
 
 @pytest.fixture(scope="module")
-def sent_in_fixed_slots():
-    return sent(DATA_AND_EXPERT, "capacity")
+def fixed_slot_collectives():
+    return list_collectives(DATA_AND_EXPERT, "capacity")
 
 
 ROUTER_BYTES = 4 * D * E
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("mesh", "room"), cases(None, ROOM))
+@pytest.mark.parametrize(("mesh", "room"), list_cases(None, ROOM))
 def test_only_tokens_cross_the_expert_axis(mesh, room):
-    check_what_is_sent(mesh, sent(mesh, room))
+    check_collectives(mesh, list_collectives(mesh, room))
 
 
-def test_only_tokens_cross_the_expert_axis_in_fixed_slots(sent_in_fixed_slots):
-    check_what_is_sent(DATA_AND_EXPERT, sent_in_fixed_slots)
+def test_only_tokens_cross_the_expert_axis_in_fixed_slots(fixed_slot_collectives):
+    check_collectives(DATA_AND_EXPERT, fixed_slot_collectives)
 
 
-def check_what_is_sent(cut, found):
+def check_collectives(cut, found):
     state = tuple(axis for axis in ("fsdp", "sequence") if axis in cut)
     dealt = [each.bytes for each in found if each.kind == "all-to-all" and each.axes == state]
     travels = [each for each in found if each.kind == "all-to-all" and each.axes != state]
@@ -235,7 +235,7 @@ def check_what_is_sent(cut, found):
     whole = 4 * E * D * F // math.prod(cut.get(axis, 1) for axis in ("expert", "tensor"))
     for kind in ("all-gather", "reduce-scatter"):
         matrices = [each for each in found if each.kind == kind and each.axes == state]
-        # The two into the hidden layer are one; of what a device has, a share for each other one is dealt out before.
+        # Both matrices into the hidden layer are exchanged as one; each device first sends a share to every other.
         sizes = sorted(each.bytes for each in matrices if each.bytes in (whole, 2 * whole))
         assert sizes == ([whole, 2 * whole] if state else []), kind
     number = math.prod(cut[axis] for axis in state)
@@ -244,11 +244,13 @@ def check_what_is_sent(cut, found):
     assert set(summed) <= {("data",)}
 
 
-def test_bytes_of_fixed_slots_match_a_count_by_hand(sent_in_fixed_slots):
-    """Each of 2 x 4 devices has 24 tokens, 6 for each of 8 experts, with 16 floats and a gate."""
+def test_bytes_of_fixed_slots_match_a_count_by_hand(fixed_slot_collectives):
+    """Check 2 x 4 devices with 24 tokens each, 6 for each of 8 experts, with 16 floats and a gate."""
     slots = 6 * 8
-    by_hand = 4 * (slots * 16 * 4) + 2 * (slots * 4)  # tokens there and back, and again backward; gates there, and back
-    found = [each for each in sent_in_fixed_slots if each.kind == "all-to-all"]
+    by_hand = 4 * (slots * 16 * 4) + 2 * (
+        slots * 4
+    )  # tokens there and back in both passes; gates there, their gradients back
+    found = [each for each in fixed_slot_collectives if each.kind == "all-to-all"]
     assert sum(each.bytes * each.count for each in found) == by_hand
     assert sum(each.sent_bytes_per_device for each in found) == by_hand * 3 // 4
 
@@ -262,17 +264,17 @@ def test_window_size_and_worst_number_of_rounds(tokens, per_token, here, devices
     assert math.ceil(tokens * min(per_token, here) / window) == rounds
 
 
-# As a job.
+# Jobs.
 
 
-def job_of(directory, **changes):
+def make_job(directory, **changes):
     model = {"layers": 2, "heads": 4, "width": 32, "mlp_width": 16, "moe": {"experts": 8, "experts_per_token": 2}}
     return make_gpt(directory, PretrainDecoder, **{"config.model": model} | changes)
 
 
 def test_experts_and_their_moments_are_sharded_over_their_axis(tmp_path):
     mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
-    job = job_of(tmp_path / "run", **{"topology.mesh": mesh})
+    job = make_job(tmp_path / "run", **{"topology.mesh": mesh})
     state = job.setup_builder.build(jax.devices()).abstract_state
     leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
     found = [
@@ -290,10 +292,10 @@ def test_recomputed_flops_of_rounds_are_counted(tmp_path, capacity_factor):
     def recomputed(number, remat):
         mesh = {"data": "auto", "expert": number}
         changes = {"config.model.moe.capacity_factor": capacity_factor, "config.memory.remat": remat}
-        job = job_of(tmp_path / f"{number}-{remat}", **changes, **{"topology.mesh": mesh})
+        job = make_job(tmp_path / f"{number}-{remat}", **changes, **{"topology.mesh": mesh})
         return job.flops_per_token(job.setup_builder.build(jax.devices())).recomputed_per_token
 
-    experts = 2 * 2 * 2 * 2 * 32 * 16  # FLOPs, layers and experts of a token, matrices into the hidden width and width
+    experts = 2 * 2 * 2 * 2 * 32 * 16  # FLOPs x layers and experts per token x matrices into the hidden width x width
     assert recomputed(4, "none") - recomputed(1, "none") == (experts if capacity_factor is None else 0)
     for remat in ("dots", "layers"):
         assert recomputed(4, remat) == recomputed(1, remat)
@@ -305,7 +307,7 @@ def test_recomputed_flops_of_rounds_are_counted(tmp_path, capacity_factor):
 )
 def test_experts_that_do_not_divide_are_refused_with_alternatives(tmp_path, experts, axis, advice):
     mesh = {"data": "auto", "expert": axis}
-    job = job_of(tmp_path / "run", **{"config.model.moe.experts": experts, "topology.mesh": mesh})
+    job = make_job(tmp_path / "run", **{"config.model.moe.experts": experts, "topology.mesh": mesh})
     with pytest.raises(InvalidError) as refused:
         job()
     line = f"config.model.moe.experts={experts} does not divide over topology.mesh.expert={axis}; {advice}"

@@ -22,14 +22,14 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_ragged_matmul_and_gradients_equal_each_expert_alone(case, dtype, interpreted_products):
+def test_ragged_matmul_and_gradients_equal_single_matmuls(case, dtype, interpreted_products):
     num_slots, counts = CASES[case]
     generator = np.random.default_rng(0)
     x, w, dy = (
         jnp.asarray(generator.standard_normal(shape), dtype)
         for shape in ((num_slots, I), (len(counts), I, O), (num_slots, O))
     )
-    dy = dy.at[sum(counts) :].set(0)  # nobody reads the slots behind
+    dy = dy.at[sum(counts) :].set(0)  # slots after the last token are never read
     y, pull_back = jax.vjp(functools.partial(grouped_matmul.ragged_matmul, jnp.array(counts)), x, w)
     dx, dw = pull_back(dy)
     wide_x, wide_w, wide_dy = (np.asarray(array, np.float64) for array in (x, w, dy))

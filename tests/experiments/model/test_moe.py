@@ -1,4 +1,4 @@
-"""Mixture of experts against a plain reference that computes every expert for every token.
+"""Mixture of experts, compared with a plain reference that computes every expert for every token.
 
 Shape legend: as in `experiments.model.moe`.
 """
@@ -37,9 +37,9 @@ FAMILIES = {
 }
 
 
-def chosen_by_loops(variables, config, x_BxTxD, real_BxT):
+def choose_by_loops(variables, config, x_BxTxD, real_BxT):
     """Return (chosen, kept), bool (B, T, E), by loops over sequences, tokens and choices."""
-    gates = np.asarray(gates_of(variables, config, x_BxTxD)) + np.asarray(bias_of(variables))
+    gates = np.asarray(compute_gates(variables, config, x_BxTxD)) + np.asarray(get_bias(variables))
     best, size = {"max": 1, "top_2": 2}[config.group_score], E // config.groups
     chosen, kept = np.zeros(gates.shape, bool), np.zeros(gates.shape, bool)
     for b, t in np.argwhere(real_BxT):
@@ -52,18 +52,18 @@ def chosen_by_loops(variables, config, x_BxTxD, real_BxT):
     return chosen, kept
 
 
-def bias_of(variables):
+def get_bias(variables):
     return variables.get("balance", {"bias": np.zeros(E)})["bias"]
 
 
-def gates_of(variables, config, x_BxTxD):
+def compute_gates(variables, config, x_BxTxD):
     function = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[config.gate]
     return function(x_BxTxD @ variables["params"]["router"])
 
 
-def reference(variables, config, activation, x_BxTxD, real_BxT, chosen, kept):
+def compute_reference(variables, config, activation, x_BxTxD, real_BxT, chosen, kept):
     """Return (y, loss_B) from the outputs of all experts for every token, most of them with weight 0."""
-    params, gates = variables["params"], gates_of(variables, config, x_BxTxD)
+    params, gates = variables["params"], compute_gates(variables, config, x_BxTxD)
     weights = jnp.where(chosen, gates, 0)
     if config.normalise_gates:
         weights = weights / jnp.where(real_BxT[..., None], weights.sum(-1, keepdims=True), 1)
@@ -82,18 +82,18 @@ def reference(variables, config, activation, x_BxTxD, real_BxT, chosen, kept):
     return y, config.auxiliary_loss * balance + config.router_z_loss * z
 
 
-def inputs():
+def make_inputs():
     """Return tokens and a mask of sequences that are whole, padded, or only padding."""
     x_BxTxD = jax.device_get(jax.random.normal(jax.random.key(1), (B, T, D)))
     lengths = np.asarray([T, T, 1, 0, 7, T, 13, 2])
     return x_BxTxD, np.arange(T) < lengths[:, None]
 
 
-def made(config, activation="swiglu"):
+def make_layer(config, activation="swiglu"):
     model = MixtureOfExperts(config, F, activation, 0.3)
-    x_BxTxD, real_BxT = inputs()
+    x_BxTxD, real_BxT = make_inputs()
     variables = jax.device_get(nn.unbox(jax.jit(model.init)(KEY, x_BxTxD, real_BxT)))
-    variables = jax.tree.map(lambda leaf: 20 * leaf, variables)  # scores far enough apart
+    variables = jax.tree.map(lambda leaf: 20 * leaf, variables)  # scores so far apart that rounding does not matter
     if "balance" in variables:
         variables["balance"]["bias"] = np.linspace(-0.2, 0.2, E, dtype=np.float32)
     return model, variables
@@ -104,7 +104,7 @@ def assert_near(actual, expected, tolerance):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))
 
 
-# Daily: each way to gate, to balance and to limit at least once. All combinations run in the soak.
+# The daily tests cover each gate, balancing and capacity option at least once; the soak tests cover all combinations.
 DAILY = ("softmax as it is, loss, capacity", "groups of two best, bias, dropless")
 
 
@@ -123,18 +123,18 @@ def test_shared_experts_process_every_token(activation):
 
 
 def check_against_reference(config, activation):
-    model, variables = made(config, activation)
-    x_BxTxD, real_BxT = inputs()
-    chosen, kept = chosen_by_loops(variables, config, x_BxTxD, real_BxT)
+    model, variables = make_layer(config, activation)
+    x_BxTxD, real_BxT = make_inputs()
+    chosen, kept = choose_by_loops(variables, config, x_BxTxD, real_BxT)
 
-    def theirs(params, x):
-        return reference({**variables, "params": params}, config, activation, x, real_BxT, chosen, kept)
+    def compute_expected(params, x):
+        return compute_reference({**variables, "params": params}, config, activation, x, real_BxT, chosen, kept)
 
-    def ours(params, x):
+    def compute_actual(params, x):
         y, statistics = model.apply({**variables, "params": params}, x, jnp.asarray(real_BxT))
         return y, statistics["loss_B"], statistics
 
-    def all_of(compute):
+    def compute_all(compute):
         def loss(params, x):
             found = compute(params, x)
             y, loss_B = found[:2]
@@ -142,8 +142,8 @@ def check_against_reference(config, activation):
 
         return jax.device_get(jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(variables["params"], x_BxTxD))
 
-    gradients, (y, loss_B, statistics) = all_of(ours)
-    expected_gradients, (expected, expected_loss_B) = all_of(theirs)
+    gradients, (y, loss_B, statistics) = compute_all(compute_actual)
+    expected_gradients, (expected, expected_loss_B) = compute_all(compute_expected)
     assert_near(y[real_BxT], expected[real_BxT], 1e-5)
     assert_near(loss_B, expected_loss_B, 1e-5)
     assert_near(gradients, expected_gradients, 1e-4)

@@ -1,4 +1,4 @@
-"""A decoder with experts: padding, micro-batches, a cache and many devices change nothing; biases in a run.
+"""Decoders with experts: invariance to padding, micro-batches, caching and sharding; expert biases during a run.
 
 Shape legend: S accumulation steps, B examples, T sequence length.
 """
@@ -20,7 +20,7 @@ from runner.parallel.mesh import make_batch_sharding, make_mesh, use_sharding_ru
 from runner.storage import parse_lines, read_json
 from runner.train.flops import count_matmul_flops
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state, make_state
-from tests.experiments.test_documents import LENGTHS, documents, pack
+from tests.experiments.test_documents import LENGTHS, make_documents, pack_documents
 from tests.support.tiny_jobs import are_leaves_equal, format_mesh, make_gpt, make_mesh_options, stop_after
 
 SOAK = pytest.mark.soak
@@ -32,10 +32,10 @@ EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_width": 16, "dense_laye
 LATENT = {"query_rank": 12, "key_value_rank": 16, "plain_head_dim": 8, "rotary_head_dim": 4, "value_head_dim": 6}
 BIASES = EXPERTS | {"gate": "sigmoid", "shared_experts": 1, "bias_rate": 0.01}
 MODELS = {
-    "biases": {"moe": BIASES, "latent": LATENT, "key_value_heads": "auto"},  # as DeepSeek-V3
+    "biases": {"moe": BIASES, "latent": LATENT, "key_value_heads": "auto"},  # like DeepSeek-V3
     "capacity": {"moe": EXPERTS | {"capacity_factor": 1.0}},
 }
-PATTERN = {"layer_pattern": ["window", "full"], "window": 9}  # its first turn ends in the middle of those with experts
+PATTERN = {"layer_pattern": ["window", "full"], "window": 9}  # its first period ends among the layers with experts
 
 
 def make_config(name, **changes):
@@ -43,7 +43,7 @@ def make_config(name, **changes):
 
 
 @functools.cache
-def trainer(name):
+def make_trainer_class(name):
     """Return the class of a job with this model."""
     config = DecoderTrainerConfig(
         model=SIZES | MODELS[name] | PATTERN,
@@ -54,42 +54,42 @@ def trainer(name):
     return type("Trainer", (PretrainDecoder,), {"config": config})
 
 
-def model_of(name, memory=None, **changes):
+def build_model(name, memory=None, **changes):
     return Decoder(make_config(name, **PATTERN, **changes), V, memory=MemoryConfig(**memory or {}))
 
 
-def make(model, key):
+def init_variables(model, key):
     return make_state(model, key, optax.sgd(1.0), jnp.zeros((1, T), jnp.int32), deterministic=True)
 
 
 @functools.cache
-def state_of(name):
-    """Return a state with scores far enough apart that rounding chooses no other experts."""
-    state = jax.jit(functools.partial(make, model_of(name)))(KEY)
+def make_spread_state(name):
+    """Return a state with scores so far apart that rounding does not change the chosen experts."""
+    state = jax.jit(functools.partial(init_variables, build_model(name)))(KEY)
     return state.replace(params=jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 2 else leaf, state.params))
 
 
-def batch_of(S, tokens_of_padding=0):
+def make_batch(S, tokens_of_padding=0):
     """Return packed documents, sequences with padding at both ends, and a sequence of padding."""
-    rows = pack([*documents(LENGTHS), *documents(LENGTHS[:3]), []])
+    rows = pack_documents([*make_documents(LENGTHS), *make_documents(LENGTHS[:3]), []])
     padding = rows["segment"] == 0
     rows = rows | {"x": np.where(padding, tokens_of_padding, rows["x"])}
     return {name: leaf.reshape(S, 8 // S, T) for name, leaf in rows.items()}
 
 
-def step(name, S, mesh=None, tokens_of_padding=0, **memory):
+def take_step(name, S, mesh=None, tokens_of_padding=0, **memory):
     """Return (parameters, biases, loss, metrics) after one train step."""
-    state, batch = state_of(name), batch_of(S, tokens_of_padding)
-    model = model_of(name, memory)
+    state, batch = make_spread_state(name), make_batch(S, tokens_of_padding)
+    model = build_model(name, memory)
     state = state.replace(apply_fn=model.apply)
-    train_step = functools.partial(trainer(name).train_step, accumulate_steps=S)
+    train_step = functools.partial(make_trainer_class(name).train_step, accumulate_steps=S)
     if mesh is None:
         after, loss, meta = jax.jit(train_step)(state, batch, KEY)
     else:
         boxed = jax.eval_shape(functools.partial(model.init, deterministic=True), KEY, jnp.zeros((1, T), jnp.int32))
         shardings = compute_variable_shardings(boxed, mesh)
         others = {name: shardings[name] for name in shardings if name != "params"}
-        abstract = make_abstract_state(functools.partial(make, model), KEY, shardings["params"], mesh, others)
+        abstract = make_abstract_state(functools.partial(init_variables, model), KEY, shardings["params"], mesh, others)
         state = jax.device_put(state.replace(tx=abstract.tx), get_shardings(abstract).replace(apply_fn=model.apply))
         with use_sharding_rules(mesh):
             rows = jax.device_put(batch, make_batch_sharding(mesh))
@@ -100,14 +100,14 @@ def step(name, S, mesh=None, tokens_of_padding=0, **memory):
 
 @functools.cache
 def expected(name):
-    return step(name, 1)
+    return take_step(name, 1)
 
 
 def assert_same_step(name, actual):
     params, variables, loss, meta = actual
     expected_params, expected_variables, expected_loss, expected_meta = expected(name)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    before = jax.device_get(state_of(name).params)
+    before = jax.device_get(make_spread_state(name).params)
     for new, want, old in zip(*map(jax.tree.leaves, (params, expected_params, before)), strict=True):
         np.testing.assert_allclose(new - old, want - old, rtol=0, atol=1e-4 * np.abs(want - old).max())
     assert are_leaves_equal(variables, expected_variables)
@@ -119,8 +119,8 @@ def assert_same_step(name, actual):
 @pytest.mark.parametrize(
     ("name", "S"), [("biases", 4), *(pytest.param(name, S, marks=SOAK) for name in MODELS for S in (2, 8))]
 )
-def test_padding_and_micro_batches_change_nothing(name, S):
-    assert_same_step(name, step(name, S, tokens_of_padding=7))
+def test_padding_and_micro_batches_do_not_change_a_step(name, S):
+    assert_same_step(name, take_step(name, S, tokens_of_padding=7))
     figures = expected(name)[3]
     for layer in (1, 2):
         assert 1 < figures[f"moe/{layer}/load"] < 4
@@ -159,22 +159,22 @@ MESHES = [
 @pytest.mark.parametrize("sizes", MESHES, ids=format_mesh)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_on_many_devices_equals_one(name, sizes):
-    assert_same_step(name, step(name, 1, make_mesh(sizes)))
+    assert_same_step(name, take_step(name, 1, make_mesh(sizes)))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sizes", [None, {"fsdp": 2, "expert": 4}], ids=["one device", "many"])
 @pytest.mark.parametrize("remat", ["dots", "layers"])
 @pytest.mark.parametrize("name", MODELS)
-def test_activation_checkpointing_changes_nothing(name, remat, sizes):
+def test_activation_checkpointing_does_not_change_a_step(name, remat, sizes):
     mesh = None if sizes is None else make_mesh(sizes)
-    assert_same_step(name, step(name, 1, mesh, remat=remat, loss_chunk_positions=32))
+    assert_same_step(name, take_step(name, 1, mesh, remat=remat, loss_chunk_positions=32))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_a_cached_decode_equals_the_whole_sequence(layer_loop):
-    model, state = model_of("biases", layer_loop=layer_loop), state_of("biases")
+    model, state = build_model("biases", layer_loop=layer_loop), make_spread_state("biases")
     variables = {"params": state.params, "balance": jax.tree.map(lambda leaf: leaf + 0.1, state.variables["balance"])}
     apply = jax.jit(functools.partial(model.apply, deterministic=True))
     tokens_BxT = np.random.default_rng(0).integers(0, V, (2, 12))
@@ -200,9 +200,9 @@ ATTENTION = {
     ],
 )
 def test_the_formula_counts_every_form_of_attention_and_active_experts(attention, remat, tmp_path):
-    """With a capacity that is met exactly the slots are as many as the assignments.
+    """Check with a capacity that is exactly used, so that there are as many slots as assignments.
 
-    The formula leaves out what a causal mask hides, which no form does in so short a row.
+    The formula excludes masked scores, which no implementation skips in such a short sequence.
     """
     changes = {
         "config.model": SIZES
@@ -231,7 +231,7 @@ def test_the_formula_counts_every_form_of_attention_and_active_experts(attention
     ("name", "parameters", "of_a_token"),
     [
         ("olmoe_1b_7b", 6_919_161_856, 1.3e9),
-        ("deepseek_v2_lite", 15_706_484_224, 2.66e9),  # published as 2.4, without the embedding
+        ("deepseek_v2_lite", 15_706_484_224, 2.66e9),  # published as 2.4 without the embedding
         pytest.param("deepseek_v2", 235_741_434_880, 21e9, marks=SOAK),
         pytest.param("deepseek_v3", 671_026_404_352, 37e9, marks=SOAK),
         pytest.param("mixtral_8x7b", 46_702_792_704, 12.9e9, marks=SOAK),
@@ -247,37 +247,39 @@ def test_a_preset_has_its_published_total_and_active_parameters(name, parameters
     assert config.layers * config.layer_matmul_parameters + embedding_and_head == pytest.approx(of_a_token, rel=0.02)
 
 
-# As a job.
+# Jobs.
 
 JOB = {"config.model": SIZES | MODELS["biases"], "config.train.total_steps": 6, "config.eval.every_steps": 3}
 
 
-def run(directory, **changes):
+def run_job(directory, **changes):
     job = make_gpt(directory, PretrainDecoder, **JOB, **changes)
     job()
     return job
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("sparse") / "whole")
+def uninterrupted(tmp_path_factory):
+    return run_job(tmp_path_factory.mktemp("sparse") / "whole")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "mesh", [{}, pytest.param(make_mesh_options(1, 4, 2), marks=SOAK)], ids=["the same devices", "another mesh"]
 )
-def test_a_stopped_run_resumes_to_the_same_bits_and_rows(tmp_path, whole, mesh):
+def test_a_stopped_run_resumes_to_the_same_bits_and_rows(tmp_path, uninterrupted, mesh):
     first = make_gpt(tmp_path / "run", PretrainDecoder, **JOB)
     stop_after(first, 2)
-    again = run(tmp_path / "run", **mesh)
-    rows, expected_rows = (parse_lines((job.store.root / "metrics.jsonl").read_bytes()) for job in (again, whole))
+    again = run_job(tmp_path / "run", **mesh)
+    rows, expected_rows = (
+        parse_lines((job.store.root / "metrics.jsonl").read_bytes()) for job in (again, uninterrupted)
+    )
     assert [row["step"] for row in rows] == list(range(1, 7))
     for row, expected_row in zip(rows, expected_rows, strict=True):
         for key in ("train/moe/1/load", "train/moe/2/load", "train/moe/1/entropy", "train/loss"):
             assert row[key] == (expected_row[key] if not mesh else pytest.approx(expected_row[key], rel=0.05))
     if not mesh:
-        assert read_json(again.store, "result.json") == read_json(whole.store, "result.json")
-        assert are_leaves_equal(again.state, whole.state)
+        assert read_json(again.store, "result.json") == read_json(uninterrupted.store, "result.json")
+        assert are_leaves_equal(again.state, uninterrupted.state)
     biases = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(again.state.variables))])
     assert 0.01 < np.abs(biases).max() <= 6 * 0.0101

@@ -1,4 +1,4 @@
-"""mu-P of the decoder: the coordinate check of Tensor Programs V, and the table that it stands for."""
+"""mu-P of the decoder: the coordinate check of Tensor Programs V, and its table of multipliers."""
 
 import functools
 
@@ -20,13 +20,13 @@ TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (8, 16))
 BATCH = {"x": TOKENS_BxT[None], "y": np.roll(TOKENS_BxT, -1)[None], "padding_mask": np.ones((1, 8, 16), bool)}
 
 
-def sizes(width, **changes):
+def make_sizes(width, **changes):
     return {"layers": 1, "width": width, "heads": width // 8, "mlp_width": 2 * width} | changes
 
 
-def job(directory, width, job_class=PretrainDecoder, **changes):
+def make_job(directory, width, job_class=PretrainDecoder, **changes):
     fixed = {
-        "config.model": sizes(width, vocabulary_size=VOCABULARY),
+        "config.model": make_sizes(width, vocabulary_size=VOCABULARY),
         "config.optimizer.learning_rate": 0.02,
         "config.schedule": {"name": "constant"},
         "config.train": {"total_steps": STEPS, "global_batch_examples": 8},
@@ -35,8 +35,8 @@ def job(directory, width, job_class=PretrainDecoder, **changes):
     return make_gpt(directory / str(width), job_class, **fixed | changes)
 
 
-def trained(found, num_steps=STEPS):
-    """The state at the start, and after some steps on one batch."""
+def train(found, num_steps=STEPS):
+    """Return the initial state and the state after some steps on one batch."""
     train_setup = found.setup_builder.build(jax.devices()[:1])
     first = train_setup.init_state()
     step = jax.jit(functools.partial(found.train_step, accumulate_steps=1))
@@ -46,8 +46,8 @@ def trained(found, num_steps=STEPS):
     return first, state
 
 
-def seen(found, states):
-    """Return for each state the residual stream after the last layer, and the logits."""
+def compute_stream_and_logits(found, states):
+    """Return the residual stream after the last layer and the logits for each state."""
 
     @jax.jit
     def run(params):
@@ -66,11 +66,11 @@ def seen(found, states):
 
 
 def changes_by_width(directory, **changes):
-    """Return by width how far a coordinate of the stream and of the logits has moved, on average."""
+    """Return the mean change of a coordinate of the stream and of the logits, by width."""
     moved = []
     for width in WIDTHS:
-        found = job(directory, width, **changes)
-        before, after = seen(found, trained(found))
+        found = make_job(directory, width, **changes)
+        before, after = compute_stream_and_logits(found, train(found))
         moved.append([float(jnp.mean(jnp.abs(new - old))) for old, new in zip(before, after, strict=True)])
     return np.array(moved)
 
@@ -85,16 +85,16 @@ def test_updates_keep_their_size_over_widths_only_with_mup(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory):
+def wide_job(tmp_path_factory):
     """Return a job of four times the base width, its setup, and its initial weights."""
-    found = job(tmp_path_factory.mktemp("wide"), 128, **{"config.model.base_width": BASE})
+    found = make_job(tmp_path_factory.mktemp("wide"), 128, **{"config.model.base_width": BASE})
     train_setup = found.setup_builder.build(jax.devices()[:1])
     return found, train_setup, train_setup.init_state().params
 
 
-def test_initial_weights_and_learning_rates_follow_the_table(wide, tmp_path):
-    found, train_setup, first = wide
-    other = job(tmp_path / "plain", 128).setup_builder.build(jax.devices()[:1]).init_state().params
+def test_initial_weights_and_learning_rates_follow_the_table(wide_job, tmp_path):
+    found, train_setup, first = wide_job
+    other = make_job(tmp_path / "plain", 128).setup_builder.build(jax.devices()[:1]).init_state().params
     layer, of_plain = (params["blocks"]["layer_0"] for params in (first, other))
     for part, name in (("attention", "query"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")):
         np.testing.assert_allclose(layer[part][name]["kernel"], of_plain[part][name]["kernel"] / 2, rtol=1e-5)
@@ -120,23 +120,23 @@ def _named(tree):
     }
 
 
-def test_weight_decay_does_not_depend_on_the_width(wide):
-    found, train_setup, params = wide
+def test_weight_decay_does_not_depend_on_the_width(wide_job):
+    found, train_setup, params = wide_job
     moved = update(train_setup.optimizer, jax.tree.map(np.zeros_like, jax.device_get(params)), params, params)
     share = found.config.optimizer.learning_rate * found.config.optimizer.weight_decay
     kernel = params["blocks"]["layer_0"]["mlp"]["up"]["kernel"]
     np.testing.assert_allclose(moved["blocks"]["layer_0"]["mlp"]["up"]["kernel"], -share * kernel, rtol=1e-4)
 
 
-def test_at_the_base_width_nothing_changes(tmp_path):
+def test_mup_changes_nothing_at_the_base_width(tmp_path):
     states = [
-        trained(job(tmp_path / str(base), BASE, **{"config.model.base_width": base}), 2)[1] for base in (None, BASE)
+        train(make_job(tmp_path / str(base), BASE, **{"config.model.base_width": base}), 2)[1] for base in (None, BASE)
     ]
     assert are_leaves_equal(states[0].params, states[1].params)
 
 
-class OwnOptimizer(PretrainDecoder):
-    """Job with an optax object."""
+class CustomOptimizerJob(PretrainDecoder):
+    """Job with an optax optimizer."""
 
     @classmethod
     def optimizer(cls):
@@ -151,7 +151,7 @@ class OwnOptimizer(PretrainDecoder):
             r"config.optimizer: base_width=32: mu-P is implemented for adamw, not for lion",
         ),
         (
-            {"job_class": OwnOptimizer},
+            {"job_class": CustomOptimizerJob},
             r"config.optimizer: a custom optax optimizer does not apply the learning-rate multipliers",
         ),
         (
@@ -163,10 +163,10 @@ class OwnOptimizer(PretrainDecoder):
 )
 def test_unsupported_combinations_are_refused(tmp_path, changes, message):
     with pytest.raises(InvalidError, match=message):
-        job(tmp_path, 64, **{"config.model.base_width": BASE} | changes).setup_builder.build(jax.devices()[:1])
+        make_job(tmp_path, 64, **{"config.model.base_width": BASE} | changes).setup_builder.build(jax.devices()[:1])
 
 
 def test_scaled_logits_are_exported_to_no_family():
     with pytest.raises(InvalidError, match="no family of transformers has this model"):
-        DecoderFiles(DecoderConfig(**sizes(64, base_width=32)), VOCABULARY, 16).config()
-    assert DecoderFiles(DecoderConfig(**sizes(64, base_width=64)), VOCABULARY, 16).config()
+        DecoderFiles(DecoderConfig(**make_sizes(64, base_width=32)), VOCABULARY, 16).config()
+    assert DecoderFiles(DecoderConfig(**make_sizes(64, base_width=64)), VOCABULARY, 16).config()

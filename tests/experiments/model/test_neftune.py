@@ -1,4 +1,4 @@
-"""NEFTune: noise of the published size, in training alone, the same whatever the split; none at 0."""
+"""NEFTune: noise of the published size, only in training, independent of the split into micro-batches."""
 
 import functools
 
@@ -22,27 +22,27 @@ KEY = jax.random.key(1)
 TOKENS_BxT = np.random.default_rng(3).integers(0, V, (B, T), dtype=np.int32)
 
 
-def noise_of(alpha: float, examples: jax.Array, deterministic: bool = False, x: np.ndarray = X) -> np.ndarray:
-    """Return what is added to the embeddings of these examples."""
+def compute_noise(alpha: float, examples: jax.Array, deterministic: bool = False, x: np.ndarray = X) -> np.ndarray:
+    """Return the noise that is added to the embeddings of the given examples."""
     module = EmbeddingNoise(alpha, deterministic)
     return np.asarray(module.apply({}, x, examples, rngs={"dropout": KEY}) - x)
 
 
 def test_noise_is_uniform_within_the_published_bound():
     large = np.zeros((B, 64, 128), np.float32)
-    noise, bound = noise_of(5.0, jnp.arange(B), x=large), 5 / np.sqrt(64 * 128)
+    noise, bound = compute_noise(5.0, jnp.arange(B), x=large), 5 / np.sqrt(64 * 128)
     assert bound * 0.999 < np.abs(noise).max() <= bound
     np.testing.assert_allclose(noise.mean(), 0, atol=0.01 * bound)
     np.testing.assert_allclose(noise.std(), bound / np.sqrt(3), rtol=0.01)
 
 
-def test_noise_belongs_to_an_example_wherever_it_is():
-    noise = noise_of(5.0, jnp.arange(B))
-    np.testing.assert_array_equal(noise_of(5.0, jnp.arange(B)), noise)
-    np.testing.assert_allclose(noise_of(5.0, jnp.arange(B)[::-1], x=X[::-1])[::-1], noise, atol=1e-6)
+def test_the_noise_of_an_example_does_not_depend_on_its_position():
+    noise = compute_noise(5.0, jnp.arange(B))
+    np.testing.assert_array_equal(compute_noise(5.0, jnp.arange(B)), noise)
+    np.testing.assert_allclose(compute_noise(5.0, jnp.arange(B)[::-1], x=X[::-1])[::-1], noise, atol=1e-6)
     assert len({row.tobytes() for row in noise}) == B
-    assert not noise_of(5.0, jnp.arange(B), deterministic=True).any()
-    assert not noise_of(0.0, jnp.arange(B)).any()
+    assert not compute_noise(5.0, jnp.arange(B), deterministic=True).any()
+    assert not compute_noise(0.0, jnp.arange(B)).any()
 
 
 def gpt(alpha: float) -> tuple[nn.Module, type[PretrainGPT]]:
@@ -60,16 +60,16 @@ MODELS = {"gpt": gpt, "decoder": decoder}
 
 
 @functools.cache
-def params_of(name: str):
+def make_params(name: str):
     """Return the parameters of a model, which do not depend on alpha."""
     model, _ = MODELS[name](0.0)
     init = jax.jit(functools.partial(model.init, deterministic=True))
     return nn.unbox(init(jax.random.key(2), TOKENS_BxT))["params"]
 
 
-def loss_of(name: str, alpha: float):
-    """Return the compiled summed loss of a model, a function of tokens, examples and a key."""
-    (model, job), params = MODELS[name](alpha), params_of(name)
+def compile_loss(name: str, alpha: float):
+    """Compile the summed loss of a model as a function of tokens, examples and a key."""
+    (model, job), params = MODELS[name](alpha), make_params(name)
 
     def loss(tokens_BxT, examples_B, key):
         micro = {"x": tokens_BxT, "y": tokens_BxT, "padding_mask": jnp.ones(tokens_BxT.shape, bool)}
@@ -79,8 +79,8 @@ def loss_of(name: str, alpha: float):
 
 
 @pytest.mark.parametrize("name", ["decoder", pytest.param("gpt", marks=pytest.mark.soak)])
-def test_noise_is_in_training_only_and_no_split_changes_it(name):
-    noisy, plain, examples = loss_of(name, 20.0), loss_of(name, 0.0), jnp.arange(B)
+def test_noise_is_added_only_in_training_and_independent_of_the_split(name):
+    noisy, plain, examples = compile_loss(name, 20.0), compile_loss(name, 0.0), jnp.arange(B)
     whole = noisy(TOKENS_BxT, examples, KEY)
     halves = [noisy(TOKENS_BxT[part], examples[part], KEY) for part in (slice(0, 4), slice(4, 8))]
     np.testing.assert_allclose(sum(halves), whole, rtol=1e-6)
@@ -91,15 +91,15 @@ def test_noise_is_in_training_only_and_no_split_changes_it(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_is_drawn_without_an_alpha(name):
+def test_no_noise_is_drawn_without_an_alpha(name):
     for alpha in (0.0, 5.0):
-        lowered = loss_of(name, alpha).trace(TOKENS_BxT, jnp.arange(B), KEY)
+        lowered = compile_loss(name, alpha).trace(TOKENS_BxT, jnp.arange(B), KEY)
         assert ("random_bits" in str(lowered.jaxpr)) == (alpha > 0)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("job", [PretrainGPT, PretrainDecoder])
-def test_stopped_and_resumed_every_bit_is_the_same(tmp_path, job):
+def test_a_resumed_run_is_bit_identical(tmp_path, job):
     sizes = {"layers": 1, "heads": 2, "width": 16, "neftune_alpha": 10.0}
     changes = {"config.model": sizes | ({"mlp_width": 24} if job is PretrainDecoder else {})}
     whole, parts = (tiny_gpt(tmp_path / name, job, **changes) for name in ("whole", "parts"))

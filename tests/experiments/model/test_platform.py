@@ -1,6 +1,6 @@
-"""The form of a model for TPUs computes what the form for CPUs does: the same parameters, loss and gradients.
+"""The TPU form of a model has the same parameters, loss and gradients as its CPU form.
 
-Both run on a CPU here, so attention is the plain one in both; the TPU kernels have tests of their own.
+Both run on a CPU here, so both use plain attention; the TPU kernels have their own tests.
 
 Shape legend: B batch, T sequence.
 """
@@ -22,7 +22,7 @@ from tests.experiments.model.test_decoder import FAMILIES, LLAMA
 from tests.support.tiny_jobs import format_mesh
 
 SOAK = pytest.mark.soak
-VOCABULARY, CUT_VOCABULARY = 31, 32  # that two devices do not share, and that they do
+VOCABULARY, CUT_VOCABULARY = 31, 32  # indivisible and divisible by two devices
 TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (4, 16))
 TARGETS = TOKENS_BxT, np.ones((4, 16), np.float32)
 MOE = LLAMA | {"moe": {"experts": 4, "experts_per_token": 2}}
@@ -52,25 +52,25 @@ CASES = [
 
 
 @pytest.fixture
-def as_on_a_tpu(monkeypatch):
-    """Return a function that switches to the form for TPUs; attention still uses the real platform."""
+def switch_to_tpu(monkeypatch):
+    """Function that switches to the TPU form, except for attention, which uses the real platform."""
     return lambda: monkeypatch.setattr(platform, "platform", lambda: "tpu")
 
 
-def value_and_gradients(apply, variables):
-    """Compile anew: the form is not part of the key by which JAX caches compiled functions."""
+def compute_value_and_gradients(apply, variables):
+    """Compile and run; a new function is needed because the form is not part of JAX's cache key."""
     return jax.jit(jax.value_and_grad(lambda params: apply(params, TOKENS_BxT, targets=TARGETS)))(variables)
 
 
 @pytest.mark.parametrize(("name", "remat"), CASES)
-def test_both_forms_compute_the_same_function(name, remat, as_on_a_tpu):
+def test_both_forms_compute_the_same_function(name, remat, switch_to_tpu):
     apply, model = MODELS[name](remat)
     variables = jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
     noise = np.random.default_rng(1)
     variables = jax.tree.map(lambda leaf: leaf + 0.05 * noise.normal(size=leaf.shape).astype(np.float32), variables)
-    expected_loss, expected = value_and_gradients(apply, variables)
-    as_on_a_tpu()
-    loss, gradients = value_and_gradients(apply, variables)
+    expected_loss, expected = compute_value_and_gradients(apply, variables)
+    switch_to_tpu()
+    loss, gradients = compute_value_and_gradients(apply, variables)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), gradients, expected)
 
@@ -90,25 +90,25 @@ def test_both_forms_compute_the_same_function(name, remat, as_on_a_tpu):
 )
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=SOAK)], ids=["tied", "apart"])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, pytest.param(CUT_VOCABULARY, marks=SOAK)])
-def test_both_forms_compute_the_same_function_on_a_mesh(vocabulary, sizes, tied, chunk, as_on_a_tpu):
+def test_both_forms_compute_the_same_function_on_a_mesh(vocabulary, sizes, tied, chunk, switch_to_tpu):
     keys = LLAMA | {"key_value_heads": 4, "tied_embedding": tied}
     apply, model = make_decoder(keys, "dots", chunk, vocabulary)
     variables = jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
-    expected_loss, expected = value_and_gradients(apply, variables)
-    as_on_a_tpu()
+    expected_loss, expected = compute_value_and_gradients(apply, variables)
+    switch_to_tpu()
     mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
     with use_sharding_rules(mesh):
-        loss, gradients = value_and_gradients(apply, variables)
+        loss, gradients = compute_value_and_gradients(apply, variables)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), gradients, expected)
 
 
-def test_dots_save_named_residuals_on_a_tpu_only(as_on_a_tpu):
-    def num_sines():
+def test_dots_save_named_residuals_on_a_tpu_only(switch_to_tpu):
+    def count_sines():
         """Count in a new function each time, because JAX caches traces."""
         layer = jax.checkpoint(lambda x: jnp.sin(platform.mark_saved(jnp.sin(x))), policy=platform.dots_policy())
         return str(jax.make_jaxpr(jax.grad(layer))(1.0)).count(" sin ")
 
-    on_a_cpu = num_sines()
-    as_on_a_tpu()
-    assert num_sines() == on_a_cpu - 1  # that within is not computed again
+    on_a_cpu = count_sines()
+    switch_to_tpu()
+    assert count_sines() == on_a_cpu - 1  # the one inside is not recomputed

@@ -1,4 +1,4 @@
-"""Rotation by a matmul, as on TPUs, equals the rotation of every other platform.
+"""Rotary embedding by a matmul, as on TPUs, compared with that of other platforms.
 
 Shape legend: B batch, T sequence, N heads, H width of a head.
 """
@@ -37,8 +37,8 @@ def test_rotation_by_matmul_equals_rotation_with_its_gradient(dtype, pairs, monk
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_rotation_by_matmul_rounds_nothing(dtype, monkeypatch):
-    """A rotation by a right angle only moves numbers, of any size: the product must not round them."""
+def test_rotation_by_matmul_does_not_round(dtype, monkeypatch):
+    """Check with rotations by a right angle, which only move numbers: the product must not round them."""
     monkeypatch.setattr(platform, "platform", lambda: "tpu")
     x_BxTxNxH = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, N, H)) * 1000, dtype)
     quarter = rotation_at(jnp.zeros((1, T), jnp.int32), Rope(), H)

@@ -1,4 +1,4 @@
-"""Every query visits every key that it sees once, with a mask where it visits others."""
+"""Block schedule of the TPU kernel: every query visits every visible key once, with masks in partial blocks."""
 
 import numpy as np
 import pytest
@@ -39,16 +39,18 @@ def test_flags_mark_first_and_last_visits(causal: CausalBlocks, length: int) -> 
     assert (np.diff(walk.queries) >= 0).all()
     for block in range(number):
         (of_queries,), (of_keys,) = np.nonzero(walk.queries == block), np.nonzero(walk.keys == block)
-        assert walk.keys[of_queries[-1]] == block  # the keys at the same positions, which a kernel turns, come last
+        # The keys at the positions of the query block, which the kernel rotates, come last.
+        assert walk.keys[of_queries[-1]] == block
         assert np.flatnonzero(walk.flags[of_queries] & FIRST).tolist() == [0]
         assert np.flatnonzero(walk.flags[of_queries] & LAST).tolist() == [len(of_queries) - 1]
         assert np.flatnonzero(walk.flags[of_keys] & DONE).tolist() == [len(of_keys) - 1]
     done = np.flatnonzero(walk.flags & DONE)
-    assert walk.keys[done].tolist() == list(range(number))  # one after the other, as they are written
+    # The blocks of keys are completed in their order, which is the order of writing.
+    assert walk.keys[done].tolist() == list(range(number))
     assert all(walk.written[place] == walk.keys[done[done >= place][0]] for place in range(len(walk.flags)))
 
 
 def test_few_masked_scores_are_computed() -> None:
-    """Half of the square of 1,024 positions is visible."""
+    """Check the share of computed scores for 1,024 positions, of which half are visible."""
     assert CausalBlocks(1024).num_scores(1024) == 36 * 128 * 128
     assert CausalBlocks(512).num_scores(1024) == (2 * 10 + 16) * 128 * 128

@@ -1,4 +1,4 @@
-"""libtpu compiles attention for every kind of TPU, of every head width and sequence length."""
+"""Compilation of attention by libtpu for every kind of TPU, head width and sequence length."""
 
 import pytest
 

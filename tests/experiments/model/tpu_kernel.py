@@ -28,7 +28,7 @@ DTYPES = [jnp.bfloat16, jnp.float32]
 PLAIN, ALL = "plain", "segments, window, soft-cap"
 
 
-def tightest(H: int, W: int, dtype: DTypeLike) -> int:
+def find_tightest_length(H: int, W: int, dtype: DTypeLike) -> int:
     """Return the sequence length that leaves our kernels the least VMEM."""
     left = {}
     for T in range(128, 20_000, 128):
@@ -39,14 +39,14 @@ def tightest(H: int, W: int, dtype: DTypeLike) -> int:
 
 
 def main() -> None:
-    """Compile and print all."""
+    """Compile all cases and print the result."""
     machine = open_machine(parse_accelerator(sys.argv[1]))
     mesh = make_mesh({"data": 1}, machine.devices[:1])
     result = {}
     array = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
     for (H, W), length, dtype, options in itertools.product(WIDTHS, LENGTHS, DTYPES, (PLAIN, ALL)):
         with use_sharding_rules(mesh):
-            T = length if isinstance(length, int) else tightest(H, W, dtype)
+            T = length if isinstance(length, int) else find_tightest_length(H, W, dtype)
         q, k, v, g = (array((1, T, n, width), dtype) for n, width in ((4, H), (2, H), (2, W), (4, W)))
         ids = [array((1, T), jnp.int32)] if options == ALL else []
         chosen = {"window": T // 3, "softcap": 30.0} if options == ALL else {}

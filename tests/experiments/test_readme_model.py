@@ -1,4 +1,4 @@
-"""The model of `experiments/README.md` gets every feature of the models here from that page alone.
+"""The model of `experiments/README.md` supports every feature with only the code of that page.
 
 Shape legend: T sequence.
 """
@@ -21,29 +21,37 @@ from runner.config import MemoryConfig
 from runner.parallel.mesh import STATE_AXES
 from runner.storage import read_json, read_log
 from runner.train.flops import compute_transformer_flops, count_train_flops
-from tests.experiments.test_documents import LENGTHS, VOCABULARY, T, alone, assert_same, documents, pack
+from tests.experiments.test_documents import (
+    LENGTHS,
+    VOCABULARY,
+    T,
+    assert_close,
+    make_documents,
+    make_single_document_batch,
+    pack_documents,
+)
 from tests.support.tiny_jobs import FACTORISATIONS, ROOT, TEXT, make_mesh_options, merge, read_trajectory
 
 SOAK = pytest.mark.soak
 PAGE = (ROOT / "experiments" / "README.md").read_text()
 TYPES = {"param_dtype": "float32", "compute_dtype": "float32"}
 SAVED, STEPS = 2, 4
-# A step of it takes the gradient away, and nothing else.
+# A step subtracts exactly the gradient.
 SGD = {"name": "sgd", "learning_rate": 1.0, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}
-KEPT = [("none", None), ("dots", None), ("layers", None), ("layers", 32)]  # of a layer, and how the loss is computed
+KEPT_OPTIONS = [("none", None), ("dots", None), ("layers", None), ("layers", 32)]  # memory options of layers and loss
 
 
-def written(name):
-    """Return the file of this name that the page writes."""
+def read_page_file(name):
+    """Return the content of a file that the page writes."""
     (text,) = re.findall(rf"^cat > {re.escape(name)} <<'END'\n(.*?)^END$", PAGE, re.DOTALL | re.MULTILINE)
     return text
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The page's module, imported from the file that the page writes."""
+    """Module of the page, imported from the file that the page writes."""
     path = tmp_path_factory.mktemp("page") / "parallel.py"
-    path.write_text(written("parallel.py"))
+    path.write_text(read_page_file("parallel.py"))
     spec = importlib.util.spec_from_file_location("parallel", path)
     module = sys.modules["parallel"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -53,7 +61,7 @@ def page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def make_job(page, tmp_path_factory):
-    """The job of the page's spec, with another text and fewer steps; `changes` are dotted keys."""
+    """Factory of jobs with the page's spec, another text and fewer steps; `changes` are dotted keys."""
     directory = tmp_path_factory.mktemp("jobs")
     text = directory / "text.txt"
     text.write_text(TEXT)
@@ -67,7 +75,7 @@ def make_job(page, tmp_path_factory):
 
     def make(name, **changes):
         document = merge(
-            yaml.safe_load(written("parallel.yaml")), little | {"directory": str(directory / name)} | changes
+            yaml.safe_load(read_page_file("parallel.yaml")), little | {"directory": str(directory / name)} | changes
         )
         return page.PretrainParallel(ExecutionSpec.model_validate(document))
 
@@ -75,16 +83,16 @@ def make_job(page, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(make_job):
-    """Return a job that has run to its end with the memory options of the page, over a mesh of three axes."""
+def uninterrupted(make_job):
+    """Finished run with the memory options of the page, on a mesh of three axes."""
     job = make_job("undisturbed", **make_mesh_options(2, 2, 2))
     job()
     return job
 
 
 @pytest.mark.soak
-def test_a_resumed_run_has_the_same_bits(undisturbed, make_job):
-    root = shutil.copytree(undisturbed.store.root, undisturbed.store.root.parent / "again")
+def test_a_resumed_run_has_the_same_bits(uninterrupted, make_job):
+    root = shutil.copytree(uninterrupted.store.root, uninterrupted.store.root.parent / "again")
     *_, last = sorted((root / "checkpoints").iterdir())
     shutil.rmtree(last)
     (root / "result.json").unlink()
@@ -93,25 +101,27 @@ def test_a_resumed_run_has_the_same_bits(undisturbed, make_job):
     resumed = next(event for event in read_log(again.store, "events") if event["event"] == "restore")
     assert resumed["step"] == SAVED
     assert [row["step"] for row in read_trajectory(again.store.root)] == list(range(1, STEPS + 1))
-    assert read_trajectory(again.store.root) == read_trajectory(undisturbed.store.root)
-    assert read_json(again.store, "result.json") == read_json(undisturbed.store, "result.json")
+    assert read_trajectory(again.store.root) == read_trajectory(uninterrupted.store.root)
+    assert read_json(again.store, "result.json") == read_json(uninterrupted.store, "result.json")
 
 
 @SOAK
-def test_a_sharded_step_has_the_loss_of_one_device(undisturbed, make_job):
+def test_a_sharded_step_has_the_loss_of_one_device(uninterrupted, make_job):
     """Compare with the loss and gradient norm of the default `forward`, which uses logits."""
     job = make_job("one", **{"config.memory": {}})
-    batch = {name: leaf.reshape(-1, leaf.shape[-1]) for name, leaf in jax.device_get(undisturbed.batch(step=0)).items()}
-    loss = summed_loss(BaseTrainer.forward, job.model())
-    params = jax.device_get(undisturbed.train_setup.init_state().params)
+    batch = {
+        name: leaf.reshape(-1, leaf.shape[-1]) for name, leaf in jax.device_get(uninterrupted.batch(step=0)).items()
+    }
+    loss = make_loss(BaseTrainer.forward, job.model())
+    params = jax.device_get(uninterrupted.train_setup.init_state().params)
     loss_sum, gradients = jax.jit(jax.value_and_grad(loss))(params, batch | {"example": np.arange(len(batch["x"]))})
     count = batch["padding_mask"].sum()
-    first = read_trajectory(undisturbed.store.root)[0]
+    first = read_trajectory(uninterrupted.store.root)[0]
     assert first["train/loss"] == pytest.approx(float(loss_sum / count), abs=1e-5)
     assert first["train/grad_norm"] == pytest.approx(float(optax.tree.norm(gradients) / count), rel=1e-4)
 
 
-def after_a_step(job, devices):
+def take_first_step(job, devices):
     """Return the loss of the first step on these devices, and the parameters before and after it."""
     train_setup = job.setup_builder.build(devices)
     compiled = job.setup_builder.compile(train_setup, 1 << 30)
@@ -123,16 +133,16 @@ def after_a_step(job, devices):
 
 
 @pytest.fixture(scope="module")
-def on_one_device(make_job):
-    return after_a_step(make_job("one", **{"config.optimizer": SGD}), jax.devices()[:1])
+def single_device_step(make_job):
+    return take_first_step(make_job("one", **{"config.optimizer": SGD}), jax.devices()[:1])
 
 
 @SOAK
 @pytest.mark.parametrize("mesh", FACTORISATIONS)
-def test_loss_and_gradients_on_many_devices_equal_one(mesh, make_job, on_one_device):
-    expected, before, after = on_one_device
-    # Half as many heads of keys as of queries, and eight devices may share them.
-    loss, same_before, sharded_after = after_a_step(
+def test_loss_and_gradients_on_many_devices_equal_one(mesh, make_job, single_device_step):
+    expected, before, after = single_device_step
+    # Half as many key heads as query heads, so that eight devices may share them.
+    loss, same_before, sharded_after = take_first_step(
         make_job("many", **{"config.optimizer": SGD}, **make_mesh_options(*mesh)), jax.devices()
     )
     assert loss == pytest.approx(expected, abs=1e-5)
@@ -165,7 +175,7 @@ def test_counted_flops_equal_the_formula(make_job):
         layer_parameters=2 * width**2 + 2 * width * keys + 3 * width * model.mlp_width,
         output_parameters=job.vocabulary_size * width,
         attention_width=width,
-        attended_keys=length,  # in rows this short there is one block, with all keys
+        attended_keys=length,  # such short sequences have a single block with all keys
     )
     found = job.flops_per_token(job.setup_builder.build(jax.devices()))
     assert found.per_token == pytest.approx(expected.per_token, rel=1e-6)
@@ -176,16 +186,16 @@ def test_counted_flops_equal_the_formula(make_job):
     )
 
 
-# The model alone: memory options, and sequences of several documents.
+# The model: memory options and packed documents.
 
 
 def make_model(page, remat="none", chunk=None):
-    sizes = yaml.safe_load(written("parallel.yaml"))["config"]["model"]
+    sizes = yaml.safe_load(read_page_file("parallel.yaml"))["config"]["model"]
     memory = MemoryConfig(remat=remat, loss_chunk_positions=chunk)
     return page.Parallel(page.ParallelConfig(**sizes), VOCABULARY, TYPES, memory)
 
 
-def summed_loss(forward, model):
+def make_loss(forward, model):
     return lambda params, batch: forward(model.apply, params, batch, None)[0]
 
 
@@ -199,30 +209,33 @@ def params(page):
 
 @pytest.fixture(scope="module")
 def expected(page, params):
-    """Return loss and gradients from logits, of documents with a sequence each."""
-    loss = summed_loss(BaseTrainer.forward, make_model(page))
-    batch = alone(documents(LENGTHS))
+    """Loss and gradients from logits, with one document per sequence."""
+    loss = make_loss(BaseTrainer.forward, make_model(page))
+    batch = make_single_document_batch(make_documents(LENGTHS))
     return jax.jit(jax.value_and_grad(loss))(params, batch | {"example": np.arange(len(batch["x"]))})
 
 
 @SOAK
-@pytest.mark.parametrize(("remat", "chunk"), KEPT)
+@pytest.mark.parametrize(("remat", "chunk"), KEPT_OPTIONS)
 def test_memory_options_and_packing_change_no_gradient(remat, chunk, page, params, expected):
-    loss = summed_loss(page.PretrainParallel.forward, make_model(page, remat, chunk))
-    assert_same(jax.jit(jax.value_and_grad(loss))(params, pack(documents(LENGTHS))), expected)
+    loss = make_loss(page.PretrainParallel.forward, make_model(page, remat, chunk))
+    assert_close(jax.jit(jax.value_and_grad(loss))(params, pack_documents(make_documents(LENGTHS))), expected)
 
 
 @SOAK
 def test_saving_less_recomputes_more(page, params):
-    batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in pack(documents(LENGTHS)).items()}
+    batch = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for name, leaf in pack_documents(make_documents(LENGTHS)).items()
+    }
     again = [
         count_train_flops(
-            summed_loss(page.PretrainParallel.forward, make_model(page, *kept)),
+            make_loss(page.PretrainParallel.forward, make_model(page, *kept)),
             params,
             batch,
             num_tokens=batch["x"].size,
             platform="cpu",
         ).recomputed_per_token
-        for kept in KEPT
+        for kept in KEPT_OPTIONS
     ]
     assert again == sorted(set(again)), again
