@@ -52,7 +52,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that no worker is left alone with one of them at the end."""
+    """Run the longest files first, so that no worker runs one of them alone at the end."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST_FILES))
 
 
@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _clear_compiled_programs() -> Iterator[None]:
-    """Free the compiled programs after each file; kept to the end, they would take gigabytes in each worker."""
+    """Free the compiled programs after each file; otherwise they take gigabytes in each worker."""
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
@@ -87,7 +87,7 @@ def _clear_compiled_programs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _kill_remaining_processes() -> Iterator[None]:
-    """Kill the processes that a test leaves; fixtures of a wider scope end their own."""
+    """Kill the processes that a test leaves; fixtures of a wider scope stop their own."""
     before = leftover.find()
     yield
     leftover.end_all_but(before)

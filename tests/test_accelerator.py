@@ -39,7 +39,7 @@ def test_accelerators_by_name(text, name, number):
 
 
 @pytest.mark.parametrize("text", ["v7e-16", "16", "", "2xv5e", "v5e-16-2", "V5E", "gpu-8", "v5e-", "0xv5e-4", "v5e-0"])
-def test_an_unknown_accelerator_is_refused_with_the_known_ones(text):
+def test_an_unknown_accelerator_is_rejected_with_the_known_ones(text):
     with pytest.raises(InvalidError, match=r"needs any, or .* one of cpu, v4, v5e"):
         parse_accelerator(text)
 
@@ -85,7 +85,7 @@ def test_a_slice_has_as_many_chips_as_its_shape():
 
 
 @pytest.mark.parametrize("text", ["v5e-12", "v5p-12", "h100-8"])
-def test_an_impossible_slice_is_refused_with_the_possible_ones(text):
+def test_an_impossible_slice_is_rejected_with_the_possible_ones(text):
     with pytest.raises(InvalidError, match=r"has no slice of \d+ chips; slices: (v5e-1, |v5p-4, |none)"):
         _ = parse_accelerator(text).shape
 
@@ -134,7 +134,7 @@ def test_deterministic_flags_respect_the_environment(monkeypatch, tmp_path, plat
 
 @pytest.mark.parametrize("flag", [flag for flags in DETERMINISTIC_FLAGS.values() for flag in flags])
 def test_the_compiler_knows_each_flag(flag):
-    """It ends the process at one that it does not know."""
+    """The compiler aborts the process on an unknown flag."""
     variables = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=variables, check=True)
 

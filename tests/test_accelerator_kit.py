@@ -1,4 +1,4 @@
-"""The accelerator kit holds together without one: whatever a section does is kept, and the next one begins."""
+"""Accelerator benchmark kit on CPUs: results are kept for every outcome of a section, and the next section runs."""
 
 import dataclasses
 import importlib
@@ -27,17 +27,19 @@ from tests.support import leftover, simulated_devices
 
 KIT = Path(package.__file__).parent
 MACHINE = Machine("NVIDIA H100 80GB", 1, 80 * 10**9, 16, "3.12.3", {"jax": "0.10"})
-SEEN, ALSO = Figure("seen", 1.5, "seconds", "a note"), Figure("also", True)
+FIRST_FIGURE, SECOND_FIGURE = Figure("seen", 1.5, "seconds", "a note"), Figure("also", True)
 
 # What a section may do, as the program that it runs after its file of figures has been opened as `file`; how the
 # kit calls that, and what is kept.
-_SEE = "".join(f"file.write({json.dumps(dataclasses.asdict(figure)) + chr(10)!r}); " for figure in (SEEN, ALSO))
+_SEE = "".join(
+    f"file.write({json.dumps(dataclasses.asdict(figure)) + chr(10)!r}); " for figure in (FIRST_FIGURE, SECOND_FIGURE)
+)
 BEHAVIOURS = {
-    "sees": (_SEE, "done", (SEEN, ALSO)),
+    "sees": (_SEE, "done", (FIRST_FIGURE, SECOND_FIGURE)),
     "sees nothing": ("", "done", ()),
-    "raises": (_SEE + "file.flush(); raise MemoryError('on the device')", "failed", (SEEN, ALSO)),
-    "is killed": (_SEE + "file.flush(); os.kill(os.getpid(), 9)", "failed", (SEEN, ALSO)),
-    "leaves half a line": (_SEE + "file.write('{\"name\"')", "done", (SEEN, ALSO)),
+    "raises": (_SEE + "file.flush(); raise MemoryError('on the device')", "failed", (FIRST_FIGURE, SECOND_FIGURE)),
+    "is killed": (_SEE + "file.flush(); os.kill(os.getpid(), 9)", "failed", (FIRST_FIGURE, SECOND_FIGURE)),
+    "leaves half a line": (_SEE + "file.write('{\"name\"')", "done", (FIRST_FIGURE, SECOND_FIGURE)),
     "writes another thing": ("file.write('[1]')", "done", ()),
     "exits": ("sys.exit('no device')", "failed", ()),
 }
@@ -48,8 +50,8 @@ _HANGS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Fake:
-    """A section that runs a program of this file."""
+class FakeSection:
+    """A section that runs the given program."""
 
     name: str
     program: str
@@ -69,11 +71,11 @@ def run_kit(sections, out: Path) -> Results:
     return kit.Kit(sections, 60.0, "tiny", sys.executable, out, kit.variables_of(None)).run("c0ffee")
 
 
-# The sections, as the kit runs them.
+# Sections, as run by the kit.
 
 
-def test_whatever_a_section_does_is_recorded_and_the_next_one_begins(tmp_path):
-    results = run_kit([Fake(name, program) for name, (program, *_) in BEHAVIOURS.items()], tmp_path / "out.json")
+def test_every_outcome_of_a_section_is_recorded_and_the_next_one_runs(tmp_path):
+    results = run_kit([FakeSection(name, program) for name, (program, *_) in BEHAVIOURS.items()], tmp_path / "out.json")
     for part, (name, (_, status, figures)) in zip(results.parts, BEHAVIOURS.items(), strict=True):
         assert (part.name, part.status, part.figures) == (name, status, figures), part
     problems = {part.name: part.problem for part in results.parts}
@@ -83,27 +85,27 @@ def test_whatever_a_section_does_is_recorded_and_the_next_one_begins(tmp_path):
     assert read_results(tmp_path / "out.json") == results
 
 
-def test_a_section_that_hangs_is_cut_off_with_all_that_it_started_and_what_it_saw_stays(tmp_path, monkeypatch):
+def test_a_hanging_section_is_killed_with_its_children_and_keeps_its_figures(tmp_path, monkeypatch):
     hung, end_all_but = tmp_path / "hung", leftover.end_all_but
 
     def end_and_be_in_time_again(spared):
         end_all_but(spared)
         hung.unlink(missing_ok=True)
 
-    monkeypatch.setattr(kit, "time", LateWhile(hung))
+    monkeypatch.setattr(kit, "time", FutureClock(hung))
     monkeypatch.setattr(leftover, "end_all_but", end_and_be_in_time_again)
     before = leftover.find()
-    sections = [Fake("hangs", _HANGS.replace("HUNG", str(hung))), Fake("next", _SEE)]
+    sections = [FakeSection("hangs", _HANGS.replace("HUNG", str(hung))), FakeSection("next", _SEE)]
     results = run_kit(sections, tmp_path / "out.json")
     hanging, following = results.parts
-    assert (hanging.status, hanging.figures) == ("cut", (SEEN, ALSO))
+    assert (hanging.status, hanging.figures) == ("cut", (FIRST_FIGURE, SECOND_FIGURE))
     assert following.status == "done"
     assert leftover.find() == before
     assert read_results(tmp_path / "out.json") == results
 
 
-class LateWhile:
-    """A clock that is far too late while a file is there."""
+class FutureClock:
+    """A clock that is far in the future while a file exists."""
 
     time, sleep = staticmethod(time.time), staticmethod(time.sleep)
 
@@ -114,8 +116,8 @@ class LateWhile:
         return time.monotonic() + (1e6 if self._file.exists() else 0)
 
 
-def test_a_section_whose_time_is_over_before_it_begins_waits_on(tmp_path):
-    sections = [Fake("long", _SEE, 1.0), Fake("none left", _SEE, 0.0)]
+def test_a_section_without_time_left_stays_waiting(tmp_path):
+    sections = [FakeSection("long", _SEE, 1.0), FakeSection("none left", _SEE, 0.0)]
     done = kit.Kit(sections, 1e-9, "tiny", sys.executable, tmp_path / "out.json", kit.variables_of(None)).run("c0ffee")
     assert [part.status for part in done.parts] == ["waiting", "waiting"]
 
@@ -132,29 +134,29 @@ else:
 """
 
 
-def test_figures_are_in_the_json_while_their_section_still_runs(tmp_path):
-    """The section reads the kit's own JSON until its figures stand there, and gives up only where they never come."""
+def test_figures_are_written_while_their_section_runs(tmp_path):
+    """The section reads the JSON output of the kit until it contains its figures, up to a time limit."""
     out = tmp_path / "out.json"
-    (part,) = run_kit([Fake("waits for itself", _SEE + _READS_ITSELF.replace("OUT", str(out)))], out).parts
+    (part,) = run_kit([FakeSection("waits for itself", _SEE + _READS_ITSELF.replace("OUT", str(out)))], out).parts
     assert part.status == "done"
 
 
-def test_without_a_device_the_sections_are_tried_all_the_same(tmp_path, monkeypatch):
+def test_sections_run_without_a_device(tmp_path, monkeypatch):
     monkeypatch.setattr(kit, "look_at_machine", lambda variables, seconds: "jax does not start")
-    results = run_kit([Fake("sees", _SEE)], tmp_path / "out.json")
+    results = run_kit([FakeSection("sees", _SEE)], tmp_path / "out.json")
     assert (results.machine, results.problem, results.parts[0].status) == (None, "jax does not start", "done")
     assert "No device: jax does not start" in render(results)
 
 
 @pytest.mark.parametrize(("device", "size"), [("cpu", "tiny"), ("NVIDIA H100 80GB", "full")])
-def test_the_size_follows_the_device(device, size, tmp_path, monkeypatch):
+def test_the_size_depends_on_the_device(device, size, tmp_path, monkeypatch):
     machine = dataclasses.replace(MACHINE, device=device)
     monkeypatch.setattr(kit, "look_at_machine", lambda variables, seconds: machine)
     found = kit.Kit([], 1.0, None, sys.executable, tmp_path / "out.json", kit.variables_of(None)).run("c0ffee")
     assert found.sizes == size
 
 
-def test_why_jax_does_not_start_is_told(tmp_path, monkeypatch):
+def test_the_reason_why_jax_does_not_start_is_reported(tmp_path, monkeypatch):
     monkeypatch.undo()
     (tmp_path / "jax.py").write_text("raise RuntimeError('no CUDA')")
     found = kit.look_at_machine(kit.variables_of(tmp_path) | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, 60.0)
@@ -162,25 +164,25 @@ def test_why_jax_does_not_start_is_told(tmp_path, monkeypatch):
     assert found.endswith("RuntimeError: no CUDA")
 
 
-# The agenda.
+# Schedule of sections.
 
 
-def test_what_a_section_leaves_over_the_next_may_take():
+def test_unused_time_of_a_section_passes_to_the_next():
     assert ends([1, 2, 1], 100.0) == [25.0, 75.0, 100.0]
     assert ends([section.share for section in SECTIONS], 600.0)[-1] == pytest.approx(600.0)
 
 
-def test_every_module_of_the_sections_is_on_the_agenda_and_takes_its_arguments():
+def test_every_section_module_is_scheduled_with_valid_arguments():
     modules = {path.stem for path in (KIT / "section").glob("*.py")} - {"__init__", "__main__"}
     assert {section.module for section in SECTIONS} == modules
     assert len({section.name for section in SECTIONS}) == len(SECTIONS)
     for section in SECTIONS:
-        assert section.measure(Setting("tiny", "", "cpu", "")) is not None  # a generator: nothing runs yet
+        assert section.measure(Setting("tiny", "", "cpu", "")) is not None  # a generator, so nothing runs yet
         assert {*section.arguments} <= {*SIZES["tiny"].models}
         assert "measure" in vars(importlib.import_module(f"{package.__name__}.section.{section.module}"))
 
 
-def test_sections_are_chosen_by_the_beginning_of_their_name():
+def test_sections_are_chosen_by_name_prefix():
     assert [section.name for section in chosen(["speed", "save"])] == [
         "speed of gpt2_124m",
         "save",
@@ -192,21 +194,21 @@ def test_sections_are_chosen_by_the_beginning_of_their_name():
 
 
 @pytest.mark.parametrize("name", SIZES["full"].models)
-def test_a_model_at_full_size_is_that_of_its_spec(name, tmp_path):
+def test_full_size_models_match_their_specs(name, tmp_path):
     model = SIZES["full"].models[name]
     spec, *options = model.arguments(tmp_path, tmp_path / "tokens.bin", 10)
-    found = [config_of(spec, overrides) for overrides in ([], options[1::2])]
+    found = [load_config(spec, overrides) for overrides in ([], options[1::2])]
     for key in ("model", "optimizer", "precision", "memory"):
         assert getattr(found[0], key).model_dump() == getattr(found[1], key).model_dump()
     assert found[0].data.sequence_length == model.shape.sequence_length
 
 
-def config_of(spec, overrides):
+def load_config(spec, overrides):
     document = load_document(ROOT / spec, overrides)
     return validate_config(document, load_job_class(document, RestoreableJob).Config)
 
 
-# The records, and the table that is made of them.
+# Records, and the table generated from them.
 
 
 WHOLE = Results(
@@ -217,8 +219,14 @@ WHOLE = Results(
     MACHINE,
     "",
     (
-        Part("speed", "done", 9.0, (SEEN, Figure("MFU", 0.5, "share"), Figure("ratio", 2.0, "times"))),
-        Part("bits", "failed", 1.0, (ALSO, Figure("other", False), Figure("peak", None, "bytes", "a|b")), "x\nlast"),
+        Part("speed", "done", 9.0, (FIRST_FIGURE, Figure("MFU", 0.5, "share"), Figure("ratio", 2.0, "times"))),
+        Part(
+            "bits",
+            "failed",
+            1.0,
+            (SECOND_FIGURE, Figure("other", False), Figure("peak", None, "bytes", "a|b")),
+            "x\nlast",
+        ),
         Part("late", "cut", 60.0, (), "cut off"),
         Part("never"),
     ),
@@ -240,18 +248,18 @@ TABLE = """\
 """
 
 
-def test_the_table_tells_every_figure_and_every_section_that_is_not_whole():
+def test_the_table_lists_every_figure_and_every_incomplete_section():
     assert render(WHOLE) == TABLE
 
 
-def test_results_are_read_back_as_they_were_written(tmp_path):
+def test_results_round_trip(tmp_path):
     WHOLE.write(tmp_path / "out.json")
     assert read_results(tmp_path / "out.json") == WHOLE
     assert json.loads((tmp_path / "out.json").read_text())["format"] == 1
 
 
 @pytest.mark.parametrize("change", [{"format": 2}, {"format": None}, {"parts": [{}]}, {"parts": 3}, {"strange": 1}])
-def test_results_of_another_form_are_refused(change, tmp_path):
+def test_malformed_results_are_rejected(change, tmp_path):
     WHOLE.write(tmp_path / "out.json")
     content = json.loads((tmp_path / "out.json").read_text()) | change
     (tmp_path / "out.json").write_text(json.dumps(content))
@@ -260,25 +268,25 @@ def test_results_of_another_form_are_refused(change, tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((KIT / "seen").glob("*.json")), ids=lambda path: path.stem)
-def test_the_committed_table_is_made_of_the_committed_results(path):
+def test_the_committed_table_matches_the_committed_results(path):
     assert render(read_results(path)) in (KIT / "README.md").read_text()
 
 
-# What is carried along.
+# Bundled dependencies.
 
 
-def test_the_command_itself_needs_nothing_but_the_standard_library():
+def test_the_command_needs_only_the_standard_library():
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {package.__name__}.__main__"
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
 
 
-def test_every_dependency_of_the_project_is_there_or_carried_or_left_out():
+def test_every_dependency_is_installed_bundled_or_omitted():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[<>=~]", text)[0].strip() for text in project["dependencies"]}
     assert needed <= {*wheels.THERE, *wheels.CARRIED, *wheels.LEFT_OUT}
 
 
-def test_wheels_are_unpacked_where_they_can_be_imported(tmp_path):
+def test_wheels_are_unpacked_for_import(tmp_path):
     make_wheel(tmp_path / "small-1.0-py3-none-any.whl")
     wheels.unpack(tmp_path, tmp_path / "site")
     assert (tmp_path / "site" / "small.py").read_text() == "VALUE = 1\n"
@@ -289,7 +297,7 @@ def make_wheel(path: Path) -> None:
         file.writestr("small.py", "VALUE = 1\n")
 
 
-def test_wheels_of_another_python_or_none_at_all_are_refused(tmp_path):
+def test_missing_wheels_and_wheels_of_another_python_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"got no \*\.whl"):
         wheels.unpack(tmp_path, tmp_path / "site")
     make_wheel(tmp_path / "small-1.0-cp27-cp27mu-manylinux1_x86_64.whl")
@@ -297,7 +305,7 @@ def test_wheels_of_another_python_or_none_at_all_are_refused(tmp_path):
         wheels.unpack(tmp_path, tmp_path / "site")
 
 
-# Players, and the sections that are made of them.
+# Players, and the sections that use them.
 
 _PLAYER = """
 import sys
@@ -320,7 +328,7 @@ def player_command(before="", turn="", seconds=0.5, fingerprint="f"):
     return [sys.executable, "-S", "-c", program]
 
 
-def figures_of(measured) -> dict[str, Figure]:
+def index_figures(measured) -> dict[str, Figure]:
     return {figure.name: figure for figure in measured}
 
 
@@ -329,7 +337,7 @@ def setting(tmp_path) -> Setting:
     return Setting("tiny", str(tmp_path), MACHINE.device, sys.executable)
 
 
-def test_a_player_that_ends_says_why(tmp_path):
+def test_a_player_that_exits_reports_the_reason(tmp_path):
     variables = kit.variables_of(None)
     with pytest.raises(PlayerError, match=r"ended with 1: what is printed(?s:.*)RuntimeError: no memory"):
         Player(player_command("raise RuntimeError('no memory')"), variables, tmp_path / "log")
@@ -342,7 +350,7 @@ def test_a_player_that_ends_says_why(tmp_path):
 
 @pytest.fixture
 def two_players(monkeypatch):
-    """Has `speed` play ours against a peer of the given command."""
+    """Run `speed` with a player of ours against a peer of the given command."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def play(peer) -> None:
@@ -352,9 +360,9 @@ def two_players(monkeypatch):
     return play
 
 
-def test_speed_is_of_turns_on_the_same_device(two_players, setting):
+def test_speed_is_measured_in_turns_on_the_same_device(two_players, setting):
     two_players(player_command(seconds=0.75))
-    found = figures_of(speed.measure(setting, "gpt2_124m"))
+    found = index_figures(speed.measure(setting, "gpt2_124m"))
     tokens = SIZES["tiny"].models["gpt2_124m"].shape.tokens_per_step
     assert found["ours alone: seconds of a step"].value == found["ours: seconds of a step"].value == 0.5
     assert found["torch: seconds of a step"].value == 0.75
@@ -373,9 +381,9 @@ def test_speed_is_of_turns_on_the_same_device(two_players, setting):
     ],
     ids=["at once", "in its second turn", "no interpreter"],
 )
-def test_without_a_peer_speed_is_of_ours_only_and_that_is_said(peer, two_players, setting):
+def test_a_missing_peer_is_noted_and_only_our_speed_measured(peer, two_players, setting):
     two_players(peer)
-    found = figures_of(speed.measure(setting, "gpt2_124m"))
+    found = index_figures(speed.measure(setting, "gpt2_124m"))
     assert found["ours: seconds of a step"].value == 0.5
     assert found["torch: seconds of a step"].value is None
     assert re.search("no torch|No such file", found["torch: seconds of a step"].note)
@@ -384,12 +392,12 @@ def test_without_a_peer_speed_is_of_ours_only_and_that_is_said(peer, two_players
 
 def test_an_unknown_peak_gives_no_mfu(two_players, setting):
     two_players(player_command())
-    found = figures_of(speed.measure(dataclasses.replace(setting, device="cpu"), "gpt2_124m"))
+    found = index_figures(speed.measure(dataclasses.replace(setting, device="cpu"), "gpt2_124m"))
     assert (found["ours: MFU"].value, found["ours: MFU"].note) == (None, "the peak of cpu is not known")
 
 
 @pytest.mark.parametrize("is_gpu", [True, False])
-def test_determinism_compares_programs_that_were_compiled_apart(is_gpu, monkeypatch, setting):
+def test_determinism_compares_separately_compiled_programs(is_gpu, monkeypatch, setting):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     caches = []
 
@@ -400,20 +408,20 @@ def test_determinism_compares_programs_that_were_compiled_apart(is_gpu, monkeypa
 
     monkeypatch.setattr(determinism, "open_trainer", opened)
     monkeypatch.setattr(determinism, "has_gpu", lambda variables: is_gpu)
-    found = figures_of(determinism.measure(setting, "gpt2_124m"))
+    found = index_figures(determinism.measure(setting, "gpt2_124m"))
     assert found["cost of the flags"].value == (pytest.approx(0.1) if is_gpu else None)
     assert found["two programs with the flags give the same bits"].value is True
     assert found["two programs without give the same bits"].value is False
     assert len(set(caches)) == 4
 
 
-# The sections that are made of commands.
+# Sections that run commands.
 
 
-# What the killed run ends with, how the host's reading ends and the fingerprint that it tells, how verify-resume ends.
-HOLDS = ("a0", 0, "a0", 0)
-THEOREMS = {
-    "all hold": (HOLDS, [True, True, True]),
+# Fingerprint after the kill, exit code and fingerprint of the host's check, and exit code of verify-resume.
+ALL_EQUAL = ("a0", 0, "a0", 0)
+OUTCOMES = {
+    "all hold": (ALL_EQUAL, [True, True, True]),
     "other bits": (("b0", 0, "b0", 0), [False, True, True]),
     "damaged": (("a0", 1, "a0", 0), [True, False, True]),
     "another fingerprint": (("a0", 0, "b0", 0), [True, False, True]),
@@ -421,9 +429,9 @@ THEOREMS = {
 }
 
 
-@pytest.mark.parametrize(("seen", "values"), THEOREMS.values(), ids=THEOREMS)
-def test_a_theorem_that_does_not_hold_is_a_figure(seen, values, monkeypatch, setting):
-    """Commands are faked: an undisturbed run ends with a0."""
+@pytest.mark.parametrize(("seen", "values"), OUTCOMES.values(), ids=OUTCOMES)
+def test_a_failed_theorem_is_recorded_as_a_figure(seen, values, monkeypatch, setting):
+    """Commands are replaced by fakes; the uninterrupted run has fingerprint a0."""
     after_kill, deep_code, of_host, verify_code = seen
 
     def run_module(*words, codes=(0,), changes=None):
@@ -443,7 +451,7 @@ def test_a_theorem_that_does_not_hold_is_a_figure(seen, values, monkeypatch, set
     assert [figure.value for figure in theorem.measure(setting)] == values
 
 
-def test_a_plan_is_set_beside_what_was_measured(monkeypatch, setting):
+def test_a_plan_is_compared_with_measurements(monkeypatch, setting):
     plan = {
         "memory of a device": {"needed": {"value": 1100}},
         "roofline of a step": {"lowest step time": {"value": 0.25}},
@@ -461,7 +469,7 @@ def test_a_plan_is_set_beside_what_was_measured(monkeypatch, setting):
         return 0, ""
 
     monkeypatch.setattr(forecast, "run_module", run_module)
-    found = figures_of(forecast.measure(setting, "gpt2_124m"))
+    found = index_figures(forecast.measure(setting, "gpt2_124m"))
     assert found["seconds of a step, measured"].value == 0.5
     assert found["memory planned on the device"] == Figure(
         "memory planned on the device", 1100, "bytes", "+10.0% of the measured peak"
@@ -472,8 +480,8 @@ def test_a_plan_is_set_beside_what_was_measured(monkeypatch, setting):
 
 
 @pytest.mark.soak
-def test_every_section_sees_all_it_came_for_on_a_cpu(tmp_path):
-    """The whole kit, as it is run on an accelerator, at tiny sizes; without torch, which the suite does not need."""
+def test_every_section_completes_on_a_cpu(tmp_path):
+    """Run the whole kit as on an accelerator, at tiny sizes and without torch, which is not installed for the tests."""
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", package.__name__, "--out", str(out), "--size", "tiny", "--minutes", "60"]
     result = subprocess.run(command, cwd=ROOT, env=simulated_devices.environment(1), capture_output=True, text=True)
@@ -487,5 +495,5 @@ def test_every_section_sees_all_it_came_for_on_a_cpu(tmp_path):
     assert all(part.figures for part in results.parts)
 
 
-def test_an_unfinished_file_of_figures_is_read_to_its_last_whole_line(tmp_path):
+def test_an_unfinished_figures_file_is_read_to_its_last_complete_line(tmp_path):
     assert read_figures(tmp_path / "none") == ()

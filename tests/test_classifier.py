@@ -1,4 +1,4 @@
-"""A trainer that is no language model is told nothing of text, and its own metrics are shown wherever its loss is."""
+"""A trainer that is no language model: output has no terms of text, and its own metrics are shown beside its loss."""
 
 import io
 import json
@@ -27,7 +27,7 @@ SAMPLES = {"samples": {"prompts": ["0 1"]}}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return the directory of a finished run, and what it printed."""
+    """A finished run's directory, and what it printed."""
     directory, output = tmp_path_factory.mktemp("images") / "run", io.StringIO()
     handler = logging.StreamHandler(output)
     logging.getLogger("runner").addHandler(handler)
@@ -45,7 +45,7 @@ def get_newest_row(run: Path) -> JsonObject:
     return list(parse_lines((run / "metrics.jsonl").read_bytes()))[-1]
 
 
-def say(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+def capture_command(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
     capfd.readouterr()
     code = main([*map(str, words)])
     out, err = capfd.readouterr()
@@ -72,7 +72,7 @@ def test_the_console_shows_its_own_metrics(trained: tuple[Path, str]) -> None:
         ({f"val/{name}": 1 for name in "abcdefgh"}, "  ".join(f"val {name} 1" for name in "abcdef")),
     ],
 )
-def test_a_line_holds_few_metrics_and_none_of_single_layers(metrics: JsonObject, shown: str) -> None:
+def test_a_progress_line_has_few_metrics_and_none_of_single_layers(metrics: JsonObject, shown: str) -> None:
     output = io.StringIO()
     progress = LiveProgress("run", 10, 0, Console(file=output, width=200))
     progress.show({"step": 5, **metrics})
@@ -84,10 +84,10 @@ def test_a_line_holds_few_metrics_and_none_of_single_layers(metrics: JsonObject,
 
 def test_evaluate_has_its_own_metrics_and_no_perplexity(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     accuracy = get_newest_row(run)["val/accuracy"]
-    code, out, err = say(capfd, "evaluate", run)
+    code, out, err = capture_command(capfd, "evaluate", run)
     assert (code, err) == (0, "")
     assert re.fullmatch(rf"step 6: loss [\d.]+, accuracy {accuracy:.4g} \(32 targets\)\n", out)
-    record = json.loads(say(capfd, "evaluate", run, "--json")[1])
+    record = json.loads(capture_command(capfd, "evaluate", run, "--json")[1])
     assert record["loss"] == get_newest_row(run)["val/loss"]
     assert record["metrics"] == record["sets"]["validation"]["metrics"] == {"accuracy": accuracy}
     assert (record["perplexity"], record["loss_per_byte"], record["language_model"]) == (None, None, False)
@@ -107,43 +107,43 @@ def test_evaluate_calls_its_own_evaluators(
     shutil.copytree(run, copy)
     spec = (copy / "spec.yaml").read_text()
     (copy / "spec.yaml").write_text(spec.replace("images:Classify", f"images:{job}"))
-    code, out, err = say(capfd, "evaluate", copy, "--json")
+    code, out, err = capture_command(capfd, "evaluate", copy, "--json")
     assert code == 0
     assert re.fullmatch(f"{warning}.*\n", err)
     metrics = json.loads(out)["metrics"]
     assert set(metrics) == {"accuracy", *figures}
     assert metrics.get("step", 6) == 6
-    assert "bright" not in say(capfd, "evaluate", copy, "--data", CHANGES["config.data"]["source"])[1]
+    assert "bright" not in capture_command(capfd, "evaluate", copy, "--data", CHANGES["config.data"]["source"])[1]
 
 
 def test_means_over_a_large_set_are_exact(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are added up from parts of the set."""
-    whole = json.loads(say(capfd, "evaluate", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
+    """Means are sums over parts of the set."""
+    whole = json.loads(capture_command(capfd, "evaluate", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
     monkeypatch.setattr("runner.inference.evaluate._STRETCH_BATCHES", 3)
-    parts = json.loads(say(capfd, "evaluate", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
+    parts = json.loads(capture_command(capfd, "evaluate", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
     assert whole["metrics"] == parts["metrics"]
     assert whole["tokens"] > 64 * 3
 
 
-def test_sample_refuses_it_in_one_line(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, err = say(capfd, "sample", run)
+def test_sample_rejects_a_classifier_in_one_line(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = capture_command(capfd, "sample", run)
     assert (code, out) == (2, "")
     assert "trains no language model" in err
     assert len(err.splitlines()) == 1
 
 
-def test_tasks_on_text_are_refused_before_anything_is_claimed(tmp_path: Path) -> None:
+def test_text_tasks_are_rejected_before_an_attempt_is_claimed(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"eval\.samples.*language model"):
         make_gpt(tmp_path / "run", Classify, **CHANGES | {"config.eval": SAMPLES})()
     assert not (tmp_path / "run").exists()
 
 
-def test_plan_refuses_tasks_on_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_rejects_text_tasks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(yaml.safe_dump(make_gpt_document(tmp_path / "run", **CHANGES | {"config.eval": SAMPLES})))
-    code, out, _ = say(capfd, "plan", spec)
+    code, out, _ = capture_command(capfd, "plan", spec)
     assert code == 2
     assert "needs a language model" in out
     assert len(re.findall("needs a language model", out)) == 1
@@ -151,7 +151,7 @@ def test_plan_refuses_tasks_on_text(tmp_path: Path, capfd: pytest.CaptureFixture
 
 def test_status_and_report_show_its_own_metrics(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     accuracy = get_newest_row(run)["val/accuracy"]
-    assert f"val accuracy {accuracy:.4g}" in say(capfd, "status", run)[1]
+    assert f"val accuracy {accuracy:.4g}" in capture_command(capfd, "status", run)[1]
     history = read_history(LocalStore(run))
     assert history.figures["val/accuracy"] == accuracy
     assert not history.is_language_model
@@ -165,7 +165,7 @@ def test_status_and_report_show_its_own_metrics(run: Path, capfd: pytest.Capture
     assert ["validation accuracy", f"{accuracy:.1%}"] in data["runs"][0]["facts"]
 
 
-def test_metrics_of_steps_that_are_repeated_are_forgotten() -> None:
+def test_metrics_of_repeated_steps_are_dropped() -> None:
     event = {"attempt": 1, "time": 1.0, "process": 0}
     figures = {"val/loss": 1.0, "val/accuracy": 0.5, "val/no number": "x", "val/\x1b": 1.0}
     found = apply_events(LedgerSummary(), [event | {"event": "evaluate", "step": 6, "figures": figures}])

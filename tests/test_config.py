@@ -1,4 +1,4 @@
-"""The config of trainer jobs: the contract's keys, and the arithmetic between them."""
+"""Config of trainer jobs: keys of the contract, and the arithmetic between them."""
 
 import pytest
 
@@ -55,12 +55,12 @@ config:
 """
 
 
-def read(*overrides: str) -> TrainerConfig[GPTConfig]:
+def validate_contract(*overrides: str) -> TrainerConfig[GPTConfig]:
     return validate_config(parse_document(CONTRACT, "specs/x.yaml", overrides), Config)
 
 
-def test_the_spec_of_the_contract_is_valid_as_it_stands() -> None:
-    config = read()
+def test_the_spec_of_the_contract_is_valid() -> None:
+    config = validate_contract()
     assert validate_spec(parse_document(CONTRACT, "x")).name == "gpt_nano"
     assert (config.model.width, config.optimizer.learning_rate, config.total_steps) == (384, 0.001, 500)
     assert config.train.micro_batch_examples == "auto"
@@ -88,7 +88,7 @@ config:
 
 @pytest.mark.parametrize(("tokens", "steps"), [(4096, 1), (4097, 2), (8192, 2), (2_500_000_000, 610_352)])
 def test_a_token_budget_is_rounded_up_to_whole_steps(tokens: int, steps: int) -> None:
-    config = read(
+    config = validate_contract(
         "config.train.total_steps=null", f"config.train.total_tokens={tokens}", "config.schedule.warmup_steps=0"
     )
     assert config.tokens_per_step == 16 * 256
@@ -99,14 +99,16 @@ def test_a_token_budget_is_rounded_up_to_whole_steps(tokens: int, steps: int) ->
     ("epochs", "examples", "steps"), [(1, 16, 1), (1, 17, 2), (2, 40, 5), (0.1, 480, 3), (0.5, 40, 2), (1, 1, 1)]
 )
 def test_epochs_are_rounded_up_to_whole_steps(epochs: float, examples: int, steps: int) -> None:
-    config = read("config.train.total_steps=null", f"config.train.total_epochs={epochs}", "config.schedule={}")
+    config = validate_contract(
+        "config.train.total_steps=null", f"config.train.total_epochs={epochs}", "config.schedule={}"
+    )
     with pytest.raises(InvalidError, match="before the data are read"):
         _ = config.total_steps
     assert config.resolve_epochs(examples).total_steps == steps
 
 
-def test_epochs_into_which_the_schedule_does_not_fit_are_refused() -> None:
-    config = read("config.train.total_steps=null", "config.train.total_epochs=1")
+def test_epochs_shorter_than_the_schedule_are_rejected() -> None:
+    config = validate_contract("config.train.total_steps=null", "config.train.total_epochs=1")
     assert config.resolve_epochs(16 * 101).total_steps == 101
     with pytest.raises(InvalidError, match=r"^1,600 examples an epoch: schedule\.warmup_steps=100 is not below"):
         config.resolve_epochs(1600)
@@ -193,18 +195,18 @@ def test_epochs_into_which_the_schedule_does_not_fit_are_refused() -> None:
         ),
     ],
 )
-def test_a_config_that_cannot_work_is_refused_in_one_line(overrides: list[str], message: str) -> None:
+def test_an_invalid_config_is_rejected_in_one_line(overrides: list[str], message: str) -> None:
     with pytest.raises(SpecError) as caught:
-        read(*(f"config.{override}" for override in overrides))
+        validate_contract(*(f"config.{override}" for override in overrides))
     assert str(caught.value) == message
 
 
 def test_the_largest_decay_that_fits_is_accepted() -> None:
-    assert read("config.schedule.name=wsd", "config.schedule.decay_steps=400").schedule.decay_steps == 400
+    assert validate_contract("config.schedule.name=wsd", "config.schedule.decay_steps=400").schedule.decay_steps == 400
 
 
-def changed(override: str, *base: str) -> set[str]:
-    """The trajectory keys that differ once `override` is applied to the contract's spec with `base`."""
+def find_changed_keys(override: str, *base: str) -> set[str]:
+    """Return the trajectory keys that differ after `override` is applied to the contract's spec with `base`."""
 
     def keys(*overrides: str) -> dict[str, object]:
         document = parse_document(CONTRACT, "x", overrides)
@@ -225,8 +227,8 @@ def changed(override: str, *base: str) -> set[str]:
         "topology.mesh.fsdp=2",
     ],
 )
-def test_how_a_run_is_split_and_watched_may_change_on_resume(override: str) -> None:
-    assert changed(override) == set()
+def test_parallelism_and_logging_can_change_on_resume(override: str) -> None:
+    assert find_changed_keys(override) == set()
 
 
 @pytest.mark.parametrize(
@@ -242,12 +244,12 @@ def test_how_a_run_is_split_and_watched_may_change_on_resume(override: str) -> N
         ("config.precision.compute", "bfloat16"),
     ],
 )
-def test_what_moves_the_weights_may_not_change_on_resume(key: str, value: str) -> None:
-    assert changed(f"{key}={value}") == {key}
+def test_keys_that_affect_the_weights_cannot_change_on_resume(key: str, value: str) -> None:
+    assert find_changed_keys(f"{key}={value}") == {key}
 
 
-def test_a_run_with_a_constant_learning_rate_may_be_extended() -> None:
-    assert changed("config.train.total_steps=600", "config.schedule.name=constant") == set()
+def test_a_run_with_a_constant_learning_rate_can_be_extended() -> None:
+    assert find_changed_keys("config.train.total_steps=600", "config.schedule.name=constant") == set()
 
 
 def test_the_schema_describes_every_key_of_the_config() -> None:
@@ -258,7 +260,7 @@ def test_the_schema_describes_every_key_of_the_config() -> None:
         assert all("description" in part or "$ref" in part for part in definitions[section]["properties"].values())
 
 
-def test_an_automatic_cadence_is_written_so_that_it_reads_back():
+def test_an_automatic_interval_round_trips():
     data = {"name": "x", "job": "experiments.counter:Counter", "directory": "runs/x", "checkpoint": {"every": "auto"}}
     spec = ExecutionSpec.model_validate(data)
     assert validate_spec(parse_document(dump_spec(spec), "s.yaml")) == spec
@@ -267,12 +269,12 @@ def test_an_automatic_cadence_is_written_so_that_it_reads_back():
         validate_spec(parse_document(text, "s.yaml"))
 
 
-def test_a_refusal_to_extend_names_the_schedules_that_allow_it() -> None:
-    config = read()
+def test_a_rejected_extension_names_the_schedules_that_allow_it() -> None:
+    config = validate_contract()
     hint = config.explain_refusal(["config.train.total_steps"])
     assert "one of constant, inverse_square_root, without warmup_share, can be extended, and one of wsd before" in hint
     assert config.explain_refusal(["config.model.width"]) == ""
     for name in SCHEDULES:
         keys = ["config.schedule.decay_steps=5"] if name == "wsd" else []
-        free = read(f"config.schedule.name={name}", *keys).free_keys
+        free = validate_contract(f"config.schedule.name={name}", *keys).free_keys
         assert ("train.total_steps" in free) == (name in hint.partition("one of")[2].partition("and one of")[0])

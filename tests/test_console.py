@@ -24,7 +24,7 @@ HOSTILE = {
 }
 
 
-# Prints in every way, opens a file, waits for the strike, and prints again.
+# Prints in every way, opens a file, waits until the stream is closed, and prints again.
 _PRINTS = """
 import contextlib, logging, pathlib, signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -62,7 +62,7 @@ def test_a_lost_stream_stops_no_program(way: str, tmp_path: Path) -> None:
     assert (tmp_path / "data").read_text() == "data"
 
 
-def test_text_that_can_be_written_arrives_whole(tmp_path: Path) -> None:
+def test_encodable_text_is_written_completely(tmp_path: Path) -> None:
     program = "from runner.console import protect_streams; protect_streams(); print('\u2713' * 300_000); exit(7)"
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     for unbuffered in ("", "1"):

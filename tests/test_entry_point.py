@@ -1,4 +1,4 @@
-"""The command requests huge pages where that has an effect, and stays the same process."""
+"""Entry point: it re-executes with huge pages where they have an effect, as the same process."""
 
 import os
 import subprocess
@@ -10,26 +10,26 @@ import pytest
 from runner.__main__ import add_huge_page_tunable
 
 MADVISE = "always [madvise] never\n"
-ASKED = {"HOME": "/root", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+REQUESTED = {"HOME": "/root", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @pytest.mark.parametrize("c_library", ["glibc 2.35", "glibc 2.36", "glibc 3.0", "glibc 2.36.9000"])
 def test_huge_pages_are_requested_in_the_madvise_mode(c_library):
-    assert add_huge_page_tunable({"HOME": "/root"}, c_library, MADVISE) == ASKED
+    assert add_huge_page_tunable({"HOME": "/root"}, c_library, MADVISE) == REQUESTED
 
 
 @pytest.mark.parametrize(
     ("variables", "c_library", "modes"),
     [
-        ({}, "glibc 2.36", "[always] madvise never\n"),  # all have them
-        ({}, "glibc 2.36", "always madvise [never]\n"),  # nobody has
+        ({}, "glibc 2.36", "[always] madvise never\n"),  # enabled for all processes
+        ({}, "glibc 2.36", "always madvise [never]\n"),  # disabled for all processes
         ({}, "glibc 2.36", ""),
         ({}, "glibc 2.34", MADVISE),
         ({}, "glibc 1.99", MADVISE),
         ({}, "", MADVISE),
         ({}, "musl 1.2", MADVISE),
-        (ASKED, "glibc 2.36", MADVISE),
-        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc 2.36", MADVISE),  # the user does not want them
+        (REQUESTED, "glibc 2.36", MADVISE),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc 2.36", MADVISE),  # disabled by the user
         ({"GLIBC_TUNABLES": "glibc.malloc.perturb=0:glibc.malloc.hugetlb=2"}, "glibc 2.36", MADVISE),
     ],
 )
@@ -43,8 +43,8 @@ def test_other_tunables_are_kept():
     assert add_huge_page_tunable(given, "glibc 2.36", MADVISE) == {"GLIBC_TUNABLES": expected}
 
 
-def test_the_command_restarts_with_its_arguments_and_huge_pages(tmp_path):
-    """Of a run, seen from its job: the process is the one that was started, and a large array has large pages."""
+def test_the_command_reexecutes_with_its_arguments_and_huge_pages(tmp_path):
+    """Inspect a run from its job: the process has the pid that was started, and a large array has huge pages."""
     (tmp_path / "job_of_pages.py").write_text(
         """
 import os, pathlib, re, sys

@@ -1,7 +1,7 @@
-"""Directories that released versions have written are resumed, verified and opened by this one.
+"""Directories written by released versions: this version resumes, verifies and opens them.
 
-`tests/data/format_<n>` holds, for each format of `manifest.json`, a counter's on a disk and in a bucket, and a small
-GPT's. The next format gets a directory of its own, written by the version before it; these are never written anew.
+For each format of `manifest.json`, `tests/data/format_<n>` holds a counter on disk and in a bucket, and a small GPT. A
+new format adds a directory written by the version before it; existing directories are never rewritten.
 """
 
 import json
@@ -28,11 +28,15 @@ from tests.support.tiny_jobs import ROOT, make_counter
 
 DATA = Path(__file__).parent / "data"
 FORMATS = sorted(int(path.name.removeprefix("format_")) for path in DATA.glob("format_*"))
-AS_WRITTEN = ("config.model.vocabulary_size=auto", "topology.mesh.data=auto", "config.train.micro_batch_examples=auto")
+FIXED_OVERRIDES = (
+    "config.model.vocabulary_size=auto",
+    "topology.mesh.data=auto",
+    "config.train.micro_batch_examples=auto",
+)
 JOBS: dict[str, tuple[type[RestoreableJob], tuple[str, ...]]] = {
     "counter": (Counter, ()),
     "bucket": (Counter, ()),
-    "gpt": (PretrainGPT, AS_WRITTEN),
+    "gpt": (PretrainGPT, FIXED_OVERRIDES),
 }
 
 
@@ -40,12 +44,12 @@ def test_every_format_has_directories() -> None:
     assert list(range(1, FORMAT + 1)) == FORMATS
 
 
-def copy_of(number: int, name: str, directory: Path) -> Path:
+def copy_run(number: int, name: str, directory: Path) -> Path:
     return Path(shutil.copytree(DATA / f"format_{number}" / name, directory))
 
 
-def in_memory(directory: Path) -> Store:
-    """A bucket with the objects that were in the one that the run wrote to."""
+def make_bucket(directory: Path) -> Store:
+    """Return a bucket with the objects of the run's bucket."""
     driver = MemoryDriver()
     bucket = make_memory_bucket(driver)
     for path in directory.rglob("*"):
@@ -54,13 +58,13 @@ def in_memory(directory: Path) -> Store:
     return bucket
 
 
-def load(directory: Path, job_class: type[RestoreableJob], *overrides: str) -> Any:
+def load_job(directory: Path, job_class: type[RestoreableJob], *overrides: str) -> Any:
     document = load_document(directory / "spec.yaml", [f"directory={directory}", *overrides])
     return job_class(validate_spec(document), document)
 
 
-def again(job: RestoreableJob) -> None:
-    """Resume to the end: from the last checkpoint, with its bits."""
+def resume_and_check(job: RestoreableJob) -> None:
+    """Resume the job to its end and check that it restored the last checkpoint bit-identically."""
     manifest = read_newest_manifest(job.store)
     assert manifest is not None
     job()
@@ -71,19 +75,19 @@ def again(job: RestoreableJob) -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("number", FORMATS)
-def test_a_run_of_a_released_version_goes_on(
+def test_a_run_of_a_released_version_resumes(
     number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)  # where the GPT's text is
-    directory = copy_of(number, name, tmp_path / "run")
+    monkeypatch.chdir(ROOT)  # the GPT's text is relative to it
+    directory = copy_run(number, name, tmp_path / "run")
     job_class, overrides = JOBS[name]
-    job = load(directory, job_class, *overrides)
+    job = load_job(directory, job_class, *overrides)
     if name == "bucket":
-        job.store = in_memory(directory)
+        job.store = make_bucket(directory)
     lines, code = format_report(job.store, VerifyDepth.BITS)
     assert code == 0, lines
     assert "good" in lines[0]
-    again(job)
+    resume_and_check(job)
     if job_class is Counter:
         make_counter(tmp_path / "whole", **{"config.total_steps": 6, "config.width": 8})()
         whole = read_json(LocalStore(tmp_path / "whole"), "result.json")
@@ -91,19 +95,19 @@ def test_a_run_of_a_released_version_goes_on(
 
 
 @pytest.mark.parametrize("number", FORMATS)
-def test_it_goes_on_over_axes_that_it_did_not_know_and_without_them_its_mesh_is_what_it_was(
+def test_a_run_of_a_released_version_resumes_on_later_mesh_axes(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    directory = copy_of(number, "gpt", tmp_path / "run")
-    assert load(directory, PretrainGPT).topology.mesh.model_dump() == dict.fromkeys(AXES, 1)
+    directory = copy_run(number, "gpt", tmp_path / "run")
+    assert load_job(directory, PretrainGPT).topology.mesh.model_dump() == dict.fromkeys(AXES, 1)
     later = "topology.mesh={data: 1, fsdp: 2, sequence: 2, expert: 2}"
-    again(load(directory, PretrainGPT, *AS_WRITTEN, later))
+    resume_and_check(load_job(directory, PretrainGPT, *FIXED_OVERRIDES, later))
 
 
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("number", FORMATS)
-def test_its_weights_can_be_opened(number: int, name: str) -> None:
+def test_weights_of_a_released_version_can_be_opened(number: int, name: str) -> None:
     directory = DATA / f"format_{number}" / name
     weights, spec = open_checkpoint(directory)
     manifest = read_newest_manifest(LocalStore(directory))
@@ -118,21 +122,21 @@ def test_its_weights_can_be_opened(number: int, name: str) -> None:
     assert spec.name in ("count", "tiny")
 
 
-# A later version has other keys.
+# Keys of later versions.
 
 
 class LaterConfig(CounterConfig):
-    """One key more, whose default is what was done before."""
+    """Config with an additional key, whose default is the previous behaviour."""
 
     stride: int = Field(default=1, description="How far each step counts.")
 
 
-class Later(Counter):
+class LaterCounter(Counter):
     Config = LaterConfig
 
 
 class ShortConfig(JobConfig):
-    """One key less."""
+    """Config without one of the keys."""
 
     total_steps: int
     step_seconds: float = 0.0
@@ -144,50 +148,50 @@ class ShortConfig(JobConfig):
         return frozenset({"step_seconds", "total_steps"})
 
 
-class Short(Counter):
+class ShortCounter(Counter):
     Config = ShortConfig
 
 
 def write_spec(directory: Path, drop: str) -> None:
-    """As the user writes it for the later version."""
+    """Rewrite the spec the way a user would for the later version."""
     path = directory / "spec.yaml"
     path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if f"  {drop}:" not in line))
 
 
 @pytest.mark.parametrize("number", FORMATS)
-def test_a_key_that_a_later_version_adds_locks_nobody_out(number: int, tmp_path: Path) -> None:
-    again(load(copy_of(number, "counter", tmp_path / "run"), Later))
+def test_an_added_key_does_not_prevent_a_resume(number: int, tmp_path: Path) -> None:
+    resume_and_check(load_job(copy_run(number, "counter", tmp_path / "run"), LaterCounter))
     assert "stride: 1" in (tmp_path / "run/spec.yaml").read_text()
 
 
 @pytest.mark.parametrize("number", FORMATS)
-def test_a_key_that_a_later_version_adds_is_compared_with_its_default(number: int, tmp_path: Path) -> None:
-    directory = copy_of(number, "counter", tmp_path / "run")
-    for missing in ("nothing", "job.json"):  # each of the two that hold an identity refuses by itself
+def test_an_added_key_is_compared_with_its_default(number: int, tmp_path: Path) -> None:
+    directory = copy_run(number, "counter", tmp_path / "run")
+    for missing in ("nothing", "job.json"):  # both manifests with an identity are compared
         (directory / missing).unlink(missing_ok=True)
         with pytest.raises(InvalidError, match=r"config\.stride.* has 1, the spec 2"):
-            load(directory, Later, "config.stride=2")()
+            load_job(directory, LaterCounter, "config.stride=2")()
 
 
 @pytest.mark.parametrize("number", FORMATS)
-def test_a_run_that_depends_on_a_key_that_has_gone_is_refused_by_its_name(number: int, tmp_path: Path) -> None:
-    directory = copy_of(number, "counter", tmp_path / "run")
+def test_a_run_that_depends_on_a_removed_key_is_rejected_by_name(number: int, tmp_path: Path) -> None:
+    directory = copy_run(number, "counter", tmp_path / "run")
     write_spec(directory, "width")
     with pytest.raises(InvalidError, match=r"config\.width: .* has 8, the spec nothing"):
-        load(directory, Short)()
+        load_job(directory, ShortCounter)()
 
 
-# A newer version has written it.
+# Directories of a newer version.
 
 
 @pytest.mark.parametrize("place", ["checkpoints/4/manifest.json", "job.json", "result.json"])
-def test_what_a_newer_runner_has_written_is_refused_and_not_touched(place: str, tmp_path: Path) -> None:
-    directory = copy_of(1, "counter", tmp_path / "run")
+def test_files_of_a_newer_version_are_rejected_and_unchanged(place: str, tmp_path: Path) -> None:
+    directory = copy_run(1, "counter", tmp_path / "run")
     (directory / "result.json").write_text(json.dumps({"step": 4, "fingerprint": "0"}))
     write_newer_format(directory / place)
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     with pytest.raises(InvalidError, match="written by a newer runner"):
-        load(directory, Counter)()
+        load_job(directory, Counter)()
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
     if "manifest" in place:
         lines, code = format_report(LocalStore(directory), VerifyDepth.MANIFEST)

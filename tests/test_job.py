@@ -1,4 +1,4 @@
-"""A job survives anything: restored or begun, saved on notice, refused where it would become another."""
+"""RestoreableJob: restore or init, saves, stops, named checkpoints, metrics, and rejected changes."""
 
 import dataclasses
 import json
@@ -35,15 +35,15 @@ from runner.storage import LocalStore, read_json, read_log
 from tests.support.tiny_jobs import StopAfter, are_leaves_equal, make_counter
 
 
-def events(directory, *kinds):
+def read_events(directory, *kinds):
     return [event for event in read_log(LocalStore(directory), "events") if event["event"] in kinds or not kinds]
 
 
-def result(directory):
+def read_result(directory):
     return read_json(LocalStore(directory), "result.json")
 
 
-def committed_steps(directory):
+def list_committed_steps(directory):
     return list(read_committed(LocalStore(directory)))
 
 
@@ -56,24 +56,24 @@ def stop_after(job, step):
 def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
     make_counter(directory)()
-    return result(directory)
+    return read_result(directory)
 
 
-def test_the_surface_that_a_job_has():
+def test_the_public_methods_of_a_job():
     for name in ("done", "save", "load", "run", "init", "total_steps", "setup", "prepare", "abstract_state"):
         assert hasattr(RestoreableJob, name)
     assert isinstance(RestoreableJob.done, property)
 
 
-def test_a_job_that_was_never_stopped_writes_its_result(tmp_path, undisturbed):
+def test_an_uninterrupted_job_writes_its_result(tmp_path, undisturbed):
     job = make_counter(tmp_path)
     assert not job.done
     job()
     assert job.done
-    assert result(tmp_path) == undisturbed == {"step": 40, "fingerprint": compute_fingerprint(job.state)}
+    assert read_result(tmp_path) == undisturbed == {"step": 40, "fingerprint": compute_fingerprint(job.state)}
     assert int(job.state["count"]) == 40
-    assert committed_steps(tmp_path) == [20, 30, 40]
-    kinds = [event["event"] for event in events(tmp_path)]
+    assert list_committed_steps(tmp_path) == [20, 30, 40]
+    kinds = [event["event"] for event in read_events(tmp_path)]
     assert kinds[0] == "start"
     assert kinds.index("init") < kinds.index("save")
     assert kinds[-1] == "done"
@@ -81,57 +81,57 @@ def test_a_job_that_was_never_stopped_writes_its_result(tmp_path, undisturbed):
 
 
 @pytest.mark.parametrize("step", [1, 10, 15, 39])
-def test_stopped_and_resumed_it_ends_with_the_same_bits(tmp_path, undisturbed, step):
+def test_a_stopped_and_resumed_job_is_bit_identical(tmp_path, undisturbed, step):
     stop_after(make_counter(tmp_path), step)
     assert not make_counter(tmp_path).done
-    assert committed_steps(tmp_path)[-1] == step
+    assert list_committed_steps(tmp_path)[-1] == step
     make_counter(tmp_path)()
-    assert result(tmp_path) == undisturbed
-    (restored,) = events(tmp_path, "restore")
+    assert read_result(tmp_path) == undisturbed
+    (restored,) = read_events(tmp_path, "restore")
     assert (restored["attempt"], restored["step"]) == (2, step)
-    (preempted,) = events(tmp_path, "preempt")
+    (preempted,) = read_events(tmp_path, "preempt")
     assert (preempted["step"], preempted["saved"]) == (step, True)
 
 
-def test_stopped_at_every_step_it_ends_with_the_same_bits(tmp_path, undisturbed):
+def test_a_job_stopped_at_every_step_is_bit_identical(tmp_path, undisturbed):
     small = {"checkpoint.keep_last": 1}
     for step in range(1, 40, 3):
         stop_after(make_counter(tmp_path, **small), step)
     make_counter(tmp_path, **small)()
-    assert result(tmp_path) == undisturbed
+    assert read_result(tmp_path) == undisturbed
 
 
 def test_a_stop_at_a_saved_step_does_not_save_it_twice(tmp_path):
     stop_after(make_counter(tmp_path), 10)
-    assert [event["step"] for event in events(tmp_path, "save")] == [10]
+    assert [event["step"] for event in read_events(tmp_path, "save")] == [10]
     stop_after(make_counter(tmp_path), 11)
-    assert [event["step"] for event in events(tmp_path, "save")] == [10, 11]
+    assert [event["step"] for event in read_events(tmp_path, "save")] == [10, 11]
 
 
-def test_a_stop_that_comes_at_the_last_step_leaves_only_the_end_to_the_next_attempt(tmp_path, undisturbed):
+def test_a_stop_at_the_last_step_leaves_only_the_result_to_the_next_attempt(tmp_path, undisturbed):
     stop_after(make_counter(tmp_path), 40)
     make_counter(tmp_path)()
-    assert result(tmp_path) == undisturbed
-    assert [event["step"] for event in events(tmp_path, "save")] == [10, 20, 30, 40]
+    assert read_result(tmp_path) == undisturbed
+    assert [event["step"] for event in read_events(tmp_path, "save")] == [10, 20, 30, 40]
 
 
-class Doubled(JobReport):
+class DoublingReport(JobReport):
     def result(self, step):
         return {"doubled": 2 * step}
 
 
-class Telling(Counter):
+class ReportingCounter(Counter):
     @property
     def report(self):
-        return Doubled()
+        return DoublingReport()
 
 
-def test_a_job_may_tell_more_at_its_end(tmp_path, undisturbed):
-    make_counter(tmp_path, Telling)()
-    assert result(tmp_path) == undisturbed | {"doubled": 80}
+def test_a_job_can_add_to_its_result(tmp_path, undisturbed):
+    make_counter(tmp_path, ReportingCounter)()
+    assert read_result(tmp_path) == undisturbed | {"doubled": 80}
 
 
-def test_run_again_a_finished_job_does_nothing(tmp_path, capsys):
+def test_running_a_finished_job_again_does_nothing(tmp_path, capsys):
     make_counter(tmp_path)()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     make_counter(tmp_path)()
@@ -139,20 +139,20 @@ def test_run_again_a_finished_job_does_nothing(tmp_path, capsys):
     assert "done, nothing to do" in capsys.readouterr().out
 
 
-def test_a_finished_job_goes_on_where_its_end_may_move(tmp_path):
+def test_a_finished_job_continues_if_its_end_can_be_moved(tmp_path):
     make_counter(tmp_path / "a")()
     make_counter(tmp_path / "a", **{"config.total_steps": 60})()
     make_counter(tmp_path / "b", **{"config.total_steps": 60})()
-    assert result(tmp_path / "a") == result(tmp_path / "b")
-    assert events(tmp_path / "a", "restore")[0]["step"] == 40
+    assert read_result(tmp_path / "a") == read_result(tmp_path / "b")
+    assert read_events(tmp_path / "a", "restore")[0]["step"] == 40
 
 
-def test_what_the_bits_depend_on_is_refused_on_resume_with_its_key(tmp_path):
+def test_changes_of_trajectory_keys_are_rejected_on_resume(tmp_path):
     stop_after(make_counter(tmp_path), 15)
     for key, value in (("seed", 1), ("config.width", 65)):
         with pytest.raises(InvalidError, match=rf"{key}: .*has \d+, the spec {value}"):
             make_counter(tmp_path, **{key: value})()
-    assert len(events(tmp_path, "start")) == 1
+    assert len(read_events(tmp_path, "start")) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ def test_what_the_bits_depend_on_is_refused_on_resume_with_its_key(tmp_path):
     ],
     ids=str,
 )
-def test_what_moves_no_bit_may_change_on_resume(tmp_path, undisturbed, change):
+def test_other_keys_can_change_on_resume(tmp_path, undisturbed, change):
     stop_after(make_counter(tmp_path), 15)
     make_counter(tmp_path, **change)()
-    assert result(tmp_path) == undisturbed
+    assert read_result(tmp_path) == undisturbed
 
 
-def test_a_directory_of_another_job_is_refused_and_untouched(tmp_path):
+def test_a_directory_of_another_job_is_rejected_and_unchanged(tmp_path):
     stop_after(make_counter(tmp_path), 15)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InvalidError, match="belongs to the job 'count', this one is 'other'"):
@@ -182,7 +182,7 @@ def test_a_directory_of_another_job_is_refused_and_untouched(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_resolved_spec_is_saved_and_reads_back(tmp_path):
+def test_the_resolved_spec_is_saved_and_round_trips(tmp_path):
     job = make_counter(tmp_path)
     job()
     saved = read_spec(tmp_path / "spec.yaml")
@@ -190,16 +190,16 @@ def test_the_resolved_spec_is_saved_and_reads_back(tmp_path):
     assert saved.config == {"total_steps": 40, "width": 64, "step_seconds": 0.0}
 
 
-def test_the_job_keeps_its_id_over_attempts(tmp_path):
+def test_the_job_id_is_kept_across_attempts(tmp_path):
     first, second = make_counter(tmp_path), make_counter(tmp_path)
     stop_after(first, 5)
     second()
     assert first.attempt.run_id == second.attempt.run_id == json.loads((tmp_path / "job.json").read_text())["id"]
-    assert [event["attempt"] for event in events(tmp_path, "start")] == [1, 2]
+    assert [event["attempt"] for event in read_events(tmp_path, "start")] == [1, 2]
 
 
-class TakenOver(Counter):
-    """Meets a newer attempt on its directory at step 15."""
+class OvertakenCounter(Counter):
+    """A job that is overtaken by a newer attempt at step 15."""
 
     def save_or_stop(self):
         if self.step == 15:
@@ -207,21 +207,21 @@ class TakenOver(Counter):
         super().save_or_stop()
 
 
-def test_a_fenced_attempt_ends_and_commits_nothing_more(tmp_path):
+def test_a_fenced_attempt_ends_without_further_commits(tmp_path):
     with pytest.raises(FencedError, match="attempt 2 has taken over"):
-        make_counter(tmp_path, TakenOver)()
-    assert set(committed_steps(tmp_path)) <= {10}
+        make_counter(tmp_path, OvertakenCounter)()
+    assert set(list_committed_steps(tmp_path)) <= {10}
     assert not (tmp_path / "result.json").exists()
-    assert [event["event"] for event in events(tmp_path) if event["step"] and event["step"] > 10] in ([], ["save"])
+    assert [event["event"] for event in read_events(tmp_path) if event["step"] and event["step"] > 10] in ([], ["save"])
 
 
-def test_saves_by_the_clock_come_at_logged_steps(tmp_path):
+def test_saves_by_time_happen_at_logged_steps(tmp_path):
     make_counter(tmp_path, checkpoint={"every_steps": None, "every_minutes": 1e-9}, **{"logging.every_steps": 16})()
-    assert [event["step"] for event in events(tmp_path, "commit")] == [16, 32, 40]
+    assert [event["step"] for event in read_events(tmp_path, "commit")] == [16, 32, 40]
 
 
-class Naming(Counter):
-    """Saves under a name at step 12, and loads it once at step 25."""
+class NamingCounter(Counter):
+    """A job that saves a named checkpoint at step 12 and loads it once at step 25."""
 
     loaded = None
 
@@ -236,12 +236,12 @@ class Naming(Counter):
 
 
 def test_a_named_checkpoint_round_trips(tmp_path, undisturbed):
-    job = make_counter(tmp_path, Naming, **{"checkpoint.keep_last": 1})
+    job = make_counter(tmp_path, NamingCounter, **{"checkpoint.keep_last": 1})
     job()
     state, step = job.loaded
     assert step == 12
     assert are_leaves_equal(state, job.kept)
-    assert result(tmp_path)["fingerprint"] == undisturbed["fingerprint"]
+    assert read_result(tmp_path)["fingerprint"] == undisturbed["fingerprint"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["40", "before-the-change"]
 
 
@@ -266,7 +266,7 @@ NAMES += ("x" * 101, "best.retired", "a b", "a\nb", "a\0b", "-x", "é")
 
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
-def test_a_name_is_saved_under_and_loaded_or_refused_with_nothing_written(tmp_path, name):
+def test_a_name_is_saved_and_loaded_or_rejected_without_writing(tmp_path, name):
     class Saving(Counter):
         def run(self):
             self.step = 12
@@ -285,21 +285,21 @@ def test_a_name_is_saved_under_and_loaded_or_refused_with_nothing_written(tmp_pa
         assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_named_checkpoint_is_not_resumed_from(tmp_path, undisturbed):
-    stop_after(make_counter(tmp_path, Naming), 14)
+def test_a_job_does_not_resume_from_a_named_checkpoint(tmp_path, undisturbed):
+    stop_after(make_counter(tmp_path, NamingCounter), 14)
     make_counter(tmp_path)()
-    assert [event["step"] for event in events(tmp_path, "restore")] == [14]
-    assert result(tmp_path) == undisturbed
+    assert [event["step"] for event in read_events(tmp_path, "restore")] == [14]
+    assert read_result(tmp_path) == undisturbed
 
 
-def test_a_directory_whose_owner_cannot_be_read_is_refused(tmp_path):
+def test_a_directory_with_a_damaged_owner_file_is_rejected(tmp_path):
     make_counter(tmp_path)()
     (tmp_path / "job.json").write_text('{"id": "0123')
     with pytest.raises(InvalidError, match=r"job\.json is damaged"):
         make_counter(tmp_path)()
 
 
-def test_loading_what_is_not_there_is_refused(tmp_path):
+def test_loading_a_missing_checkpoint_is_an_error(tmp_path):
     class Lost(Counter):
         def run(self):
             self.load("nothing")
@@ -309,7 +309,7 @@ def test_loading_what_is_not_there_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", [*NAMES, 7, None, b"best", 7.0], ids=repr)
-def test_a_load_of_any_other_name_is_refused_in_one_line(tmp_path, name):
+def test_loading_any_other_name_gives_one_line(tmp_path, name):
     class Lost(Counter):
         def run(self):
             self.load(name)
@@ -319,8 +319,8 @@ def test_a_load_of_any_other_name_is_refused_in_one_line(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-class Logging(Counter):
-    """Writes rows of its own, every other step, and goes back once if it is told to."""
+class LoggingCounter(Counter):
+    """A job that logs its own metrics every other step, and on request loads an earlier checkpoint once."""
 
     loads = False
 
@@ -334,15 +334,15 @@ class Logging(Counter):
         super().save_or_stop()
 
 
-def own_rows(directory):
+def read_own_rows(directory):
     rows = read_rows(LocalStore(directory))
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
-def test_a_job_that_is_no_trainer_writes_rows_that_survive(tmp_path, capsys):
+def test_rows_of_a_job_that_is_no_trainer_survive_a_kill(tmp_path, capsys):
     changes = {"config.total_steps": 16, "checkpoint.every_steps": 3, "logging.tensorboard": True}
     changes["checkpoint.keep_best"] = {"metric": "accuracy", "mode": "max"}
-    make_counter(tmp_path / "whole", Logging, **changes)()
+    make_counter(tmp_path / "whole", LoggingCounter, **changes)()
     told = capsys.readouterr()
     assert "step 2/16  accuracy 0.02  eval/error 0.5\n" in told.out
     assert "step 4/16  accuracy 0.04  eval/error -\n" in told.out
@@ -351,10 +351,10 @@ def test_a_job_that_is_no_trainer_writes_rows_that_survive(tmp_path, capsys):
         {"step": step, "accuracy": step / 100, "eval/parts": [1, step], "eval/error": None if step == 4 else 1 / step}
         for step in range(2, 17, 2)
     ]
-    assert own_rows(tmp_path / "whole") == expected
+    assert read_own_rows(tmp_path / "whole") == expected
     assert read_committed(LocalStore(tmp_path / "whole"))[16].metric == 0.16
 
-    class Killed(Logging):
+    class Killed(LoggingCounter):
         def save_or_stop(self):
             super().save_or_stop()
             if self.step == 11:
@@ -362,15 +362,15 @@ def test_a_job_that_is_no_trainer_writes_rows_that_survive(tmp_path, capsys):
 
     with pytest.raises(KeyboardInterrupt):
         make_counter(tmp_path / "killed", Killed, **changes)()
-    assert own_rows(tmp_path / "killed")[-1]["step"] == 10
-    make_counter(tmp_path / "killed", Logging, **changes)()
-    back = make_counter(tmp_path / "back", Logging, **changes)
+    assert read_own_rows(tmp_path / "killed")[-1]["step"] == 10
+    make_counter(tmp_path / "killed", LoggingCounter, **changes)()
+    back = make_counter(tmp_path / "back", LoggingCounter, **changes)
     back.loads = True
     back()
     for name in ("killed", "back"):
-        assert own_rows(tmp_path / name) == expected
-        assert result(tmp_path / name) == result(tmp_path / "whole")
-    # Readers.
+        assert read_own_rows(tmp_path / name) == expected
+        assert read_result(tmp_path / name) == read_result(tmp_path / "whole")
+    # Read-only commands.
     for arguments in (["metrics", "--csv"], ["status"], ["report", "-o", str(tmp_path / "page.html")]):
         assert run_command([arguments[0], str(tmp_path / "killed"), *arguments[1:]]) == 0
     assert "accuracy" in capsys.readouterr().out
@@ -387,7 +387,7 @@ def test_a_job_that_is_no_trainer_writes_rows_that_survive(tmp_path, capsys):
         (7, "it returns a int, needs a dictionary"),
     ],
 )
-def test_what_a_row_cannot_hold_costs_a_line(tmp_path, metrics, words, capsys):
+def test_invalid_metrics_are_reported_in_one_line(tmp_path, metrics, words, capsys):
     class Wrong(Counter):
         def run(self):
             self.log_metrics(metrics)
@@ -398,13 +398,13 @@ def test_what_a_row_cannot_hold_costs_a_line(tmp_path, metrics, words, capsys):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_job_without_rows_has_no_file_of_them(tmp_path):
+def test_a_job_without_rows_has_no_metrics_file(tmp_path):
     make_counter(tmp_path)()
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("call", ["save", "load", "save_or_stop", "log_metrics"])
-def test_a_job_that_does_not_run_says_so(tmp_path, call):
+def test_methods_of_a_job_that_is_not_running_raise(tmp_path, call):
     job = make_counter(tmp_path)
     arguments = {"save_or_stop": (), "log_metrics": ({},)}.get(call, ("name",))
     with pytest.raises(PhaseError, match=rf"Counter\.{call}: the job is not running yet"):
@@ -414,8 +414,8 @@ def test_a_job_that_does_not_run_says_so(tmp_path, call):
         getattr(job, call)(*arguments)
 
 
-class FullDisk(Counter):
-    """The disk is full when step 20 (or the last step) is to be committed."""
+class FullDiskCounter(Counter):
+    """A job whose disk is full when step 20 (or the last step) is committed."""
 
     full_at = 20
 
@@ -423,39 +423,39 @@ class FullDisk(Counter):
         return dataclasses.replace(super().make_save_contents(), flush=self.fill_the_disk)
 
     def fill_the_disk(self):
-        if len(events(self.store.root, "commit", "save_failed")) == self.full_at // 10 - 1:
+        if len(read_events(self.store.root, "commit", "save_failed")) == self.full_at // 10 - 1:
             raise OSError(28, "No space left on device")
 
 
-def test_a_failed_save_does_not_stop_the_job_and_the_next_is_tried(tmp_path, undisturbed, capsys):
-    make_counter(tmp_path, FullDisk)()
-    assert [event["step"] for event in events(tmp_path, "save_failed")] == [20]
-    assert [event["step"] for event in events(tmp_path, "commit")] == [10, 30, 40]
+def test_a_job_continues_after_a_failed_save(tmp_path, undisturbed, capsys):
+    make_counter(tmp_path, FullDiskCounter)()
+    assert [event["step"] for event in read_events(tmp_path, "save_failed")] == [20]
+    assert [event["step"] for event in read_events(tmp_path, "commit")] == [10, 30, 40]
     assert "SAVE FAILED at step 20" in capsys.readouterr().err
-    assert result(tmp_path) == undisturbed
+    assert read_result(tmp_path) == undisturbed
 
 
-class StoppedAtAFailure(FullDisk):
-    """Saves step 20 under a name too, once its save has failed, and is then asked to stop."""
+class StoppedAfterFailureCounter(FullDiskCounter):
+    """A job that saves step 20 under a name after its save failed, and is then asked to stop."""
 
     def run(self):
         while self.step < 20:
             self.state, self.step = advance(self.state), self.step + 1
             if self.step == 20:
                 self.save()
-                self.save("mine")  # waits for the save before it
+                self.save("mine")  # waits for the previous save
                 self.attempt.stop.request_stop("asked by the test")
             self.save_or_stop()
 
 
-def test_a_stop_at_a_step_whose_save_has_failed_saves_it_again(tmp_path):
+def test_a_stop_at_a_step_with_a_failed_save_saves_it_again(tmp_path):
     with pytest.raises(PreemptedError):
-        make_counter(tmp_path, StoppedAtAFailure)()
-    assert [event["step"] for event in events(tmp_path, "save_failed")] == [20]
+        make_counter(tmp_path, StoppedAfterFailureCounter)()
+    assert [event["step"] for event in read_events(tmp_path, "save_failed")] == [20]
     assert (tmp_path / "checkpoints" / "20" / "manifest.json").exists()
 
 
-def test_the_automatic_interval_is_measured_by_a_durable_save(tmp_path):
+def test_the_automatic_interval_is_based_on_a_durable_save(tmp_path):
     make_counter(
         tmp_path / "run",
         **{
@@ -465,21 +465,21 @@ def test_the_automatic_interval_is_measured_by_a_durable_save(tmp_path):
             "checkpoint.local_every_steps": 1,
         },
     )()
-    saves = [event for event in events(tmp_path / "run", "save", "cadence") if event.get("tier") != "fast"]
+    saves = [event for event in read_events(tmp_path / "run", "save", "cadence") if event.get("tier") != "fast"]
     assert saves[0]["event"] == "save"
 
 
-class FullAtTheEnd(FullDisk):
+class FullDiskAtEndCounter(FullDiskCounter):
     full_at = 40
 
 
-def test_a_job_that_cannot_save_its_end_is_not_done(tmp_path):
+def test_a_job_that_cannot_save_its_last_step_is_not_done(tmp_path):
     with pytest.raises(StorageError, match="step 40 could not be saved"):
-        make_counter(tmp_path, FullAtTheEnd)()
+        make_counter(tmp_path, FullDiskAtEndCounter)()
     assert not make_counter(tmp_path).done
 
 
-def test_a_job_needs_neither_topology_nor_net(tmp_path):
+def test_a_job_needs_neither_topology_nor_network(tmp_path):
     spec = ExecutionSpec(
         name="x", job="experiments.counter:Counter", directory=str(tmp_path), config={"total_steps": 3}
     )
@@ -488,20 +488,20 @@ def test_a_job_needs_neither_topology_nor_net(tmp_path):
     assert job.done
 
 
-def test_a_save_that_does_not_fit_into_the_grace_period_is_said_once_and_at_the_next_start(tmp_path, capsys):
+def test_saves_longer_than_the_grace_period_are_reported_once_per_attempt(tmp_path, capsys):
     job = make_counter(tmp_path, checkpoint={"every_steps": 10, "grace_seconds": 1e-6})
     stop_after(job, 25)
     assert capsys.readouterr().err.count("checkpoint.grace_seconds is 1e-06") == 1
     make_counter(tmp_path, checkpoint={"every_steps": 10, "grace_seconds": 1e-6})()
-    grace = events(tmp_path, "grace")
+    grace = read_events(tmp_path, "grace")
     assert [row["attempt"] for row in grace] == [1, 2]
-    assert [row["event"] for row in events(tmp_path) if row["attempt"] == 2][2:4] == ["grace", "restore"]
+    assert [row["event"] for row in read_events(tmp_path) if row["attempt"] == 2][2:4] == ["grace", "restore"]
     make_counter(tmp_path / "enough", checkpoint={"every_steps": 10, "grace_seconds": 60.0})()
-    assert not events(tmp_path / "enough", "grace")
+    assert not read_events(tmp_path / "enough", "grace")
 
 
 @pytest.mark.parametrize("report", ["save_or_stop", "save"])
-def test_a_step_that_is_no_count_ends_the_job_before_it_is_committed(tmp_path, report):
+def test_an_invalid_step_ends_the_job_before_the_commit(tmp_path, report):
     class CountsBadly(Counter):
         def run(self):
             while self.step < self.total_steps:
@@ -512,12 +512,12 @@ def test_a_step_that_is_no_count_ends_the_job_before_it_is_committed(tmp_path, r
     with pytest.raises(MiscountError, match=r"^experiments.counter:Counter: step is 11.0, of type float"):
         make_counter(tmp_path, CountsBadly)()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["10"]
-    assert committed_steps(tmp_path) == [10]
+    assert list_committed_steps(tmp_path) == [10]
     assert not (tmp_path / "result.json").exists()
 
 
 @pytest.mark.parametrize("last_step", [0, 13])
-def test_a_run_that_returns_before_its_end_has_failed_and_keeps_what_was_good(tmp_path, undisturbed, last_step):
+def test_a_run_that_returns_early_fails_and_keeps_its_checkpoints(tmp_path, undisturbed, last_step):
     class Lazy(Counter):
         def run(self):
             while self.step < last_step:
@@ -530,32 +530,32 @@ def test_a_run_that_returns_before_its_end_has_failed_and_keeps_what_was_good(tm
         make_counter(tmp_path, Lazy)()
     assert len(str(caught.value).splitlines()) == 1
     assert not make_counter(tmp_path).done
-    assert committed_steps(tmp_path) == list(range(10, last_step + 1, 10))
+    assert list_committed_steps(tmp_path) == list(range(10, last_step + 1, 10))
     make_counter(tmp_path)()
-    assert result(tmp_path) == undisturbed
+    assert read_result(tmp_path) == undisturbed
 
 
-def test_a_checkpoint_beyond_an_end_that_was_lowered_is_still_the_end(tmp_path):
+def test_a_checkpoint_beyond_a_lowered_end_is_the_result(tmp_path):
     stop_after(make_counter(tmp_path), 30)
     make_counter(tmp_path, **{"config.total_steps": 20})()
-    assert result(tmp_path)["step"] == 30
+    assert read_result(tmp_path)["step"] == 30
 
 
-def remove(directory):
-    directory.rename(directory.with_name("elsewhere"))  # at once, whatever is being written in it
+def move_away(directory):
+    directory.rename(directory.with_name("elsewhere"))  # atomic, even while files in it are written
 
 
-def remove_the_attempts(directory):
+def remove_attempts(directory):
     shutil.rmtree(directory / "attempts")
 
 
-def begin_another_run(directory):
-    remove(directory)
+def replace_by_another_run(directory):
+    move_away(directory)
     make_counter(directory, **{"config.total_steps": 5})()
 
 
-@pytest.mark.parametrize("strike", [remove, remove_the_attempts, begin_another_run])
-def test_a_directory_that_is_removed_under_a_job_is_named_and_is_the_users(tmp_path, strike):
+@pytest.mark.parametrize("strike", [move_away, remove_attempts, replace_by_another_run])
+def test_removing_the_directory_of_a_running_job_is_a_user_error(tmp_path, strike):
     class Struck(Counter):
         def save_or_stop(self):
             if self.step == 15:

@@ -1,4 +1,4 @@
-"""What no path can be is refused with one line, and nothing is made: for every key and command that takes a path."""
+"""Invalid paths: for every key and command that takes a path, they are rejected in one line and nothing is created."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from runner.storage import local_directory
 from tests.support.tiny_jobs import merge
 
 RUN = Path(__file__).parent / "data/format_1/counter"
-BAD = {
+INVALID_PATHS = {
     "a long name": "{here}/" + "x" * 256,
     "a name that is long in bytes": "{here}/" + "é" * 128,
     "a long path": "{here}" + "/xxxxxxxxx" * 500,
@@ -42,8 +42,8 @@ BAD = {
 }
 
 
-def count(here: Path, **changes: Any) -> None:
-    """Run a counter whose spec is read as the command reads it."""
+def run_counter(here: Path, **changes: Any) -> None:
+    """Run a counter whose spec is parsed like on the command line."""
     base = {
         "name": "count",
         "job": "experiments.counter:Counter",
@@ -54,13 +54,13 @@ def count(here: Path, **changes: Any) -> None:
     Counter(validate_spec(document), document)()
 
 
-TAKERS: dict[str, Callable[[Path, str], Any]] = {
-    "directory": lambda here, path: count(here, directory=path),
-    "checkpoint.local_directory": lambda here, path: count(
+PATH_USERS: dict[str, Callable[[Path, str], Any]] = {
+    "directory": lambda here, path: run_counter(here, directory=path),
+    "checkpoint.local_directory": lambda here, path: run_counter(
         here, checkpoint={"local_directory": path, "local_every_steps": 1}
     ),
-    "checkpoint.init_from": lambda here, path: count(here, checkpoint={"init_from": path}),
-    "a checkpoint in checkpoint.init_from": lambda here, path: count(
+    "checkpoint.init_from": lambda here, path: run_counter(here, checkpoint={"init_from": path}),
+    "a checkpoint in checkpoint.init_from": lambda here, path: run_counter(
         here, checkpoint={"init_from": f"{path}/checkpoints/4"}
     ),
     "config.data.source": lambda here, path: find_source(path),
@@ -83,18 +83,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def everything(here: Path) -> list[Path]:
+def list_all(here: Path) -> list[Path]:
     return sorted(here.rglob("*"))
 
 
-@pytest.mark.parametrize("taker", TAKERS)
-def test_what_no_path_can_be_is_refused_and_nothing_is_made(taker: str, here: Path) -> None:
-    before, problems = everything(here), []
-    for name, form in BAD.items():
+@pytest.mark.parametrize("taker", PATH_USERS)
+def test_invalid_paths_are_rejected_and_nothing_is_created(taker: str, here: Path) -> None:
+    before, problems = list_all(here), []
+    for name, form in INVALID_PATHS.items():
         if (taker, name) == ("config.data.source", "a file"):
-            continue  # that is what it takes
+            continue  # a file is valid here
         try:
-            TAKERS[taker](here, form.format(here=here))
+            PATH_USERS[taker](here, form.format(here=here))
         except InvalidError as error:
             if error.exit_code != EXIT_INVALID or "\n" in str(error):
                 problems.append(f"{name}: {error}")
@@ -102,9 +102,9 @@ def test_what_no_path_can_be_is_refused_and_nothing_is_made(taker: str, here: Pa
             problems.append(f"{name}: {type(error).__name__}: {error}"[:200])
         else:
             problems.append(f"{name}: was taken")
-        if everything(here) != before:
-            problems.append(f"{name}: made {sorted(set(everything(here)) - set(before))}")
-            before = everything(here)
+        if list_all(here) != before:
+            problems.append(f"{name}: made {sorted(set(list_all(here)) - set(before))}")
+            before = list_all(here)
     assert not problems, "\n".join(problems)
 
 
@@ -119,20 +119,20 @@ def test_what_no_path_can_be_is_refused_and_nothing_is_made(taker: str, here: Pa
     ],
     ids=lambda words: words[0],
 )
-def test_an_output_is_never_named_by_what_nobody_means(words: list[str], path: str, here: Path) -> None:
-    before = everything(here)
+def test_output_paths_with_backslashes_or_variables_are_rejected(words: list[str], path: str, here: Path) -> None:
+    before = list_all(here)
     with pytest.raises(InvalidError, match=r"backslash|variables"):
         run_command([*words, path])
-    assert everything(here) == before
+    assert list_all(here) == before
 
 
-def test_every_key_that_names_a_path_is_in_the_table() -> None:
+def test_every_path_key_is_in_the_table() -> None:
     keys = {"directory", *(f"checkpoint.{key}" for key in CheckpointConfig.model_fields)}
     named = {key for key in keys if key.endswith(("directory", "init_from"))}
-    assert named <= set(TAKERS)
+    assert named <= set(PATH_USERS)
 
 
-def test_a_home_directory_is_found_and_a_directory_may_be_yet_to_be_made(
+def test_home_directories_are_expanded_and_missing_directories_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -140,6 +140,6 @@ def test_a_home_directory_is_found_and_a_directory_may_be_yet_to_be_made(
     (tmp_path / "link").symlink_to(tmp_path)
     assert local_directory(f"{tmp_path}/link/new") == tmp_path / "link/new"
     assert local_directory("costs 5$ or $5") == Path.cwd() / "costs 5$ or $5"
-    # What an earlier version made is found again.
+    # Output of an earlier version is found again.
     (tmp_path / r"a\b").mkdir()
     assert local_directory(r"~/a\b") == tmp_path / r"a\b"

@@ -1,4 +1,4 @@
-"""Processes of a job on this machine: environment, placement, and their end with the parent."""
+"""Processes of a job on this machine: environment, placement, and exit with the parent."""
 
 import os
 import signal
@@ -23,8 +23,8 @@ PRINT = "import os, sys; print(sys.argv[1:], os.getsid(0) == os.getpid(), os.env
 
 
 @pytest.fixture
-def variables(monkeypatch):
-    """What this process has: flags of the user's, and two CPUs."""
+def patched_environment(monkeypatch):
+    """Set the environment of this process: XLA flags of the user and two CPUs."""
     monkeypatch.setattr(process, "count_cpus", lambda: 2)
     for name in ("JAX_PLATFORMS", "NPROC"):
         monkeypatch.delenv(name, raising=False)
@@ -32,7 +32,7 @@ def variables(monkeypatch):
     return monkeypatch
 
 
-def test_devices_are_faked_only_on_request(variables):
+def test_devices_are_simulated_only_on_request(patched_environment):
     environment = make_environment(2)
     flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=2"
     assert environment["XLA_FLAGS"] == flags
@@ -43,18 +43,18 @@ def test_devices_are_faked_only_on_request(variables):
     assert "NPROC" not in environment
 
 
-def test_the_number_of_faked_devices_replaces_a_previous_one(variables):
-    variables.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=false")
+def test_the_number_of_simulated_devices_replaces_a_previous_one(patched_environment):
+    patched_environment.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=false")
     flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=2"
     assert make_environment(2)["XLA_FLAGS"] == flags
-    variables.delenv("XLA_FLAGS")
+    patched_environment.delenv("XLA_FLAGS")
     assert make_environment(2)["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"
 
 
 @pytest.mark.parametrize(("num_devices", "threads"), [(1, None), (2, None), (3, "12"), (8, "32")])
-def test_more_devices_than_cpus_get_additional_threads(variables, num_devices, threads):
+def test_more_devices_than_cpus_get_additional_threads(patched_environment, num_devices, threads):
     assert make_environment(num_devices).get("NPROC") == threads
-    variables.setenv("NPROC", "5")
+    patched_environment.setenv("NPROC", "5")
     assert make_environment(num_devices)["NPROC"] == "5"
 
 
@@ -65,7 +65,7 @@ def test_a_free_port_is_not_an_ephemeral_port():
     assert not [port for port in ports if first <= port <= last]
 
 
-def test_each_process_gets_its_placement_and_a_single_one_none():
+def test_only_several_processes_get_placement_arguments():
     assert make_placements(1) == [[]]
     first, second = make_placements(2)
     assert first[:1] + first[2:] == ["--coordinator", "--num-processes", "2", "--process-id", "0"]
@@ -82,7 +82,7 @@ def test_every_process_has_its_own_session():
         assert output.endswith(f"'--num-processes', '2', '--process-id', '{process_id}'] True here\n")
 
 
-FAMILY = """
+PARENT_PROGRAM = """
 import os, subprocess, sys
 from runner.process import start_processes
 children = start_processes([sys.executable, "-c", "import time; time.sleep(600)"], 2, os.environ, 1)
@@ -93,9 +93,9 @@ sys.stdin.read()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_processes_end_with_their_parent_whatever_its_signal(number):
+def test_processes_exit_with_their_parent_for_any_signal(number):
     parent = subprocess.Popen(
-        [sys.executable, "-c", FAMILY],
+        [sys.executable, "-c", PARENT_PROGRAM],
         cwd=Path(process.__file__).parents[1],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -103,18 +103,18 @@ def test_processes_end_with_their_parent_whatever_its_signal(number):
     assert parent.stdout.readline() == b"2\n"
     parent.send_signal(number)
     parent.wait()
-    assert parent.stdout.read() == b""  # each of them holds the other end until it dies
+    assert parent.stdout.read() == b""  # the children keep the pipe open until they exit
     parent.stdin.close()
 
 
-def test_repeated_death_signals_of_a_threaded_parent_do_not_insist():
+def test_the_death_signal_is_not_an_insistent_stop_signal():
     assert process._DEATH_SIGNAL in set(STOP_SIGNALS) - set(INSISTENT_SIGNALS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
-def test_a_process_whose_parent_is_already_dead_does_not_start(tmp_path):
+def test_a_process_with_a_dead_parent_does_not_start(tmp_path):
     words = bind_to_parent(["touch", str(tmp_path / "begun")])
-    words[words.index(str(os.getpid()))] = "1"  # its parent is not the one that it was told of
+    words[words.index(str(os.getpid()))] = "1"  # another parent than the expected one
     assert subprocess.run(words).returncode == 128 + process._DEATH_SIGNAL
     assert not (tmp_path / "begun").exists()
 

@@ -1,4 +1,4 @@
-"""Files of real runs match the tables: every key, every type, and no other."""
+"""Files of real runs match the key tables: every key and type, and no others."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -18,31 +18,31 @@ from runner.storage import parse_lines, url
 from tests.support.memory_bucket import MemoryDriver
 from tests.support.tiny_jobs import make_counter, make_gpt, stop_after
 
-# Of `result.json`, where a hook has ended the run or has more to say: tests/hook/test_run.py.
-OF_HOOKS = {"stopped_by", "stopped_because", "stopped_rule", "best_step", "best_value", "<name>"}
+# Result keys of runs that a hook ends or extends: tests/hook/test_run.py.
+HOOK_KEYS = {"stopped_by", "stopped_because", "stopped_rule", "best_step", "best_value", "<name>"}
 TABLES = {"row": ROW_KEYS, "event": EVENT_KEYS, "result": RESULT_KEYS, "manifest": MANIFEST_KEYS}
-IN_A_BUCKET = {"shards", "shards.*.start", "shards.*.shape", "shards.*.pieces"}
-OF_A_CHECKOUT = {"environment.commit", "environment.dirty"}
-OF_AN_ACCELERATOR = {"perf/mfu", "perf/peak_bytes"}  # of no CPU is that known
-OF_NORMS = {"train/param_norm"}
-OF_RIDERS = {"train/noise_scale"}
-OF_A_ZOMBIE = {"void", "contested"}
+BUCKET_KEYS = {"shards", "shards.*.start", "shards.*.shape", "shards.*.pieces"}
+CHECKOUT_KEYS = {"environment.commit", "environment.dirty"}
+ACCELERATOR_KEYS = {"perf/mfu", "perf/peak_bytes"}  # unknown for CPUs
+NORM_KEYS = {"train/param_norm"}
+AUXILIARY_KEYS = {"train/noise_scale"}
+ZOMBIE_KEYS = {"void", "contested"}
 
 
-class Bucket(MemoryDriver):
-    """A bucket in memory that stands in for one of Google's."""
+class GoogleBucket(MemoryDriver):
+    """An in-memory bucket in place of a Google one."""
 
     prefix = "run"
-    newest: "Bucket"
+    newest: "GoogleBucket"
 
     def __init__(self, address: str):
         super().__init__()
-        Bucket.newest = self
+        GoogleBucket.newest = self
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT that was stopped, lost its newest checkpoint to damage, and went on to the end."""
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT that was stopped, lost its newest checkpoint to damage, and resumed to the end."""
     directory = tmp_path_factory.mktemp("record") / "run"
     changes = {
         "checkpoint.every_steps": 2,
@@ -60,8 +60,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A counter with a fast tier, saving when it pays."""
+def counter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A counter with a fast tier and automatic save intervals."""
     directory = tmp_path_factory.mktemp("record") / "run"
     fast = {"checkpoint.local_directory": str(directory.parent / "fast"), "checkpoint.local_every_steps": 1}
     make_counter(directory, **fast, **{"checkpoint.every_steps": None, "checkpoint.every": "auto"})()
@@ -72,8 +72,8 @@ def manifests(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in directory.rglob("manifest.json")]
 
 
-def walk(table: Sequence[Key], value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Name, as a table writes it, and value of each key in a JSON object; inner objects only where the table looks."""
+def iterate_keys(table: Sequence[Key], value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each key of a JSON object; nested objects only if the table has their keys."""
     is_map = any(key.name.startswith(f"{prefix}*.") for key in table)
     for own, inner in value.items():
         name = f"{prefix}{'*' if is_map else own}"
@@ -81,66 +81,66 @@ def walk(table: Sequence[Key], value: Any, prefix: str = "") -> Iterator[tuple[s
             yield name, inner
         if any(key.name.startswith(f"{name}.") for key in table):
             for part in inner if isinstance(inner, list) else [inner]:
-                yield from walk(table, part, f"{name}.")
+                yield from iterate_keys(table, part, f"{name}.")
 
 
-def keys_written(table: Sequence[Key], values: Sequence[dict[str, Any]]) -> set[str]:
-    """All keys in `values`, each of which must be in the table, with a value of its type."""
+def collect_keys(table: Sequence[Key], values: Sequence[dict[str, Any]]) -> set[str]:
+    """Return all keys in `values`, after checking that each is in the table with a value of its type."""
     types = {key.name: key.type for key in table}
     found = {}
     for value in values:
-        for name, inner in walk(table, value):
-            assert name in types, f"{name} is written and not in the table: {value}"
+        for name, inner in iterate_keys(table, value):
+            assert name in types, f"{name} is written but not in the table: {value}"
             assert isinstance(inner, types[name]), f"{name} is {inner!r}, not {types[name]}"
             found[name] = inner
     return set(found)
 
 
-def names(table: Sequence[Key]) -> set[str]:
+def list_names(table: Sequence[Key]) -> set[str]:
     return {key.name for key in table}
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_each_key_of_a_table_is_unique_and_documented(table: tuple[Key, ...]) -> None:
-    assert len(names(table)) == len(table)
+    assert len(list_names(table)) == len(table)
     assert all(key.meaning.endswith(".") for key in table)
 
 
-def test_the_rows_of_a_run_have_the_keys_of_the_table(trained: Path) -> None:
-    rows = parse_lines((trained / "metrics.jsonl").read_bytes())
-    of_names = {name for name in names(ROW_KEYS) if "<" in name}  # of sets, groups, sources and a forward's own
-    absent = of_names | OF_AN_ACCELERATOR | OF_NORMS | OF_RIDERS
-    assert keys_written(ROW_KEYS, rows) == names(ROW_KEYS) - absent
+def test_the_rows_of_a_run_have_the_keys_of_the_table(trained_run: Path) -> None:
+    rows = parse_lines((trained_run / "metrics.jsonl").read_bytes())
+    of_names = {name for name in list_names(ROW_KEYS) if "<" in name}  # of sets, groups, sources and forward's meta
+    absent = of_names | ACCELERATOR_KEYS | NORM_KEYS | AUXILIARY_KEYS
+    assert collect_keys(ROW_KEYS, rows) == list_names(ROW_KEYS) - absent
 
 
-def test_a_result_has_the_keys_of_the_table(trained: Path, counted: Path) -> None:
-    results = [json.loads((directory / "result.json").read_text()) for directory in (trained, counted)]
-    assert keys_written(RESULT_KEYS, results[:1]) == names(RESULT_KEYS) - OF_HOOKS
+def test_a_result_has_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:
+    results = [json.loads((directory / "result.json").read_text()) for directory in (trained_run, counter_run)]
+    assert collect_keys(RESULT_KEYS, results[:1]) == list_names(RESULT_KEYS) - HOOK_KEYS
     of_trainers = {key.name for key in RESULT_KEYS if "trainers only" in key.meaning}
-    assert keys_written(RESULT_KEYS, results[1:]) == names(RESULT_KEYS) - of_trainers - OF_HOOKS
+    assert collect_keys(RESULT_KEYS, results[1:]) == list_names(RESULT_KEYS) - of_trainers - HOOK_KEYS
 
 
-def test_a_manifest_has_the_keys_of_the_table(trained: Path, counted: Path) -> None:
-    written = keys_written(MANIFEST_KEYS, manifests(trained)) | OF_A_CHECKOUT
-    assert written == names(MANIFEST_KEYS) - IN_A_BUCKET - OF_A_ZOMBIE
+def test_a_manifest_has_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:
+    written = collect_keys(MANIFEST_KEYS, manifests(trained_run)) | CHECKOUT_KEYS
+    assert written == list_names(MANIFEST_KEYS) - BUCKET_KEYS - ZOMBIE_KEYS
     of_trainers = {key.name for key in MANIFEST_KEYS if key.name.startswith(("topology", "carry", "metric"))}
-    assert keys_written(MANIFEST_KEYS, manifests(counted)) | OF_A_CHECKOUT == written - of_trainers
+    assert collect_keys(MANIFEST_KEYS, manifests(counter_run)) | CHECKOUT_KEYS == written - of_trainers
 
 
 def test_a_manifest_in_a_bucket_has_the_keys_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(url._DRIVERS, "gs", (__name__, Bucket.__name__, ""))
+    monkeypatch.setitem(url._DRIVERS, "gs", (__name__, GoogleBucket.__name__, ""))
     spec = {"name": "count", "job": "experiments.counter:Counter", "directory": "gs://bucket/run"}
     Counter(ExecutionSpec(**spec, config={"total_steps": 3, "width": 8}))()
-    objects = Bucket.newest.objects
+    objects = GoogleBucket.newest.objects
     found = [json.loads(content) for name, (content, _) in objects.items() if name.endswith("/manifest.json")]
-    assert keys_written(MANIFEST_KEYS, found) >= IN_A_BUCKET
+    assert collect_keys(MANIFEST_KEYS, found) >= BUCKET_KEYS
 
 
-def test_the_events_of_runs_have_the_keys_of_the_table(trained: Path, counted: Path) -> None:
-    rows = [row for run in (trained, counted) for row in parse_lines((run / "events.jsonl").read_bytes())]
+def test_the_events_of_runs_have_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:
+    rows = [row for run in (trained_run, counter_run) for row in parse_lines((run / "events.jsonl").read_bytes())]
     for row in rows:
         event = next((event for event in EVENTS if event.name == row["event"]), None)
-        assert event is not None, f"{row['event']} is written and not in the table"
-        assert keys_written((*EVENT_KEYS, *event.details), [row]) >= names(EVENT_KEYS)
+        assert event is not None, f"{row['event']} is written but not in the table"
+        assert collect_keys((*EVENT_KEYS, *event.details), [row]) >= list_names(EVENT_KEYS)
     often = {"start", "compile", "prepare", "init", "restore", "save", "commit", "preempt", "done"}
     assert {row["event"] for row in rows} >= often | {"fallback", "quarantine", "cadence", "grace"}

@@ -1,4 +1,4 @@
-"""BaseTrainer: its surface, its rows, its memory, and that the mesh it resumes on does not matter."""
+"""BaseTrainer: public methods, rows, memory, overridable parts, and resume on any mesh."""
 
 import dataclasses
 import inspect
@@ -71,7 +71,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(directory):
-    """A job that ran to its end as data 8."""
+    """An uninterrupted job with data parallelism over 8 devices."""
     job = make_gpt(directory / "undisturbed", RecordingGPT, **JOB)
     job()
     return job
@@ -79,7 +79,7 @@ def undisturbed(directory):
 
 @pytest.fixture(scope="module")
 def interrupted(directory):
-    """The directory of a job that was stopped half way, where it was about to evaluate."""
+    """The directory of a job stopped halfway, just before an evaluation."""
     job = make_gpt(directory / "interrupted", RecordingGPT, **JOB)
     stop_after(job, STOP)
     assert "val/loss" not in read_rows(job.store.root)[-1]
@@ -87,7 +87,7 @@ def interrupted(directory):
     return job.store.root
 
 
-# The surface that the contract names.
+# Public methods of the contract.
 
 
 def test_a_spec_without_topology_is_an_assertion_error(tmp_path):
@@ -112,7 +112,7 @@ def test_a_spec_without_topology_is_an_assertion_error(tmp_path):
         ("run", None, ["self"]),
     ],
 )
-def test_the_surface_that_the_contract_names(name, kind, parameters):
+def test_the_methods_have_the_signatures_of_the_contract(name, kind, parameters):
     raw = inspect.getattr_static(BaseTrainer, name)
     assert kind is None or isinstance(raw, kind)
     signature = inspect.signature(raw.__func__ if kind else raw)
@@ -130,10 +130,10 @@ def test_done_is_a_property_and_public_classes_import_from_runner():
     assert BaseTrainer.__module__ == "runner.trainer"
 
 
-# A run.
+# Rows and result.
 
 
-def test_every_logged_step_stands_once_with_its_keys(undisturbed):
+def test_every_logged_step_has_one_row_with_its_keys(undisturbed):
     expected = {"step", "train/loss", "train/loss_mean", "train/grad_norm", "train/learning_rate", "train/tokens"}
     expected |= {f"perf/{name}" for name in ("tokens_per_second", "step_seconds_median", "step_seconds_p95")}
     expected |= {"perf/time", "perf/attempt"}
@@ -147,7 +147,7 @@ def test_every_logged_step_stands_once_with_its_keys(undisturbed):
     assert found[-1]["train/loss"] < found[0]["train/loss"] < math.log(256) + 0.1
 
 
-def test_mfu_is_told_where_the_peak_of_the_devices_is_known(tmp_path, monkeypatch):
+def test_mfu_is_logged_if_the_peak_of_the_devices_is_known(tmp_path, monkeypatch):
     speeds = dataclasses.replace(CHIPS["v5e"].speeds, flops_per_second=1e9)
     monkeypatch.setitem(CHIPS, "cpu", dataclasses.replace(CHIPS["cpu"], speeds=speeds))
     job = make_gpt(tmp_path / "run")
@@ -157,13 +157,13 @@ def test_mfu_is_told_where_the_peak_of_the_devices_is_known(tmp_path, monkeypatc
         assert row["perf/mfu"] == pytest.approx(expected)
 
 
-def test_the_rate_of_a_step_is_the_schedules_at_the_steps_before_it(undisturbed):
+def test_the_learning_rate_of_a_step_is_the_schedule_at_completed_steps(undisturbed):
     rates = [row["train/learning_rate"] for row in read_rows(undisturbed.store.root)]
     assert rates[:3] == pytest.approx([0.0, 5e-4, 1e-3])
     assert rates[5] == pytest.approx(1e-4 + 9e-4 * 0.5)
 
 
-def test_the_result_holds_step_tokens_losses_and_the_fingerprint_of_the_state(undisturbed):
+def test_the_result_contains_step_tokens_losses_and_fingerprint(undisturbed):
     last = read_rows(undisturbed.store.root)[-1]
     assert read_json(undisturbed.store, "result.json") == {
         "step": STEPS,
@@ -176,10 +176,10 @@ def test_the_result_holds_step_tokens_losses_and_the_fingerprint_of_the_state(un
     assert int(undisturbed.state.step) == STEPS
 
 
-def test_the_resolved_spec_has_no_auto_left_and_makes_the_same_job(undisturbed):
+def test_the_resolved_spec_has_no_auto_and_makes_the_same_job(undisturbed):
     path = undisturbed.store.root / "spec.yaml"
     document = yaml.safe_load(path.read_text())
-    assert document["config"]["memory"].pop("row_attention") == "auto"  # each layer has its own
+    assert document["config"]["memory"].pop("row_attention") == "auto"  # layers are named separately
     assert "auto" not in str(document)
     again = RecordingGPT(read_spec(path))
     assert again.config.model.vocabulary_size == 256
@@ -188,7 +188,7 @@ def test_the_resolved_spec_has_no_auto_left_and_makes_the_same_job(undisturbed):
     assert again.done
 
 
-def test_a_batch_is_x_y_and_mask_of_micro_batches_sharded_over_the_mesh(undisturbed):
+def test_a_batch_has_x_y_and_mask_sharded_over_the_mesh(undisturbed):
     for slice in ("train", "validation"):
         batch = undisturbed.batch(slice, 3)
         assert {field: leaf.shape for field, leaf in batch.items()} == dict.fromkeys(
@@ -199,7 +199,7 @@ def test_a_batch_is_x_y_and_mask_of_micro_batches_sharded_over_the_mesh(undistur
     assert are_leaves_equal(undisturbed.batch("train"), undisturbed.batch("train", STEPS))
 
 
-def test_the_validation_loss_is_the_mean_over_the_tokens_of_its_batches(undisturbed):
+def test_the_validation_loss_is_the_mean_over_its_tokens(undisturbed):
     loss_sum = tokens = 0.0
     validation = undisturbed.validation
     state = validation.make_val_state(undisturbed.weights(undisturbed.state), STEPS)
@@ -209,10 +209,10 @@ def test_the_validation_loss_is_the_mean_over_the_tokens_of_its_batches(undistur
     assert read_rows(undisturbed.store.root)[-1]["val/loss"] == pytest.approx(loss_sum / tokens, rel=1e-6)
 
 
-# Resumed, here and on other meshes.
+# Resume on the same and on other meshes.
 
 
-def test_stopped_and_resumed_on_the_same_mesh_every_bit_is_the_same(directory, undisturbed, interrupted):
+def test_resume_on_the_same_mesh_is_bit_identical(directory, undisturbed, interrupted):
     again = shutil.copytree(interrupted, directory / "again")
     make_gpt(again, RecordingGPT, **JOB)()
     assert read_trajectory(again) == read_trajectory(undisturbed.store.root)
@@ -227,8 +227,8 @@ def launch(*arguments, directory, devices, data, fsdp, tensor):
 
 
 @pytest.fixture
-def elsewhere(request, directory, interrupted):
-    """The directory of a run resumed on another mesh: 8 devices here, 4, 1, or 2 processes of 2, in processes."""
+def resumed_elsewhere(request, directory, interrupted):
+    """The directory of a run resumed on another mesh: 8 devices here, 4, 1, or 2 processes with 2 each."""
     copy = shutil.copytree(interrupted, directory / request.param)
     runner = ("runner", "SPEC")
     local = ("launch", "local", "SPEC", "--processes", "2", "--devices-per-process", "2")
@@ -246,7 +246,7 @@ def elsewhere(request, directory, interrupted):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "elsewhere",
+    "resumed_elsewhere",
     [
         *(
             pytest.param(mesh, marks=pytest.mark.soak)
@@ -256,37 +256,37 @@ def elsewhere(request, directory, interrupted):
     ],
     indirect=True,
 )
-def test_resumed_on_another_mesh_batches_are_the_same_and_losses_within_rounding(undisturbed, elsewhere):
+def test_resume_on_another_mesh_has_equal_batches_and_losses_within_rounding(undisturbed, resumed_elsewhere):
     for step in range(STOP, STEPS):
         expected = read_recorded_rows(undisturbed.store.root, step)
         assert len(expected) == 16
-        assert read_recorded_rows(elsewhere, step) == expected
-    expected, actual = read_trajectory(undisturbed.store.root), read_trajectory(elsewhere)
+        assert read_recorded_rows(resumed_elsewhere, step) == expected
+    expected, actual = read_trajectory(undisturbed.store.root), read_trajectory(resumed_elsewhere)
     assert actual[: STOP - 1] == expected[: STOP - 1]
     assert [row["step"] for row in actual] == list(range(1, STEPS + 1))
     for row, reference in zip(actual, expected, strict=True):
         assert set(row) == set(reference)
         for key, value in reference.items():
             assert row[key] == pytest.approx(value, rel=1e-5), (row["step"], key)
-    restored = [event for event in read_log(LocalStore(elsewhere), "events") if event["event"] == "restore"]
+    restored = [event for event in read_log(LocalStore(resumed_elsewhere), "events") if event["event"] == "restore"]
     assert [event["step"] for event in restored] == [STOP]
 
 
 # Donation and tracing.
 
 
-class Watched(PretrainGPT):
-    """Counts how often its forward is traced, and whether the state before a step is gone after it."""
+class CountingGPT(PretrainGPT):
+    """A job that counts how often forward is traced, and checks that each step donates the previous state."""
 
     traces = 0
 
     @classmethod
     def forward(cls, apply_fn, params, batch, key):
-        Watched.traces += 1
+        CountingGPT.traces += 1
         return super().forward(apply_fn, params, batch, key)
 
     def run(self):
-        self.traces_before_run, self.gone = Watched.traces, []
+        self.traces_before_run, self.gone = CountingGPT.traces, []
         self.before = jax.tree.leaves(self.state)
         super().run()
 
@@ -296,10 +296,10 @@ class Watched(PretrainGPT):
         super().save_or_stop()
 
 
-def test_the_state_is_donated_and_each_of_the_two_programs_is_traced_once(tmp_path):
-    job = make_gpt(tmp_path / "run", Watched, **make_mesh_options(2, 2, 2))
+def test_the_state_is_donated_and_both_programs_are_traced_once(tmp_path):
+    job = make_gpt(tmp_path / "run", CountingGPT, **make_mesh_options(2, 2, 2))
     job()
-    assert (job.traces_before_run, Watched.traces) == (2, 2)  # what is wrong with either shows before anything is run
+    assert (job.traces_before_run, CountingGPT.traces) == (2, 2)  # errors in either shape appear before anything runs
     assert len(job.gone) == STEPS
     assert all(all(step) for step in job.gone)
 
@@ -307,14 +307,14 @@ def test_the_state_is_donated_and_each_of_the_two_programs_is_traced_once(tmp_pa
 # Memory.
 
 
-def needed_bytes(job):
+def get_needed_bytes(job):
     figures = job.compiled.executable.memory_analysis()
     resident = figures.argument_size_in_bytes + figures.output_size_in_bytes - figures.alias_size_in_bytes
     return resident + figures.temp_size_in_bytes
 
 
 @pytest.mark.soak
-def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, monkeypatch):
+def test_the_micro_batch_fits_the_memory_and_does_not_change_the_loss(tmp_path, monkeypatch):
     changes = {"config.train.global_batch_examples": 64, "config.model.layers": 1, "config.eval.every_steps": None}
     memory = [1 << 40]
     monkeypatch.setattr(trainer, "read_device_memory_bytes", lambda: memory[0])
@@ -322,25 +322,25 @@ def test_the_micro_batch_is_what_fits_the_memory_and_moves_no_loss(tmp_path, mon
     ample()
     assert (ample.compiled.layout.micro_batch_examples, ample.compiled.layout.accumulate_steps) == (8, 1)
 
-    memory[0] = int(needed_bytes(ample) * 0.97 / trainer.MEMORY_SHARE)
+    memory[0] = int(get_needed_bytes(ample) * 0.97 / trainer.MEMORY_SHARE)
     scarce = make_gpt(tmp_path / "scarce", **changes)
     stop_after(scarce, STOP)
     chosen = scarce.compiled.layout.micro_batch_examples
     assert chosen < 8
     assert scarce.compiled.layout.accumulate_steps == 8 // chosen
-    assert needed_bytes(scarce) <= memory[0] * trainer.MEMORY_SHARE
+    assert get_needed_bytes(scarce) <= memory[0] * trainer.MEMORY_SHARE
 
     memory[0] = 1 << 40
     resumed = make_gpt(tmp_path / "scarce", **changes)
     resumed()
-    assert resumed.compiled.layout.micro_batch_examples == chosen, "an earlier choice on this hardware stays"
+    assert resumed.compiled.layout.micro_batch_examples == chosen, "an earlier choice on this hardware is kept"
     for row, reference in zip(read_rows(resumed.store.root), read_rows(ample.store.root), strict=True):
         assert row["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-5)
         assert row["train/tokens"] == reference["train/tokens"]
 
 
 @pytest.mark.soak
-def test_where_not_one_example_fits_the_numbers_are_given(tmp_path, monkeypatch):
+def test_too_little_memory_for_one_example_is_reported_with_the_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "read_device_memory_bytes", lambda: 100 * 2**10)
     with pytest.raises(SpecError, match=r"topology: a step with 1 example\(s\) a device needs 0\.\d+ GiB .* 0\.00 GiB"):
         make_gpt(
@@ -349,11 +349,11 @@ def test_where_not_one_example_fits_the_numbers_are_given(tmp_path, monkeypatch)
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-# What a subclass may replace.
+# Overridable parts.
 
 
 @pytest.mark.soak
-def test_an_experiment_may_bring_an_optax_optimizer_and_its_own_schedule(tmp_path):
+def test_a_job_can_define_an_optax_optimizer_and_a_schedule(tmp_path):
     class Own(PretrainGPT):
         @classmethod
         def optimizer(cls):
@@ -375,7 +375,7 @@ def test_an_experiment_may_bring_an_optax_optimizer_and_its_own_schedule(tmp_pat
 
 
 @pytest.mark.parametrize(("name", "moments"), [("adamw", 2), ("lion", 1), ("sgd", 1)])
-def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, moments):
+def test_a_job_can_name_its_optimizer_and_schedule(tmp_path, name, moments):
     class Named(PretrainGPT):
         @classmethod
         def optimizer(cls):
@@ -404,8 +404,8 @@ def test_an_experiment_may_name_its_optimizer_and_schedule(tmp_path, name, momen
         assert sizes[2:] == pytest.approx(np.linspace(1e-3, 1e-4, 7)[:6], rel=1e-3)
 
 
-class WithCoefficient(PretrainGPT):
-    """An auxiliary loss, with a coefficient that the spec gives."""
+class CoefficientGPT(PretrainGPT):
+    """A job with an auxiliary loss whose coefficient is in the spec."""
 
     class Config(TrainerConfig[GPTConfig]):
         auxiliary: float = 0.0
@@ -426,11 +426,11 @@ class WithCoefficient(PretrainGPT):
 
 
 @pytest.mark.soak
-def test_what_is_called_on_the_class_sees_the_config_of_its_job_and_of_no_other(tmp_path):
+def test_classmethods_see_only_the_config_of_their_job(tmp_path):
     changes = {"config.train.total_steps": 1, "config.schedule.warmup_steps": 0, "config.model.layers": 1}
     changes |= {"config.optimizer": {}}
     jobs = {
-        auxiliary: make_gpt(tmp_path / str(auxiliary), WithCoefficient, **changes, **{"config.auxiliary": auxiliary})
+        auxiliary: make_gpt(tmp_path / str(auxiliary), CoefficientGPT, **changes, **{"config.auxiliary": auxiliary})
         for auxiliary in (0.0, 2.0)
     }
     for job in jobs.values():
@@ -438,14 +438,14 @@ def test_what_is_called_on_the_class_sees_the_config_of_its_job_and_of_no_other(
     (plain,), (more,) = (read_rows(job.store.root) for job in jobs.values())
     assert more["train/loss"] == pytest.approx(plain["train/loss"] + 2.0, rel=1e-6)
     assert more["val/loss"] == pytest.approx(plain["val/loss"] + 2.0, rel=1e-6)
-    other = make_gpt(tmp_path / "rate", WithCoefficient, **changes, **{"config.rate": 0.5})
+    other = make_gpt(tmp_path / "rate", CoefficientGPT, **changes, **{"config.rate": 0.5})
     assert (jobs[0.0].schedule()(0), other.schedule()(0)) == (0.0, 0.5)
-    assert [type(job).__name__ for job in (*jobs.values(), other)] == ["WithCoefficient"] * 3
-    assert isinstance(other, WithCoefficient)
-    assert WithCoefficient.train_step.__self__ is WithCoefficient
+    assert [type(job).__name__ for job in (*jobs.values(), other)] == ["CoefficientGPT"] * 3
+    assert isinstance(other, CoefficientGPT)
+    assert CoefficientGPT.train_step.__self__ is CoefficientGPT
 
 
-REFUSED = """\
+SPEC_WITH_UNREAD_KEYS = """\
 name: x
 job: experiments.gpt:PretrainGPT
 directory: {directory}
@@ -466,10 +466,10 @@ config:
 """
 
 
-def test_what_nothing_reads_is_refused_with_its_line_and_who_would_read_it(tmp_path):
+def test_unread_keys_are_rejected_with_their_line_and_their_readers(tmp_path):
     tokens = tmp_path / "tokens.bin"
     tokens.write_bytes(bytes(2000))
-    text = REFUSED.format(directory=tmp_path / "run", source=tokens, tokenizer="characters")
+    text = SPEC_WITH_UNREAD_KEYS.format(directory=tmp_path / "run", source=tokens, tokenizer="characters")
 
     def refused(*overrides):
         document = parse_document(text, "x.yaml", overrides)
@@ -494,7 +494,7 @@ def test_what_nothing_reads_is_refused_with_its_line_and_who_would_read_it(tmp_p
     assert refused(*read, "config.optimizer={}")[0] == "--set config.optimizer={}: missing key learning_rate"
 
 
-def test_a_run_that_was_begun_with_keys_that_nothing_reads_goes_on_without_them(directory, interrupted, undisturbed):
+def test_a_run_started_with_unread_keys_resumes_without_them(directory, interrupted, undisturbed):
     again = shutil.copytree(interrupted, directory / "unread")
     for path in (again / "job.json", *again.glob("checkpoints/*/manifest.json")):
         content = json.loads(path.read_text())
@@ -510,8 +510,8 @@ def test_a_run_that_was_begun_with_keys_that_nothing_reads_goes_on_without_them(
     assert read_json(job.store, "result.json") == read_json(undisturbed.store, "result.json")
 
 
-class WithMeta(TrainLookup):
-    """Returns `extra` beside its loss."""
+class MetaLookup(TrainLookup):
+    """A job that returns `extra` as meta."""
 
     extra: ClassVar[dict[str, Any]] = {}
 
@@ -521,8 +521,8 @@ class WithMeta(TrainLookup):
         return loss_sum, meta | {name: make(loss_sum) for name, make in cls.extra.items()}
 
 
-def test_rows_carry_the_scalars_that_a_step_returns_and_need_no_norm_of_the_gradient(tmp_path):
-    class Told(WithMeta):
+def test_rows_contain_scalars_returned_by_a_step_and_need_no_gradient_norm(tmp_path):
+    class Told(MetaLookup):
         extra: ClassVar = {
             "share": lambda loss: loss * 0 + 0.5,
             "count": lambda _: jnp.int32(3),
@@ -558,8 +558,8 @@ def test_rows_carry_the_scalars_that_a_step_returns_and_need_no_norm_of_the_grad
         ("grad_norm", lambda loss: loss, "'grad_norm' as meta, which is a reserved name"),
     ],
 )
-def test_meta_that_no_row_can_hold_is_refused_before_the_directory_is_claimed(tmp_path, name, make, message):
-    class Refused(WithMeta):
+def test_invalid_meta_is_rejected_before_the_directory_is_claimed(tmp_path, name, make, message):
+    class Refused(MetaLookup):
         extra: ClassVar = {name: make}
 
     with pytest.raises(InvalidError, match=message) as caught:
@@ -569,7 +569,7 @@ def test_meta_that_no_row_can_hold_is_refused_before_the_directory_is_claimed(tm
 
 
 @pytest.mark.soak
-def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tmp_path, monkeypatch):
+def test_a_changed_token_file_ends_the_job_before_the_next_commit(tmp_path, monkeypatch):
     path = tmp_path / "tokens.bin"
     np.arange(4000, dtype="<u2").__mod__(200).tofile(path)
 
@@ -591,12 +591,12 @@ def test_a_token_file_that_changes_under_a_job_ends_it_before_the_next_commit(tm
     assert caught.value.exit_code == 2
     job.checkpointer.wait_until_finished()
     assert list(read_committed(job.store)) == [2]
-    # What may wait for a bucket is no step to the watchdog.
+    # The watchdog must not count waits for a bucket as steps.
     assert phases == {"__next__": {DATA}, "check": {SAVE}}
 
 
 def note_phases(monkeypatch, job, holder, name):
-    """The phases, as they become known, in which the job calls a function."""
+    """Record the phases in which the job calls a function."""
     phases, function = set(), getattr(holder, name)
 
     def noting(*arguments):
@@ -607,11 +607,11 @@ def note_phases(monkeypatch, job, holder, name):
     return phases
 
 
-def test_a_bad_id_among_many_ends_the_run_with_2_when_it_is_met(tmp_path, monkeypatch):
+def test_an_invalid_token_id_ends_the_run_with_2_when_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "SCANNED_TOKENS_MAX", 100)
     path = tmp_path / "tokens.bin"
     ids = np.arange(4000, dtype="<u2") % 200
-    ids[3990] = 999  # of the validation split, which the first row reads
+    ids[3990] = 999  # in the validation split, which the first row reads
     ids.tofile(path)
     changes = {"config.data.source": str(path), "config.model.vocabulary_size": 200}
     with pytest.raises(DataError, match=r"token id 999 at position 3990 of .*tokens\.bin is beyond") as caught:
@@ -620,11 +620,11 @@ def test_a_bad_id_among_many_ends_the_run_with_2_when_it_is_met(tmp_path, monkey
     assert caught.value.exit_code == 2
 
 
-# Saved, loaded, lost.
+# Loading during a run.
 
 
-class Loading(TrainLookup):
-    """Saves under a name at step 3 and loads a checkpoint once, at step 6."""
+class LoadingLookup(TrainLookup):
+    """A job that saves a named checkpoint at step 3 and loads a checkpoint once, at step 6."""
 
     name = "three"
     place = "save_or_stop"
@@ -648,7 +648,7 @@ class Loading(TrainLookup):
         self.act("call_hooks")
 
     def evaluator(self):
-        return [*super().evaluator(), Acting(self)]
+        return [*super().evaluator(), ActingEvaluator(self)]
 
     def batch(self, slice="train", step=None):
         if slice == "train" and step == 6 and self.place == "batch":
@@ -656,8 +656,8 @@ class Loading(TrainLookup):
         return super().batch(slice, step)
 
 
-class Acting:
-    """An evaluator that acts on its job."""
+class ActingEvaluator:
+    """An evaluator that calls its job."""
 
     def __init__(self, job):
         self.job = job
@@ -668,7 +668,7 @@ class Acting:
 
 
 class ActingHook(Observer):
-    """A hook that acts on its job."""
+    """A hook that calls its job."""
 
     def on_row(self, moment):
         self.job.act("on_row")
@@ -689,10 +689,10 @@ LOADING["hooks"] = ["tests.support.hooks:RowCounter", "tests.support.hooks:Diary
         ),
     ],
 )
-def test_a_job_that_loads_goes_on_as_one_that_was_restored_there(name, place, changes, step, tmp_path):
+def test_a_job_continues_from_a_loaded_checkpoint_as_if_restored(name, place, changes, step, tmp_path):
     plain = make_gpt(tmp_path / "plain", TrainLookup, **LOADING | changes)
     plain()
-    job = make_gpt(tmp_path / "run", Loading, **LOADING | changes)
+    job = make_gpt(tmp_path / "run", LoadingLookup, **LOADING | changes)
     job.name, job.place = name, place
     job()
     state, loaded_step = job.loaded
@@ -703,18 +703,18 @@ def test_a_job_that_loads_goes_on_as_one_that_was_restored_there(name, place, ch
     assert "8" in os.listdir(tmp_path / "run" / "checkpoints")
     (event,) = [each for each in read_log(job.store, "events") if each["event"] == "load"]
     assert (event["step"], event["name"], event["before"]) == (step, name, 6)
-    # Observers, which keep nothing, are called again too; TensorBoard begins again with the rows that are left.
+    # Observers have no state and are called again; TensorBoard restarts with the remaining rows.
     seen = [int(line.split()[-1]) for line in (tmp_path / "run" / "diary").read_text().splitlines() if "row" in line]
     assert seen == [2, 4, 6, *range(step + 2 - step % 2, 9, 2)]
 
 
 @pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.soak)])
-def test_a_job_that_ends_after_a_load_is_resumed_from_what_it_has_loaded(kind, tmp_path):
+def test_a_job_that_ends_after_a_load_resumes_from_the_loaded_checkpoint(kind, tmp_path):
     changes = {"checkpoint.every_steps": 5, "checkpoint.keep_last": 1}
     plain = make_gpt(tmp_path / "plain", TrainLookup, **LOADING | changes)
     plain()
 
-    class Ending(Loading):
+    class Ending(LoadingLookup):
         def save_or_stop(self):
             super().save_or_stop()
             if self.loaded and kind == "kill":
@@ -732,7 +732,7 @@ def test_a_job_that_ends_after_a_load_is_resumed_from_what_it_has_loaded(kind, t
 
 
 class StopAfterLoad(StopNotice):
-    """A notice that comes when `job` has loaded."""
+    """A stop notice that is given once `job` has loaded."""
 
     def __init__(self, job):
         super().__init__()
@@ -750,8 +750,8 @@ class StopAfterLoad(StopNotice):
         pytest.param("batch", "the work of a thread", marks=pytest.mark.soak),
     ],
 )
-def test_a_load_that_is_not_between_two_steps_is_refused(place, words, tmp_path):
-    job = make_gpt(tmp_path / "run", Loading, **LOADING | {"hooks": [f"{__name__}:ActingHook"]})
+def test_a_load_during_a_step_is_rejected(place, words, tmp_path):
+    job = make_gpt(tmp_path / "run", LoadingLookup, **LOADING | {"hooks": [f"{__name__}:ActingHook"]})
     job.place = place
     with pytest.raises((PhaseError, HookError), match=f"load: it was called during {words}"):
         job()
@@ -773,14 +773,14 @@ METHODS = {
 
 
 @pytest.mark.parametrize("phase", ["before", "done", pytest.param("stopped", marks=pytest.mark.soak)])
-def test_a_method_at_the_wrong_time_says_so(phase, tmp_path):
+def test_methods_called_in_the_wrong_phase_raise(phase, tmp_path):
     reach, words = PHASES[phase]
     job = make_gpt(tmp_path / "run", TrainLookup)
     reach(job)
     before = sorted(path for path in tmp_path.rglob("*"))
     for name, call in METHODS.items():
         if phase != "before" and name in ("batch", "evaluator", "validation"):
-            assert call(job)  # what needs no running job is still there
+            assert call(job)  # attributes that need no running job still work
             continue
         with pytest.raises(PhaseError, match=f"TrainLookup.{name}: the job .*{words}") as caught:
             call(job)
@@ -790,7 +790,7 @@ def test_a_method_at_the_wrong_time_says_so(phase, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
     wild = {"config.optimizer.learning_rate": 1e30, "config.optimizer.clip_norm": None}
     wild |= {"config.schedule": {"name": "constant"}, "checkpoint.every_steps": 1}
     job = make_gpt(tmp_path / "run", **wild)
@@ -802,7 +802,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert not job.done
 
 
-def test_a_warm_start_takes_the_weights_of_another_run_and_nothing_else(tmp_path, undisturbed):
+def test_a_warm_start_takes_only_the_weights_of_another_run(tmp_path, undisturbed):
     class AtTheStart(PretrainGPT):
         def run(self):
             self.first = jax.device_get(self.state)
@@ -818,7 +818,7 @@ def test_a_warm_start_takes_the_weights_of_another_run_and_nothing_else(tmp_path
     assert all((leaf == 0).all() for leaf in moments)
 
 
-# Refused before a device is touched.
+# Errors before any device is used.
 
 
 @pytest.mark.parametrize(
@@ -834,14 +834,14 @@ def test_a_warm_start_takes_the_weights_of_another_run_and_nothing_else(tmp_path
     ],
     ids=str,
 )
-def test_what_cannot_work_is_refused_with_its_key(tmp_path, changes, message):
+def test_invalid_configs_are_rejected_with_their_key(tmp_path, changes, message):
     with pytest.raises(SpecError, match=message):
         make_gpt(tmp_path / "run", **changes)()
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("chunk", "is_dropped"), [(None, False), (64, False), (96, True)])
-def test_a_shorter_sequence_is_offered_with_chunks_of_the_loss_that_divide_it(tmp_path, chunk, is_dropped):
+def test_a_suggested_sequence_length_divides_into_loss_chunks(tmp_path, chunk, is_dropped):
     changes = {"config.data.sequence_length": 192, "config.memory.loss_chunk_positions": chunk}
     job = make_gpt(tmp_path / "run", **changes)
     options = list_local_options(job.spec, job.topology, job.config, 8)
@@ -859,7 +859,7 @@ def test_a_shorter_sequence_is_offered_with_chunks_of_the_loss_that_divide_it(tm
     ],
     ids=["source", "dtype", "mixture", "validation"],
 )
-def test_where_the_data_is_missing_what_is_offered_trains_on_what_is_here(tmp_path, data):
+def test_missing_data_suggests_a_source_that_trains(tmp_path, data):
     job = make_gpt(tmp_path / "run", **{"config.data": {"sequence_length": 16, **data}})
     options = [shlex.split(option)[0] for option in list_local_options(job.spec, job.topology, job.config, 8)]
     text = yaml.safe_dump(job.spec.model_dump(mode="json"))
@@ -868,7 +868,7 @@ def test_where_the_data_is_missing_what_is_offered_trains_on_what_is_here(tmp_pa
     load_dataset(offered, seed=0, batch_examples=8, cache_directory=tmp_path)
 
 
-def test_a_spec_of_a_trainer_is_made_whole_from_its_defaults(tmp_path):
+def test_a_spec_of_a_trainer_is_completed_from_defaults(tmp_path):
     spec = make_gpt_spec(tmp_path / "run")
     assert spec.topology is not None
     assert PretrainGPT(spec).total_steps == STEPS
@@ -883,9 +883,7 @@ def test_a_spec_of_a_trainer_is_made_whole_from_its_defaults(tmp_path):
     ],
     ids=["dtype", "shape", "structure"],
 )
-def test_a_train_step_that_gives_the_state_another_form_is_refused_before_anything_is_compiled(
-    tmp_path, change, message
-):
+def test_a_train_step_that_changes_the_state_type_is_rejected_before_compilation(tmp_path, change, message):
     class Changing(PretrainGPT):
         @classmethod
         def train_step(cls, state, batch, key, accumulate_steps):

@@ -1,9 +1,9 @@
-"""Every value of every key that has few of them: three steps and a resume end with the bits of an undisturbed run.
+"""Every value of every key with few values: three steps and a resume are bit-identical to an uninterrupted run.
 
-The keys are found in the models of a spec: a Literal, true or false, null, `auto`; what else a key may be is OPEN, and
-SOME says what to take for it. A new key or value joins by itself, and fails where it needs companions that WITH lacks.
-Daily, values that do not get in each other's way share a run of a model that compiles in no time. The soak tries each
-value by itself, with a GPT. Values of a decoder's own keys are traced daily, and run in the soak.
+The keys are found in the models of a spec: a Literal, true or false, null, `auto`; any other value is OPEN, and SOME
+has an example of it. New keys and values are included automatically, and fail if they need companions that WITH lacks.
+Daily, compatible values share a run of a model that compiles fast. The soak tests run each value separately with a
+GPT. Values of a decoder's own keys are traced daily, and run in the soak.
 """
 
 import string
@@ -34,7 +34,7 @@ from tests.support import same_bits
 from tests.support.bigram import write_questions
 from tests.support.tiny_jobs import make_counter, make_gpt, read_outcome, stop_after
 
-OPEN = "another"  # any value that is not one of a few
+OPEN = "another"  # any other value
 STOP, STEPS, TOKENS = 2, 3, 3 * 16 * 16
 
 BASE: dict[str, Any] = {
@@ -56,8 +56,8 @@ SOME: dict[str, Any] = {
     "checkpoint.every_steps": 1,
     "checkpoint.every_minutes": 1.0,
     "checkpoint.keep_every_steps": 1,
-    "checkpoint.init_from": "WARM",  # the directory of a finished run
-    "checkpoint.local_directory": "LOCAL",  # a directory on this host
+    "checkpoint.init_from": "WARM",  # directory of a finished run
+    "checkpoint.local_directory": "LOCAL",  # directory on this host
     "checkpoint.local_every_steps": 1,
     "checkpoint.grace_seconds": 30.0,
     "deadlines.step_seconds": 600.0,
@@ -104,8 +104,8 @@ SOME: dict[str, Any] = {
     "config.model.moe.capacity_factor": 1.0,
     "config.model.moe.bias_rate": 0.01,
 }
-# What no token files read, as it must stand beside them.
-OF_TOKENS: dict[str, Any] = {
+# Text options that token files do not read, with their defaults.
+TOKEN_FILE_DEFAULTS: dict[str, Any] = {
     "config.data.tokenizer": "bytes",
     "config.data.document_separator": "none",
     "config.data.packing": "concatenate",
@@ -133,7 +133,7 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("logging.notify.webhook", None): {"logging.notify.command": ["true"]},
     ("config.data.dtype", "uint16"): {"config.data.source": "UINT16"},
     ("config.data.dtype", "uint32"): {"config.data.source": "UINT32"},
-    ("config.data.cache_bytes", OPEN): {"config.data.source": f"{URL}/uint16.bin", **OF_TOKENS},
+    ("config.data.cache_bytes", OPEN): {"config.data.source": f"{URL}/uint16.bin", **TOKEN_FILE_DEFAULTS},
     ("config.data.packing", "documents"): {"config.data.source": "TEXTS"},
     ("config.data.packing", "pad"): {"config.data.source": "TEXTS"},
     ("config.data.mixture.*.dtype", "uint32"): {"source": "UINT32"},
@@ -170,7 +170,7 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
         "config.train.total_steps": None,
         "config.data.source": "UINT16",
         "config.data.mixture": [],
-        **OF_TOKENS,
+        **TOKEN_FILE_DEFAULTS,
     },
 }
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -178,7 +178,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "llama3": {"factor": 2.0, "original_positions": 8},
     "yarn": {"factor": 2.0, "original_positions": 8},
 }
-# What every value of keys that begin so needs.
+# Companions of every value of keys with these prefixes.
 BESIDE: dict[str, dict[str, Any]] = {
     "config.ema.": {"config.ema.decays": [0.5, 0.9]},
     "config.eval.samples.": {"config.eval.samples.prompts": ["7 8"], "config.eval.samples.tokens": 2},
@@ -200,7 +200,7 @@ for _rope in ("config.model.rope", "config.model.window_rope"):
     for _value in (OPEN, "auto"):
         _yarn = {f"{_rope}.scaling.{key}": each for key, each in {"name": "yarn", **SCALINGS["yarn"]}.items()}
         WITH[f"{_rope}.scaling.attention_factor", _value] = _yarn
-# Sections that stand in a list or a mapping: one of them, as the key that holds it has it, and what must stand beside.
+# Sections in a list or mapping: one entry in its containing key, with the companions that it needs.
 INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "config.optimizer.groups": lambda entry: {"config.optimizer.groups": [{"pattern": "*embedding", **entry}]},
     "hooks": lambda entry: {"hooks": [{"hook": "runner.hook:EarlyStopping", **entry}]},
@@ -208,23 +208,26 @@ INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "config.data.mixture": [{"name": "some", "source": "UINT16", **entry}],
         "config.data.source": "python-stdlib",
         "config.data.dtype": None,
-        **OF_TOKENS,
+        **TOKEN_FILE_DEFAULTS,
     },
     "config.eval.multiple_choice": lambda entry: {
         "config.eval.multiple_choice": [{"name": "some", "path": "QUESTIONS", **entry}],
-        "config.data.source": "TEXTS",  # which have a tokenizer
+        "config.data.source": "TEXTS",  # has a tokenizer
     },
     "config.data.validation": lambda entry: {
         "config.data.validation": {"other": {"source": "UINT16", **entry}},
-        **OF_TOKENS,
+        **TOKEN_FILE_DEFAULTS,
         **({"config.data.source": "CHATS", "config.data.train_on": "answers"} if "answers" in entry.values() else {}),
     },
 }
-BY_ITSELF = [("topology", None), ("config.optimizer.learning_rate", None)]  # of another job: tests of their own
+SEPARATE_CASES = [
+    ("topology", None),
+    ("config.optimizer.learning_rate", None),
+]  # need another job, and have their own tests
 
 
 class Lookup(nn.Module):
-    """Logits by token: one matrix, and what is added to them. No other token counts; of padding they are 0."""
+    """Logits looked up by token plus a bias, independent of other tokens; 0 for padding."""
 
     vocabulary_size: int
     precision: PrecisionConfig
@@ -240,7 +243,7 @@ class Lookup(nn.Module):
 
 
 class TrainLookup(BaseTrainer):
-    """A trainer with every key of a GPT's."""
+    """A trainer with every config key of a GPT."""
 
     Config = PretrainGPT.Config
 
@@ -250,7 +253,7 @@ class TrainLookup(BaseTrainer):
 
 @dataclass(frozen=True)
 class Case:
-    """One value of one key, and what it needs of others."""
+    """One value of one key, with its companions."""
 
     key: str
     value: Any
@@ -260,8 +263,8 @@ class Case:
         return f"{self.key}={self.value}"
 
 
-def values_of(annotation: Any) -> list[Any]:
-    """The values that an annotation names, and OPEN if it allows others; a section has keys of its own for that."""
+def list_values(annotation: Any) -> list[Any]:
+    """Return the values of an annotation, and OPEN if it allows others; a section has none, but keys of its own."""
     origin = get_origin(annotation)
     if annotation is bool:
         return [True, False]
@@ -272,30 +275,30 @@ def values_of(annotation: Any) -> list[Any]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return []
     if origin in (Union, types.UnionType):
-        return [value for part in get_args(annotation) for value in values_of(part)]
+        return [value for part in get_args(annotation) for value in list_values(part)]
     return [OPEN]
 
 
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def iterate_models(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
-        yield from models_in(part)
+        yield from iterate_models(part)
 
 
-def choices(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Dotted key and values of every key below `model` that names some; `*` stands for a section of several."""
+def iterate_choices(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield every key below `model` with few values, and these; `*` stands for an entry of a list or mapping."""
     for name, field in model.model_fields.items():
-        key, values = f"{prefix}{name}", values_of(field.annotation)
+        key, values = f"{prefix}{name}", list_values(field.annotation)
         if values != [OPEN]:
             yield key, values
         inside = f"{key}.*." if get_origin(field.annotation) in (list, dict) else f"{key}."
-        for inner in models_in(field.annotation):
-            yield from choices(inner, inside)
+        for inner in iterate_models(field.annotation):
+            yield from iterate_choices(inner, inside)
 
 
-def cases(found: Iterator[tuple[str, list[Any]]]) -> list[Case]:
-    """Every value of these keys."""
+def make_cases(found: Iterator[tuple[str, list[Any]]]) -> list[Case]:
+    """Return a case for every value of these keys."""
     made = []
     for key, values in found:
         for value in values:
@@ -307,32 +310,32 @@ def cases(found: Iterator[tuple[str, list[Any]]]) -> list[Case]:
 
 
 def changes_for(key: str, value: Any, companions: dict[str, Any]) -> dict[str, Any]:
-    """What to set so that `key` has `value`; of a section of several the whole of what holds it."""
+    """Return the changes that set `key` to `value`; for a key in a list or mapping, the whole containing key."""
     holder, inside, name = key.partition(".*.")
     if not inside:
         return companions | {key: value}
     return INSIDE[holder]({name: value} | companions)
 
 
-def all_choices() -> Iterator[tuple[str, list[Any]]]:
-    """Keys of a GPT's spec."""
-    yield from choices(ExecutionSpec)
-    yield from choices(PretrainGPT.Config, "config.")
+def iterate_all_choices() -> Iterator[tuple[str, list[Any]]]:
+    """Yield the keys of a GPT's spec."""
+    yield from iterate_choices(ExecutionSpec)
+    yield from iterate_choices(PretrainGPT.Config, "config.")
 
 
-def decoder_choices() -> Iterator[tuple[str, list[Any]]]:
-    """Keys of a decoder's own."""
+def iterate_decoder_choices() -> Iterator[tuple[str, list[Any]]]:
+    """Yield the keys that only a decoder has."""
     yield from (
-        choice for choice in choices(PretrainDecoder.Config, "config.") if choice[0].startswith("config.model.")
+        choice for choice in iterate_choices(PretrainDecoder.Config, "config.") if choice[0].startswith("config.model.")
     )
 
 
-CASES, DECODERS = cases(all_choices()), cases(decoder_choices())
-TRAINERS = [case for case in CASES if (case.key, case.value) not in BY_ITSELF]
+CASES, DECODERS = make_cases(iterate_all_choices()), make_cases(iterate_decoder_choices())
+TRAINERS = [case for case in CASES if (case.key, case.value) not in SEPARATE_CASES]
 
 
 def do_agree(some: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Whether both can be asked for at once: they touch no common key, or say the same of it."""
+    """Return True if the changes are compatible: they have no common key, or the same value for it."""
     pairs = [(key, name) for key in some for name in others if is_inside(key, name) or is_inside(name, key)]
     return all(key == name and some[key] == others[name] for key, name in pairs)
 
@@ -341,8 +344,8 @@ def is_inside(key: str, section: str) -> bool:
     return f"{key}.".startswith(f"{section}.")
 
 
-def packed(cases: list[Case]) -> list[list[Case]]:
-    """Every case once, in as few runs as first fit finds."""
+def pack_cases(cases: list[Case]) -> list[list[Case]]:
+    """Pack every case once into few runs, by first fit."""
     rows: list[list[Case]] = []
     for case in cases:
         fits = (row for row in rows if all(do_agree(case.changes, other.changes) for other in row))
@@ -354,19 +357,19 @@ def packed(cases: list[Case]) -> list[list[Case]]:
 
 
 class SilentTracking:
-    """Takes the place of W&B, which would take seconds; tests/metrics/test_writers.py has the real one."""
+    """A replacement for W&B, which takes seconds; tests/metrics/test_writers.py uses the real one."""
 
     def __init__(self, *arguments: object):
         pass
 
     def add(self, row: dict[str, Any]) -> None:
-        """Nowhere."""
+        """Do nothing."""
 
     def supersede(self) -> None:
-        """Nothing is there."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -383,7 +386,7 @@ def _bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
 
 
-def value_in(job: RestoreableJob, key: str) -> Any:
+def get_value(job: RestoreableJob, key: str) -> Any:
     found: Any = {"config": job.config, **dict(job.spec)}
     for part in key.split("."):
         if part == "*":
@@ -393,24 +396,24 @@ def value_in(job: RestoreableJob, key: str) -> Any:
     return found
 
 
-def put_in_place(value: Any, places: dict[str, str]) -> Any:
-    """`value` with the names of places, however deep, replaced by where they are."""
+def replace_places(value: Any, places: dict[str, str]) -> Any:
+    """Return `value` with the names of places replaced by their paths, at any depth."""
     if isinstance(value, list):
-        return [put_in_place(item, places) for item in value]
+        return [replace_places(item, places) for item in value]
     if isinstance(value, dict):
-        return {name: put_in_place(item, places) for name, item in value.items()}
+        return {name: replace_places(item, places) for name, item in value.items()}
     return places.get(str(value), value)
 
 
 def write_ids(path: Path, dtype: str) -> Path:
-    """A token file, made once: a job looks at the times of its files."""
+    """Write a token file once, because a job checks the times of its files."""
     if not path.exists():
         np.random.default_rng(0).integers(0, 256, 4096).astype(dtype).tofile(path)
     return path
 
 
 def write_chats(directory: Path) -> Path:
-    """A corpus of dialogues, made once."""
+    """Write a corpus of dialogues once."""
     if not directory.exists():
         write_corpus(
             directory, make_random_shards([[30] * 40], 256), vocabulary_size=256, marks_of=lambda ids: ids % 3 == 0
@@ -419,7 +422,7 @@ def write_chats(directory: Path) -> Path:
 
 
 def write_texts(directory: Path) -> Path:
-    """A glob of text files, which are documents with all the characters of questions, made once."""
+    """Write text files with all characters of the questions once, and return their glob."""
     directory.mkdir(exist_ok=True)
     for number in range(40):
         path = directory / f"{number}.txt"
@@ -429,15 +432,15 @@ def write_texts(directory: Path) -> Path:
     return directory / "*.txt"
 
 
-def all_of(row: list[Case]) -> dict[str, Any]:
-    """What the values of a row change, together."""
+def merge_changes(row: list[Case]) -> dict[str, Any]:
+    """Return the combined changes of several cases."""
     return {key: value for case in row for key, value in case.changes.items()}
 
 
-def maker(
+def make_job_factory(
     together: dict[str, Any], directory: Path, job_class: type[BaseTrainer], base: dict[str, Any]
 ) -> Callable[..., BaseTrainer]:
-    """What makes jobs with these values by the name of their directory."""
+    """Return a function that makes a job with these changes in a named directory."""
 
     def make(name: str, **changes: Any) -> BaseTrainer:
         places = {"WARM": str(directory / "warm"), "LOCAL": str(directory / f"{name}.local")}
@@ -445,26 +448,26 @@ def maker(
         places["CHATS"] = str(write_chats(directory / "chats"))
         places["TEXTS"] = str(write_texts(directory / "texts"))
         places["QUESTIONS"] = str(write_questions(directory / "questions.jsonl", number=2))
-        placed = {key: put_in_place(value, places) for key, value in together.items()}
+        placed = {key: replace_places(value, places) for key, value in together.items()}
         return make_gpt(directory / name, job_class, **base | placed | changes)
 
     return make
 
 
-def check(row: list[Case], directory: Path, job_class: type[BaseTrainer], base: dict[str, Any] = BASE) -> None:
-    """The values of a row, together."""
-    together = all_of(row)
-    make = maker(together, directory, job_class, base)
+def check_resume(row: list[Case], directory: Path, job_class: type[BaseTrainer], base: dict[str, Any] = BASE) -> None:
+    """Run the combined values of several cases."""
+    together = merge_changes(row)
+    make = make_job_factory(together, directory, job_class, base)
     if "checkpoint.init_from" in together:
         make("warm", **{"checkpoint.init_from": None})()
     for case in row:
-        assert case.value == OPEN or value_in(make("whole"), case.key) == case.value
+        assert case.value == OPEN or get_value(make("whole"), case.key) == case.value
     resume(make)
     assert read_outcome(directory / "resumed") == read_outcome(directory / "whole")
 
 
 def resume(make: Callable[[str], RestoreableJob]) -> None:
-    """Three steps undisturbed; stopped after two and resumed; the same bits."""
+    """Run three steps uninterrupted, and stopped after two and resumed, and compare the bits."""
     make("whole")()
     stopped = make("resumed")
     stop_after(stopped, STOP)
@@ -472,7 +475,7 @@ def resume(make: Callable[[str], RestoreableJob]) -> None:
     assert read_json(make("resumed").store, "result.json") == read_json(make("whole").store, "result.json")
 
 
-def test_the_models_name_the_keys_that_are_known_to_have_few_values() -> None:
+def test_keys_with_few_values_are_found() -> None:
     found = {(case.key, case.value) for case in CASES}
     known = {
         ("topology.mesh.fsdp", "auto"),
@@ -488,37 +491,39 @@ def test_the_models_name_the_keys_that_are_known_to_have_few_values() -> None:
     assert known <= found
 
 
-DAILY_VALUES_MIN = 5  # in a run; what is alone or nearly so waits for the soak
-ROWS = [row if len(row) >= DAILY_VALUES_MIN else pytest.param(row, marks=pytest.mark.soak) for row in packed(TRAINERS)]
+DAILY_VALUES_MIN = 5  # per run; runs of fewer values are in the soak
+ROWS = [
+    row if len(row) >= DAILY_VALUES_MIN else pytest.param(row, marks=pytest.mark.soak) for row in pack_cases(TRAINERS)
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{len(row)} values")
-def test_values_together_resume_to_the_bits_of_an_undisturbed_run(row: list[Case], tmp_path: Path) -> None:
-    check(row, tmp_path, TrainLookup)
+def test_combined_values_resume_bit_identically(row: list[Case], tmp_path: Path) -> None:
+    check_resume(row, tmp_path, TrainLookup)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", TRAINERS, ids=str)
-def test_each_value_alone_resumes_to_the_bits_of_an_undisturbed_run(case: Case, tmp_path: Path) -> None:
-    check([case], tmp_path, PretrainGPT)
+def test_each_value_resumes_bit_identically(case: Case, tmp_path: Path) -> None:
+    check_resume([case], tmp_path, PretrainGPT)
 
 
-@pytest.mark.parametrize("row", packed(DECODERS), ids=lambda row: f"{len(row)} values")
-def test_values_of_a_decoder_together_make_a_train_step(row: list[Case], tmp_path: Path) -> None:
-    together = all_of(row)
+@pytest.mark.parametrize("row", pack_cases(DECODERS), ids=lambda row: f"{len(row)} values")
+def test_combined_decoder_values_trace_a_train_step(row: list[Case], tmp_path: Path) -> None:
+    together = merge_changes(row)
     job = make_gpt(tmp_path / "run", PretrainDecoder, **DECODER_BASE | together)
-    assert all(case.value == OPEN or value_in(job, case.key) == case.value for case in row)
+    assert all(case.value == OPEN or get_value(job, case.key) == case.value for case in row)
     job.setup_builder.trace(job.setup_builder.build(jax.devices()))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", DECODERS, ids=str)
-def test_each_value_of_a_decoder_resumes_to_the_bits_of_an_undisturbed_run(case: Case, tmp_path: Path) -> None:
-    check([case], tmp_path, PretrainDecoder, DECODER_BASE)
+def test_each_decoder_value_resumes_bit_identically(case: Case, tmp_path: Path) -> None:
+    check_resume([case], tmp_path, PretrainDecoder, DECODER_BASE)
 
 
 def can_be_ordered(case: Case) -> bool:
-    """Whether a value bears on the program of a step, and can stand beside `same_bits_devices`."""
+    """Return True if a value affects the program of a step and is compatible with `same_bits_devices`."""
     name = case.changes.get("config.optimizer.name", "adamw")
     return (
         case.key.startswith("config.")
@@ -530,14 +535,14 @@ def can_be_ordered(case: Case) -> bool:
 
 
 ORDERED = [
-    *((row, PretrainGPT, BASE) for row in packed([case for case in TRAINERS if can_be_ordered(case)])),
-    *((row, PretrainDecoder, DECODER_BASE) for row in packed([case for case in DECODERS if can_be_ordered(case)])),
+    *((row, PretrainGPT, BASE) for row in pack_cases([case for case in TRAINERS if can_be_ordered(case)])),
+    *((row, PretrainDecoder, DECODER_BASE) for row in pack_cases([case for case in DECODERS if can_be_ordered(case)])),
 ]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("row", "job_class", "base"), ORDERED)
-def test_values_have_the_same_bits_on_one_device_two_and_eight(
+def test_values_are_bit_identical_on_one_two_and_eight_devices(
     row: list[Case],
     job_class: type[BaseTrainer],
     base: dict[str, Any],
@@ -545,12 +550,12 @@ def test_values_have_the_same_bits_on_one_device_two_and_eight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     same_bits.use_user_compiler_options(monkeypatch)
-    make = maker(all_of(row) | same_bits.SAME_BITS_OPTIONS, tmp_path, job_class, base)
+    make = make_job_factory(merge_changes(row) | same_bits.SAME_BITS_OPTIONS, tmp_path, job_class, base)
     on_one, *others = (same_bits.compute_bits(make("run"), number) for number in same_bits.DEVICE_COUNTS)
     assert others == [on_one] * len(others)
 
 
-def test_a_job_without_a_topology_resumes_to_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_a_job_without_a_topology_resumes_bit_identically(tmp_path: Path) -> None:
     resume(lambda name: make_counter(tmp_path / name, **{"topology": None, "config.total_steps": STEPS}))
 
 
@@ -560,8 +565,8 @@ class OwnOptimizer(TrainLookup):
         return optax.adam(0.1)
 
 
-def test_an_optimizer_of_the_jobs_own_needs_no_learning_rate_and_none_is_logged(tmp_path: Path) -> None:
-    assert [(case.key, case.value) for case in CASES if case not in TRAINERS] == BY_ITSELF
+def test_a_custom_optimizer_needs_no_learning_rate(tmp_path: Path) -> None:
+    assert [(case.key, case.value) for case in CASES if case not in TRAINERS] == SEPARATE_CASES
     changes = BASE | {"config.optimizer": {}}
     resume(lambda name: make_gpt(tmp_path / name, OwnOptimizer, **changes))
     rows, result = read_outcome(tmp_path / "whole")
@@ -576,7 +581,7 @@ class InjectedOptimizer(TrainLookup):
         return optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=rate))
 
 
-def test_a_rate_that_an_optimizer_of_the_jobs_own_keeps_in_its_state_is_logged(tmp_path: Path) -> None:
+def test_a_learning_rate_in_the_state_of_a_custom_optimizer_is_logged(tmp_path: Path) -> None:
     resume(lambda name: make_gpt(tmp_path / name, InjectedOptimizer, **BASE | {"config.optimizer": {}}))
     rows, _ = read_outcome(tmp_path / "resumed")
     assert [row["train/learning_rate"] for row in rows] == pytest.approx([0.1, 0.09, 0.08])
