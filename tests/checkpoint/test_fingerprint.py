@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from runner.checkpoint.fingerprint import (
     LeafLayout,
     ReplicaError,
+    _digest_shards,
     combine_digests,
     compute_block_digest,
     compute_fingerprint,
@@ -82,6 +84,20 @@ def test_digest_does_not_depend_on_devices_and_sharding(dtype):
         tuple(np.asarray(compute_leaf_digest(jax.device_put(array, sharding))).tolist()) for sharding in SHARDINGS
     }
     assert digests == {tuple(compute_reference_digest(array))}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, jax.random.key(0).dtype], ids=str)
+def test_no_device_computes_on_leaves_without_elements(dtype):
+    """Such a computation crashes the compiler of some versions of XLA."""
+    mesh, replicated = Mesh(DEVICES_8, ("a",)), PartitionSpec()
+    leaves = [jnp.zeros(0, dtype), jnp.zeros((3, 0), dtype), jnp.int32(4)]
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        leaves[:2] = jax.random.split(jax.random.key(0), 0), jax.random.split(jax.random.key(0), (3, 0))
+    leaves = jax.device_put(leaves, NamedSharding(mesh, replicated))
+    assert list(compute_leaf_digests(leaves).values())[:2] == ["0" * 16] * 2
+    program = _digest_shards.lower(leaves, mesh, (replicated,) * 3).as_text()
+    assert "tensor<i32>" in program
+    assert not re.search(r"tensor<(\d+x)*0x", program)
 
 
 def test_fingerprint_of_a_tree_does_not_depend_on_sharding():
