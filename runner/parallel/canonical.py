@@ -149,7 +149,7 @@ class _JaxprBuilder:
     def _unroll(self, equation: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
         """Return the results of a scan whose iterations are inlined one after the other."""
         params = equation.params
-        body, num_consts, num_carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+        body, (num_consts, num_carry) = params["jaxpr"], _count_scan_inputs(params)
         consts, carry = operands[:num_consts], operands[num_consts:][:num_carry]
         stacks = operands[num_consts + num_carry :]
         order = range(params["length"])
@@ -237,7 +237,17 @@ def _find_call(equation: JaxprEqn, operands: list[Atom]) -> tuple[Jaxpr, list[At
     if any(isinstance(each, jax.sharding.Sharding) for each in shardings):
         return None  # Inlining would lose the shardings.
     called = params[_CALLS[name]]
-    return (called, [], operands) if isinstance(called, Jaxpr) else _open_jaxpr(called, operands)
+    # The class does not tell: newer versions of JAX have one class of jaxprs, with or without values of its constants.
+    return _open_jaxpr(called, operands) if hasattr(called, "consts") else (called, [], operands)
+
+
+def _count_scan_inputs(params: Any) -> tuple[int, int]:
+    """Return the numbers of constants and of carried values of a scan."""
+    if "ft_in" not in params:
+        return params["num_consts"], params["num_carry"]
+    # Newer versions of JAX have a tree of constants, carried values and slices instead.
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def _open_jaxpr(closed: ClosedJaxpr, operands: list[Atom]) -> tuple[Jaxpr, list[Atom], list[Atom]] | None:
