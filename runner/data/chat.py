@@ -174,9 +174,9 @@ class ChatTemplate:
 
 
 def read_template(name: str, read: Callable[[str], bytes]) -> ChatTemplate:
-    """Read the template of a `tokenizer_config.json`, or of the `chat_template.jinja` beside it.
+    """Read the template of the `chat_template.jinja` beside a `tokenizer_config.json`, or else of the config itself.
 
-    Of several templates the one named `default` is used.
+    `transformers` prefers them in this order. Of several templates of a config the one named `default` is used.
 
     Args:
         name: path or URL of the `tokenizer_config.json`.
@@ -193,14 +193,14 @@ def read_template(name: str, read: Callable[[str], bytes]) -> ChatTemplate:
         raise DataError(f"{name} is not a tokenizer_config.json: {error}") from error
     if not isinstance(config, dict):
         raise DataError(f"{name} is not a tokenizer_config.json: it does not hold an object")
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-        source = named.get("default")
-    if not isinstance(source, str):
-        try:
-            source = read(f"{name.rpartition('/')[0] or '.'}/{TEMPLATE_FILE}").decode(errors="replace")
-        except DataError as error:
+    try:
+        source = read(f"{name.rpartition('/')[0] or '.'}/{TEMPLATE_FILE}").decode(errors="replace")
+    except DataError as error:
+        source = config.get("chat_template")
+        if isinstance(source, list):
+            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            source = named.get("default")
+        if not isinstance(source, str):
             raise DataError(f"{name} has no chat_template, and there is no {TEMPLATE_FILE} beside it") from error
     if len(source) > TEMPLATE_BYTES_MAX:
         raise DataError(f"{name}: its template has {len(source):,} characters, needs at most {TEMPLATE_BYTES_MAX:,}")

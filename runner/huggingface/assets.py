@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -72,6 +72,7 @@ class TokenizerFiles:
         end_of_turn: Id that ends a completion by the chat template, if there is one.
         pad: Id for padding, if one is known.
         problem: Reason why there is no `tokenizer.json`; None if there is one.
+        begin: Id that begins every document, if there is one.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class TokenizerFiles:
     end_of_turn: int | None = None
     pad: int | None = None
     problem: str | None = None
+    begin: int | None = None
 
 
 def make_tokenizer_files(config: DataConfig) -> TokenizerFiles:
@@ -128,7 +130,7 @@ def _make_source_tokenizer(source: TokenSource, config: DataConfig) -> Tokenizer
 def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
     store = open_store(where)
     index = CorpusIndex.decode(store.read(CORPUS_INDEX), f"{store.url}/{CORPUS_INDEX}")
-    kind, size, end = index.tokenizer.get("kind"), index.vocabulary_size, index.separator
+    kind, size, end, begin = index.tokenizer.get("kind"), index.vocabulary_size, index.separator, index.begin
     # A corpus of dialogues has its chat template and special tokens beside the index.
     names: dict[str, str] = {
         key: value
@@ -139,7 +141,7 @@ def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
     if kind == "bytes":
         # No text of a special token is a token.
         settings = {} if template is None else {"chat_template": _pin_names(template, names, {})}
-        return _make_byte_files(size, sequence_length, end, settings)
+        return replace(_make_byte_files(size, sequence_length, end, settings), begin=begin)
     if kind not in TOKENIZER_FILES:
         return TokenizerFiles(problem=f"{store.url}/{CORPUS_INDEX} names a tokenizer of unknown kind {kind!r}")
     content = read_tokenizer(index.tokenizer, store)
@@ -148,7 +150,7 @@ def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
             f"the tokenizer is of {kind}: its file is copied, and {TOKENIZER} must be made from it with the tools of "
             f"{kind}"
         )
-        return TokenizerFiles({TOKENIZER_FILES[kind]: content}, size, end, problem=problem)
+        return TokenizerFiles({TOKENIZER_FILES[kind]: content}, size, end, problem=problem, begin=begin)
     ids = parse_tokenizer(index.tokenizer, content, store).list_tokens()
     words = {number: word for word, number in ids.items()}
     eos_token = end_of_turn if end_of_turn in ids else None if end is None else words.get(end)
@@ -156,6 +158,8 @@ def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
     if eos_token is not None:
         # Batches of texts need a token for padding, and transformers would add one that a tokenizer.json only names.
         settings = {"pad_token": eos_token} | settings | {"eos_token": eos_token}
+    if begin in words:
+        settings["bos_token"] = words[begin]
     pad = ids.get(names.get("pad_token", ""))
     if template is not None:
         settings["chat_template"] = _pin_names(template, names, settings)
@@ -165,6 +169,7 @@ def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
         end,
         None if end_of_turn is None else ids.get(end_of_turn),
         pad,
+        begin=begin,
     )
 
 
@@ -307,6 +312,7 @@ ASSET_KEYS = (
     Key("end_of_turn", int | None, "Id that ends a completion by the chat template; null: none."),
     Key("pad", int | None, "Id for padding; null: unknown."),
     Key("problem", str | None, "Reason why there is no `tokenizer.json`; null: there is one."),
+    Key("begin", int | None, "Id that begins every document; null, or absent in older runs: none."),
     Key("files", dict, "SHA-256 of each file below `assets`, by its name."),
 )
 
@@ -332,6 +338,8 @@ class ExportAssets:
     def list_ids(self) -> JsonObject:
         """Return the keys of special tokens for `config.json` and `generation_config.json`."""
         ids: JsonObject = dict.fromkeys(_IDS) | self.ids
+        if self.tokenizer.begin is not None:
+            ids["bos_token_id"] = self.tokenizer.begin
         ends = [self.tokenizer.end_of_turn]
         for given in (ids["eos_token_id"], self.generation.get("eos_token_id")):
             ends += given if isinstance(given, list) else [given]
@@ -404,6 +412,8 @@ def _combine(tokenizer: TokenizerFiles, base: BaseAssets) -> ExportAssets:
             settings |= {key: text for key, text in made.items() if key == "chat_template" or key.endswith("_token")}
             settings |= {} if pad_token is None else {"pad_token": pad_token}
         settings = settings or made
+        # The token that the documents of the data begin with replaces that of the published weights.
+        settings |= {"bos_token": made["bos_token"]} if tokenizer.begin is not None and "bos_token" in made else {}
     if settings:
         files[TOKENIZER_CONFIG] = encode_json(settings)
     size = tokenizer.vocabulary_size
@@ -414,7 +424,7 @@ def _combine(tokenizer: TokenizerFiles, base: BaseAssets) -> ExportAssets:
         problem = None
     elif not is_known:
         problem = f"{base.path} has no {TOKENIZER}"
-    found = TokenizerFiles(files, size, tokenizer.end, tokenizer.end_of_turn, tokenizer.pad, problem)
+    found = TokenizerFiles(files, size, tokenizer.end, tokenizer.end_of_turn, tokenizer.pad, problem, tokenizer.begin)
     return ExportAssets(found, base.path, base.config, base.ids, base.generation)
 
 
@@ -452,6 +462,7 @@ def save_assets(store: Store, assets: ExportAssets) -> None:
         "end_of_turn": tokenizer.end_of_turn,
         "pad": tokenizer.pad,
         "problem": tokenizer.problem,
+        "begin": tokenizer.begin,
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()},
     }
     # Written last: without it the files are not read.
@@ -466,7 +477,7 @@ def read_assets(store: Store) -> ExportAssets | None:
         OSError: The store cannot be read.
     """
     try:
-        record = read_record(store, _RECORD, ASSET_KEYS, [key.name for key in ASSET_KEYS])
+        record = read_record(store, _RECORD, ASSET_KEYS, [key.name for key in ASSET_KEYS if key.name != "begin"])
         if record is None:
             return None
         strange = [name for name in record["files"] if name not in (*BASE_TOKENIZER_FILES, *TOKENIZER_FILES.values())]
@@ -479,7 +490,7 @@ def read_assets(store: Store) -> ExportAssets | None:
     except (DamagedRecordError, ValueError, FileNotFoundError) as error:
         raise InvalidError(f"{store.url}/{_RECORD} is damaged: {error}") from error
     ids = {key: record[key] for key in ("vocabulary_size", "end", "end_of_turn", "pad", "problem")}
-    tokenizer = TokenizerFiles(files, **ids)
+    tokenizer = TokenizerFiles(files, **ids, begin=record.get("begin"))
     return ExportAssets(tokenizer, record["base"], record["config"], record["ids"], record["generation"])
 
 

@@ -261,6 +261,9 @@ def test_a_corpus_keeps_its_template_for_exports(tmp_path):
         ({"chat_template": PLAIN}, None),
         ({"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": PLAIN}]}, None),
         ({}, PLAIN),
+        # As `transformers` does: the file replaces what the config has.
+        ({"chat_template": "{{ 'another' }}"}, PLAIN),
+        ({"chat_template": [{"name": "tool_use", "template": "x"}]}, PLAIN),
     ],
 )
 def test_a_template_is_read_from_tokenizer_files(tmp_path, config, beside):

@@ -45,9 +45,11 @@ def open_record(found: TokenizerFiles) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(found.files["tokenizer.json"].decode())
 
 
-def make_corpus_record(directory: Path, record: Mapping[str, Any], size: int, separator: int | None = None) -> Path:
+def make_corpus_record(
+    directory: Path, record: Mapping[str, Any], size: int, separator: int | None = None, begin: int | None = None
+) -> Path:
     def of(index: Any) -> Any:
-        return dataclasses.replace(index, tokenizer=dict(record), separator=separator)
+        return dataclasses.replace(index, tokenizer=dict(record), separator=separator, begin=begin)
 
     return write_corpus(directory, [[[1, 2, 3]]], vocabulary_size=size, change=of)
 
@@ -112,6 +114,8 @@ def test_a_missing_tokenizer_has_a_reason(tmp_path: Path):
 HF_TOKENIZER = make_hf_tokenizer()
 WORDS = tokenizers.Tokenizer.from_str(HF_TOKENIZER.decode()).get_vocab()
 END, TURN = WORDS[SEPARATOR], WORDS["<|pad|>"]  # the second special token represents the end of a turn
+BEGIN_TEXT = min(set(WORDS) - {SEPARATOR, "<|pad|>", "b"})  # any other token
+BEGIN = WORDS[BEGIN_TEXT]
 BASE_CONFIG = {"model_type": "llama", "max_position_embeddings": 8192, "bos_token_id": 5, "eos_token_id": 6}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 
@@ -139,14 +143,15 @@ def write_data(directory: Path, kind: str) -> Path:
     if kind == "token ids":
         np.arange(100, dtype="<u2").tofile(directory / "ids.bin")
         return directory / "ids.bin"
-    if kind == "bytes":
-        return make_corpus_record(directory / "corpus", {"kind": "bytes"}, 256)
+    begin = BEGIN if "begin" in kind else None
+    if "bytes" in kind:
+        return make_corpus_record(directory / "corpus", {"kind": "bytes"}, 256, begin=begin)
     content = HF_TOKENIZER if "same" in kind else HF_TOKENIZER.replace(b"<|pad|>", b"<|PAD|>")
     record = make_tokenizer_record(directory / "corpus", "hf", content, "tokenizer.json")
     if "chat" in kind:
         settings = {"chat_template": TEMPLATE, "eos_token": SEPARATOR, "end_of_turn_token": "<|pad|>"}
         (directory / "corpus" / "tokenizer_config.json").write_text(json.dumps(settings))
-    return make_corpus_record(directory / "corpus", record, 400, END)
+    return make_corpus_record(directory / "corpus", record, 400, END, begin=begin)
 
 
 # Data -> (ids of special tokens, whether the files of the base are exported, chat template).
@@ -160,6 +165,13 @@ EXPECTED: dict[str, tuple[dict[str, Any], bool, str | None]] = {
         True,
         PINNED,
     ),
+    "the same tokenizer, begin": (
+        {"bos_token_id": BEGIN, "eos_token_id": [6, 7, END], "pad_token_id": 6},
+        True,
+        BASE_TEMPLATE,
+    ),
+    "bytes, begin": ({"bos_token_id": BEGIN, "pad_token_id": 0}, False, None),
+    "another tokenizer, begin": ({"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": END}, False, None),
     "another tokenizer": ({"eos_token_id": END, "pad_token_id": END}, False, None),
 }
 
@@ -181,6 +193,8 @@ def test_assets_combine_the_data_and_the_base(tmp_path: Path, kind: str):
     assert "pytorch_model.bin" not in found.tokenizer.files
     assert get_template(found) == template
     assert found.config == BASE_CONFIG
+    if "tokenizer, begin" in kind:
+        assert json.loads(found.tokenizer.files["tokenizer_config.json"])["bos_token"] == BEGIN_TEXT
 
     # The record restores the same assets after the sources are deleted.
     save_assets(LocalStore(tmp_path / "run"), found)
