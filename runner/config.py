@@ -242,6 +242,11 @@ class MultipleChoiceConfig(FrozenModel):
         default=None, description="Steps between two evaluations of the task; null: eval.every_steps."
     )
     limit: PositiveInt | None = Field(default=None, description="Number of leading questions to use; null: all.")
+    micro_batch_examples: PositiveInt | None = Field(
+        default=None,
+        description="Sequences that a device scores at a time; null: the micro-batch of the train step. Changes no "
+        "metric beyond rounding.",
+    )
 
 
 class SamplesConfig(FrozenModel):
@@ -270,7 +275,19 @@ class EvalConfig(FrozenModel):
         default=None, description="Steps between two evaluations; null: an evaluation at the last step only."
     )
     batches: PositiveInt = Field(
-        default=20, description="Global batches per evaluation; fewer if the validation set has fewer."
+        default=20,
+        description="Number of validation examples of an evaluation, in batches of train.global_batch_examples; fewer "
+        "if the validation set has fewer.",
+    )
+    global_batch_examples: PositiveInt | None = Field(
+        default=None,
+        description="Validation examples that are computed as one batch, over all devices; null: "
+        "train.global_batch_examples. Changes no metric beyond rounding.",
+    )
+    micro_batch_examples: PositiveInt | None = Field(
+        default=None,
+        description="Validation examples per device and micro-batch; null: the largest number that divides a device's "
+        "share of the batch and is at most that of the train step. Changes no metric beyond rounding.",
     )
     at_start: bool = Field(default=False, description="Evaluation before the first step, as the metrics of step 0.")
     at_end: bool = Field(default=True, description="Evaluation after the last step, independent of every_steps.")

@@ -400,6 +400,10 @@ class BaseTrainer(RestoreableJob):
         """Check devices, mesh, batch and data against the spec, and build the train setup."""
         with self.document.errors_at("topology.accelerator"):
             validate_hardware(self.spec, self.topology, self.config)
+        for key in ("global_batch_examples", "micro_batch_examples"):
+            if getattr(self.config.eval, key) is not None and type(self).batch is not BaseTrainer.batch:
+                reason = "batch() of the job makes the batches, so nothing reads it; leave it out"
+                raise self.document.error(f"config.eval.{key}", reason)
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         self.dataset.validate_vocabulary(self.vocabulary_size)
         validate_same_on_all_hosts(self.dataset.fingerprint, "data", hosts, f"{self.dataset.source}: ")

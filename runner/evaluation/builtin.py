@@ -39,7 +39,7 @@ from runner.evaluation.likelihood import (
     read_questions,
 )
 from runner.spec import Document
-from runner.train.compile import BatchLayout
+from runner.train.compile import BatchLayout, make_val_layout
 from runner.train.evaluators import Evaluator, Validation, ValidationSize, make_validation_sets
 from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup, TrainSetupBuilder
@@ -50,11 +50,19 @@ _DECODED_TOKENS = 1 << 20  # decoded at a time, so that memory stays bounded
 
 @dataclass(frozen=True)
 class MultipleChoiceTask:
-    """Questions and the name of their metrics; `every_steps` None means `eval.every_steps`."""
+    """Questions and the name of their metrics.
+
+    Attributes:
+        name: name of the task.
+        questions: its questions.
+        every_steps: steps between two evaluations; None: `eval.every_steps`.
+        sequences_per_device: sequences that a device scores at a time; None: those of the context.
+    """
 
     name: str
     questions: Sequence[Question]
     every_steps: int | None
+    sequences_per_device: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,16 +112,23 @@ class EvaluationTasks:
         if not self.tasks:
             return []
         assert self.codec is not None, "`read_evaluation_tasks` refuses questions without a tokenizer"
-        likelihood = LikelihoodScorer(
-            context.model,
-            context.mesh,
-            self.config.data.sequence_length,
-            context.sequences_per_device,
-            context.is_stopping,
-        )
+        # Tasks with batches of one size share a compiled program.
+        scorers = {
+            size: LikelihoodScorer(
+                context.model, context.mesh, self.config.data.sequence_length, size, context.is_stopping
+            )
+            for size in {task.sequences_per_device or context.sequences_per_device for task in self.tasks}
+        }
         first, encode = find_start_token(self.codec, self.config.data), partial(encode_prompt, self.codec)
         return [
-            MultipleChoice(task.name, task.questions, encode, first, likelihood, task.every_steps)
+            MultipleChoice(
+                task.name,
+                task.questions,
+                encode,
+                first,
+                scorers[task.sequences_per_device or context.sequences_per_device],
+                task.every_steps,
+            )
             for task in self.tasks
         ]
 
@@ -154,7 +169,9 @@ def read_evaluation_tasks(document: Document, config: TrainerConfig[Any], vocabu
             if multiple_choice:
                 raise DataError(f"eval.multiple_choice needs the tokenizer of the data: {error}") from error
         tasks = [
-            MultipleChoiceTask(each.name, read_questions(each.path, each.limit), each.every_steps)
+            MultipleChoiceTask(
+                each.name, read_questions(each.path, each.limit), each.every_steps, each.micro_batch_examples
+            )
             for each in multiple_choice
         ]
         prompts = []
@@ -230,15 +247,23 @@ class EvaluationData:
         return ValidationSize(num_targets, num_bytes)
 
 
-def select_run_data(dataset: Dataset, config: TrainerConfig[Any]) -> EvaluationData:
-    """Return a run's own validation sets, each with as many examples as the run evaluates."""
-    data = config.data
-    # The same examples as in the run, so that the loss is the one of its rows.
+def select_run_examples(dataset: Dataset, config: TrainerConfig[Any]) -> Dataset:
+    """Return a dataset with as many examples of each validation set as a run evaluates.
+
+    Their number does not depend on the size of a validation batch, so that the metrics do not either.
+    """
     limit = config.eval.batches * config.train.global_batch_examples
     sets = {
         name: LeadingExamples(examples, min(limit, examples.num_examples))
         for name, examples in dataset.validation.items()
     }
+    return replace(dataset, validation=sets)
+
+
+def select_run_data(dataset: Dataset, config: TrainerConfig[Any]) -> EvaluationData:
+    """Return a run's own validation sets, each with as many examples as the run evaluates."""
+    # The same examples as in the run, so that the loss is the one of its rows.
+    data, sets = config.data, select_run_examples(dataset, config).validation
     sources: dict[str, TokenSource] = {source.name: source for source in data.sources} | dict(data.validation)
     codecs = {name: load_codec_or_reason(sources.get(name, data.sources[0]), data) for name in sets}
     return EvaluationData(replace(dataset, validation=sets), codecs)
@@ -289,10 +314,13 @@ class BuiltinEvaluators:
         )
         # `validation` exists without validation sets too, but then has nothing to evaluate.
         self._has_sets = bool(dataset.validation)
+        own_data, val_layout = select_run_examples(dataset, config), make_val_layout(config, layout)
+        if val_layout != layout:
+            batch = partial(val_layout.batch, own_data)
         self.validation = Validation(
             merge_adapter(train_setup.abstract_state),
-            lambda abstract: train_setup.compile_val(setup_builder.val_step, abstract, layout),
-            make_validation_sets(dataset, config, batch),
+            lambda abstract: train_setup.compile_val(setup_builder.val_step, abstract, val_layout),
+            make_validation_sets(own_data, val_layout.global_batch_examples, batch),
             stop.poll,
             select_run_data(dataset, config).measure if config.eval.bits_per_byte else None,
         )

@@ -204,10 +204,17 @@ def _make_mesh(run: ReadOnlyRun) -> Mesh:
 
 
 def _make_batch_layout(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLayout:
-    """Return the run's global batch, or the next larger one that these devices divide; micro-batches are no larger."""
-    train, num_shards = run.job.config.train, count_batch_shards(mesh)
-    shard_examples = -(-train.global_batch_examples // num_shards)
-    largest = shard_examples if train.micro_batch_examples == "auto" else int(train.micro_batch_examples)
+    """Return the run's validation batch, or the next larger one that these devices divide.
+
+    Micro-batches are no larger than the run's.
+    """
+    train, own, num_shards = run.job.config.train, run.job.config.eval, count_batch_shards(mesh)
+    train_share, shard_examples = (
+        -(-size // num_shards)
+        for size in (train.global_batch_examples, own.global_batch_examples or train.global_batch_examples)
+    )
+    wanted = own.micro_batch_examples or train.micro_batch_examples
+    largest = train_share if wanted == "auto" else int(wanted)
     # A micro-batch of the run fits its memory, and so does any smaller one.
     micro_batch = max(
         size for size in range(1, shard_examples + 1) if shard_examples % size == 0 and size <= max(1, largest)

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -157,6 +157,27 @@ def list_batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | Non
     return [
         BatchLayout(mesh, train.global_batch_examples, size, data.sequence_length, fields, is_ordered) for size in sizes
     ]
+
+
+def make_val_layout(config: TrainerConfig, layout: BatchLayout) -> BatchLayout:
+    """Return the split of a validation batch, beside that of a training batch; the same one if no key changes it.
+
+    Raises:
+        InvalidError: the batch does not divide over the devices, or into micro-batches; the error has the nearest
+            valid numbers.
+    """
+    batch_examples = config.eval.global_batch_examples or layout.global_batch_examples
+    wanted = config.eval.micro_batch_examples
+    if (batch_examples, wanted) == (layout.global_batch_examples, None):
+        return layout
+    shards, axes = count_batch_shards(layout.mesh), format_batch_axes(layout.mesh)
+    if wanted is None and layout.is_ordered:
+        # A size that followed from the number of devices would change the order of the sums.
+        wanted = layout.micro_batch_examples
+    sizes = list_micro_batch_sizes(batch_examples, "auto" if wanted is None else wanted, shards, axes)
+    if wanted is None:
+        sizes = [size for size in sizes if size <= layout.micro_batch_examples]
+    return replace(layout, global_batch_examples=batch_examples, micro_batch_examples=sizes[0])
 
 
 def trace_train_step(

@@ -336,15 +336,14 @@ class ValidationSums:
 
 
 def make_validation_sets(
-    dataset: Dataset, config: TrainerConfig[Any], batch: Callable[[str, int], Batch]
+    dataset: Dataset, batch_examples: int, batch: Callable[[str, int], Batch]
 ) -> list[ValidationSet]:
-    """Return each validation set with `eval.batches` batches, or fewer if it has fewer.
+    """Return each validation set of the dataset in batches of `batch_examples`.
 
     `batch` makes a batch by set and index.
     """
-    size, limit = config.train.global_batch_examples, config.eval.batches
     return [
-        ValidationSet(name, min(limit, -(-examples.num_examples // size)), functools.partial(batch, name))
+        ValidationSet(name, -(-examples.num_examples // batch_examples), functools.partial(batch, name))
         for name, examples in dataset.validation.items()
     ]
 

@@ -38,6 +38,7 @@ from runner.train.compile import (
     get_program_memory,
     list_batch_layouts,
     lower_step,
+    make_val_layout,
     trace_train_step,
     trace_val_step,
 )
@@ -61,7 +62,7 @@ class TrainSetup:
         rules: logical axis rules of the model.
         num_logits: size of the last axis of the model's logits (B, T, V); None if it returns none.
         traced: traced, uncompiled train steps by micro-batch size, kept so that compilation need not trace again.
-        traced_val: traced, uncompiled validation steps, likewise.
+        traced_val: traced, uncompiled validation steps, by the sizes of their batch and micro-batch.
     """
 
     mesh: Mesh
@@ -74,7 +75,7 @@ class TrainSetup:
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
     num_logits: int | None = None
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
-    traced_val: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
+    traced_val: dict[tuple[int, int], jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
@@ -122,9 +123,10 @@ class TrainSetup:
 
     def trace_val(self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> None:
         """Trace `val_step` for one split of the batch. Raises `InvalidError` if metrics cannot hold its meta."""
-        if layout.micro_batch_examples not in self.traced_val:
+        sizes = (layout.global_batch_examples, layout.micro_batch_examples)
+        if sizes not in self.traced_val:
             with self.sharding_rules():
-                self.traced_val[layout.micro_batch_examples] = trace_val_step(val_step, abstract, layout)
+                self.traced_val[sizes] = trace_val_step(val_step, abstract, layout)
 
     def compile_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> CompiledStep:
         """Compile `train_step` for one split of the batch."""
@@ -149,7 +151,8 @@ class TrainSetup:
         """Compile `val_step` for one split of the batch and the leaves of the state that `abstract` has."""
         self.trace_val(val_step, abstract, layout)
         with self.sharding_rules():
-            lowered = lower_step(self.traced_val.pop(layout.micro_batch_examples), layout)
+            sizes = (layout.global_batch_examples, layout.micro_batch_examples)
+            lowered = lower_step(self.traced_val.pop(sizes), layout)
         return compile_lowered(lowered, layout)[0]
 
 
@@ -370,7 +373,9 @@ class TrainSetupBuilder:
             mesh = make_mesh(resolve_mesh_sizes(self.topology.mesh, len(devices)), devices)
         # Layouts are computed for their errors, so that a bad batch size shows before the data are read.
         with self.document.errors_at("config.train"):
-            list_batch_layouts(self.config, mesh)
+            layouts = list_batch_layouts(self.config, mesh)
+        with self.document.errors_at("config.eval"):
+            make_val_layout(self.config, layouts[-1])
         if self.config.memory.offload_optimizer and not mesh_rules.has_host_memory(mesh):
             kind = mesh.devices.flat[0].device_kind
             raise self.document.error(
@@ -453,7 +458,8 @@ class TrainSetupBuilder:
         self.trace(train_setup, micro_batch)
         if micro_batch is None and self.dataset.validation:
             abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
-            train_setup.trace_val(self.val_step, abstract, self.get_largest_layout(train_setup))
+            layout = make_val_layout(self.config, self.get_largest_layout(train_setup))
+            train_setup.trace_val(self.val_step, abstract, layout)
 
     def compile(self, train_setup: TrainSetup, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """Compile the train step with the largest micro-batch that fits in `limit_bytes` of each device.

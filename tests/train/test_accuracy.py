@@ -10,6 +10,7 @@ import pytest
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer
+from runner.errors import InvalidError
 from tests.support.attempt import start
 from tests.support.bigram import BigramModel
 from tests.support.tiny_jobs import make_gpt
@@ -64,3 +65,65 @@ def test_the_accuracy_is_that_of_the_most_probable_tokens(tmp_path: Path, name: 
     assert count == rows["padding_mask"].sum()
     # A train step computes none of it.
     assert "accuracy" not in str(job.compiled.executable.out_info)
+
+
+# Batches of validation.
+
+SIZES: dict[str, dict[str, Any]] = {
+    "smaller": {"global_batch_examples": 8},
+    "larger, and no divisor of the examples": {"global_batch_examples": 24},
+    "micro-batches": {"micro_batch_examples": 1},
+    "both": {"global_batch_examples": 32, "micro_batch_examples": 2},
+    "all at once": {"global_batch_examples": 48},
+}
+
+
+def evaluate_initial_weights(directory: Path, **changes: Any) -> tuple[dict[str, Any], Any]:
+    """Return the metrics of untrained weights on 40 examples, and the layout of their batches."""
+    eval_changes = {f"config.eval.{key}": value for key, value in changes.pop("eval", {}).items()}
+    options = {"config.train.global_batch_examples": 40, "config.eval.batches": 1, "config.eval.bits_per_byte": True}
+    job = start(make_gpt(directory, PlainBigram, **options, **eval_changes, **changes))
+    validation = job.builtin_evaluators.validation
+    metrics = validation.evaluate(job.weights(job.state), 0, job.attempt.hosts)
+    assert metrics is not None
+    return metrics, validation.compiled.in_tree and validation._sets[0].batch(0)["x"].shape
+
+
+def test_validation_metrics_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
+    expected, shape = evaluate_initial_weights(tmp_path / "usual")
+    assert shape[0] * shape[1] == 40
+    assert expected["val/bits_per_byte"] == pytest.approx(expected["val/loss"] / np.log(2), rel=1e-6)
+    for number, (name, sizes) in enumerate(SIZES.items()):
+        found, shape = evaluate_initial_weights(tmp_path / str(number), eval=sizes)
+        assert found == pytest.approx(expected, rel=1e-6), name
+        assert shape[0] * shape[1] == sizes.get("global_batch_examples", 40), name
+
+
+BAD_SIZES: dict[str, tuple[dict[str, Any], str]] = {
+    "no number": ({"global_batch_examples": "all"}, r"config\.eval\.global_batch_examples: .*got 'all'"),
+    "zero": ({"global_batch_examples": 0}, r"config\.eval\.global_batch_examples: .*0"),
+    "auto": ({"micro_batch_examples": "auto"}, r"config\.eval\.micro_batch_examples: .*auto"),
+    "not over the devices": ({"global_batch_examples": 20}, r"config\.eval: global_batch_examples=20 .*use 16 or 24"),
+    "no divisor": ({"micro_batch_examples": 4}, r"config\.eval: micro_batch_examples=4 does not divide the 5"),
+    "of a task": (
+        {"multiple_choice": [{"name": "a", "path": "a.jsonl", "micro_batch_examples": -1}]},
+        r"config\.eval\.multiple_choice\.0\.micro_batch_examples: .*-1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("sizes", "line"), BAD_SIZES.values(), ids=BAD_SIZES)
+def test_bad_sizes_of_a_validation_batch_are_one_line(tmp_path: Path, sizes: dict[str, Any], line: str) -> None:
+    with pytest.raises(InvalidError, match=line) as caught:
+        evaluate_initial_weights(tmp_path / "run", eval=sizes)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "events.jsonl").exists()
+
+
+def test_a_job_with_batches_of_its_own_refuses_a_validation_batch_size(tmp_path: Path) -> None:
+    class OwnBatches(PlainBigram):
+        def batch(self, slice: str = "train", step: int | None = None) -> Any:
+            return super().batch(slice, step)
+
+    with pytest.raises(InvalidError, match=r"config\.eval\.global_batch_examples: batch\(\) of the job"):
+        make_gpt(tmp_path / "run", OwnBatches, **{"config.eval.global_batch_examples": 8})()
