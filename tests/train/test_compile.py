@@ -38,6 +38,7 @@ class Compiler:
             alias_size_in_bytes=RESIDENT,
             temp_size_in_bytes=size * PER_EXAMPLE,
             generated_code_size_in_bytes=0,
+            host_argument_size_in_bytes=0,
             peak_memory_in_bytes=0,
         )
         program = SimpleNamespace(memory_analysis=lambda: figures)

@@ -195,7 +195,10 @@ def test_validation_returns_sums_over_tokens(state, val, S):
     parts = [val(state, {name: jnp.asarray(leaf[r : r + 1])[None] for name, leaf in batch.items()}) for r in range(R)]
     assert float(token_count) == batch["padding_mask"].sum()
     np.testing.assert_allclose(loss_sum, sum(float(part[0]) for part in parts), rtol=1e-6)
-    assert meta == {}
+    # The accuracy is a sum over the tokens too.
+    (correct,) = meta["sums"].values()
+    assert float(correct) == sum(float(part[2]["sums"]["accuracy"]) for part in parts)
+    assert list(meta) == ["sums"]
 
 
 @pytest.mark.soak
