@@ -193,6 +193,7 @@ def read_template(name: str, read: Callable[[str], bytes]) -> ChatTemplate:
         raise DataError(f"{name} is not a tokenizer_config.json: {error}") from error
     if not isinstance(config, dict):
         raise DataError(f"{name} is not a tokenizer_config.json: it does not hold an object")
+    source: Any
     try:
         source = read(f"{name.rpartition('/')[0] or '.'}/{TEMPLATE_FILE}").decode(errors="replace")
     except DataError as error:
