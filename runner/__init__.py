@@ -40,7 +40,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runner.checkpoint.weights import open_checkpoint
+    from runner.checkpoint.inspect import open_checkpoint
     from runner.job import RestoreableJob
     from runner.spec import ExecutionSpec, Topology
     from runner.trainer import BaseTrainer
@@ -50,7 +50,7 @@ _HOMES = {
     "Topology": "runner.spec",
     "RestoreableJob": "runner.job",
     "BaseTrainer": "runner.trainer",
-    "open_checkpoint": "runner.checkpoint.weights",
+    "open_checkpoint": "runner.checkpoint.inspect",
 }
 
 __all__ = ["BaseTrainer", "ExecutionSpec", "RestoreableJob", "Topology", "open_checkpoint"]

@@ -21,6 +21,14 @@ from typing import Any, ClassVar
 import jax
 
 from runner.checkpoint.fingerprint import compute_fingerprint
+from runner.checkpoint.fork import (
+    keeps_metric,
+    open_parent,
+    restore_fork,
+    validate_fork,
+    validate_lineage,
+    validate_parent_place,
+)
 from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.checkpoint.policy import SaveKind
@@ -68,7 +76,7 @@ from runner.spec import (
     validate_config,
     validate_hooks,
 )
-from runner.storage import JsonObject
+from runner.storage import JsonObject, Store
 from runner.train.evaluators import UnfitMetricsError, parse_metrics
 
 _METRIC_KEY = re.compile(r"(?!step$)[\w.-]+(/[\w.-]+)*")
@@ -197,7 +205,13 @@ class RestoreableJob:
 
     def resolved_spec(self) -> ExecutionSpec:
         """Return the spec with every default and `auto` filled in, as it is written to `spec.yaml`. Needs `prepare`."""
-        return self.spec.model_copy(update={"config": self.config.model_dump(mode="json")})
+        spec = self.spec.model_copy(update={"config": self.config.model_dump(mode="json")})
+        fork = spec.checkpoint.fork_from
+        # Before the restore it is not known which step `newest` or `best` is.
+        if fork is None or "attempt" not in vars(self) or not self.attempt.lineage:
+            return spec
+        fork = fork.model_copy(update={"step": self.attempt.lineage["step"]})
+        return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"fork_from": fork})})
 
     def make_save_contents(self) -> SaveContents:
         """Return the contents of a save besides the state, such as its metric. Called right before each save.
@@ -283,6 +297,9 @@ class RestoreableJob:
             InvalidError: the directory cannot be written, or belongs to another job.
             StorageError: it cannot be reached.
         """
+        if self.spec.checkpoint.fork_from is not None:
+            with self.document.errors_at("checkpoint.fork_from"):
+                validate_parent_place(self.spec.checkpoint.fork_from, self.store)
         identity = compute_trajectory(self.spec, self.config)
         run_identity = self.make_run_identity(identity)
         validate_directory(self.store, self.spec.name, run_identity, self.find_newest_step, self.has_output)
@@ -337,7 +354,7 @@ class RestoreableJob:
         return attempt
 
     def validate_checkpoints(self, abstract: Any = None) -> None:
-        """Check that the checkpoints, or else the weights of `checkpoint.init_from`, fit this job. Process 0 only.
+        """Check that the checkpoints, or else those that the spec starts from, fit this job. Process 0 only.
 
         Needs `setup`.
 
@@ -346,15 +363,20 @@ class RestoreableJob:
 
         Raises:
             ResumeError: the checkpoints are of another trajectory.
-            InvalidError: there are none, and the weights of `checkpoint.init_from` do not fit.
+            InvalidError: there are none, and what `checkpoint.fork_from` or `checkpoint.init_from` names does not fit.
         """
-        step = validate_checkpoints(self.store, self.make_run_identity(self.identity()))
-        if step is not None:
-            self.validate_total(step)
-        else:
-            validate_init_from(
-                self.document, self.spec.checkpoint.initial_weights, self.family, lambda: self.weights(abstract)
-            )
+        config, run_identity = self.spec.checkpoint, self.make_run_identity(self.identity())
+        newest = validate_checkpoints(self.store, run_identity)
+        if newest is not None:
+            self.validate_total(newest.step)
+        if config.fork_from is not None:
+            with self.document.errors_at("checkpoint.fork_from"):
+                if newest is None:
+                    validate_fork(config.fork_from, run_identity, abstract, self.total_steps)
+                else:
+                    validate_lineage(config.fork_from, self.store, newest)
+        elif newest is None:
+            validate_init_from(self.document, config.initial_weights, self.family, lambda: self.weights(abstract))
 
     def prepare_and_restore(self) -> None:
         """Compile, then restore or initialise the state."""
@@ -368,17 +390,26 @@ class RestoreableJob:
         attempt.progress.report_step(self.step)
 
     def restore_or_init(self) -> None:
-        """Restore the newest good checkpoint, or initialise the state at step 0; write the resolved spec."""
-        attempt, started = self.attempt, time.monotonic()
+        """Restore the newest good checkpoint, or fork another run, or initialise the state; write the resolved spec."""
+        attempt, started, fork = self.attempt, time.monotonic(), self.spec.checkpoint.fork_from
         found = self.checkpointer.restore(
             lambda attachments: self.report.find_problem(attachments) or self.row_log.find_problem(attachments)
         )
-        if found is None:
+        is_fork = found is None and fork is not None
+        if found is None and fork is not None:
+            with self.document.errors_at("checkpoint.fork_from"):
+                found, lineage = restore_fork(
+                    attempt, fork, self.make_run_identity(self.identity()), self.abstract_state()
+                )
+            self.state, self.step = found.state, found.manifest.step
+            attempt.lineage.update(lineage)
+            event, details = "fork", {key: lineage[key] for key in ("run", "id", "changes")}
+        elif found is None:
             self.state, init_from = self.init_state(), self.spec.checkpoint.initial_weights
             if init_from is not None:
                 weights = load_init_from(self.document, init_from, self.family, self.weights(self.state), attempt)
                 self.state = self.replace_weights(self.state, weights)
-            event, details = "init", {}
+            event, details = "init", dict[str, Any]()
         else:
             self.state, self.step = found.state, found.manifest.step
             run_identity, saved = self.make_run_identity(self.identity()), found.manifest.identity
@@ -397,7 +428,30 @@ class RestoreableJob:
         attachments, carry = ({}, None) if found is None else (found.attachments, found.manifest.carry)
         if self.writes_own_rows:
             self.row_log.rewind(self.step, attachments)
-        self.report.resume(self.step, attachments, carry)
+        # A state that is saved without a carry has a row, but that is in the parent's file.
+        self.report.resume(self.step, attachments, {} if is_fork and carry is None else carry)
+        if is_fork and found is not None:
+            self.commit_fork(found.manifest.metric)
+
+    def commit_fork(self, metric: float | None) -> None:
+        """Save the state that was forked as a checkpoint of this run, before its first step; then the parent may go.
+
+        Args:
+            metric: metric of the parent's checkpoint.
+        """
+        fork, hosts = self.spec.checkpoint.fork_from, self.attempt.hosts
+        assert fork is not None, "the spec names the parent"
+        if hosts.is_main:
+            parent = open_parent(fork)
+            self.adopt_parent(parent)
+            metric = metric if metric is not None and keeps_metric(parent, self.spec) else None
+        # Hooks have not begun yet, so they are not told of this save.
+        contents = dataclasses.replace(self._collect_save_contents(), metric=metric, announce=lambda: None)
+        self.state = self.checkpointer.save(self.state, self.step, contents, SaveKind.REQUIRED)
+        self.checkpointer.wait_until_committed(self.step)
+
+    def adopt_parent(self, parent: Store) -> None:
+        """Take over what a fork needs of its parent's directory besides the checkpoint. Process 0 only."""
 
     def finish(self) -> None:
         """Save the last state, write `result.json`, and print the summary of the run."""

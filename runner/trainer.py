@@ -36,8 +36,8 @@ from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
 from runner.run.fence import RunIdentity
 from runner.run.layout import read_result
-from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import JsonObject
+from runner.spec import Document, ExecutionSpec, InitFromConfig, Trajectory
+from runner.storage import JsonObject, Store
 from runner.train import state as train_state
 from runner.train import step as step_functions
 from runner.train.auxiliary import AuxiliaryState, make_ema, make_noise_scale
@@ -413,7 +413,7 @@ class BaseTrainer(RestoreableJob):
             validate_same_on_all_hosts(self.evaluation_tasks.digest, "questions", hosts)
         # Process 0 reads the frozen weights of an adapter first, so that an error in them is reported once.
         hosts.run_on_main(lambda: self.setup_builder.base_identity)
-        known = find_known_micro_batch(self.train_setup, self.store, hosts)
+        known = find_known_micro_batch(self.train_setup, self.store, hosts, self.spec.checkpoint.fork_from)
         self.setup_builder.validate_steps(self.train_setup, known)
 
     def prepare(self) -> None:
@@ -421,7 +421,7 @@ class BaseTrainer(RestoreableJob):
         hosts = self.attempt.hosts
         limit_bytes = hosts.agree(int(read_device_memory_bytes() * MEMORY_SHARE))
         # Looked up again: until this attempt claimed the directory, another one could still commit its choice.
-        known = find_known_micro_batch(self.train_setup, self.store, hosts)
+        known = find_known_micro_batch(self.train_setup, self.store, hosts, self.spec.checkpoint.fork_from)
         self.compiled = self.setup_builder.compile(self.train_setup, limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
         given: JsonObject = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
@@ -433,8 +433,13 @@ class BaseTrainer(RestoreableJob):
     def restore_or_init(self) -> None:
         """Restore or initialise the state. A run that begins records the assets of its exports."""
         super().restore_or_init()
-        if self.step == 0 and self.attempt.hosts.is_main and self.family() is not None:
+        if self.step == 0 and not self.attempt.lineage and self.attempt.hosts.is_main and self.family() is not None:
             record_assets(self.store, self.config.data, self.spec.checkpoint.initial_weights)
+
+    def adopt_parent(self, parent: Store) -> None:
+        """Record the assets of exports: those of the parent, with the tokenizer of this run's data."""
+        if self.family() is not None:
+            record_assets(self.store, self.config.data, InitFromConfig(path=parent.url))
 
     def abstract_state(self) -> TrainState:
         """Return shape, dtype and sharding of every leaf."""

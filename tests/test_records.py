@@ -27,6 +27,7 @@ ACCELERATOR_KEYS = {"perf/mfu", "perf/peak_bytes"}  # unknown for CPUs
 NORM_KEYS = {"train/param_norm"}
 AUXILIARY_KEYS = {"train/noise_scale"}
 ZOMBIE_KEYS = {"void", "contested"}
+FORK_KEYS = {key.name for key in MANIFEST_KEYS if key.name.startswith("lineage")}
 
 
 class GoogleBucket(MemoryDriver):
@@ -122,9 +123,17 @@ def test_a_result_has_the_keys_of_the_table(trained_run: Path, counter_run: Path
 
 def test_a_manifest_has_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:
     written = collect_keys(MANIFEST_KEYS, manifests(trained_run)) | CHECKOUT_KEYS
-    assert written == list_names(MANIFEST_KEYS) - BUCKET_KEYS - ZOMBIE_KEYS
+    assert written == list_names(MANIFEST_KEYS) - BUCKET_KEYS - ZOMBIE_KEYS - FORK_KEYS
     of_trainers = {key.name for key in MANIFEST_KEYS if key.name.startswith(("topology", "carry", "metric"))}
     assert collect_keys(MANIFEST_KEYS, manifests(counter_run)) | CHECKOUT_KEYS == written - of_trainers
+
+
+def test_the_records_of_a_fork_have_the_keys_of_the_tables(counter_run: Path, tmp_path: Path) -> None:
+    make_counter(tmp_path, **{"config.total_steps": 45, "checkpoint.fork_from": {"run": str(counter_run)}})()
+    assert collect_keys(MANIFEST_KEYS, manifests(tmp_path)) >= FORK_KEYS
+    (row,) = [row for row in parse_lines((tmp_path / "events.jsonl").read_bytes()) if row["event"] == "fork"]
+    details = next(event for event in EVENTS if event.name == "fork").details
+    assert collect_keys((*EVENT_KEYS, *details), [row]) == list_names((*EVENT_KEYS, *details))
 
 
 def test_a_manifest_in_a_bucket_has_the_keys_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

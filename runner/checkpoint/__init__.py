@@ -6,9 +6,9 @@
 - `leaves`: leaves that can be saved, their stored form, and the names of weights among them
 - `fast_tier`: newest states on each host's own disk
 - `arrays`: writers and readers of arrays, through Orbax or as pieces
-- `inspect`: list, verify and copy checkpoints
 - `restore`: newest good state; weights of another run
 - `policy`: when to save, which checkpoints to keep
 - `save`: the checkpointer: save and commit
-- `weights`: `open_checkpoint`, read-only access to a run's weights
+- `inspect`: `open_checkpoint`, read-only access to a run's weights; list, verify and copy checkpoints
+- `fork`: a new run that begins with the whole state of another one
 """

@@ -1,16 +1,38 @@
-"""Inspection of checkpoints on any store: list them, verify every byte or every bit, copy one.
+"""Read-only access to checkpoints: `open_checkpoint` and its parts; list, verify and copy checkpoints.
 
-Listing and verifying change nothing. A copy is verified on both sides: while it is read, and where it has arrived.
+A run may be on a disk or in a bucket, and may still be running: nothing is claimed, fenced, moved or deleted, and only
+a copy writes, into its target. The job's own code is not needed, since the manifest and `spec.yaml` say everything that
+is needed to read the arrays. A copy is verified on both sides: while it is read, and where it has arrived.
 """
 
 import datetime
 import enum
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from runner.checkpoint import arrays as readers
 from runner.checkpoint import fingerprint
 from runner.checkpoint.arrays import read_leaves
+from runner.checkpoint.leaves import (
+    AdapterMerge,
+    AdapterSplit,
+    decode_leaves,
+    encode_leaves,
+    find_adapter_merge,
+    flatten_with_names,
+    has_adapter,
+    map_weight_names,
+    parse_dtype,
+    split_adapter,
+    validate_manifest_leaves,
+    validate_weight_name,
+)
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -19,13 +41,333 @@ from runner.checkpoint.manifest import (
     NotCommittedError,
     find_file_problems,
     is_committed,
+    list_steps,
+    read_committed,
     read_manifest,
     read_newest_manifest,
 )
+from runner.checkpoint.policy import find_best_step
+from runner.console import warn
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
-from runner.storage import Store, compute_crc32c, create_file
+from runner.records import PARAMS
+from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
+from runner.storage import (
+    ForbiddenError,
+    Store,
+    WrongKindError,
+    compute_crc32c,
+    create_file,
+    open_store,
+    split_checkpoint,
+)
 
+Result = TypeVar("Result")
+
+SPEC, BEST = "spec.yaml", "best"
+_WEIGHTS = (PARAMS, "variables")
 _NUM_COPIERS = 4
+_CHECKPOINT_ERRORS = (WrongKindError, ForbiddenError)  # of one checkpoint only: another may be good
+
+
+def open_checkpoint(
+    where: str | os.PathLike[str], step: int | str = "newest", like: Any = None, weights: str = PARAMS
+) -> tuple[Any, ExecutionSpec]:
+    """Return the weights of a checkpoint and the resolved spec of its run, read-only, even beside the running job.
+
+    Every bit is checked as in a restore. An adapter comes merged.
+
+    Args:
+        where: directory or URL of a run, or `<run>/checkpoints/<name>`.
+        step: a step, the name of a checkpoint, `best` by the metric of `checkpoint.keep_best`, or `newest`, which
+            considers steps only: the newest that is good. Newer ones that are not good are reported on standard error.
+        like: a tree of arrays or of `jax.ShapeDtypeStruct` with shardings, such as
+            `{"params": train_setup.abstract_state.params}`. Then this is called on every host, with the name of one
+            checkpoint (see `find_checkpoint`), and each host reads its part.
+        weights: `params` for the weights that were trained, or the name of an average of them, such as `ema_0.999`,
+            which then takes their place.
+
+    Returns:
+        With `like`, leaves like these, on any mesh. Without it `{"params": ...}`, with `variables` if the model has
+        others, or the whole state of a job without `params`: nested dictionaries by the parts of the dotted names in
+        the manifest, of jax arrays in the saved types, on the first device of this process. And the resolved spec.
+
+    Raises:
+        InvalidError: there is no such checkpoint, or it is not good.
+        StorageError: it cannot be read now.
+    """
+
+    def read(store: Store, manifest: Manifest) -> Any:
+        if like is not None:
+            return _read_like(store, manifest, like, weights)
+        return _nest(dict(read_weights(store, manifest, weights)))
+
+    return use_checkpoint(where, step, read)
+
+
+def find_checkpoint(where: str | os.PathLike[str], step: int | str = "newest") -> tuple[str, ExecutionSpec]:
+    """Return `<run>/checkpoints/<name>` of the checkpoint that `open_checkpoint` would open, and the resolved spec.
+
+    Only the files are checked, not the bits. Called on one host, which tells the others.
+    """
+    return use_checkpoint(where, step, lambda store, manifest: f"{store.url}/{CHECKPOINTS}/{manifest.name}")
+
+
+def use_checkpoint(
+    where: str | os.PathLike[str], step: int | str, use: Callable[[Store, Manifest], Result]
+) -> tuple[Result, ExecutionSpec]:
+    """Return the result of `use` for a checkpoint, and the resolved spec of its run.
+
+    Args:
+        where: as in `open_checkpoint`.
+        step: as in `open_checkpoint`.
+        use: called with a checkpoint whose files are good. For `newest`, the next older checkpoint is tried if it
+            raises `ValueError` or `OSError`, other than errors of the user or of the store.
+
+    Raises:
+        InvalidError: there is no such checkpoint, or it is not good.
+        StorageError: it cannot be read now.
+    """
+    directory, name = split_checkpoint(os.fspath(where))
+    if name is not None and step != "newest":
+        raise InvalidError(f"{os.fspath(where)} names a checkpoint already; got step={step} besides")
+    store = open_store(directory)
+    # A job may have called a checkpoint `best` itself; that one goes first.
+    if name == BEST and not store.exists(f"{CHECKPOINTS}/{BEST}/{MANIFEST}"):
+        name, step = None, BEST
+    try:
+        spec = validate_spec(read_document(store))
+        if name is None and step == "newest":
+            return _use_newest(store, use), spec
+        if name is None and step == BEST:
+            return _use_best(store, spec, use), spec
+        name = name or str(step)
+        return _use_named(store, name, use), spec
+    except (InvalidError, StorageError):
+        raise
+    except (OSError, ValueError) as error:
+        raise InvalidError(f"{store.url}/{CHECKPOINTS}/{name or step}: {error}") from error
+
+
+def find_best_name(store: Store) -> str | None:
+    """Return the name of the run's best checkpoint; None if its spec names no metric, or no checkpoint has it."""
+    try:
+        return find_best_checkpoint(store, validate_spec(read_document(store)))
+    except InvalidError:
+        return None
+
+
+def find_best_checkpoint(store: Store, spec: ExecutionSpec) -> str:
+    """Return the name of the run's best checkpoint, by `checkpoint.keep_best` of its spec. Raises `InvalidError`."""
+    rule = spec.checkpoint.keep_best
+    if rule is None:
+        raise InvalidError(f"{store.url}: its spec has no checkpoint.keep_best, which says what is best; name a step")
+    found = find_best_step({step: manifest.metric for step, manifest in read_committed(store).items()}, rule.mode)
+    if found is None:
+        raise InvalidError(f"{store.url}: no checkpoint has {rule.metric}, by which the best is kept; name a step")
+    return str(found)
+
+
+def read_document(store: Store) -> Document:
+    """Return the resolved spec of the run in `store`, not yet validated.
+
+    Raises:
+        InvalidError: no run has begun there.
+        StorageError: it cannot be read now.
+    """
+    try:
+        text = store.read(SPEC).decode()
+    except FileNotFoundError as error:
+        raise InvalidError(f"{store.url}: no {SPEC} is here; needs the directory of a run that has begun") from error
+    except UnicodeDecodeError as error:
+        raise InvalidError(f"{store.url}/{SPEC}: is not text: {error}") from error
+    return parse_document(text, f"{store.url}/{SPEC}")
+
+
+def _use_newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Result:
+    # The run may delete its old checkpoints meanwhile. If one of those that failed has lost its manifest, a newer one
+    # was committed before that, so the steps are listed again.
+    for _ in range(MAX_LISTINGS):
+        rejected: list[str] = []
+        has_vanished = False
+        steps = list_steps(store)
+        for step in reversed(steps):
+            try:
+                found = _use_named(store, str(step), use)
+            except NotCommittedError:
+                continue
+            except (OSError, ValueError) as error:
+                if isinstance(error, InvalidError | StorageError) and not isinstance(error, _CHECKPOINT_ERRORS):
+                    raise
+                has_vanished = has_vanished or not is_committed(store, str(step))
+                rejected.append(f"checkpoint {step} is not good: {error}")
+                continue
+            for line in rejected:
+                warn(line)
+            return found
+        # All steps of a listing may have lost their manifests before they were read; then it has changed.
+        if not has_vanished and list_steps(store) == steps:
+            raise InvalidError("; ".join([f"{store.url}: no good checkpoint is here", *rejected]))
+    raise StorageError(f"{store.url}: {MAX_LISTINGS} times a checkpoint was deleted while it was read")
+
+
+def _use_best(store: Store, spec: ExecutionSpec, use: Callable[[Store, Manifest], Result]) -> Result:
+    for _ in range(MAX_LISTINGS):
+        name = find_best_checkpoint(store, spec)
+        try:
+            return _use_named(store, name, use)
+        except (OSError, ValueError) as error:
+            # The run deletes the best checkpoint only once it has a better one.
+            is_own = isinstance(error, InvalidError | StorageError) and not isinstance(error, _CHECKPOINT_ERRORS)
+            if is_own or is_committed(store, name):
+                raise
+    raise StorageError(f"{store.url}: {MAX_LISTINGS} times the best checkpoint was deleted while it was read")
+
+
+def _use_named(store: Store, name: str, use: Callable[[Store, Manifest], Result]) -> Result:
+    directory = f"{CHECKPOINTS}/{name}"
+    manifest = read_manifest(store, directory)
+    # Pieces are checked when they are read; what Orbax wrote must be checked before it reads.
+    problems = find_file_problems(store, directory, manifest.files) if manifest.shards is None else []
+    if problems:
+        raise ValueError(problems[0])
+    return use(store, manifest)
+
+
+# Weights by name.
+
+
+def find_weight_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
+    """Return the name in the manifest of each weight, by its name in the trained model.
+
+    All leaves are weights if none is called so. In a run that trains an adapter the weights are the model's own, which
+    are merged when they are read.
+
+    Raises:
+        InvalidError: there are no such `weights`; the message says which there are.
+    """
+    trained = _find_trained_names(manifest, weights)
+    return split_adapter(trained).own if has_adapter(manifest.leaves) else trained
+
+
+def _find_trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
+    """Return the same for a run's weights as they are trained: an adapter beside its frozen base."""
+    own = [name for name in manifest.leaves if name.partition(".")[0] in _WEIGHTS]
+    if weights == PARAMS:
+        return {name: name for name in own or manifest.leaves}
+    validate_weight_name(manifest.leaves, weights)
+    return map_weight_names(weights, own)
+
+
+def find_adapter(manifest: Manifest, weights: str) -> tuple[AdapterMerge, AdapterSplit]:
+    """Return how a checkpoint's adapter is merged, and into which weights; into none if it has no adapter."""
+    merge = find_adapter_merge(manifest.identity)
+    if merge is None or not has_adapter(manifest.leaves):
+        return AdapterMerge(0.0), AdapterSplit({}, {})
+    return merge, split_adapter(_find_trained_names(manifest, weights))
+
+
+# Weights as arrays.
+
+
+def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tuple[str, jax.Array]]:
+    """Iterate over the weights by the names of `find_weight_names`, on the first device of this process.
+
+    Some are in memory at a time.
+
+    Raises:
+        ValueError: the bits of a leaf are wrong.
+        OSError: a leaf cannot be read.
+    """
+    names = {saved: name for name, saved in find_weight_names(manifest, weights).items()}
+    merge, parts = find_adapter(manifest, weights)
+    # The matrices of an adapter are small, so all of them are read before the first weight.
+    pairs = dict(read_named_leaves(store, manifest, [saved for pair in parts.matrices.values() for saved in pair]))
+    for saved, array in read_named_leaves(store, manifest, names):
+        name = names[saved]
+        if name in parts.matrices:
+            a, b = (pairs[matrix] for matrix in parts.matrices[name])
+            array = merge(array, a, b)
+        yield name, array
+
+
+def read_named_leaves(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
+    """Iterate over leaves by their names in the manifest, like `read_weights`."""
+    for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, names):
+        if leaf.problem is not None:
+            raise ValueError(leaf.problem)
+        yield leaf.name, leaf.array
+
+
+def _read_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
+    """Return leaves like those of `like`, which has the names of the manifest. Called on every host."""
+    wanted = flatten_with_names(like)
+    if has_adapter(manifest.leaves) and not wanted.keys() <= manifest.leaves.keys():
+        return _read_merged_like(store, manifest, like, weights)
+    if weights != PARAMS:
+        known = find_weight_names(manifest, weights)
+        wanted = {known.get(name, name): leaf for name, leaf in wanted.items()}
+    validate_manifest_leaves(manifest, like if weights == PARAMS else wanted, may_hold_more=True)
+    return jax.tree.unflatten(jax.tree.structure(like), _read_verified(store, manifest, wanted).values())
+
+
+def _read_merged_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
+    """Return leaves like those of a model, from a checkpoint with an adapter, merged. Called on every host."""
+    merge, parts = find_adapter(manifest, weights)
+    wanted = flatten_with_names(like)
+    # The base is read in the type that it is stored in, and takes the wanted type only when it is merged.
+    abstract = {}
+    for name, leaf in wanted.items():
+        saved = parts.own.get(name)
+        dtype = leaf.dtype if saved is None else parse_dtype(manifest.leaves[saved]["dtype"])
+        abstract[saved or name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+    validate_manifest_leaves(manifest, abstract, may_hold_more=True)
+    # Each matrix is replicated on the devices of its weight: it is small, and its axes are not those of the weight.
+    for name, leaf in wanted.items():
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec())
+        for matrix in parts.matrices.get(name, ()):
+            record = manifest.leaves[matrix]
+            abstract[matrix] = jax.ShapeDtypeStruct(
+                tuple(record["shape"]), parse_dtype(record["dtype"]), sharding=sharding
+            )
+    found = _read_verified(store, manifest, abstract)
+
+    def merge_leaf(name: str, leaf: Any) -> jax.Array:
+        base, matrices = found[parts.own[name]], [found[matrix] for matrix in parts.matrices.get(name, ())]
+        if not matrices:
+            return base.astype(leaf.dtype)
+        return jax.jit(lambda *all: merge(*all).astype(leaf.dtype), out_shardings=leaf.sharding)(base, *matrices)
+
+    return jax.tree.unflatten(jax.tree.structure(like), [merge_leaf(name, leaf) for name, leaf in wanted.items()])
+
+
+def _read_verified(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return leaves like those of `abstract`, by their names in the manifest, each checked by its bits."""
+    directory = f"{CHECKPOINTS}/{manifest.name}"
+    arrays = readers.read_arrays(store, directory, manifest, encode_leaves(dict(abstract)))
+    found = decode_leaves(arrays, dict(abstract))
+    for name, digest in fingerprint.compute_leaf_digests(found).items():
+        if digest != manifest.leaves[name]["digest"]:
+            raise ValueError(f"the bits of {name} are not those that were saved")
+    return found
+
+
+def _nest(arrays: dict[str, jax.Array]) -> Any:
+    """Return nested dictionaries by the parts of dotted names."""
+    tree: Any = {}
+    for name, array in arrays.items():
+        *parents, last = name.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {}) if isinstance(branch, dict) else None
+        if not isinstance(branch, dict) or last in branch:
+            raise ValueError(f"{name} is the name of a leaf, and of what other leaves stand in")
+        branch[last] = array
+    return tree
+
+
+# List, verify and copy.
 
 
 def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:

@@ -36,7 +36,7 @@ from runner.errors import InvalidError, ResumeError, StateError
 from runner.records import PARAMS
 from runner.spec import Trajectory
 
-_MAX_LISTED = 8  # problems in one message
+MAX_LISTED = 8  # problems in one message
 _MAX_NAME_BYTES = 200  # of a leaf's dotted path, which becomes part of file names
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
@@ -180,13 +180,16 @@ def _find_form_problem(leaf: Any, expected: Any) -> str | None:
     return None
 
 
-def validate_manifest_leaves(manifest: Manifest, abstract: Any, may_hold_more: bool = False) -> None:
+def validate_manifest_leaves(
+    manifest: Manifest, abstract: Any, may_hold_more: bool = False, max_listed: int = MAX_LISTED
+) -> None:
     """Raise `ResumeError` if the job's state has other leaves than the checkpoint: its code or spec has changed.
 
     Args:
         manifest: the checkpoint.
         abstract: the job's state.
         may_hold_more: ignore leaves that only the checkpoint has.
+        max_listed: number of leaves that the message names.
     """
     expected = describe_leaves(abstract)
     saved = {name: LeafShape(shape=leaf["shape"], dtype=leaf["dtype"]) for name, leaf in manifest.leaves.items()}
@@ -201,7 +204,7 @@ def validate_manifest_leaves(manifest: Manifest, abstract: Any, may_hold_more: b
             f"{name}: checkpoint has {format_leaf(saved, name)}, the job {format_leaf(expected, name)}"
             for name in names
         ]
-        raise ResumeError(f"checkpoint {manifest.name} does not fit this job{format_problems(lines)}")
+        raise ResumeError(f"checkpoint {manifest.name} does not fit this job{format_problems(lines, max_listed)}")
 
 
 def format_type(dtype: Any, shape: Iterable[int]) -> str:
@@ -209,10 +212,10 @@ def format_type(dtype: Any, shape: Iterable[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def format_problems(problems: list[str]) -> str:
+def format_problems(problems: list[str], max_listed: int = MAX_LISTED) -> str:
     """Return the first problems, each on a new line, to be put after a sentence; an empty text if there are none."""
-    more = [f"and {len(problems) - _MAX_LISTED} more"] if len(problems) > _MAX_LISTED else []
-    return "".join(f"\n  {problem}" for problem in [*problems[:_MAX_LISTED], *more])
+    more = [f"and {len(problems) - max_listed} more"] if len(problems) > max_listed else []
+    return "".join(f"\n  {problem}" for problem in [*problems[:max_listed], *more])
 
 
 def _is_key(leaf: Any) -> bool:

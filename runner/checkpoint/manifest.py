@@ -20,7 +20,7 @@ from typing import Any, Self, TypedDict
 
 from runner.errors import NewerFormatError
 from runner.records import INT_MAX, Key, validate_record
-from runner.run.events import ENVIRONMENT_KEYS
+from runner.run.events import ENVIRONMENT_KEYS, LINEAGE_KEYS
 from runner.spec import Trajectory, hash_record
 from runner.storage import (
     ABSENT,
@@ -54,6 +54,9 @@ MANIFEST_KEYS = (
     Key("step", int, "Optimizer steps completed."),
     Key("job", str, "Id of the run, drawn when its directory was first claimed; also the run's id in W&B."),
     Key("identity", dict, "The trajectory by dotted key, and for trainers the data's fingerprint as `config.data`."),
+    Key("lineage", dict, "Checkpoint of another run with which this run began; only if it is a fork."),
+    *(replace(key, name=f"lineage.{key.name}") for key in LINEAGE_KEYS),
+    Key("lineage.ancestors", list, "Lineages of the parent, of its parent and so on, in the same form."),
     Key("topology", dict, "Hardware of the attempt that saved it; trainers only."),
     Key("topology.mesh", dict, "Axis -> size."),
     Key("topology.device_kind", str, "Device kind, as JAX reports it."),
@@ -145,6 +148,7 @@ class Manifest:
     step: int = 0
     job: str = ""
     identity: Trajectory = field(default_factory=dict)
+    lineage: JsonObject | None = None
     arrays: str = ""
     leaves: dict[str, LeafRecord] = field(default_factory=dict)
     fingerprint: str = ""

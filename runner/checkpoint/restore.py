@@ -315,7 +315,38 @@ def quarantine(attempt: Attempt, step: int, reason: str) -> None:
     attempt.events.append("quarantine", step, reason=reason, moved_to=f"{store.url}/{target}")
 
 
-# Weights of another run.
+# State and weights of another run.
+
+
+def restore_from_run(
+    hosts: Hosts, store: Store, list_candidates: Callable[[], list[str]], abstract: Any, weights_only: bool = False
+) -> tuple[RestoredState | None, list[RejectedCheckpoint]]:
+    """Return the first good checkpoint of another run, and those that were rejected before it. Changes nothing there.
+
+    Args:
+        hosts: processes of this job.
+        store: directory of the other run.
+        list_candidates: returns names of checkpoints in the order in which they are tried. Called on process 0.
+        abstract: shape, dtype and sharding of every leaf to read.
+        weights_only: ignore leaves that only the checkpoint has.
+    """
+
+    def has_changed(candidates: list[str], rejected: list[str]) -> bool:
+        return list_candidates() != candidates or not all(is_committed(store, other) for other in rejected)
+
+    for _ in range(MAX_LISTINGS):
+        candidates: list[str] = hosts.run_on_main(list_candidates)
+        rejected: list[RejectedCheckpoint] = []
+        for candidate in candidates:
+            found = _try_durable(hosts, store, candidate, abstract, weights_only)
+            if isinstance(found, RestoredState):
+                return found, rejected
+            rejected.append(found)
+        # The other run may be alive and delete its old checkpoints while they are read: then it has a newer one.
+        bad = [other.name for other in rejected if other.was_committed]
+        if not hosts.run_on_main(functools.partial(has_changed, candidates, bad)):
+            break
+    return None, rejected
 
 
 def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS) -> Any:
@@ -344,31 +375,19 @@ def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS
     store, hosts = open_store(directory), attempt.hosts
 
     def list_candidates() -> list[str]:
-        return [str(step) for step in reversed(list_steps(store))]
+        return [checkpoint] if checkpoint is not None else [str(step) for step in reversed(list_steps(store))]
 
-    def has_changed(candidates: list[str], rejected: list[str]) -> bool:
-        return list_candidates() != candidates or not all(is_committed(store, other) for other in rejected)
-
-    for _ in range(MAX_LISTINGS):
-        candidates = [checkpoint] if checkpoint is not None else hosts.run_on_main(list_candidates)
-        rejected: list[RejectedCheckpoint] = []
-        for candidate in candidates:
-            found = _try_durable(hosts, store, candidate, abstract, weights_only=True)
-            if isinstance(found, RestoredState):
-                kind = "weights" if name == PARAMS else name
-                attempt.say(f"{kind} of step {found.manifest.step} taken from {source}")
-                leaves = [
-                    found.state[saved_names[leaf_name]]
-                    if saved_names[leaf_name] == leaf_name
-                    else found.state[saved_names[leaf_name]].astype(leaf.dtype)
-                    for leaf_name, leaf in wanted.items()
-                ]
-                return jax.tree.unflatten(jax.tree.structure(weights), leaves)
-            rejected.append(found)
-        # The other run may be alive and delete its old checkpoints while they are read: then it has a newer one.
-        bad = [other.name for other in rejected if other.was_committed]
-        if checkpoint is not None or not hosts.run_on_main(functools.partial(has_changed, candidates, bad)):
-            break
+    found, rejected = restore_from_run(hosts, store, list_candidates, abstract, weights_only=True)
+    if found is not None:
+        kind = "weights" if name == PARAMS else name
+        attempt.say(f"{kind} of step {found.manifest.step} taken from {source}")
+        leaves = [
+            found.state[saved_names[leaf_name]]
+            if saved_names[leaf_name] == leaf_name
+            else found.state[saved_names[leaf_name]].astype(leaf.dtype)
+            for leaf_name, leaf in wanted.items()
+        ]
+        return jax.tree.unflatten(jax.tree.structure(weights), leaves)
     reported = [other for other in rejected if other.was_committed or checkpoint is not None]
     reasons = "; ".join(f"{other.name}: {other.reason}" for other in reported)
     if any(other.may_be_good for other in rejected):
@@ -379,8 +398,8 @@ def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS
 # Checks before an attempt is claimed. Process 0 only.
 
 
-def validate_checkpoints(store: Store, run_identity: RunIdentity) -> int | None:
-    """Return the step of the newest checkpoint, None if there is none. Process 0 only.
+def validate_checkpoints(store: Store, run_identity: RunIdentity) -> Manifest | None:
+    """Return the manifest of the run's newest checkpoint; None if it has none. Process 0 only.
 
     Raises:
         ResumeError: the checkpoint is of another trajectory.
@@ -390,7 +409,7 @@ def validate_checkpoints(store: Store, run_identity: RunIdentity) -> int | None:
         return None
     owner = f"checkpoint {manifest.name}"
     run_identity.validate_trajectory(manifest.identity, owner, store.url, lambda: manifest.step)
-    return manifest.step
+    return manifest
 
 
 def validate_source_run(source: str, weights: str = PARAMS) -> None:

@@ -239,6 +239,7 @@ class Checkpointer:
             self._warn_of_grace(found.manifest.seconds, step)
             self._attempt.say(f"restored step {step} from the {found.tier} tier")
             self._attempt.report_environment_changes(found.manifest.environment, step)
+            self._attempt.lineage.update(found.manifest.lineage or {})
             # A step that is only in the fast tier is not saved yet: it is lost with the machine.
             if found.tier == "durable":
                 self._saved_step = step
@@ -354,6 +355,7 @@ class Checkpointer:
             step=step,
             job=self._attempt.run_id,
             identity=self._identity,
+            lineage=self._attempt.lineage or None,
             environment=self._attempt.environment or None,
         )
         with self._attempt.progress.report_phase(SAVE):

@@ -1,7 +1,6 @@
 """Commands on the directory of a run that need jax: checkpoints, checkpoints copy, profile."""
 
-from runner.checkpoint.inspect import VerifyDepth, copy_checkpoint, format_report
-from runner.checkpoint.weights import find_best_name
+from runner.checkpoint.inspect import VerifyDepth, copy_checkpoint, find_best_name, format_report
 from runner.cli.arguments import CheckpointsArguments, CopyArguments, ProfileArguments
 from runner.cli.status import convert_read_errors, find_directory, open_run_store
 from runner.console import finish_output, say

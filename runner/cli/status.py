@@ -34,7 +34,7 @@ from runner.spec import load_document, validate_spec
 from runner.storage import JsonObject, Store, open_store
 
 WATCH_SECONDS = 2.0
-_MAX_ATTEMPTS, _MAX_CHECKPOINTS, _MAX_NOTICES, _MAX_HOSTS = 8, 5, 5, 4
+_MAX_ATTEMPTS, _MAX_CHECKPOINTS, _MAX_NOTICES, _MAX_HOSTS, _MAX_CHANGES = 8, 5, 5, 4, 8
 _MIN_SHOWN_SECONDS = 0.05  # of a bucket of the wall time
 _PLOT_COLUMNS, _PLOT_ROWS = 60, 6
 _BAR_COLUMNS = 24
@@ -190,6 +190,10 @@ def _draw_summary(history: History) -> Text:
         age = format_duration(history.now - history.since)
         summary.append(f" since {_format_time(history.since)}, {age} ago")
     summary.append(f"  {to_single_line(history.url)}\n")
+    if (fork := history.fork) is not None:
+        shown = [*fork.changes[:_MAX_CHANGES], *(["..."] if len(fork.changes) > _MAX_CHANGES else [])]
+        changes = f", with {'; '.join(shown)}" if shown else ", without changes"
+        summary.append(f"forked from {fork.run} at step {fork.step:,}{changes}\n")
     if history.reason and history.state is not RunState.RUNNING:
         summary.append_text(Text(f"{history.reason}\n", "red"))
 

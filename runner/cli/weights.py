@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from runner.checkpoint.weights import read_document
+from runner.checkpoint.inspect import read_document
 from runner.cli.arguments import EvaluateArguments, ExportArguments, SampleArguments
 from runner.cli.run import find_placement
 from runner.cli.status import convert_read_errors, find_directory

@@ -22,7 +22,19 @@ _FIGURES_MAX = 64
 _MARKS_MAX = 256
 _POINTS_MAX = 2048
 _UNSEEN_MAX = 64
-_STEP_EVENTS = {"init", "restore", "save", "commit", "evaluate", "progress", "preempt", "done", "failed", "stuck"}
+_STEP_EVENTS = {
+    "init",
+    "fork",
+    "restore",
+    "save",
+    "commit",
+    "evaluate",
+    "progress",
+    "preempt",
+    "done",
+    "failed",
+    "stuck",
+}
 _TEXT_MAX = 300
 
 
@@ -114,6 +126,7 @@ class LedgerSummary:
         num_invalid: events without a number of an attempt, a time or a name; they were passed over.
         saves: all commits, or a part of very many.
         events: the newest events.
+        fork: the newest event `fork`; empty if the run is no fork.
     """
 
     checkpoints: Set[int] = frozenset()
@@ -129,6 +142,7 @@ class LedgerSummary:
     num_invalid: int = 0
     saves: list[SaveRecord] = field(default_factory=list)
     events: "collections.deque[JsonObject]" = field(default_factory=lambda: collections.deque(maxlen=EVENTS_MAX))
+    fork: JsonObject = field(default_factory=dict)
 
 
 def get_int(row: JsonObject, key: str) -> int | None:
@@ -237,9 +251,11 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                 summary.is_language_model = row.get("language_model") is not False
             case "prepare":
                 attempt.compile_seconds = get_seconds(row, "seconds")
-            case "init" | "restore":
+            case "init" | "fork" | "restore":
                 attempt.restore_seconds, attempt.ready = get_seconds(row, "seconds"), moment
                 attempt.resumed_step = step
+                if event == "fork":
+                    summary.fork = row
                 if step is not None:
                     _drop_steps_after(summary, step)
                     # A restore computes every fingerprint, but a state of the fast tier is no checkpoint in the

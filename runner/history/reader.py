@@ -32,6 +32,7 @@ from runner.history.ledger import (
 from runner.history.records import (
     AttemptRecord,
     CheckpointRecord,
+    ForkRecord,
     History,
     RunState,
     StragglerRecord,
@@ -182,6 +183,7 @@ class HistoryReader:
             warnings=tuple(ledger.notices),
             saves=tuple(ledger.saves),
             events=tuple(ledger.events),
+            fork=read_fork(ledger.fork),
             spec=spec,
             unread=tuple(self._unread),
         )
@@ -260,6 +262,18 @@ class HistoryReader:
         is_verified = manifest.is_step and manifest.step in verified
         trust = Verification.DAMAGED if problem else Verification.VERIFIED if is_verified else Verification.COMMITTED
         return CheckpointRecord(name, manifest.step, trust, moment, manifest.num_bytes, manifest.attempt, problem)
+
+
+def read_fork(event: JsonObject) -> ForkRecord | None:
+    """Return what an event `fork`, or the lineage of a manifest, says; None if it says nothing."""
+    step, changes = get_step(event), event.get("changes")
+    if step is None:
+        return None
+    lines = []
+    for key, values in (changes if isinstance(changes, dict) else {}).items():
+        theirs, ours = values if isinstance(values, list) and len(values) == 2 else ("?", "?")
+        lines.append(to_single_line(f"{key}: {theirs!r} became {ours!r}"))
+    return ForkRecord(to_single_line(event.get("run")), to_single_line(event.get("id")), step, tuple(lines))
 
 
 def parse_spec(content: bytes) -> object:

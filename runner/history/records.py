@@ -129,6 +129,23 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class ForkRecord:
+    """Beginning of a run that is a fork.
+
+    Attributes:
+        run: directory or URL of the parent at that time.
+        id: id of the parent.
+        step: step at which they part.
+        changes: keys that differ from the parent, each with its value there and here, as text.
+    """
+
+    run: str
+    id: str
+    step: int
+    changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class StragglerRecord:
     """Straggling processes of the newest attempt, each with its arrival at `step` in seconds after the first."""
 
@@ -187,6 +204,7 @@ class History:
         warnings: newest notices.
         saves: all commits, or every second, fourth, ... of very many.
         events: newest events of the ledger in its order, unchecked.
+        fork: where it was forked from; None if it is no fork.
         spec: content of `spec.yaml`; empty if it is missing or damaged.
         unread: one line for everything that could not be read.
     """
@@ -217,6 +235,7 @@ class History:
     warnings: tuple[Notice, ...] = ()
     saves: tuple[SaveRecord, ...] = ()
     events: tuple[JsonObject, ...] = ()
+    fork: ForkRecord | None = None
     spec: JsonObject = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 

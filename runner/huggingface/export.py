@@ -22,9 +22,9 @@ from typing import Literal
 import numpy as np
 import safetensors
 
+from runner.checkpoint.inspect import find_weight_names, read_weights, use_checkpoint
 from runner.checkpoint.leaves import parse_dtype
 from runner.checkpoint.manifest import LeafRecord, Manifest
-from runner.checkpoint.weights import find_weight_names, read_weights, use_checkpoint
 from runner.config import DataConfig
 from runner.console import warn
 from runner.data.tokenizers import TOKENIZER_FILES

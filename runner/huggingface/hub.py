@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.checkpoint.inspect import find_weight_names
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.weights import find_weight_names
 from runner.config import SOURCE_NAME, DataConfig
 from runner.console import hide_secret
 from runner.errors import InvalidError, RetryableError, RunnerError, format_reason

@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from runner.checkpoint.fork import find_continued_manifest
+from runner.checkpoint.inspect import BEST, find_checkpoint
 from runner.checkpoint.leaves import flatten_with_names
 from runner.checkpoint.manifest import CHECKPOINTS, MAX_LISTINGS, is_committed, read_manifest, read_newest_manifest
 from runner.checkpoint.restore import load_weights, validate_source_run
-from runner.checkpoint.weights import BEST, find_checkpoint
 from runner.console import warn
 from runner.errors import InvalidError, ResumeError, StorageError
 from runner.huggingface.mapping import Family, TensorMatch, TensorPiece, match_tensors
@@ -215,11 +216,14 @@ def identify_adapter_base(document: Document, spec: ExecutionSpec, config: Any, 
     """
     if config.adapter is None:
         return {}
-    rule = spec.checkpoint.initial_weights
-    assert rule is not None, "the train setup refuses an adapter without a base"
-    suffix = "" if rule.weights == PARAMS else f" {rule.weights}"
-    own = read_newest_manifest(store)
+    rule, fork = spec.checkpoint.initial_weights, spec.checkpoint.fork_from
+    own = find_continued_manifest(store, fork)
     saved = None if own is None else own.identity.get(ADAPTER_BASE)
+    if rule is None:
+        assert fork is not None, "the train setup refuses an adapter without a base"
+        # The base is in the state that a fork begins with. A parent without one is refused for its leaves.
+        return {} if saved is None else {ADAPTER_BASE: str(saved)}
+    suffix = "" if rule.weights == PARAMS else f" {rule.weights}"
     with document.errors_at("checkpoint.init_from"):
         try:
             return {ADAPTER_BASE: _compute_base_fingerprint(rule.path) + suffix}

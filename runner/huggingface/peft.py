@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import safetensors
 
+from runner.checkpoint.inspect import find_adapter, read_named_leaves, use_checkpoint
 from runner.checkpoint.leaves import has_adapter, parse_dtype
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.weights import find_adapter, read_named_leaves, use_checkpoint
 from runner.errors import InvalidError
 from runner.huggingface.export import Dtype, publish_directory
 from runner.huggingface.mapping import Family, TensorPiece

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from runner.accelerator import add_deterministic_flags
+from runner.checkpoint.inspect import find_checkpoint, open_checkpoint, read_document
 from runner.checkpoint.manifest import CHECKPOINTS, MAX_LISTINGS, read_committed
-from runner.checkpoint.weights import find_checkpoint, open_checkpoint, read_document
 from runner.console import warn
 from runner.data.chat import Renderer
 from runner.data.tokenizers import HuggingFaceTokenizer

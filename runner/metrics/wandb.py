@@ -92,7 +92,9 @@ class WandbWriter:
             id=attempt.run_id,
             mode=mode,
             dir=str(folder),
-            config=spec.model_dump(mode="json") | {"environment": attempt.environment},
+            config=spec.model_dump(mode="json")
+            | {"environment": attempt.environment}
+            | ({"lineage": attempt.lineage} if attempt.lineage else {}),
             settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
         )
 

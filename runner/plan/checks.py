@@ -99,7 +99,9 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
     if done:
         section.add("a start", "nothing: the run is done", "text", "counted", label=label)
     elif manifest is None:
-        section.add("a start", "begins at step 0", "text", "counted", label=label)
+        fork = job.spec.checkpoint.fork_from
+        text = "begins at step 0" if fork is None else f"begins as a fork of {fork.run} at step {fork.step}"
+        section.add("a start", text, "text", "counted", label=label)
     else:
         # A total in epochs is known only if the data can be read.
         with findings.collect():
@@ -109,10 +111,14 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
 
 
 def check_weights(job: RestoreableJob, abstract_state: Any, findings: Findings) -> None:
-    """Check the weights that the run would start from against its state, if it has no checkpoint yet."""
+    """Check the weights, or the fork, that the run would start from against its state, if it has no checkpoint yet."""
     with findings.collect():
         # A checkpoint of the run itself takes precedence over initial weights.
-        if read_newest_manifest(job.store) is None:
+        if read_newest_manifest(job.store) is not None:
+            return
+        if job.spec.checkpoint.fork_from is not None:
+            job.validate_checkpoints(abstract_state)
+        else:
             initial = job.spec.checkpoint.initial_weights
             validate_init_from(job.document, initial, job.family, lambda: job.weights(abstract_state))
 

@@ -245,6 +245,8 @@ class Attempt:
         events: event ledger.
         background_writer: uploads files that grow in a bucket.
         environment: versions, commit and hosts, see `environment`; empty except on process 0.
+        lineage: checkpoint of another run with which this run began (`lineage` of a manifest); filled by the restore,
+            and empty if the run is no fork.
         notifier: notifications about the run; silent except on process 0.
     """
 
@@ -258,6 +260,7 @@ class Attempt:
     events: EventLog
     background_writer: BackgroundWriter
     environment: JsonObject = field(default_factory=dict)
+    lineage: JsonObject = field(default_factory=dict)
     notifier: Notifier = field(default_factory=lambda: Notifier(None, {}))
 
     def say(self, line: str) -> None:
@@ -435,7 +438,17 @@ def claim_attempt(
     host_names = hosts.gather(socket.gethostname())
     environment = collect_environment(job_class, host_names) if hosts.is_main else {}
     return Attempt(
-        number, run_id, store, hosts, stop, progress, fence, events, background_writer, environment, notifier
+        number,
+        run_id,
+        store,
+        hosts,
+        stop,
+        progress,
+        fence,
+        events,
+        background_writer,
+        environment,
+        notifier=notifier,
     )
 
 

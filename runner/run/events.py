@@ -37,6 +37,13 @@ ENVIRONMENT_KEYS = (
     Key("commit", str, "Commit of the git checkout that contains the job's class; absent if there is none."),
     Key("dirty", bool, "True if tracked files there differ from the commit; absent if there is no checkout."),
 )
+LINEAGE_KEYS = (
+    Key("run", str, "Directory or URL of the parent at that time."),
+    Key("id", str, "Id of the parent."),
+    Key("step", int, "Step of the parent's checkpoint."),
+    Key("fingerprint", str, "Fingerprint of that checkpoint, and so of the state with which the fork began."),
+    Key("changes", dict, "Dotted key -> [value in the parent, value in the fork], null where there is none."),
+)
 SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds, set by the engine or the user
 GIT_SECONDS = 2.0  # deadline of each git command; a slower repository is left out
 _DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu")
@@ -231,6 +238,12 @@ EVENTS = (
             _FINGERPRINT,
             Key("tier", str, "Source of the state: `durable`, or `fast` (`checkpoint.local_directory`)."),
         ),
+    ),
+    EventType(
+        "fork",
+        "The state was taken from a checkpoint of another run, the parent; the run's own first save of it follows.",
+        "process 0",
+        (_SECONDS, *(key for key in LINEAGE_KEYS if key.name != "step")),
     ),
     EventType("init", "The state was initialized at step 0.", "process 0", (_SECONDS, _FINGERPRINT)),
     EventType(

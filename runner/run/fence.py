@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from runner.errors import EXIT_INVALID, FencedError, InvalidError, RemovedError, ResumeError, StorageError
 from runner.run.layout import read_owner, read_result, validate_entry_kinds
@@ -131,6 +132,16 @@ class RunIdentity:
         """Return the differences that are no moves. In a trajectory that is continued they take effect later."""
         saved = fill_in_defaults(saved, self.identity, self.config)
         return [self._format_change(saved, key) for key in self._list_changes(saved)]
+
+    def compare_values(self, saved: Trajectory) -> dict[str, list[Any]]:
+        """Return [saved value, present value] of each key that differs, moves left out; None where there is none."""
+        saved = fill_in_defaults(saved, self.identity, self.config)
+        return {key: [saved.get(key), self.identity.get(key)] for key in self._list_changes(saved)}
+
+    def keeps_past(self, saved: Trajectory, keys: Sequence[str], step: int) -> bool:
+        """Return True if the changes in these keys alter no update before `step`."""
+        saved = fill_in_defaults(saved, self.identity, self.config)
+        return _is_later(self.find_first_change(saved, keys), step)
 
     def validate_trajectory(self, saved: Trajectory, owner: str, url: str, get_step: Callable[[], int]) -> None:
         """Check that the spec continues a saved trajectory: that both have the same updates up to the newest step.

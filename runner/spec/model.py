@@ -154,8 +154,22 @@ class InitFromConfig(FrozenModel):
     )
 
 
+class ForkConfig(FrozenModel):
+    """Checkpoint of another run that a new run begins with, whole, and the keys that differ from that run."""
+
+    run: str = Field(min_length=1, description="Directory or URL of the run that is forked, the parent.")
+    step: Annotated[int, Field(ge=0)] | Literal["newest", "best"] = Field(
+        default="newest",
+        description="Step of the parent's checkpoint; newest: its newest good one; best: the best by its keep_best.",
+    )
+    changes: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description="Dotted keys or sections, such as config.optimizer, that may have other values than in the parent.",
+    )
+
+
 class CheckpointConfig(FrozenModel):
-    """When to save, which checkpoints to keep, and which weights to start from."""
+    """When to save, which checkpoints to keep, and which state to start from."""
 
     every_steps: PositiveInt | None = Field(
         default=1000, description="Steps between two saves; null: no saves by steps."
@@ -182,6 +196,11 @@ class CheckpointConfig(FrozenModel):
         default=None,
         description="Weights to start from if the run has no checkpoint of its own: a run (RUN, RUN/checkpoints/STEP "
         "or RUN/checkpoints/best), or a directory or URL in Hugging Face's layout.",
+    )
+    fork_from: ForkConfig | None = Field(
+        default=None,
+        description="Checkpoint of another run to start from with its whole state, if the run has no checkpoint of its "
+        "own; null: none.",
     )
     local_directory: str | None = Field(
         default=None,
@@ -210,13 +229,18 @@ class CheckpointConfig(FrozenModel):
         return {"every_steps": None} | data if isinstance(data, dict) and data.get("every") is not None else data
 
     @model_validator(mode="after")
-    def _validate_intervals(self) -> "CheckpointConfig":
+    def _validate_keys_together(self) -> "CheckpointConfig":
         # A default is not a wish of the user, so only keys that were written count.
         given = {key for key in self.model_fields_set & {"every_steps", "every_minutes"} if getattr(self, key)}
         if self.every is not None and given:
             raise ValueError("every: auto chooses the interval; leave out every_steps and every_minutes")
         if self.every is None and self.every_steps is None and self.every_minutes is None:
             raise ValueError("every_steps and every_minutes are both null; give one of them")
+        if self.fork_from is not None and self.init_from is not None:
+            raise ValueError(
+                "fork_from and init_from are both given; fork_from takes the whole state of a run, init_from weights "
+                "alone: leave one of them out"
+            )
         if (self.local_directory is None) != (self.local_every_steps is None):
             raise ValueError("local_directory and local_every_steps belong together; give both or none")
         if self.local_directory is not None and "://" in self.local_directory:

@@ -10,6 +10,7 @@ import shlex
 import jax
 
 from runner.accelerator import parse_accelerator
+from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.config import TrainerConfig
 from runner.data import Dataset, is_available
@@ -18,7 +19,7 @@ from runner.distributed.clock import SAVE
 from runner.errors import DataError, InvalidError
 from runner.parallel.mesh import AXES, is_mesh_possible
 from runner.run.attempt import Attempt
-from runner.spec import ExecutionSpec, Topology
+from runner.spec import ExecutionSpec, ForkConfig, Topology
 from runner.spec.imports import format_install, is_extra_installed
 from runner.storage import JsonObject, Store
 from runner.train.setup import TrainSetup
@@ -121,14 +122,16 @@ def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
         raise DataError(problem)
 
 
-def find_known_micro_batch(train_setup: TrainSetup, store: Store, hosts: Hosts) -> int | None:
-    """Return the micro-batch that an earlier attempt chose on the same hardware; None if there is none.
+def find_known_micro_batch(
+    train_setup: TrainSetup, store: Store, hosts: Hosts, fork: ForkConfig | None = None
+) -> int | None:
+    """Return the micro-batch that an earlier attempt, or the parent, chose on the same hardware; None if none did.
 
     Until this attempt has claimed the directory, an earlier one may still commit; only a call after that is final.
     """
     hardware = train_setup.describe_hardware(hosts.num_processes)
     ones = dict.fromkeys(AXES, 1)  # an older manifest may lack an axis that was added since
-    manifest = read_newest_manifest(store) if hosts.is_main else None
+    manifest = find_continued_manifest(store, fork) if hosts.is_main else None
     record = hosts.agree(manifest and manifest.topology)
     if not record or hardware != {key: record.get(key) for key in hardware} | {"mesh": ones | record.get("mesh", {})}:
         return None

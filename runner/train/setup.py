@@ -363,7 +363,9 @@ class TrainSetupBuilder:
         Also raised if the spec has an adapter, but no weights for it.
         """
         self.document.raise_problems(self.optimizer_choice.find_problems(self.config), "config.")
-        if self.config.adapter is not None and not (self.document.data.get("checkpoint") or {}).get("init_from"):
+        checkpoint = self.document.data.get("checkpoint") or {}
+        # A fork has the frozen weights in its state.
+        if self.config.adapter is not None and not (checkpoint.get("init_from") or checkpoint.get("fork_from")):
             reason = "an adapter is trained beside frozen weights; set checkpoint.init_from to them"
             raise self.document.error("config.adapter", reason)
 

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.counter import Counter
 from runner import open_checkpoint
-from runner.checkpoint import weights
+from runner.checkpoint import inspect
 from runner.checkpoint.inspect import VerifyDepth, format_report
 from runner.checkpoint.manifest import seal
 from runner.cli.app import run_command
@@ -64,7 +64,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     store: Store = LocalStore(tmp_path / "run")
     if request.param == "bucket":
         store = make_memory_bucket(BitRotDriver())
-        monkeypatch.setattr(weights, "open_store", lambda text: store if text == URL else open_store(text))
+        monkeypatch.setattr(inspect, "open_store", lambda text: store if text == URL else open_store(text))
     attempt = Attempt(store, tmp_path / "staging")
     attempt.where = URL if request.param == "bucket" else str(tmp_path / "run")
     for step in (1, 2):
@@ -152,17 +152,17 @@ def test_a_step_deleted_while_it_is_read_is_not_reported_as_damage(
     run: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retention deletes step 2, the newest one when it was listed, after step 3 was committed."""
-    original = weights.read_leaves
+    original = inspect.read_leaves
 
     def overtaken(*arguments: Any) -> Any:
-        monkeypatch.setattr(weights, "read_leaves", original)
+        monkeypatch.setattr(inspect, "read_leaves", original)
         run.save("3", make_state(3))
         assert run.saver.wait_until_finished()
         for step in (1, 2):
             run.store.remove_tree(f"checkpoints/{step}")
         return original(*arguments)
 
-    monkeypatch.setattr(weights, "read_leaves", overtaken)
+    monkeypatch.setattr(inspect, "read_leaves", overtaken)
     assert equals_state(open_checkpoint(run.where)[0], 3)
 
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from runner.checkpoint import weights
+from runner.checkpoint import inspect
 from runner.config import DataConfig
 from runner.errors import InvalidError, StorageError
 from runner.huggingface import export as write
@@ -33,7 +33,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     store: Store = LocalStore(tmp_path / "run")
     if request.param == "bucket":
         store = make_memory_bucket()
-        monkeypatch.setattr(weights, "open_store", lambda text: store if text == URL else open_store(text))
+        monkeypatch.setattr(inspect, "open_store", lambda text: store if text == URL else open_store(text))
     attempt = Attempt(store, tmp_path / "staging")
     attempt.where = URL if request.param == "bucket" else str(tmp_path / "run")
     for step in (1, 2):

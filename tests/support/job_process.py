@@ -453,8 +453,8 @@ def restoring(attempt: Attempt) -> bool:
 
 
 def has_state(attempt: Attempt) -> bool:
-    """Return True once the state is initialised or restored, so that steps follow."""
-    return bool(attempt.events("init", "restore"))
+    """Return True once the state is initialised, restored or forked, so that steps follow."""
+    return bool(attempt.events("init", "restore", "fork"))
 
 
 def saving(attempt: Attempt) -> bool:

@@ -1,0 +1,268 @@
+"""Fork: a new run in a new directory that begins with the whole state of another run, its parent.
+
+`checkpoint.fork_from` names the parent, its step and the keys whose values differ. The protocol:
+
+1. Before the directory is claimed, process 0 compares the parent's manifest with the job: its leaves must be those of
+   the job, and its trajectory too, except for the keys in `changes`. Otherwise nothing is written.
+2. If the run has no checkpoint of its own, the state is restored from the parent, with all checks of a restore and on
+   any mesh. The parent is only read: a damaged checkpoint stays where it is.
+3. The fork's first act is a commit of this state, as its own checkpoint of the same step. A kill before that commit
+   begins again at 1; after it the parent is never read, and may be deleted.
+
+Position in the data, random keys, schedules and the total are functions of the absolute step and of the fork's own
+spec. So a fork without changes has the bits of its parent, and one with other data takes the batch that these data
+would have at that step if the run had had them from its start.
+
+Every manifest of the fork holds its lineage (`LINEAGE_KEYS`), and with it that of its parent.
+"""
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+from runner.checkpoint.inspect import BEST, find_best_checkpoint, read_document
+from runner.checkpoint.leaves import validate_manifest_leaves
+from runner.checkpoint.manifest import (
+    CHECKPOINTS,
+    Manifest,
+    NotCommittedError,
+    is_committed,
+    list_steps,
+    read_manifest,
+    read_newest_manifest,
+)
+from runner.checkpoint.restore import RestoredState, restore_from_run
+from runner.console import warn
+from runner.errors import InvalidError, ResumeError, StorageError, suggest_nearest
+from runner.run.attempt import Attempt
+from runner.run.fence import RunIdentity
+from runner.spec import ExecutionSpec, ForkConfig, is_below, validate_spec
+from runner.storage import JsonObject, Store, local_directory, open_store, split_checkpoint
+
+NEWEST = "newest"
+ANCESTORS_MAX = 100  # of a fork of a fork; the oldest are forgotten
+_MAX_NAMED = 20  # steps in a message
+_MAX_LEAVES = 16  # in a message
+_MAX_KEYS = 3  # of one section in the list of changes to paste; if there are more, the section is named instead
+_ENDING = "a fork takes the whole state; to take weights alone, use checkpoint.init_from"
+
+
+# The parent.
+
+
+def open_parent(fork: ForkConfig) -> Store:
+    """Return the parent's directory. Raises `InvalidError` if `run` cannot be one."""
+    directory, name = split_checkpoint(fork.run)
+    if name is not None:
+        raise InvalidError(f"run names a checkpoint, {fork.run}; write run: {directory} and step: {name}")
+    return open_store(fork.run)
+
+
+def validate_parent_place(fork: ForkConfig, own: Store) -> None:
+    """Raise `InvalidError` if a run would fork into its parent's directory. Reads nothing of the parent."""
+    parent = open_parent(fork)
+    is_same = parent.url == own.url
+    if parent.root is not None and own.root is not None:
+        is_same = parent.root.resolve() == own.root.resolve()
+    if is_same:
+        raise InvalidError(f"{own.url} is the parent's own directory; give the fork another directory")
+
+
+def read_parent_manifest(fork: ForkConfig) -> tuple[Store, Manifest]:
+    """Return the parent's directory, and the manifest of the checkpoint that a fork would begin with. Process 0 only.
+
+    Raises:
+        InvalidError: there is no such checkpoint, or its manifest is damaged or of a newer runner.
+        StorageError: the parent cannot be reached.
+    """
+    store = open_parent(fork)
+    name: str | None = None
+    try:
+        if fork.step == NEWEST:
+            manifest = read_newest_manifest(store)
+            if manifest is None:
+                raise ResumeError(f"{store.url}: no checkpoint is here; needs the directory of a run that has saved")
+            return store, manifest
+        name = find_best_checkpoint(store, validate_spec(read_document(store))) if fork.step == BEST else str(fork.step)
+        return store, read_manifest(store, f"{CHECKPOINTS}/{name}")
+    except NotCommittedError as error:
+        # A step whose directory exists is being written, or its save was never finished.
+        steps = list_steps(store)
+        state = "is not committed (yet)" if fork.step in steps else "was never saved, or has been deleted"
+        committed = [str(step) for step in steps[-_MAX_NAMED:] if is_committed(store, str(step))]
+        there = f"steps {', '.join(committed)}" if committed else "no checkpoint"
+        raise ResumeError(f"{store.url}: step {name} {state}; the run has {there}") from error
+    except (InvalidError, StorageError):
+        raise
+    except ValueError as error:
+        raise ResumeError(f"{store.url}/{CHECKPOINTS}/{name}: {error}; choose another step") from error
+
+
+def find_continued_manifest(store: Store, fork: ForkConfig | None) -> Manifest | None:
+    """Return the newest manifest of a run, or else that of its parent; None if there is none. Process 0 only.
+
+    A parent that cannot be used counts as none here: the check before the claim reports it.
+    """
+    manifest = read_newest_manifest(store)
+    if manifest is not None or fork is None:
+        return manifest
+    try:
+        return read_parent_manifest(fork)[1]
+    except InvalidError:
+        return None
+
+
+# Checks.
+
+
+def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, total_steps: int) -> Manifest:
+    """Check that a run can begin as this fork, and return the parent's manifest. Process 0 only; writes nothing.
+
+    The arrays are checked when they are read.
+
+    Raises:
+        InvalidError: it cannot; the message says what to do.
+        StorageError: the parent cannot be reached.
+    """
+    store, manifest = read_parent_manifest(fork)
+    where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
+    changes = run_identity.compare_values(manifest.identity)
+    # Another job has another config, so its keys say nothing.
+    if "job" in changes and not is_listed("job", fork.changes):
+        theirs, ours = changes["job"]
+        raise ResumeError(f"{where} is of the job {theirs}, this one is {ours}; {_ENDING}")
+    try:
+        validate_manifest_leaves(manifest, abstract, max_listed=_MAX_LEAVES)
+    except ResumeError as error:
+        first, *leaves = str(error).split("\n")
+        raise ResumeError("\n".join([f"{store.url}: {first}; {_ENDING}", *leaves])) from error
+    validate_changes(fork, run_identity, manifest, where)
+    if manifest.step >= total_steps:
+        raise InvalidError(
+            f"{where} is at step {manifest.step}, and the run ends at step {total_steps}; give it more steps, or "
+            "choose an earlier checkpoint"
+        )
+    return manifest
+
+
+def validate_changes(
+    fork: ForkConfig, run_identity: RunIdentity, manifest: Manifest, where: str
+) -> dict[str, list[Any]]:
+    """Return the keys that differ from the parent, with its value and the present one.
+
+    Raises:
+        InvalidError: some of them are not in `fork.changes`, or that names no key.
+    """
+    changes = run_identity.compare_values(manifest.identity)
+    unlisted = {key: values for key, values in changes.items() if not is_listed(key, fork.changes)}
+    # An extension, say, that alters no step up to this one is no change of what is taken over.
+    if unlisted and not run_identity.keeps_past(manifest.identity, list(unlisted), manifest.step):
+        lines = [f"  {key}: the parent has {theirs!r}, this spec {ours!r}" for key, (theirs, ours) in unlisted.items()]
+        wanted = ", ".join([*fork.changes, *shorten_keys(unlisted)])
+        first = f"{where} has other values for keys that are not in changes; to fork with them, write what stands last"
+        raise ResumeError("\n".join([first, *lines, f"  changes: [{wanted}]"]))
+    known = {*manifest.identity, *run_identity.identity}
+    for entry in fork.changes:
+        is_known = any(is_listed(key, [entry]) for key in known) or is_below(entry, run_identity.config.free_keys)
+        # Keys outside of the trajectory may always change, so naming them is no mistake.
+        top = entry.partition(".")[0]
+        if not is_known and (top not in ExecutionSpec.model_fields or top in ("config", "hooks")):
+            sections = {".".join(key.split(".")[:n]) for key in known for n in range(1, key.count(".") + 2)}
+            raise InvalidError(f"changes: there is no key {entry}{suggest_nearest(entry, sorted(sections))}")
+    return changes
+
+
+def is_listed(key: str, entries: Iterable[str]) -> bool:
+    """Return True if a key of a trajectory may change, because it is one of these keys, or in one of these sections.
+
+    `config.data` is a digest of a section, and so may change with any key in it.
+    """
+    return any(key == entry or key.startswith(f"{entry}.") or entry.startswith(f"{key}.") for entry in entries)
+
+
+def shorten_keys(keys: Iterable[str]) -> list[str]:
+    """Return a short list of keys and sections that covers these keys."""
+    sections = {key: ".".join(key.split(".")[:2]) for key in keys}
+    counts = collections.Counter(sections.values())
+    short = dict.fromkeys(section if counts[section] > _MAX_KEYS else key for key, section in sections.items())
+    # The digest of a section is covered by any key in the section.
+    return [key for key in short if not any(other.startswith(f"{key}.") for other in short)]
+
+
+def validate_lineage(fork: ForkConfig, own: Store, manifest: Manifest) -> None:
+    """Raise `ResumeError` if a run that has begun is not the fork that its spec names. Does not read the parent.
+
+    Args:
+        fork: `checkpoint.fork_from` of the spec.
+        own: the run's directory.
+        manifest: its newest manifest.
+    """
+    hint = "a run is forked once: use another directory, or leave checkpoint.fork_from out"
+    if manifest.lineage is None:
+        raise ResumeError(f"{own.url} has a run that is no fork, at step {manifest.step}; {hint}")
+    run, step = manifest.lineage["run"], manifest.lineage["step"]
+    given = fork.run.rstrip("/") if "://" in fork.run else str(local_directory(fork.run))
+    if given != run or fork.step not in (step, NEWEST, BEST):
+        raise ResumeError(
+            f"{own.url} was forked from {run} at step {step}, the spec names {given}, {fork.step}; {hint}"
+        )
+
+
+# Restore.
+
+
+def restore_fork(
+    attempt: Attempt, fork: ForkConfig, run_identity: RunIdentity, abstract: Any
+) -> tuple[RestoredState, JsonObject]:
+    """Return the parent's state, and the lineage of the fork that begins with it. Called on every host.
+
+    Raises:
+        ResumeError: no such checkpoint is good, or it is not what the fork may continue.
+        StorageError: it cannot be read now.
+    """
+    store, hosts = open_parent(fork), attempt.hosts
+
+    def list_candidates() -> list[str]:
+        if fork.step == NEWEST:
+            return [str(step) for step in reversed(list_steps(store))]
+        return [read_parent_manifest(fork)[1].name]
+
+    found, rejected = restore_from_run(hosts, store, list_candidates, abstract)
+    reported = [other for other in rejected if other.was_committed or fork.step != NEWEST]
+    if found is None:
+        reasons = "; ".join(f"{other.name}: {other.reason}" for other in reported)
+        if any(other.may_be_good for other in rejected):
+            raise StorageError(f"{store.url}: no checkpoint can be read now: {reasons}")
+        raise ResumeError(f"{store.url}: no good checkpoint to fork from: {reasons or 'none is here'}")
+    manifest = found.manifest
+    where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
+    for other in reported if hosts.is_main else []:
+        warn(f"checkpoint {other.name} of {store.url} is not forked from: {other.reason}")
+        attempt.events.append(
+            "fallback", manifest.step, rejected=int(other.name), reason=f"{store.url}: {other.reason}", tier="durable"
+        )
+    changes = validate_changes(fork, run_identity, manifest, where)
+    attempt.say(f"forked from {where}" + (f", with other values of {', '.join(changes)}" if changes else ""))
+    return found, make_lineage(store, manifest, changes)
+
+
+def make_lineage(store: Store, manifest: Manifest, changes: dict[str, list[Any]]) -> JsonObject:
+    """Return the lineage of a fork of this checkpoint."""
+    parent = dict(manifest.lineage or {})
+    ancestors = parent.pop("ancestors", [])
+    return {
+        "run": store.url,
+        "id": manifest.job,
+        "step": manifest.step,
+        "fingerprint": manifest.fingerprint,
+        "changes": changes,
+        "ancestors": [parent, *ancestors][:ANCESTORS_MAX] if parent else [],
+    }
+
+
+def keeps_metric(store: Store, spec: ExecutionSpec) -> bool:
+    """Return True if the parent in `store` measured its checkpoints by the same `checkpoint.keep_best` as this spec."""
+    try:
+        return validate_spec(read_document(store)).checkpoint.keep_best == spec.checkpoint.keep_best
+    except InvalidError:  # a parent that was copied without its spec
+        return False

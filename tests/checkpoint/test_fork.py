@@ -1,0 +1,383 @@
+"""A fork begins with its parent's whole state, differs only in the keys that it lists, and then needs no parent."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from runner import RestoreableJob
+from runner.checkpoint.fork import shorten_keys
+from runner.checkpoint.manifest import MANIFEST, parse_manifest, read_committed, seal
+from runner.cli.app import run_command
+from runner.errors import EXIT_DONE, InvalidError, StorageError
+from runner.history.reader import read_history
+from runner.spec import read_spec
+from runner.storage import LocalStore, Store, parse_lines, url
+from tests.support.job_process import Job, just_committed
+from tests.support.memory_bucket import MemoryDriver
+from tests.support.tiny_jobs import make_counter, make_gpt, read_outcome, read_trajectory, stop_after
+
+STEPS = 42
+# Everything that a state may hold: dropout, averages, counters of hooks, sums of a window that is not closed yet.
+WHOLE = {
+    "checkpoint": {"every_steps": 2, "keep_last": 50},
+    "logging.every_steps": 5,
+    "config.train.total_steps": STEPS,
+    "config.model.dropout": 0.1,
+    "config.ema": {"decays": [0.9]},
+    "config.eval.every_steps": 10,
+    "hooks": [{"hook": "runner.hook:EarlyStopping", "config": {"metric": "val/loss", "patience": 100}}],
+}
+
+
+def fork_of(parent: Path | str, step: int | str, *changes: str) -> dict[str, Any]:
+    return {"checkpoint.fork_from": {"run": str(parent), "step": step, "changes": list(changes)}}
+
+
+def read_events(directory: Path, *names: str) -> list[dict[str, Any]]:
+    return [row for row in parse_lines((directory / "events.jsonl").read_bytes()) if row["event"] in names]
+
+
+def read_lineage(directory: Path) -> Any:
+    lineages = [manifest.lineage for manifest in read_committed(LocalStore(directory)).values()]
+    assert all(lineage == lineages[0] for lineage in lineages)
+    return lineages[0]
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("fork") / "parent"
+    make_gpt(directory, **WHOLE)()
+    return directory
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Path:
+    make_counter(tmp_path / "counted", **{"checkpoint.keep_last": 3})()
+    return tmp_path / "counted"
+
+
+@pytest.mark.parametrize("step", [pytest.param(10, marks=pytest.mark.soak), 12], ids=["with_a_row", "between_rows"])
+def test_a_fork_without_changes_has_the_bits_and_rows_of_its_parent(parent: Path, step: int) -> None:
+    directory = parent.parent / f"same-{step}"
+    make_gpt(directory, **WHOLE, **fork_of(parent, step))()
+    rows, result = read_outcome(parent)
+    assert read_outcome(directory) == ([row for row in rows if row["step"] > step], result)
+    digests = {number: manifest.fingerprint for number, manifest in read_committed(LocalStore(parent)).items()}
+    own = {number: manifest.fingerprint for number, manifest in read_committed(LocalStore(directory)).items()}
+    assert own == {number: digest for number, digest in digests.items() if number >= step}
+    assert read_lineage(directory)["fingerprint"] == digests[step]
+
+
+@pytest.mark.soak
+def test_a_changed_rate_is_kept_by_resumes_and_by_forks_of_the_fork(parent: Path) -> None:
+    changed = {**WHOLE, "config.optimizer.learning_rate": 3e-3, **fork_of(parent, 10, "config.optimizer")}
+    whole, resumed, second = (parent.parent / name for name in ("whole", "resumed", "second"))
+    make_gpt(whole, **changed)()
+    assert read_outcome(whole)[1]["fingerprint"] != read_outcome(parent)[1]["fingerprint"]
+
+    # A resume neither needs the key, nor another spec than that in the directory.
+    stop_after(make_gpt(resumed, **changed), 17)
+    make_gpt(resumed, **{key: value for key, value in changed.items() if key != "checkpoint.fork_from"})()
+    assert read_outcome(resumed) == read_outcome(whole)
+    assert read_lineage(resumed)["changes"] == {"config.optimizer.learning_rate": [1e-3, 3e-3]}
+
+    make_gpt(second, **{**changed, **fork_of(resumed, 20)})()
+    rows, result = read_outcome(whole)
+    assert read_outcome(second) == ([row for row in rows if row["step"] > 20], result)
+    lineage = read_lineage(second)
+    assert [lineage["step"], *(each["step"] for each in lineage["ancestors"])] == [20, 10]
+    assert [each["run"] for each in lineage["ancestors"]] == [str(parent)]
+    assert lineage["ancestors"][0]["changes"] == read_lineage(resumed)["changes"]
+
+
+def test_a_fork_is_told_of_by_status_events_and_spec(counted: Path, tmp_path: Path, capsys: Any) -> None:
+    directory = tmp_path / "fork"
+    make_counter(directory, seed=1, **{"config.total_steps": 60}, **fork_of(counted, "newest", "seed"))()
+    (event,) = read_events(directory, "fork")
+    assert (event["run"], event["step"], event["changes"]) == (str(counted), 40, {"seed": [0, 1]})
+    assert [row["event"] for row in read_events(directory, "init", "fork", "save", "commit")][:3] == [
+        *("fork", "save", "commit")
+    ]
+    # Run again in another directory, the resolved spec makes the same fork.
+    fork = read_spec(directory / "spec.yaml").checkpoint.fork_from
+    assert fork is not None
+    assert (fork.run, fork.step, fork.changes) == (str(counted), 40, ["seed"])
+    history = read_history(LocalStore(directory))
+    assert history.fork is not None
+    assert (history.fork.step, history.fork.changes) == (40, ("seed: 0 became 1",))
+    capsys.readouterr()
+    assert run_command(["status", str(directory)]) == EXIT_DONE
+    shown = "".join(capsys.readouterr().out.split())
+    assert f"forkedfrom{counted}atstep40,withseed:0became1" in shown
+
+
+# Errors: nothing is written, and the message says what to do.
+
+
+def remove(path: str) -> Callable[[Path], None]:
+    return lambda run: shutil.rmtree(run / path)
+
+
+def damage_manifest(run: Path) -> None:
+    (run / "checkpoints/40" / MANIFEST).write_bytes(b"{}")
+
+
+def make_newer(run: Path) -> None:
+    path = run / "checkpoints/40" / MANIFEST
+    path.write_bytes(seal(parse_manifest(path.read_bytes()) | {"format": 2}))
+
+
+def unfinish(run: Path) -> None:
+    (run / "checkpoints/40" / MANIFEST).unlink()
+
+
+def keep(run: Path) -> None:
+    pass
+
+
+Refusal = tuple[Callable[[Path], None], dict[str, Any], str]
+REFUSALS: dict[str, Refusal] = {
+    "being_written": (unfinish, {"step": 40}, r"step 40 is not committed.*has steps 20, 30$"),
+    "pruned": (keep, {"step": 10}, r"step 10 was never saved, or has been deleted.*has steps 20, 30, 40$"),
+    "none_left": (remove("checkpoints"), {"step": 10}, "has no checkpoint$"),
+    "nothing_there": (shutil.rmtree, {}, "no checkpoint is here"),
+    "damaged": (damage_manifest, {"step": 40}, "damaged.*choose another step"),
+    "newer": (make_newer, {"step": 40}, "newer runner"),
+    "newer_newest": (make_newer, {}, "newer runner"),
+    "best_of_nothing": (keep, {"step": "best"}, "keep_best"),
+    "names_a_checkpoint": (keep, {"run": "{run}/checkpoints/40"}, "write run: .*counted and step: 40"),
+    "unknown_change": (keep, {"changes": ["config.widht"]}, "no key config.widht; did you mean config.width"),
+    "unlisted": (keep, {"seed": 7}, r"seed: the parent has 0, this spec 7\n +changes: \[seed\]"),
+    "unlisted_too": (
+        keep,
+        {"seed": 7, "changes": ["config.width"]},
+        r"seed: the parent has 0, this spec 7\n +changes: \[config.width, seed\]",
+    ),
+    "other_model": (
+        keep,
+        {"width": 32, "changes": ["config.width"]},
+        r"values: checkpoint has uint32\[64\].*uint32\[32",
+    ),
+    "nothing_left_to_do": (keep, {"total": 40}, "at step 40, and the run ends at step 40"),
+    "own_directory": (keep, {"directory": "{run}/../counted"}, "the parent's own directory"),
+    "weights_too": (keep, {"init_from": "{run}"}, "fork_from and init_from are both given"),
+    "no_path": (keep, {"run": "ftp://host/run"}, "ftp:// is not known"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_fork_that_cannot_be_is_refused_and_writes_nothing(counted: Path, tmp_path: Path, case: str) -> None:
+    spoil, given, message = REFUSALS[case]
+    spoil(counted)
+    given = {key: value.format(run=counted) if isinstance(value, str) else value for key, value in given.items()}
+    before = sorted(tmp_path.rglob("*"))
+    fork = {key: given[key] for key in ("step", "changes") if key in given} | {"run": given.get("run", str(counted))}
+    changes = {"checkpoint.fork_from": fork, "seed": given.get("seed", 0), "config.width": given.get("width", 64)}
+    changes |= {"config.total_steps": given.get("total", 60), "checkpoint.init_from": given.get("init_from")}
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)) as caught:
+        make_counter(Path(given.get("directory", tmp_path / "fork")), **changes)()
+    if case != "weights_too":  # which no constructor of a spec lets pass
+        assert isinstance(caught.value, InvalidError)
+        assert "checkpoint.fork_from" in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_of_another_job_class_is_refused(parent: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidError, match=r"is of the job experiments.gpt:PretrainGPT, this one is .*Counter"):
+        make_counter(tmp_path / "fork", **fork_of(parent, 10))()
+    assert not (tmp_path / "fork").exists()
+
+
+@pytest.mark.soak
+def test_a_model_of_another_size_is_refused_leaf_by_leaf(parent: Path, tmp_path: Path) -> None:
+    changed = {**WHOLE, "config.model.width": 16, **fork_of(parent, 10, "config.model")}
+    with pytest.raises(InvalidError, match=r"(?s)init_from.*float32\[2,32\].*float32\[2,16\].*and \d+ more") as caught:
+        make_gpt(tmp_path / "fork", **changed)()
+    assert len(str(caught.value).splitlines()) <= 20
+    assert not (tmp_path / "fork").exists()
+
+
+@pytest.mark.soak
+def test_other_data_need_their_section_or_a_key_of_it(parent: Path, tmp_path: Path) -> None:
+    data = {**WHOLE, "config.data.validation_fraction": 0.2}
+    with pytest.raises(InvalidError, match=r"changes: \[config.data.validation_fraction\]"):
+        make_gpt(tmp_path / "fork", **data, **fork_of(parent, 40))()
+    make_gpt(tmp_path / "fork", **data, **fork_of(parent, 40, "config.data.validation_fraction"))()
+    changes = read_lineage(tmp_path / "fork")["changes"]
+    assert set(changes) == {"config.data", "config.data.validation_fraction"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "short"),
+    [
+        (["seed"], ["seed"]),
+        (["config.data", "config.data.sequence_length"], ["config.data.sequence_length"]),
+        (["config.data"], ["config.data"]),
+        ([f"config.optimizer.{name}" for name in "abcd"], ["config.optimizer"]),
+        (
+            ["seed", *(f"config.optimizer.{name}" for name in "abc")],
+            ["seed", *(f"config.optimizer.{n}" for n in "abc")],
+        ),
+    ],
+)
+def test_the_list_to_paste_is_short(keys: list[str], short: list[str]) -> None:
+    assert shorten_keys(keys) == short
+
+
+# Damage that shows only when the arrays are read.
+
+
+def damage_arrays(run: Path, step: int) -> None:
+    files = [path for path in (run / f"checkpoints/{step}").rglob("*") if path.is_file() and path.name != MANIFEST]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def test_newest_falls_back_to_an_older_step_and_a_named_step_does_not(counted: Path, tmp_path: Path) -> None:
+    damage_arrays(counted, 40)
+    before = sorted(counted.rglob("*"))
+    with pytest.raises(InvalidError, match="no good checkpoint to fork from: 40"):
+        make_counter(tmp_path / "fork", seed=1, **{"config.total_steps": 60}, **fork_of(counted, 40, "seed"))()
+    assert not (tmp_path / "fork/checkpoints").exists()
+    # Nothing was saved, so the directory takes a corrected spec.
+    make_counter(tmp_path / "fork", **{"config.total_steps": 60}, **fork_of(counted, "newest"))()
+    assert read_lineage(tmp_path / "fork")["step"] == 30
+    assert [row["rejected"] for row in read_events(tmp_path / "fork", "fallback")] == [40]
+    assert sorted(counted.rglob("*")) == before
+
+
+@pytest.mark.soak
+def test_the_best_step_and_its_metric_come_with_a_fork(parent: Path, tmp_path: Path) -> None:
+    best = {**WHOLE, "checkpoint.keep_best": {"metric": "val/loss"}}
+    make_gpt(tmp_path / "best", **best)()
+    losses = {row["step"]: row["val/loss"] for row in read_trajectory(tmp_path / "best") if "val/loss" in row}
+    step = min((step for step in losses if step < STEPS), key=lambda step: losses[step])
+    shutil.rmtree(tmp_path / f"best/checkpoints/{STEPS}")
+    make_gpt(tmp_path / "fork", **best, **fork_of(tmp_path / "best", "best"))()
+    manifest = read_committed(LocalStore(tmp_path / "fork"))[step]
+    assert manifest.lineage is not None
+    assert (manifest.lineage["step"], manifest.metric) == (step, losses[step])
+
+
+# A directory is forked once.
+
+
+@pytest.mark.parametrize(
+    ("fork", "is_good"),
+    [
+        ({"step": 40}, True),
+        ({"step": "newest"}, True),
+        ({"step": "best"}, True),
+        ({"step": 30}, False),
+        ({"step": 40, "run": "{run}-other"}, False),
+        ({"step": 40, "run": "gs://bucket/run"}, False),
+    ],
+)
+def test_a_fork_that_has_begun_goes_on_as_itself_or_is_refused(
+    counted: Path, tmp_path: Path, fork: dict[str, Any], is_good: bool
+) -> None:
+    longer = {"config.total_steps": 60}
+    stop_after(make_counter(tmp_path / "fork", **longer, **fork_of(counted, "newest")), 45)
+    shutil.rmtree(counted)
+    given = {"run": str(counted), **fork}
+    given["run"] = given["run"].format(run=counted)
+    again = make_counter(tmp_path / "fork", **longer, **{"checkpoint.fork_from": given})
+    if is_good:
+        again()
+        assert read_lineage(tmp_path / "fork")["step"] == 40
+    else:
+        with pytest.raises(InvalidError, match=r"was forked from .* at step 40"):
+            again()
+
+
+def test_a_run_that_has_begun_does_not_become_a_fork(counted: Path, tmp_path: Path) -> None:
+    stop_after(make_counter(tmp_path / "own", **{"config.total_steps": 60}), 5)
+    with pytest.raises(InvalidError, match="has a run that is no fork, at step 5"):
+        make_counter(tmp_path / "own", **{"config.total_steps": 60}, **fork_of(counted, 40))()
+
+
+# Kills, buckets and meshes.
+
+
+def has_forked(attempt: Any) -> bool:
+    return bool(attempt.events("fork")) and not attempt.job.committed()
+
+
+@pytest.mark.soak
+def test_a_fork_killed_around_its_first_commit_needs_the_parent_only_before(tmp_path: Path) -> None:
+    options = ("config.total_steps=40", "config.step_seconds=0.02", "config.width=3000000", "checkpoint.every_steps=10")
+    whole = Job("specs/counter.yaml", tmp_path / "whole", options)
+    whole.finish()
+    fork = Job("specs/counter.yaml", tmp_path / "fork", (*options, f"checkpoint.fork_from={{run: {whole.directory}}}"))
+    fork = fork.with_options("checkpoint.fork_from.step=30")
+    killed = fork.start()
+    assert killed.kill_during(has_forked), killed.report("committed before it could be killed")
+    assert not fork.committed()
+    attempt = fork.start()
+    attempt.wait_until(lambda: just_committed(attempt), "its first commit")
+    attempt.kill()
+    assert fork.committed()[0] == 30
+    shutil.rmtree(whole.checkpoints)
+    fork.finish()
+    assert fork.result() == whole.result()
+    assert [event["step"] for event in fork.events("fork")] == [30, 30]
+
+
+class ParentBucket(MemoryDriver):
+    """Bucket in memory in the place of one of Google's; all stores of the process share it."""
+
+    prefix = "run"
+    shared: "ParentBucket | None" = None
+    is_down = False
+
+    def __new__(cls, address: str) -> "ParentBucket":
+        if cls.shared is None:
+            cls.shared = super().__new__(cls)
+            MemoryDriver.__init__(cls.shared)
+        return cls.shared
+
+    def __init__(self, address: str):
+        self.before = self.fail
+
+    def fail(self, verb: str, key: str) -> None:
+        if self.is_down:
+            raise StorageError("bucket: is down")
+
+
+def test_forks_go_into_a_bucket_and_out_of_it(counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(url._DRIVERS, "gs", (__name__, ParentBucket.__name__, ""))
+    monkeypatch.setattr(ParentBucket, "shared", None)
+
+    def make(directory: str | Path, **changes: Any) -> RestoreableJob:
+        job = make_counter(tmp_path / "unused", **changes)
+        return type(job)(job.spec.model_copy(update={"directory": str(directory)}))
+
+    make("gs://bucket/run", **{"config.total_steps": 60}, **fork_of(counted, 30))()
+    make(tmp_path / "back", **{"config.total_steps": 60}, **fork_of("gs://bucket/run", 50))()
+    stored: Store = url.make_store("gs://bucket/run")
+    result = json.loads(stored.read("result.json"))
+    assert json.loads((tmp_path / "back/result.json").read_text()) == result
+    with pytest.raises(InvalidError, match="the parent's own directory"):
+        make("gs://bucket/run", **{"config.total_steps": 90}, **fork_of("gs://bucket/run/", "newest"))()
+    monkeypatch.setattr(ParentBucket, "is_down", True)
+    with pytest.raises(StorageError, match="is down"):
+        make(tmp_path / "late", **{"config.total_steps": 90}, **fork_of("gs://bucket/run", "newest"))()
+    assert not (tmp_path / "late").exists()
+
+
+@pytest.mark.soak
+def test_a_fork_takes_another_mesh(parent: Path, tmp_path: Path) -> None:
+    assert jax.device_count() == 8
+    mesh = {"topology.mesh": {"data": 2, "fsdp": 2, "tensor": 2}}
+    stop_after(make_gpt(tmp_path / "fork", **WHOLE, **mesh, **fork_of(parent, 10)), 11)
+    assert (
+        read_committed(LocalStore(tmp_path / "fork"))[10].fingerprint == read_lineage(tmp_path / "fork")["fingerprint"]
+    )
