@@ -213,6 +213,18 @@ def test_other_data_need_their_section_or_a_key_of_it(parent: Path, tmp_path: Pa
     assert set(changes) == {"config.data", "config.data.validation_fraction"}
 
 
+@pytest.mark.soak
+def test_a_change_that_leaves_the_past_alone_need_not_be_listed(tmp_path: Path) -> None:
+    stable = {"name": "wsd", "warmup_steps": 1, "decay_steps": 2, "final_learning_rate": 0.0}
+    parent = {**WHOLE, "config.train.total_steps": 8, "config.schedule": stable}
+    make_gpt(tmp_path / "parent", **parent)()
+    longer = {**parent, "config.train.total_steps": 10}
+    with pytest.raises(InvalidError, match=r"changes: \[config.train.total_steps\]"):
+        make_gpt(tmp_path / "late", **longer, **fork_of(tmp_path / "parent", 8))()
+    make_gpt(tmp_path / "fork", **longer, **fork_of(tmp_path / "parent", 4))()
+    assert read_lineage(tmp_path / "fork")["changes"] == {"config.train.total_steps": [8, 10]}
+
+
 @pytest.mark.parametrize(
     ("keys", "short"),
     [
