@@ -57,6 +57,7 @@ SOME: dict[str, Any] = {
     "checkpoint.every_minutes": 1.0,
     "checkpoint.keep_every_steps": 1,
     "checkpoint.init_from": "WARM",  # directory of a finished run
+    "checkpoint.fork_from.step": 1,
     "checkpoint.local_directory": "LOCAL",  # directory on this host
     "checkpoint.local_every_steps": 1,
     "checkpoint.grace_seconds": 30.0,
@@ -225,6 +226,7 @@ INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 SEPARATE_CASES = [
     ("topology", None),
+    *(("checkpoint.fork_from.step", value) for value in (OPEN, "newest", "best")),
     ("config.optimizer.learning_rate", None),
 ]  # need another job, and have their own tests
 
