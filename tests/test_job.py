@@ -535,9 +535,12 @@ def test_a_run_that_returns_early_fails_and_keeps_its_checkpoints(tmp_path, undi
     assert read_result(tmp_path) == undisturbed
 
 
-def test_a_checkpoint_beyond_a_lowered_end_is_the_result(tmp_path):
+def test_an_end_below_the_step_that_was_reached_is_refused(tmp_path):
     stop_after(make_counter(tmp_path), 30)
-    make_counter(tmp_path, **{"config.total_steps": 20})()
+    with pytest.raises(InvalidError, match="the run has reached step 30, and the spec ends it at step 20"):
+        make_counter(tmp_path, **{"config.total_steps": 20})()
+    assert not (tmp_path / "result.json").exists()
+    make_counter(tmp_path, **{"config.total_steps": 30})()
     assert read_result(tmp_path)["step"] == 30
 
 
