@@ -203,6 +203,7 @@ def test_a_job_without_a_good_checkpoint_changes_no_file(job: Job, part: str) ->
         assert not attempt.events("init", "restore", "fallback", "quarantine")
 
 
+@pytest.mark.soak
 def test_training_continues_after_a_save_on_a_full_disk(tmp_path: Path) -> None:
     job = Job(COUNTER_SPEC, tmp_path / "run", COUNTER)
     attempt = job.start()

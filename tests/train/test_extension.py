@@ -138,7 +138,10 @@ OTHER_KEYS = {
 }
 
 
-@pytest.mark.parametrize("key", OTHER_KEYS)
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(key, marks=[pytest.mark.soak] * (key != "config.optimizer.weight_decay")) for key in OTHER_KEYS],
+)
 def test_other_keys_change_the_first_update(tmp_path: Path, key: str) -> None:
     stop_after(job(tmp_path / "run"), 2)
     with pytest.raises(InvalidError, match=key.replace(".", r"\.")):

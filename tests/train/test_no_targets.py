@@ -176,6 +176,7 @@ def test_a_step_without_targets_updates_only_counters(job_class: Any, changes: d
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(after.params))
 
 
+@pytest.mark.soak
 def test_steps_without_targets_are_skipped_wherever_a_run_is_resumed(tmp_path: Path) -> None:
     """Half of the sequences have no target, and a batch is one sequence."""
     changes = make_config(write_marked_corpus(tmp_path / "corpus", [EMPTY, FULL] * 40), **{"logging.every_steps": 3})
