@@ -303,11 +303,10 @@ class RestoreableJob:
         identity = compute_trajectory(self.spec, self.config)
         run_identity = self.make_run_identity(identity)
         validate_directory(self.store, self.spec.name, run_identity, self.find_newest_step, self.has_output)
-        if not self.done:
-            return False
         result = read_result(self.store)
-        self.validate_total(0 if result is None else result.step)
-        return True
+        if result is not None:
+            self.validate_total(result.step)
+        return self.done
 
     def validate_total(self, step: int) -> None:
         """Raise `ResumeError` if the run has reached a `step` beyond its end. Process 0 only."""

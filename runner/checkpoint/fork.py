@@ -159,7 +159,7 @@ def validate_changes(
     if unlisted and not run_identity.keeps_past(manifest.identity, list(unlisted), manifest.step):
         lines = [f"  {key}: the parent has {theirs!r}, this spec {ours!r}" for key, (theirs, ours) in unlisted.items()]
         wanted = ", ".join([*fork.changes, *shorten_keys(unlisted)])
-        first = f"{where} has other values for keys that are not in changes; to fork with them, write what stands last"
+        first = f"{where} has other values for keys that changes does not list; to allow them, use the last line"
         raise ResumeError("\n".join([first, *lines, f"  changes: [{wanted}]"]))
     known = {*manifest.identity, *run_identity.identity}
     for entry in fork.changes:
@@ -227,16 +227,11 @@ def restore_fork(
             return [str(step) for step in reversed(list_steps(store))]
         return [read_parent_manifest(fork)[1].name]
 
-    found, rejected = restore_from_run(hosts, store, list_candidates, abstract)
-    reported = [other for other in rejected if other.was_committed or fork.step != NEWEST]
-    if found is None:
-        reasons = "; ".join(f"{other.name}: {other.reason}" for other in reported)
-        if any(other.may_be_good for other in rejected):
-            raise StorageError(f"{store.url}: no checkpoint can be read now: {reasons}")
-        raise ResumeError(f"{store.url}: no good checkpoint to fork from: {reasons or 'none is here'}")
+    where = f"{store.url}: no good checkpoint to fork from"
+    found, rejected = restore_from_run(hosts, store, list_candidates, abstract, where, is_named=fork.step != NEWEST)
     manifest = found.manifest
     where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
-    for other in reported if hosts.is_main else []:
+    for other in rejected if hosts.is_main else []:
         warn(f"checkpoint {other.name} of {store.url} is not forked from: {other.reason}")
         attempt.events.append(
             "fallback", manifest.step, rejected=int(other.name), reason=f"{store.url}: {other.reason}", tier="durable"

@@ -319,16 +319,28 @@ def quarantine(attempt: Attempt, step: int, reason: str) -> None:
 
 
 def restore_from_run(
-    hosts: Hosts, store: Store, list_candidates: Callable[[], list[str]], abstract: Any, weights_only: bool = False
-) -> tuple[RestoredState | None, list[RejectedCheckpoint]]:
-    """Return the first good checkpoint of another run, and those that were rejected before it. Changes nothing there.
+    hosts: Hosts,
+    store: Store,
+    list_candidates: Callable[[], list[str]],
+    abstract: Any,
+    where: str,
+    is_named: bool,
+    weights_only: bool = False,
+) -> tuple[RestoredState, list[RejectedCheckpoint]]:
+    """Return the first good checkpoint of another run, and those rejected before it. Changes nothing there.
 
     Args:
         hosts: processes of this job.
         store: directory of the other run.
         list_candidates: returns names of checkpoints in the order in which they are tried. Called on process 0.
         abstract: shape, dtype and sharding of every leaf to read.
+        where: beginning of the message if none is good.
+        is_named: True if the user named the checkpoint. Else those that were never committed are passed over silently.
         weights_only: ignore leaves that only the checkpoint has.
+
+    Raises:
+        ResumeError: no candidate is good.
+        StorageError: one cannot be read now, and none of the others is good.
     """
 
     def has_changed(candidates: list[str], rejected: list[str]) -> bool:
@@ -340,13 +352,16 @@ def restore_from_run(
         for candidate in candidates:
             found = _try_durable(hosts, store, candidate, abstract, weights_only)
             if isinstance(found, RestoredState):
-                return found, rejected
+                return found, [other for other in rejected if other.was_committed or is_named]
             rejected.append(found)
         # The other run may be alive and delete its old checkpoints while they are read: then it has a newer one.
         bad = [other.name for other in rejected if other.was_committed]
         if not hosts.run_on_main(functools.partial(has_changed, candidates, bad)):
             break
-    return None, rejected
+    reasons = "; ".join(f"{other.name}: {other.reason}" for other in rejected if other.was_committed or is_named)
+    if any(other.may_be_good for other in rejected):
+        raise StorageError(f"{where}: no checkpoint can be read now: {reasons}")
+    raise ResumeError(f"{where}: {reasons or 'no checkpoint is here'}")
 
 
 def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS) -> Any:
@@ -377,22 +392,16 @@ def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS
     def list_candidates() -> list[str]:
         return [checkpoint] if checkpoint is not None else [str(step) for step in reversed(list_steps(store))]
 
-    found, rejected = restore_from_run(hosts, store, list_candidates, abstract, weights_only=True)
-    if found is not None:
-        kind = "weights" if name == PARAMS else name
-        attempt.say(f"{kind} of step {found.manifest.step} taken from {source}")
-        leaves = [
-            found.state[saved_names[leaf_name]]
-            if saved_names[leaf_name] == leaf_name
-            else found.state[saved_names[leaf_name]].astype(leaf.dtype)
-            for leaf_name, leaf in wanted.items()
-        ]
-        return jax.tree.unflatten(jax.tree.structure(weights), leaves)
-    reported = [other for other in rejected if other.was_committed or checkpoint is not None]
-    reasons = "; ".join(f"{other.name}: {other.reason}" for other in reported)
-    if any(other.may_be_good for other in rejected):
-        raise StorageError(f"checkpoint.init_from: {store.url}: no checkpoint can be read now: {reasons}")
-    raise ResumeError(f"checkpoint.init_from: {store.url}: {reasons or 'no checkpoint is here'}")
+    where = f"checkpoint.init_from: {store.url}"
+    found, _ = restore_from_run(hosts, store, list_candidates, abstract, where, checkpoint is not None, True)
+    attempt.say(f"{'weights' if name == PARAMS else name} of step {found.manifest.step} taken from {source}")
+    leaves = [
+        found.state[saved_names[leaf_name]]
+        if saved_names[leaf_name] == leaf_name
+        else found.state[saved_names[leaf_name]].astype(leaf.dtype)
+        for leaf_name, leaf in wanted.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(weights), leaves)
 
 
 # Checks before an attempt is claimed. Process 0 only.

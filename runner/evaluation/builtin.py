@@ -112,24 +112,18 @@ class EvaluationTasks:
         if not self.tasks:
             return []
         assert self.codec is not None, "`read_evaluation_tasks` refuses questions without a tokenizer"
+        sizes = [task.sequences_per_device or context.sequences_per_device for task in self.tasks]
         # Tasks with batches of one size share a compiled program.
         scorers = {
             size: LikelihoodScorer(
                 context.model, context.mesh, self.config.data.sequence_length, size, context.is_stopping
             )
-            for size in {task.sequences_per_device or context.sequences_per_device for task in self.tasks}
+            for size in set(sizes)
         }
         first, encode = find_start_token(self.codec, self.config.data), partial(encode_prompt, self.codec)
         return [
-            MultipleChoice(
-                task.name,
-                task.questions,
-                encode,
-                first,
-                scorers[task.sequences_per_device or context.sequences_per_device],
-                task.every_steps,
-            )
-            for task in self.tasks
+            MultipleChoice(task.name, task.questions, encode, first, scorers[size], task.every_steps)
+            for task, size in zip(self.tasks, sizes, strict=True)
         ]
 
     def make_samples(self, context: EvaluationContext) -> list[SampleEvaluator]:

@@ -119,9 +119,8 @@ class RunIdentity:
 
     def is_continued(self, saved: Trajectory, step: int) -> bool:
         """Return True if the spec continues a trajectory that was saved at `step`; see `validate_trajectory`."""
-        saved = fill_in_defaults(saved, self.identity, self.config)
-        keys = self._list_changes(saved)
-        return not keys or _is_later(self.find_first_change(saved, keys), step)
+        keys = list(self.compare_values(saved))
+        return not keys or self.keeps_past(saved, keys, step)
 
     def list_moves(self, saved: Trajectory) -> list[str]:
         """Return the differences that are moves: other places of the same content, and former paths of a class."""

@@ -96,7 +96,7 @@ def test_a_changed_rate_is_kept_by_resumes_and_by_forks_of_the_fork(parent: Path
     assert lineage["ancestors"][0]["changes"] == read_lineage(resumed)["changes"]
 
 
-def test_a_fork_is_told_of_by_status_events_and_spec(counted: Path, tmp_path: Path, capsys: Any) -> None:
+def test_status_events_and_spec_report_a_fork(counted: Path, tmp_path: Path, capsys: Any) -> None:
     directory = tmp_path / "fork"
     make_counter(directory, seed=1, **{"config.total_steps": 60}, **fork_of(counted, "newest", "seed"))()
     (event,) = read_events(directory, "fork")
@@ -172,7 +172,7 @@ REFUSALS: dict[str, Refusal] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_fork_that_cannot_be_is_refused_and_writes_nothing(counted: Path, tmp_path: Path, case: str) -> None:
+def test_an_invalid_fork_is_rejected_and_writes_nothing(counted: Path, tmp_path: Path, case: str) -> None:
     spoil, given, message = REFUSALS[case]
     spoil(counted)
     given = {key: value.format(run=counted) if isinstance(value, str) else value for key, value in given.items()}
@@ -188,14 +188,14 @@ def test_a_fork_that_cannot_be_is_refused_and_writes_nothing(counted: Path, tmp_
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_run_of_another_job_class_is_refused(parent: Path, tmp_path: Path) -> None:
+def test_a_parent_of_another_job_class_is_rejected(parent: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match=r"is of the job experiments.gpt:PretrainGPT, this one is .*Counter"):
         make_counter(tmp_path / "fork", **fork_of(parent, 10))()
     assert not (tmp_path / "fork").exists()
 
 
 @pytest.mark.soak
-def test_a_model_of_another_size_is_refused_leaf_by_leaf(parent: Path, tmp_path: Path) -> None:
+def test_a_parent_of_another_model_size_is_rejected_with_each_leaf(parent: Path, tmp_path: Path) -> None:
     changed = {**WHOLE, "config.model.width": 16, **fork_of(parent, 10, "config.model")}
     with pytest.raises(InvalidError, match=r"(?s)init_from.*float32\[2,32\].*float32\[2,16\].*and \d+ more") as caught:
         make_gpt(tmp_path / "fork", **changed)()
@@ -204,7 +204,7 @@ def test_a_model_of_another_size_is_refused_leaf_by_leaf(parent: Path, tmp_path:
 
 
 @pytest.mark.soak
-def test_other_data_need_their_section_or_a_key_of_it(parent: Path, tmp_path: Path) -> None:
+def test_changed_data_must_be_listed_by_section_or_key(parent: Path, tmp_path: Path) -> None:
     data = {**WHOLE, "config.data.validation_fraction": 0.2}
     with pytest.raises(InvalidError, match=r"changes: \[config.data.validation_fraction\]"):
         make_gpt(tmp_path / "fork", **data, **fork_of(parent, 40))()
@@ -214,7 +214,7 @@ def test_other_data_need_their_section_or_a_key_of_it(parent: Path, tmp_path: Pa
 
 
 @pytest.mark.soak
-def test_a_change_that_leaves_the_past_alone_need_not_be_listed(tmp_path: Path) -> None:
+def test_a_change_of_later_steps_need_not_be_listed(tmp_path: Path) -> None:
     stable = {"name": "wsd", "warmup_steps": 1, "decay_steps": 2, "final_learning_rate": 0.0}
     parent = {**WHOLE, "config.train.total_steps": 8, "config.schedule": stable}
     make_gpt(tmp_path / "parent", **parent)()
@@ -267,7 +267,7 @@ def test_newest_falls_back_to_an_older_step_and_a_named_step_does_not(counted: P
 
 
 @pytest.mark.soak
-def test_the_best_step_and_its_metric_come_with_a_fork(parent: Path, tmp_path: Path) -> None:
+def test_a_fork_takes_the_best_step_with_its_metric(parent: Path, tmp_path: Path) -> None:
     best = {**WHOLE, "checkpoint.keep_best": {"metric": "val/loss"}}
     make_gpt(tmp_path / "best", **best)()
     losses = {row["step"]: row["val/loss"] for row in read_trajectory(tmp_path / "best") if "val/loss" in row}
@@ -293,7 +293,7 @@ def test_the_best_step_and_its_metric_come_with_a_fork(parent: Path, tmp_path: P
         ({"step": 40, "run": "gs://bucket/run"}, False),
     ],
 )
-def test_a_fork_that_has_begun_goes_on_as_itself_or_is_refused(
+def test_a_started_fork_resumes_or_is_rejected(
     counted: Path, tmp_path: Path, fork: dict[str, Any], is_good: bool
 ) -> None:
     longer = {"config.total_steps": 60}
@@ -310,7 +310,7 @@ def test_a_fork_that_has_begun_goes_on_as_itself_or_is_refused(
             again()
 
 
-def test_a_run_that_has_begun_does_not_become_a_fork(counted: Path, tmp_path: Path) -> None:
+def test_a_started_run_cannot_become_a_fork(counted: Path, tmp_path: Path) -> None:
     stop_after(make_counter(tmp_path / "own", **{"config.total_steps": 60}), 5)
     with pytest.raises(InvalidError, match="has a run that is no fork, at step 5"):
         make_counter(tmp_path / "own", **{"config.total_steps": 60}, **fork_of(counted, 40))()
@@ -364,7 +364,7 @@ class ParentBucket(MemoryDriver):
             raise StorageError("bucket: is down")
 
 
-def test_forks_go_into_a_bucket_and_out_of_it(counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_between_disk_and_bucket(counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(url._DRIVERS, "gs", (__name__, ParentBucket.__name__, ""))
     monkeypatch.setattr(ParentBucket, "shared", None)
 
