@@ -131,7 +131,7 @@ def test_a_live_multimodal_model_is_imported(tmp_path):
     del named[None]
     logits_BxTxV = compute_logits(parse_config_json(found), stack_params(named, files))
     write = importlib.import_module("tests.experiments.hugging_face.write")
-    assert_same_logits(logits_BxTxV, write.logits_of(model, TOKENS_BxT))
+    assert_same_logits(logits_BxTxV, write.compute_logits(model, TOKENS_BxT))
 
 
 @pytest.mark.soak
@@ -139,8 +139,8 @@ def test_a_live_multimodal_model_is_imported(tmp_path):
 def test_logits_match_live_transformers_in_both_directions(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs pip install -e '.[parity]'")
     write = importlib.import_module("tests.experiments.hugging_face.write")
-    model = write.make(name)
-    expected_BxTxV = write.logits_of(model, TOKENS_BxT)
+    model = write.make_model(name)
+    expected_BxTxV = write.compute_logits(model, TOKENS_BxT)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     found = model.config.to_dict()
@@ -150,4 +150,4 @@ def test_logits_match_live_transformers_in_both_directions(name, tmp_path):
     written = transformers.AutoConfig.for_model(**files.config(), attn_implementation="eager")
     again = transformers.AutoModelForCausalLM.from_config(written).float().eval()
     again.load_state_dict(model.state_dict())
-    np.testing.assert_array_equal(write.logits_of(again, TOKENS_BxT), expected_BxTxV)
+    np.testing.assert_array_equal(write.compute_logits(again, TOKENS_BxT), expected_BxTxV)
