@@ -309,6 +309,7 @@ def test_the_first_save_is_read_back_before_the_commit(make_store, capsys, monke
 # Many and large leaves.
 
 
+@pytest.mark.soak
 def test_the_size_of_compiled_programs_does_not_grow_with_the_number_of_leaves(tmp_path):
     """Programs with many leaves take superlinear time to compile."""
 

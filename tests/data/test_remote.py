@@ -473,7 +473,7 @@ def test_resumed_run_is_bit_identical_with_a_damaged_cache_and_a_failing_bucket(
 # The services of three clouds.
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] * (name == "az")) for name in BACKENDS])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     with start_backend(request.param) as started:
         route_stores_to(monkeypatch, started)

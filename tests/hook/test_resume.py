@@ -107,6 +107,7 @@ def kill(directory, name, step) -> None:
         return
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ALL)
 def test_a_repeatedly_stopped_run_makes_the_same_hook_calls(name, get_uninterrupted_run, tmp_path) -> None:
     for step in (2, 3, 4, 6):

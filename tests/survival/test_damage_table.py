@@ -198,7 +198,7 @@ def daily(kind: str) -> list[tuple[Path, str]]:
         (place, damage)
         for number, place in enumerate(places(kind))
         for other, damage in cases(kind)
-        if place == other and (number + order[damage]) % (4 if place.name in READ_FIRST else 17) == 0
+        if place == other and (number + order[damage]) % (6 if place.name in READ_FIRST else 23) == 0
     ]
 
 

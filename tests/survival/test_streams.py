@@ -21,7 +21,7 @@ ENDS = {
     "bug": (1, ("job=tests.support.faulty_jobs:FailingCounter", "config.total_steps=60")),
     "invalid": (2, ("unknown=1",)),
 }
-_DAILY = {("all", "closed", "finish"), ("all", "closed", "invalid"), ("all", "terminal closes", "stop")}
+_DAILY = {("all", "closed", "finish"), ("all", "terminal closes", "stop")}
 CASES = [
     pytest.param(streams, way, end, marks=() if (streams, way, end) in _DAILY else pytest.mark.soak)
     for streams in STREAMS

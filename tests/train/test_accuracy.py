@@ -41,7 +41,7 @@ JOBS: dict[str, tuple[type[BaseTrainer], dict[str, Any]]] = {
     "packed documents": (PretrainGPT, {"config.data.packing": "documents"}),
     "ordered sums": (PretrainGPT, {"config.train.same_bits_devices": 8, "config.train.micro_batch_examples": 1}),
 }
-DAILY = {"the base class", "GPT", "decoder in chunks"}
+DAILY = {"the base class", "GPT"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name not in DAILY)) for name in JOBS])

@@ -72,7 +72,9 @@ def test_averages_leave_training_bit_identical(directory, uninterrupted):
     assert are_leaves_equal(without.state.opt_state, uninterrupted.state.opt_state)
 
 
-@pytest.mark.parametrize("mesh", [{}, make_mesh_options(4, 2, 1)], ids=["here", "on another mesh"])
+@pytest.mark.parametrize(
+    "mesh", [{}, pytest.param(make_mesh_options(4, 2, 1), marks=pytest.mark.soak)], ids=["here", "on another mesh"]
+)
 def test_resumed_averages_equal_those_of_an_uninterrupted_run(directory, uninterrupted, mesh):
     name = "elsewhere" if mesh else "resumed"
     first = job(directory / name)
@@ -112,6 +114,7 @@ def make_job_from_average(directory, whole, name, decay, **changes):
     return job(directory / name, **begun | changes)
 
 
+@pytest.mark.soak
 def test_a_run_can_start_from_an_average_of_another_run(directory, uninterrupted):
     found = make_job_from_average(directory, uninterrupted, "begun", 0.9, **{"config.optimizer.learning_rate": 1e-12})
     found()

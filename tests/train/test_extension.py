@@ -55,6 +55,7 @@ def test_a_run_extended_before_its_decay_equals_one_that_had_the_length_from_the
     assert read_trajectory(tmp_path / "short")[9:] != read_trajectory(tmp_path / "whole")[9:SHORT]
 
 
+@pytest.mark.soak
 def test_the_length_may_change_back_until_the_change_takes_effect(tmp_path: Path) -> None:
     stop_after(job(tmp_path / "run"), 4)
     stop_after(job(tmp_path / "run", LONG), 6)
@@ -76,6 +77,7 @@ def test_a_refused_change_leaves_the_directory_to_its_own_spec(tmp_path: Path) -
     job(tmp_path / "run")()
 
 
+@pytest.mark.soak
 def test_a_finished_run_is_extended_only_where_its_last_steps_stay(tmp_path: Path) -> None:
     constant = {"config.schedule": {"name": "constant"}}
     job(tmp_path / "constant", **constant)()

@@ -187,7 +187,7 @@ def test_gradients_of_replicated_weights_are_summed_over_devices(hidden):
             return jax.lax.psum(loss(*inputs)[0], "data")
 
         spread = jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-        return jax.grad(lambda *inputs: spread(*inputs), argnums=(0, 1))(*hidden)
+        return jax.jit(jax.grad(lambda *inputs: spread(*inputs), argnums=(0, 1)))(*hidden)
 
     for found, expected in zip(gradient(chunked_loss(8)), gradient(whole_loss), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

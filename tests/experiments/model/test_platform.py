@@ -43,12 +43,7 @@ def make_decoder(keys, remat, chunk=None, vocabulary=VOCABULARY):
 MODELS = {"gpt": make_gpt} | {
     name: functools.partial(make_decoder, keys) for name, keys in (FAMILIES | {"moe": MOE}).items()
 }
-DAILY = {("gpt", "dots")}
-CASES = [
-    pytest.param(name, remat, marks=() if (name, remat) in DAILY else SOAK, id=f"{name}-{remat}")
-    for name in MODELS
-    for remat in REMATS
-]
+CASES = [pytest.param(name, remat, id=f"{name}-{remat}") for name in MODELS for remat in REMATS]
 
 
 @pytest.fixture
@@ -62,6 +57,7 @@ def compute_value_and_gradients(apply, variables):
     return jax.jit(jax.value_and_grad(lambda params: apply(params, TOKENS_BxT, targets=TARGETS)))(variables)
 
 
+@SOAK
 @pytest.mark.parametrize(("name", "remat"), CASES)
 def test_both_forms_compute_the_same_function(name, remat, switch_to_tpu):
     apply, model = MODELS[name](remat)
@@ -75,7 +71,7 @@ def test_both_forms_compute_the_same_function(name, remat, switch_to_tpu):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), gradients, expected)
 
 
-@pytest.mark.parametrize("chunk", [None, 8])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=SOAK), 8])
 @pytest.mark.parametrize(
     "sizes",
     [
