@@ -51,27 +51,48 @@ def read_lineage(directory: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parent of the soak."""
     directory = tmp_path_factory.mktemp("fork") / "parent"
     make_gpt(directory, **WHOLE)()
     return directory
 
 
+@pytest.fixture(scope="module")
+def counter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("fork") / "counted"
+    make_counter(directory, **{"checkpoint.keep_last": 3})()
+    return directory
+
+
 @pytest.fixture
-def counted(tmp_path: Path) -> Path:
-    make_counter(tmp_path / "counted", **{"checkpoint.keep_last": 3})()
-    return tmp_path / "counted"
+def counted(counter_run: Path, tmp_path: Path) -> Path:
+    """A copy, which a test may spoil."""
+    return Path(shutil.copytree(counter_run, tmp_path / "counted"))
 
 
-@pytest.mark.parametrize("step", [pytest.param(10, marks=pytest.mark.soak), 12], ids=["with_a_row", "between_rows"])
-def test_a_fork_without_changes_has_the_bits_and_rows_of_its_parent(parent: Path, step: int) -> None:
+def check_fork_without_changes(parent: Path, step: int, whole: dict[str, Any]) -> None:
     directory = parent.parent / f"same-{step}"
-    make_gpt(directory, **WHOLE, **fork_of(parent, step))()
+    make_gpt(directory, **whole, **fork_of(parent, step))()
     rows, result = read_outcome(parent)
     assert read_outcome(directory) == ([row for row in rows if row["step"] > step], result)
     digests = {number: manifest.fingerprint for number, manifest in read_committed(LocalStore(parent)).items()}
     own = {number: manifest.fingerprint for number, manifest in read_committed(LocalStore(directory)).items()}
     assert own == {number: digest for number, digest in digests.items() if number >= step}
     assert read_lineage(directory)["fingerprint"] == digests[step]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("step", [10, 12], ids=["with_a_row", "between_rows"])
+def test_a_fork_without_changes_has_the_bits_and_rows_of_its_parent(parent: Path, step: int) -> None:
+    check_fork_without_changes(parent, step, WHOLE)
+
+
+def test_a_short_fork_without_changes_has_the_bits_and_rows_of_its_parent(tmp_path: Path) -> None:
+    short = {"config.train.total_steps": 6, "logging.every_steps": 2, "config.eval.every_steps": 4}
+    size = {"config.model": {"layers": 1, "heads": 1, "width": 8, "dropout": 0.1}}
+    whole = {**WHOLE, "checkpoint": {"every_steps": 3, "keep_last": 3}, **size, **short}
+    make_gpt(tmp_path / "parent", **whole)()
+    check_fork_without_changes(tmp_path / "parent", 3, whole)
 
 
 @pytest.mark.soak
@@ -188,9 +209,9 @@ def test_an_invalid_fork_is_rejected_and_writes_nothing(counted: Path, tmp_path:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_parent_of_another_job_class_is_rejected(parent: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidError, match=r"is of the job experiments.gpt:PretrainGPT, this one is .*Counter"):
-        make_counter(tmp_path / "fork", **fork_of(parent, 10))()
+def test_a_parent_of_another_job_class_is_rejected(counter_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidError, match=r"is of the job experiments.counter:Counter, this one is .*PretrainGPT"):
+        make_gpt(tmp_path / "fork", **fork_of(counter_run, 40))()
     assert not (tmp_path / "fork").exists()
 
 
