@@ -27,6 +27,7 @@ from runner.checkpoint.fork import (
     restore_fork,
     validate_fork,
     validate_lineage,
+    validate_parent_files,
     validate_parent_place,
 )
 from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves
@@ -327,8 +328,11 @@ class RestoreableJob:
         # All checks come before the claim: a job that cannot start must not stop one that is running.
         self.setup(hosts)
         identity, abstract = compute_trajectory(self.spec, self.config), self.abstract_state()
-        hosts.run_on_main(lambda: self.validate_checkpoints(abstract))
+        is_new = hosts.run_on_main(lambda: self.validate_checkpoints(abstract))
         validate_leaves(abstract)
+        if is_new and self.spec.checkpoint.fork_from is not None:
+            with self.document.errors_at("checkpoint.fork_from"):
+                validate_parent_files(hosts, self.spec.checkpoint.fork_from)
 
         attempt = claim_attempt(
             self.store, self.document, self.spec, identity, hosts, stop, progress, type(self), self.discard_output
@@ -352,10 +356,10 @@ class RestoreableJob:
         self.compile_cache.publish(attempt.fence.check, hosts.process_id)
         return attempt
 
-    def validate_checkpoints(self, abstract: Any = None) -> None:
+    def validate_checkpoints(self, abstract: Any = None) -> bool:
         """Check that the checkpoints, or else those that the spec starts from, fit this job. Process 0 only.
 
-        Needs `setup`.
+        Needs `setup`. Returns True if there are none yet.
 
         Args:
             abstract: the abstract state; needed only where the directory has no checkpoint.
@@ -376,6 +380,7 @@ class RestoreableJob:
                     validate_lineage(config.fork_from, self.store, newest)
         elif newest is None:
             validate_init_from(self.document, config.initial_weights, self.family, lambda: self.weights(abstract))
+        return newest is None
 
     def prepare_and_restore(self) -> None:
         """Compile, then restore or initialise the state."""

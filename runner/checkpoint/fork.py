@@ -3,7 +3,8 @@
 `checkpoint.fork_from` names the parent, its step and the keys whose values differ. The protocol:
 
 1. Before the directory is claimed, process 0 compares the parent's manifest with the job: its leaves must be those of
-   the job, and its trajectory too, except for the keys in `changes`. Otherwise nothing is written.
+   the job, and its trajectory too, except for the keys in `changes`. Then all hosts check the bytes of its files, each
+   a share. If anything is wrong, nothing is written.
 2. If the run has no checkpoint of its own, the state is restored from the parent, with all checks of a restore and on
    any mesh. The parent is only read: a damaged checkpoint stays where it is.
 3. The fork's first act is a commit of this state, as its own checkpoint of the same step. A kill before that commit
@@ -17,7 +18,7 @@ Every manifest of the fork holds its lineage (`LINEAGE_KEYS`), and with it that 
 """
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from runner.checkpoint.inspect import BEST, find_best_checkpoint, read_document
@@ -31,8 +32,9 @@ from runner.checkpoint.manifest import (
     read_manifest,
     read_newest_manifest,
 )
-from runner.checkpoint.restore import RestoredState, restore_from_run
+from runner.checkpoint.restore import RestoredState, restore_from_run, validate_files_of_run
 from runner.console import warn
+from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, ResumeError, StorageError, suggest_nearest
 from runner.run.attempt import Attempt
 from runner.run.fence import RunIdentity
@@ -59,13 +61,19 @@ def open_parent(fork: ForkConfig) -> Store:
 
 
 def validate_parent_place(fork: ForkConfig, own: Store) -> None:
-    """Raise `InvalidError` if a run would fork into its parent's directory. Reads nothing of the parent."""
+    """Raise `InvalidError` if the directories of a fork and its parent overlap. Reads nothing of the parent."""
     parent = open_parent(fork)
-    is_same = parent.url == own.url
-    if parent.root is not None and own.root is not None:
-        is_same = parent.root.resolve() == own.root.resolve()
-    if is_same:
+    theirs, ours = (
+        tuple(store.url.split("/")) if store.root is None else store.root.resolve().parts for store in (parent, own)
+    )
+    shorter = min(len(theirs), len(ours))
+    if theirs[:shorter] != ours[:shorter]:
+        return
+    if theirs == ours:
         raise InvalidError(f"{own.url} is the parent's own directory; give the fork another directory")
+    # No run may lie inside another: it would be deleted with it, and no tool would find it.
+    relation = "lies in" if len(ours) > shorter else "contains"
+    raise InvalidError(f"{own.url} {relation} the parent's directory, {parent.url}; give the fork another directory")
 
 
 def read_parent_manifest(fork: ForkConfig) -> tuple[Store, Manifest]:
@@ -118,7 +126,7 @@ def find_continued_manifest(store: Store, fork: ForkConfig | None) -> Manifest |
 def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, total_steps: int) -> Manifest:
     """Check that a run can begin as this fork, and return the parent's manifest. Process 0 only; writes nothing.
 
-    The arrays are checked when they are read.
+    Of the arrays only names and shapes are checked.
 
     Raises:
         InvalidError: it cannot; the message says what to do.
@@ -143,6 +151,17 @@ def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, to
             "choose an earlier checkpoint"
         )
     return manifest
+
+
+def validate_parent_files(hosts: Hosts, fork: ForkConfig) -> None:
+    """Check the bytes of the checkpoint that a fork would begin with, by reading them. Called on every host.
+
+    Raises:
+        ResumeError: they are not those that were saved.
+        StorageError: the parent cannot be reached.
+    """
+    store = open_parent(fork)
+    validate_files_of_run(hosts, store, *_list_candidates(store, fork))
 
 
 def validate_changes(
@@ -221,14 +240,8 @@ def restore_fork(
         StorageError: it cannot be read now.
     """
     store, hosts = open_parent(fork), attempt.hosts
-
-    def list_candidates() -> list[str]:
-        if fork.step == NEWEST:
-            return [str(step) for step in reversed(list_steps(store))]
-        return [read_parent_manifest(fork)[1].name]
-
-    where = f"{store.url}: no good checkpoint to fork from"
-    found, rejected = restore_from_run(hosts, store, list_candidates, abstract, where, is_named=fork.step != NEWEST)
+    list_candidates, where, is_named = _list_candidates(store, fork)
+    found, rejected = restore_from_run(hosts, store, list_candidates, abstract, where, is_named)
     manifest = found.manifest
     where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
     for other in rejected if hosts.is_main else []:
@@ -239,6 +252,17 @@ def restore_fork(
     changes = validate_changes(fork, run_identity, manifest, where)
     attempt.say(f"forked from {where}" + (f", with other values of {', '.join(changes)}" if changes else ""))
     return found, make_lineage(store, manifest, changes)
+
+
+def _list_candidates(store: Store, fork: ForkConfig) -> tuple[Callable[[], list[str]], str, bool]:
+    """Return the arguments `list_candidates`, `where` and `is_named` of `restore_from_run`."""
+
+    def list_candidates() -> list[str]:
+        if fork.step == NEWEST:
+            return [str(step) for step in reversed(list_steps(store))]
+        return [read_parent_manifest(fork)[1].name]
+
+    return list_candidates, f"{store.url}: no good checkpoint to fork from", fork.step != NEWEST
 
 
 def make_lineage(store: Store, manifest: Manifest, changes: dict[str, list[Any]]) -> JsonObject:

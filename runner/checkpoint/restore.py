@@ -16,7 +16,7 @@ changed and the job refuses to start.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -58,6 +58,7 @@ from runner.spec import Trajectory
 from runner.storage import DiskError, Store, open_store, read_log, split_checkpoint
 
 Tier = Literal["durable", "fast"]
+Found = TypeVar("Found", "RestoredState", Manifest)
 AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # returns the reason why a job cannot continue
 QUARANTINE = "quarantine"
 _MAX_NAMES = 20  # of checkpoints in a message
@@ -212,30 +213,14 @@ def _try_durable(
     hosts: Hosts, store: Store, name: str, abstract: Any, weights_only: bool = False
 ) -> RestoredState | RejectedCheckpoint:
     directory = f"{CHECKPOINTS}/{name}"
-    # 1. Bytes. Every host checks its share of the files; pieces are checked when they are read.
-    manifest, problem, was_committed = None, None, True
-    try:
-        manifest = read_manifest(store, directory)
-        if manifest.shards is None:
-            bad = find_file_problems(store, directory, manifest.files, hosts.process_id, hosts.num_processes)
-            problem = RestoreProblem(bad[0]) if bad else None
-    except NotCommittedError as error:
-        problem, was_committed = RestoreProblem(str(error)), False
-    except NewerFormatError:
-        raise
-    except DiskError as error:
-        problem = RestoreProblem(f"{MANIFEST} or a file: {error}", may_be_good=True)
-    except StorageError:
-        raise  # that the store is down says nothing about the checkpoint
-    except (ValueError, OSError) as error:
-        problem = RestoreProblem(f"{MANIFEST}: {error}")
-    problem = _gather_first_problem(hosts, problem)
-    if problem is not None or manifest is None:
-        problem = problem or RestoreProblem("no manifest")
-        return RejectedCheckpoint(name, problem.reason, "durable", was_committed, problem.may_be_good)
+    # 1. Bytes.
+    manifest = _check_files(hosts, store, name)
+    if isinstance(manifest, RejectedCheckpoint):
+        return manifest
     # 2. Shape. Other leaves mean that code or spec have changed, which no older checkpoint would help: this raises.
     validate_manifest_leaves(manifest, abstract, weights_only)
     arrays: dict[str, jax.Array] = {}
+    problem = None
     try:
         arrays = readers.read_arrays(store, directory, manifest, encode_leaves(flatten_with_names(abstract)))
     except DiskError as error:
@@ -253,6 +238,39 @@ def _try_durable(
     if bits_problem is not None:
         return RejectedCheckpoint(name, bits_problem, "durable")
     return RestoredState(state, manifest)
+
+
+def _check_files(hosts: Hosts, store: Store, name: str, with_pieces: bool = False) -> Manifest | RejectedCheckpoint:
+    """Return the manifest of a checkpoint whose files have the right bytes. Every host checks its share of them.
+
+    Args:
+        hosts: processes of this job.
+        store: directory of the run.
+        name: the checkpoint.
+        with_pieces: check arrays that are stored as pieces too, which are checked again when they are read.
+    """
+    directory = f"{CHECKPOINTS}/{name}"
+    manifest, problem, was_committed = None, None, True
+    try:
+        manifest = read_manifest(store, directory)
+        if manifest.shards is None or with_pieces:
+            bad = find_file_problems(store, directory, manifest.files, hosts.process_id, hosts.num_processes)
+            problem = RestoreProblem(bad[0]) if bad else None
+    except NotCommittedError as error:
+        problem, was_committed = RestoreProblem(str(error)), False
+    except NewerFormatError:
+        raise
+    except DiskError as error:
+        problem = RestoreProblem(f"{MANIFEST} or a file: {error}", may_be_good=True)
+    except StorageError:
+        raise  # that the store is down says nothing about the checkpoint
+    except (ValueError, OSError) as error:
+        problem = RestoreProblem(f"{MANIFEST}: {error}")
+    problem = _gather_first_problem(hosts, problem)
+    if problem is not None or manifest is None:
+        problem = problem or RestoreProblem("no manifest")
+        return RejectedCheckpoint(name, problem.reason, "durable", was_committed, problem.may_be_good)
+    return manifest
 
 
 def _gather_first_problem(hosts: Hosts, problem: RestoreProblem | None) -> RestoreProblem | None:
@@ -343,6 +361,36 @@ def restore_from_run(
         StorageError: one cannot be read now, and none of the others is good.
     """
 
+    def restore(name: str) -> RestoredState | RejectedCheckpoint:
+        return _try_durable(hosts, store, name, abstract, weights_only)
+
+    return _find_first_good(hosts, store, list_candidates, where, is_named, restore)
+
+
+def validate_files_of_run(
+    hosts: Hosts, store: Store, list_candidates: Callable[[], list[str]], where: str, is_named: bool
+) -> None:
+    """Check that `restore_from_run` will find a checkpoint whose files have the right bytes. The arguments are its.
+
+    Raises:
+        ResumeError: no candidate is good.
+        StorageError: one cannot be read now, and none of the others is good.
+    """
+    _find_first_good(
+        hosts, store, list_candidates, where, is_named, lambda name: _check_files(hosts, store, name, with_pieces=True)
+    )
+
+
+def _find_first_good(
+    hosts: Hosts,
+    store: Store,
+    list_candidates: Callable[[], list[str]],
+    where: str,
+    is_named: bool,
+    check: Callable[[str], Found | RejectedCheckpoint],
+) -> tuple[Found, list[RejectedCheckpoint]]:
+    """Return what `check` returns for the first good candidate, and those rejected before it."""
+
     def has_changed(candidates: list[str], rejected: list[str]) -> bool:
         return list_candidates() != candidates or not all(is_committed(store, other) for other in rejected)
 
@@ -350,8 +398,8 @@ def restore_from_run(
         candidates: list[str] = hosts.run_on_main(list_candidates)
         rejected: list[RejectedCheckpoint] = []
         for candidate in candidates:
-            found = _try_durable(hosts, store, candidate, abstract, weights_only)
-            if isinstance(found, RestoredState):
+            found = check(candidate)
+            if not isinstance(found, RejectedCheckpoint):
                 return found, [other for other in rejected if other.was_committed or is_named]
             rejected.append(found)
         # The other run may be alive and delete its old checkpoints while they are read: then it has a newer one.

@@ -1,6 +1,7 @@
 """A fork begins with its parent's whole state, differs only in the keys that it lists, and then needs no parent."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 import jax
 import pytest
 
-from runner import RestoreableJob
+from experiments.gpt import PretrainGPT
+from runner import BaseTrainer, RestoreableJob
 from runner.checkpoint.fork import shorten_keys
 from runner.checkpoint.manifest import MANIFEST, parse_manifest, read_committed, seal
 from runner.cli.app import run_command
@@ -18,9 +20,10 @@ from runner.errors import EXIT_DONE, InvalidError, StorageError
 from runner.history.reader import read_history
 from runner.spec import read_spec
 from runner.storage import LocalStore, Store, parse_lines, url
+from tests.support.bigram import BIGRAM_OPTIONS, BigramTrainer
 from tests.support.job_process import Job, just_committed
 from tests.support.memory_bucket import MemoryDriver
-from tests.support.tiny_jobs import make_counter, make_gpt, read_outcome, read_trajectory, stop_after
+from tests.support.tiny_jobs import get_job_name, make_counter, make_gpt, read_outcome, read_trajectory, stop_after
 
 STEPS = 42
 # Everything that a state may hold: dropout, averages, counters of hooks, sums of a window that is not closed yet.
@@ -70,9 +73,11 @@ def counted(counter_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(counter_run, tmp_path / "counted"))
 
 
-def check_fork_without_changes(parent: Path, step: int, whole: dict[str, Any]) -> None:
+def check_fork_without_changes(
+    parent: Path, step: int, whole: dict[str, Any], job_class: type[BaseTrainer] = PretrainGPT
+) -> None:
     directory = parent.parent / f"same-{step}"
-    make_gpt(directory, **whole, **fork_of(parent, step))()
+    make_gpt(directory, job_class, **whole, **fork_of(parent, step))()
     rows, result = read_outcome(parent)
     assert read_outcome(directory) == ([row for row in rows if row["step"] > step], result)
     digests = {number: manifest.fingerprint for number, manifest in read_committed(LocalStore(parent)).items()}
@@ -88,11 +93,12 @@ def test_a_fork_without_changes_has_the_bits_and_rows_of_its_parent(parent: Path
 
 
 def test_a_short_fork_without_changes_has_the_bits_and_rows_of_its_parent(tmp_path: Path) -> None:
+    # A model that compiles quickly, and returns sums over the steps between two rows.
     short = {"config.train.total_steps": 6, "logging.every_steps": 2, "config.eval.every_steps": 4}
-    size = {"config.model": {"layers": 1, "heads": 1, "width": 8, "dropout": 0.1}}
-    whole = {**WHOLE, "checkpoint": {"every_steps": 3, "keep_last": 3}, **size, **short}
-    make_gpt(tmp_path / "parent", **whole)()
-    check_fork_without_changes(tmp_path / "parent", 3, whole)
+    whole = {**WHOLE, **BIGRAM_OPTIONS, "checkpoint": {"every_steps": 3, "keep_last": 3}, **short}
+    whole["job"] = get_job_name(BigramTrainer)
+    make_gpt(tmp_path / "parent", BigramTrainer, **whole)()
+    check_fork_without_changes(tmp_path / "parent", 3, whole, BigramTrainer)
 
 
 @pytest.mark.soak
@@ -162,6 +168,24 @@ def keep(run: Path) -> None:
     pass
 
 
+def find_arrays(run: Path, step: int) -> Path:
+    """Return the largest file with arrays."""
+    files = [path for path in (run / f"checkpoints/{step}").rglob("*") if path.is_file() and path.name != MANIFEST]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def damage_arrays(run: Path, step: int) -> None:
+    path = find_arrays(run, step)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def damage_all_arrays(run: Path) -> None:
+    for step in (20, 30, 40):
+        damage_arrays(run, step)
+
+
 Refusal = tuple[Callable[[Path], None], dict[str, Any], str]
 REFUSALS: dict[str, Refusal] = {
     "being_written": (unfinish, {"step": 40}, r"step 40 is not committed.*has steps 20, 30$"),
@@ -169,6 +193,10 @@ REFUSALS: dict[str, Refusal] = {
     "none_left": (remove("checkpoints"), {"step": 10}, "has no checkpoint$"),
     "nothing_there": (shutil.rmtree, {}, "no checkpoint is here"),
     "damaged": (damage_manifest, {"step": 40}, "damaged.*choose another step"),
+    "damaged_arrays": (lambda run: damage_arrays(run, 40), {"step": 40}, "no good checkpoint to fork from: 40: .*CRC"),
+    "missing_arrays": (lambda run: find_arrays(run, 40).unlink(), {"step": 40}, "to fork from: 40: .* is missing"),
+    "truncated_arrays": (lambda run: os.truncate(find_arrays(run, 40), 5), {"step": 40}, "40: .* has 5 bytes"),
+    "all_damaged": (damage_all_arrays, {}, "40: .*CRC.*; 30: .*CRC.*; 20: .*CRC"),
     "newer": (make_newer, {"step": 40}, "newer runner"),
     "newer_newest": (make_newer, {}, "newer runner"),
     "best_of_nothing": (keep, {"step": "best"}, "keep_best"),
@@ -187,6 +215,8 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "nothing_left_to_do": (keep, {"total": 40}, "at step 40, and the run ends at step 40"),
     "own_directory": (keep, {"directory": "{run}/../counted"}, "the parent's own directory"),
+    "below_the_parent": (keep, {"directory": "{run}/forks/a"}, "lies in the parent's directory"),
+    "above_the_parent": (keep, {"directory": "{run}/.."}, "contains the parent's directory"),
     "weights_too": (keep, {"init_from": "{run}"}, "fork_from and init_from are both given"),
     "no_path": (keep, {"run": "ftp://host/run"}, "ftp:// is not known"),
 }
@@ -263,28 +293,26 @@ def test_the_list_to_paste_is_short(keys: list[str], short: list[str]) -> None:
     assert shorten_keys(keys) == short
 
 
-# Damage that shows only when the arrays are read.
-
-
-def damage_arrays(run: Path, step: int) -> None:
-    files = [path for path in (run / f"checkpoints/{step}").rglob("*") if path.is_file() and path.name != MANIFEST]
-    largest = max(files, key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
-
-
-def test_newest_falls_back_to_an_older_step_and_a_named_step_does_not(counted: Path, tmp_path: Path) -> None:
+def test_newest_falls_back_to_an_older_step(counted: Path, tmp_path: Path) -> None:
     damage_arrays(counted, 40)
     before = sorted(counted.rglob("*"))
-    with pytest.raises(InvalidError, match="no good checkpoint to fork from: 40"):
-        make_counter(tmp_path / "fork", seed=1, **{"config.total_steps": 60}, **fork_of(counted, 40, "seed"))()
-    assert not (tmp_path / "fork/checkpoints").exists()
-    # Nothing was saved, so the directory takes a corrected spec.
     make_counter(tmp_path / "fork", **{"config.total_steps": 60}, **fork_of(counted, "newest"))()
     assert read_lineage(tmp_path / "fork")["step"] == 30
     assert [row["rejected"] for row in read_events(tmp_path / "fork", "fallback")] == [40]
     assert sorted(counted.rglob("*")) == before
+
+
+def test_damage_after_the_check_leaves_the_directory_to_a_corrected_spec(
+    counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = {"config.total_steps": 60}
+    job = make_counter(tmp_path / "fork", seed=1, **spec, **fork_of(counted, 40, "seed"))
+    monkeypatch.setattr(job, "prepare", lambda: damage_arrays(counted, 40))
+    with pytest.raises(InvalidError, match="no good checkpoint to fork from: 40"):
+        job()
+    assert not (tmp_path / "fork/checkpoints").exists()
+    make_counter(tmp_path / "fork", **spec, **fork_of(counted, 30))()
+    assert read_lineage(tmp_path / "fork")["step"] == 30
 
 
 @pytest.mark.soak
@@ -393,8 +421,10 @@ def test_forks_between_disk_and_bucket(counted: Path, tmp_path: Path, monkeypatc
         job = make_counter(tmp_path / "unused", **changes)
         return type(job)(job.spec.model_copy(update={"directory": str(directory)}))
 
-    make("gs://bucket/run", **{"config.total_steps": 60}, **fork_of(counted, 30))()
-    make(tmp_path / "back", **{"config.total_steps": 60}, **fork_of("gs://bucket/run", 50))()
+    # A bucket may leave out saves, but not that of the fork's first step.
+    longer = {"config.total_steps": 60, "checkpoint.keep_last": 9}
+    make("gs://bucket/run", **longer, **fork_of(counted, 30))()
+    make(tmp_path / "back", **longer, **fork_of("gs://bucket/run", 30))()
     stored: Store = url.make_store("gs://bucket/run")
     result = json.loads(stored.read("result.json"))
     assert json.loads((tmp_path / "back/result.json").read_text()) == result
