@@ -6,7 +6,7 @@ of the loss that come from `runner.train` are exported too. Blocks know no train
 - `platform`: platform-dependent form of a model
 - `grouped_matmul`: matmuls of tokens grouped by expert
 - `layers`: projections, norms, the gated MLP, sharding constraints, activation checkpointing
-- `context_layout`: layout of sequences under context parallelism
+- `context_layout`: layout of sequences under context parallelism, and the choice of ring or all-gather
 - `expert_parallel`: token exchange between devices that hold different experts
 - `moe`: mixture of experts: router, load balancing, layer
 - `presets`: published models by name

@@ -19,9 +19,8 @@ from runner.distributed.rendezvous import join_job
 from runner.errors import EXIT_DONE, EXIT_RETRYABLE, InvalidError, RunnerError
 from runner.evaluation.generation import Sampler
 from runner.history.reader import read_history
-from runner.huggingface.export import ExportOptions, export_into, publish_directory
+from runner.huggingface.export import ExportOptions, export_adapter, export_into, publish_directory
 from runner.huggingface.hub import CARD_FILE, ExportedCheckpoint, HubRepository, ModelCardText, format_model_card
-from runner.huggingface.peft import export_adapter
 from runner.huggingface.safetensors import CONFIG_FILE
 from runner.inference.evaluate import (
     CheckpointEvaluator,

@@ -6,5 +6,4 @@
 - `export`: export of weights and assets
 - `hub`: model card and push to the Hub
 - `load`: import by `checkpoint.init_from`, and the base of adapters
-- `peft`: export of an adapter alone
 """

@@ -21,12 +21,20 @@ from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from experiments.model import context_layout
 from experiments.model.attention import blocked_attention, cached_attention, causal_attention
 from experiments.model.config import DecoderConfig
-from experiments.model.context_layout import SequenceLayout, compute_visits, make_sequence_layout, max_steps
+from experiments.model.context_layout import (
+    AttentionShape,
+    SequenceLayout,
+    choose_context_method,
+    compute_visits,
+    find_peak_rates,
+    make_sequence_layout,
+    max_steps,
+    predict_attention_seconds,
+)
 from experiments.model.context_splash import SequenceMask
 from experiments.model.decoder import Decoder, PretrainDecoder
 from runner.accelerator import CHIPS
 from runner.config import MemoryConfig, TrainerConfig
-from runner.parallel.context import AttentionShape, choose_context_method, find_peak_rates, predict_attention_seconds
 from runner.parallel.mesh import make_batch_sharding, make_mesh, use_sharding_rules
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.forecast.hlo import ARRAY_PATTERN
