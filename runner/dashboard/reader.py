@@ -12,16 +12,17 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from runner.dashboard.charts import RunCurves
-from runner.errors import SpecError
+from runner.errors import InvalidError, SpecError
 from runner.history.reader import HistoryReader
-from runner.history.records import History
+from runner.history.records import ForkRecord, History
 from runner.metrics.file import open_metrics_tail
 from runner.metrics.rows import Row
+from runner.run.layout import read_owner
 from runner.run.logs import LOG_FOLDER
 from runner.spec import parse_document
 from runner.storage import ConfinedStore, Store, as_local, make_store
@@ -31,6 +32,7 @@ UNREADABLE = "(unreadable)"
 LEVELS_MAX = 6
 DIRECTORIES_MAX = 5000
 RUNS_MAX = 1000
+ANCESTORS_MAX = 4  # that a page draws beside its runs
 
 _RUN_FILE = "job.json"
 _IDENTIFYING_KEYS = ("name", "directory")  # differ between any two runs, and do not change what they do
@@ -125,6 +127,38 @@ def _list_children(root: Store, path: str) -> dict[str, bool]:
 def confine(store: Store) -> Store:
     """Return a store that reads nothing outside of its directory, whatever links are put there."""
     return store if store.root is None or isinstance(store, ConfinedStore) else ConfinedStore(store.root)
+
+
+def read_ancestors(
+    snapshots: Sequence["RunSnapshot"],
+    list_places: Callable[[ForkRecord, str], Iterable[Store]],
+    make_reader: Callable[[Store], "RunReader"],
+) -> dict[str, "RunSnapshot"]:
+    """Return the ancestors of forks that are not among these runs, by id, as far as they are found.
+
+    Args:
+        snapshots: the runs.
+        list_places: returns directories in which the parent of a fork may be; the second argument is the URL of the
+            fork. Any run in them with another id is not opened: a fork's record must not show other runs.
+        make_reader: returns a reader of such a directory.
+    """
+    known = {run.history.id for run in snapshots}
+    found: dict[str, RunSnapshot] = {}
+    pending = [(run.history.fork, run.history.url) for run in snapshots]
+    while pending and len(found) < ANCESTORS_MAX:
+        fork, url = pending.pop(0)
+        if fork is None or fork.id in known or fork.id in found:
+            continue
+        for store in list_places(fork, url):
+            try:
+                owner = read_owner(confine(store))
+                if owner is not None and owner.id == fork.id:
+                    found[fork.id] = snapshot = make_reader(store).read()
+                    pending.append((snapshot.history.fork, snapshot.history.url))
+                    break
+            except (OSError, InvalidError):
+                continue
+    return found
 
 
 class SpecDifference(NamedTuple):

@@ -20,9 +20,11 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from runner.dashboard.reader import RunReader
+from runner.dashboard.reader import RunReader, read_ancestors
 from runner.dashboard.view import build_view
-from runner.storage import Store
+from runner.errors import InvalidError
+from runner.history.records import ForkRecord
+from runner.storage import Store, make_store
 
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 POINTS_MAX = 60_000  # of all curves together; a point takes about 40 bytes
@@ -123,6 +125,23 @@ def make_run_names(urls: Sequence[str]) -> list[str]:
     return [f"{name} ({number})" for number, name in enumerate(urls, start=1)]
 
 
+def list_parent_places(fork: ForkRecord, url: str) -> list[Store]:
+    """Return the places in which the parent of the fork at `url` may be: where it was, and beside the fork.
+
+    A record in a run's directory must not send this machine to other hosts or buckets, so only this disk, or the bucket
+    of the fork, is looked at.
+    """
+    beside = f"{url.rpartition('/')[0]}/{fork.run.rpartition('/')[2]}"
+    places = []
+    for place in dict.fromkeys((fork.run, beside)):
+        if place.split("/")[:3] == url.split("/")[:3] or not ("://" in place or "://" in url):
+            try:
+                places.append(make_store(place))
+            except InvalidError:
+                continue
+    return places
+
+
 def render_report(stores: Sequence[Store]) -> str:
     """Return the page about the runs in these directories. Runs are read one after the other.
 
@@ -133,7 +152,12 @@ def render_report(stores: Sequence[Store]) -> str:
     names = make_run_names([store.url for store in stores])
     snapshots = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs" + (f": {', '.join(names)}" if len(names) < 4 else "")
-    return render_report_page(title, build_view(title, snapshots, POINTS_MAX) | {"made": time.time()})
+
+    def make_reader(store: Store) -> RunReader:
+        return RunReader(store, make_run_names([store.url])[0])
+
+    ancestors = read_ancestors(snapshots, list_parent_places, make_reader)
+    return render_report_page(title, build_view(title, snapshots, POINTS_MAX, ancestors) | {"made": time.time()})
 
 
 def write_report(stores: Sequence[Store], path: Path) -> int:

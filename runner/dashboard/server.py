@@ -33,7 +33,7 @@ from waitress.task import ThreadedTaskDispatcher
 
 from runner.console import say
 from runner.dashboard.app import METRICS, DashboardApp, ResponseBody, is_loopback, make_access_policy, parse_address
-from runner.dashboard.reader import DiscoveredRun, DiscoveryResult, RunReader, confine, find_runs
+from runner.dashboard.reader import DiscoveredRun, DiscoveryResult, RunReader, confine, find_runs, read_ancestors
 from runner.dashboard.report import encode_json
 from runner.dashboard.view import (
     build_view,
@@ -48,7 +48,7 @@ from runner.dashboard.view import (
 from runner.errors import InvalidError, RunnerError
 from runner.history.ledger import get_float
 from runner.history.reader import HistoryReader
-from runner.history.records import History, RunState
+from runner.history.records import ForkRecord, History, RunState
 from runner.storage import JsonObject, Store, parse_number
 
 # Settings of the loop and its cache.
@@ -64,6 +64,7 @@ LIVING_SECONDS = 5.0
 BUCKET_SECONDS = 15.0
 ROUND_SECONDS = 5.0
 POINTS_MAX = 6000  # of the curves of one run, which are sent repeatedly
+SAME_NAMES_MAX = 20  # runs of one last name that are asked for their id
 READERS_MAX = 16  # kept for the runs that were requested last
 _NUM_THREADS_PER_TABLE = 8
 _TREND_MAX = 100
@@ -226,14 +227,7 @@ class PageData:
         runs = [known_runs[run_id] for run_id in dict.fromkeys(name.split(",")) if run_id in known_runs]
         if len(runs) != len(set(name.split(","))):
             return None
-        readers = []
-        for run in runs:
-            # Put the reader at the end of the dict, whose first readers are dropped.
-            reader = self._readers.pop(run.id, None) or RunReader(run.store, _make_title(run))
-            self._readers[run.id] = reader
-            readers.append(reader)
-        while len(self._readers) > READERS_MAX:
-            del self._readers[next(iter(self._readers))]
+        readers = [self._get_reader(run.store) for run in runs]
         title = _make_title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs"
         results = [_try_reading(reader.read) for reader in readers]
         snapshots = [each for each in results if not isinstance(each, str)]
@@ -243,10 +237,30 @@ class PageData:
         shown = "; ".join(problems)
         if snapshots:
             more = {"run_ids": name, "notes": problems}
-            shown = _try_reading(lambda: encode_json(build_view(title, snapshots, points_max) | more))
+
+            def build() -> str:
+                ancestors = read_ancestors(snapshots, self.list_parent_places, self._get_reader)
+                return encode_json(build_view(title, snapshots, points_max, ancestors) | more)
+
+            shown = _try_reading(build)
         # A page that cannot be read is JSON too, but not an object with runs.
         content = encode_json({"title": title, "problem": shown}) if not shown.startswith("{") else shown
         return ResponseBody.from_text("application/json", content)
+
+    def _get_reader(self, store: Store) -> RunReader:
+        """Return the reader of a run below the root, which continues where it stopped."""
+        run = next(each for each in self._found.runs if each.store is store)
+        # Put the reader at the end of the dict, whose first readers are dropped.
+        reader = self._readers.pop(run.id, None) or RunReader(run.store, _make_title(run))
+        self._readers[run.id] = reader
+        while len(self._readers) > READERS_MAX:
+            del self._readers[next(iter(self._readers))]
+        return reader
+
+    def list_parent_places(self, fork: ForkRecord, url: str) -> list[Store]:
+        """Return the runs below the root that have the last name of a fork's parent; no other run is looked at."""
+        name = fork.run.rpartition("/")[2]
+        return [run.store for run in self._found.runs if run.store.url.rpartition("/")[2] == name][:SAME_NAMES_MAX]
 
     def _read_table(self) -> JsonObject:
         began = time.monotonic()

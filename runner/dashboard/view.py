@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, find_chart
+from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, ThinnedSeries, find_chart
 from runner.dashboard.reader import RunSnapshot, find_differences
 from runner.distributed.clock import TimeBucket
 from runner.history.ledger import get_float, get_int, get_step, get_time, to_single_line
@@ -42,31 +42,52 @@ _START_BUCKETS = (
 )
 
 
-def build_view(title: str, snapshots: Sequence[RunSnapshot], points_max: int) -> JsonObject:
+def build_view(
+    title: str, snapshots: Sequence[RunSnapshot], points_max: int, ancestors: Mapping[str, RunSnapshot] | None = None
+) -> JsonObject:
     """Return the data of a page about runs.
 
     Args:
         title: title of the page.
         snapshots: runs with different names.
         points_max: approximate number of points of all curves together.
+        ancestors: runs by id whose curves are drawn behind those of their forks.
     """
+    ancestors = ancestors or {}
     # Curves share the budget of points; a bin takes two points.
-    num_series = sum(len(run.curves.keys) for run in snapshots) or 1
+    drawn = [*snapshots, *ancestors.values()]
+    num_series = sum(len(run.curves.keys) for run in drawn) or 1
     bins_max = max(points_max // (2 * num_series), 10)
     attempts_max = max(ATTEMPTS_MAX // max(len(snapshots), 1), 20)
-    found = {chart.title: chart for run in snapshots for chart, _ in map(find_chart, run.curves.keys)}
+    found = {chart.title: chart for run in drawn for chart, _ in map(find_chart, run.curves.keys)}
+    # A parent is dimmed before the first step at which one of its forks parts from it.
+    names = {run.history.id: run.name for run in drawn}
+    parts: dict[str | None, int] = {}
+    for run in drawn:
+        if (fork := run.history.fork) is not None:
+            parts[fork.id] = min(fork.step, parts.get(fork.id, fork.step))
     # Charts of keys that a job has made up come below the others.
     own = sorted((chart for chart in found.values() if chart not in CHARTS), key=lambda chart: chart.title)
     charts = [chart for chart in CHARTS if chart.title in found] + own
     # The loss of a job that trains no language model, or whose rows count no tokens, may have any unit.
-    if not any(get_int(run.history.row, "train/tokens") is not None for run in snapshots) or not all(
-        run.history.is_language_model for run in snapshots
+    if not any(get_int(run.history.row, "train/tokens") is not None for run in drawn) or not all(
+        run.history.is_language_model for run in drawn
     ):
         charts = [replace(chart, unit="value") if chart is LOSS else chart for chart in charts]
     differences = find_differences([run.spec for run in snapshots]) if len(snapshots) > 1 else []
     return {
         "title": title,
-        "runs": [_build_run(run, bins_max, attempts_max) for run in snapshots],
+        "runs": [
+            _build_run(run, bins_max, attempts_max, names) | {"part": parts.get(run.history.id)} for run in snapshots
+        ],
+        "ancestors": [
+            {
+                "label": run.name,
+                "part": parts.get(run_id),
+                "charts": _build_charts(run, run.curves.thin(bins_max, run.newest)),
+            }
+            for run_id, run in ancestors.items()
+        ],
         "charts": [chart.to_json() for chart in charts],
         "buckets": [
             {"name": bucket.value, "label": bucket.value.replace("_", " "), "meaning": bucket.meaning}
@@ -76,12 +97,9 @@ def build_view(title: str, snapshots: Sequence[RunSnapshot], points_max: int) ->
     }
 
 
-def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject:
-    history = run.history
-    began = history.attempts[0].began if history.attempts else None
-    thinned = run.curves.thin(bins_max, run.newest)
-
-    # Curves. The metrics of training come first in each chart.
+def _build_charts(run: RunSnapshot, thinned: Mapping[str, ThinnedSeries]) -> dict[str, list[JsonObject]]:
+    """Return the curves of a run by title of their chart; those of training come first."""
+    began = run.history.attempts[0].began if run.history.attempts else None
     charts: dict[str, list[JsonObject]] = {}
     for key, series in sorted(thinned.items(), key=lambda each: (not each[0].startswith("train/"), each[0])):
         chart, label = find_chart(key)
@@ -92,6 +110,13 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject
         if key in HIDDEN_KEYS:
             more["hidden"] = True
         charts.setdefault(chart.title, []).append({"key": key, "label": truncate(label)} | drawn | more)
+    return charts
+
+
+def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mapping[str | None, str]) -> JsonObject:
+    history = run.history
+    began = history.attempts[0].began if history.attempts else None
+    thinned = run.curves.thin(bins_max, run.newest)
     num_points, num_drawn = 0, 0
     num_broken = sum(series.num_broken for series in thinned.values())
     for series in thinned.values():
@@ -114,6 +139,13 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject
         left_out = ", ".join(sorted(run.curves.left_out))
         notes.append(f"Too many metrics: these and perhaps others are not drawn: {left_out}")
 
+    fork = None
+    if history.fork is not None:
+        parent = names.get(history.fork.id)
+        note = "is gone or elsewhere, so it is not drawn" if parent is None else "is dimmed before that step"
+        text = f"forked from {truncate(parent or history.fork.run)} at step {history.fork.step:,}; its parent {note}"
+        fork = {"step": history.fork.step, "text": text}
+
     # Tokens per step place marks on the axis of tokens, which only rows have.
     step, tokens = get_step(history.row), get_int(history.row, "train/tokens")
     tokens_per_step = tokens / step if step and tokens is not None else None
@@ -130,7 +162,8 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int) -> JsonObject
         "rows": run.curves.num_rows + len(run.newest),
         "thinning": thinning,
         "tokens_per_step": tokens_per_step,
-        "charts": charts,
+        "charts": _build_charts(run, thinned),
+        "fork": fork,
         "attempts": [_build_attempt(each) for each in attempts],
         "buckets": _build_seconds(history.seconds),
         "goodput": _build_goodput(history.attempts, began, attempts_max),
@@ -330,6 +363,10 @@ def list_facts(history: History) -> list[tuple[str, str]]:
     best = history.best_validation
     newest = history.validation[-1] if history.validation else None
     attempt = history.attempts[-1] if history.attempts else None
+    fork_text = ""
+    if (fork := history.fork) is not None:
+        changes = f"with {'; '.join(fork.changes[:_CHANGES_MAX])}" if fork.changes else "without changes"
+        fork_text = f"{fork.run} at step {fork.step:,}, {changes}"
     return [
         ("state", format_state(history)),
         ("steps", f"{history.step:,}{of_total}"),
@@ -350,6 +387,7 @@ def list_facts(history: History) -> list[tuple[str, str]]:
         ("checkpoints", f"{len(history.checkpoints):,}"),
         ("devices", "" if attempt is None or attempt.num_devices is None else _format_devices(attempt)),
         ("directory", truncate(history.url)),
+        ("forked from", truncate(fork_text)),
     ]
 
 

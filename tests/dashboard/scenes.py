@@ -35,13 +35,20 @@ def make_synthetic_run(
     end: JsonObject | None = None,
     num_attempts: int = 1,
     sources: tuple[str, ...] = (),
+    run_id: str = "0" * 12,
+    fork: JsonObject | None = None,
 ) -> Path:
-    """Make a run of `num_rows` rows of ten steps each, whose last heartbeat is `ago_seconds` old."""
+    """Make a run of `num_rows` rows of ten steps each, whose last heartbeat is `ago_seconds` old.
+
+    Args:
+        fork: `run`, `id` and `step` of its parent, after which the rows begin.
+    """
+    first = 0 if fork is None else fork["step"] // 10
     numbers = random.Random(seed)
     store = LocalStore(root / name)
     now = time.time() - ago_seconds
     began = now - 40 - 6.0 * num_rows
-    store.write("job.json", encode_json({"id": "0" * 12, "name": name, "time": began, "identity": {}}))
+    store.write("job.json", encode_json({"id": run_id, "name": name, "time": began, "identity": {}}))
     store.write("spec.yaml", SPEC.format(name=name, seed=seed, rate=rate, total=total).encode())
     rows, events = [], []
     per_attempt = max(num_rows // num_attempts, 1)
@@ -55,7 +62,9 @@ def make_synthetic_run(
         resumed = (number - 1) * per_attempt * 10
         events.append({"time": since + 30, "attempt": number, "process": 0, "event": "restore" if resumed else "init",
                        "step": resumed, "seconds": 9.0})  # fmt: skip
-    for index in range(num_rows):
+    if fork is not None:
+        events[2] |= {"event": "fork", "changes": {"config.optimizer.learning_rate": [1e-3, rate]}} | fork
+    for index in range(first, num_rows):
         step, moment = (index + 1) * 10, began + 34 + 6.0 * index
         attempt = min(index // per_attempt + 1, num_attempts)
         loss = 1.6 + 1e-4 / rate * 0.2 + 9 * math.exp(-step / 90 * (rate / 1e-3) ** 0.3) + numbers.gauss(0, 0.05)
@@ -145,6 +154,17 @@ def make_ten_runs(root: Path) -> None:
         make_synthetic_run(root / "sweep", name, 100, 1000, ago_seconds=600 * index, rate=rate, seed=index, end=end)
 
 
+def make_forks(root: Path) -> None:
+    """Make a run, a fork of it, and a fork of that which has no row yet."""
+    trunk = make_synthetic_run(root, "forked/trunk", 200, 2000, run_id="a" * 12, end={"event": "done"})
+    fork = {"run": str(trunk), "id": "a" * 12, "step": 1000}
+    branch = make_synthetic_run(root, "forked/branch", 160, 3000, rate=3e-3, seed=1, run_id="b" * 12, fork=fork)
+    make_synthetic_run(
+        root, "forked/twig", 130, 2000, rate=2e-4, seed=2, run_id="c" * 12,
+        fork={"run": str(branch), "id": "b" * 12, "step": 1300},
+    )  # fmt: skip
+
+
 SCENES: dict[str, Callable[[Path], None]] = {
     scene.__name__.removeprefix("make_"): scene
     for scene in (
@@ -155,5 +175,6 @@ SCENES: dict[str, Callable[[Path], None]] = {
         make_one_point,
         make_many_attempts,
         make_ten_runs,
+        make_forks,
     )
 }

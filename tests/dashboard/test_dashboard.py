@@ -25,6 +25,7 @@ from runner.history.reader import HistoryReader
 from runner.storage import JsonObject, LocalStore, Store, encode_line, jsonl
 from runner.storage.bucket import BucketStore
 from tests.benchmarks.dashboard import measure
+from tests.dashboard.scenes import make_forks
 from tests.dashboard.synthetic_runs import START_TIME, encode_lines, make_events, make_rows, make_run
 from tests.dashboard.test_report import HOSTILE
 from tests.support.memory_bucket import MemoryDriver
@@ -101,6 +102,29 @@ def test_the_table_and_pages_show_the_state_of_runs(run_directory):
     assert run["rows"] == 5
     assert reader.read("0123456789abcdef") is None
     assert reader.read("../a") is None
+
+
+def test_a_fork_is_drawn_over_ancestors_below_the_root_alone(tmp_path):
+    make_forks(tmp_path)
+    reader = PageData(LocalStore(tmp_path))
+    ids = {line["name"]: line["id"] for line in read(reader)["table"]}
+    data = read(reader, ids["forked/twig"])
+    assert [(run["label"], run["part"]) for run in data["ancestors"]] == [
+        ("forked/branch", 1300),
+        ("forked/trunk", 1000),
+    ]
+    data = read(reader, ",".join(ids.values()))
+    assert (data["ancestors"], {run["label"]: run["part"] for run in data["runs"]}) == (
+        [],
+        {"forked/branch": 1300, "forked/trunk": 1000, "forked/twig": None},
+    )
+    # The server shows no run outside of its root, whatever a record says.
+    (tmp_path / "root").mkdir()
+    (tmp_path / "forked/branch").rename(tmp_path / "root/branch")
+    reader = PageData(LocalStore(tmp_path / "root"))
+    data = read(reader, read(reader)["table"][0]["id"])
+    assert (data["ancestors"], data["runs"][0]["fork"]["step"]) == ([], 1000)
+    assert "is not drawn" in data["runs"][0]["fork"]["text"]
 
 
 def test_a_page_is_sent_again_only_after_changes(tmp_path, monkeypatch):

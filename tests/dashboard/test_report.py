@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from runner.cli.app import main
 from runner.dashboard import report
 from runner.dashboard import report as report_module
 from runner.dashboard.report import make_run_names, render_report
+from runner.history.records import ForkRecord
 from runner.storage import JsonObject, LocalStore
+from tests.dashboard.scenes import make_forks
 from tests.dashboard.synthetic_runs import LOST_STEPS, encode_lines, make_events, make_rows, make_run
 from tests.support.memory_bucket import make_memory_bucket
 
@@ -297,3 +300,85 @@ def test_the_page_of_a_million_rows_and_five_hundred_attempts_is_small(tmp_path:
     assert max(run["charts"]["Loss"][0]["value"]) == 99.0
     assert len(page.encode()) < 10e6
     assert len(list(make_events(500, 2000))) == 3000
+
+
+# A fork over its parent.
+
+
+def test_a_fork_is_drawn_over_its_ancestors(tmp_path):
+    make_forks(tmp_path)
+    place = tmp_path / "forked"
+    data = parse_page(render_report([LocalStore(place / "branch")]))
+    (run,), (trunk,) = data["runs"], data["ancestors"]
+    assert (run["fork"]["step"], run["part"]) == (1000, None)
+    assert "forked from trunk at step 1,000; its parent is dimmed" in run["fork"]["text"]
+    assert (trunk["label"], trunk["part"]) == ("trunk", 1000)
+    assert run["charts"]["Loss"][0]["step"][0] == 1010
+    assert trunk["charts"]["Loss"][0]["step"][-1] == 2000
+    facts = dict(map(tuple, run["facts"]))
+    assert (
+        facts["forked from"]
+        == f"{place / 'trunk'} at step 1,000, with config.optimizer.learning_rate: 0.001 became 0.003"
+    )
+
+    # The parent of the parent too, and charts before the fork has a row.
+    data = parse_page(render_report([LocalStore(place / "twig")]))
+    assert [(run["label"], run["part"]) for run in data["ancestors"]] == [("branch", 1300), ("trunk", 1000)]
+    assert {chart["title"]: chart["unit"] for chart in data["charts"]}["Loss"] == "nats / token"
+
+    # Runs of the page are no ancestors beside it.
+    data = parse_page(render_report([LocalStore(place / name) for name in ("trunk", "branch", "twig")]))
+    assert data["ancestors"] == []
+    assert [run["part"] for run in data["runs"]] == [1000, 1300, None]
+
+
+def forget(place: Path) -> None:
+    shutil.rmtree(place / "trunk")
+
+
+def replace(place: Path) -> None:
+    (place / "trunk/job.json").write_text('{"id": "0", "name": "x", "time": 0, "identity": {}}')
+
+
+def damage(place: Path) -> None:
+    (place / "trunk/job.json").write_text("{")
+
+
+def link(place: Path) -> None:
+    (place / "trunk").rename(place / "there")
+    for name in ("trunk", "elsewhere"):
+        (place / name).mkdir()
+    (place / "trunk/job.json").symlink_to(place / "there/job.json")
+
+
+@pytest.mark.parametrize("change", [forget, replace, damage, link])
+def test_a_parent_that_is_not_there_is_told_and_no_other_run_is_drawn(tmp_path, change):
+    make_forks(tmp_path)
+    change(tmp_path / "forked")
+    data = parse_page(render_report([LocalStore(tmp_path / "forked/branch")]))
+    assert data["ancestors"] == []
+    assert "is gone or elsewhere, so it is not drawn" in data["runs"][0]["fork"]["text"]
+
+
+def test_a_parent_is_found_beside_its_moved_fork(tmp_path):
+    make_forks(tmp_path / "before")
+    (tmp_path / "before").rename(tmp_path / "after")
+    data = parse_page(render_report([LocalStore(tmp_path / "after/forked/twig")]))
+    assert [run["label"] for run in data["ancestors"]] == ["branch", "trunk"]
+
+
+@pytest.mark.parametrize(
+    ("parent", "url", "places"),
+    [
+        ("/a/run", "/b/fork", ["/a/run", "/b/run"]),
+        ("gs://a/x/run", "gs://a/y/fork", ["gs://a/x/run", "gs://a/y/run"]),
+        ("gs://a/x/run", "gs://b/y/fork", ["gs://b/y/run"]),
+        ("gs://a/x/run", "/b/fork", ["/b/run"]),
+        ("/a/run", "s3://b/fork", ["s3://b/run"]),
+        ("?", "/b/fork", ["/b/?"]),
+    ],
+)
+def test_no_record_of_a_run_sends_the_report_to_another_bucket(monkeypatch, parent, url, places):
+    monkeypatch.setattr(report_module, "make_store", lambda place: place)
+    found = report_module.list_parent_places(ForkRecord(parent, "0", 1), url)
+    assert [each for each in found if each != "?"] == places

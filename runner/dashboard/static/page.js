@@ -13,6 +13,8 @@
   const DASHES = ["solid", "dash", "dot", "dashdot"];
   const SYMBOLS = ["circle", "diamond", "square", "triangle-up", "cross", "star"];
   const GREY = "#8a8a8a";
+  const DIMMED = 0.35;
+  const FORKS_MAX = 6;
   const POLL_MILLISECONDS = 2000;
   const state = {
     axis: "step", scale: "auto", smoothing: 0.012, hidden: new Set(), off: new Set(), seen: new Set(), open: new Set(["charts"]),
@@ -165,6 +167,35 @@
     return found;
   }
 
+  // Returns a trace in two parts: before step `part`, at which a fork parts from this run, it is dimmed.
+  function dimmed(trace, steps, part) {
+    if (part === null || part === undefined || state.axis === "time") return [trace];
+    const after = steps.findIndex((step) => step > part);
+    const border = after < 0 ? steps.length : after;
+    if (!border) return [trace];
+    const of = (from, to) => ({ x: trace.x.slice(from, to), y: trace.y.slice(from, to) });
+    const before = { ...trace, ...of(0, border), opacity: DIMMED * (trace.opacity || 1) };
+    return border === steps.length ? [before] : [before, { ...trace, ...of(border - 1) }];
+  }
+
+  // Returns the curves of ancestors that have no place of their own on the page, behind those of their forks.
+  function ancestorTraces(chart, ancestors, axis) {
+    if (chart.form === "stack" || state.axis === "time") return [];
+    return ancestors.flatMap((run) => (run.charts[chart.title] || []).flatMap((series) => {
+      const x = axis.of(run, series);
+      if (!x || isOff(chart, series) || (series.hidden && !state.seen.has(`${chart.title} ${series.key}`))) return [];
+      const isTraining = !series.key.startsWith("val/");
+      const isSmoothed = chart.smooth && isTraining && state.smoothing > 0 && series.value.length > 20;
+      const shown = isSmoothed && series.means ? series.means : series;
+      const trace = {
+        type: "scatter", name: plain(series.label), showlegend: false, mode: series.value.length === 1 ? "markers" : "lines",
+        x: axis.of(run, shown), y: isSmoothed ? smooth(shown.value) : shown.value, line: { color: GREY, width: 2, dash: isTraining ? "solid" : "dot" }, marker: { color: GREY },
+        hovertemplate: `%{x:,} · %{y:.5g}<extra>${percent(run.label)}, ${percent(series.label)}</extra>`,
+      };
+      return dimmed(trace, shown.step, run.part);
+    }));
+  }
+
   const colourOf = (index) => colours()[index % colours().length];
 
   function seriesTraces(chart, runs, axis) {
@@ -192,15 +223,17 @@
         }
         const isSmoothed = chart.smooth && isTraining && state.smoothing > 0 && series.value.length > 20;
         if (!isSmoothed || alone || runs.length <= 4) {
-          traces.push({
+          const trace = {
             ...common, x: raw.x, y: raw.y, mode: isSparse && !isSmoothed ? "lines+markers" : "lines", opacity: isSmoothed ? 0.32 : 1,
             line: { color: colour, width: isSmoothed ? 1 : 2, dash: isSmoothed ? "solid" : dash },
             marker: { color: colour, symbol: SYMBOLS[index % SYMBOLS.length], size: series.value.length === 1 ? 9 : 5 }, hovertemplate: hover(""),
-          });
+          };
+          traces.push(...dimmed(trace, series.step, run.part));
         }
         if (isSmoothed) {
           const means = columns(series.means || series);
-          if (means && means.x) traces.push({ ...common, x: means.x, y: smooth(means.y), mode: "lines", hovertemplate: hover(", smoothed") });
+          const trace = { ...common, x: means && means.x, y: means && smooth(means.y), mode: "lines", hovertemplate: hover(", smoothed") };
+          if (trace.x) traces.push(...dimmed(trace, (series.means || series).step, run.part));
         }
         if (series.broken.value.length) {
           const places = axis.of(run, series.broken) || [];
@@ -282,11 +315,13 @@
       const to = place(attempt.reached, attempt.ended);
       if (from !== null && to !== null) bands += `M${from},0L${to},0L${to},1L${from},1Z`;
     }
+    const begin = run.fork && state.axis !== "time" ? place(run.fork.step, null) : null;
     const isCrowded = run.attempts.length > 60;
     const shape = { type: "path", xref: "x", yref: "paper", layer: "below" };
     return [
       bands && { ...shape, path: bands, opacity: isCrowded ? 0.4 : 1, fillcolor: style("--ghost"), line: { width: 0 } },
       lines && { ...shape, path: lines, opacity: isCrowded ? 0.15 : 1, line: { color: GREY, width: 1, dash: isCrowded ? "solid" : "dot" } },
+      begin !== null && { ...shape, layer: "above", path: `M${begin},0L${begin},1`, line: { color: style("--text"), width: 1, dash: "dash" } },
     ].filter(Boolean);
   }
 
@@ -297,7 +332,7 @@
     for (const chart of data.charts) {
       // Shares of several runs cannot be stacked over each other.
       for (const shown of chart.form === "stack" ? runs.map((run) => [run]) : [runs]) {
-        const traces = seriesTraces(chart, shown, axis);
+        const traces = [...ancestorTraces(chart, data.ancestors || [], axis), ...seriesTraces(chart, shown, axis)];
         const legend = chartLegend(chart, shown);
         // A chart whose curves are all hidden stays, so that they can be shown again.
         const isHidden = [...seriesOf(chart, shown).values()].some((series) => isOff(chart, series));
@@ -317,12 +352,20 @@
     const thinned = [...new Set(runs.map((run) => run.thinning))];
     const drawnPoints = runs.length > 1 && thinned.length > 1 ? "Long curves show the lowest and the highest value of each bin, so peaks are kept." : thinned[0];
     const notes = made.length ? [element("p", { class: "note" }, `${count(rows)} rows. ${drawnPoints[0].toUpperCase()}${drawnPoints.slice(1)}`)] : [];
-    if (shapes.length) {
+    if (runs.some((run) => run.attempts.length > 1 || run.attempts.some((attempt) => attempt.lost)) && shapes.length) {
       notes.push(element("p", { class: "note" }, "Dotted lines, or thin ones if there are many: an attempt resumed here. Grey bands: steps that were lost and " +
         "recomputed; their rows are removed from metrics.jsonl, so there is no curve of them."));
     }
     if (!made.length) notes.push(element("p", { class: "empty" }, !runs.length ? "Every run is hidden." : state.axis === "time" ? "These rows have no timestamps." : "No rows yet."));
-    return element("section", { id: "charts" }, controls(), element("div", { class: "grid" }, ...made), ...notes);
+    return element("section", { id: "charts" }, controls(), forkNote(data, runs), element("div", { class: "grid" }, ...made), ...notes);
+  }
+
+  function forkNote(data, runs) {
+    const forks = runs.filter((run) => run.fork);
+    if (!forks.length) return null;
+    const texts = forks.slice(0, FORKS_MAX).map((run) => (runs.length > 1 ? `${run.label}: ${run.fork.text}.` : `${run.fork.text[0].toUpperCase()}${run.fork.text.slice(1)} (dashed line).`));
+    const grey = (data.ancestors || []).length ? [`Grey: ${data.ancestors.map((run) => run.label).join(", ")}${state.axis === "time" ? ", not drawn by time" : ""}.`] : [];
+    return element("p", { class: "note", id: "forks" }, [...texts, ...grey].join(" "));
   }
 
   function controls() {
