@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner import BaseTrainer
@@ -219,6 +219,7 @@ def test_sharded_init_with_other_parameters_is_rejected(tmp_path):
 
 def test_an_overridden_sharded_init_works_on_an_abstract_mesh(tmp_path):
     job = make_gpt(tmp_path / "run", HalvedGPT)
-    mesh = AbstractMesh(tuple(8 if axis == "fsdp" else 1 for axis in AXES), AXES)
+    sizes = tuple(8 if axis == "fsdp" else 1 for axis in AXES)
+    mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     train_setup = job.setup_builder.build_on_mesh(mesh, jax.eval_shape(lambda: KEY))
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(train_setup.abstract_state)} == {mesh}
