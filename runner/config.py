@@ -407,6 +407,81 @@ class MemoryConfig(FrozenModel):
     )
 
 
+class SpikeConfig(FrozenModel):
+    """Threshold above which a value is a spike, relative to the last accepted steps."""
+
+    sigmas: PositiveFloat = Field(
+        default=6.0, description="Standard deviations above the mean of the window at which a spike begins."
+    )
+    over_steps: int = Field(
+        default=128,
+        ge=2,
+        le=10_000,
+        description="Accepted steps in the window of mean and standard deviation; no update is skipped before the "
+        "window is full.",
+    )
+
+
+class SkipUpdateConfig(FrozenModel):
+    """Spikes whose update is skipped: those of exactly one quantity."""
+
+    grad_norm_above: SpikeConfig | None = Field(
+        default=None, description="Skip the update if the global gradient norm, before clipping, is a spike."
+    )
+    loss_above: SpikeConfig | None = Field(default=None, description="Skip the update if the loss is a spike.")
+
+    @model_validator(mode="after")
+    def _validate_one_quantity(self) -> "SkipUpdateConfig":
+        if self.grad_norm_above is not None and self.loss_above is not None:
+            raise ValueError("got both grad_norm_above and loss_above; keep one of them")
+        if self.grad_norm_above is None and self.loss_above is None:
+            raise ValueError("missing key grad_norm_above (or loss_above)")
+        return self
+
+
+class StabilityConfig(FrozenModel):
+    """Steps whose update is skipped: the step counts, parameters and optimizer state stay as they were."""
+
+    skip_update: SkipUpdateConfig | None = Field(
+        default=None, description="Skip the update of a step whose gradient norm or loss is a spike; null: never."
+    )
+    non_finite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="Reaction to a loss or gradient norm that is not finite: end the run with exit code 1 (stop), or "
+        "skip the update (skip).",
+    )
+    max_consecutive_skips: PositiveInt = Field(
+        default=100, description="Successive skipped updates at which the run ends with exit code 1."
+    )
+
+    @property
+    def skips_updates(self) -> bool:
+        """True if the policy may skip an update; a job without such a policy has no state for it."""
+        return self.skip_update is not None or self.non_finite == "skip"
+
+    @property
+    def spike(self) -> SpikeConfig | None:
+        """Threshold of the watched quantity; None if no spike is skipped."""
+        return None if self.skip_update is None else self.skip_update.grad_norm_above or self.skip_update.loss_above
+
+    @property
+    def watches_grad_norm(self) -> bool:
+        """True if spikes of the gradient norm are skipped, and not those of the loss."""
+        return self.skip_update is not None and self.skip_update.grad_norm_above is not None
+
+    @model_validator(mode="after")
+    def _validate_limit_is_read(self) -> "StabilityConfig":
+        if (
+            not self.skips_updates
+            and self.max_consecutive_skips != type(self).model_fields["max_consecutive_skips"].default
+        ):
+            raise ValueError(
+                f"max_consecutive_skips={self.max_consecutive_skips}: nothing reads it, as no update is skipped; set "
+                "skip_update or non_finite: skip, or leave it out"
+            )
+        return self
+
+
 class MetricsConfig(FrozenModel):
     """Additional metrics of a step; they change the weights by rounding at most."""
 
@@ -427,6 +502,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     train: TrainConfig = Field(description="Length of the run and size of its batches.")
     eval: EvalConfig = Field(default=EvalConfig(), description="Validation during the run.")
     metrics: MetricsConfig = Field(default=MetricsConfig(), description="Additional metrics of a step.")
+    stability: StabilityConfig = Field(default=StabilityConfig(), description="Steps whose update is skipped.")
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Floating-point types.")
     memory: MemoryConfig = Field(
         default=MemoryConfig(), description="Activation checkpointing and other trade-offs between memory and compute."
@@ -512,7 +588,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         The total is free too if no learning rate depends on it.
         """
         # What only looks at the run, or changes results by rounding, may change while it runs.
-        free = {"eval", "metrics", "memory", "ema.evaluate"}
+        free = {"eval", "metrics", "memory", "ema.evaluate", "stability.max_consecutive_skips"}
         free |= {"data.validation", "data.cache_bytes", "data.mixture.max_epochs"}
         # With same_bits_devices the micro-batch determines the order of sums, and so the bits.
         free |= {"train.micro_batch_examples"} if self.train.same_bits_devices is None else set()

@@ -56,6 +56,7 @@ from runner.train.loss import count_correct, cross_entropy_sum, document_argumen
 from runner.train.optimizer import SPEC
 from runner.train.report import Report
 from runner.train.setup import TrainSetup, TrainSetupBuilder
+from runner.train.stability import make_stability
 from runner.train.state import TrainState
 from runner.train.step import Batch
 
@@ -175,7 +176,7 @@ class BaseTrainer(RestoreableJob):
 
     @classmethod
     def auxiliary_states(cls) -> tuple[AuxiliaryState, ...]:
-        """Return the auxiliary states that the config asks for: averages of weights and the gradient noise scale.
+        """Return the auxiliary states that the config asks for: averages, gradient noise scale and stability policy.
 
         An experiment with its own adds them: `return *super().auxiliary_states(), AuxiliaryState(...)`.
         """
@@ -184,7 +185,8 @@ class BaseTrainer(RestoreableJob):
             return ()
         ema = [] if config.ema is None else [make_ema(config.ema.decays)]
         noise_scale = [] if config.noise_scale is None else [make_noise_scale(config.noise_scale.decay)]
-        return (*ema, *noise_scale)
+        stability = [make_stability(config.stability)] if config.stability.skips_updates else []
+        return (*ema, *noise_scale, *stability)
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
         """Return the evaluators of the weights, by default `builtin_evaluators`. Called once."""
@@ -282,7 +284,10 @@ class BaseTrainer(RestoreableJob):
     @functools.cached_property
     def skip_step(self) -> Callable[[TrainState], tuple[TrainState, jax.Array, Meta]]:
         """Compiled step over a batch without a target; the state is donated."""
-        skip = functools.partial(step_functions.skip_step, schedule=self.train_setup.schedule)
+        setup = self.train_setup
+        skip = functools.partial(
+            step_functions.skip_step, schedule=setup.schedule, auxiliary_states=setup.auxiliary_states
+        )
         shardings = train_state.get_shardings(self.abstract_state())
         return jax.jit(skip, donate_argnums=0, out_shardings=(shardings, None, None))
 

@@ -278,3 +278,30 @@ def test_a_rejected_extension_names_the_schedules_that_allow_it() -> None:
         keys = ["config.schedule.decay_steps=5"] if name == "wsd" else []
         free = validate_contract(f"config.schedule.name={name}", *keys).free_keys
         assert ("train.total_steps" in free) == (name in hint.partition("one of")[2].partition("and one of")[0])
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ("{skip_update: {grad_norm_above: {sigmas: 0}}}", "sigmas.*above 0"),
+        ("{skip_update: {grad_norm_above: {sigmas: -1.5}}}", "sigmas.*above 0"),
+        ("{skip_update: {loss_above: {sigmas: .inf}}}", "sigmas.*inf"),
+        ("{skip_update: {loss_above: {over_steps: 1}}}", "over_steps.*2"),
+        ("{skip_update: {loss_above: {over_steps: 100000}}}", "over_steps.*10_?000"),
+        ("{skip_update: {grad_norm_above: {}, loss_above: {}}}", "both"),
+        ("{skip_update: {}}", "missing key grad_norm_above"),
+        ("{skip_update: {grad_norm_abov: {}}}", "did you mean .*grad_norm_above"),
+        ("{non_finite: skp}", "did you mean .*skip"),
+        ("{non_finite: skip, max_consecutive_skips: 0}", "max_consecutive_skips"),
+        ("{max_consecutive_skips: 3}", "nothing reads it"),
+    ],
+)
+def test_an_invalid_stability_policy_is_refused_in_one_line(section: str, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason) as error:
+        validate_contract(f"config.stability={section}")
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_stability_section_is_that_of_no_section() -> None:
+    assert validate_contract("config.stability={}") == validate_contract()
+    assert not validate_contract().stability.skips_updates

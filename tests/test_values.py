@@ -157,6 +157,8 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.schedule.warmup_share", OPEN): {"config.schedule.warmup_steps": 0},
     ("config.schedule.name", "wsd"): {"config.schedule.decay_steps": 1},
     ("config.precision.rounding", "stochastic"): {"config.precision.params": "bfloat16"},
+    ("config.stability.skip_update.grad_norm_above", None): {"config.stability.skip_update.loss_above": {}},
+    ("config.stability.skip_update.loss_above", None): {"config.stability.skip_update.grad_norm_above": {}},
     ("config.schedule.decay_steps", OPEN): {"config.schedule.name": "wsd"},
     ("config.model.preset", OPEN): {"config.model.key_value_heads": 1},
     ("config.model.base_width", OPEN): {"config.model.latent": None, "config.model.moe": None},

@@ -27,6 +27,8 @@ from runner.errors import InvalidError
 
 SUMS, GRAD_NORM, TOKEN_COUNT = "sums", "grad_norm", "token_count"
 ACCURACY = "accuracy"  # among the sums of an evaluation: weight of the targets that are predicted correctly
+# Of a job with a stability policy: updates skipped so far, and those skipped one after another up to this step.
+SKIPPED_UPDATES, CONSECUTIVE_SKIPS = "skipped_updates", "consecutive_skips"
 LIST_MAX = 64
 _RESERVED_NAMES = ("loss", "loss_mean", "learning_rate", "tokens")  # the runner's own names below `train/`
 _REQUIREMENT = f"a row needs a scalar, such as a mean, an array of one axis of 1 to {LIST_MAX} numbers, or a histogram"

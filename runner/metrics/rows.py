@@ -28,28 +28,34 @@ ROW_KEYS = (
         "train/loss",
         float | None,
         "Mean loss (of a language model, cross-entropy) over the real target tokens of the global batch of this step "
-        "alone, not averaged over the steps since the previous row. null if it has no target; such a step moves "
-        "nothing.",
+        "alone, not averaged over the steps since the previous row. null if it has no target, which moves nothing, or "
+        "is not finite in a skipped update.",
         "nats",
     ),
     Key(
         "train/loss_mean",
         float | None,
-        "Mean of `train/loss` over the steps since the previous row, weighted by their real target tokens; null if "
-        "they have none. Absent in the first row after a resume from a checkpoint that an earlier version of the "
-        "runner saved between two rows.",
+        "Mean of `train/loss` over the steps since the previous row, weighted by their real target tokens, without "
+        "losses that are not finite; null if none is left. Absent in the first row after a resume from a checkpoint "
+        "that an earlier version of the runner saved between two rows.",
         "nats",
     ),
     Key(
         "train/grad_norm",
         float | None,
-        "Global norm of the gradient of this step, before clipping; null if it has no target. Absent if a job's own "
+        "Global norm of the gradient of this step, before clipping; null if it has no target, or is not finite in a "
+        "skipped update. Absent if a job's own "
         "`train_step` returns none.",
     ),
     Key(
         "train/learning_rate",
         float,
         "Learning rate of this step. Absent if the job's own optimizer does not keep it in its state.",
+    ),
+    Key(
+        "train/skipped_updates",
+        int,
+        "Steps since step 0 whose update was skipped. Only with `config.stability.skip_update` or `non_finite: skip`.",
     ),
     Key(
         "train/grad_norm/<group>",

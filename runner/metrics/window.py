@@ -20,7 +20,16 @@ from typing import NamedTuple
 import jax
 
 from runner.errors import DivergedError
-from runner.metrics.meta import GRAD_NORM, TOKEN_COUNT, Meta, RowValue, to_row_value
+from runner.metrics.meta import (
+    CONSECUTIVE_SKIPS,
+    GRAD_NORM,
+    SKIPPED_UPDATES,
+    TOKEN_COUNT,
+    Meta,
+    RowValue,
+    to_finite,
+    to_row_value,
+)
 from runner.metrics.rows import Row
 from runner.periodic import count_tokens
 from runner.storage import JsonObject
@@ -93,7 +102,7 @@ class _StepResult(NamedTuple):
     """Fetched result of one step."""
 
     step: int
-    loss: float | None  # None if the step had no target
+    loss: float | None  # None if the step had no target, or its loss was not finite and its update was skipped
     meta: dict[str, RowValue]
 
 
@@ -104,9 +113,17 @@ class MetricsWindow:
         step: Step of that row.
         carry: Contribution of the steps since that row that an earlier attempt has saved (`MetricsWindow.carry`).
         is_whole: False if there were such steps but their contribution is unknown; the next row then has no mean.
+        max_consecutive_skips: Successive skipped updates at which the run ends; None if the job skips none.
     """
 
-    def __init__(self, step: int = 0, carry: JsonObject | None = None, is_whole: bool = True):
+    def __init__(
+        self,
+        step: int = 0,
+        carry: JsonObject | None = None,
+        is_whole: bool = True,
+        max_consecutive_skips: int | None = None,
+    ):
+        self._max_consecutive_skips = max_consecutive_skips
         self._pending: list[tuple[int, jax.Array, Meta]] = []
         self._last: _StepResult | None = None
         self._loss_sum, self._weight = (float(carry[key]) if carry else 0.0 for key in (_LOSS_SUM, _WEIGHT))
@@ -126,24 +143,32 @@ class MetricsWindow:
         """Wait for the device and fetch the results of all steps.
 
         Raises:
-            DivergedError: A loss or gradient norm is not finite. The error names the first such step.
+            DivergedError: A loss or gradient norm is not finite and the update was not skipped, or too many successive
+                updates were skipped. The error names the first such step.
         """
         # One transfer for all steps of the window.
         for step, loss, meta in jax.device_get(self._pending):
             values = {key: to_row_value(value) for key, value in meta.items()}
             grad_norm = float(meta.get(GRAD_NORM, 0.0))
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise DivergedError(
-                    f"step {step}: training diverged: loss {float(loss)}, gradient norm {grad_norm}; "
-                    "the last good checkpoint is kept"
-                )
+            found = f"loss {float(loss)}, gradient norm {grad_norm}"
+            num_skips = 0
+            if self._max_consecutive_skips is not None:
+                num_skips = int(values.pop(CONSECUTIVE_SKIPS))
+                values |= {SKIPPED_UPDATES: int(meta[SKIPPED_UPDATES])}
+                if num_skips >= self._max_consecutive_skips:
+                    raise DivergedError(
+                        f"step {step}: training diverged: {num_skips} successive updates were skipped, the last with "
+                        f"{found}; the last good checkpoint is kept"
+                    )
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)) and not num_skips:
+                raise DivergedError(f"step {step}: training diverged: {found}; the last good checkpoint is kept")
             weight = float(meta.get(TOKEN_COUNT, 1.0))
-            if weight > 0:
-                self._loss_sum, self._weight = self._loss_sum + weight * float(loss), self._weight + weight
-            else:
+            if weight <= 0:
                 # A mean over nothing is null, and so is the norm of its gradient.
                 values |= {key: None for key in values if key.split("/")[0] == GRAD_NORM}
-            self._last = _StepResult(step, float(loss) if weight > 0 else None, values)
+            elif math.isfinite(loss):  # else the update was skipped, and the mean is that of the other steps
+                self._loss_sum, self._weight = self._loss_sum + weight * float(loss), self._weight + weight
+            self._last = _StepResult(step, to_finite(loss) if weight > 0 else None, values)
         self._pending = []
 
     @property
@@ -167,7 +192,7 @@ class MetricsWindow:
         self._is_whole = True
         self.restart_clock()
         # The runner's own values come before those of the job: the order of keys is the order of the columns of a CSV.
-        order = [name for name in (GRAD_NORM, "learning_rate") if name in values]
+        order = [name for name in (GRAD_NORM, "learning_rate", SKIPPED_UPDATES) if name in values]
         first = {f"train/{name}": values.pop(name) for name in order}
         return {
             "step": step,

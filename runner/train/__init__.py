@@ -3,6 +3,7 @@
 - `optimizer`: optimizer and schedule of a job
 - `profiler`: profiles of devices
 - `auxiliary`: auxiliary train state (averages of weights, noise scale)
+- `stability`: skipped updates
 - `state`: train state, variables and shardings
 - `loss`: cross-entropy and fields of a batch
 - `step`: optimizer step and validation step

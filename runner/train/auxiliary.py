@@ -4,8 +4,9 @@ An auxiliary state is a pytree below `riders` of the train state, by name; it is
 fingerprinted like every leaf. A leaf with the name and the shape of a parameter is sharded like that parameter, all
 other leaves are replicated. A job without auxiliary states has no such leaf, and its program is the one without them.
 
-An auxiliary state with an `update` changes in every step, inside the compiled program, after the optimizer. The step
-passes one without `update` through unchanged; code on the host may replace it between two steps (hooks do).
+An auxiliary state with an `update` changes in every step, inside the compiled program, after the optimizer. One with a
+`judge` decides whether the update of a step is applied (see `runner.train.stability`). The step passes one without
+either through unchanged; code on the host may replace it between two steps (hooks do).
 
 **Exponential moving averages** (`make_ema`) are float32 and start as a copy of the parameters. A step computes
 `average + (1 - decay) * (parameter - average)`, in this form, so that the average of constant parameters stays
@@ -70,6 +71,21 @@ class StepObservation:
 
 
 @dataclass(frozen=True)
+class StepOutcome:
+    """Traced values of a step that decide whether its update is applied.
+
+    Attributes:
+        loss: mean loss over the whole batch; float32.
+        grad_norm: global norm of the gradients before clipping; float32.
+        has_target: False if the batch turned out to have no target.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    has_target: jax.Array
+
+
+@dataclass(frozen=True)
 class AuxiliaryState:
     """One auxiliary pytree of the train state and its update. The functions are pure.
 
@@ -79,6 +95,9 @@ class AuxiliaryState:
             weights of another one. It returns arrays of its own, because the step donates them.
         update: function from (pytree, observation of the step) to (next pytree, scalars for the step's metrics), of the
             same shapes and types; None: steps leave it alone.
+        judge: function from (pytree, outcome of the step) to (True if the update of the step is applied, next pytree,
+            scalars for the step's metrics), of the same shapes and types. The next pytree is kept in either case; if
+            the update is not applied, all else in the train state stays as it was, except for the counts of steps.
         needs_halves: True if `update` reads the gradients of both halves of the batch, which costs the memory of one
             more gradient and needs an even number of micro-batches.
     """
@@ -86,6 +105,7 @@ class AuxiliaryState:
     name: str
     init: Callable[[Any], Any]
     update: Callable[[Any, StepObservation], tuple[Any, Scalars]] | None = None
+    judge: Callable[[Any, StepOutcome], tuple[jax.Array, Any, Scalars]] | None = None
     needs_halves: bool = False
 
 
@@ -110,17 +130,35 @@ def update_auxiliary(
     return after, scalars
 
 
-def validate_auxiliary(auxiliary_states: Sequence[AuxiliaryState], before: Any, after: Any) -> None:
-    """Raise `InvalidError` if a traced step returns an auxiliary state with an `update` unchanged.
+def judge_update(
+    auxiliary_states: Sequence[AuxiliaryState], before: Any, outcome: StepOutcome
+) -> tuple[jax.Array, Any, Scalars]:
+    """Return (True if all states with a `judge` accept the update, their next pytrees by name, scalars). To be traced.
 
-    A custom `train_step` of an experiment may forget to call `update_auxiliary`.
+    A step whose update is not accepted counts, but leaves all else in the train state as it was.
+    """
+    is_accepted = jnp.bool_(True)
+    after: dict[str, Any] = {}
+    scalars: Scalars = {}
+    for each in auxiliary_states:
+        if each.judge is not None:
+            is_own_accepted, after[each.name], own_scalars = each.judge(before[each.name], outcome)
+            is_accepted, scalars = is_accepted & is_own_accepted, scalars | own_scalars
+    return is_accepted, after, scalars
+
+
+def validate_auxiliary(auxiliary_states: Sequence[AuxiliaryState], before: Any, after: Any) -> None:
+    """Raise `InvalidError` if a traced step returns an auxiliary state with an `update` or a `judge` unchanged.
+
+    A custom `train_step` of an experiment may forget to call `update_auxiliary` or `judge_update`.
     """
     for each in auxiliary_states:
         pairs = list(zip(jax.tree.leaves(before[each.name]), jax.tree.leaves(after.get(each.name)), strict=False))
-        if each.update is not None and pairs and all(old is new for old, new in pairs):
+        if (each.update or each.judge) and pairs and all(old is new for old, new in pairs):
+            function = "judge_update" if each.update is None else "update_auxiliary"
             raise InvalidError(
                 f"train_step of the job leaves riders.{each.name} as it is; call BaseTrainer.train_step, or "
-                "update_auxiliary of runner.train.auxiliary after the optimizer"
+                f"{function} of runner.train.auxiliary after the optimizer"
             )
 
 

@@ -66,7 +66,9 @@ class Report(JobReport):
         self._profiler = Profiler(attempt, spec.logging.profile)
         self._resumed_row: Row | None = None  # row of the step that was resumed from
         self._timer: StepTimer | None = None  # on process 0, while rows are displayed
-        self.window = MetricsWindow(0)
+        policy = config.stability
+        self._max_consecutive_skips = policy.max_consecutive_skips if policy.skips_updates else None
+        self.window = MetricsWindow(0, max_consecutive_skips=self._max_consecutive_skips)
 
     # Resuming.
 
@@ -90,7 +92,7 @@ class Report(JobReport):
             self._resumed_row = self._metrics.rewind(step, tail)
         # Without carry the window would lack the steps before the save, so its means would be of fewer steps.
         is_whole = carry is not None or step == 0 or self._resumed_row is not None
-        self.window = MetricsWindow(step, carry, is_whole)
+        self.window = MetricsWindow(step, carry, is_whole, self._max_consecutive_skips)
         if self._displays:
             for display in self._displays:
                 display.close()
@@ -161,7 +163,7 @@ class Report(JobReport):
     def add_row(self, weights: Any, step: int) -> None:
         """Write the row of `step`, with an evaluation if it is due. Waits for the device.
 
-        Raises `DivergedError` if a loss or gradient norm is not finite.
+        Raises `DivergedError` as `MetricsWindow.fetch` does.
         """
         # Closing the window fetches losses and meta, which waits for the device.
         row = self.window.close(self._config.tokens_per_step) | self._get_data_metrics(step)

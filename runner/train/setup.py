@@ -28,7 +28,7 @@ from runner.parallel.mesh import LOGICAL_AXIS_RULES, LogicalAxisRule, make_mesh,
 from runner.spec import Document, ExecutionSpec, Topology, Trajectory
 from runner.storage import JsonObject
 from runner.train import state as train_state
-from runner.train.auxiliary import AuxiliaryState, init_auxiliary
+from runner.train.auxiliary import EMA, NOISE_SCALE, AuxiliaryState, init_auxiliary
 from runner.train.compile import (
     BatchLayout,
     CompiledStep,
@@ -44,6 +44,7 @@ from runner.train.compile import (
 )
 from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, make_merge, merge_adapter
 from runner.train.optimizer import OptimizerChoice, choose_optimizer
+from runner.train.stability import STABILITY
 from runner.train.state import PARAMS, TrainState, drop_params
 
 
@@ -407,6 +408,13 @@ class TrainSetupBuilder:
         # Schedule and optimizer are made here from `config.optimizer.learning_rate`, see `runner.train.optimizer`.
         self.validate_keys_read()
         schedule = self.optimizer_choice.build_schedule(self.config, lambda: self.config_in_steps)
+        auxiliary_states = tuple(self.auxiliary_states())
+        config, names = self.config, {each.name for each in auxiliary_states}
+        asked = {EMA: config.ema, NOISE_SCALE: config.noise_scale, STABILITY: config.stability.skips_updates or None}
+        for name, section in asked.items():
+            if section is not None and name not in names:
+                reason = "auxiliary_states of the job leaves it out; return those of super().auxiliary_states() too"
+                raise self.document.error(f"config.{name}", reason)
 
         def make_optimizer(parameters: Any) -> optax.GradientTransformation:
             with self.document.errors_at("config.optimizer"):
@@ -423,7 +431,7 @@ class TrainSetupBuilder:
             schedule=schedule,
             mesh=mesh,
             key=key,
-            auxiliary_states=tuple(self.auxiliary_states()),
+            auxiliary_states=auxiliary_states,
             adapter=self.config.adapter,
             compute=self.config.precision.compute,
             rules=self.rules,

@@ -14,7 +14,8 @@ itself returns the count as meta `token_count`; then the sums are divided at the
 A step whose batch has no target moves nothing: parameters, variables, moments, averages and auxiliary states stay as
 they are, and only `step` and the counts by which schedules are read go on (`skip_step`). Only data whose targets have
 weights can lack all of them, which the host sees in the batch, so such a step never runs the compiled program. If
-`forward` counts targets itself, only the device knows, and selects the state.
+`forward` counts targets itself, only the device knows, and selects the state. The device also selects it where an
+auxiliary state judges that the update is not applied (`runner.train.stability`).
 
 There are two ways to sum over micro-batches (see `runner.parallel.reduction`): gradient accumulation with one gradient
 all-reduce over `data` per step, and a reduction whose order of additions does not depend on the number of devices
@@ -39,7 +40,14 @@ from runner.optim.groups import fill_frozen_gradients, split_frozen
 from runner.optim.library import find_injected_rate
 from runner.optim.transforms import compute_gradient_point, count_step
 from runner.parallel import reduction
-from runner.train.auxiliary import AuxiliaryState, StepObservation, compare_halves, update_auxiliary
+from runner.train.auxiliary import (
+    AuxiliaryState,
+    StepObservation,
+    StepOutcome,
+    compare_halves,
+    judge_update,
+    update_auxiliary,
+)
 from runner.train.loss import make_uncounted_error, target_weights, validate_fields_read
 from runner.train.state import (
     STATISTICS,
@@ -147,8 +155,17 @@ def train_step(
         meta = drop_statistics(meta) | scalars
         state = replace_variables(state, changed) if variables else state
 
-    # 3. The optimizer, which sees float32 gradients.
+    # 3. The decision of auxiliary states on the update, before the optimizer, so that no new state waits for it.
     own_meta = {GRAD_NORM: optax.tree.norm(grads)} | compute_norms(grads, params_for_norms, options.norms)
+    is_applied: jax.Array | None = None
+    judged: Any = {}
+    if any(each.judge for each in options.auxiliary_states):
+        has_target = meta[TOKEN_COUNT] > 0 if TOKEN_COUNT in meta else jnp.bool_(True)
+        outcome = StepOutcome(loss, own_meta[GRAD_NORM], has_target)
+        is_accepted, judged, scalars = judge_update(options.auxiliary_states, given.riders, outcome)
+        is_applied, own_meta = has_target & is_accepted, own_meta | scalars
+
+    # 4. The optimizer, which sees float32 gradients.
     if taken := sorted({*own_meta} & {*meta}):
         raise InvalidError(f"forward returns {taken[0]!r} as meta, which is a reserved name; use another")
     if options.rounding == "nearest":
@@ -156,24 +173,36 @@ def train_step(
     else:
         state = apply_gradients_stochastically(state, grads, key)
 
-    # 4. Auxiliary states. They come last, because averages of weights take the new parameters.
+    # 5. Auxiliary states. They come last, because averages of weights take the new parameters.
     if options.auxiliary_states:
         observation = StepObservation(jnp.asarray(state.step), state.params, grads, halves)
         after, scalars = update_auxiliary(options.auxiliary_states, state.riders, observation)
+        if is_applied is not None:  # a metric of a state that is not kept is null
+            scalars = {name: jnp.where(is_applied, value, jnp.nan) for name, value in scalars.items()}
         state, meta = state.replace(riders=after), meta | scalars
 
-    # 5. A step that turns out to have no target.
-    if TOKEN_COUNT in meta:
-        state = jax.tree.map(functools.partial(jnp.where, meta[TOKEN_COUNT] > 0), state, _count_step(given))
+    # 6. A step that turns out to have no target, or whose update is not accepted.
+    if is_applied is None and TOKEN_COUNT in meta:
+        is_applied = meta[TOKEN_COUNT] > 0
+    if is_applied is not None:
+        state = jax.tree.map(functools.partial(jnp.where, is_applied), state, _count_step(given))
+    if judged:
+        state = state.replace(riders={**state.riders, **judged})
     return state, loss, meta | own_meta
 
 
-def skip_step(state: TrainState, schedule: optax.Schedule | None) -> tuple[TrainState, jax.Array, Meta]:
+def skip_step(
+    state: TrainState, schedule: optax.Schedule | None, auxiliary_states: Sequence[AuxiliaryState] = ()
+) -> tuple[TrainState, jax.Array, Meta]:
     """Make a step over a batch without a target; returns what `train_step` does, with a `token_count` of 0. Pure."""
     rate = None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32)
     after, zero = _count_step(state), jnp.float32(0)
     rate = find_injected_rate(after.opt_state) if rate is None else rate
     given = {} if rate is None else {"learning_rate": rate}
+    if any(each.judge for each in auxiliary_states):
+        outcome = StepOutcome(zero, zero, jnp.bool_(False))
+        _, judged, scalars = judge_update(auxiliary_states, state.riders, outcome)
+        after, given = after.replace(riders={**after.riders, **judged}), given | scalars
     return after, zero, {GRAD_NORM: zero, TOKEN_COUNT: zero, **given}
 
 

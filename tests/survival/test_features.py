@@ -40,6 +40,14 @@ FEATURES = {
             "config.precision.rounding=stochastic",
         ),
     ),
+    "stability": Feature(
+        GPT,
+        (
+            # About one step in six is half a deviation above the mean.
+            "config.stability={skip_update: {grad_norm_above: {sigmas: 0.5, over_steps: 8}}, non_finite: skip}",
+            "config.ema={decays: [0.9]}",
+        ),
+    ),
     "muon": Feature(GPT, (CUT, "config.optimizer.name=muon")),
     "galore": Feature(
         GPT,
