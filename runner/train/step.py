@@ -14,8 +14,8 @@ itself returns the count as meta `token_count`; then the sums are divided at the
 A step whose batch has no target moves nothing: parameters, variables, moments, averages and auxiliary states stay as
 they are, and only `step` and the counts by which schedules are read go on (`skip_step`). Only data whose targets have
 weights can lack all of them, which the host sees in the batch, so such a step never runs the compiled program. If
-`forward` counts targets itself, only the device knows, and selects the state. The device also selects it where an
-auxiliary state judges that the update is not applied (`runner.train.stability`).
+`forward` counts targets itself, only the device knows, and selects the state. An update is also conditional where an
+auxiliary state judges it (`runner.train.stability`).
 
 There are two ways to sum over micro-batches (see `runner.parallel.reduction`): gradient accumulation with one gradient
 all-reduce over `data` per step, and a reduction whose order of additions does not depend on the number of devices
@@ -34,7 +34,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from runner.errors import InvalidError
+from runner.checkpoint.leaves import find_form_problems, make_strongly_typed
+from runner.errors import InvalidError, StateError
 from runner.metrics.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, accumulate_sums, replace_sums_by_means
 from runner.optim.groups import fill_frozen_gradients, split_frozen
 from runner.optim.library import find_injected_rate
@@ -42,6 +43,7 @@ from runner.optim.transforms import compute_gradient_point, count_step
 from runner.parallel import reduction
 from runner.train.auxiliary import (
     AuxiliaryState,
+    Scalars,
     StepObservation,
     StepOutcome,
     compare_halves,
@@ -168,27 +170,61 @@ def train_step(
     # 4. The optimizer, which sees float32 gradients.
     if taken := sorted({*own_meta} & {*meta}):
         raise InvalidError(f"forward returns {taken[0]!r} as meta, which is a reserved name; use another")
-    if options.rounding == "nearest":
-        state = state.apply_gradients(grads=grads)
+
+    def apply_update(state: TrainState) -> tuple[TrainState, Scalars]:
+        if options.rounding == "nearest":
+            state = state.apply_gradients(grads=grads)
+        else:
+            state = apply_gradients_stochastically(state, grads, key)
+
+        # 5. Auxiliary states. They come last, because averages of weights take the new parameters.
+        scalars: Scalars = {}
+        if options.auxiliary_states:
+            observation = StepObservation(jnp.asarray(state.step), state.params, grads, halves)
+            after, scalars = update_auxiliary(options.auxiliary_states, state.riders, observation)
+            state = state.replace(riders=after)
+        return state, scalars
+
+    if is_applied is None:
+        state, scalars = apply_update(state)
     else:
-        state = apply_gradients_stochastically(state, grads, key)
+        state, scalars = _apply_conditionally(is_applied, apply_update, state, _count_step(given))
+    meta = meta | scalars
 
-    # 5. Auxiliary states. They come last, because averages of weights take the new parameters.
-    if options.auxiliary_states:
-        observation = StepObservation(jnp.asarray(state.step), state.params, grads, halves)
-        after, scalars = update_auxiliary(options.auxiliary_states, state.riders, observation)
-        if is_applied is not None:  # a metric of a state that is not kept is null
-            scalars = {name: jnp.where(is_applied, value, jnp.nan) for name, value in scalars.items()}
-        state, meta = state.replace(riders=after), meta | scalars
-
-    # 6. A step that turns out to have no target, or whose update is not accepted.
+    # 6. A step that turns out to have no target.
     if is_applied is None and TOKEN_COUNT in meta:
-        is_applied = meta[TOKEN_COUNT] > 0
-    if is_applied is not None:
-        state = jax.tree.map(functools.partial(jnp.where, is_applied), state, _count_step(given))
+        state = jax.tree.map(functools.partial(jnp.where, meta[TOKEN_COUNT] > 0), state, _count_step(given))
     if judged:
         state = state.replace(riders={**state.riders, **judged})
     return state, loss, meta | own_meta
+
+
+def _apply_conditionally(
+    is_applied: jax.Array, apply_update: Callable[[TrainState], Any], state: TrainState, skipped: TrainState
+) -> tuple[TrainState, Scalars]:
+    """Return what `apply_update` does if `is_applied`, else `skipped`, whose scalars are null.
+
+    A conditional keeps the update in a computation of its own, so that XLA compiles it to the same bits as without a
+    condition; a select would be fused into it. XLA waits on the host for the condition on GPUs, hence the select there.
+    """
+    shapes = jax.eval_shape(apply_update, state)[1]
+    unknown = {name: jnp.full(shape.shape, jnp.nan, jnp.float32) for name, shape in shapes.items()}
+
+    def apply(state: TrainState, skipped: TrainState) -> tuple[TrainState, Scalars]:
+        after, scalars = apply_update(state)
+        after = make_strongly_typed(after)
+        if problems := find_form_problems(after, state):
+            raise StateError(f"train_step returns the state in another form than it takes it{problems}")
+        return after, {name: jnp.asarray(scalar, jnp.float32) for name, scalar in scalars.items()}
+
+    def branch(state: TrainState, skipped: TrainState) -> Any:
+        return lax.cond(is_applied, apply, lambda _, skipped: (skipped, unknown), state, skipped)
+
+    def select(state: TrainState, skipped: TrainState) -> Any:
+        return jax.tree.map(functools.partial(jnp.where, is_applied), apply(state, skipped), (skipped, unknown))
+
+    found: tuple[TrainState, Scalars] = lax.platform_dependent(state, skipped, cuda=select, rocm=select, default=branch)
+    return found
 
 
 def skip_step(

@@ -122,7 +122,7 @@ CASES["muon"] |= {"config.optimizer.matrices": ["*embedding"]}
 CASES["galore"] |= {"config.optimizer.matrices": ["*embedding"], "config.optimizer.rank": 2}
 CASES |= {
     "rounding": {"config.precision": {"params": "bfloat16", "rounding": "stochastic"}},
-    "same_bits": {"config.train.same_bits_devices": 2, "config.train.micro_batch_examples": 1},
+    "same_bits": {"config.train.same_bits_devices": 8},
     "averages": {"config.ema.decays": [0.5], "config.noise_scale": {}},
     "groups": {"config.optimizer.groups": [{"pattern": "*embedding", "frozen": True}, {"pattern": "*bias", "rate": 2}]},
     "offload": {"config.memory.offload_optimizer": True},
