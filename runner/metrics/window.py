@@ -153,7 +153,8 @@ class MetricsWindow:
             found = f"loss {float(loss)}, gradient norm {grad_norm}"
             num_skips = 0
             if self._max_consecutive_skips is not None:
-                num_skips = int(values.pop(CONSECUTIVE_SKIPS))
+                values.pop(CONSECUTIVE_SKIPS)
+                num_skips = int(meta[CONSECUTIVE_SKIPS])
                 values |= {SKIPPED_UPDATES: int(meta[SKIPPED_UPDATES])}
                 if num_skips >= self._max_consecutive_skips:
                     raise DivergedError(
