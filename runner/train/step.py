@@ -188,7 +188,7 @@ def train_step(
     if is_applied is None:
         state, scalars = apply_update(state)
     else:
-        state, scalars = _apply_conditionally(is_applied, apply_update, state, _count_step(given))
+        state, scalars = apply_conditionally(is_applied, apply_update, state, _count_step(given))
     meta = meta | scalars
 
     # 6. A step that turns out to have no target.
@@ -199,7 +199,7 @@ def train_step(
     return state, loss, meta | own_meta
 
 
-def _apply_conditionally(
+def apply_conditionally(
     is_applied: jax.Array, apply_update: Callable[[TrainState], Any], state: TrainState, skipped: TrainState
 ) -> tuple[TrainState, Scalars]:
     """Return what `apply_update` does if `is_applied`, else `skipped`, whose scalars are null.
