@@ -1,9 +1,14 @@
-"""Step time with a stability policy and without: the compiled steps of one job, a few steps of each in turn.
+"""Cost of a stability policy that never triggers, and its bits: compiled steps of one job, a few of each in turn.
 
     python -m tests.benchmarks.stability [--spec specs/gpt_small.yaml] [--examples 8] [--length 128] [--rounds 12]
+    python -m tests.benchmarks.stability --layers 12 --width 768 --examples 16 --length 1024 --bfloat16  # an accelerator
 
-The policy watches the gradient norm and skips what is not finite. Ratios are of neighbouring rounds, so that a load on
-the machine that changes slowly does not matter.
+The policy watches the gradient norm and skips what is not finite. It is compared with the same job without a policy,
+and with a second copy of that job, which shows whether two runs of one program agree at all. Ratios are of neighbouring
+rounds, so that a load on the machine that changes slowly does not matter.
+
+On GPUs the two programs may be given other matrix multiplications by autotuning; to compare bits, switch it off:
+`XLA_FLAGS="--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"`.
 """
 
 import argparse
@@ -13,35 +18,66 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import yaml
 
 from experiments.gpt import PretrainGPT
 from runner import ExecutionSpec
 
-POLICIES: dict[str, Any] = {"without": {}, "with": {"skip_update": {"grad_norm_above": {}}, "non_finite": "skip"}}
+WITHOUT, AGAIN, WITH = "without", "without, again", "with"
+POLICY: dict[str, Any] = {"skip_update": {"grad_norm_above": {}}, "non_finite": "skip"}
+
+
+def make_job(options: argparse.Namespace, policy: dict[str, Any]) -> PretrainGPT:
+    """Return the job of the options with this policy."""
+    document = yaml.safe_load(options.spec.read_text())
+    config = document["config"]
+    config["stability"] = policy
+    config["data"] |= {"source": "python-stdlib", "tokenizer": "bytes", "sequence_length": options.length}
+    config["train"]["global_batch_examples"] = options.examples
+    if options.layers:
+        heads = max(options.width // 64, 1)
+        config["model"] |= {"layers": options.layers, "heads": heads, "width": options.width, "layer_loop": "scan"}
+    if options.bfloat16:
+        config["precision"] = {"compute": "bfloat16"}
+    return PretrainGPT(ExecutionSpec.model_validate(document))
+
+
+def count_differing_bytes(one: Any, other: Any) -> int:
+    """Return the number of differing bytes in parameters and optimizer state."""
+    pairs = zip(*(jax.tree.leaves((state.params, state.opt_state)) for state in (one, other)), strict=True)
+    return sum(int(np.sum(np.asarray(a).view(np.uint8) != np.asarray(b).view(np.uint8))) for a, b in pairs)
 
 
 def main() -> None:
-    """Print the median seconds of a step of both, the ratio, and the memory of both programs."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print the median seconds of a step, the ratio, the memory of both programs, and whether the bits are the same."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spec", type=Path, default=Path("specs/gpt_small.yaml"))
+    parser.add_argument("--layers", type=int, default=0, help="layers of the model; 0: the model of the spec")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--examples", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
-    steps = {}
-    for name, policy in POLICIES.items():
-        document = yaml.safe_load(options.spec.read_text())
-        document["config"]["stability"] = policy
-        document["config"]["data"] |= {"source": "python-stdlib", "sequence_length": options.length}
-        document["config"]["train"]["global_batch_examples"] = options.examples
-        job = PretrainGPT(ExecutionSpec.model_validate(document))
-        setup = job.setup_builder.build(jax.devices()[:1], lambda data: None)
+    device = jax.devices()[0]
+    print(f"{device.platform}, {device.device_kind}, jax {jax.__version__}")
+    steps: dict[str, list[Any]] = {}
+    for name, policy in ((WITHOUT, {}), (WITH, POLICY)):
+        began = time.perf_counter()
+        job = make_job(options, policy)
+        setup = job.setup_builder.build([device], lambda data: None)
         layout = job.setup_builder.get_largest_layout(setup)
         compiled = setup.compile_train(job.train_step, layout)
-        print(f"{name}: temporaries {compiled.memory.temporaries:,} bytes, needed {compiled.memory.needed:,} bytes")
-        steps[name] = [compiled.executable, setup.init_state(), layout.batch(job.dataset, "train", 0), setup.key]
+        print(
+            f"{name}: temporaries {compiled.memory.temporaries:,} bytes, needed {compiled.memory.needed:,} bytes; "
+            f"compiled in {time.perf_counter() - began:.1f} s"
+        )
+        batch = layout.batch(job.dataset, "train", 0)
+        steps[name] = [compiled.executable, setup.init_state(), batch, setup.key]
+        if name == WITHOUT:
+            steps[AGAIN] = [compiled.executable, setup.init_state(), batch, setup.key]
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options.rounds + 1):
         for name in list(steps)[:: 1 if number % 2 else -1]:
@@ -53,10 +89,15 @@ def main() -> None:
             steps[name][1] = state
             if number:  # the first round warms up
                 seconds[name].append((time.perf_counter() - began) / options.steps)
-    ratios = [after / before for before, after in zip(seconds["without"], seconds["with"], strict=True)]
     print(", ".join(f"{name} {statistics.median(each):.4f} s a step" for name, each in seconds.items()))
-    print(f"ratio: median {statistics.median(ratios):.4f}, least {min(ratios):.4f}, of the minima ", end="")
-    print(f"{min(seconds['with']) / min(seconds['without']):.4f}")
+    for name in (AGAIN, WITH):
+        ratios = [after / before for before, after in zip(seconds[WITHOUT], seconds[name], strict=True)]
+        least = min(seconds[name]) / min(seconds[WITHOUT])
+        print(f"{name} / without: median {statistics.median(ratios):.4f}, of the minima {least:.4f}")
+    num_steps = (options.rounds + 1) * options.steps
+    for name in (AGAIN, WITH):
+        different = count_differing_bytes(steps[WITHOUT][1], steps[name][1])
+        print(f"the same bits after {num_steps} steps, {name}: {not different} ({different:,} bytes differ)")
 
 
 if __name__ == "__main__":
