@@ -196,6 +196,26 @@ class TrainConfig(FrozenModel):
         "micro_batch_examples; each device then holds whole gradients. null: bit-identical on one number of devices "
         "only.",
     )
+    skip_steps: list[tuple[NonNegativeInt, PositiveInt]] = Field(
+        default=[],
+        description="Data to pass over: with [s, t], the batches that the steps after s completed ones, up to t, would "
+        "take are left out, and the step after s takes the batch behind them. Steps are those of the run itself, after "
+        "the ranges before. A range that does not begin in the past may be added to a run in progress.",
+    )
+
+    @model_validator(mode="after")
+    def _validate_skip_steps(self) -> "TrainConfig":
+        end = 0
+        for start, stop in self.skip_steps:
+            if start >= stop:
+                raise ValueError(f"skip_steps: [{start}, {stop}] does not end after its beginning; write [first, end]")
+            if start < end:
+                raise ValueError(
+                    f"skip_steps: [{start}, {stop}] begins before the range in front of it ends, at {end}; sort the "
+                    "ranges, and join those that overlap"
+                )
+            end = stop
+        return self
 
     @model_validator(mode="after")
     def _validate_total(self) -> "TrainConfig":
@@ -596,15 +616,17 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             free |= set(TOTAL_KEYS)
         return frozenset(free)
 
-    def explain_refusal(self, keys: Sequence[str]) -> str:
+    def explain_refusal(self, keys: Sequence[str], step: int) -> str:
         """Return what would allow a run to continue although these keys have changed; nothing if nothing would."""
+        if all(key == "config.train.skip_steps" for key in keys):
+            return f"ranges of skip_steps may change from step {max(step, 1)} on"
         if any(key.startswith("config.train.total_") for key in keys):
             names = ", ".join(name for name in SCHEDULES if not ScheduleConfig.is_fixed_to_total(name))
             return (
                 f"the learning rates of {self.schedule.name} depend on the total; a run whose schedule is one of "
                 f"{names}, without warmup_share, can be extended, and one of wsd before its decay begins"
             )
-        return super().explain_refusal(keys)
+        return super().explain_refusal(keys, step)
 
     @property
     def content_keys(self) -> frozenset[str]:
@@ -675,8 +697,13 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return self
 
     def _validate_schedule(self) -> None:
-        """Raise `ValueError` if warm-up and decay do not fit into the total."""
+        """Raise `ValueError` if warm-up and decay, or the ranges of data to skip, do not fit into the total."""
         schedule, total, peak = self.schedule, self.total_steps, self.optimizer.learning_rate
+        ranges = self.train.skip_steps
+        if ranges and ranges[-1][1] > total:
+            raise ValueError(f"train.skip_steps: {[*ranges[-1]]} ends beyond the total of {total} steps")
+        if sum(stop - start for start, stop in ranges) >= total:
+            raise ValueError(f"train.skip_steps={[[*each] for each in ranges]} leaves none of the {total} steps")
         warmup = schedule.compute_warmup_steps(total)
         key = "warmup_steps" if schedule.warmup_share is None else f"warmup_share={schedule.warmup_share} in steps"
         if warmup >= total:

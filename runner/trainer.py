@@ -21,7 +21,7 @@ import optax
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import warn
-from runner.data import Dataset, SeekablePrefetcher, get_batch_fields, has_targets
+from runner.data import TRAIN, DataPosition, Dataset, SeekablePrefetcher, get_batch_fields, has_targets
 from runner.distributed.agreement import Hosts
 from runner.errors import PhaseError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
@@ -59,6 +59,8 @@ from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.stability import make_stability
 from runner.train.state import TrainState
 from runner.train.step import Batch
+
+SKIP_STEPS = "config.train.skip_steps"
 
 
 class BaseTrainer(RestoreableJob):
@@ -245,7 +247,15 @@ class BaseTrainer(RestoreableJob):
         the job is compiled.
         """
         self.validate_compiled("batch")
-        return self.compiled.layout.batch(self.dataset, slice, self.step if step is None else step)
+        step = self.step if step is None else step
+        return self.compiled.layout.batch(self.dataset, slice, self.get_data_step(step) if slice == TRAIN else step)
+
+    def get_data_step(self, step: int) -> int:
+        """Return the number of batches of the data that lie before the one after `step` completed steps.
+
+        A job that makes its own batches in `batch` takes the one of this number, so that stretches are passed over.
+        """
+        return self.setup_builder.data_position.get_data_step(step)
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
@@ -273,7 +283,7 @@ class BaseTrainer(RestoreableJob):
         # Of a batch of the job's own a host sees only its part.
         is_known = type(self).batch is BaseTrainer.batch or self.attempt.hosts.num_processes == 1
         examples = self.config.train.global_batch_examples
-        return batch, not is_known or has_targets(self.dataset, batch, step, examples)
+        return batch, not is_known or has_targets(self.dataset, batch, self.get_data_step(step), examples)
 
     def make_step(
         self, state: TrainState, batch: Batch, has_targets: bool, key: jax.Array
@@ -366,7 +376,9 @@ class BaseTrainer(RestoreableJob):
             self.setup_builder.config_in_steps,
             [*evaluators, *make_ema_evaluators(self.config, self.validation)],
             mfu_per_token_rate=compute_mfu_per_token_rate(self.flops_per_token, self.train_setup),
-            get_data_metrics=lambda step: self.dataset.compute_metrics(step * self.config.train.global_batch_examples),
+            get_data_metrics=lambda step: self.dataset.compute_metrics(
+                *self.setup_builder.data_position.count_examples(step, self.config.train.global_batch_examples)
+            ),
             after_row=lambda: self.builtin_evaluators.start_compiling(evaluators),
             is_language_model=self.setup_builder.is_language_model(self.train_setup),
         )
@@ -469,12 +481,20 @@ class BaseTrainer(RestoreableJob):
         return {**super().former_values, **self.hooks.former_values}
 
     def make_run_identity(self, identity: Trajectory) -> RunIdentity:
-        """Return what is compared with a saved trajectory, which may have other learning rates at later steps."""
-        find_first_change = functools.partial(
-            self.setup_builder.optimizer_choice.find_first_change,
-            self.config,
-            lambda: self.dataset.num_train_examples,
-        )
+        """Return what is compared with a saved trajectory, which may differ at later steps."""
+
+        def find_first_change(saved: Trajectory, keys: Sequence[str]) -> int | None:
+            choice, others = self.setup_builder.optimizer_choice, [key for key in keys if key != SKIP_STEPS]
+            found = [
+                DataPosition.from_ranges(saved[SKIP_STEPS]).find_first_change(self.setup_builder.data_position)
+                if SKIP_STEPS in keys
+                else None,
+                choice.find_first_change(self.config, lambda: self.dataset.num_train_examples, saved, others)
+                if others
+                else None,
+            ]
+            return min((step for step in found if step is not None), default=None)
+
         return dataclasses.replace(super().make_run_identity(identity), find_first_change=find_first_change)
 
     def identity(self) -> Trajectory:

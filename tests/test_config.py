@@ -271,9 +271,9 @@ def test_an_automatic_interval_round_trips():
 
 def test_a_rejected_extension_names_the_schedules_that_allow_it() -> None:
     config = validate_contract()
-    hint = config.explain_refusal(["config.train.total_steps"])
+    hint = config.explain_refusal(["config.train.total_steps"], 1)
     assert "one of constant, inverse_square_root, without warmup_share, can be extended, and one of wsd before" in hint
-    assert config.explain_refusal(["config.model.width"]) == ""
+    assert config.explain_refusal(["config.model.width"], 1) == ""
     for name in SCHEDULES:
         keys = ["config.schedule.decay_steps=5"] if name == "wsd" else []
         free = validate_contract(f"config.schedule.name={name}", *keys).free_keys
@@ -305,3 +305,28 @@ def test_an_invalid_stability_policy_is_refused_in_one_line(section: str, reason
 def test_an_empty_stability_section_is_that_of_no_section() -> None:
     assert validate_contract("config.stability={}") == validate_contract()
     assert not validate_contract().stability.skips_updates
+
+
+@pytest.mark.parametrize(
+    ("ranges", "reason"),
+    [
+        ("[[5, 3]]", "does not end after its beginning"),
+        ("[[3, 3]]", "does not end after its beginning"),
+        ("[[-1, 3]]", "skip_steps"),
+        ("[[1, 4], [3, 5]]", "join those that overlap"),
+        ("[[3, 5], [1, 2]]", "sort the ranges"),
+        ("[[1, 4], [1, 4]]", "join those that overlap"),
+        ("[[1, 9]]", "ends beyond the total of 8 steps"),
+        ("[[0, 8]]", "leaves none of the 8 steps"),
+        ("[[0, 4], [4, 8]]", "leaves none of the 8 steps"),
+        ("[[1]]", "skip_steps"),
+        ("[1, 2]", "skip_steps"),
+        ("[[1, many]]", "skip_steps"),
+    ],
+)
+def test_invalid_ranges_of_data_to_skip_are_refused_in_one_line(ranges: str, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason) as error:
+        validate_contract(
+            "config.train.total_steps=8", "config.schedule.warmup_steps=1", f"config.train.skip_steps={ranges}"
+        )
+    assert all("skip_steps" in line for line in str(error.value).split("\n"))

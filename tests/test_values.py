@@ -79,6 +79,7 @@ SOME: dict[str, Any] = {
     "config.train.total_epochs": 0.19,  # of the ids below
     "config.train.micro_batch_examples": 1,
     "config.train.same_bits_devices": 8,
+    "config.train.skip_steps": [[1, 2]],
     "config.eval.every_steps": 2,
     "config.eval.global_batch_examples": 8,
     "config.eval.micro_batch_examples": 1,

@@ -32,8 +32,8 @@ Importing the package imports jax and grain (half a second and more): do so when
 - `batches`: global batch of a step, and prefetch
 """
 
-from runner.data.batches import Prefetcher, SeekablePrefetcher, has_targets, load_global_batch
-from runner.data.dataset import Dataset, get_batch_fields, load_dataset, load_validation_set
+from runner.data.batches import DataPosition, Prefetcher, SeekablePrefetcher, has_targets, load_global_batch
+from runner.data.dataset import TRAIN, Dataset, get_batch_fields, load_dataset, load_validation_set
 from runner.data.packing import Sequences
 from runner.data.source import Source
 from runner.data.source_files import is_available
@@ -41,8 +41,10 @@ from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer
 from runner.storage import default_cache_directory
 
 __all__ = [
+    "TRAIN",
     "ByteTokenizer",
     "CharacterTokenizer",
+    "DataPosition",
     "Dataset",
     "Prefetcher",
     "SeekablePrefetcher",

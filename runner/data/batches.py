@@ -3,7 +3,7 @@
 Shape legend: S gradient accumulation steps, B examples of one global micro-batch, T sequence length. Example i of a
 step is at [i // B, i % B]. The examples of a step therefore depend only on S * B, not on devices or hosts.
 
-There is no iterator state to checkpoint: the batch of any step is computed from the step number.
+There is no iterator state to checkpoint: the batch of any step is computed from the step number (`DataPosition`).
 """
 
 import contextlib
@@ -11,7 +11,8 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -29,10 +30,46 @@ _READ_EXAMPLES = 16  # sequences that are read at a time to find a target
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True)
+class DataPosition:
+    """Position of a run in its data. Batches are drawn in their order, and some stretches of them are passed over.
+
+    Attributes:
+        skips: (step, number) of each stretch, by ascending step: after `step` completed steps the next `number` batches
+            are passed over.
+    """
+
+    skips: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def from_ranges(cls, ranges: Iterable[Sequence[int]]) -> Self:
+        """Return the position of `config.train.skip_steps`."""
+        return cls(tuple((start, stop - start) for start, stop in ranges))
+
+    def get_data_step(self, step: int) -> int:
+        """Return the number of batches that lie before the one after `step` completed steps."""
+        return step + sum(number for start, number in self.skips if start <= step)
+
+    def count_examples(self, step: int, batch_examples: int) -> tuple[int, list[tuple[int, int]]]:
+        """Return (examples of the data up to `step` completed steps, ranges of those that were passed over)."""
+        num_passed, passed_over = 0, []
+        # A stretch that begins at this step lies ahead.
+        for start, number in (skip for skip in self.skips if skip[0] < step):
+            first = start + num_passed
+            passed_over.append((first * batch_examples, (first + number) * batch_examples))
+            num_passed += number
+        return (step + num_passed) * batch_examples, passed_over
+
+    def find_first_change(self, other: "DataPosition") -> int | None:
+        """Return the first step that is followed by another batch than in the other position; None if none is."""
+        pairs = itertools.zip_longest(self.skips, other.skips)
+        return next((min(skip[0] for skip in pair if skip is not None) for pair in pairs if pair[0] != pair[1]), None)
+
+
 def load_global_batch(
     dataset: Dataset, split: str, step: int, *, accumulate_steps: int, micro_batch: int, sharding: Sharding
 ) -> dict[str, jax.Array]:
-    """Return the global batch of the step that follows `step` completed steps: (S, B, T) for each field.
+    """Return the global batch that follows `step` others: (S, B, T) for each field.
 
     Called on every host. Each host reads only the sequences of its own devices, and each of them once, even if several
     devices hold replicas or parts of it.
@@ -40,7 +77,7 @@ def load_global_batch(
     Args:
         dataset: data set to read.
         split: `train`, or the name of a validation set.
-        step: number of completed steps.
+        step: number of batches before this one: of the training split, that of `BaseTrainer.get_data_step`.
         accumulate_steps: S.
         micro_batch: B.
         sharding: sharding of all arrays of the batch.
@@ -77,7 +114,7 @@ def load_global_batch(
 
 
 def has_targets(dataset: Dataset, batch: Mapping[str, jax.Array], step: int, batch_examples: int) -> bool:
-    """Return True if the training batch of a step has a target, the same on every host. Never computes on a device.
+    """Return True if a training batch has a target, the same on every host. Never computes on a device.
 
     Only data whose targets have weights can lack all of them. A host whose own sequences have none reads those of the
     others, which it needs to do for few steps.
@@ -85,7 +122,7 @@ def has_targets(dataset: Dataset, batch: Mapping[str, jax.Array], step: int, bat
     Args:
         dataset: data set of the batch.
         batch: global batch (S, B, T) that `load_global_batch` has made of it.
-        step: number of completed steps.
+        step: number of batches before it.
         batch_examples: S * B.
     """
     if LOSS_WEIGHT not in batch:

@@ -85,6 +85,8 @@ class SourceShare:
     """Contribution of a source to the first examples of a run.
 
     Attributes:
+        tokens: tokens that are read.
+        epochs: passes over the source, with what was passed over.
         bytes_fetched: bytes that all hosts together fetch for it, if nothing is cached.
     """
 
@@ -208,25 +210,32 @@ class Dataset:
             if isinstance(source, TokenFiles) and label in found:
                 source.set_id_range(IdRange(**found[label]))
 
-    def compute_shares(self, num_examples: int) -> list[SourceShare]:
-        """Return the contribution of each source to the first `num_examples` of the run."""
-        T = self.sequence_length
+    def compute_shares(self, num_examples: int, passed_over: Sequence[tuple[int, int]] = ()) -> list[SourceShare]:
+        """Return the contribution of each source to the first `num_examples` of the data.
+
+        Examples in the ranges `passed_over` count in epochs, which say how far a source has got, and are not read.
+        """
+        T, count_examples = self.sequence_length, self._mixture.count_examples
+        positions = count_examples(num_examples)
+        counts = np.array(positions, object)
+        for first, end in passed_over:
+            counts -= np.array(count_examples(end), object) - np.array(count_examples(first), object)
         return [
             SourceShare(
                 train.name,
                 tokens=count * T,
-                epochs=count / train.examples.num_examples,
+                epochs=position / train.examples.num_examples,
                 bytes_fetched=count * (T + 1) * train.source.bytes_fetched_per_token,
             )
-            for train, count in zip(self.train_sources, self._mixture.count_examples(num_examples), strict=True)
+            for train, position, count in zip(self.train_sources, positions, counts.tolist(), strict=True)
         ]
 
-    def compute_metrics(self, num_examples: int) -> dict[str, float]:
-        """Return the tokens and epochs of each source in the first `num_examples`, for a row of `metrics.jsonl`.
+    def compute_metrics(self, num_examples: int, passed_over: Sequence[tuple[int, int]] = ()) -> dict[str, float]:
+        """Return tokens and epochs of each source as `compute_shares` does, for a row of `metrics.jsonl`.
 
         Empty if there is one source.
         """
-        shares = self.compute_shares(num_examples) if len(self.train_sources) > 1 else []
+        shares = self.compute_shares(num_examples, passed_over) if len(self.train_sources) > 1 else []
         tokens = {f"data/{share.name}/tokens": share.tokens for share in shares}
         return tokens | {f"data/{share.name}/epochs": share.epochs for share in shares}
 

@@ -173,7 +173,7 @@ class RunIdentity:
             for key in keys
         ]
         past = f": it differs from step {first} on, and step {step} is committed" if first else ""
-        hint = self.config.explain_refusal(keys)
+        hint = self.config.explain_refusal(keys, step)
         ending = f"\n{url}: this would be another trajectory{past}; use another directory"
         raise ResumeError("\n".join(lines) + ending + (f"; {hint}" if hint else ""))
 

@@ -53,8 +53,11 @@ class JobConfig(FrozenModel):
         """
         return frozenset()
 
-    def explain_refusal(self, keys: Sequence[str]) -> str:
-        """Return what would allow a run to continue although these dotted keys have changed; by default nothing."""
+    def explain_refusal(self, keys: Sequence[str], step: int) -> str:
+        """Return what would allow a run to continue although these dotted keys have changed; by default nothing.
+
+        `step` is the newest committed step.
+        """
         return ""
 
     @property

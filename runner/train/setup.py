@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from runner.checkpoint.leaves import make_strongly_typed
 from runner.config import AdapterConfig, TrainerConfig
-from runner.data import Dataset, load_dataset
+from runner.data import DataPosition, Dataset, load_dataset
 from runner.errors import InvalidError
 from runner.optim.groups import Parameter, describe_parameters, get_default_multiplier
 from runner.optim.library import update_in_float32
@@ -331,8 +331,13 @@ class TrainSetupBuilder:
             )
         if self.config.data.mixture:
             with self.document.errors_at("config.data.mixture"):
-                dataset.validate_epochs(self.config.total_steps * self.config.train.global_batch_examples)
+                dataset.validate_epochs(self.data_position.count_examples(self.config.total_steps, batch)[0])
         return dataset
+
+    @functools.cached_property
+    def data_position(self) -> DataPosition:
+        """Position in the data by step, with the stretches that the spec passes over."""
+        return DataPosition.from_ranges(self.config.train.skip_steps)
 
     @functools.cached_property
     def config_in_steps(self) -> TrainerConfig[Any]:
