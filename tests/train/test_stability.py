@@ -99,7 +99,7 @@ def list_skipped(directory: Path) -> list[int]:
 # The decision.
 
 
-@pytest.mark.parametrize("size", [2, 3, 8, 13, 128])
+@pytest.mark.parametrize("size", [3, 13, *(pytest.param(size, marks=pytest.mark.soak) for size in (2, 8, 128))])
 def test_a_spike_is_sigmas_deviations_above_the_mean_of_a_full_window(size: int) -> None:
     window = np.random.default_rng(size).normal(3, 0.5, size).astype(np.float32)
     mean, deviation = np.mean(window, dtype=np.float64), np.std(window, ddof=1, dtype=np.float64)
@@ -133,7 +133,9 @@ CASES |= {
 @pytest.mark.parametrize(
     "name", ["averages", *(pytest.param(name, marks=pytest.mark.soak) for name in CASES if name != "averages")]
 )
-@pytest.mark.parametrize("watched", ["non_finite", "grad_norm_above", "loss_above"])
+@pytest.mark.parametrize(
+    "watched", ["non_finite", *(pytest.param(key, marks=pytest.mark.soak) for key in ("grad_norm_above", "loss_above"))]
+)
 def test_a_skipped_update_changes_only_counters(name: str, watched: str, tmp_path: Path) -> None:
     if watched != "non_finite" and name not in ("averages", "same_bits"):
         pytest.skip("the reason for a skip does not matter to the others")
@@ -173,7 +175,8 @@ def test_a_skipped_update_changes_only_counters(name: str, watched: str, tmp_pat
     assert all(path.endswith(".count") for path in changed)
 
 
-@pytest.mark.parametrize("name", ["sgd", *(pytest.param(name, marks=pytest.mark.soak) for name in CASES)])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CASES)
 def test_a_policy_that_never_triggers_changes_no_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +196,7 @@ def test_a_policy_that_never_triggers_changes_no_bit(
         assert are_leaves_equal(*(getattr(job.state, field) for job in jobs))
 
 
+@pytest.mark.soak
 def test_a_step_without_targets_is_no_skip(tmp_path: Path) -> None:
     job = make_poisoned(tmp_path / "run", **SKIP)
     setup = job.setup_builder.build(jax.devices()[:1], lambda data: None)
@@ -228,11 +232,13 @@ def test_a_poisoned_example_is_passed_with_skip(tmp_path: Path) -> None:
     assert read_outcome(tmp_path / "stopped") == read_outcome(tmp_path / "run")
 
 
+@pytest.mark.soak
 def test_a_poisoned_example_ends_a_run_without_skip(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match="training diverged: loss nan"):
         make_poisoned(tmp_path / "run")()
 
 
+@pytest.mark.soak
 def test_a_run_ends_after_too_many_successive_skips(tmp_path: Path) -> None:
     policy = {"config.stability": {"non_finite": "skip", "max_consecutive_skips": 3}, "checkpoint.every_steps": 2}
     job = make_poisoned(tmp_path / "run", **policy)
@@ -246,7 +252,8 @@ def test_a_run_ends_after_too_many_successive_skips(tmp_path: Path) -> None:
         job = again
 
 
-@pytest.mark.parametrize("key", ["loss_above", pytest.param("grad_norm_above", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("key", ["loss_above", "grad_norm_above"])
 def test_a_spike_that_ruins_a_run_is_passed_with_the_policy(key: str, tmp_path: Path) -> None:
     # The first poisoned step with this seed is the tenth, so that the window is full before it.
     spread = {
@@ -272,6 +279,7 @@ def test_a_spike_that_ruins_a_run_is_passed_with_the_policy(key: str, tmp_path: 
 # Refusals.
 
 
+@pytest.mark.soak
 def test_a_policy_added_to_a_run_is_refused(tmp_path: Path) -> None:
     stop_after(make_poisoned(tmp_path / "run", CleanLookup), 1)
     with pytest.raises(InvalidError, match="stability") as error:
@@ -279,6 +287,7 @@ def test_a_policy_added_to_a_run_is_refused(tmp_path: Path) -> None:
     assert "another trajectory" in str(error.value)
 
 
+@pytest.mark.soak
 def test_the_limit_of_successive_skips_may_change(tmp_path: Path) -> None:
     stop_after(make_poisoned(tmp_path / "run", CleanLookup, **SKIP), 1)
     policy = {"config.stability": {"non_finite": "skip", "max_consecutive_skips": 7}}
