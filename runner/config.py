@@ -459,24 +459,66 @@ class SkipUpdateConfig(FrozenModel):
         return self
 
 
+ROLL_BACKS_MAX = 16  # the train state has a place for the data that each has passed over
+
+
+class RollBackConfig(FrozenModel):
+    """Spikes of the loss that last: the run goes back to a checkpoint before them, and passes over their data."""
+
+    after_steps: PositiveInt = Field(
+        default=5, description="Successive steps with a loss above the threshold at which the run is rolled back."
+    )
+    loss_above_sigmas: PositiveFloat = Field(
+        default=5.0, description="Standard deviations above the mean of the window at which the threshold lies."
+    )
+    over_steps: int = Field(
+        default=128,
+        ge=2,
+        le=10_000,
+        description="Steps in the window of mean and standard deviation, those above the threshold left out; no loss "
+        "is above it before the window is full.",
+    )
+    skip_examples: PositiveInt = Field(
+        description="Examples to pass over, from the first step above the threshold on, in whole batches."
+    )
+    steps_before: NonNegativeInt = Field(
+        default=1,
+        description="Steps before the first one above the threshold whose updates and data are given up too: an update "
+        "may have done the damage before the loss shows it.",
+    )
+    at_most: PositiveInt = Field(
+        default=3,
+        le=ROLL_BACKS_MAX,
+        description="Roll-backs of a run; the next spike ends it with exit code 1.",
+    )
+
+
 class StabilityConfig(FrozenModel):
-    """Steps whose update is skipped: the step counts, parameters and optimizer state stay as they were."""
+    """Reaction to steps that would ruin a run: their update is skipped, or the run is rolled back."""
 
     skip_update: SkipUpdateConfig | None = Field(
         default=None, description="Skip the update of a step whose gradient norm or loss is a spike; null: never."
     )
-    non_finite: Literal["stop", "skip"] = Field(
+    non_finite: Literal["stop", "skip", "roll_back"] = Field(
         default="stop",
-        description="Reaction to a loss or gradient norm that is not finite: end the run with exit code 1 (stop), or "
-        "skip the update (skip).",
+        description="Reaction to a loss or gradient norm that is not finite: end the run with exit code 1 (stop), "
+        "skip the update (skip), or roll the run back at once (roll_back).",
+    )
+    roll_back: RollBackConfig | None = Field(
+        default=None, description="Go back before a spike of the loss that lasts, and pass over its data; null: never."
     )
     max_consecutive_skips: PositiveInt = Field(
         default=100, description="Successive skipped updates at which the run ends with exit code 1."
     )
 
     @property
+    def is_on(self) -> bool:
+        """True if there is a policy; a job without one has no state for it."""
+        return self.skips_updates or self.roll_back is not None
+
+    @property
     def skips_updates(self) -> bool:
-        """True if the policy may skip an update; a job without such a policy has no state for it."""
+        """True if the policy may skip an update."""
         return self.skip_update is not None or self.non_finite == "skip"
 
     @property
@@ -488,6 +530,12 @@ class StabilityConfig(FrozenModel):
     def watches_grad_norm(self) -> bool:
         """True if spikes of the gradient norm are skipped, and not those of the loss."""
         return self.skip_update is not None and self.skip_update.grad_norm_above is not None
+
+    @model_validator(mode="after")
+    def _validate_roll_back(self) -> "StabilityConfig":
+        if self.non_finite == "roll_back" and self.roll_back is None:
+            raise ValueError("non_finite: roll_back needs the section roll_back; write roll_back: {skip_examples: ...}")
+        return self
 
     @model_validator(mode="after")
     def _validate_limit_is_read(self) -> "StabilityConfig":
@@ -522,7 +570,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     train: TrainConfig = Field(description="Length of the run and size of its batches.")
     eval: EvalConfig = Field(default=EvalConfig(), description="Validation during the run.")
     metrics: MetricsConfig = Field(default=MetricsConfig(), description="Additional metrics of a step.")
-    stability: StabilityConfig = Field(default=StabilityConfig(), description="Steps whose update is skipped.")
+    stability: StabilityConfig = Field(default=StabilityConfig(), description="Reaction to bad steps.")
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Floating-point types.")
     memory: MemoryConfig = Field(
         default=MemoryConfig(), description="Activation checkpointing and other trade-offs between memory and compute."
@@ -608,7 +656,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         The total is free too if no learning rate depends on it.
         """
         # What only looks at the run, or changes results by rounding, may change while it runs.
-        free = {"eval", "metrics", "memory", "ema.evaluate", "stability.max_consecutive_skips"}
+        free = {"eval", "metrics", "memory", "ema.evaluate"}
+        free |= {"stability.max_consecutive_skips", "stability.roll_back.at_most"}
         free |= {"data.validation", "data.cache_bytes", "data.mixture.max_epochs"}
         # With same_bits_devices the micro-batch determines the order of sums, and so the bits.
         free |= {"train.micro_batch_examples"} if self.train.same_bits_devices is None else set()

@@ -424,6 +424,7 @@ class RestoreableJob:
             event, details = "restore", {"tier": found.tier}
         digest, seconds = compute_fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
+        self.on_restored()
         # Written only now, because `auto` is resolved, and a job that cannot start must not replace the last good spec.
         if attempt.hosts.is_main:
             attempt.update_owner(compute_trajectory(self.spec, self.config))
@@ -436,6 +437,9 @@ class RestoreableJob:
         self.report.resume(self.step, attachments, {} if is_fork and carry is None else carry)
         if is_fork and found is not None:
             self.commit_fork(found.manifest.metric)
+
+    def on_restored(self) -> None:
+        """Adapt the job to `state`, which was restored or initialised. Does nothing by default."""
 
     def commit_fork(self, metric: float | None) -> None:
         """Save the state that was forked as a checkpoint of this run, before its first step; then the parent may go.
@@ -532,6 +536,7 @@ class RestoreableJob:
         name, before = _parse_name(suffix), self.step
         found = self.checkpointer.load(name)
         self.state, self.step = self.checkpointer.go_back(found), found.manifest.step
+        self.on_restored()
         if self.writes_own_rows:
             self.row_log.rewind(self.step)
         self.report.resume(self.step, {}, found.manifest.carry)

@@ -18,12 +18,13 @@ import flax.linen as nn
 import jax
 import optax
 
+from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import warn
 from runner.data import TRAIN, DataPosition, Dataset, SeekablePrefetcher, get_batch_fields, has_targets
 from runner.distributed.agreement import Hosts
-from runner.errors import PhaseError
+from runner.errors import DivergedError, PhaseError, ResumeError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
@@ -32,6 +33,7 @@ from runner.huggingface.load import identify_adapter_base
 from runner.job import RestoreableJob
 from runner.metrics.meta import ACCURACY, SUMS, Meta
 from runner.metrics.rows import Row
+from runner.metrics.window import SpikeError
 from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
 from runner.run.fence import RunIdentity
@@ -56,7 +58,17 @@ from runner.train.loss import count_correct, cross_entropy_sum, document_argumen
 from runner.train.optimizer import SPEC
 from runner.train.report import Report
 from runner.train.setup import TrainSetup, TrainSetupBuilder
-from runner.train.stability import make_stability
+from runner.train.stability import (
+    ROLL_BACK_FOLDER,
+    Skips,
+    complete_roll_backs,
+    is_given_up,
+    make_stability,
+    plan_roll_back,
+    read_passed_over,
+    record_roll_back,
+    replace_passed_over,
+)
 from runner.train.state import TrainState
 from runner.train.step import Batch
 
@@ -111,6 +123,9 @@ class BaseTrainer(RestoreableJob):
         type(self).config = self.config
         self.topology = spec.topology
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
+        self.passed_over: Skips = ()  # by roll-backs
+        self.roll_back_records: list[JsonObject] = []
+        self._validate_roll_back()
         self.setup_builder = TrainSetupBuilder(
             document=self.document,
             config=self.config,
@@ -127,6 +142,18 @@ class BaseTrainer(RestoreableJob):
             identify_base=functools.partial(identify_adapter_base, self.document, spec, self.config, self.store),
             learning_rate_multiplier=self.learning_rate_multiplier,
         )
+
+    def _validate_roll_back(self) -> None:
+        """Raise `SpecError` if the checkpoint to go back to would have been deleted by then."""
+        policy, every_steps = self.config.stability.roll_back, self.spec.checkpoint.every_steps
+        if policy is None or every_steps is None:
+            return
+        needed = 1 - (1 - policy.after_steps - policy.steps_before) // every_steps
+        if self.spec.checkpoint.keep_last < needed:
+            raise self.document.error(
+                "checkpoint.keep_last",
+                f"stability.roll_back may go back over {needed} saves; set it to {needed} or more",
+            )
 
     # Methods for an experiment to override.
 
@@ -187,7 +214,7 @@ class BaseTrainer(RestoreableJob):
             return ()
         ema = [] if config.ema is None else [make_ema(config.ema.decays)]
         noise_scale = [] if config.noise_scale is None else [make_noise_scale(config.noise_scale.decay)]
-        stability = [make_stability(config.stability)] if config.stability.skips_updates else []
+        stability = [make_stability(config.stability)] if config.stability.is_on else []
         return (*ema, *noise_scale, *stability)
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
@@ -255,7 +282,12 @@ class BaseTrainer(RestoreableJob):
 
         A job that makes its own batches in `batch` takes the one of this number, so that stretches are passed over.
         """
-        return self.setup_builder.data_position.get_data_step(step)
+        return self.data_position.get_data_step(step)
+
+    @property
+    def data_position(self) -> DataPosition:
+        """Position in the data by step, with the stretches passed over by the spec and by roll-backs."""
+        return DataPosition(tuple(sorted((*self.setup_builder.data_position.skips, *self.passed_over))))
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
@@ -272,10 +304,14 @@ class BaseTrainer(RestoreableJob):
                     )
                     self.step += 1
                     report.add_step(self.step, loss, meta)
-                    if report.is_row_due(self.step):
-                        report.add_row(self.get_evaluated_weights(self.state), self.step)
-                        self.call_hooks()
-                    self.save_or_stop()
+                    # Rows and saves fetch the losses of the steps so far; nothing else could find a spike.
+                    try:
+                        if report.is_row_due(self.step):
+                            report.add_row(self.get_evaluated_weights(self.state), self.step)
+                            self.call_hooks()
+                        self.save_or_stop()
+                    except SpikeError as spike:
+                        self.roll_back(spike)
 
     def load_step(self, step: int) -> tuple[Batch, bool]:
         """Return the batch after `step` completed steps, and True if it has a target. Called on another thread."""
@@ -305,6 +341,55 @@ class BaseTrainer(RestoreableJob):
         """Replace state and step by those of `checkpoints/<suffix>`, see `RestoreableJob.load`; batches follow."""
         super().load(suffix)
         self.state = self.hook_dispatcher.go_to(self.state, self.step)
+
+    def roll_back(self, spike: SpikeError) -> None:
+        """Pass over the data of a spike, and continue from a checkpoint before it. Called on every host.
+
+        Raises:
+            DivergedError: the run was rolled back too often, or has no such checkpoint.
+        """
+        policy, hosts, made = self.config.stability.roll_back, self.attempt.hosts, self.passed_over
+        assert policy is not None, "only a job with this policy finds spikes"
+        if len(made) >= policy.at_most:
+            tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
+            raise DivergedError(f"{spike}; rolled back {len(made)} times, which passed over {tried}")
+        begin, number = plan_roll_back(policy, spike.first, self.config.train.global_batch_examples, made)
+        # A save in progress may be of the step to go back to.
+        self.checkpointer.wait_until_finished()
+        steps = hosts.run_on_main(lambda: [step for step in sorted(read_committed(self.store)) if step <= begin])
+        if not steps:
+            raise DivergedError(f"{spike}; no checkpoint of step {begin} or earlier is left to go back to")
+        record = {
+            "number": len(made) + 1,
+            "begin": begin,
+            "batches": number,
+            "first": spike.first,
+            "detected": spike.step,
+            "reason": spike.reason,
+        }
+        hosts.run_on_main(lambda: record_roll_back(self.attempt, record))
+        self.roll_back_records = [*self.roll_back_records, record]
+        self.attempt.say(
+            f"rolled back: {spike.reason} at step {spike.step}; {number} batches after step {begin} are passed over"
+        )
+        for step in reversed(steps):
+            try:
+                self.load(str(step))
+                return
+            except ResumeError as error:
+                self.attempt.say(f"checkpoint {step} is not rolled back to: {error}")
+        raise DivergedError(f"{spike}; no good checkpoint of step {begin} or earlier is left to go back to")
+
+    def on_restored(self) -> None:
+        """Take over the stretches of data that roll-backs have passed over, from the state and from their records."""
+        if self.config.stability.roll_back is None:
+            return
+        saved = read_passed_over(self.state)
+        newer = [record for record in self.roll_back_records if record["number"] > len(saved)]
+        self.passed_over = (*saved, *((record["begin"], record["batches"]) for record in newer))
+        if newer:
+            self.state = replace_passed_over(self.state, self.passed_over)
+        self.checkpointer.set_identity(self.identity())
 
     def start_hooks(self) -> None:
         """Call `on_start` of hooks; complete the evaluation and hook calls of this step if a stop interrupted them."""
@@ -377,7 +462,7 @@ class BaseTrainer(RestoreableJob):
             [*evaluators, *make_ema_evaluators(self.config, self.validation)],
             mfu_per_token_rate=compute_mfu_per_token_rate(self.flops_per_token, self.train_setup),
             get_data_metrics=lambda step: self.dataset.compute_metrics(
-                *self.setup_builder.data_position.count_examples(step, self.config.train.global_batch_examples)
+                *self.data_position.count_examples(step, self.config.train.global_batch_examples)
             ),
             after_row=lambda: self.builtin_evaluators.start_compiling(evaluators),
             is_language_model=self.setup_builder.is_language_model(self.train_setup),
@@ -449,6 +534,8 @@ class BaseTrainer(RestoreableJob):
 
     def restore_or_init(self) -> None:
         """Restore or initialise the state. A run that begins records the assets of its exports."""
+        if self.config.stability.roll_back is not None:
+            self.roll_back_records = self.attempt.hosts.run_on_main(lambda: complete_roll_backs(self.attempt))
         super().restore_or_init()
         if self.step == 0 and not self.attempt.lineage and self.attempt.hosts.is_main and self.family() is not None:
             record_assets(self.store, self.config.data, self.spec.checkpoint.initial_weights)
@@ -473,7 +560,9 @@ class BaseTrainer(RestoreableJob):
     @property
     def unread_keys(self) -> frozenset[str]:
         """Keys that only optimizers and schedules other than the chosen ones read."""
-        return frozenset(f"config.{key}" for key in self.setup_builder.optimizer_choice.find_unread_keys())
+        unread = (f"config.{key}" for key in self.setup_builder.optimizer_choice.find_unread_keys())
+        # Roll-backs follow from the rest of the trajectory.
+        return frozenset((*unread, ROLL_BACK_FOLDER))
 
     @property
     def former_values(self) -> Mapping[str, Sequence[str]]:
@@ -495,12 +584,18 @@ class BaseTrainer(RestoreableJob):
             ]
             return min((step for step in found if step is not None), default=None)
 
-        return dataclasses.replace(super().make_run_identity(identity), find_first_change=find_first_change)
+        return dataclasses.replace(
+            super().make_run_identity(identity),
+            find_first_change=find_first_change,
+            is_given_up=lambda saved, step: is_given_up(saved, step, self.roll_back_records),
+        )
 
     def identity(self) -> Trajectory:
         """Return the keys that identify the trajectory, with those of data, vocabulary, hooks and frozen weights."""
         keys = super().identity() | self.hooks.identity()
         keys |= {"config.data": self.dataset.fingerprint} | self.setup_builder.base_identity
+        if self.passed_over:
+            keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.passed_over]}
         # `auto` in the spec stands for the size that the data have.
         return keys | {key: self.vocabulary_size for key in keys if key == "config.model.vocabulary_size"}
 

@@ -221,6 +221,10 @@ class Checkpointer:
         self._reported_interval_seconds = 1e-9
         self._has_warned_of_grace = False
 
+    def set_identity(self, identity: Trajectory) -> None:
+        """Save this trajectory with later states. Called between two steps."""
+        self._identity = identity
+
     # Restore.
 
     def restore(self, find_attachment_problem: AttachmentCheck) -> RestoredState | None:

@@ -27,7 +27,7 @@ from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
 from runner.history.records import History, RunState, Verification, to_json
-from runner.metrics.rows import format_metrics, list_own_metrics
+from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
 from runner.process import STOP_SIGNALS
 from runner.run.layout import read_owner
 from runner.spec import load_document, validate_spec
@@ -210,6 +210,9 @@ def _draw_summary(history: History) -> Text:
         quality.append(f"{format_amount(tokens)} tokens")
     if (loss := get_float(history.row, "train/loss")) is not None:
         quality.append(f"loss {loss:.4f}")
+    for key, name in POLICY_COUNTS.items():
+        if count := get_float(history.row, key):
+            quality.append(f"{count:,.0f} {name}")
     if history.validation:
         quality.append(f"validation loss {history.validation[-1][1]:.4f}")
     if history.best_validation is not None:

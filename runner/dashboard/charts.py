@@ -183,11 +183,13 @@ _STEP_TIME = Chart("Step time", "seconds")
 _MEMORY = Chart("Peak device memory", "GiB", factor=1 / (1 << 30))
 _NOISE = Chart("Gradient noise scale", "tokens", has_any_scale=True)
 _SKIPPED = Chart("Skipped updates", "steps since the start")
+_ROLL_BACKS = Chart("Roll-backs", "since the start")
+_HIGH_LOSS = Chart("Steps with a high loss", "in succession")
 _MIXTURE = Chart("Mixture of the data", "share of the tokens drawn so far", form="stack")
 _EPOCHS = Chart("Epochs of each source", "passes over the source")
 CHARTS = (
-    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _MFU, _STEP_TIME, _MEMORY, _NOISE, _SKIPPED, _MIXTURE,
-    _EPOCHS, _GRADIENTS, _PARAMETERS,
+    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _MFU, _STEP_TIME, _MEMORY, _NOISE, _SKIPPED, _ROLL_BACKS,
+    _HIGH_LOSS, _MIXTURE, _EPOCHS, _GRADIENTS, _PARAMETERS,
 )  # fmt: skip
 
 # Keys of the rows, the chart that shows them, and the name of their series.
@@ -219,6 +221,8 @@ _SERIES = tuple(
         ("perf/peak_bytes", _MEMORY, "fullest device of process 0"),
         ("train/noise_scale", _NOISE, "training"),
         ("train/skipped_updates", _SKIPPED, "training"),
+        ("train/roll_backs", _ROLL_BACKS, "training"),
+        ("train/high_loss_steps", _HIGH_LOSS, "training"),
         ("data/(.+)/tokens", _MIXTURE, "{}"),
         ("data/(.+)/epochs", _EPOCHS, "{}"),
     )

@@ -262,6 +262,8 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                     # directory.
                     if event == "restore" and row.get("tier") != "fast":
                         summary.verified.add(step)
+            case "load" if step is not None:
+                _drop_steps_after(summary, step)
             case "save":
                 blocked_seconds, clock = get_seconds(row, "blocked_seconds"), row.get("clock")
                 steps_seconds = get_seconds(clock, TimeBucket.STEPS.value) if isinstance(clock, dict) else None
@@ -309,7 +311,7 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
 
 
 def _drop_steps_after(summary: LedgerSummary, step: int) -> None:
-    """Forget everything beyond the step from which an attempt resumed: it will be repeated."""
+    """Forget everything beyond the step from which an attempt resumes or goes on: it will be repeated."""
     summary.commits = {known: commit for known, commit in summary.commits.items() if known <= step}
     summary.verified = {known for known in summary.verified if known <= step}
     summary.figures = {key: known for key, known in summary.figures.items() if known[0] <= step}
@@ -346,6 +348,10 @@ NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     "corruption": lambda row: row.get("reason"),
     "save_failed": lambda row: f"the save of step {row.get('step')} failed: {row.get('reason')}",
     "fallback": lambda row: f"checkpoint {row.get('rejected')} was not restored: {row.get('reason')}",
+    "roll_back": lambda row: (
+        f"rolled back because of {row.get('reason')} at step {row.get('detected')}: "
+        f"{row.get('batches')} batches after step {row.get('step')} are passed over"
+    ),
     "quarantine": lambda row: f"checkpoint {row.get('step')} is in {row.get('moved_to')}: {row.get('reason')}",
     "grace": lambda row: row.get("reason"),
     "changed": lambda row: row.get("changes"),

@@ -275,7 +275,9 @@ class HookDispatcher:
 
     def on_given_row(self, state: TrainState, step: int, row: Row) -> TrainState:
         """Make the calls for `step` with a row that is the same on every host; returns the state with new counters."""
-        if row.get("step") != step or self._report.is_evaluation_missing(row, step) or not self._hooks.listed:
+        if row.get("step") != step or not self._hooks.listed:
+            return state
+        if self._report.is_evaluation_missing(row, step) or self._report.is_suspect(row):
             return state
         stop = self.stop
         try:

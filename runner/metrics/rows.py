@@ -58,6 +58,16 @@ ROW_KEYS = (
         "Steps since step 0 whose update was skipped. Only with `config.stability.skip_update` or `non_finite: skip`.",
     ),
     Key(
+        "train/roll_backs",
+        int,
+        "Roll-backs since step 0 whose data were passed over before this step. Only with `config.stability.roll_back`.",
+    ),
+    Key(
+        "train/high_loss_steps",
+        int,
+        "Successive steps, this one the last, with a loss above the threshold of `config.stability.roll_back`.",
+    ),
+    Key(
         "train/grad_norm/<group>",
         float | None,
         "Norm of the gradient of one top-level module of the model, or of one parameter; see `config.metrics.norms`.",
@@ -163,12 +173,20 @@ _TRAIN_NAMES = ("loss", "loss_mean", "grad_norm", "learning_rate", "param_norm",
 _VAL_NAMES = ("token_count",)
 
 
+# Counts of a stability policy; shown only if something has happened.
+POLICY_COUNTS = {
+    "train/skipped_updates": "updates skipped",
+    "train/roll_backs": "roll-backs",
+    "train/high_loss_steps": "steps with a high loss",
+}
+
+
 def list_own_metrics(row: Row) -> Row:
     """Return the metrics of a row besides its losses, speed and norms, by names for people: those of the job itself."""
     own: Row = {}
     for key, value in row.items():
         kind, _, name = key.partition("/")
-        if key in ("step", "val/loss") or kind in ("perf", "data"):
+        if key in ("step", "val/loss") or kind in ("perf", "data") or (key in POLICY_COUNTS and not value):
             continue
         if kind == "train" and name.partition("/")[0] not in _TRAIN_NAMES:
             own[name] = value

@@ -19,10 +19,13 @@ from typing import NamedTuple
 
 import jax
 
+from runner.config import StabilityConfig
 from runner.errors import DivergedError
 from runner.metrics.meta import (
     CONSECUTIVE_SKIPS,
     GRAD_NORM,
+    HIGH_LOSS_STEPS,
+    ROLL_BACKS,
     SKIPPED_UPDATES,
     TOKEN_COUNT,
     Meta,
@@ -106,6 +109,23 @@ class _StepResult(NamedTuple):
     meta: dict[str, RowValue]
 
 
+_NO_POLICY = StabilityConfig()
+
+
+class SpikeError(DivergedError):
+    """A spike of the loss has lasted too long, or a value is not finite, and the run must be rolled back.
+
+    Attributes:
+        first: the first step of the spike.
+        step: the step at which it was long enough.
+        reason: values of that step.
+    """
+
+    def __init__(self, first: int, step: int, reason: str):
+        super().__init__(f"step {step}: training diverged: {reason}, from step {first} on")
+        self.first, self.step, self.reason = first, step, reason
+
+
 class MetricsWindow:
     """Steps since the last row.
 
@@ -113,7 +133,7 @@ class MetricsWindow:
         step: Step of that row.
         carry: Contribution of the steps since that row that an earlier attempt has saved (`MetricsWindow.carry`).
         is_whole: False if there were such steps but their contribution is unknown; the next row then has no mean.
-        max_consecutive_skips: Successive skipped updates at which the run ends; None if the job skips none.
+        policy: Stability policy of the job.
     """
 
     def __init__(
@@ -121,9 +141,9 @@ class MetricsWindow:
         step: int = 0,
         carry: JsonObject | None = None,
         is_whole: bool = True,
-        max_consecutive_skips: int | None = None,
+        policy: StabilityConfig = _NO_POLICY,
     ):
-        self._max_consecutive_skips = max_consecutive_skips
+        self._policy = policy
         self._pending: list[tuple[int, jax.Array, Meta]] = []
         self._last: _StepResult | None = None
         self._loss_sum, self._weight = (float(carry[key]) if carry else 0.0 for key in (_LOSS_SUM, _WEIGHT))
@@ -145,23 +165,32 @@ class MetricsWindow:
         Raises:
             DivergedError: A loss or gradient norm is not finite and the update was not skipped, or too many successive
                 updates were skipped. The error names the first such step.
+            SpikeError: The run must be rolled back. All hosts raise it at the same place.
         """
         # One transfer for all steps of the window.
         for step, loss, meta in jax.device_get(self._pending):
             values = {key: to_row_value(value) for key, value in meta.items()}
             grad_norm = float(meta.get(GRAD_NORM, 0.0))
             found = f"loss {float(loss)}, gradient norm {grad_norm}"
-            num_skips = 0
-            if self._max_consecutive_skips is not None:
-                values.pop(CONSECUTIVE_SKIPS)
+            is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+            policy, num_skips = self._policy, 0
+            if policy.skips_updates:
                 num_skips = int(meta[CONSECUTIVE_SKIPS])
+                del values[CONSECUTIVE_SKIPS]
                 values |= {SKIPPED_UPDATES: int(meta[SKIPPED_UPDATES])}
-                if num_skips >= self._max_consecutive_skips:
+                if num_skips >= policy.max_consecutive_skips:
                     raise DivergedError(
                         f"step {step}: training diverged: {num_skips} successive updates were skipped, the last with "
                         f"{found}; the last good checkpoint is kept"
                     )
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)) and not num_skips:
+            if policy.roll_back is not None:
+                num_high = int(meta[HIGH_LOSS_STEPS])
+                values |= {ROLL_BACKS: int(meta[ROLL_BACKS]), HIGH_LOSS_STEPS: num_high}
+                if policy.non_finite == "roll_back" and not is_finite:
+                    raise SpikeError(step - max(num_high, 1) + 1, step, found)
+                if num_high >= policy.roll_back.after_steps:
+                    raise SpikeError(step - num_high + 1, step, f"{found}, {num_high} steps with a high loss")
+            if not is_finite and not num_skips:
                 raise DivergedError(f"step {step}: training diverged: {found}; the last good checkpoint is kept")
             weight = float(meta.get(TOKEN_COUNT, 1.0))
             if weight <= 0:
@@ -193,8 +222,8 @@ class MetricsWindow:
         self._is_whole = True
         self.restart_clock()
         # The runner's own values come before those of the job: the order of keys is the order of the columns of a CSV.
-        order = [name for name in (GRAD_NORM, "learning_rate", SKIPPED_UPDATES) if name in values]
-        first = {f"train/{name}": values.pop(name) for name in order}
+        order = (GRAD_NORM, "learning_rate", SKIPPED_UPDATES, ROLL_BACKS, HIGH_LOSS_STEPS)
+        first = {f"train/{name}": values.pop(name) for name in order if name in values}
         return {
             "step": step,
             "train/loss": loss,

@@ -256,6 +256,19 @@ EVENTS = (
         ),
     ),
     EventType(
+        "roll_back",
+        "The run is rolled back because of a spike: after `step`, data are passed over. The event `load` follows, or "
+        "after a kill `restore`; trainers only.",
+        "process 0",
+        (
+            Key("number", int, "Number of the roll-back in the run, from 1."),
+            Key("batches", int, "Global batches that are passed over."),
+            Key("first", int, "First step of the spike."),
+            Key("detected", int, "Step at which the spike was long enough."),
+            _REASON,
+        ),
+    ),
+    EventType(
         "save",
         "A save has begun.",
         "process 0",

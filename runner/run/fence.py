@@ -108,6 +108,8 @@ class RunIdentity:
         former_values: earlier values by dotted key that mean the present one, such as former paths of a class.
         find_first_change: function of a saved trajectory and the keys in which it differs. It returns the first step
             (number of completed steps) that is followed by another update; None if there is no such step.
+        is_given_up: function of a saved trajectory and its step. It returns True if the run has since given that step
+            up, because it was rolled back.
     """
 
     document: Document
@@ -116,11 +118,12 @@ class RunIdentity:
     unread: Container[str]
     former_values: Mapping[str, Container[str]] = field(default_factory=dict)
     find_first_change: Callable[[Trajectory, Sequence[str]], int | None] = lambda saved, keys: 0
+    is_given_up: Callable[[Trajectory, int], bool] = lambda saved, step: False
 
     def is_continued(self, saved: Trajectory, step: int) -> bool:
         """Return True if the spec continues a trajectory that was saved at `step`; see `validate_trajectory`."""
         keys = list(self.compare_values(saved))
-        return not keys or self.keeps_past(saved, keys, step)
+        return not self.is_given_up(saved, step) and (not keys or self.keeps_past(saved, keys, step))
 
     def list_moves(self, saved: Trajectory) -> list[str]:
         """Return the differences that are moves: other places of the same content, and former paths of a class."""

@@ -36,6 +36,7 @@ LAYOUT = {
     "metrics.jsonl": "a file",
     "checkpoints": "a directory",
     "quarantine": "a directory",
+    "roll_backs": "a directory",
     "stacks": "a directory",
     "logs": "a directory",
     "assets": "a directory",

@@ -78,11 +78,13 @@ class StepOutcome:
         loss: mean loss over the whole batch; float32.
         grad_norm: global norm of the gradients before clipping; float32.
         has_target: False if the batch turned out to have no target.
+        step: completed steps, this one included; int32.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
     has_target: jax.Array
+    step: jax.Array | int
 
 
 @dataclass(frozen=True)

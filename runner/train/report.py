@@ -10,7 +10,7 @@ import jax
 
 from runner.config import TrainerConfig
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file
-from runner.metrics.meta import Meta
+from runner.metrics.meta import HIGH_LOSS_STEPS, Meta
 from runner.metrics.rows import Row, RowTail
 from runner.metrics.window import MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
@@ -66,9 +66,7 @@ class Report(JobReport):
         self._profiler = Profiler(attempt, spec.logging.profile)
         self._resumed_row: Row | None = None  # row of the step that was resumed from
         self._timer: StepTimer | None = None  # on process 0, while rows are displayed
-        policy = config.stability
-        self._max_consecutive_skips = policy.max_consecutive_skips if policy.skips_updates else None
-        self.window = MetricsWindow(0, max_consecutive_skips=self._max_consecutive_skips)
+        self.window = MetricsWindow(0, policy=config.stability)
 
     # Resuming.
 
@@ -92,7 +90,7 @@ class Report(JobReport):
             self._resumed_row = self._metrics.rewind(step, tail)
         # Without carry the window would lack the steps before the save, so its means would be of fewer steps.
         is_whole = carry is not None or step == 0 or self._resumed_row is not None
-        self.window = MetricsWindow(step, carry, is_whole, self._max_consecutive_skips)
+        self.window = MetricsWindow(step, carry, is_whole, self._config.stability)
         if self._displays:
             for display in self._displays:
                 display.close()
@@ -173,7 +171,7 @@ class Report(JobReport):
         peak_bytes = read_peak_memory_bytes()
         row |= {} if peak_bytes is None else {"perf/peak_bytes": peak_bytes}
         # A stop during the evaluation leaves the row without it; the next attempt completes it (`complete_row`).
-        if self._evaluations.list_due(step):
+        if self._evaluations.list_due(step) and not self.is_suspect(row):
             row |= self._evaluations.evaluate(weights, step) or {}
         self.restart_clock()
         self._append(row)
@@ -206,7 +204,14 @@ class Report(JobReport):
 
     def is_evaluation_missing(self, row: Row, step: int) -> bool:
         """Return True if an evaluation is due at `step` but the row has none, because of a stop."""
-        return bool(self._evaluations.list_due(step)) and not self.is_evaluated(row)
+        return bool(self._evaluations.list_due(step)) and not self.is_evaluated(row) and not self.is_suspect(row)
+
+    def is_suspect(self, row: Row) -> bool:
+        """Return True if the step of a row may still be rolled back because of its loss.
+
+        Nothing judges it then: evaluators and hooks are not called, and it is no best step.
+        """
+        return bool(row.get(f"train/{HIGH_LOSS_STEPS}")) and row["step"] != self._config.total_steps
 
     def is_evaluated(self, row: Row) -> bool:
         """Return True if the row has metrics of an evaluation."""
@@ -244,7 +249,7 @@ class Report(JobReport):
     def metric(self, name: str, step: int) -> float | None:
         """Return a metric of the row of `step`, if it is the newest row; else None. None on processes other than 0."""
         row = self.get_newest_row()
-        value = row.get(name) if row.get("step") == step else None
+        value = row.get(name) if row.get("step") == step and not self.is_suspect(row) else None
         return float(value) if isinstance(value, int | float) else None
 
     def get_newest_row(self) -> Row:

@@ -415,7 +415,7 @@ class TrainSetupBuilder:
         schedule = self.optimizer_choice.build_schedule(self.config, lambda: self.config_in_steps)
         auxiliary_states = tuple(self.auxiliary_states())
         config, names = self.config, {each.name for each in auxiliary_states}
-        asked = {EMA: config.ema, NOISE_SCALE: config.noise_scale, STABILITY: config.stability.skips_updates or None}
+        asked = {EMA: config.ema, NOISE_SCALE: config.noise_scale, STABILITY: config.stability.is_on or None}
         for name, section in asked.items():
             if section is not None and name not in names:
                 reason = "auxiliary_states of the job leaves it out; return those of super().auxiliary_states() too"

@@ -1,4 +1,4 @@
-"""Stability policy: skip the update of a step whose gradient norm or loss is a spike, or is not finite.
+"""Stability policy: skip the update of a bad step, or go back to a checkpoint before a spike that lasts.
 
 The policy is an auxiliary state (`runner.train.auxiliary`) that judges each step inside the compiled program, so that
 the host does not wait for it. A skipped update leaves parameters, variables, moments, averages and the other auxiliary
@@ -10,38 +10,78 @@ accepted steps; there is no spike before that many steps were accepted. This is 
 window holds accepted values only, so that a stretch of bad data cannot raise its own threshold; a lasting change of
 level ends the run after `max_consecutive_skips` instead of being accepted.
 
+**Roll-back.** The state counts the successive steps whose loss is above the threshold. Once the job has fetched
+`after_steps` of them, or at once a value that is not finite, it is rolled back: the batches from shortly before the
+first of these steps on are passed over, and the job goes on from a checkpoint before them (`BaseTrainer.roll_back`). It
+repeats the steps up to there with their own data, so its further course is a function of the spec alone: it does not
+depend on which checkpoints there were, when the values were fetched, or how often the job was killed. The protocol:
+
+1. Process 0 creates `roll_backs/<number>`, durably, and only once. From here on the roll-back is a fact.
+2. The newest checkpoint of a step that does not lie behind the beginning of the stretch is loaded. Later ones are
+   quarantined: they belong to a course that is given up. A start quarantines those that a kill has left.
+3. The stretch is written into the state, which is saved with it. A restored state lacks the newest stretches if it was
+   saved before them; they are added from the records.
+
 The window holds the observed values themselves, and they are added in a fixed order. The decision is then the same on
 any number of devices on which the values are the same (`train.same_bits_devices`).
 
 Shape legend: N steps of the window.
 """
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from runner.config import StabilityConfig
-from runner.metrics.meta import CONSECUTIVE_SKIPS, SKIPPED_UPDATES
+from runner.checkpoint.manifest import read_committed
+from runner.checkpoint.restore import quarantine
+from runner.config import ROLL_BACKS_MAX, RollBackConfig, StabilityConfig
+from runner.errors import StateError
+from runner.metrics.meta import CONSECUTIVE_SKIPS, HIGH_LOSS_STEPS, ROLL_BACKS, SKIPPED_UPDATES
+from runner.run.attempt import Attempt
+from runner.spec import Trajectory
+from runner.storage import JsonObject, Store, create_file, encode_json, parse_number, read_json, read_log
 from runner.train.auxiliary import AuxiliaryState, Scalars, StepOutcome
+from runner.train.state import TrainState
 
 STABILITY = "stability"
 _SKIPPED, _CONSECUTIVE, _ACCEPTED, _WINDOW = "skipped", "consecutive", "accepted", "window"
+_HIGH, _LOW, _LOSSES, _PASSED_OVER = "high", "low", "losses", "passed_over"
 
 
 def make_stability(config: StabilityConfig) -> AuxiliaryState:
-    """Return the policy of a config with `skips_updates`."""
-    spike, skips_non_finite = config.spike, config.non_finite == "skip"
+    """Return the policy of a config with `is_on`."""
+    spike, roll_back, skips_non_finite = config.spike, config.roll_back, config.non_finite == "skip"
 
     def init(params: Any) -> Any:
         # Each leaf is an array of its own, because the step donates them.
-        counts = {name: jnp.zeros((), jnp.int32) for name in (_SKIPPED, _CONSECUTIVE)}
-        if spike is None:
-            return counts
-        return counts | {_ACCEPTED: jnp.zeros((), jnp.int32), _WINDOW: jnp.zeros(spike.over_steps, jnp.float32)}
+        def make_counts(*names: str) -> Any:
+            return {name: jnp.zeros((), jnp.int32) for name in names}
+
+        state = make_counts(_SKIPPED, _CONSECUTIVE) if config.skips_updates else {}
+        if spike is not None:
+            state |= make_counts(_ACCEPTED) | {_WINDOW: jnp.zeros(spike.over_steps, jnp.float32)}
+        if roll_back is not None:
+            state |= make_counts(_HIGH, _LOW) | {_LOSSES: jnp.zeros(roll_back.over_steps, jnp.float32)}
+            state |= {_PASSED_OVER: jnp.zeros((ROLL_BACKS_MAX, 2), jnp.int32)}
+        return state
 
     def judge(before: Any, outcome: StepOutcome) -> tuple[jax.Array, Any, Scalars]:
+        is_skipped = jnp.bool_(False)
+        after: dict[str, Any] = {}
+        scalars: Scalars = {}
+        if config.skips_updates:
+            is_skipped, after, scalars = judge_skip(before, outcome)
+        if roll_back is not None:
+            more, more_scalars = watch_loss(before, outcome, roll_back)
+            after, scalars = after | more, scalars | more_scalars
+        return ~is_skipped, after, scalars
+
+    def judge_skip(before: Any, outcome: StepOutcome) -> tuple[jax.Array, Any, Scalars]:
         is_finite = jnp.isfinite(outcome.loss) & jnp.isfinite(outcome.grad_norm)
         # With non_finite: stop the host ends the run, whatever becomes of the state.
         is_skipped = ~is_finite if skips_non_finite else jnp.bool_(False)
@@ -50,19 +90,127 @@ def make_stability(config: StabilityConfig) -> AuxiliaryState:
             value = outcome.grad_norm if config.watches_grad_norm else outcome.loss
             is_skipped |= is_finite & is_spike(before[_WINDOW], before[_ACCEPTED], value, spike.sigmas)
             is_accepted = is_finite & ~is_skipped & outcome.has_target
-            index_N = jnp.arange(spike.over_steps)
-            is_oldest_N = is_accepted & (index_N == before[_ACCEPTED] % spike.over_steps)
-            after[_WINDOW] = jnp.where(is_oldest_N, value, before[_WINDOW])
-            after[_ACCEPTED] = before[_ACCEPTED] + is_accepted
+            after[_WINDOW], after[_ACCEPTED] = _push(before[_WINDOW], before[_ACCEPTED], value, is_accepted)
         # A step without a target neither is skipped nor ends a series of skips.
         is_skipped &= outcome.has_target
         after[_SKIPPED] = before[_SKIPPED] + is_skipped
         following = jnp.where(is_skipped, before[_CONSECUTIVE] + 1, 0)
         after[_CONSECUTIVE] = jnp.where(outcome.has_target, following, before[_CONSECUTIVE])
         scalars = {SKIPPED_UPDATES: after[_SKIPPED], CONSECUTIVE_SKIPS: after[_CONSECUTIVE]}
-        return ~is_skipped, after, scalars
+        return is_skipped, after, scalars
 
     return AuxiliaryState(STABILITY, init, judge=judge)
+
+
+def watch_loss(before: Any, outcome: StepOutcome, config: RollBackConfig) -> tuple[Any, Scalars]:
+    """Return (leaves after a step, scalars) of the threshold of a roll-back. To be traced."""
+    # What is not finite, or no loss at all, begins no series of steps above the threshold, and ends none.
+    is_known = jnp.isfinite(outcome.loss) & jnp.isfinite(outcome.grad_norm) & outcome.has_target
+    is_high = is_known & is_spike(before[_LOSSES], before[_LOW], outcome.loss, config.loss_above_sigmas)
+    losses, low = _push(before[_LOSSES], before[_LOW], outcome.loss, is_known & ~is_high)
+    longer = before[_HIGH] + 1
+    high = jnp.where(is_known, jnp.where(is_high, longer, 0), jnp.where(before[_HIGH] > 0, longer, 0))
+    passed_over = before[_PASSED_OVER]
+    num_roll_backs = jnp.sum((passed_over[:, 1] > 0) & (passed_over[:, 0] < outcome.step), dtype=jnp.int32)
+    after = {_LOSSES: losses, _LOW: low, _HIGH: high, _PASSED_OVER: passed_over}
+    return after, {ROLL_BACKS: num_roll_backs, HIGH_LOSS_STEPS: high}
+
+
+# Roll-backs, on the host.
+
+ROLL_BACK_FOLDER = "roll_backs"  # also the key of the trajectory in a manifest
+Skips = tuple[tuple[int, int], ...]  # as in `DataPosition`
+
+_EVENT_KEYS = ("number", "batches", "first", "detected", "reason")
+
+
+def plan_roll_back(config: RollBackConfig, first: int, batch_examples: int, made: Skips) -> tuple[int, int]:
+    """Return (step, number of batches) of the stretch to pass over because of a spike.
+
+    Args:
+        config: the policy.
+        first: first step of the spike.
+        batch_examples: examples of a step.
+        made: stretches of earlier roll-backs.
+    """
+    # A stretch never begins before an earlier one, whose data would otherwise come back.
+    begin = max(first - 1 - config.steps_before, made[-1][0] if made else 0)
+    return begin, first - 1 - begin + -(-config.skip_examples // batch_examples)
+
+
+def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
+    """Record a roll-back that has been decided, before anything is done. Process 0 only.
+
+    Raises:
+        StateError: another roll-back has this number: the run has taken two courses.
+    """
+    store, name = attempt.store, f"{ROLL_BACK_FOLDER}/{record['number']}"
+    attempt.fence.check()
+    try:
+        create_file(store, name, encode_json(record | {"time": time.time(), "attempt": attempt.number}))
+    except FileExistsError:
+        # A suspended process of an earlier attempt may have come to the same decision late.
+        known = read_json(store, name)
+        if any(known.get(key) != record[key] for key in ("begin", "batches")):
+            raise StateError(f"{store.url}/{name} has another stretch of data than this attempt found") from None
+    _append_event(attempt, record)
+    attempt.events.flush()
+
+
+def _append_event(attempt: Attempt, record: JsonObject) -> None:
+    attempt.events.append("roll_back", record["begin"], **{key: record[key] for key in _EVENT_KEYS})
+
+
+def read_roll_backs(store: Store) -> list[JsonObject]:
+    """Return the records of all roll-backs, in order."""
+    numbers = sorted(number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None)
+    return [read_json(store, f"{ROLL_BACK_FOLDER}/{number}") for number in numbers]
+
+
+def complete_roll_backs(attempt: Attempt) -> list[JsonObject]:
+    """Do what a killed attempt has left of a roll-back, and return all records. Process 0 only, before the restore."""
+    records = read_roll_backs(attempt.store)
+    if not records:
+        return []
+    events = read_log(attempt.store, "events")
+    known = {event.get("number") for event in events if event.get("event") == "roll_back"}
+    for record in records:
+        if record["number"] not in known:
+            _append_event(attempt, record)
+    for step, manifest in read_committed(attempt.store).items():
+        if is_given_up(manifest.identity, step, records):
+            quarantine(attempt, step, "the run was rolled back to an earlier step")
+    return records
+
+
+def is_given_up(saved: Trajectory, step: int, records: Sequence[JsonObject]) -> bool:
+    """Return True if a state saved at `step` lies on a course that one of these roll-backs has given up."""
+    num_made = len(saved.get(ROLL_BACK_FOLDER, ()))
+    return any(record["number"] > num_made and record["begin"] < step for record in records)
+
+
+def read_passed_over(state: TrainState) -> Skips:
+    """Return the stretches that the roll-backs in a state have passed over. Waits for the device."""
+    rows = np.asarray(jax.device_get(state.riders[STABILITY][_PASSED_OVER])).tolist()
+    return tuple((begin, number) for begin, number in rows if number)
+
+
+def replace_passed_over(state: TrainState, skips: Skips) -> TrainState:
+    """Return the state with these stretches. Every host makes its own shards."""
+    rows = np.zeros((ROLL_BACKS_MAX, 2), np.int32)
+    rows[: len(skips)] = skips
+    own = state.riders[STABILITY]
+    array = jax.make_array_from_callback(rows.shape, own[_PASSED_OVER].sharding, lambda index: rows[index])
+    return state.replace(riders=state.riders | {STABILITY: own | {_PASSED_OVER: array}})
+
+
+def _push(
+    window_N: jax.Array, num_accepted: jax.Array, value: jax.Array, is_accepted: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return window and number of accepted values, with `value` in the place of the oldest one if it is accepted."""
+    N = window_N.shape[0]
+    is_oldest_N = is_accepted & (jnp.arange(N) == num_accepted % N)
+    return jnp.where(is_oldest_N, value, window_N), num_accepted + is_accepted
 
 
 def is_spike(window_N: jax.Array, num_accepted: jax.Array, value: jax.Array, sigmas: float) -> jax.Array:

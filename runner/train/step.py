@@ -163,7 +163,7 @@ def train_step(
     judged: Any = {}
     if any(each.judge for each in options.auxiliary_states):
         has_target = meta[TOKEN_COUNT] > 0 if TOKEN_COUNT in meta else jnp.bool_(True)
-        outcome = StepOutcome(loss, own_meta[GRAD_NORM], has_target)
+        outcome = StepOutcome(loss, own_meta[GRAD_NORM], has_target, given.step + 1)
         is_accepted, judged, scalars = judge_update(options.auxiliary_states, given.riders, outcome)
         is_applied, own_meta = has_target & is_accepted, own_meta | scalars
 
@@ -236,7 +236,7 @@ def skip_step(
     rate = find_injected_rate(after.opt_state) if rate is None else rate
     given = {} if rate is None else {"learning_rate": rate}
     if any(each.judge for each in auxiliary_states):
-        outcome = StepOutcome(zero, zero, jnp.bool_(False))
+        outcome = StepOutcome(zero, zero, jnp.bool_(False), after.step)
         _, judged, scalars = judge_update(auxiliary_states, state.riders, outcome)
         after, given = after.replace(riders={**after.riders, **judged}), given | scalars
     return after, zero, {GRAD_NORM: zero, TOKEN_COUNT: zero, **given}

@@ -1,0 +1,324 @@
+"""Roll-back: runs that go back before a spike and pass over its data, and what a kill at any moment leaves of that."""
+
+import os
+import pkgutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runner import BaseTrainer
+from runner.config import RollBackConfig
+from runner.errors import DivergedError, SpecError
+from runner.storage import parse_lines
+from runner.train.stability import plan_roll_back
+from tests.support.job_process import run_runner
+from tests.support.tiny_jobs import (
+    environment,
+    get_job_name,
+    read_outcome,
+    read_rows,
+    read_trajectory,
+    stop_after,
+)
+from tests.train.test_stability import CleanLookup, PoisonedLookup, SpikedLookup, make_poisoned, make_poisoned_document
+
+# With this seed the first poisoned step is the tenth, so that a window of eight steps is full before it.
+SPREAD: dict[str, Any] = {
+    "seed": 5,
+    "config.optimizer": {"name": "sgd", "learning_rate": 3.0, "clip_norm": None},
+    "config.schedule": {"name": "constant", "warmup_steps": 0},
+    "checkpoint.every_steps": 2,
+}
+NAN: dict[str, Any] = SPREAD | {
+    "config.stability": {"non_finite": "roll_back", "roll_back": {"skip_examples": 20, "over_steps": 8}},
+    "checkpoint.keep_last": 4,
+}
+SPIKE: dict[str, Any] = SPREAD | {
+    "config.stability": {"roll_back": {"after_steps": 3, "skip_examples": 40, "over_steps": 8, "at_most": 16}},
+}
+
+
+def read_roll_backs(directory: Path) -> list[Any]:
+    """Return the events of roll-backs."""
+    events = parse_lines((directory / "events.jsonl").read_bytes())
+    return [event for event in events if event["event"] == "roll_back"]
+
+
+def list_steps(directory: Path) -> list[int]:
+    return sorted(int(path.name) for path in (directory / "checkpoints").iterdir())
+
+
+# Arithmetic.
+
+
+@pytest.mark.parametrize(
+    ("first", "before", "examples", "made", "stretch"),
+    [
+        (10, 1, 32, (), (8, 3)),
+        (10, 1, 33, (), (8, 4)),
+        (10, 0, 32, (), (9, 2)),
+        (10, 0, 1, (), (9, 1)),
+        (10, 5, 16, (), (4, 6)),
+        (1, 1, 16, (), (0, 1)),
+        (10, 1, 32, ((3, 9),), (8, 3)),
+        (10, 5, 32, ((7, 9),), (7, 4)),
+    ],
+)
+def test_a_stretch_covers_the_spike_and_the_steps_before(
+    first: int, before: int, examples: int, made: Any, stretch: tuple[int, int]
+) -> None:
+    config = RollBackConfig(skip_examples=examples, steps_before=before)
+    assert plan_roll_back(config, first, 16, made) == stretch
+
+
+# Runs.
+
+
+def test_a_shard_that_is_not_finite_is_passed(tmp_path: Path) -> None:
+    changes = NAN | {"config.train.total_steps": 14}
+    job = make_poisoned(tmp_path / "run", **changes)
+    job()
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == [*range(1, 15)]
+    # The batch behind the first stretch is poisoned too.
+    assert [row["train/roll_backs"] for row in rows] == [0] * 8 + [2] * 6
+    assert all(row["train/loss"] is not None for row in rows)
+    events = [
+        [event[key] for key in ("step", "batches", "first", "detected")] for event in read_roll_backs(tmp_path / "run")
+    ]
+    assert events == [[8, 3, 10, 10], [8, 2, 9, 9]]
+    assert [job.get_data_step(step) for step in (7, 8)] == [7, 13]
+    # Resumed behind the stretch, it ends in the same bits and rows.
+    stop_after(make_poisoned(tmp_path / "stopped", **changes), 9)
+    make_poisoned(tmp_path / "stopped", **changes)()
+    assert read_outcome(tmp_path / "stopped") == read_outcome(tmp_path / "run")
+
+
+@pytest.mark.soak
+def test_a_spike_that_ruins_a_run_is_passed_with_a_roll_back(tmp_path: Path) -> None:
+    longer = {"config.train.total_steps": 96, "config.eval.every_steps": 96}
+    make_poisoned(tmp_path / "clean", CleanLookup, **SPREAD | longer)()
+    make_poisoned(tmp_path / "policy", SpikedLookup, **SPIKE | longer)()
+    clean, policed = (read_trajectory(tmp_path / name)[-1]["val/loss"] for name in ("clean", "policy"))
+    assert policed == pytest.approx(clean, rel=0.01)
+    assert read_roll_backs(tmp_path / "policy")[0]["first"] == 10
+    try:
+        make_poisoned(tmp_path / "without", SpikedLookup, **SPREAD | longer)()
+    except DivergedError:
+        return
+    assert read_trajectory(tmp_path / "without")[-1]["val/loss"] > 2 * clean
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", ["stop", "rows", "saves"])
+def test_a_roll_back_does_not_depend_on_stops_rows_or_saves(case: str, tmp_path: Path) -> None:
+    shorter = SPIKE | {"config.train.total_steps": 16, "config.eval.every_steps": 16}
+    job = make_poisoned(tmp_path / "run", SpikedLookup, **shorter)
+    job()
+    assert len(read_roll_backs(tmp_path / "run")) > 0
+    outcome = read_outcome(tmp_path / "run")
+    if case == "stop":
+        # Each stop makes one more checkpoint, before, in and behind the spike.
+        for step in range(1, 16):
+            directory = tmp_path / str(step)
+            stop_after(make_poisoned(directory, SpikedLookup, **shorter), step)
+            make_poisoned(directory, SpikedLookup, **shorter)()
+            assert read_outcome(directory) == outcome
+    for every in (2, 3, 5, 16) if case == "rows" else ():
+        directory = tmp_path / str(every)
+        other = make_poisoned(directory, SpikedLookup, **shorter | {"logging.every_steps": every})
+        other()
+        assert other.passed_over == job.passed_over
+        assert read_outcome(directory)[1]["fingerprint"] == outcome[1]["fingerprint"]
+    for every in (1, 3, 8) if case == "saves" else ():
+        directory = tmp_path / str(every)
+        make_poisoned(
+            directory, SpikedLookup, **shorter | {"checkpoint.every_steps": every, "checkpoint.keep_last": 9}
+        )()
+        assert read_outcome(directory) == outcome
+
+
+# Ends.
+
+
+@pytest.mark.soak
+def test_a_run_ends_after_too_many_roll_backs_and_goes_on_with_more(tmp_path: Path) -> None:
+    def make(at_most: int) -> BaseTrainer:
+        policy = NAN["config.stability"] | {"roll_back": NAN["config.stability"]["roll_back"] | {"at_most": at_most}}
+        return make_poisoned(tmp_path / "run", **NAN | {"config.train.total_steps": 14, "config.stability": policy})
+
+    for _ in range(2):  # and again after a restart
+        with pytest.raises(DivergedError, match="rolled back 1 times, which passed over 3 batches after step 8"):
+            make(1)()
+        assert len(read_roll_backs(tmp_path / "run")) == 1
+    make(2)()
+    make_poisoned(tmp_path / "other", **NAN | {"config.train.total_steps": 14})()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "other")
+
+
+@pytest.mark.soak
+def test_a_spike_before_every_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    changes = NAN | {"checkpoint.every_steps": 100}
+    for _ in range(2):
+        with pytest.raises(DivergedError, match="no checkpoint of step 8 or earlier") as error:
+            make_poisoned(tmp_path / "run", **changes)()
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "roll_backs").exists()
+    assert read_roll_backs(tmp_path / "run") == []
+
+
+@pytest.mark.soak
+def test_a_damaged_checkpoint_before_the_spike_is_passed_over(tmp_path: Path) -> None:
+    class Damaging(PoisonedLookup):
+        def roll_back(self, spike: Any) -> None:
+            path = self.store.root / "checkpoints" / "8"
+            max(path.rglob("*"), key=lambda each: each.stat().st_size * each.is_file()).write_bytes(b"damaged")
+            super().roll_back(spike)
+
+    changes = NAN | {"config.train.total_steps": 14}
+    make_poisoned(tmp_path / "run", **changes)()
+    make_poisoned(tmp_path / "damaged", Damaging, **changes)()
+    outcomes = [read_outcome(tmp_path / name) for name in ("run", "damaged")]
+    assert outcomes[0] == outcomes[1]
+
+
+# What judges a run.
+
+
+class Witness:
+    """Evaluator that keeps the steps it was shown."""
+
+    name = "witness"
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def evaluate(self, weights: Any, step: int, hosts: Any) -> dict[str, float]:
+        self.steps.append(step)
+        return {"val/witness": float(len(self.steps))}
+
+
+class WitnessedLookup(SpikedLookup):
+    def evaluator(self) -> Any:
+        self.witness = Witness()
+        return [*super().evaluator(), self.witness]
+
+
+@pytest.mark.soak
+def test_no_step_of_a_spike_is_evaluated_or_best(tmp_path: Path) -> None:
+    best = {"metric": "val/witness", "mode": "max"}
+    shorter = {"config.train.total_steps": 16, "config.eval.every_steps": 1, "checkpoint.keep_best": best}
+    job = make_poisoned(tmp_path / "run", WitnessedLookup, **SPIKE | shorter)
+    job()
+    ends = [event["first"] for event in read_roll_backs(tmp_path / "run")]
+    shown = job.witness.steps
+    # Step 9 lies before the spike, and is repeated with other data.
+    assert ends[0] == 10
+    assert shown[:11] == [*range(1, 10), 9, 10]
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == [*range(1, 17)]
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"config.stability": {"non_finite": "roll_back"}}, "roll_back needs the section"),
+        ({"config.stability": {"roll_back": {}}}, "skip_examples"),
+        ({"config.stability": {"roll_back": {"skip_examples": 0}}}, "skip_examples"),
+        ({"config.stability": {"roll_back": {"skip_examples": 9, "at_most": 17}}}, "at_most"),
+        ({"config.stability": {"roll_back": {"skip_examples": 9, "after_steps": 0}}}, "after_steps"),
+        (
+            {"config.stability": {"roll_back": {"skip_examples": 9}}, "checkpoint.every_steps": 2},
+            "keep_last: .*set it to 4 or more",
+        ),
+    ],
+)
+def test_an_invalid_roll_back_is_refused_in_one_line(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=key) as error:
+        make_poisoned(tmp_path / "run", **changes)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+# Real processes.
+
+KILL_IN = "TEST_ROLL_BACK_KILL_IN"
+MOMENTS = {
+    f"{when} {name}": (place, when)
+    for name, place in {
+        "create_file": "runner.train.stability.create_file",
+        "_append_event": "runner.train.stability._append_event",
+        "load_checkpoint": "runner.checkpoint.save.load_checkpoint",
+        "forget_after": "runner.checkpoint.policy.Retention.forget_after",
+        "quarantine": "runner.checkpoint.save.quarantine",
+        "go_back": "runner.checkpoint.save.Checkpointer.go_back",
+        "replace_passed_over": "runner.trainer.replace_passed_over",
+        "resume": "runner.train.report.Report.resume",
+        "complete_roll_backs": "runner.trainer.complete_roll_backs",
+    }.items()
+    for when in ("before", "after")
+}
+
+
+class KilledLookup(SpikedLookup):
+    """Job that kills its process the first time that the function in the environment is called after a spike."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        place, when = MOMENTS.get(os.environ.get(KILL_IN, ""), ("", ""))
+        if not place:
+            return
+        owner, _, name = place.rpartition(".")
+        holder = pkgutil.resolve_name(owner)
+        function, mark = getattr(holder, name), self.store.root.with_suffix(".killed")
+
+        def kill() -> None:
+            is_after_spike = self.is_rolling_back or "complete" in name
+            if is_after_spike and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if when == "before":
+                kill()
+            result = function(*arguments, **named)
+            if when == "after":
+                kill()
+            return result
+
+        setattr(holder, name, call)
+
+    is_rolling_back = False
+
+    def roll_back(self, spike: Any) -> None:
+        self.is_rolling_back = True
+        super().roll_back(spike)
+        self.is_rolling_back = False
+
+
+def run_process(tmp_path: Path, name: str, moment: str = "", **changes: Any) -> int:
+    shorter = {"config.train.total_steps": 16, "config.eval.every_steps": 16, "job": get_job_name(KilledLookup)}
+    document = make_poisoned_document(tmp_path / name, **SPIKE | shorter | changes)
+    (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(document))
+    code, output = run_runner(environment(1, **{KILL_IN: moment}), str(tmp_path / f"{name}.yaml"))
+    assert "Traceback" not in output
+    return code
+
+
+@pytest.mark.soak
+def test_a_kill_at_any_moment_of_a_roll_back_ends_in_the_same_bits(tmp_path: Path) -> None:
+    assert run_process(tmp_path, "whole") == 0
+    whole = read_outcome(tmp_path / "whole")
+    num_roll_backs = len(read_roll_backs(tmp_path / "whole"))
+    for moment in MOMENTS:
+        name = moment.replace(" ", "_")
+        assert run_process(tmp_path, name, moment) == -signal.SIGKILL, moment
+        assert run_process(tmp_path, name, moment) == 0, moment
+        assert read_outcome(tmp_path / name) == whole, moment
+        numbers = {event["number"] for event in read_roll_backs(tmp_path / name)}
+        assert numbers == {*range(1, num_roll_backs + 1)}, moment
