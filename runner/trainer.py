@@ -367,7 +367,10 @@ class BaseTrainer(RestoreableJob):
             "detected": spike.step,
             "reason": spike.reason,
         }
-        hosts.run_on_main(lambda: record_roll_back(self.attempt, record))
+        # Rows that are given up stay visible in the record alone.
+        hosts.run_on_main(
+            lambda: record_roll_back(self.attempt, record | {"rows": self.report.list_losses_after(begin)})
+        )
         self.roll_back_records = [*self.roll_back_records, record]
         self.attempt.say(
             f"rolled back: {spike.reason} at step {spike.step}; {number} batches after step {begin} are passed over"

@@ -25,7 +25,7 @@ BUCKET_KEYS = {"shards", "shards.*.start", "shards.*.shape", "shards.*.pieces"}
 CHECKOUT_KEYS = {"environment.commit", "environment.dirty"}
 ACCELERATOR_KEYS = {"perf/mfu", "perf/peak_bytes"}  # unknown for CPUs
 NORM_KEYS = {"train/param_norm"}
-AUXILIARY_KEYS = {"train/noise_scale", "train/skipped_updates"}
+AUXILIARY_KEYS = {"train/noise_scale", "train/skipped_updates", "train/roll_backs", "train/high_loss_steps"}
 ZOMBIE_KEYS = {"void", "contested"}
 FORK_KEYS = {key.name for key in MANIFEST_KEYS if key.name.startswith("lineage")}
 

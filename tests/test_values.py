@@ -79,7 +79,6 @@ SOME: dict[str, Any] = {
     "config.train.total_epochs": 0.19,  # of the ids below
     "config.train.micro_batch_examples": 1,
     "config.train.same_bits_devices": 8,
-    "config.train.skip_steps": [[1, 2]],
     "config.eval.every_steps": 2,
     "config.eval.global_batch_examples": 8,
     "config.eval.micro_batch_examples": 1,
@@ -158,6 +157,7 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.schedule.warmup_share", OPEN): {"config.schedule.warmup_steps": 0},
     ("config.schedule.name", "wsd"): {"config.schedule.decay_steps": 1},
     ("config.precision.rounding", "stochastic"): {"config.precision.params": "bfloat16"},
+    ("config.stability.non_finite", "roll_back"): {"config.stability.roll_back": {"skip_examples": 16}},
     ("config.stability.skip_update.grad_norm_above", None): {"config.stability.skip_update.loss_above": {}},
     ("config.stability.skip_update.loss_above", None): {"config.stability.skip_update.grad_norm_above": {}},
     ("config.schedule.decay_steps", OPEN): {"config.schedule.name": "wsd"},

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from runner.dashboard.charts import RunCurves
 from runner.errors import InvalidError, SpecError
+from runner.history.ledger import get_step
 from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History
 from runner.metrics.file import open_metrics_tail
@@ -25,7 +26,7 @@ from runner.metrics.rows import Row
 from runner.run.layout import read_owner
 from runner.run.logs import LOG_FOLDER
 from runner.spec import parse_document
-from runner.storage import ConfinedStore, Store, as_local, make_store
+from runner.storage import ConfinedStore, Store, as_local, make_store, parse_number, read_json
 
 ABSENT = "(absent)"
 UNREADABLE = "(unreadable)"
@@ -38,6 +39,7 @@ _RUN_FILE = "job.json"
 _IDENTIFYING_KEYS = ("name", "directory")  # differ between any two runs, and do not change what they do
 _SPEC = "spec.yaml"
 _LOG_BYTES = 1 << 15
+_ROLL_BACKS, _ROLL_BACKS_MAX = "roll_backs", 16
 _SPEC_CHARACTERS_MAX = 1 << 16
 # Control characters of a log, shown as their symbols; tabs and line breaks stay.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
@@ -214,6 +216,7 @@ class RunSnapshot:
         history: events, attempts and checkpoints.
         curves: series of the run's metrics.
         newest: rows that `curves` does not hold yet.
+        given_up: rows that each roll-back has given up, by its number.
         spec: text of `spec.yaml`, truncated if it is very long; None if it cannot be read.
         log: end of the log of the newest attempt's process 0, None if there is none.
         notes: parts that could not be read, one line each.
@@ -223,6 +226,7 @@ class RunSnapshot:
     history: History
     curves: RunCurves
     newest: list[Row]
+    given_up: dict[int, list[Row]]
     spec: str | None
     log: LogExcerpt | None
     notes: list[str]
@@ -272,9 +276,20 @@ class RunReader:
         newest: list[Row] = try_reading(read_rows, [])
         if num_skipped := self._metrics.num_skipped:
             notes.append(f"{num_skipped:,} lines of metrics.jsonl are no rows, and are passed over.")
+        given_up: dict[int, list[Row]] = try_reading(self._read_given_up, {})
         spec = try_reading(read_spec, None)
         log = try_reading(self._read_log, None)
-        return RunSnapshot(self._name, history, self._curves, newest, spec, log, notes)
+        return RunSnapshot(self._name, history, self._curves, newest, given_up, spec, log, notes)
+
+    def _read_given_up(self) -> dict[int, list[Row]]:
+        """Return the rows that roll-backs have given up, of the newest `_ROLL_BACKS_MAX`."""
+        found = {}
+        names = map(parse_number, self._store.list_names(_ROLL_BACKS))
+        for number in sorted(number for number in names if number is not None)[-_ROLL_BACKS_MAX:]:
+            rows = read_json(self._store, f"{_ROLL_BACKS}/{number}").get("rows")
+            if isinstance(rows, list):
+                found[number] = [row for row in rows if isinstance(row, dict) and get_step(row) is not None]
+        return found
 
     def _read_log(self) -> LogExcerpt | None:
         """Return the end of `logs/<attempt>.<process>.log` of the newest attempt and its lowest process."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, ThinnedSeries, find_chart
+from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, RunCurves, ThinnedSeries, find_chart
 from runner.dashboard.reader import RunSnapshot, find_differences
 from runner.distributed.clock import TimeBucket
 from runner.history.ledger import get_float, get_int, get_step, get_time, to_single_line
@@ -110,6 +110,14 @@ def _build_charts(run: RunSnapshot, thinned: Mapping[str, ThinnedSeries]) -> dic
         if key in HIDDEN_KEYS:
             more["hidden"] = True
         charts.setdefault(chart.title, []).append({"key": key, "label": truncate(label)} | drawn | more)
+    for number, rows in run.given_up.items():
+        curves = RunCurves()
+        for row in rows:
+            curves.add(row)
+        if (loss := curves.thin(bins_max).get("train/loss")) is not None:
+            more = {"broken": _build_points(loss.broken, began), "num_broken": loss.num_broken}
+            drawn = _build_points(loss.points, began) | {"key": f"given_up/{number}", "label": f"given up, {number}"}
+            charts.setdefault(LOSS.title, []).append(drawn | more)
     return charts
 
 

@@ -319,8 +319,8 @@ EVENTS = (
     ),
     EventType(
         "quarantine",
-        "A committed checkpoint was moved to `quarantine/`: it failed its verification, or the job has loaded an "
-        "earlier step.",
+        "A committed checkpoint was moved to `quarantine/`: it failed its verification, or the job has gone back to "
+        "an earlier step.",
         "process 0",
         (_REASON, Key("moved_to", str, "New path of the checkpoint.")),
     ),

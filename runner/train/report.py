@@ -1,5 +1,6 @@
 """Rows of metrics: collected without waiting for the device, evaluated, written by process 0, displayed."""
 
+import collections
 import contextlib
 import shlex
 import time
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 
 from runner.config import TrainerConfig
-from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file
+from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import HIGH_LOSS_STEPS, Meta
 from runner.metrics.rows import Row, RowTail
 from runner.metrics.window import MetricsWindow, StepTimer
@@ -21,6 +22,9 @@ from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
 from runner.train.evaluators import Evaluator, EvaluatorSchedule
 from runner.train.profiler import Profiler
+
+GIVEN_UP_MAX = 500  # rows in the record of a roll-back
+GIVEN_UP_KEYS = ("step", "train/tokens", "perf/time", "train/loss")
 
 
 class Report(JobReport):
@@ -255,6 +259,14 @@ class Report(JobReport):
     def get_newest_row(self) -> Row:
         """Return the newest row; empty if there is none. Empty on processes other than 0."""
         return self._metrics.get_newest() if self._attempt.hosts.is_main else {}
+
+    def list_losses_after(self, step: int) -> list[Row]:
+        """Return step, tokens, time and loss of the newest rows after `step`. Process 0 only."""
+        with contextlib.suppress(OSError):
+            self._metrics.sync()
+        lines = read_encoded_rows(self._attempt.store)
+        rows = [line.row for line in collections.deque((line for line in lines if line.step > step), GIVEN_UP_MAX)]
+        return [{key: row[key] for key in GIVEN_UP_KEYS if key in row} for row in rows]
 
     def attachments(self) -> dict[str, bytes]:
         """Return the rows to save beside a state in the fast tier; they may not be durable yet. Process 0 only."""
