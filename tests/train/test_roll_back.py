@@ -99,7 +99,7 @@ def test_a_shard_that_is_not_finite_is_passed(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_spike_that_ruins_a_run_is_passed_with_a_roll_back(tmp_path: Path) -> None:
-    longer = {"config.train.total_steps": 96, "config.eval.every_steps": 96}
+    longer = {"config.train.total_steps": 92, "config.eval.every_steps": 92}
     make_poisoned(tmp_path / "clean", CleanLookup, **SPREAD | longer)()
     make_poisoned(tmp_path / "policy", SpikedLookup, **SPIKE | longer)()
     clean, policed = (read_trajectory(tmp_path / name)[-1]["val/loss"] for name in ("clean", "policy"))
