@@ -115,6 +115,7 @@ def test_a_run_draws_the_batches_behind_the_ranges(tmp_path: Path) -> None:
             assert row[f"data/{train.name}/epochs"] == reached / train.examples.num_examples
 
 
+@pytest.mark.soak
 def test_a_range_that_is_added_in_place_gives_the_bits_of_one_from_the_start(tmp_path: Path) -> None:
     make(tmp_path / "whole", **SKIP)()
     stop_after(make(tmp_path / "added"), 2)

@@ -130,12 +130,9 @@ CASES |= {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["averages", *(pytest.param(name, marks=pytest.mark.soak) for name in CASES if name != "averages")]
-)
-@pytest.mark.parametrize(
-    "watched", ["non_finite", *(pytest.param(key, marks=pytest.mark.soak) for key in ("grad_norm_above", "loss_above"))]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("watched", ["non_finite", "grad_norm_above", "loss_above"])
 def test_a_skipped_update_changes_only_counters(name: str, watched: str, tmp_path: Path) -> None:
     if watched != "non_finite" and name not in ("averages", "same_bits"):
         pytest.skip("the reason for a skip does not matter to the others")
@@ -218,6 +215,7 @@ def test_skips_are_bit_identical_on_one_two_and_eight_devices(tmp_path: Path) ->
 # Runs.
 
 
+@pytest.mark.soak
 def test_a_poisoned_example_is_passed_with_skip(tmp_path: Path) -> None:
     make_poisoned(tmp_path / "run", **SKIP)()
     skipped = list_skipped(tmp_path / "run")
