@@ -17,6 +17,7 @@ ATTEMPTS_MAX = 2000  # of all runs of a page together
 CHECKPOINTS_MAX = 500  # of a run, the newest
 LINE_CHARACTERS_MAX = 1000
 _CHANGES_MAX = 8
+_GIVEN_UP_BINS = 100  # of the loss that a roll-back has given up
 _HOSTS_MAX = 8
 _OWN_TILES_MAX = 2
 _TILE_POINTS_MAX = 60
@@ -114,7 +115,7 @@ def _build_charts(run: RunSnapshot, thinned: Mapping[str, ThinnedSeries]) -> dic
         curves = RunCurves()
         for row in rows:
             curves.add(row)
-        if (loss := curves.thin(bins_max).get("train/loss")) is not None:
+        if (loss := curves.thin(_GIVEN_UP_BINS).get("train/loss")) is not None:
             more = {"broken": _build_points(loss.broken, began), "num_broken": loss.num_broken}
             drawn = _build_points(loss.points, began) | {"key": f"given_up/{number}", "label": f"given up, {number}"}
             charts.setdefault(LOSS.title, []).append(drawn | more)
