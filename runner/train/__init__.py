@@ -3,8 +3,8 @@
 - `optimizer`: optimizer and schedule of a job
 - `profiler`: profiles of devices
 - `auxiliary`: auxiliary train state (averages of weights, noise scale)
-- `stability`: skipped updates
 - `state`: train state, variables and shardings
+- `stability`: skipped updates and roll-backs
 - `loss`: cross-entropy and fields of a batch
 - `step`: optimizer step and validation step
 - `compile`: split of the global batch, compiled steps, and the micro-batch that fits

@@ -306,15 +306,23 @@ def run_process(tmp_path: Path, name: str, moment: str = "", **changes: Any) -> 
     return code
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a run with a roll-back that nothing has disturbed."""
+    directory = tmp_path_factory.mktemp("roll_back")
+    assert run_process(directory, "whole") == 0
+    return directory / "whole"
+
+
 @pytest.mark.soak
-def test_a_kill_at_any_moment_of_a_roll_back_ends_in_the_same_bits(tmp_path: Path) -> None:
-    assert run_process(tmp_path, "whole") == 0
-    whole = read_outcome(tmp_path / "whole")
-    num_roll_backs = len(read_roll_backs(tmp_path / "whole"))
-    for moment in MOMENTS:
-        name = moment.replace(" ", "_")
-        assert run_process(tmp_path, name, moment) == -signal.SIGKILL, moment
-        assert run_process(tmp_path, name, moment) == 0, moment
-        assert read_outcome(tmp_path / name) == whole, moment
-        numbers = {event["number"] for event in read_roll_backs(tmp_path / name)}
-        assert numbers == {*range(1, num_roll_backs + 1)}, moment
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_at_any_moment_of_a_roll_back_ends_in_the_same_bits(
+    moment: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    codes = [run_process(tmp_path, "killed", moment) for _ in range(2)]
+    assert codes == [-signal.SIGKILL, 0]
+    assert read_outcome(tmp_path / "killed") == read_outcome(undisturbed)
+    numbers, expected = (
+        {event["number"] for event in read_roll_backs(each)} for each in (tmp_path / "killed", undisturbed)
+    )
+    assert numbers == expected
