@@ -65,8 +65,15 @@ def test_a_lost_stream_changes_no_run(streams: str, way: str, end: str, tmp_path
         assert not path.is_file() or "\u2713".encode() not in path.read_bytes(), path
 
 
+# Of the ways that a launched run ends, one for each loss, so that each end has a quarter of them.
+LAUNCHED = [
+    (*loss, list(ENDS)[number % len(ENDS)])
+    for number, loss in enumerate(dict.fromkeys((case.values[0], case.values[1]) for case in CASES))
+]
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize(("streams", "way", "end"), CASES)
+@pytest.mark.parametrize(("streams", "way", "end"), LAUNCHED)
 def test_a_lost_stream_changes_no_launched_run(streams: str, way: str, end: str, tmp_path: Path) -> None:
     _, options = ENDS[end]
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, *options))
