@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -66,6 +66,8 @@ class GPTConfig(ModelConfig):
     and some memory. Both have the same parameters, with all layers stacked, so a checkpoint of one loads into the
     other.
     """
+
+    stage_keys: ClassVar[tuple[str, ...]] = ("dropout", "neftune_alpha")
 
     layers: PositiveInt = Field(description="Transformer layers.")
     heads: PositiveInt = Field(

@@ -7,10 +7,11 @@ the global batch is split over devices follows from the topology. An experiment 
 
 import math
 import re
+import sys
 from bisect import bisect
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     Field,
@@ -24,16 +25,51 @@ from pydantic import (
 
 from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
-from runner.spec import Auto, FrozenModel, JobConfig, Trajectory
+from runner.spec import Auto, FrozenModel, JobConfig, Trajectory, is_below
+from runner.spec.document import dump_yaml
 
 DEFAULT_SOURCE = "python-stdlib"
 # Names of sources, validation sets and tasks become parts of the keys of metrics.jsonl, hence no dot and no slash.
 SOURCE_NAME = r"^[A-Za-z0-9_-]+$"
 TOTAL_KEYS = ("train.total_steps", "train.total_tokens", "train.total_epochs")
+# Keys below `config` that a stage may set, with everything below them; `ModelConfig.stage_keys` adds those of a model.
+STAGE_KEYS = (
+    "data.source",
+    "data.options",
+    "data.dtype",
+    "data.train_on",
+    "data.mixture",
+    "data.packing",
+    "data.sequence_length",
+    "optimizer.learning_rate",
+    "optimizer.b1",
+    "optimizer.b2",
+    "optimizer.eps",
+    "optimizer.momentum",
+    "optimizer.weight_decay",
+    "optimizer.clip_norm",
+    "optimizer.groups",
+    "schedule",
+    "train.total_steps",
+    "train.total_tokens",
+    "train.global_batch_examples",
+    "train.micro_batch_examples",
+    "memory.remat",
+    "memory.loss_chunk_positions",
+    "memory.row_attention",
+    "ema.decays",
+    "noise_scale.decay",
+)
 
 
 class ModelConfig(FrozenModel):
-    """Base of an experiment's architecture keys."""
+    """Base of an experiment's architecture keys.
+
+    Attributes:
+        stage_keys: keys of the model that a stage may set, since they change no shape of the state.
+    """
+
+    stage_keys: ClassVar[Sequence[str]] = ()
 
 
 ModelConfigType = TypeVar("ModelConfigType", bound=ModelConfig)
@@ -167,6 +203,44 @@ class DataConfig(TokenSource):
         return self
 
 
+class BatchRampConfig(FrozenModel):
+    """Growth of the global batch at the beginning of the run, in equal increments; a short form of stages."""
+
+    from_examples: PositiveInt = Field(description="Examples per optimizer step at first; at last they are the batch.")
+    over_steps: PositiveInt | None = Field(
+        default=None,
+        description="Steps until the batch is whole. Exactly one of over_steps and over_tokens is needed.",
+    )
+    over_tokens: PositiveInt | None = Field(
+        default=None, description="Tokens until the batch is whole; each increment comes at a whole step."
+    )
+    increments: PositiveInt = Field(description="Number of times that the batch grows, each time by the same number.")
+
+    @model_validator(mode="after")
+    def _validate_length(self) -> "BatchRampConfig":
+        if (self.over_steps is None) == (self.over_tokens is None):
+            raise ValueError("needs exactly one of over_steps and over_tokens")
+        if self.over_steps is not None and self.over_steps < self.increments:
+            raise ValueError(
+                f"over_steps={self.over_steps} has no room for {self.increments} increments; use more steps"
+            )
+        return self
+
+    def list_stages(self, batch_examples: int) -> list[Trajectory]:
+        """Return the stages of the ramp; the last of them has the whole batch."""
+        key, length = ("from_step", self.over_steps) if self.over_tokens is None else ("from_tokens", self.over_tokens)
+        assert length is not None, "the ramp has one of the two"
+        growth = (batch_examples - self.from_examples) // self.increments
+        return [
+            {
+                key: -(-length * index // self.increments),
+                "set": {"train.global_batch_examples": self.from_examples + growth * index},
+                "why": "batch ramp",
+            }
+            for index in range(1, self.increments + 1)
+        ]
+
+
 class TrainConfig(FrozenModel):
     """Length of the run and size of its batches."""
 
@@ -183,6 +257,9 @@ class TrainConfig(FrozenModel):
         "total_steps; the last step may reach into the next epoch.",
     )
     global_batch_examples: PositiveInt = Field(description="Examples per optimizer step, over all devices.")
+    batch_ramp: BatchRampConfig | None = Field(
+        default=None, description="Growth of the global batch at the beginning of the run; null: it is constant."
+    )
     micro_batch_examples: PositiveInt | Auto = Field(
         default="auto",
         description="Examples per device and micro-batch; gradient accumulation steps follow from it. auto: the "
@@ -230,6 +307,20 @@ class TrainConfig(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _validate_ramp(self) -> "TrainConfig":
+        ramp = self.batch_ramp
+        growth = 0 if ramp is None else self.global_batch_examples - ramp.from_examples
+        if ramp is not None and (growth <= 0 or growth % ramp.increments):
+            counts = [count for count in range(1, growth + 1) if growth % count == 0]
+            near = sorted(counts, key=lambda count: abs(count - ramp.increments))[:2]
+            hint = f"use {' or '.join(map(str, sorted(near)))} increments" if near else "let the batch grow"
+            raise ValueError(
+                f"batch_ramp from {ramp.from_examples} to global_batch_examples={self.global_batch_examples} has no "
+                f"{ramp.increments} equal increments; {hint}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _validate_same_bits(self) -> "TrainConfig":
         devices, micro_batch = self.same_bits_devices, self.micro_batch_examples
         if devices is None:
@@ -247,6 +338,48 @@ class TrainConfig(FrozenModel):
                 f"{micro_batch} on same_bits_devices={devices}; use {near}"
             )
         return self
+
+
+class StageConfig(FrozenModel):
+    """Change of the config from one step of the run on, until the next stage."""
+
+    from_step: PositiveInt | None = Field(
+        default=None,
+        description="Completed steps after which the stage begins. Exactly one of from_step and from_tokens is needed.",
+    )
+    from_tokens: PositiveInt | None = Field(
+        default=None, description="Tokens after which the stage begins, rounded up to a whole step."
+    )
+    set: Trajectory = Field(
+        min_length=1,
+        description="New values by dotted key below `config`; each replaces the whole value of its key. The column "
+        "*in a stage* of the reference says which keys a stage may set.",
+    )
+    why: str | None = Field(default=None, description="Reason of the change, for people.")
+
+    @model_validator(mode="after")
+    def _validate_start(self) -> "StageConfig":
+        if (self.from_step is None) == (self.from_tokens is None):
+            raise ValueError("needs exactly one of from_step and from_tokens")
+        return self
+
+    def sets(self, key: str) -> bool:
+        """Return True if the stage sets a dotted key or a part of it."""
+        return any(f"{each}.".startswith(f"{key}.") for each in self.set)
+
+
+class StageStart(NamedTuple):
+    """Beginning of a stage; the first is the beginning of the run.
+
+    Attributes:
+        step: steps completed before it.
+        tokens: tokens consumed before it.
+        tokens_per_step: tokens of each step in it.
+    """
+
+    step: int
+    tokens: int
+    tokens_per_step: int
 
 
 class MultipleChoiceConfig(FrozenModel):
@@ -588,11 +721,42 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         description="Gradient-noise scale in tokens, as train/noise_scale in metrics; null: not measured. Costs the "
         "memory of one more gradient and needs an even number of micro-batches.",
     )
+    stages: list[StageConfig] = Field(
+        default=[],
+        description="Changes of the config during the run, in order; each holds from its start on, beside those before "
+        "it.",
+    )
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step."""
+        """Tokens of one optimizer step before the first stage."""
         return self.train.global_batch_examples * self.data.sequence_length
+
+    def list_starts(self, num_stages: int | None = None) -> list[StageStart]:
+        """Return the beginning of the run and those of its first `num_stages` stages, by default of all of them."""
+        sizes = {"train.global_batch_examples": self.train.global_batch_examples}
+        sizes["data.sequence_length"] = self.data.sequence_length
+        starts = [StageStart(0, 0, self.tokens_per_step)]
+        for stage in self.stages[:num_stages]:
+            step, tokens, tokens_per_step = starts[-1]
+            # A value of a wrong type is reported when the config of the stage is validated.
+            sizes |= {key: value for key in sizes if isinstance(value := stage.set.get(key), int) and value > 0}
+            if stage.from_step is not None:
+                start = stage.from_step
+            else:
+                assert stage.from_tokens is not None, "a stage has one of the two"
+                start = step - (tokens - stage.from_tokens) // tokens_per_step
+            starts.append(StageStart(start, tokens + (start - step) * tokens_per_step, math.prod(sizes.values())))
+        return starts
+
+    def find_stage(self, step: int) -> int:
+        """Return the number of the stage that makes the step after `step` completed ones; 0: the config itself."""
+        return bisect([start.step for start in self.list_starts()[1:]], step) if self.stages else 0
+
+    def count_tokens(self, step: int) -> int:
+        """Return the number of tokens that training has consumed after `step` steps."""
+        start = self.list_starts()[self.find_stage(max(step - 1, 0))]
+        return start.tokens + (step - start.step) * start.tokens_per_step
 
     @property
     def total_steps(self) -> int:
@@ -600,10 +764,21 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
         Raises `InvalidError` if the total is in epochs, which only the data convert to steps (`resolve_epochs`).
         """
-        if self.train.total_steps is not None:
-            return self.train.total_steps
-        if self.train.total_tokens is not None:
-            return -(-self.train.total_tokens // self.tokens_per_step)
+        return self.get_total_steps()
+
+    def get_total_steps(self, num_stages: int | None = None) -> int:
+        """Return the steps of the run with its first `num_stages` stages alone, by default with all; see above."""
+        total_steps, total_tokens = self.train.total_steps, self.train.total_tokens
+        for stage in self.stages[:num_stages]:
+            if isinstance(steps := stage.set.get("train.total_steps"), int):
+                total_steps, total_tokens = steps, None
+            elif isinstance(tokens := stage.set.get("train.total_tokens"), int):
+                total_steps, total_tokens = None, tokens
+        if total_steps is not None:
+            return total_steps
+        if total_tokens is not None:
+            start = self.list_starts(num_stages)[-1]
+            return start.step - (start.tokens - total_tokens) // start.tokens_per_step
         raise InvalidError(
             f"total_epochs={self.train.total_epochs:g} cannot be converted to steps before the data are read; use "
             "total_steps or total_tokens with code that needs the total, such as a custom schedule"
@@ -625,7 +800,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         resolved = self.model_copy(update={"train": train})
         try:
             # Validated only now, because warm-up and decay are compared with the steps that the epochs give.
-            resolved._validate_schedule()
+            resolved.validate_schedule()
         except ValueError as error:
             raise InvalidError(f"{num_examples:,} examples an epoch: {error}") from error
         return resolved
@@ -640,15 +815,6 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             default = type(section).model_fields[name].get_default()
         return bool(getattr(section, name) == default)
 
-    def replace_schedule(self, saved: Trajectory) -> "TrainerConfig[ModelConfigType]":
-        """Return the config with the schedule and the total of a saved trajectory. Raises `ValueError` if it is bad."""
-        prefix = "config.schedule."
-        values = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
-        totals = {key.partition(".")[2]: saved.get(f"config.{key}") for key in TOTAL_KEYS}
-        # A schedule that does not depend on the total leaves it out of the trajectory.
-        train = self.train.model_copy(update=totals) if any(totals.values()) else self.train
-        return self.model_copy(update={"schedule": ScheduleConfig.model_validate(values), "train": train})
-
     @property
     def free_keys(self) -> frozenset[str]:
         """Keys that may change on resume: evaluation, metrics, micro-batches, memory and limits.
@@ -659,23 +825,70 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         free = {"eval", "metrics", "memory", "ema.evaluate"}
         free |= {"stability.max_consecutive_skips", "stability.roll_back.at_most"}
         free |= {"data.validation", "data.cache_bytes", "data.mixture.max_epochs"}
+        # Stages are compared piece by piece, from `stage_trajectory`.
+        free |= {"stages"}
         # With same_bits_devices the micro-batch determines the order of sums, and so the bits.
         free |= {"train.micro_batch_examples"} if self.train.same_bits_devices is None else set()
-        if not self.schedule.depends_on_total_steps:
+        if not self.schedule.depends_on_total_steps and not any(stage.sets("schedule") for stage in self.stages):
             free |= set(TOTAL_KEYS)
         return frozenset(free)
 
-    def explain_refusal(self, keys: Sequence[str], step: int) -> str:
-        """Return what would allow a run to continue although these keys have changed; nothing if nothing would."""
+    @property
+    def stage_trajectory(self) -> Trajectory:
+        """Stages as a part of the trajectory: start and values of each, without those that change no bits."""
+        if not self.stages:
+            return {}
+        values = [
+            {key: value for key, value in stage.set.items() if not is_below(f"config.{key}", self.free_keys)}
+            for stage in self.stages
+        ]
+        starts = [start.step for start in self.list_starts()[1:]]
+        return {"config.stages": [[start, given] for start, given in zip(starts, values, strict=True)]}
+
+    def explain_refusal(self, keys: Sequence[str], saved: Trajectory, step: int) -> str:
+        """Return what would allow a run to continue although these keys have changed; nothing if nothing would.
+
+        For keys that a stage may set it is the stage that gives them their new values from `step` on.
+        """
+        hint = super().explain_refusal(keys, saved, step)
         if all(key == "config.train.skip_steps" for key in keys):
             return f"ranges of skip_steps may change from step {max(step, 1)} on"
         if any(key.startswith("config.train.total_") for key in keys):
             names = ", ".join(name for name in SCHEDULES if not ScheduleConfig.is_fixed_to_total(name))
-            return (
+            hint = (
                 f"the learning rates of {self.schedule.name} depend on the total; a run whose schedule is one of "
                 f"{names}, without warmup_share, can be extended, and one of wsd before its decay begins"
             )
-        return super().explain_refusal(keys, step)
+        if [*keys] == ["config.stages"]:
+            hint = f"a stage may be added, changed or removed if it begins at step {step} or later"
+        changed = [key.removeprefix("config.") for key in keys if key != "config.data"]
+        allowed = [*STAGE_KEYS, *(f"model.{key}" for key in self.model.stage_keys)]
+        if not step or not changed or not all(is_below(f"config.{key}", allowed) for key in changed):
+            return hint
+        stage = {"from_step": step, "set": self.list_stage_values(changed, saved, step)}
+        entry = dump_yaml([stage], default_flow_style=True, width=sys.maxsize).strip()
+        hint = f"{hint}\n" if hint else "\n"
+        return f"{hint}to change this from step {step} on, leave the former values and set config.stages: {entry}"
+
+    def list_stage_values(self, keys: Sequence[str], saved: Trajectory, step: int) -> Trajectory:
+        """Return what a stage sets that begins at `step` and gives these keys the values that they have here."""
+        values: Trajectory = {}
+        dumped = self.model_dump(mode="json", exclude_defaults=True)
+        for key in keys:
+            section, name, *_ = key.split(".")
+            if section == "schedule" or key in TOTAL_KEYS:
+                total = self.train.model_dump(exclude_none=True)
+                if key in TOTAL_KEYS:
+                    values |= {each: total[name] for each in TOTAL_KEYS if (name := each.partition(".")[2]) in total}
+                # A warm-up has happened already.
+                own = {each: value for each, value in dumped.get("schedule", {}).items() if "warmup" not in each}
+                values["schedule"] = {"name": self.schedule.name} | own
+                is_at_end = saved.get("config.train.total_steps") == step
+                if is_at_end and not self.schedule.final_learning_rate and self.schedule.name != "constant":
+                    values["optimizer.learning_rate"] = self.optimizer.learning_rate
+            else:
+                values[f"{section}.{name}"] = self.model_dump(mode="json").get(section, {}).get(name)
+        return values
 
     @property
     def content_keys(self) -> frozenset[str]:
@@ -686,6 +899,18 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             options = source.options.items()
             keys |= {f"{prefix}.options.{name}" for name, value in options if isinstance(value, str) and "/" in value}
         return frozenset(keys)
+
+    @model_validator(mode="after")
+    def _expand_batch_ramp(self) -> "TrainerConfig[ModelConfigType]":
+        # It comes first, so that the rules below see the batch of the first step.
+        ramp = self.train.batch_ramp
+        if ramp is None:
+            return self
+        update = {"global_batch_examples": ramp.from_examples, "batch_ramp": None}
+        stages = [StageConfig.model_validate(stage) for stage in ramp.list_stages(self.train.global_batch_examples)]
+        return self.model_copy(
+            update={"train": self.train.model_copy(update=update), "stages": [*stages, *self.stages]}
+        )
 
     @model_validator(mode="after")
     def _validate_reduction_order(self) -> "TrainerConfig[ModelConfigType]":
@@ -727,8 +952,13 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
                 f"train.total_epochs={self.train.total_epochs:g} needs a single source, and data.mixture has "
                 f"{len(self.data.mixture)}, each with its own epochs; use total_steps or total_tokens"
             )
+        if self.train.total_epochs is not None and self.stages:
+            raise ValueError(
+                f"train.total_epochs={self.train.total_epochs:g} has no meaning beside stages, each with its own "
+                "examples; use total_steps or total_tokens"
+            )
         if self.train.total_epochs is None:
-            self._validate_schedule()
+            self.validate_schedule()
         has_validation = bool(self.data.validation_fraction or self.data.validation)
         if self.ema is not None and self.ema.evaluate and not has_validation:
             raise ValueError(
@@ -745,14 +975,15 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             )
         return self
 
-    def _validate_schedule(self) -> None:
+    def validate_schedule(self) -> None:
         """Raise `ValueError` if warm-up and decay, or the ranges of data to skip, do not fit into the total."""
-        schedule, total, peak = self.schedule, self.total_steps, self.optimizer.learning_rate
-        ranges = self.train.skip_steps
-        if ranges and ranges[-1][1] > total:
-            raise ValueError(f"train.skip_steps: {[*ranges[-1]]} ends beyond the total of {total} steps")
-        if sum(stop - start for start, stop in ranges) >= total:
-            raise ValueError(f"train.skip_steps={[[*each] for each in ranges]} leaves none of the {total} steps")
+        ranges, end = self.train.skip_steps, self.total_steps
+        if ranges and ranges[-1][1] > end:
+            raise ValueError(f"train.skip_steps: {[*ranges[-1]]} ends beyond the total of {end} steps")
+        if sum(stop - start for start, stop in ranges) >= end:
+            raise ValueError(f"train.skip_steps={[[*each] for each in ranges]} leaves none of the {end} steps")
+        # Stages are validated by their own configs; a schedule does not depend on those that begin after it.
+        schedule, total, peak = self.schedule, self.get_total_steps(0), self.optimizer.learning_rate
         warmup = schedule.compute_warmup_steps(total)
         key = "warmup_steps" if schedule.warmup_share is None else f"warmup_share={schedule.warmup_share} in steps"
         if warmup >= total:

@@ -17,8 +17,3 @@ def is_due(step: int, every_steps: int | None, last_step: int | None = None) -> 
 def is_overdue(now_seconds: float, since_seconds: float, every_minutes: float | None) -> bool:
     """Return True if `every_minutes` have passed since `since_seconds`."""
     return every_minutes is not None and now_seconds - since_seconds >= every_minutes * 60
-
-
-def count_tokens(step: int, tokens_per_step: int) -> int:
-    """Return the number of tokens that training has consumed after `step` steps."""
-    return step * tokens_per_step

@@ -18,12 +18,14 @@ import flax.linen as nn
 import jax
 import optax
 
+from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
-from runner.console import warn
-from runner.data import TRAIN, DataPosition, Dataset, SeekablePrefetcher, get_batch_fields, has_targets
+from runner.console import say, warn
+from runner.data import TRAIN, DataPosition, Dataset, Ranges, SeekablePrefetcher, get_batch_fields, has_targets
 from runner.distributed.agreement import Hosts
+from runner.distributed.clock import COMPILE
 from runner.errors import DivergedError, PhaseError, ResumeError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
@@ -57,7 +59,7 @@ from runner.train.lora import get_model_weights, replace_base
 from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
 from runner.train.report import Report
-from runner.train.setup import TrainSetup, TrainSetupBuilder
+from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder
 from runner.train.stability import (
     ROLL_BACK_FOLDER,
     Skips,
@@ -68,6 +70,16 @@ from runner.train.stability import (
     read_passed_over,
     record_roll_back,
     replace_passed_over,
+)
+from runner.train.stages import (
+    RunningStage,
+    RunStage,
+    find_first_change,
+    format_rounded_starts,
+    make_schedules,
+    make_stages,
+    resolve_config,
+    split_trajectory,
 )
 from runner.train.state import TrainState
 from runner.train.step import Batch
@@ -83,6 +95,7 @@ class BaseTrainer(RestoreableJob):
         train_setup: abstract job on the devices at hand. Available after `setup`.
         compiled: compiled train step. Available after `prepare`.
         hooks: hooks that the spec lists.
+        stages: stages of the run, the first of them its beginning; only that if the spec has none.
         setup_builder: builder of `train_setup`.
         calls_hooks: True if the class calls hooks, so that its spec may list some.
         logical_axis_rules: mesh axes of the model's own logical axis names; they precede the runner's
@@ -99,6 +112,8 @@ class BaseTrainer(RestoreableJob):
     compiled: CompiledStep
 
     logical_axis_rules: ClassVar[Sequence[LogicalAxisRule]] = ()
+    # Averages of weights keep the names that the run has given them, also in a stage that sets other decays.
+    ema_names: ClassVar[Sequence[float] | None] = None
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(train_state.keep_variables)
     weights = staticmethod(get_model_weights)
@@ -119,8 +134,10 @@ class BaseTrainer(RestoreableJob):
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
+        self.stages = make_stages(self.document, self.Config, self.config)
+        self.config = resolve_config(self.config, self.stages)
         # From here on classmethods see the config, including those that hooks and the builder call.
-        type(self).config = self.config
+        type(self).config = self.stages[0].config
         self.topology = spec.topology
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
         self.passed_over: Skips = ()  # by roll-backs
@@ -128,7 +145,7 @@ class BaseTrainer(RestoreableJob):
         self._validate_roll_back()
         self.setup_builder = TrainSetupBuilder(
             document=self.document,
-            config=self.config,
+            config=self.stages[0].config,
             topology=self.topology,
             seed=spec.seed,
             model=self.model,
@@ -141,7 +158,11 @@ class BaseTrainer(RestoreableJob):
             rules=build_logical_axis_rules(self.logical_axis_rules, type(self).__name__),
             identify_base=functools.partial(identify_adapter_base, self.document, spec, self.config, self.store),
             learning_rate_multiplier=self.learning_rate_multiplier,
+            stage=self.make_stage_context(0),
         )
+        self._stage_number = 0
+        self._limit_bytes = 0  # memory of a device that a step may use
+        self._stage_datasets: dict[tuple[Skips, int], Dataset] = {}  # by stretches of data passed over, and stage
 
     def _validate_roll_back(self) -> None:
         """Raise `SpecError` if the checkpoint to go back to would have been deleted by then."""
@@ -212,13 +233,13 @@ class BaseTrainer(RestoreableJob):
         config = cls._get_config()
         if config is None:
             return ()
-        ema = [] if config.ema is None else [make_ema(config.ema.decays)]
+        ema = [] if config.ema is None else [make_ema(config.ema.decays, cls.ema_names)]
         noise_scale = [] if config.noise_scale is None else [make_noise_scale(config.noise_scale.decay)]
         stability = [make_stability(config.stability)] if config.stability.is_on else []
         return (*ema, *noise_scale, *stability)
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
-        """Return the evaluators of the weights, by default `builtin_evaluators`. Called once."""
+        """Return the evaluators of the weights, by default `builtin_evaluators`. Called once in each stage."""
         return [*self.builtin_evaluators]
 
     def flops_per_token(self, train_setup: TrainSetup) -> Flops:
@@ -275,7 +296,12 @@ class BaseTrainer(RestoreableJob):
         """
         self.validate_compiled("batch")
         step = self.step if step is None else step
-        return self.compiled.layout.batch(self.dataset, slice, self.get_data_step(step) if slice == TRAIN else step)
+        if slice != TRAIN:
+            return self.compiled.layout.batch(self.stage.builder.dataset, slice, step)
+        stage = self.running_stages[self.config.find_stage(step)]
+        layout = stage.start_compiling(self._limit_bytes).result().layout
+        data_step = self.get_data_step(step) - self.data_position.count_examples(stage.start, 1)[0]
+        return layout.batch(self.get_stage_dataset(stage.number), slice, data_step)
 
     def get_data_step(self, step: int) -> int:
         """Return the number of batches of the data that lie before the one after `step` completed steps.
@@ -296,6 +322,7 @@ class BaseTrainer(RestoreableJob):
             self.start_hooks()
             with SeekablePrefetcher(self.load_step) as batches:
                 while self.step < self.total_steps:
+                    self.enter_stage(self.step)
                     # The state is donated to the step. Nothing here waits for the device: the host runs ahead of it.
                     # Where `load` has set the step back, the batches follow it.
                     following = batches.seek(self.step)
@@ -303,6 +330,7 @@ class BaseTrainer(RestoreableJob):
                         self.state, *self.attempt.progress.take_batch(following), key
                     )
                     self.step += 1
+                    self.compile_next_stage()
                     report.add_step(self.step, loss, meta)
                     # Rows and saves fetch the losses of the steps so far; nothing else could find a spike.
                     try:
@@ -318,23 +346,30 @@ class BaseTrainer(RestoreableJob):
         batch = self.batch("train", step)
         # Of a batch of the job's own a host sees only its part.
         is_known = type(self).batch is BaseTrainer.batch or self.attempt.hosts.num_processes == 1
-        examples = self.config.train.global_batch_examples
-        return batch, not is_known or has_targets(self.dataset, batch, self.get_data_step(step), examples)
+        stage = self.running_stages[self.config.find_stage(step)]
+        data_step = self.get_data_step(step) - self.data_position.count_examples(stage.start, 1)[0]
+        examples, dataset = stage.config.train.global_batch_examples, self.get_stage_dataset(stage.number)
+        return batch, not is_known or has_targets(dataset, batch, data_step, examples)
 
     def make_step(
         self, state: TrainState, batch: Batch, has_targets: bool, key: jax.Array
     ) -> tuple[TrainState, jax.Array, Meta]:
         """Make one optimizer step, which moves nothing if the batch has no target. Does not wait for the device."""
-        return self.compiled.executable(state, batch, key) if has_targets else self.skip_step(state)
+        step = self.compiled.executable if has_targets else lambda state, batch, key: self.skip_step(state)
+        if self._stage_number == 0:
+            return step(state, batch, key)
+        # Between steps the state has the functions of stage 0, like the one that is saved and restored.
+        state, loss, meta = step(self.stage.adopt(state), batch, key)
+        return self.running_stages[0].adopt(state), loss, meta
 
     @functools.cached_property
     def skip_step(self) -> Callable[[TrainState], tuple[TrainState, jax.Array, Meta]]:
         """Compiled step over a batch without a target; the state is donated."""
-        setup = self.train_setup
+        setup = self.stage.train_setup
         skip = functools.partial(
             step_functions.skip_step, schedule=setup.schedule, auxiliary_states=setup.auxiliary_states
         )
-        shardings = train_state.get_shardings(self.abstract_state())
+        shardings = train_state.get_shardings(setup.abstract_state)
         return jax.jit(skip, donate_argnums=0, out_shardings=(shardings, None, None))
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
@@ -353,7 +388,10 @@ class BaseTrainer(RestoreableJob):
         if len(made) >= policy.at_most:
             tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
             raise DivergedError(f"{spike}; rolled back {len(made)} times, which passed over {tried}")
-        begin, number = plan_roll_back(policy, spike.first, self.config.train.global_batch_examples, made)
+        begin, number = plan_roll_back(policy, spike.first, self.stage.config.train.global_batch_examples, made)
+        # Data before the stage of the spike are other data.
+        start = self.running_stages[self.config.find_stage(spike.first - 1)].start
+        begin, number = max(begin, start), number - max(start - begin, 0)
         # A save in progress may be of the step to go back to.
         self.checkpointer.wait_until_finished()
         steps = hosts.run_on_main(lambda: [step for step in sorted(read_committed(self.store)) if step <= begin])
@@ -421,7 +459,12 @@ class BaseTrainer(RestoreableJob):
         """
         # The dispatcher needs the attempt, which may not exist yet, so this property must not create it.
         stop = self.hook_dispatcher.stop if "hook_dispatcher" in vars(self) else None
-        return self.setup_builder.config_in_steps.total_steps if stop is None else stop.step
+        return self.config_in_steps.total_steps if stop is None else stop.step
+
+    @property
+    def config_in_steps(self) -> TrainerConfig[Any]:
+        """Config with its total in steps. Reads the data on this host if the total is in epochs."""
+        return self.setup_builder.config_in_steps if len(self.stages) == 1 else self.config
 
     @property
     def done(self) -> bool:
@@ -440,6 +483,107 @@ class BaseTrainer(RestoreableJob):
         """Vocabulary size of the spec, or that of the data if the spec says `auto`."""
         return self.setup_builder.vocabulary_size
 
+    # Stages.
+
+    @property
+    def stage(self) -> RunningStage:
+        """Stage that makes the next step or, until that begins, the one that has made the last."""
+        return self.running_stages[self._stage_number]
+
+    @functools.cached_property
+    def stage_jobs(self) -> "list[BaseTrainer]":
+        """This job, and for each stage one of the same class with the config of the stage, which never runs."""
+        return [self, *(self.make_stage_job(stage) for stage in self.stages[1:])]
+
+    def make_stage_job(self, stage: RunStage) -> "BaseTrainer":
+        """Return a job of the same class with the config of a stage, which never runs."""
+        data = stage.document.data | {"hooks": []}
+        spec = self.spec.model_copy(update={"config": data["config"], "hooks": []})
+        # The class of this job is one made for its config; its base is the class that the spec names.
+        job_class: type[BaseTrainer] = type(self).__mro__[1]
+        job = job_class(spec, dataclasses.replace(stage.document, data=data))
+        type(job).ema_names = None if self.config.ema is None else self.config.ema.decays
+        job.setup_builder = dataclasses.replace(
+            job.setup_builder,
+            auxiliary_states=lambda: (*job.auxiliary_states(), *self.hooks.auxiliary_states()),
+            stage=self.make_stage_context(stage.number),
+        )
+        return job
+
+    def make_stage_context(self, number: int) -> StageContext | None:
+        """Return how a stage depends on those before it; None if the run has no stages."""
+        if len(self.stages) == 1:
+            return None
+        stage = self.stages[number]
+        return StageContext(
+            stage.stop - stage.start,
+            lambda: self.schedules[number],
+            (lambda: self.vocabulary_size) if number else None,
+        )
+
+    def count_stage_examples(self, number: int, step: int | None = None) -> tuple[int, Ranges]:
+        """Return (examples of the data of a stage up to `step`, ranges of those that were passed over).
+
+        `step` is by default the end of the stage.
+        """
+        stage = self.stages[number]
+        skips = tuple((begin - stage.start, length) for begin, length in self.data_position.skips)
+        # Without stages there is no end of the only one.
+        end = stage.stop if step is None else step
+        own = DataPosition(tuple((begin, length) for begin, length in skips if 0 <= begin < end - stage.start))
+        return own.count_examples(end - stage.start, stage.config.train.global_batch_examples)
+
+    def get_stage_dataset(self, number: int) -> Dataset:
+        """Return the data set of a stage, whose sources go on where the stages before it have left them."""
+        key = self.data_position.skips, number
+        if key not in self._stage_datasets:
+            # A roll-back in one stage moves the data of the later ones.
+            earlier = [(self.get_stage_dataset(each), *self.count_stage_examples(each)) for each in range(number)]
+            loaded = self.running_stages[number].builder.dataset
+            self._stage_datasets[key] = loaded.continue_stages(earlier) if earlier else loaded
+        return self._stage_datasets[key]
+
+    @functools.cached_property
+    def schedules(self) -> list[optax.Schedule]:
+        """Learning rate of each stage by completed steps."""
+        return make_schedules(self.stages)
+
+    @functools.cached_property
+    def running_stages(self) -> list[RunningStage]:
+        """Stages of the run on the devices of this process."""
+        first = RunningStage(self.stages[0], self.setup_builder, lambda: self.train_setup)
+        others = zip(self.stages[1:], self.stage_jobs[1:], strict=True)
+        return [first, *(RunningStage(stage, job.setup_builder) for stage, job in others)]
+
+    def enter_stage(self, step: int) -> None:
+        """Enter the stage that makes the step after `step` completed ones. May wait for its program."""
+        number = self.config.find_stage(step)
+        if number == self._stage_number:
+            return
+        stage = self.running_stages[number]
+        with self.attempt.progress.report_phase(COMPILE):
+            self.compiled = stage.start_compiling(self._limit_bytes).result()
+        self._stage_number = number
+        # They are made again, for the model, the batch and the data of this stage.
+        for name in ("builtin_evaluators", "_evaluators", "skip_step"):
+            vars(self).pop(name, None)
+        self.report.enter_stage(self._evaluators, self._compute_mfu_per_token_rate())
+        layout = self.compiled.layout
+        self.attempt.record(
+            "stage",
+            step,
+            number=number,
+            from_step=stage.start,
+            why=stage.why,
+            program=self.compiled.digest,
+            micro_batch_examples=layout.micro_batch_examples,
+        )
+
+    def compile_next_stage(self) -> None:
+        """Start to compile the step of the next stage on a thread, if that has not begun yet."""
+        if self._stage_number + 1 < len(self.stages):
+            self.running_stages[self._stage_number + 1].start_compiling(self._limit_bytes)
+
     def validate_compiled(self, name: str) -> None:
         """Raise `PhaseError` if the job is not compiled yet; its member `name` needs the compiled step."""
         if "compiled" not in vars(self):
@@ -456,20 +600,28 @@ class BaseTrainer(RestoreableJob):
     @functools.cached_property
     def report(self) -> Report:
         """Rows of metrics of this attempt."""
-        # The job may replace evaluators, but not drop one that a key of the spec asks for.
-        evaluators = self.builtin_evaluators.validate_chosen(self.evaluator(), self.document)
         return Report(
             self.attempt,
             self.resolved_spec(),
-            self.setup_builder.config_in_steps,
-            [*evaluators, *make_ema_evaluators(self.config, self.validation)],
-            mfu_per_token_rate=compute_mfu_per_token_rate(self.flops_per_token, self.train_setup),
-            get_data_metrics=lambda step: self.dataset.compute_metrics(
-                *self.data_position.count_examples(step, self.config.train.global_batch_examples)
+            self.config_in_steps,
+            self._evaluators,
+            mfu_per_token_rate=self._compute_mfu_per_token_rate(),
+            get_data_metrics=lambda step: self.get_stage_dataset(self._stage_number).compute_metrics(
+                *self.count_stage_examples(self._stage_number, step)
             ),
-            after_row=lambda: self.builtin_evaluators.start_compiling(evaluators),
+            after_row=lambda: self.builtin_evaluators.start_compiling(self._evaluators),
             is_language_model=self.setup_builder.is_language_model(self.train_setup),
         )
+
+    @functools.cached_property
+    def _evaluators(self) -> list[Evaluator]:
+        """Evaluators of the stage in force."""
+        # The job may replace evaluators, but not drop one that a key of the spec asks for.
+        chosen = self.builtin_evaluators.validate_chosen(self.evaluator(), self.document)
+        return [*chosen, *make_ema_evaluators(self.config, self.validation)]
+
+    def _compute_mfu_per_token_rate(self) -> float:
+        return compute_mfu_per_token_rate(self.stage_jobs[self._stage_number].flops_per_token, self.stage.train_setup)
 
     @property
     def validation(self) -> Validation:
@@ -484,13 +636,17 @@ class BaseTrainer(RestoreableJob):
 
     @functools.cached_property
     def builtin_evaluators(self) -> BuiltinEvaluators:
-        """Evaluators of the loss on the validation sets and of the tasks of `config.eval`. Iterate to get them."""
+        """Evaluators of the loss on the validation sets and of the tasks of `config.eval`. Iterate to get them.
+
+        They are those of the stage in force.
+        """
         self.validate_compiled("evaluator")
+        tasks = self.evaluation_tasks
         return BuiltinEvaluators(
-            self.setup_builder,
-            self.train_setup,
+            self.stage.builder,
+            self.stage.train_setup,
             self.compiled.layout,
-            self.evaluation_tasks,
+            dataclasses.replace(tasks, config=self.stage.config) if self._stage_number else tasks,
             self.batch,
             self.attempt.stop,
         )
@@ -510,24 +666,40 @@ class BaseTrainer(RestoreableJob):
                 reason = "batch() of the job makes the batches, so nothing reads it; leave it out"
                 raise self.document.error(f"config.eval.{key}", reason)
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
-        self.dataset.validate_vocabulary(self.vocabulary_size)
-        validate_same_on_all_hosts(self.dataset.fingerprint, "data", hosts, f"{self.dataset.source}: ")
-        for line in self.dataset.find_missing_targets() if hosts.is_main else []:
-            warn(line)
+        for stage in self.running_stages:
+            dataset = self.get_stage_dataset(stage.number)
+            if len(self.stages) > 1 and stage.config.data.mixture:
+                with stage.builder.document.errors_at("config.data.mixture"):
+                    dataset.validate_epochs(self.count_stage_examples(stage.number)[0])
+            if stage.number:
+                stage.validate(self.abstract_state(), jax.devices())
+                share_ids(dataset, self.store, hosts)
+            dataset.validate_vocabulary(self.vocabulary_size)
+            validate_same_on_all_hosts(dataset.fingerprint, "data", hosts, f"{dataset.source}: ")
+            for line in [*dataset.find_missing_targets(), *stage.find_restarts(dataset)] if hosts.is_main else []:
+                warn(line)
+        for line in format_rounded_starts(self.config, self.stages) if hosts.is_main else []:
+            say(line)
         if self.evaluation_tasks.digest:
             validate_same_on_all_hosts(self.evaluation_tasks.digest, "questions", hosts)
         # Process 0 reads the frozen weights of an adapter first, so that an error in them is reported once.
         hosts.run_on_main(lambda: self.setup_builder.base_identity)
-        known = find_known_micro_batch(self.train_setup, self.store, hosts, self.spec.checkpoint.fork_from)
-        self.setup_builder.validate_steps(self.train_setup, known)
+        fork = self.spec.checkpoint.fork_from
+        if len(self.stages) > 1:
+            # The stage whose evaluators complete the newest row: the one that has made its step.
+            step = hosts.run_on_main(lambda: getattr(find_continued_manifest(self.store, fork), "step", 0))
+            self._stage_number = self.config.find_stage(max(step - 1, 0))
+        known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.start)
+        self.stage.builder.validate_steps(self.stage.train_setup, known)
 
     def prepare(self) -> None:
         """Compile the train step with the largest micro-batch that fits, by the compiler's own memory figures."""
         hosts = self.attempt.hosts
-        limit_bytes = hosts.agree(int(read_device_memory_bytes() * MEMORY_SHARE))
+        self._limit_bytes = hosts.agree(int(read_device_memory_bytes() * MEMORY_SHARE))
         # Looked up again: until this attempt claimed the directory, another one could still commit its choice.
-        known = find_known_micro_batch(self.train_setup, self.store, hosts, self.spec.checkpoint.fork_from)
-        self.compiled = self.setup_builder.compile(self.train_setup, limit_bytes, known)
+        fork = self.spec.checkpoint.fork_from
+        known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.start)
+        self.compiled = self.stage.compile(self._limit_bytes, known)
         examples = self.compiled.layout.micro_batch_examples
         given: JsonObject = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
         # Pages that read only files learn of it here.
@@ -540,6 +712,7 @@ class BaseTrainer(RestoreableJob):
         if self.config.stability.roll_back is not None:
             self.roll_back_records = self.attempt.hosts.run_on_main(lambda: complete_roll_backs(self.attempt))
         super().restore_or_init()
+        self.enter_stage(max(self.step - 1, 0))
         if self.step == 0 and not self.attempt.lineage and self.attempt.hosts.is_main and self.family() is not None:
             record_assets(self.store, self.config.data, self.spec.checkpoint.initial_weights)
 
@@ -574,22 +747,33 @@ class BaseTrainer(RestoreableJob):
 
     def make_run_identity(self, identity: Trajectory) -> RunIdentity:
         """Return what is compared with a saved trajectory, which may differ at later steps."""
+        whole = super().make_run_identity(identity)
+        identities = [
+            (
+                stage.start,
+                dataclasses.replace(whole, config=stage.config, identity=piece.keys, unread=job.unread_keys),
+            )
+            for stage, piece, job in zip(self.stages, split_trajectory(identity), self.stage_jobs, strict=True)
+        ]
+        find_first_other = functools.partial(
+            find_first_change,
+            identities,
+            identity,
+            self.config,
+            self.setup_builder.optimizer_choice.reads_rates(self.stages[0].config),
+            lambda: self.dataset.num_train_examples,
+        )
 
-        def find_first_change(saved: Trajectory, keys: Sequence[str]) -> int | None:
-            choice, others = self.setup_builder.optimizer_choice, [key for key in keys if key != SKIP_STEPS]
-            found = [
-                DataPosition.from_ranges(saved[SKIP_STEPS]).find_first_change(self.setup_builder.data_position)
-                if SKIP_STEPS in keys
-                else None,
-                choice.find_first_change(self.config, lambda: self.dataset.num_train_examples, saved, others)
-                if others
-                else None,
-            ]
+        def find_first(saved: Trajectory, keys: Sequence[str]) -> int | None:
+            position, others = self.setup_builder.data_position, [key for key in keys if key != SKIP_STEPS]
+            found = [find_first_other(saved)] if others else []
+            if SKIP_STEPS in keys:
+                found.append(DataPosition.from_ranges(saved[SKIP_STEPS]).find_first_change(position))
             return min((step for step in found if step is not None), default=None)
 
         return dataclasses.replace(
-            super().make_run_identity(identity),
-            find_first_change=find_first_change,
+            whole,
+            find_first_change=find_first,
             is_given_up=lambda saved, step: is_given_up(saved, step, self.roll_back_records),
         )
 
@@ -599,21 +783,32 @@ class BaseTrainer(RestoreableJob):
         keys |= {"config.data": self.dataset.fingerprint} | self.setup_builder.base_identity
         if self.passed_over:
             keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.passed_over]}
+        if len(self.stages) > 1:
+            # The data of a stage are compared by their content too.
+            running = self.running_stages[1:]
+            keys["config.stages"] = [
+                [start, values, {"config.data": stage.builder.dataset.fingerprint}]
+                for (start, values), stage in zip(keys["config.stages"], running, strict=True)
+            ]
         # `auto` in the spec stands for the size that the data have.
         return keys | {key: self.vocabulary_size for key in keys if key == "config.model.vocabulary_size"}
 
     def resolved_spec(self) -> ExecutionSpec:
         """Return the spec with mesh, vocabulary size, micro-batch and the config of each hook filled in."""
         spec = super().resolved_spec().model_copy(update={"hooks": self.hooks.entries()})
-        return self.setup_builder.resolve_spec(spec, self.train_setup, self.compiled.layout)
+        # Stages may differ in the micro-batch that fits.
+        layout = self.compiled.layout if len(self.stages) == 1 else None
+        return self.setup_builder.resolve_spec(spec, self.train_setup, layout)
 
     def make_save_contents(self) -> SaveContents:
         """Return what is saved with the state. Raises `DivergedError`, or `DataError` if the data have changed."""
         # Waits for the device, and raises if a loss is not finite: a diverged state must not be saved.
         self.report.window.fetch()
         best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
-        validate_data_unchanged(self.dataset, self.attempt)
+        validate_data_unchanged(self.stage.builder.dataset, self.attempt)
         hardware = self.train_setup.describe_hardware(hosts.num_processes)
+        if len(self.stages) > 1:
+            hardware["stage"] = self.stage.start
         return SaveContents(
             metric=None if best is None else self.report.metric(best.metric, self.step),
             topology=hardware | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},

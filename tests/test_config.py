@@ -271,9 +271,9 @@ def test_an_automatic_interval_round_trips():
 
 def test_a_rejected_extension_names_the_schedules_that_allow_it() -> None:
     config = validate_contract()
-    hint = config.explain_refusal(["config.train.total_steps"], 1)
+    hint = config.explain_refusal(["config.train.total_steps"], {}, 1)
     assert "one of constant, inverse_square_root, without warmup_share, can be extended, and one of wsd before" in hint
-    assert config.explain_refusal(["config.model.width"], 1) == ""
+    assert config.explain_refusal(["config.model.width"], {}, 0) == ""
     for name in SCHEDULES:
         keys = ["config.schedule.decay_steps=5"] if name == "wsd" else []
         free = validate_contract(f"config.schedule.name={name}", *keys).free_keys

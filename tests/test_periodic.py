@@ -1,6 +1,6 @@
 """Predicates for periodic work in steps or minutes."""
 
-from runner.periodic import count_tokens, is_due, is_overdue
+from runner.periodic import is_due, is_overdue
 
 
 def list_due_steps(every_steps, last_step, steps=10):
@@ -22,8 +22,3 @@ def test_work_is_overdue_after_the_minutes():
     assert is_overdue(160.0, 100.0, every_minutes=1)
     assert is_overdue(130.0, 100.0, every_minutes=0.5)
     assert not is_overdue(1e9, 0.0, every_minutes=None)
-
-
-def test_tokens_are_steps_times_tokens_of_a_step():
-    assert count_tokens(0, 512 * 1024) == 0
-    assert count_tokens(4768, 512 * 1024) == 2_499_805_184

@@ -78,6 +78,11 @@ SOME: dict[str, Any] = {
     "config.train.total_tokens": TOKENS,
     "config.train.total_epochs": 0.19,  # of the ids below
     "config.train.micro_batch_examples": 1,
+    "config.train.batch_ramp.over_steps": 2,
+    "config.train.batch_ramp.over_tokens": 300,
+    "config.stages.*.from_step": 2,
+    "config.stages.*.from_tokens": 300,
+    "config.stages.*.why": "anneal",
     "config.train.same_bits_devices": 8,
     "config.eval.every_steps": 2,
     "config.eval.global_batch_examples": 8,
@@ -171,6 +176,11 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
         "topology.mesh.data": "auto",
         **{f"topology.mesh.{axis}": 1 for axis in AXES if axis != "data"},
     },
+    ("config.train.batch_ramp.over_steps", None): {"config.train.batch_ramp.over_tokens": 300},
+    ("config.train.batch_ramp.over_tokens", OPEN): {"config.train.batch_ramp.over_steps": None},
+    ("config.train.batch_ramp.over_tokens", None): {"config.train.batch_ramp.over_steps": 2},
+    ("config.stages.*.from_step", None): {"from_tokens": 300},
+    ("config.stages.*.from_tokens", OPEN): {"from_step": None},
     ("config.train.total_steps", None): {"config.train.total_tokens": TOKENS},
     ("config.train.total_tokens", OPEN): {"config.train.total_steps": None},
     ("config.train.total_epochs", OPEN): {
@@ -188,6 +198,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 # Companions of every value of keys with these prefixes.
 BESIDE: dict[str, dict[str, Any]] = {
     "config.ema.": {"config.ema.decays": [0.5, 0.9]},
+    "config.train.batch_ramp.": {"config.train.batch_ramp.from_examples": 8, "config.train.batch_ramp.increments": 1},
     "config.eval.samples.": {"config.eval.samples.prompts": ["7 8"], "config.eval.samples.tokens": 2},
     "config.model.window_rope.": {"config.model.layer_pattern": ["window"], "config.model.window": 4},
     "config.model.latent.": {
@@ -216,6 +227,9 @@ INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "config.data.source": "python-stdlib",
         "config.data.dtype": None,
         **TOKEN_FILE_DEFAULTS,
+    },
+    "config.stages": lambda entry: {
+        "config.stages": [{"from_step": 1, "set": {"optimizer.weight_decay": 0.5}, **entry}],
     },
     "config.eval.multiple_choice": lambda entry: {
         "config.eval.multiple_choice": [{"name": "some", "path": "QUESTIONS", **entry}],

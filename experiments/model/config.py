@@ -18,7 +18,7 @@ A step of weight decay on a hidden matrix is not divided by m, as in the paper's
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -156,6 +156,7 @@ class DecoderConfig(WidthScaledConfig):
     """
 
     model_config = ConfigDict(json_schema_extra=_require_preset_or_sizes)
+    stage_keys: ClassVar[tuple[str, ...]] = ("rope", "window_rope", "neftune_alpha")
 
     preset: str | None = Field(
         default=None,

@@ -33,7 +33,7 @@ Importing the package imports jax and grain (half a second and more): do so when
 """
 
 from runner.data.batches import DataPosition, Prefetcher, SeekablePrefetcher, has_targets, load_global_batch
-from runner.data.dataset import TRAIN, Dataset, get_batch_fields, load_dataset, load_validation_set
+from runner.data.dataset import TRAIN, Dataset, Ranges, get_batch_fields, load_dataset, load_validation_set
 from runner.data.packing import Sequences
 from runner.data.source import Source
 from runner.data.source_files import is_available
@@ -47,6 +47,7 @@ __all__ = [
     "DataPosition",
     "Dataset",
     "Prefetcher",
+    "Ranges",
     "SeekablePrefetcher",
     "Sequences",
     "Source",

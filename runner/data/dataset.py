@@ -9,7 +9,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from runner.data.source_files import is_class_path
 from runner.data.token_files import IdRange, TokenFiles
 from runner.data.tokenizers import Tokenizer
 from runner.errors import DataError
+from runner.spec import hash_record
 from runner.storage import JsonObject, default_cache_directory
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 TRAIN, VALIDATION = "train", "validation"
+Ranges = Sequence[tuple[int, int]]  # (first, end) of examples
 MISSING_TARGETS_SHARE = 0.1  # share of the sequences without a target above which a run warns
 _SAMPLE_EXAMPLES, _SAMPLE_RUN_EXAMPLES = 128, 16
 
@@ -65,6 +67,10 @@ class TrainSource:
         label: key and name in the spec, for messages.
         num_tokens: number of training tokens.
         max_epochs: limit of the spec, or None.
+        content: digest of what the examples are; sources with the same digest have the same examples.
+        first_example: examples of its endless stream that earlier stages of the run have taken.
+        tokens_before: tokens that earlier stages have taken of the sources of this name.
+        is_restarted: True if an earlier stage had the same tokens in other examples.
     """
 
     name: str
@@ -74,10 +80,15 @@ class TrainSource:
     examples: Examples
     order: Sequence[int]
     max_epochs: float | None
+    content: str = ""
+    first_example: int = 0
+    tokens_before: int = 0
+    is_restarted: bool = False
 
     def read(self, indices: np.ndarray) -> Sequences:
-        """Return the examples at these indices of the source's endless stream."""
-        return self.examples.read(np.array([self.order[index] for index in indices.tolist()], np.int64))
+        """Return the examples at these indices, counted from `first_example` of the source's endless stream."""
+        first = self.first_example
+        return self.examples.read(np.array([self.order[first + index] for index in indices.tolist()], np.int64))
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ class SourceShare:
     """Contribution of a source to the first examples of a run.
 
     Attributes:
-        tokens: tokens that are read.
+        tokens: tokens that are read, those of earlier stages included.
         epochs: passes over the source, with what was passed over.
         bytes_fetched: bytes that all hosts together fetch for it, if nothing is cached.
     """
@@ -210,8 +221,43 @@ class Dataset:
             if isinstance(source, TokenFiles) and label in found:
                 source.set_id_range(IdRange(**found[label]))
 
-    def compute_shares(self, num_examples: int, passed_over: Sequence[tuple[int, int]] = ()) -> list[SourceShare]:
-        """Return the contribution of each source to the first `num_examples` of the data.
+    def continue_stages(self, earlier: Sequence[tuple["Dataset", int, Ranges]]) -> "Dataset":
+        """Return this data set as that of a stage, with sources that go on where earlier stages have left them.
+
+        A source with the examples of an earlier one goes on in its order, whatever its name and weight, also if stages
+        between them did without it. The epoch of any other source begins anew.
+
+        Args:
+            earlier: data set of each earlier stage, itself continued, the number of its examples up to the next stage,
+                and the ranges of those that were passed over.
+        """
+        # The order is that of the first stage that had the source, since it may depend on the share of the batch.
+        left: dict[tuple[str, int], tuple[Sequence[int], int]] = {}
+        tokens: dict[str, int] = {}
+        known: set[str] = set()
+        for dataset, num_examples, passed_over in earlier:
+            counts = dataset._mixture.count_examples(num_examples)
+            for key, train, count in zip(dataset._list_contents(), dataset.train_sources, counts, strict=True):
+                left[key] = train.order, train.first_example + count
+                known.add(train.source.fingerprint)
+            tokens |= {share.name: share.tokens for share in dataset.compute_shares(num_examples, passed_over)}
+        continued = []
+        for key, train in zip(self._list_contents(), self.train_sources, strict=True):
+            order, first = left.get(key, (train.order, 0))
+            is_restarted = key not in left and train.source.fingerprint in known
+            before = tokens.get(train.name, 0)
+            continued.append(
+                replace(train, order=order, first_example=first, tokens_before=before, is_restarted=is_restarted)
+            )
+        return replace(self, train_sources=continued)
+
+    def _list_contents(self) -> list[tuple[str, int]]:
+        """Return the digest of each source, and how many sources before it have the same."""
+        contents = [train.content for train in self.train_sources]
+        return [(content, contents[:index].count(content)) for index, content in enumerate(contents)]
+
+    def compute_shares(self, num_examples: int, passed_over: Ranges = ()) -> list[SourceShare]:
+        """Return the contribution of each source to the run up to `num_examples` of this data set.
 
         Examples in the ranges `passed_over` count in epochs, which say how far a source has got, and are not read.
         """
@@ -223,14 +269,14 @@ class Dataset:
         return [
             SourceShare(
                 train.name,
-                tokens=count * T,
-                epochs=position / train.examples.num_examples,
+                tokens=train.tokens_before + count * T,
+                epochs=(train.first_example + position) / train.examples.num_examples,
                 bytes_fetched=count * (T + 1) * train.source.bytes_fetched_per_token,
             )
             for train, position, count in zip(self.train_sources, positions, counts.tolist(), strict=True)
         ]
 
-    def compute_metrics(self, num_examples: int, passed_over: Sequence[tuple[int, int]] = ()) -> dict[str, float]:
+    def compute_metrics(self, num_examples: int, passed_over: Ranges = ()) -> dict[str, float]:
         """Return tokens and epochs of each source as `compute_shares` does, for a row of `metrics.jsonl`.
 
         Empty if there is one source.
@@ -352,9 +398,19 @@ def load_dataset(
         # In a mixture the seed of a source is derived from its name, so that the orders of the sources are independent.
         source_seed = zlib.crc32(f"{seed} {token_source.name}".encode()) if config.mixture else seed
         order = examples.make_order(source_seed, share * batch_examples)
+        tokenizer = source.tokenizer if isinstance(source, TextTokens) else None
+        text = None if tokenizer is None else [tokenizer.name, tokenizer.characters]
+        parts = [source.fingerprint, asdict(train_split), type(examples).__name__, examples.fingerprint, text]
         train_sources.append(
             TrainSource(
-                token_source.name, label, source, train_split.num_tokens, examples, order, token_source.max_epochs
+                token_source.name,
+                label,
+                source,
+                train_split.num_tokens,
+                examples,
+                order,
+                token_source.max_epochs,
+                content=hash_record({"content": parts}),
             )
         )
         if validation_split.num_tokens:

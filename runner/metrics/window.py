@@ -15,6 +15,7 @@ import queue
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -34,7 +35,6 @@ from runner.metrics.meta import (
     to_row_value,
 )
 from runner.metrics.rows import Row
-from runner.periodic import count_tokens
 from runner.storage import JsonObject
 
 STEPS_MAX = 10_000
@@ -208,13 +208,16 @@ class MetricsWindow:
             return None
         return {_LOSS_SUM: self._loss_sum, _WEIGHT: self._weight} if self._is_whole else None
 
-    def close(self, tokens_per_step: int) -> Row:
-        """Return the row of the newest step, and begin the next window."""
+    def close(self, count_tokens: Callable[[int], int]) -> Row:
+        """Return the row of the newest step, and begin the next window.
+
+        `count_tokens` returns the tokens that the run has consumed after a number of steps.
+        """
         self.fetch()
         assert self._last is not None, "a row needs a step"
         step, loss, values = self._last
         seconds = time.monotonic() - self._since_seconds
-        tokens = count_tokens(step - self._since_step, tokens_per_step)
+        tokens = count_tokens(step) - count_tokens(self._since_step)
         loss_mean = self._loss_sum / self._weight if self._weight else None
         mean = {"train/loss_mean": loss_mean} if self._is_whole else {}
         self._since_step, self._last = step, None
@@ -229,7 +232,7 @@ class MetricsWindow:
             "train/loss": loss,
             **mean,
             **first,
-            "train/tokens": count_tokens(step, tokens_per_step),
+            "train/tokens": count_tokens(step),
             "perf/tokens_per_second": tokens / max(seconds, 1e-9),
             **{f"train/{name}": value for name, value in values.items()},
         }

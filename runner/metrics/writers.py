@@ -325,30 +325,31 @@ class LiveProgress:
 class PlainProgress:
     """One line per row, for logs; a `RowDisplay`."""
 
-    def __init__(self, tokens_per_step: int, total_steps: int):
-        self._tokens_per_step = tokens_per_step
+    def __init__(self, count_tokens: Callable[[int], int], total_steps: int):
+        self._count_tokens = count_tokens
         self._total_steps = total_steps
 
     def show(self, row: Row) -> None:
         """Print step, loss, speed and remaining time."""
         speed = row.get("perf/tokens_per_second")
-        left = "" if not speed else f"  {(self._total_steps - row['step']) * self._tokens_per_step / speed:.0f} s left"
+        tokens = self._count_tokens(self._total_steps) - self._count_tokens(row["step"])
+        left = f"  {tokens / speed:.0f} s left" if speed else ""
         say(f"step {row['step']}/{self._total_steps}  {_format_row(row)}{left}")
 
     def close(self) -> None:
         """Do nothing: every line is printed."""
 
 
-def make_progress(spec: ExecutionSpec, total_steps: int, step: int, tokens_per_step: int) -> RowDisplay:
+def make_progress(spec: ExecutionSpec, total_steps: int, step: int, count_tokens: Callable[[int], int]) -> RowDisplay:
     """Return a progress bar if standard output is a terminal and logs are text, plain lines otherwise."""
     # A program that calls a job itself may have no standard output.
     if sys.stdout is not None and sys.stdout.isatty() and spec.logging.format == "text":
         return LiveProgress(spec.name, total_steps, step, Console())
-    return PlainProgress(tokens_per_step, total_steps)
+    return PlainProgress(count_tokens, total_steps)
 
 
 def open_displays(
-    attempt: Attempt, spec: ExecutionSpec, total_steps: int, tokens_per_step: int, step: int
+    attempt: Attempt, spec: ExecutionSpec, total_steps: int, count_tokens: Callable[[int], int], step: int
 ) -> list[RowDisplay]:
     """Return the displays that the spec names, for an attempt that continues from `step`."""
 
@@ -364,7 +365,7 @@ def open_displays(
         writer: MetricWriter = importlib.import_module("runner.metrics.wandb").WandbWriter(spec, attempt)
         return writer
 
-    displays: list[RowDisplay] = [make_progress(spec, total_steps, step, tokens_per_step)]
+    displays: list[RowDisplay] = [make_progress(spec, total_steps, step, count_tokens)]
     if spec.logging.tensorboard:
         open_tensorboard = functools.partial(TensorBoardWriter, attempt.store, attempt.run_id, attempt.number)
         displays.append(AsyncMetricWriter("tensorboard", open_tensorboard, read_earlier, report_failure))
@@ -420,7 +421,7 @@ class RowLog:
             self._file.append(row)
         if not self._displays:
             before = max(step - 1, 0)
-            self._displays = open_displays(self._attempt, self._spec, self._total_steps, 0, before)
+            self._displays = open_displays(self._attempt, self._spec, self._total_steps, lambda step: 0, before)
         for display in self._displays:
             display.show(row)
 

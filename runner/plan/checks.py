@@ -183,9 +183,10 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
     seconds = time.perf_counter() - began
 
     section.add("fingerprint", dataset.fingerprint, "text", "counted")
-    shares = dataset.compute_shares(
-        *setup_builder.data_position.count_examples(setup_builder.config_in_steps.total_steps, batch)
+    num_steps = (
+        setup_builder.config_in_steps.total_steps if setup_builder.stage is None else setup_builder.stage.num_steps
     )
+    shares = dataset.compute_shares(*setup_builder.data_position.count_examples(num_steps, batch))
     for part, share in zip(dataset.train_sources, shares, strict=True):
         of = f" of {part.name}" if len(shares) > 1 else ""
         section.add(f"source{of}", part.label.partition("=")[2], "text", "counted", "reached")

@@ -34,6 +34,7 @@ from runner.spec import Document, load_document
 from runner.spec.document import dump_yaml
 from runner.train.compile import MEMORY_SHARE, StepTooLargeError
 from runner.train.setup import TrainSetup, TrainSetupBuilder
+from runner.train.stages import RunningStage, format_rounded_starts
 from runner.trainer import BaseTrainer
 
 _NUM_LARGEST_ARRAYS = 5
@@ -184,7 +185,7 @@ def _make_trainer_sections(
         check_memory_by_arithmetic(job, first, machine, findings)
     config = job.setup_builder.config_in_steps
     sections += [
-        report.make_batch_section(config, program),
+        report.make_batch_section(job.config_in_steps, program),
         report.make_state_section(abstract_state),
         report.make_memory_section(program, machine, first),
         report.make_collectives_section(program),
@@ -196,7 +197,8 @@ def _make_trainer_sections(
     except ValueError as error:
         findings.warnings.append(f"{job.spec.job}: no FLOPs and no roofline: {error}")
     else:
-        roofline, times = report.make_roofline_section(config, flops, program, machine)
+        num_steps = None if len(job.stages) == 1 else job.stages[0].stop
+        roofline, times = report.make_roofline_section(config, flops, program, machine, num_steps)
         sections += [report.make_flops_section(job.config, flops), roofline]
         step_seconds = None if times is None else times.step_seconds
         model_flops = flops.per_token * job.config.tokens_per_step
@@ -215,7 +217,42 @@ def _make_trainer_sections(
                     planned_bytes = first.needed_bytes if machine.is_faked and first else program.step.memory.needed
                     sections.append(make_comparison_section(forecast, planned_bytes, rows))
     checkpoint = _make_checkpoint_section(job, abstract_state, machine, step_seconds, findings)
-    return [*sections, checkpoint, report.make_compilation_section(program)]
+    sections += [checkpoint, report.make_compilation_section(program)]
+    return sections + (make_stage_sections(job, train_setup, machine, findings) if len(job.stages) > 1 else [])
+
+
+def make_stage_sections(
+    job: BaseTrainer, train_setup: TrainSetup, machine: TargetMachine, findings: Findings
+) -> list[Section]:
+    """Check and compile each stage of a run, and report it; the first section shows the run as a whole."""
+    whole = Section("stages")
+    with findings.collect():
+        reads_rates = job.setup_builder.optimizer_choice.reads_rates(job.stages[0].config)
+        report.add_courses(whole, job.stages, job.schedules if reads_rates else None)
+    for line in format_rounded_starts(job.config, job.stages):
+        findings.warnings.append(line)
+    sections = [whole]
+    for stage, stage_job in zip(job.running_stages[1:], job.stage_jobs[1:], strict=True):
+        section = Section(f"stage {stage.number}")
+        sections.append(section)
+        own = RunningStage(stage.plan, stage.builder, functools.partial(stage.builder.build, machine.devices))
+        with findings.collect():
+            own.validate(train_setup.abstract_state, machine.devices)
+            report.add_stage(section, job, stage.plan)
+            findings.warnings += own.find_restarts(job.get_stage_dataset(stage.number))
+            with report_progress(f"compiling stage {stage.number}"):
+                program = compile_program(own.builder, own.train_setup, machine)
+            num_steps = stage.stop - stage.start
+            with contextlib.suppress(ValueError):  # a job that does not state its FLOPs
+                flops = stage_job.flops_per_token(own.train_setup)
+                roofline, times = report.make_roofline_section(stage.config, flops, program, machine, num_steps)
+                if times is not None:
+                    named = {"lowest step time", "time to the end"}
+                    section.figures += [figure for figure in roofline.figures if figure.name in named]
+            section.add("needed", program.step.memory.needed, "bytes", "compiled", "of a device")
+            section.add("headroom", machine.hbm_bytes - program.step.memory.needed, "bytes", "compiled")
+            section.add("train step", program.compile_seconds, "seconds", "compiled", label="compilation")
+    return sections
 
 
 def check_memory_by_arithmetic(

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 
 from runner.checkpoint.leaves import flatten_with_names
 from runner.checkpoint.policy import compute_best_interval_seconds
 from runner.config import TrainerConfig
 from runner.parallel.mesh import STATE_AXES, count_batch_shards, format_batch_axes, format_mesh, resolve_mesh_sizes
-from runner.periodic import count_tokens
 from runner.plan.figures import Basis, Section, format_amount, report_progress
 from runner.plan.mesh import (
     MeshSizes,
@@ -46,13 +47,16 @@ from runner.plan.program import (
 from runner.spec import ExecutionSpec
 from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops
+from runner.train.optimizer import compute_rates
 from runner.train.setup import TrainSetup
+from runner.train.stages import RunStage
 from runner.train.state import TrainState
 from runner.trainer import BaseTrainer
 
 _NUM_PROBED_MESHES = 4
 _NUM_PROBED_PARAMETERS = 2  # of different shapes, on each mesh
 _TILE_COLUMNS = 128
+_COURSE_COLUMNS, _COURSE_HEIGHTS = 48, "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -284,8 +288,51 @@ def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Secti
     section.add("micro-batch x devices x accumulation", f"{product} = {train.global_batch_examples}", "text", "counted")
     section.add("tokens in a step", config.tokens_per_step, "", "counted")
     section.add("steps", config.total_steps, "", "counted")
-    section.add("tokens of the run", count_tokens(config.total_steps, config.tokens_per_step), "", "counted")
+    section.add("tokens of the run", config.count_tokens(config.total_steps), "", "counted")
     return section
+
+
+def add_courses(section: Section, stages: Sequence[RunStage], schedules: Sequence[optax.Schedule] | None) -> None:
+    """Add drawings of the learning rate and of the batch over the whole run.
+
+    Args:
+        section: section of the plan.
+        stages: stages of the run.
+        schedules: learning rate of each stage; None if a job's own schedule or optimizer contains it.
+    """
+    starts, total = [stage.start for stage in stages], stages[-1].stop
+    # The first and the last step, and others at equal distances.
+    steps = np.unique(np.linspace(0, total - 1, min(total, _COURSE_COLUMNS)).round().astype(np.int64))
+    if schedules is not None:
+        rates = compute_rates(schedules, starts, steps)
+        borders = compute_rates(schedules, starts, np.array(starts))
+        note = ", ".join(f"{rate:.3g} from step {start:,}" for start, rate in zip(starts, borders, strict=True))
+        section.add("learning rate", draw_course(rates), "text", "counted", f"0 to {rates.max():.3g}: {note}")
+    batches = np.array([stage.config.train.global_batch_examples for stage in stages])
+    of_steps = batches[np.searchsorted(starts, steps, side="right") - 1]
+    sizes = ", ".join(f"{batch:,} from step {start:,}" for start, batch in zip(starts, batches.tolist(), strict=True))
+    section.add("examples in a step", draw_course(of_steps), "text", "counted", sizes)
+
+
+def draw_course(values: np.ndarray) -> str:
+    """Return one character for each value, whose height is the share of the largest."""
+    heights = np.ceil(values / max(float(values.max()), 1e-30) * len(_COURSE_HEIGHTS)).astype(int)
+    return "".join(_COURSE_HEIGHTS[max(height - 1, 0)] for height in heights)
+
+
+def add_stage(section: Section, job: BaseTrainer, stage: RunStage) -> None:
+    """Add length, tokens and sources of one stage of a run."""
+    steps, config = stage.stop - stage.start, job.config
+    tokens = config.count_tokens(stage.stop) - config.count_tokens(stage.start)
+    section.add("from step", stage.start, "", "counted", stage.why)
+    section.add("steps", steps, "", "counted")
+    section.add("tokens in a step", stage.config.tokens_per_step, "", "counted")
+    section.add("tokens of the stage", tokens, "", "counted")
+    dataset = job.get_stage_dataset(stage.number)
+    shares = [dataset.compute_shares(0), dataset.compute_shares(*job.count_stage_examples(stage.number))]
+    for before, after in zip(*shares, strict=True):
+        note = f"the stage takes {after.tokens - before.tokens:,} tokens, from epoch {before.epochs:.4g} on"
+        section.add(f"epochs of {after.name}", after.epochs - before.epochs, "", "counted", note)
 
 
 def make_memory_section(program: CompiledProgram, machine: TargetMachine, first: Prediction | None) -> Section:
@@ -370,9 +417,16 @@ def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProg
 
 
 def make_roofline_section(
-    config: TrainerConfig, flops: Flops, program: CompiledProgram, machine: TargetMachine
+    config: TrainerConfig,
+    flops: Flops,
+    program: CompiledProgram,
+    machine: TargetMachine,
+    num_steps: int | None = None,
 ) -> tuple[Section, Roofline | None]:
-    """Return the section of the lowest possible step and run time, and the roofline; None for an unknown chip."""
+    """Return the section of the lowest possible step and run time, and the roofline; None for an unknown chip.
+
+    `num_steps` is the number of such steps; None: all of the run.
+    """
     section = Section("roofline of a step")
     speeds = None if machine.accelerator is None else machine.accelerator.chip.speeds
     if machine.accelerator is None or speeds is None:
@@ -399,8 +453,9 @@ def make_roofline_section(
     section.add("lowest step time", step_seconds, "seconds", "assumed", note)
     tokens = config.tokens_per_step
     section.add("tokens/s", tokens / step_seconds, "", "assumed")
-    run_seconds = step_seconds * config.total_steps
-    section.add("time to the end", run_seconds, "seconds", "assumed", "without restarts", label="time of the run")
+    run_seconds = step_seconds * (config.total_steps if num_steps is None else num_steps)
+    label = "time of the run" if num_steps is None else "time of the stage"
+    section.add("time to the end", run_seconds, "seconds", "assumed", "without restarts", label=label)
     # MFU is per chip, which may show several devices.
     chips = program.train_setup.mesh.size / machine.accelerator.chip.devices_per_chip
     mfu = flops.per_token * tokens / (step_seconds * chips * speeds.flops_per_second)

@@ -220,6 +220,18 @@ EVENTS = (
         ),
     ),
     EventType(
+        "stage",
+        "A stage of the config has begun: the step after this one is the first that it makes in this attempt.",
+        "process 0",
+        (
+            Key("number", int, "Number of the stage; 0 is the config before the first stage."),
+            Key("from_step", int, "Step at which the stage begins."),
+            Key("why", str, "Reason that the spec gives; empty if it gives none."),
+            Key("program", str, "As in `compile`."),
+            Key("micro_batch_examples", int, "As in `compile`."),
+        ),
+    ),
+    EventType(
         "prepare",
         "Everything that is needed before the state is restored is compiled.",
         "process 0",

@@ -176,9 +176,10 @@ class RunIdentity:
             for key in keys
         ]
         past = f": it differs from step {first} on, and step {step} is committed" if first else ""
-        hint = self.config.explain_refusal(keys, step)
+        hint = self.config.explain_refusal(keys, saved, step)
         ending = f"\n{url}: this would be another trajectory{past}; use another directory"
-        raise ResumeError("\n".join(lines) + ending + (f"; {hint}" if hint else ""))
+        separator = "" if hint.startswith("\n") or not hint else "; "
+        raise ResumeError("\n".join(lines) + ending + separator + hint)
 
     def _list_changes(self, saved: Trajectory) -> list[str]:
         return [key for key in self._list_differences(saved) if not self._is_moved(saved, key)]

@@ -5,6 +5,7 @@ of a spec is known.
 """
 
 import contextlib
+import copy
 import difflib
 import itertools
 import json
@@ -249,6 +250,26 @@ class Document:
             previous = location
         return "\n".join(lines)
 
+    def replace_values(self, section: KeyPath, changes: Sequence[tuple[KeyPath, Mapping[str, Any]]]) -> "Document":
+        """Return the document with other values below a section, as parts of this document give them.
+
+        A problem of such a value is located in its part, and any other problem of the section in the last part.
+
+        Args:
+            section: section whose keys are replaced.
+            changes: path of each part in this document, and its values by dotted key, in the order in which they apply.
+        """
+        origin = changes[-1][0]
+        whole = SpecLocation(f"{self.locate(origin).text}: {'.'.join(origin)}", key=".".join(section))
+        kept = {path: place for path, place in self.locations.items() if path[: len(section)] != section}
+        changed = Document(copy.deepcopy(self.data), {**kept, section: whole})
+        for origin, values in changes:
+            for key, value in values.items():
+                path, place = (*section, *key.split(".")), self.locate((*origin, key))
+                location = SpecLocation(f"{place.text}: {'.'.join((*origin, key))}", place.line, ".".join(path))
+                _set_value(changed, path, copy.deepcopy(value), location)
+        return changed
+
     def error(self, key: str, message: str) -> SpecError:
         """Return the error for a dotted key, for checks that the models cannot make."""
         return SpecError(self.format_problem(tuple(key.split(".")) if key else (), message))
@@ -338,6 +359,10 @@ def _apply(override: str, document: Document) -> None:
         raise SpecError(location.format_problem((), "needs the form dotted.key=value"))
     # The value is YAML, so `--set a.b=[1, 2]` and `null` mean what they mean in the file.
     value, _ = parse_yaml(text, lambda line: location)
+    _set_value(document, path, value, location)
+
+
+def _set_value(document: Document, path: KeyPath, value: Any, location: SpecLocation) -> None:
     # Sections on the way are created; the override is then the location of each.
     parent = document.data
     for n in range(1, len(path)):

@@ -53,10 +53,18 @@ class JobConfig(FrozenModel):
         """
         return frozenset()
 
-    def explain_refusal(self, keys: Sequence[str], step: int) -> str:
-        """Return what would allow a run to continue although these dotted keys have changed; by default nothing.
+    @property
+    def stage_trajectory(self) -> Section:
+        """Keys of the trajectory for changes of the config during the run; by default none."""
+        return {}
 
-        `step` is the newest committed step.
+    def explain_refusal(self, keys: Sequence[str], saved: Section, step: int) -> str:
+        """Return what would allow a run to continue although these keys have changed; by default nothing.
+
+        Args:
+            keys: keys of the trajectory that differ.
+            saved: trajectory of the run.
+            step: newest committed step.
         """
         return ""
 

@@ -213,8 +213,10 @@ def json_schema(config_model: type[BaseModel] | None = None, *, any_other: bool 
 
 def compute_trajectory(spec: ExecutionSpec, config: JobConfig) -> Trajectory:
     """Return all keys on which the state's bits depend; everything else may change on resume."""
-    flat = {"job": spec.job, "seed": spec.seed, **_flatten(config.model_dump(mode="json"), "config.")}
-    return {key: value for key, value in flat.items() if not is_below(key, config.free_keys)}
+    flat = {"job": spec.job, "seed": spec.seed, **flatten(config.model_dump(mode="json"), "config.")}
+    free_keys = config.free_keys
+    kept = {key: value for key, value in flat.items() if not is_below(key, free_keys)}
+    return kept | config.stage_trajectory
 
 
 def is_below(key: str, sections: Iterable[str]) -> bool:
@@ -239,7 +241,7 @@ def fill_in_defaults(saved: Trajectory, present: Trajectory, config: JobConfig) 
         present: trajectory of today's spec, whose keys are those to fill in.
         config: config of today's spec; its choices determine which defaults apply.
     """
-    saved = _flatten(saved, "")
+    saved = flatten(saved)
     defaults = _find_missing_defaults(saved, config, "config")
     return {key: value for key, value in defaults.items() if key in present} | saved
 
@@ -256,7 +258,7 @@ def _find_missing_defaults(saved: Trajectory, model: BaseModel, prefix: str) -> 
         elif not field.is_required():
             # Validation is skipped: the other required fields of the model are not needed for one default.
             default = type(model).model_construct(**{name: field.get_default(call_default_factory=True)})
-            found |= _flatten(default.model_dump(mode="json", include={name}), f"{prefix}.")
+            found |= flatten(default.model_dump(mode="json", include={name}), f"{prefix}.")
     return found
 
 
@@ -275,11 +277,12 @@ def _list_sections(key: str, value: Any) -> Iterator[tuple[str, BaseModel]]:
             yield place, section
 
 
-def _flatten(data: Trajectory, prefix: str) -> Trajectory:
+def flatten(data: Trajectory, prefix: str = "") -> Trajectory:
+    """Return the values of nested mappings, and of lists of mappings, by dotted key."""
     flat: Trajectory = {}
     for key, value in data.items():
         # Sections in a list become keys with their index, so that a message can name the one key that differs.
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             value = {str(index): item for index, item in enumerate(value)}
-        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
     return flat

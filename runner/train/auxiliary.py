@@ -164,26 +164,30 @@ def validate_auxiliary(auxiliary_states: Sequence[AuxiliaryState], before: Any, 
             )
 
 
-def make_ema(decays: Sequence[float]) -> AuxiliaryState:
-    """Return averages with these decays in (0, 1): `average + (1 - decay) * (parameter - average)` in each step."""
+def make_ema(decays: Sequence[float], names: Sequence[float] | None = None) -> AuxiliaryState:
+    """Return averages with these decays in (0, 1): `average + (1 - decay) * (parameter - average)` in each step.
+
+    `names` are the decays after which the averages are called, by default their own.
+    """
+    by_name = dict(zip(map(str, names or decays), decays, strict=False))
 
     def copy(param: jax.Array) -> jax.Array:
         return jnp.array(param, jnp.float32, copy=True)  # parameters and averages are both donated to the step
 
     def init(params: Any) -> Any:
-        return {str(decay): jax.tree.map(copy, params) for decay in decays}
+        return {name: jax.tree.map(copy, params) for name in by_name}
 
     def update(averages: Any, observation: StepObservation) -> tuple[Any, Scalars]:
         def move(average: jax.Array, param: jax.Array, share: float) -> jax.Array:
             return average + jnp.float32(share) * (param.astype(jnp.float32) - average)
 
         return {
-            str(decay): jax.tree.map(
+            name: jax.tree.map(
                 lambda average, param, share=1 - decay: move(average, param, share),
-                averages[str(decay)],
+                averages[name],
                 observation.params,
             )
-            for decay in decays
+            for name, decay in by_name.items()
         }, {}
 
     return AuxiliaryState(EMA, init, update)

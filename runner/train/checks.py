@@ -123,9 +123,11 @@ def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
 
 
 def find_known_micro_batch(
-    train_setup: TrainSetup, store: Store, hosts: Hosts, fork: ForkConfig | None = None
+    train_setup: TrainSetup, store: Store, hosts: Hosts, fork: ForkConfig | None = None, stage_start: int = 0
 ) -> int | None:
     """Return the micro-batch that an earlier attempt, or the parent, chose on the same hardware; None if none did.
+
+    `stage_start` is the first step of the stage in question.
 
     Until this attempt has claimed the directory, an earlier one may still commit; only a call after that is final.
     """
@@ -135,4 +137,4 @@ def find_known_micro_batch(
     record = hosts.agree(manifest and manifest.topology)
     if not record or hardware != {key: record.get(key) for key in hardware} | {"mesh": ones | record.get("mesh", {})}:
         return None
-    return record.get("micro_batch_examples")
+    return record.get("micro_batch_examples") if record.get("stage", 0) == stage_start else None

@@ -9,6 +9,7 @@ The path of `config.optimizer.learning_rate` from YAML to optax:
 `TrainSetupBuilder.build_on_mesh` (`runner.train.setup`) makes the calls of steps 2 and 3.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -17,11 +18,10 @@ import jax
 import numpy as np
 import optax
 
-from runner.config import TOTAL_KEYS, TrainerConfig
+from runner.config import TrainerConfig
 from runner.errors import InvalidError
 from runner.optim.config import READERS, OptimizerConfig, ScheduleConfig
 from runner.optim.library import make_optimizer, make_schedule
-from runner.spec import Trajectory, is_below
 
 SPEC = "spec"  # returned by `BaseTrainer.optimizer` and `schedule` to choose the name in the spec
 
@@ -85,32 +85,9 @@ class OptimizerChoice:
                 found[key] = f"{name} does not read it, {' or '.join(readers)} would"
         return found
 
-    def find_first_change(
-        self, config: TrainerConfig, get_num_examples: Callable[[], int], saved: Trajectory, keys: Sequence[str]
-    ) -> int | None:
-        """Return the first step with another learning rate than in a saved trajectory; None if there is no such step.
-
-        Args:
-            config: config of the trainer.
-            get_num_examples: function that returns the training examples of an epoch; called for totals in epochs.
-            saved: the saved trajectory.
-            keys: keys in which it differs from the config. If one of them has another effect, the result is 0.
-        """
-        is_of_library = isinstance(self.optimizer, str) and self.schedule == config.schedule.name
-        if not is_of_library or not all(is_below(key, ("schedule", *TOTAL_KEYS)) for key in keys):
-            return 0
-        try:
-            configs = [config.replace_schedule(saved), config]
-        except ValueError:  # of a version that had other schedules
-            return 0
-        configs = [each.resolve_epochs(get_num_examples()) if each.train.total_epochs else each for each in configs]
-        steps, peak = np.arange(max(each.total_steps for each in configs)), config.optimizer.learning_rate
-        assert peak is not None, "`find_problems` reports a missing learning rate"
-        schedules = [make_schedule(each.schedule.name, each.schedule, peak, each.total_steps) for each in configs]
-        # As the update is computed: a constant schedule returns a Python number.
-        former, present = (np.broadcast_to(np.float32(schedule(steps)), steps.shape) for schedule in schedules)
-        differing = np.flatnonzero(former != present)
-        return int(differing[0]) if differing.size else None
+    def reads_rates(self, config: TrainerConfig) -> bool:
+        """Return True if the learning rates are those that the config describes, and enter updates in no other way."""
+        return isinstance(self.optimizer, str) and self.schedule == config.schedule.name
 
     def find_problems(self, config: TrainerConfig) -> dict[str, str]:
         """Return the problem of each wrong key below `config`; a key without effect must have its default value."""
@@ -124,6 +101,70 @@ class OptimizerChoice:
         if isinstance(self.optimizer, str) and keys and not any(getattr(config.schedule, key) for key in keys):
             found["schedule"] = f"missing key {keys[0]}, which {self.schedule} of schedule() needs"
         return found
+
+
+@dataclass(frozen=True)
+class ScheduleStage:
+    """Learning rate of a stage of a run, as its config describes it.
+
+    Attributes:
+        start: steps before the stage.
+        begins_schedule: True if the stage begins a schedule; False if that of the stage before goes on.
+        schedule: schedule of the stage.
+        peak: peak learning rate that the stage sets; None: that of the schedule that goes on, or, where one begins,
+            the rate that the run has reached.
+        total_steps: steps of the run, which a schedule that begins here lasts.
+    """
+
+    start: int
+    begins_schedule: bool
+    schedule: ScheduleConfig
+    peak: float | None
+    total_steps: int
+
+
+def make_stage_schedules(stages: Sequence[ScheduleStage]) -> list[optax.Schedule]:
+    """Return the learning rate of each stage as a function of the completed steps of the run.
+
+    A schedule that a stage begins counts its steps from the start of the stage, and ends with the run. The first item
+    is the schedule of the run before its first stage.
+    """
+    schedules: list[optax.Schedule] = []
+    begin, current, peak, total = 0, stages[0].schedule, stages[0].peak, stages[0].total_steps
+    for stage in stages:
+        if stage.begins_schedule:
+            begin, current, total = stage.start, stage.schedule, stage.total_steps
+            peak = compute_rate(schedules[-1], stage.start) if schedules and stage.peak is None else stage.peak
+        elif stage.peak is not None:
+            peak = stage.peak
+        elif schedules:
+            schedules.append(schedules[-1])
+            continue
+        assert peak is not None, "`find_problems` reports a missing learning rate"
+        if peak == 0:
+            raise InvalidError(f"the learning rate has reached 0 at step {begin}; set optimizer.learning_rate too")
+        schedule = make_schedule(current.name, current, peak, total - begin)
+        schedules.append(
+            functools.partial(lambda schedule, begin, count: schedule(count - begin), schedule, begin)
+            if begin
+            else schedule
+        )
+    return schedules
+
+
+def compute_rate(schedule: optax.Schedule, step: int) -> float:
+    """Return the learning rate of a schedule at one step, also while another function is traced."""
+    with jax.ensure_compile_time_eval():
+        return float(np.float32(schedule(step)))
+
+
+def compute_rates(schedules: Sequence[optax.Schedule], starts: Sequence[int], steps: np.ndarray) -> np.ndarray:
+    """Return the learning rates of a run at these steps, as updates have them; stage i begins at `starts[i]`."""
+    rates = np.zeros(steps.shape, np.float32)
+    for schedule, start in zip(schedules, starts, strict=True):
+        # A constant schedule returns a Python number.
+        rates = np.where(steps >= start, np.broadcast_to(np.float32(schedule(steps)), steps.shape), rates)
+    return rates
 
 
 def choose_optimizer(

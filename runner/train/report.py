@@ -16,7 +16,7 @@ from runner.metrics.rows import Row, RowTail
 from runner.metrics.window import MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
 from runner.parallel.mesh import read_peak_memory_bytes
-from runner.periodic import count_tokens, is_due
+from runner.periodic import is_due
 from runner.run.attempt import Attempt, JobReport
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
@@ -148,7 +148,7 @@ class Report(JobReport):
 
     def _open_displays(self, step: int) -> list[RowDisplay]:
         config = self._config
-        return open_displays(self._attempt, self._spec, config.total_steps, config.tokens_per_step, step)
+        return open_displays(self._attempt, self._spec, config.total_steps, config.count_tokens, step)
 
     def add_step(self, step: int, loss: jax.Array, meta: Meta) -> None:
         """Add the results of step `step`. Waits for the device only if a profile starts or ends at this step."""
@@ -168,7 +168,7 @@ class Report(JobReport):
         Raises `DivergedError` as `MetricsWindow.fetch` does.
         """
         # Closing the window fetches losses and meta, which waits for the device.
-        row = self.window.close(self._config.tokens_per_step) | self._get_data_metrics(step)
+        row = self.window.close(self._config.count_tokens) | self._get_data_metrics(step)
         if self._mfu_per_token_rate:
             row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_per_token_rate
         row |= {} if self._timer is None else self._timer.pop_percentiles()
@@ -200,6 +200,11 @@ class Report(JobReport):
             self._timer.restart()
 
     # Evaluations, for the trainer and its hooks.
+
+    def enter_stage(self, evaluators: Sequence[Evaluator], mfu_per_token_rate: float) -> None:
+        """Evaluate with other evaluators from now on, those of the next stage, and use its FLOPs."""
+        self._evaluations = EvaluatorSchedule(self._attempt, self._config, evaluators)
+        self._mfu_per_token_rate = mfu_per_token_rate
 
     @property
     def has_evaluators(self) -> bool:
@@ -242,7 +247,7 @@ class Report(JobReport):
     def result(self, step: int) -> JsonObject:
         """Return the number of tokens, and the losses of the newest row."""
         row: Row = self._attempt.hosts.agree(self.get_newest_row())
-        tokens = count_tokens(step, self._config.tokens_per_step)
+        tokens = self._config.count_tokens(step)
         return {"tokens": tokens, "train_loss": row.get("train/loss"), "val_loss": row.get("val/loss")}
 
     def format_next_steps(self) -> Sequence[str]:

@@ -268,6 +268,21 @@ def _list_names(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+@dataclass(frozen=True)
+class StageContext:
+    """Dependence of a stage on the stages before it. The functions are called when first needed.
+
+    Attributes:
+        num_steps: steps of the stage.
+        get_schedule: function that returns the learning rate of the stage by completed steps of the run.
+        get_vocabulary_size: function that returns the vocabulary size of the run.
+    """
+
+    num_steps: int
+    get_schedule: Callable[[], optax.Schedule]
+    get_vocabulary_size: Callable[[], int] | None
+
+
 @dataclass(frozen=True, eq=False)
 class TrainSetupBuilder:
     """Training job independent of devices; builds its `TrainSetup` on a mesh.
@@ -287,6 +302,7 @@ class TrainSetupBuilder:
         rules: logical axis rules.
         identify_base: function that returns the trajectory keys of the frozen weights of an adapter, which it may read.
         learning_rate_multiplier: function that returns a parameter's learning-rate multiplier.
+        stage: dependence of a stage on the stages before it; None for a run without stages.
     """
 
     document: Document
@@ -303,6 +319,7 @@ class TrainSetupBuilder:
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
     identify_base: Callable[[], Trajectory] = dict
     learning_rate_multiplier: Callable[[Parameter], float] = get_default_multiplier
+    stage: "StageContext | None" = None
 
     @functools.cached_property
     def optimizer_choice(self) -> OptimizerChoice:
@@ -329,7 +346,8 @@ class TrainSetupBuilder:
             raise self.document.error(
                 "config.data.tokenizer", "it has no effect, because token files are tokenized already; leave it out"
             )
-        if self.config.data.mixture:
+        # How many examples a stage takes of a source depends on the stages before it, too.
+        if self.config.data.mixture and self.stage is None:
             with self.document.errors_at("config.data.mixture"):
                 dataset.validate_epochs(self.data_position.count_examples(self.config.total_steps, batch)[0])
         return dataset
@@ -351,7 +369,10 @@ class TrainSetupBuilder:
     @functools.cached_property
     def vocabulary_size(self) -> int:
         """Vocabulary size of the spec, or that of the data if the spec says `auto`."""
-        return int(self.config.model.vocabulary_size) if self.has_vocabulary_size else self.dataset.vocabulary_size
+        if self.has_vocabulary_size:
+            return int(self.config.model.vocabulary_size)
+        known = None if self.stage is None else self.stage.get_vocabulary_size
+        return self.dataset.vocabulary_size if known is None else known()
 
     @property
     def has_vocabulary_size(self) -> bool:
@@ -413,6 +434,8 @@ class TrainSetupBuilder:
         # Schedule and optimizer are made here from `config.optimizer.learning_rate`, see `runner.train.optimizer`.
         self.validate_keys_read()
         schedule = self.optimizer_choice.build_schedule(self.config, lambda: self.config_in_steps)
+        if self.stage is not None and self.optimizer_choice.reads_rates(self.config):
+            schedule = self.stage.get_schedule()
         auxiliary_states = tuple(self.auxiliary_states())
         config, names = self.config, {each.name for each in auxiliary_states}
         asked = {EMA: config.ema, NOISE_SCALE: config.noise_scale, STABILITY: config.stability.is_on or None}
@@ -491,10 +514,11 @@ class TrainSetupBuilder:
         """Compile the train step with the smallest micro-batch, whether it fits or not."""
         return train_setup.compile_train(self.train_step, list_batch_layouts(self.config, train_setup.mesh)[-1])
 
-    def resolve_spec(self, spec: ExecutionSpec, train_setup: TrainSetup, layout: BatchLayout) -> ExecutionSpec:
-        """Return `spec` with mesh, vocabulary size and micro-batch filled in."""
+    def resolve_spec(self, spec: ExecutionSpec, train_setup: TrainSetup, layout: BatchLayout | None) -> ExecutionSpec:
+        """Return `spec` with mesh, vocabulary size and, if there is a layout, micro-batch filled in."""
         config = dict(spec.config)
-        config["train"] = config["train"] | {"micro_batch_examples": layout.micro_batch_examples}
+        if layout is not None:
+            config["train"] = config["train"] | {"micro_batch_examples": layout.micro_batch_examples}
         if "vocabulary_size" in config["model"]:
             config["model"] = config["model"] | {"vocabulary_size": self.vocabulary_size}
         mesh = self.topology.mesh.model_copy(update=train_setup.mesh_sizes)

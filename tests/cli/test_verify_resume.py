@@ -74,7 +74,7 @@ def test_a_device_dependent_job_differs_with_other_devices() -> None:
 
 # A simulated job: each start but the last ends with the given code; the last commits step 6 and waits for a signal.
 ENDING_PROGRAM = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys
 directory, ends = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 with (directory.parent / "starts").open("a+") as starts:
     starts.write("fresh\\n" if not directory.exists() else "resumed\\n")
@@ -88,8 +88,8 @@ if number <= len(ends):
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 (directory / "checkpoints" / "6").mkdir()
 (directory / "checkpoints" / "6" / "manifest.json").touch()
-while True:  # `signal.pause` would miss a signal that comes right before it
-    time.sleep(0.01)
+while True:
+    signal.pause()
 """
 
 

@@ -716,7 +716,7 @@ def test_a_window_closes_with_the_newest_step_and_the_tokens_so_far():
     window = MetricsWindow(step=4)
     for step in (5, 6):
         window.add(step, jnp.float32(step), make_meta(step + 0.5))
-    closed = window.close(tokens_per_step=64)
+    closed = window.close(lambda step: 64 * step)
     assert closed.pop("perf/tokens_per_second") > 0
     expected = {
         "train/loss": 6.0,
@@ -737,16 +737,16 @@ def test_speed_is_the_tokens_of_the_window_over_its_seconds(monkeypatch):
     now[0] = 152.0
     for step in (11, 12, 13):
         window.add(step, jnp.float32(1), make_meta())
-    assert window.close(tokens_per_step=64)["perf/tokens_per_second"] == pytest.approx(3 * 64 / 2)
+    assert window.close(lambda step: 64 * step)["perf/tokens_per_second"] == pytest.approx(3 * 64 / 2)
     now[0] = 156.0
     window.add(14, jnp.float32(1), make_meta())
-    assert window.close(tokens_per_step=64)["perf/tokens_per_second"] == pytest.approx(64 / 4)
+    assert window.close(lambda step: 64 * step)["perf/tokens_per_second"] == pytest.approx(64 / 4)
 
 
 def test_meta_is_in_the_row_and_null_if_not_finite():
     window = MetricsWindow()
     window.add(1, jnp.float32(1), make_meta() | {"balance": jnp.float32(0.25), "dropped": jnp.int32(3), "odd": jnp.nan})
-    closed = window.close(tokens_per_step=64)
+    closed = window.close(lambda step: 64 * step)
     assert (closed["train/balance"], closed["train/dropped"], closed["train/odd"]) == (0.25, 3, None)
     assert "NaN" not in json.dumps(closed)
 
@@ -754,7 +754,7 @@ def test_meta_is_in_the_row_and_null_if_not_finite():
 def test_a_step_need_not_return_the_norm_of_its_gradient():
     window = MetricsWindow()
     window.add(1, jnp.float32(1), {"learning_rate": jnp.float32(0.25)})
-    assert "train/grad_norm" not in window.close(tokens_per_step=64)
+    assert "train/grad_norm" not in window.close(lambda step: 64 * step)
     window.add(2, jnp.float32(math.nan), {})
     with pytest.raises(DivergedError, match="step 2"):
         window.fetch()
@@ -771,7 +771,7 @@ def test_the_first_step_that_is_not_finite_is_named(loss, grad_norm):
 
 
 def test_plain_progress_shows_step_loss_speed_and_time_left(capsys):
-    progress = PlainProgress(tokens_per_step=50, total_steps=200)
+    progress = PlainProgress(lambda step: 50 * step, total_steps=200)
     progress.show(make_row(100, **{"train/loss": 1.23456}))
     progress.show(make_row(200, **{"train/loss": 1.0, "val/loss": 2.5}))
     progress.close()
@@ -802,4 +802,4 @@ class Screen(io.StringIO):
 def test_progress_is_plain_without_a_terminal(stream, form, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdout", stream())
     spec = make_gpt_spec(tmp_path / "run", **{"logging.format": form})
-    assert isinstance(writers.make_progress(spec, 10, 0, 64), PlainProgress)
+    assert isinstance(writers.make_progress(spec, 10, 0, lambda step: 64 * step), PlainProgress)

@@ -76,7 +76,7 @@ def test_a_row_of_step_0_needs_no_loss(capsys: pytest.CaptureFixture[str]) -> No
         first,
         ROW,
     ]
-    PlainProgress(50, 200).show(first)
+    PlainProgress(lambda step: 50 * step, 200).show(first)
     assert capsys.readouterr().out == "step 0/200  val 2.0000\n"
 
 

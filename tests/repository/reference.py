@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from runner import RestoreableJob
 from runner.checkpoint.manifest import MANIFEST_KEYS
+from runner.config import STAGE_KEYS, TrainerConfig
 from runner.errors import SpecError
 from runner.hook import Hook, builtin
 from runner.huggingface.assets import ASSET_KEYS
@@ -48,6 +49,8 @@ SECTION_OVERRIDES = {"ema": "config.ema={decays: [0.5]}", "adapter": "config.ada
 # The counters of a hook are part of the trajectory, unless it is an `Observer`; a spec does not show which it is.
 HOOK_RULE = "trajectory; free for an `Observer`"
 HOOK_KEYS = {"hooks": "by key", "hooks.*.hook": HOOK_RULE, "hooks.*.name": HOOK_RULE, "hooks.*.config": "by key"}
+# Stages are compared step by step, see `runner/train/stages.py`.
+STAGE_RULES = {"config.stages": "by key", "config.stages.*.why": "free"}
 OWNER_KEY = (
     "name"  # not in the trajectory: it is stored in job.json, and another name is refused before keys are compared
 )
@@ -177,6 +180,8 @@ class ResumeRule:
             return "stays"
         if name in HOOK_KEYS:
             return HOOK_KEYS[name]
+        if name.startswith("config.stages"):
+            return STAGE_RULES.get(name, "trajectory")
         if is_below(name.replace("*", "0"), self._content):
             return "content"
         if any(key.startswith(f"{name}.") for key in self._usual):
@@ -205,7 +210,8 @@ def generate_spec_lines() -> Iterator[str]:
                 title = f"`{section.name}`" if section.name else "Top level"
                 of = f" of `{job}`" if section.name == own else ""
                 yield from (f"### {title}{of}", "", section.meaning, "")
-                yield from generate_spec_table(section.keys, rule)
+                is_of_trainer = issubclass(config, TrainerConfig) and section.name.startswith("config.")
+                yield from generate_spec_table(section.keys, rule, list_stage_keys(config) if is_of_trainer else ())
 
 
 def generate_hook_lines() -> Iterator[str]:
@@ -234,10 +240,19 @@ def get_summary(hook: type[Hook]) -> str:
     return " ".join((hook.__doc__ or "").partition("\n\n")[0].split())
 
 
-def generate_spec_table(keys: Sequence[SpecKey], rule: ResumeRule) -> Iterator[str]:
-    """Yield a table of spec keys."""
+def list_stage_keys(config: type[TrainerConfig[Any]]) -> Sequence[str]:
+    """Return the keys below `config` that a stage may set."""
+    model: Any = config.model_fields["model"].annotation
+    return [*STAGE_KEYS, *(f"model.{key}" for key in model.stage_keys)]
+
+
+def generate_spec_table(keys: Sequence[SpecKey], rule: ResumeRule, stage_keys: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a table of spec keys; one of the sections of a trainer's config has a column for stages."""
     rows = [(f"`{key.name}`", key.type, key.default, key.meaning, rule(key.name)) for key in keys]
-    return generate_table(SPEC_HEADS, rows)
+    if not stage_keys:
+        return generate_table(SPEC_HEADS, rows)
+    allowed = ["yes" if is_below(key.name.replace("*", "0"), stage_keys) else "" for key in keys]
+    return generate_table((*SPEC_HEADS, "in a stage"), [(*row, cell) for row, cell in zip(rows, allowed, strict=True)])
 
 
 # Optimizers and schedules.

@@ -11,7 +11,7 @@ from runner.checkpoint.manifest import CHECKPOINTS
 from tests.support.job_process import Job, make_uninterrupted_run
 from tests.survival.test_kill import NANO, TRAINER_DELAYS, assert_each_logged_step_once, kill_before_done, storm
 
-GPT, EXPERTS = "specs/gpt_nano.yaml", "specs/moe_nano.yaml"
+GPT, EXPERTS, LLAMA = "specs/gpt_nano.yaml", "specs/moe_nano.yaml", "specs/llama_nano.yaml"
 CUT = "topology.mesh={data: 1, fsdp: auto, tensor: 1}"
 BASE = "BASE"  # the last checkpoint of another run
 
@@ -84,6 +84,19 @@ FEATURES = {
             "config.eval.samples={prompts: ['def ', 'class '], tokens: 12, temperature: 0.8, every_steps: 20}",
             "config.eval.bits_per_byte=true",
             "config.metrics.norms=groups",
+        ),
+    ),
+    # Kills of two processes come at the saves around the borders.
+    "stages": Feature(
+        LLAMA,
+        (
+            "config.schedule={name: wsd, warmup_steps: 10, decay_steps: 20}",
+            "config.ema={decays: [0.9]}",
+            "config.stages=[{from_step: 7, set: {data.mixture: [{name: one, source: python-stdlib, weight: 3}, "
+            "{name: two, source: python-stdlib}], ema.decays: [0.99]}}, "
+            "{from_step: 30, set: {train.global_batch_examples: 16, data.sequence_length: 64, "
+            "model.rope.theta: 2.0e4}}, "
+            "{from_tokens: 66000, set: {schedule: {name: linear}, optimizer.weight_decay: 0.2}, why: anneal}]",
         ),
     ),
     "noise": Feature(GPT, (CUT, "config.model.neftune_alpha=5.0", "config.model.dropout=0.1")),

@@ -20,6 +20,13 @@ JOBS = {
     "gpt": ("specs/gpt_nano.yaml", ("config.model.dropout=0.1",)),
     "llama": ("specs/llama_nano.yaml", ()),
     "packed": ("specs/gpt_nano.yaml", ("config.data.packing=documents",)),
+    "stages": (
+        "specs/llama_nano.yaml",
+        (
+            "config.stages=[{from_step: 9, set: {train.global_batch_examples: 48, data.sequence_length: 32}}, "
+            "{from_step: 20, set: {schedule: {name: linear}, optimizer.clip_norm: 0.2}}]",
+        ),
+    ),
     "averaged": ("specs/gpt_nano.yaml", ("config.ema={decays: [0.9], evaluate: true}", "config.metrics.norms=groups")),
 }
 DATA, CUT = "topology.mesh={data: auto, fsdp: 1}", "topology.mesh={data: 1, fsdp: auto}"

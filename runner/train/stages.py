@@ -1,0 +1,425 @@
+"""Stages of a run (`config.stages`): their configs, their place in the trajectory, and their compiled steps.
+
+The config of stage i is the config of the run with the values of stages 1 to i in place of its own; stage 0 is the run
+before its first stage. Everything that a step depends on follows from the config of its stage, except for two things,
+which follow from the stages before it as well: where each source of data goes on (`Dataset.continue_stages`), and the
+learning rate (`make_stage_schedules`).
+"""
+
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from runner.checkpoint.leaves import format_type, list_leaf_names
+from runner.config import STAGE_KEYS, TOTAL_KEYS, TrainerConfig
+from runner.data import Dataset
+from runner.errors import SpecError, suggest_choices
+from runner.optim.config import ScheduleConfig
+from runner.run.fence import RunIdentity
+from runner.spec import Document, Trajectory, flatten, is_below, validate_config
+from runner.train.compile import CompiledStep
+from runner.train.optimizer import ScheduleStage, compute_rates, make_stage_schedules
+from runner.train.setup import TrainSetup, TrainSetupBuilder
+from runner.train.state import TrainState
+
+_STAGES = "config.stages"
+_RATE_KEYS = ("schedule", "optimizer.learning_rate", *TOTAL_KEYS)
+# Sections and keys on which shapes and types of the state may depend.
+_STATE_KEYS = ("model", "optimizer", "ema", "noise_scale", "data.sequence_length", "data.packing")
+
+
+@dataclass(frozen=True)
+class RunStage:
+    """One stage of a run.
+
+    Attributes:
+        number: 0 for the config itself, before the first stage of the spec.
+        start: completed steps before it.
+        stop: completed steps before the next stage, or the steps of the run.
+        config: config in force, without stages; its total is the end of the run by this stage.
+        document: origin of the config, for errors with a line.
+        values: values that the stage sets, by dotted key below `config`.
+        key: dotted key of the stage in the spec; empty for stage 0.
+        why: reason of the stage; empty if it has none.
+    """
+
+    number: int
+    start: int
+    stop: int
+    config: TrainerConfig[Any]
+    document: Document
+    values: Mapping[str, Any]
+    key: str = ""
+    why: str = ""
+
+    def sets(self, *sections: str) -> bool:
+        """Return True if the stage sets one of these dotted keys, or a part of one."""
+        return any(is_below(f"config.{key}", sections) for key in self.values)
+
+
+def make_stages(
+    document: Document, config_class: type[TrainerConfig[Any]], config: TrainerConfig[Any]
+) -> list[RunStage]:
+    """Return the stages of a run; only stage 0 if the spec has none.
+
+    Raises `SpecError` with a line for each problem of a stage.
+    """
+    if not config.stages:
+        return [RunStage(0, 0, 0, config, document, {})]
+    starts, total = config.list_starts(), config.total_steps
+    # The stages of a batch ramp come first, and stand in no list.
+    given = document.data["config"]
+    num_ramp = len(config.stages) - len(given.get("stages") or [])
+    first_batch = {"batch_ramp": None, "global_batch_examples": config.train.global_batch_examples}
+    given = given | {"train": given["train"] | first_batch}
+    document = dataclasses.replace(document, data=document.data | {"config": given})
+    places = [("config", "train", "batch_ramp")] * num_ramp
+    places += [("config", "stages", str(index)) for index in range(len(config.stages) - num_ramp)]
+    allowed = [*STAGE_KEYS, *(f"model.{key}" for key in type(config.model).stage_keys)]
+    problems: list[tuple[tuple[str, ...], str]] = []
+    for index, stage in enumerate(config.stages):
+        place, key = places[index], "from_tokens" if stage.from_step is None else "from_step"
+        start, before = starts[index + 1].step, starts[index].step
+        end = config.get_total_steps(index)
+        if start == before and index:
+            problems.append(((*place, key), f"begins at step {start}, as the stage before it; make one stage of them"))
+        elif start < before:
+            reason = f"begins at step {start}, before the stage before it, at step {before}; put stages in order"
+            problems.append(((*place, key), reason))
+        elif start > end or start >= total:
+            # A stage at the very end of those before it may make the run longer.
+            reason = f"begins at step {start}, and the run ends at step {min(total, end)}; use an earlier start"
+            problems.append(((*place, key), f"{reason}, or a longer total"))
+        for name, value in stage.set.items():
+            if not is_below(f"config.{name}", allowed):
+                hint = suggest_choices(name, allowed)
+                problems.append(((*place, "set", name), f"may not change during a run{hint}"))
+            elif name in TOTAL_KEYS and (type(value) is not int or value < 1):
+                problems.append(((*place, "set", name), f"got {value!r}, needs a whole number above 0"))
+    if problems:
+        raise SpecError(document.format_problems(problems))
+
+    stops = [*(start.step for start in starts[1:]), total]
+    base = config.model_copy(update={"stages": []})
+    stages = [RunStage(0, 0, stops[0], base, document, {})]
+    for number, stage in enumerate(config.stages, 1):
+        origins = [place if place[1] == "train" else (*place, "set") for place in places[:number]]
+        own = document.replace_values(
+            ("config",), [(origin, entry.set) for origin, entry in zip(origins, config.stages, strict=False)]
+        )
+        # The total of the config counts the steps of all stages up to this one.
+        end = config.get_total_steps(number)
+        own.data["config"]["train"] |= {"total_steps": end, "total_tokens": None}
+        own.data["config"]["stages"] = []
+        # The position in the data is that of the whole run.
+        own.data["config"]["train"]["skip_steps"] = []
+        own_config = validate_config(own, config_class)
+        if any(is_below(f"config.{key}", ("schedule",)) for key in stage.set):
+            # A schedule that begins here has only the rest of the run.
+            rest = own_config.train.model_copy(update={"total_steps": end - starts[number].step})
+            try:
+                own_config.model_copy(update={"train": rest}).validate_schedule()
+            except ValueError as error:
+                raise own.error("config.schedule", f"from step {starts[number].step} on, {error}") from error
+        dumped = own_config.model_dump(mode="json")
+        # Values with all defaults, so that equal ones are equal in the trajectory however they are written.
+        values: Trajectory = {}
+        for key, value in stage.set.items():
+            parts = () if key in TOTAL_KEYS else key.split(".")
+            begin = value if key in TOTAL_KEYS else dumped
+            values[key] = functools.reduce(
+                lambda data, part: data[int(part) if isinstance(data, list) else part], parts, begin
+            )
+        stages.append(
+            RunStage(
+                number,
+                starts[number].step,
+                stops[number],
+                own_config,
+                own,
+                values,
+                ".".join(places[number - 1]),
+                stage.why or "",
+            )
+        )
+    return stages
+
+
+def resolve_config(config: TrainerConfig[Any], stages: Sequence[RunStage]) -> TrainerConfig[Any]:
+    """Return the config of a run with all defaults in the values of its stages."""
+    resolved = [
+        entry.model_copy(update={"set": dict(stage.values)})
+        for entry, stage in zip(config.stages, stages[1:], strict=True)
+    ]
+    return config.model_copy(update={"stages": resolved}) if resolved else config
+
+
+def format_rounded_starts(config: TrainerConfig[Any], stages: Sequence[RunStage]) -> list[str]:
+    """Return a line for each stage whose start in tokens lies inside of a step, and is therefore rounded up."""
+    return [
+        f"{stage.key}: {entry.from_tokens:,} tokens are reached within step {start.step}, so the stage begins after "
+        f"it, at {start.tokens:,} tokens"
+        for stage, entry, start in zip(stages[1:], config.stages, config.list_starts()[1:], strict=True)
+        if entry.from_tokens is not None and start.tokens != entry.from_tokens
+    ]
+
+
+# Learning rates.
+
+
+def list_schedule_stages(stages: Sequence[RunStage]) -> list[ScheduleStage]:
+    """Return what the learning rates of a run depend on."""
+    return [
+        ScheduleStage(
+            stage.start,
+            stage.number == 0 or stage.sets("schedule"),
+            stage.config.schedule,
+            stage.config.optimizer.learning_rate
+            if stage.number == 0 or stage.sets("optimizer.learning_rate")
+            else None,
+            stage.config.total_steps,
+        )
+        for stage in stages
+    ]
+
+
+def make_schedules(stages: Sequence[RunStage]) -> list[optax.Schedule]:
+    """Return the learning rate of each stage by completed steps. Raises `SpecError` if a schedule begins at 0."""
+    listed = list_schedule_stages(stages)
+    for number, stage in enumerate(stages[1:], 1):
+        with stage.document.errors_at("config.schedule"):
+            make_stage_schedules(listed[: number + 1])
+    return make_stage_schedules(listed)
+
+
+# Trajectory.
+
+
+@dataclass(frozen=True)
+class TrajectoryPiece:
+    """Part of a trajectory: the keys in force from a step on.
+
+    Attributes:
+        start: completed steps before it.
+        keys: trajectory without stages.
+        values: dotted keys below `config` that the stage sets.
+    """
+
+    start: int
+    keys: Trajectory
+    values: frozenset[str] = frozenset()
+
+
+def split_trajectory(trajectory: Trajectory) -> list[TrajectoryPiece]:
+    """Return the pieces of a trajectory, whose key `config.stages` lists [start, values, other keys] of each stage."""
+    keys = {key: value for key, value in trajectory.items() if key != _STAGES}
+    pieces = [TrajectoryPiece(0, keys)]
+    for start, values, *others in trajectory.get(_STAGES, []):
+        kept = {key: value for key, value in keys.items() if not is_below(key, values)}
+        keys = kept | flatten(values, "config.") | (others[0] if others else {})
+        pieces.append(TrajectoryPiece(start, keys, frozenset(values)))
+    return pieces
+
+
+def find_first_change(
+    identities: Sequence[tuple[int, RunIdentity]],
+    present: Trajectory,
+    config: TrainerConfig[Any],
+    reads_rates: bool,
+    get_num_examples: Callable[[], int],
+    saved: Trajectory,
+) -> int | None:
+    """Return the first step that is followed by another update than in a saved trajectory; None if there is none.
+
+    Both are compared piece by piece. Keys that enter an update through the learning rate alone are compared by the
+    rates that they lead to.
+
+    Args:
+        identities: start of each stage, and its part of the identity of the run.
+        present: identity of the run.
+        config: config of the run.
+        reads_rates: True if the learning rates are those that the config describes.
+        get_num_examples: function that returns the training examples of an epoch; called for totals in epochs.
+        saved: the saved trajectory.
+    """
+    pieces = split_trajectory(saved)
+    borders = sorted({start for start, _ in identities} | {piece.start for piece in pieces})
+    # The position in the data is compared as a whole, see `DataPosition`.
+    ignored = config.free_keys | {"train.skip_steps"}
+    first_other = math.inf
+    for start in borders:
+        identity = next(each for begin, each in reversed(identities) if begin <= start)
+        piece = next(each for each in reversed(pieces) if each.start <= start)
+        differing = [key for key in identity.compare_values(piece.keys) if not is_below(key, ignored)]
+        if any(not reads_rates or not is_below(key, _RATE_KEYS) for key in differing):
+            first_other = start
+            break
+    if not reads_rates:
+        return None if math.isinf(first_other) else int(first_other)
+    try:
+        runs = [compute_run_rates(each, config, get_num_examples) for each in (saved, present)]
+    except (KeyError, ValueError):  # of a version that had other schedules
+        return 0
+    steps = np.arange(max(total for _, total in runs))
+    former, new = (rates(steps) for rates, _ in runs)
+    differing_steps = np.flatnonzero(former != new)
+    first = min([first_other, *differing_steps[:1].tolist()])
+    return None if math.isinf(first) else int(first)
+
+
+def compute_run_rates(
+    trajectory: Trajectory, config: TrainerConfig[Any], get_num_examples: Callable[[], int]
+) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
+    """Return the learning rates of a trajectory by step, and its total number of steps.
+
+    The total is that of the config where no learning rate of the trajectory depends on it.
+    """
+    stages: list[ScheduleStage] = []
+    totals: Trajectory = {key: trajectory.get(f"config.{key}") for key in TOTAL_KEYS}
+    if not any(totals.values()):
+        totals = {key: getattr(config.train, key.partition(".")[2]) for key in TOTAL_KEYS}
+    start = tokens = tokens_per_step = 0
+    for piece in split_trajectory(trajectory):
+        prefix = "config.schedule."
+        values = {key.removeprefix(prefix): value for key, value in piece.keys.items() if key.startswith(prefix)}
+        tokens += (piece.start - start) * tokens_per_step
+        start, batch = piece.start, piece.keys["config.train.global_batch_examples"]
+        tokens_per_step = batch * piece.keys["config.data.sequence_length"]
+        if given := {key: piece.keys[f"config.{key}"] for key in TOTAL_KEYS if key in piece.values}:
+            totals = given
+        if (steps := totals.get("train.total_steps")) is not None:
+            total = steps
+        elif (budget := totals.get("train.total_tokens")) is not None:
+            total = start - (tokens - budget) // tokens_per_step
+        else:
+            total = math.ceil(Fraction(str(totals["train.total_epochs"])) * get_num_examples() / batch)
+        sets_rate = piece.start == 0 or "optimizer.learning_rate" in piece.values
+        stages.append(
+            ScheduleStage(
+                start,
+                piece.start == 0 or any(is_below(f"config.{key}", ("schedule",)) for key in piece.values),
+                ScheduleConfig.model_validate(values),
+                piece.keys["config.optimizer.learning_rate"] if sets_rate else None,
+                total,
+            )
+        )
+    schedules = make_stage_schedules(stages)
+    return functools.partial(compute_rates, schedules, [stage.start for stage in stages]), total
+
+
+# Running.
+
+
+class RunningStage:
+    """Stage on the devices of this process: its setup and its compiled step, made when first needed.
+
+    Attributes:
+        plan: the stage.
+        number: see `RunStage`.
+        start: see `RunStage`.
+        stop: see `RunStage`.
+        config: see `RunStage`.
+        why: see `RunStage`.
+        builder: builder of its setup.
+    """
+
+    def __init__(self, stage: RunStage, builder: TrainSetupBuilder, get_setup: Callable[[], TrainSetup] | None = None):
+        """Prepare the stage; builds and compiles nothing.
+
+        Args:
+            stage: the stage.
+            builder: builder of its setup.
+            get_setup: function that returns the setup, by default one that builds it.
+        """
+        self.plan, self.builder = stage, builder
+        self.number, self.start, self.stop, self.config, self.why = (
+            stage.number,
+            stage.start,
+            stage.stop,
+            stage.config,
+            stage.why,
+        )
+        self._get_setup = (lambda: builder.build(jax.devices())) if get_setup is None else get_setup
+        self._compiled: Future[CompiledStep] | None = None
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def train_setup(self) -> TrainSetup:
+        """Setup of the stage on all devices."""
+        return self._get_setup()
+
+    def start_compiling(self, limit_bytes: int) -> Future[CompiledStep]:
+        """Compile the train step on a thread, at the first call, and return its future."""
+        with self._lock:
+            if self._compiled is None:
+                compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
+                self._compiled = compiler.submit(self._compile, limit_bytes, None)
+                compiler.shutdown(wait=False)  # the thread ends once it has compiled
+            return self._compiled
+
+    def compile(self, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
+        """Return the compiled train step; compiles on this thread, or waits for the one that does.
+
+        Args:
+            limit_bytes: memory of a device that the step may use.
+            micro_batch: micro-batch that an earlier attempt has chosen; None: the largest that fits.
+        """
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = Future()
+                self._compiled.set_result(self._compile(limit_bytes, micro_batch))
+        return self._compiled.result()
+
+    def _compile(self, limit_bytes: int, micro_batch: int | None) -> CompiledStep:
+        return self.builder.compile(self.train_setup, limit_bytes, micro_batch)
+
+    def validate(self, abstract: TrainState, devices: Sequence[jax.Device]) -> None:
+        """Check the stage before the run begins, without compiling its step.
+
+        Raises `SpecError`, also if its state differs in shape or type from that of the run, `abstract`.
+        """
+        self.builder.validate_keys_read()
+        self.builder.make_mesh(devices)
+        if not any(is_below(f"config.{key}", _STATE_KEYS) for key in self.plan.values):
+            return
+        former, own = (
+            {
+                name: format_type(leaf.dtype, leaf.shape)
+                for name, leaf in zip(list_leaf_names(state), jax.tree.leaves(state), strict=True)
+            }
+            for state in (abstract, self.train_setup.abstract_state)
+        )
+        problems = [
+            f"{name} {former.get(name, 'is not there')} would become {own.get(name, 'nothing')}"
+            for name in former | own
+            if former.get(name) != own.get(name)
+        ]
+        if problems:
+            shown = ", ".join(problems[:4]) + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
+            reason = f"it changes the shape of the state, which a run cannot: {shown}; begin another run, with "
+            raise self.plan.document.error("config", f"{reason}checkpoint.init_from")
+
+    def find_restarts(self, dataset: Dataset) -> list[str]:
+        """Return a line for each source of its data set whose epoch begins anew, although an earlier stage had it."""
+        return [
+            f"{self.plan.key}: the epoch of {train.name} begins anew at step {self.start}, because its examples are "
+            "others than those before (sequence length, packing or split)"
+            for train in dataset.train_sources
+            if train.is_restarted
+        ]
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Return a state of any stage as one of this stage: the same arrays, for the functions of this stage."""
+        leaves, structure = jax.tree.flatten(state)
+        own: Any = jax.tree.structure(self.train_setup.abstract_state)
+        return state if structure == own else jax.tree.unflatten(own, leaves)

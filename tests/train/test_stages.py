@@ -1,0 +1,314 @@
+"""Stages change the config of a run at steps that are known in advance, and stay part of its trajectory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner import BaseTrainer, ExecutionSpec
+from runner.data import Dataset
+from runner.errors import InvalidError, SpecError
+from runner.spec import SpecLocation, compute_trajectory
+from runner.spec.document import parse_yaml
+from runner.storage import JsonObject, LocalStore, read_log
+from runner.train.stages import format_rounded_starts
+from tests.data.datasets import write_bin
+from tests.support.tiny_jobs import make_gpt, make_gpt_document, read_outcome, read_trajectory, stop_after
+from tests.test_values import TrainLookup
+
+STEPS = 14
+SETTINGS: dict[str, Any] = {
+    "job": "tests.test_values:TrainLookup",
+    "config.model.vocabulary_size": 256,
+    "config.schedule": {"name": "wsd", "warmup_steps": 2, "decay_steps": 3},
+    "config.train": {"global_batch_examples": 8, "total_steps": STEPS},
+    "config.eval": {"every_steps": 4, "batches": 1},
+    "checkpoint.every_steps": 3,
+    "logging.every_steps": 1,
+}
+
+
+def job(directory: Path, stages: list[dict[str, Any]] | None = None, **changes: Any) -> BaseTrainer:
+    return make_gpt(directory, TrainLookup, **job_settings(directory) | {"config.stages": stages or []} | changes)
+
+
+def job_settings(directory: Path) -> dict[str, Any]:
+    for name, seed in {"a": 0, "b": 1, "c": 2}.items():
+        path = directory.parent / f"{name}.bin"
+        if not path.exists():
+            write_bin(path, np.random.default_rng(seed).integers(256, size=4000))
+    data = {
+        "mixture": [source(directory, "a", 1), source(directory, "b", 1)],
+        "sequence_length": 16,
+        "validation_fraction": 0.1,
+    }
+    return SETTINGS | {"config.data": data}
+
+
+def read_events(directory: Path, name: str) -> list[JsonObject]:
+    return [event for event in read_log(LocalStore(directory), "events") if event["event"] == name]
+
+
+def source(directory: Path, name: str, weight: float) -> dict[str, Any]:
+    return {"name": name, "source": str(directory.parent / f"{name}.bin"), "weight": weight}
+
+
+def three_stages(directory: Path) -> list[dict[str, Any]]:
+    """Mixture; batch and sequence length; schedule."""
+    return [
+        {"from_step": 4, "set": {"data.mixture": [source(directory, "a", 3), source(directory, "b", 1)]}},
+        {"from_step": 7, "set": {"train.global_batch_examples": 16, "data.sequence_length": 32}},
+        {"from_step": 10, "set": {"schedule": {"name": "linear"}, "optimizer.weight_decay": 0.5}, "why": "anneal"},
+    ]
+
+
+def test_stages_added_while_it_ran_give_the_run_that_had_them_from_the_start(tmp_path: Path) -> None:
+    stages = three_stages(tmp_path / "whole")
+    job(tmp_path / "whole", stages)()
+    # One restart is at a border, and one right after another.
+    for step, known in {4: 0, 8: 2}.items():
+        stop_after(job(tmp_path / "run", stages[:known]), step)
+    job(tmp_path / "run", stages)()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+    rows = read_trajectory(tmp_path / "whole")
+    assert [row["train/tokens"] for row in rows][5:9] == [768, 896, 1408, 1920]
+    assert [row["train/learning_rate"] for row in rows][10:] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    starts = [(event["step"], event["number"], event["why"]) for event in read_events(tmp_path / "whole", "stage")]
+    assert starts == [(4, 1, ""), (7, 2, ""), (10, 3, "anneal")]
+
+
+@pytest.mark.soak
+def test_a_run_of_three_stages_restarts_at_every_step(tmp_path: Path) -> None:
+    job(tmp_path / "whole", three_stages(tmp_path / "whole"))()
+    for step in range(1, STEPS):
+        stop_after(job(tmp_path / "run", three_stages(tmp_path / "run")), step)
+    job(tmp_path / "run", three_stages(tmp_path / "run"))()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+
+
+DECAY = {"optimizer.weight_decay": 0.5}
+# What a run had, what it has now, and the first step that is followed by another update; None: there is none.
+CHANGES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any], int | None]] = {
+    "added": ([], [{"from_step": 8, "set": DECAY}], {}, 8),
+    "removed": ([{"from_step": 8, "set": DECAY}], [], {}, 8),
+    "shifted": ([{"from_step": 8, "set": DECAY}], [{"from_step": 6, "set": DECAY}], {}, 6),
+    "the same, written otherwise": (
+        [{"from_step": 8, "set": {"schedule": {"name": "linear"}}}],
+        [{"from_tokens": 1000, "set": {"schedule": {"name": "linear", "final_learning_rate": 0.0}}, "why": "decay"}],
+        {},
+        None,
+    ),
+    "without effect": ([], [{"from_step": 8, "set": {"optimizer.weight_decay": 0.1}}], {}, None),
+    "free key": ([], [{"from_step": 3, "set": {"memory.remat": "none", "train.micro_batch_examples": 1}}], {}, None),
+    "other rate": ([], [{"from_step": 5, "set": {"optimizer.learning_rate": 5e-4}}], {}, 5),
+    "the same rate": ([], [{"from_step": 5, "set": {"optimizer.learning_rate": 1e-3}}], {}, None),
+    "schedule that begins with the same rate": ([], [{"from_step": 5, "set": {"schedule": {"name": "linear"}}}], {}, 6),
+    "longer total in a stage": (
+        [],
+        [{"from_step": 5, "set": {"train.total_steps": 20, "schedule": {"name": "wsd", "decay_steps": 3}}}],
+        {},
+        12,
+    ),
+    "base changed behind a stage that covers it": (
+        [{"from_step": 1, "set": DECAY}],
+        [{"from_step": 1, "set": DECAY}],
+        {"config.optimizer.weight_decay": 0.2},
+        0,
+    ),
+    "second stage changed": (
+        [{"from_step": 3, "set": DECAY}, {"from_step": 9, "set": {"optimizer.b2": 0.9}}],
+        [{"from_step": 3, "set": DECAY}, {"from_step": 9, "set": {"optimizer.b2": 0.8}}],
+        {},
+        9,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_the_first_changed_step_is_found_over_stages(tmp_path: Path, case: str) -> None:
+    former, stages, changes, first = CHANGES[case]
+    saved, present = job(tmp_path / "run", former), job(tmp_path / "run", stages, **changes)
+    identity = json.loads(json.dumps(compute_trajectory(saved.spec, saved.config)))
+    run_identity = present.make_run_identity(compute_trajectory(present.spec, present.config))
+    for step in range(STEPS):
+        assert run_identity.is_continued(identity, step) == (first is None or max(step, 1) <= first), step
+
+
+# Stages, and words of the message.
+BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "out of order": ([{"from_step": 5, "set": DECAY}, {"from_step": 3, "set": DECAY}], "1.from_step.*in order"),
+    "two at one step": ([{"from_step": 5, "set": DECAY}, {"from_step": 5, "set": DECAY}], "1.from_step.*make one"),
+    "beyond the total": ([{"from_step": STEPS, "set": DECAY}], "0.from_step.*ends at step 14"),
+    "fixed key": ([{"from_step": 5, "set": {"precision.compute": "bfloat16"}}], "precision.compute.*may not change"),
+    "nearly a key": ([{"from_step": 5, "set": {"optimizer.weight_decai": 1}}], "mean optimizer.weight_decay"),
+    "bad value": ([{"from_step": 5, "set": {"optimizer.b1": 2.0}}], "0.set.optimizer.b1.*below 1"),
+    "bad total": ([{"from_step": 5, "set": {"train.total_steps": "x"}}], "0.set.train.total_steps.*whole number"),
+    "bad part": ([{"from_step": 5, "set": {"data.mixture.5.weight": 1}}], "0.set.data.mixture.5.weight.*0 to 1"),
+    "no start": ([{"set": DECAY}], "exactly one of from_step"),
+    "two starts": ([{"from_step": 5, "from_tokens": 5, "set": DECAY}], "exactly one of from_step"),
+    "nothing to set": ([{"from_step": 5, "set": {}}], "set"),
+    "long warm-up": ([{"from_step": 10, "set": {"schedule.warmup_steps": 4}}], "0.set.*from step 10 on.*total of 4"),
+    "unread key": ([{"from_step": 5, "set": {"optimizer.momentum": 0.5}}], "0.set.optimizer.momentum.*does not read"),
+    "batch that does not divide": ([{"from_step": 5, "set": {"train.global_batch_examples": 7}}], "0.set.*8 devices"),
+    "missing data": (
+        [{"from_step": 5, "set": {"data.mixture": [{"name": "x", "source": "/no/such.bin"}]}}],
+        "0.set.*such.bin",
+    ),
+    "other state": (
+        [{"from_step": 5, "set": {"optimizer.groups": [{"pattern": "bias", "frozen": True}]}}],
+        "0.set.*shape of the state.*opt_state",
+    ),
+    "rate of nothing": (
+        [
+            {"from_step": 5, "set": {"schedule": {"name": "linear"}, "train.total_steps": 8}},
+            {"from_step": 8, "set": {"schedule": {"name": "linear"}, "train.total_steps": 14}},
+        ],
+        "1.set.schedule.*reached 0 at step 8",
+    ),
+    "after the end of those before": (
+        [
+            {"from_step": 5, "set": {"train.total_steps": 8}},
+            {"from_step": 9, "set": {"train.total_steps": 14}},
+        ],
+        "1.from_step.*ends at step 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_stage_is_named_and_nothing_is_written(tmp_path: Path, case: str) -> None:
+    stages, words = BAD[case]
+    with pytest.raises(SpecError, match=words) as caught:
+        job(tmp_path / "run", stages)()
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_past_is_fixed(tmp_path: Path) -> None:
+    stages = three_stages(tmp_path / "run")
+    stop_after(job(tmp_path / "run", stages[:1]), 5)
+    for others in ([], [stages[0] | {"from_step": 3}], [stages[0] | {"from_step": 6}]):
+        with pytest.raises(InvalidError, match=r"(?s)config.stages.*another trajectory"):
+            job(tmp_path / "run", others)()
+    stop_after(job(tmp_path / "run", stages[:2]), 6)
+    (changed,) = read_events(tmp_path / "run", "spec_changed")
+    assert (changed["step"], changed["changes"][0][:14]) == (5, "config.stages:")
+
+
+# The schedule of a run of 14 steps, the step that it has reached, and what is asked of it then.
+REFUSED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "longer cosine": ({"name": "cosine", "warmup_steps": 2}, 5, {"config.train.total_steps": 20}),
+    "longer linear, at its end": ({"name": "linear"}, STEPS, {"config.train.total_steps": 20}),
+    "decay and rate": ({"name": "constant"}, 5, {"config.optimizer.weight_decay": 0.7, "config.optimizer.b2": 0.9}),
+    "rate": ({"name": "constant"}, 5, {"config.optimizer.learning_rate": 5e-4}),
+    "batch": ({"name": "constant"}, 5, {"config.train.global_batch_examples": 16}),
+    "weight": ({"name": "constant"}, 5, {"config.data.mixture.1.weight": 3.0}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.soak] * (each != "longer cosine")) for each in REFUSED]
+)
+def test_a_refusal_prints_the_stage_that_does_it(tmp_path: Path, case: str) -> None:
+    schedule, step, changes = REFUSED[case]
+    base = {"config.schedule": schedule}
+    if step < STEPS:
+        stop_after(job(tmp_path / "run", **base), step)
+    else:
+        job(tmp_path / "run", **base)()
+    asked = make_gpt_document(tmp_path / "run", **job_settings(tmp_path / "run") | base | {"config.stages": []})
+    for key, value in changes.items():
+        section: Any = asked
+        *parents, last = key.split(".")
+        for parent in parents:
+            section = section[int(parent) if isinstance(section, list) else parent]
+        section[last] = value
+    with pytest.raises(InvalidError, match="another trajectory") as caught:
+        TrainLookup(ExecutionSpec.model_validate(asked))()
+    line = str(caught.value).splitlines()[-1]
+    (stage,) = parse_yaml(line.partition("config.stages: ")[2], lambda line: SpecLocation(str(line)))[0]
+    assert stage["from_step"] == step
+    job(tmp_path / "run", [stage], **base)()
+    assert len(read_trajectory(tmp_path / "run")) == changes.get("config.train.total_steps", STEPS)
+
+
+def count_sources(data: Dataset, first: int, count: int) -> list[tuple[str, int]]:
+    """Return source and index in its training tokens of each example of a stage, as reading finds them."""
+    sources, indices = data._mixture.locate(first, count)
+    trains = [data.train_sources[source] for source in sources]
+    found = zip(trains, indices.tolist(), strict=True)
+    return [(train.source.fingerprint, train.order[train.first_example + index]) for train, index in found]
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "pad"])
+def test_each_example_of_each_source_is_taken_once_in_an_epoch(tmp_path: Path, packing: str) -> None:
+    """1:1, then 3:1, then a new source instead of the second, then the second again under another name."""
+    stages = [
+        {"from_step": 20, "set": {"data.mixture.0.weight": 3.0}},
+        {
+            "from_step": 50,
+            "set": {"data.mixture.1": source(tmp_path / "run", "c", 1), "train.global_batch_examples": 16},
+        },
+        {"from_step": 60, "set": {"data.mixture": [source(tmp_path / "run", "b", 1) | {"name": "again"}]}},
+    ]
+    run = job(tmp_path / "run", stages, **{"config.train.total_steps": 90})
+    seen: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for stage in run.running_stages:
+        data, batch = run.get_stage_dataset(stage.number), stage.config.train.global_batch_examples
+        sizes |= {train.source.fingerprint: train.examples.num_examples for train in data.train_sources}
+        for fingerprint, index in count_sources(data, 0, (stage.stop - stage.start) * batch):
+            seen.setdefault(fingerprint, []).append(index)
+    assert len(seen) == 3
+    for fingerprint, indices in seen.items():
+        size = sizes[fingerprint]
+        epochs = [indices[first : first + size] for first in range(0, len(indices), size)]
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs[:-1])
+        assert len(set(epochs[-1])) == len(epochs[-1])
+    assert {len(indices) // sizes[fingerprint] for fingerprint, indices in seen.items()} > {0, 1}
+
+
+def test_tokens_of_a_run_are_the_sum_over_its_stages(tmp_path: Path) -> None:
+    stages = [{"from_tokens": 500, "set": {"train.global_batch_examples": 16}}]
+    run = job(tmp_path / "run", stages, **{"config.train": {"global_batch_examples": 8, "total_tokens": 2000}})
+    # Four steps of 128 tokens, and then six of 256, rounded up.
+    assert [run.config.count_tokens(step) for step in (0, 3, 4, 5, 10)] == [0, 384, 512, 768, 2048]
+    assert (run.stages[1].start, run.total_steps, run.stages[0].config.total_steps) == (4, 10, 16)
+    assert format_rounded_starts(run.config, run.stages) == [
+        "config.stages.0: 500 tokens are reached within step 4, so the stage begins after it, at 512 tokens"
+    ]
+
+
+def test_a_batch_ramp_is_a_run_of_stages(tmp_path: Path) -> None:
+    ramp = {"from_examples": 8, "over_steps": 5, "increments": 2}
+    train = {"global_batch_examples": 24, "total_steps": STEPS, "batch_ramp": ramp}
+    written = [{"from_step": 3, "set": {"train.global_batch_examples": 16}}]
+    written += [{"from_step": 5, "set": {"train.global_batch_examples": 24}}]
+    written += [{"from_step": 9, "set": DECAY}]
+    short, long = job(tmp_path / "run", written[2:], **{"config.train": train}), job(tmp_path / "run", written)
+    identities = [compute_trajectory(each.spec, each.config) for each in (short, long)]
+    assert identities[0] == identities[1]
+    assert [stage.key for stage in short.stages] == ["", *["config.train.batch_ramp"] * 2, "config.stages.0"]
+    tokens = train | {"batch_ramp": {"from_examples": 8, "over_tokens": 8 * 16 * 3, "increments": 1}}
+    assert [stage.start for stage in job(tmp_path / "run", **{"config.train": tokens}).stages] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("ramp", "words"),
+    [
+        ({"from_examples": 8, "over_steps": 5, "increments": 3}, "use 2 or 4 increments"),
+        ({"from_examples": 24, "over_steps": 5, "increments": 1}, "let the batch grow"),
+        ({"from_examples": 8, "over_steps": 3, "increments": 4}, "has no room"),
+        ({"from_examples": 8, "increments": 4}, "exactly one of over_steps"),
+        ({"from_examples": 8, "over_steps": 5, "increments": 4}, r"batch_ramp.*global_batch_examples=12.*use 8 or 16"),
+        ({"from_examples": 8, "over_steps": 20, "increments": 2}, r"batch_ramp.*run ends at step 14"),
+    ],
+)
+def test_a_bad_ramp_is_named_before_the_start(tmp_path: Path, ramp: dict[str, int], words: str) -> None:
+    train = {"global_batch_examples": 24, "total_steps": STEPS, "batch_ramp": ramp}
+    with pytest.raises(SpecError, match=words) as caught:
+        job(tmp_path / "run", **{"config.train": train})()
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()
