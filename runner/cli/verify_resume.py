@@ -37,8 +37,10 @@ from runner.metrics.file import read_rows
 from runner.process import make_environment, start_processes
 from runner.spec import load_document, load_job_class, validate_config, validate_spec
 from runner.storage import JsonObject, LocalStore
+from runner.train.stability import ROLL_BACK_FOLDER
 
 KILL_MOMENTS = ("between two saves", "in a save", "while starting")
+ROLL_BACK_MOMENT = "in a roll-back"  # the first one, if the undisturbed run was rolled back
 _POLL_SECONDS = 0.005
 _MAX_SURVIVAL_SECONDS = 2.0  # of the other processes after the first one was killed
 _MAX_RETRIES = 3  # of each run
@@ -196,6 +198,10 @@ class TrialRun:
         manifests = self.directory.glob(f"{CHECKPOINTS}/*/{MANIFEST}")
         return max((int(path.parent.name) for path in manifests), default=0)
 
+    def count_roll_backs(self) -> int:
+        """Return how often the job has been rolled back."""
+        return len(LocalStore(self.directory).list_names(ROLL_BACK_FOLDER))
+
     def is_saving(self) -> bool:
         """Return True if a step beyond the newest committed one is being written."""
         # A directory of a step appears with its first array, long before the manifest that commits it.
@@ -244,7 +250,10 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
                 f"verify-resume: undisturbed: {len(undisturbed.read_leaf_digests())} checkpoints, "
                 f"{len(undisturbed.read_metrics())} rows of metrics"
             )
-            first_kill = _run_with_kills(killed, trial, first_commit_seconds, interval_seconds)
+            # The moments take turns, so that few kills cover every kind.
+            moments = [ROLL_BACK_MOMENT] * bool(undisturbed.count_roll_backs())
+            moments += [KILL_MOMENTS[number % len(KILL_MOMENTS)] for number in range(trial.kills)]
+            first_kill = _run_with_kills(killed, trial, moments[: trial.kills], first_commit_seconds, interval_seconds)
         finally:
             undisturbed.end()
             killed.end()
@@ -260,12 +269,15 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
     return EXIT_DONE
 
 
-def _run_with_kills(run: TrialRun, trial: Trial, first_commit_seconds: float, interval_seconds: float) -> int:
+def _run_with_kills(
+    run: TrialRun, trial: Trial, moments: Sequence[str], first_commit_seconds: float, interval_seconds: float
+) -> int:
     """Run the job with its kills, to its end.
 
     Args:
         run: a run that has not been started.
         trial: settings.
+        moments: the moment of each kill.
         first_commit_seconds: time from a start to the first commit.
         interval_seconds: time between two commits.
 
@@ -274,13 +286,14 @@ def _run_with_kills(run: TrialRun, trial: Trial, first_commit_seconds: float, in
     """
     chance = random.Random(trial.seed)
     first_kill = 0 if trial.kills else trial.steps
-    for number in range(trial.kills):
-        # The moments take turns, so that few kills cover every kind.
-        moment = KILL_MOMENTS[number % len(KILL_MOMENTS)]
+    for number, moment in enumerate(moments):
         before = run.find_newest_step()
         run.start()
         if moment == "while starting":
             time.sleep(chance.uniform(0, first_commit_seconds))
+        elif moment == ROLL_BACK_MOMENT:
+            # The record is the first thing that a roll-back writes.
+            run.wait_until(lambda: run.count_roll_backs() > 0)
         else:
             run.wait_until(lambda before=before: run.find_newest_step() > before)  # type: ignore[misc]
             if moment == "in a save":

@@ -14,7 +14,8 @@ from runner.config import RollBackConfig
 from runner.errors import DivergedError, SpecError
 from runner.storage import parse_lines
 from runner.train.stability import plan_roll_back
-from tests.support.job_process import run_runner
+from tests.support import same_bits
+from tests.support.job_process import Job, run_runner
 from tests.support.tiny_jobs import (
     environment,
     get_job_name,
@@ -326,3 +327,79 @@ def test_a_kill_at_any_moment_of_a_roll_back_ends_in_the_same_bits(
         {event["number"] for event in read_roll_backs(each)} for each in (tmp_path / "killed", undisturbed)
     )
     assert numbers == expected
+
+
+@pytest.mark.soak
+def test_two_processes_roll_back_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorter = {"config.train.total_steps": 16, "config.eval.every_steps": 16, "job": get_job_name(KilledLookup)}
+    outcomes = []
+    for name, moment in (("whole", ""), ("record", "after create_file"), ("load", "after go_back")):
+        document = make_poisoned_document(tmp_path / name, **SPIKE | shorter)
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(document))
+        monkeypatch.setenv(KILL_IN, moment)
+        Job(str(tmp_path / f"{name}.yaml"), tmp_path / name).launch(2, max_restarts=3).expect(0)
+        assert (tmp_path / f"{name}.killed").exists() == bool(moment)
+        outcomes.append(read_outcome(tmp_path / name))
+    assert len(read_roll_backs(tmp_path / "whole")) > 0
+    assert outcomes[1] == outcomes[2] == outcomes[0]
+
+
+@pytest.mark.soak
+def test_parts_in_the_fast_tier_behind_a_roll_back_are_ignored(tmp_path: Path) -> None:
+    outcomes = []
+    for name, moment in (("whole", ""), ("killed", "after create_file")):
+        tier = {"checkpoint.local_directory": str(tmp_path / f"{name}.fast"), "checkpoint.local_every_steps": 1}
+        codes = [run_process(tmp_path, name, moment, **tier) for _ in range(1 + bool(moment))]
+        assert codes == ([-signal.SIGKILL, 0] if moment else [0])
+        outcomes.append(read_outcome(tmp_path / name))
+    assert outcomes[0] == outcomes[1]
+    (event,) = (
+        row for row in parse_lines((tmp_path / "killed" / "events.jsonl").read_bytes()) if row["event"] == "restore"
+    )
+    # The newest part up to the beginning of the stretch, and none of the spike.
+    assert (event["tier"], event["step"]) == ("fast", 8)
+
+
+@pytest.mark.soak
+def test_a_fork_inherits_the_data_that_were_passed_over(tmp_path: Path) -> None:
+    shorter = SPIKE | {"config.train.total_steps": 16, "config.eval.every_steps": 16, "checkpoint.keep_last": 9}
+    job = make_poisoned(tmp_path / "run", SpikedLookup, **shorter)
+    job()
+    # One from before the stretch finds the spike itself, and one from behind it does not.
+    for step in (6, 14):
+        fork = {"checkpoint.fork_from": {"run": str(tmp_path / "run"), "step": step}}
+        other = make_poisoned(tmp_path / str(step), SpikedLookup, **shorter | fork)
+        other()
+        assert other.passed_over == job.passed_over
+        assert read_outcome(tmp_path / str(step))[1] == read_outcome(tmp_path / "run")[1]
+    again = make_poisoned(tmp_path / "14", SpikedLookup, **shorter | fork | {"config.stability.roll_back.at_most": 9})
+    again()
+
+
+@pytest.mark.soak
+def test_verify_resume_kills_a_job_in_its_roll_back(tmp_path: Path) -> None:
+    document = make_poisoned_document(tmp_path / "run", **SPIKE | {"job": get_job_name(SpikedLookup)})
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(document))
+    code, output = run_runner(
+        environment(1), "verify-resume", str(tmp_path / "spec.yaml"), "--steps", "20", "--kills", "3"
+    )
+    assert code == 0, output
+    assert "-9 to process 0 in a roll-back" in output
+    assert "SAME BITS after 3 kills" in output
+
+
+# Bits.
+
+
+@pytest.mark.soak
+def test_roll_backs_are_bit_identical_on_one_two_and_eight_devices(tmp_path: Path) -> None:
+    changes = SPIKE | same_bits.SAME_BITS_OPTIONS | {"config.train.total_steps": 16, "job": get_job_name(SpikedLookup)}
+    fingerprints = set()
+    for devices in same_bits.DEVICE_COUNTS:
+        document = make_poisoned_document(tmp_path / str(devices), **changes)
+        (tmp_path / f"{devices}.yaml").write_text(yaml.safe_dump(document))
+        code, output = run_runner(environment(devices), str(tmp_path / f"{devices}.yaml"))
+        assert code == 0, output
+        assert read_roll_backs(tmp_path / str(devices))
+        fingerprints.add(read_outcome(tmp_path / str(devices))[1]["fingerprint"])
+    assert len(fingerprints) == 1

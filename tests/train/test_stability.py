@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, ExecutionSpec
 from runner.errors import DivergedError, InvalidError
 from runner.optim.config import OPTIMIZERS
@@ -173,22 +174,33 @@ def test_a_skipped_update_changes_only_counters(name: str, watched: str, tmp_pat
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        *((name, ("skip", "back")) for name in CASES),
+        ("averages", ("back",)),
+        ("same_bits", ("back",)),
+        ("gpt", ("skip", "back")),
+    ],
+)
 def test_a_policy_that_never_triggers_changes_no_bit(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without its optimiser XLA computes the scalars of some updates, such as the learning rate, in another way.
     same_bits.use_user_compiler_options(monkeypatch)
-    policy = {"skip_update": {"grad_norm_above": {"sigmas": 1e9, "over_steps": 2}}, "non_finite": "skip"}
-    changes = {"config.train.total_steps": 6} | CASES[name]
+    skip = {"skip_update": {"grad_norm_above": {"sigmas": 1e9, "over_steps": 2}}, "non_finite": "skip"}
+    back = {"roll_back": {"loss_above_sigmas": 1e9, "over_steps": 2, "skip_examples": 16}}
+    policy = (skip if "skip" in parts else {}) | (back if "back" in parts else {})
+    changes = {"config.train.total_steps": 6} | CASES.get(name, {})
     jobs = [
-        make_poisoned(tmp_path / name, CleanLookup, **changes | policies)
+        make_poisoned(tmp_path / name, PretrainGPT if name == "gpt" else CleanLookup, **changes | policies)
         for name, policies in (("without", {}), ("with", {"config.stability": policy}))
     ]
     for job in jobs:
         job()
     own = jobs[1].state.riders.pop(STABILITY)
-    assert (int(own["accepted"]), int(own["skipped"])) == (6, 0)
+    assert {int(own[key]) for key in ("accepted", "low") if key in own} == {6}
+    assert not any(int(own[key]) for key in ("skipped", "high") if key in own)
     for field in ("params", "opt_state", "riders", "variables"):
         assert are_leaves_equal(*(getattr(job.state, field) for job in jobs))
 
