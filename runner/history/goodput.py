@@ -6,7 +6,8 @@
    windows is the gap; so is the time before the first one, if it is known when the job was submitted.
 2. Within its window the clock of an attempt says where the time went. The rest is unattributed.
 3. The steps of an attempt beyond the lowest step that a later attempt resumed from are lost. Their time is the time
-   that the clock had counted for steps at the end, minus what it had counted when that step was saved.
+   that the clock had counted for steps at the end, minus what it had counted when that step was saved. Steps that the
+   attempt itself has repeated, because it went back to a checkpoint, are lost too.
 4. For an attempt without a clock, written by an older runner, the times of its events are used: from the availability
    of the state to the last event everything except saves counts as steps; the time before is compile, restore, or
    unattributed.
@@ -95,6 +96,7 @@ class AttemptGoodput:
         gap_seconds: time between the end of the previous window and this one.
         seconds: seconds by bucket; they sum to the window.
         lost_steps: steps that a later attempt repeated.
+        repeated_steps: steps that the attempt itself has repeated.
     """
 
     began: float
@@ -102,6 +104,7 @@ class AttemptGoodput:
     gap_seconds: float
     seconds: Seconds
     lost_steps: int
+    repeated_steps: int
 
 
 def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> list[AttemptGoodput]:
@@ -172,12 +175,18 @@ def _compute_share(timeline: AttemptTimeline, floor: int | None, now: float | No
         seconds[TimeBucket.STEPS] -= lost_seconds
         seconds[TimeBucket.LOST_STEPS] += lost_seconds
         lost_steps = reached - kept_step
+    if reached is not None and resumed is not None and events.repeated_steps:
+        # Every step of the attempt is taken to be equally long.
+        share = events.repeated_steps / max(reached - resumed + events.repeated_steps, 1)
+        repeated_seconds = seconds[TimeBucket.STEPS] * share
+        seconds[TimeBucket.STEPS] -= repeated_seconds
+        seconds[TimeBucket.LOST_STEPS] += repeated_seconds
 
     # The buckets must sum to the window: missing time is unattributed, and excess is removed from the end.
     missing = ended - timeline.began - sum(seconds.values())
     seconds[TimeBucket.UNATTRIBUTED] += max(missing, 0.0)
     seconds = _remove(seconds, max(-missing, 0.0), _REMOVAL_FROM_END)
-    return AttemptGoodput(timeline.began, ended, 0.0, seconds, lost_steps)
+    return AttemptGoodput(timeline.began, ended, 0.0, seconds, lost_steps, events.repeated_steps)
 
 
 def _remove(seconds: Seconds, amount: float, order: Sequence[TimeBucket]) -> Seconds:

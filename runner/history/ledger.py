@@ -52,6 +52,7 @@ class AttemptEvents:
         ready: when the state was available.
         resumed_step: step of that state.
         step: last completed step in any event.
+        repeated_steps: steps between a step to which the job went back while it ran, and the step that it had reached.
         num_saves: saves that were begun.
         stall_seconds: time for which saves blocked training.
         marks: (step, seconds spent on steps until then) of the newest saves.
@@ -70,6 +71,7 @@ class AttemptEvents:
     ready: float | None = None
     resumed_step: int | None = None
     step: int | None = None
+    repeated_steps: int = 0
     num_saves: int = 0
     stall_seconds: float = 0.0
     marks: "collections.deque[tuple[int, float]]" = field(default_factory=lambda: collections.deque(maxlen=_MARKS_MAX))
@@ -264,6 +266,7 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                         summary.verified.add(step)
             case "load" if step is not None:
                 _drop_steps_after(summary, step)
+                attempt.repeated_steps += max((get_step(row, "before") or 0) - step, 0)
             case "save":
                 blocked_seconds, clock = get_seconds(row, "blocked_seconds"), row.get("clock")
                 steps_seconds = get_seconds(clock, TimeBucket.STEPS.value) if isinstance(clock, dict) else None

@@ -170,7 +170,7 @@ class HistoryReader:
             seconds=seconds,
             wall_seconds=wall_seconds,
             goodput=seconds[TimeBucket.STEPS] / wall_seconds if wall_seconds > 0 else 0.0,
-            lost_steps=sum(attempt.lost_steps for attempt in attempts),
+            lost_steps=sum(share.lost_steps + share.repeated_steps for share in shares),
             speed=_compute_throughput(sample, last, total_steps if is_alive else None),
             checkpoints=tuple(self._try(lambda: self._read_checkpoints(steps, names, ledger), [])),
             row=sample[-1] if sample else {},

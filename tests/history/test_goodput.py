@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
 from runner.history.goodput import AttemptGoodput, AttemptTimeline, compute_goodput
-from runner.history.ledger import AttemptEvents
+from runner.history.ledger import AttemptEvents, LedgerSummary, apply_events
 from runner.run.clock_file import ClockRecord
 
 SECONDS = st.floats(0.0, 1000.0)
@@ -44,7 +44,12 @@ def draw_attempt(draw: st.DrawFn) -> AttemptTimeline:
     step = None if resumed is None else resumed + draw(st.integers(0, 50))
     marks = draw(st.lists(st.tuples(st.integers(0, 100), SECONDS), max_size=3))
     told = AttemptEvents(
-        1, resumed_step=resumed, step=step, ready=draw(st.none() | SECONDS), stall_seconds=draw(SECONDS)
+        1,
+        resumed_step=resumed,
+        step=step,
+        repeated_steps=draw(st.integers(0, 50)),
+        ready=draw(st.none() | SECONDS),
+        stall_seconds=draw(SECONDS),
     )
     told.marks.extend(sorted(marks))
     told.first, told.last = draw(SECONDS), draw(SECONDS)
@@ -92,6 +97,18 @@ def test_lost_time_comes_from_save_marks_or_interpolation(marks, lost_seconds: f
     shares = compute_goodput([older, make_attempt(2, began=70.0, resumed=60, step=60)], None)
     assert shares[0].lost_steps == 40
     assert shares[0].seconds[TimeBucket.LOST_STEPS] == pytest.approx(lost_seconds)
+
+
+def test_steps_that_an_attempt_has_repeated_are_lost() -> None:
+    attempt = make_attempt(1, began=0.0, resumed=20, step=80, steps=70.0)
+    # From step 60 back to 50, which makes 70 steps in all.
+    rows = [{"attempt": 1, "time": 1.0, "event": "load", "step": 50, "before": 60}]
+    attempt.events.repeated_steps = apply_events(LedgerSummary(), rows).attempts[1].repeated_steps
+    (share,) = compute_goodput([attempt], None)
+    check([attempt], [share], None)
+    assert (share.lost_steps, share.repeated_steps) == (0, 10)
+    assert share.seconds[TimeBucket.STEPS] == pytest.approx(60.0)
+    assert share.seconds[TimeBucket.LOST_STEPS] == pytest.approx(10.0)
 
 
 def test_time_of_a_live_attempt_continues_in_its_bucket() -> None:
