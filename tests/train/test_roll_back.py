@@ -12,7 +12,7 @@ import yaml
 from runner import BaseTrainer
 from runner.config import RollBackConfig
 from runner.errors import DivergedError, SpecError
-from runner.storage import parse_lines
+from runner.storage import LocalStore, parse_lines, read_json
 from runner.train.stability import plan_roll_back
 from tests.support import same_bits
 from tests.support.job_process import Job, run_runner
@@ -327,6 +327,22 @@ def test_a_kill_at_any_moment_of_a_roll_back_ends_in_the_same_bits(
         {event["number"] for event in read_roll_backs(each)} for each in (tmp_path / "killed", undisturbed)
     )
     assert numbers == expected
+
+
+@pytest.mark.soak
+def test_status_and_report_show_roll_backs_and_what_was_given_up(undisturbed: Path, tmp_path: Path) -> None:
+    code, status = run_runner(environment(1), "status", str(undisturbed))
+    assert code == 0
+    assert "1 roll-backs" in status
+    assert "rolled back because of loss" in status
+    assert "steps lost" in status
+    code, output = run_runner(environment(1), "report", str(undisturbed), "-o", str(tmp_path / "report.html"))
+    assert code == 0, output
+    page = (tmp_path / "report.html").read_text()
+    assert '"label": "given up, 1"' in page or '"label":"given up, 1"' in page
+    # Behind the beginning of the stretch, up to the last row before the decision.
+    record = read_json(LocalStore(undisturbed), "roll_backs/1")
+    assert [row["step"] for row in record["rows"]] == [9, 10, 11]
 
 
 @pytest.mark.soak
