@@ -205,7 +205,7 @@ def apply_conditionally(
     """Return what `apply_update` does if `is_applied`, else `skipped`, whose scalars are null.
 
     A conditional keeps the update in a computation of its own, so that XLA compiles it to the same bits as without a
-    condition; a select would be fused into it. XLA waits on the host for the condition on GPUs, hence the select there.
+    condition; a select would be fused into it.
     """
     shapes = jax.eval_shape(apply_update, state)[1]
     unknown = {name: jnp.full(shape.shape, jnp.nan, jnp.float32) for name, shape in shapes.items()}
@@ -217,13 +217,9 @@ def apply_conditionally(
             raise StateError(f"train_step returns the state in another form than it takes it{problems}")
         return after, {name: jnp.asarray(scalar, jnp.float32) for name, scalar in scalars.items()}
 
-    def branch(state: TrainState, skipped: TrainState) -> Any:
-        return lax.cond(is_applied, apply, lambda _, skipped: (skipped, unknown), state, skipped)
-
-    def select(state: TrainState, skipped: TrainState) -> Any:
-        return jax.tree.map(functools.partial(jnp.where, is_applied), apply(state, skipped), (skipped, unknown))
-
-    found: tuple[TrainState, Scalars] = lax.platform_dependent(state, skipped, cuda=select, rocm=select, default=branch)
+    found: tuple[TrainState, Scalars] = lax.cond(
+        is_applied, apply, lambda _, skipped: (skipped, unknown), state, skipped
+    )
     return found
 
 

@@ -46,7 +46,12 @@ def make_job(options: argparse.Namespace, policy: dict[str, Any]) -> PretrainGPT
 def count_differing_bytes(one: Any, other: Any) -> int:
     """Return the number of differing bytes in parameters and optimizer state."""
     pairs = zip(*(jax.tree.leaves((state.params, state.opt_state)) for state in (one, other)), strict=True)
-    return sum(int(np.sum(np.asarray(a).view(np.uint8) != np.asarray(b).view(np.uint8))) for a, b in pairs)
+    return sum(
+        int(
+            np.sum(np.frombuffer(np.asarray(a).tobytes(), np.uint8) != np.frombuffer(np.asarray(b).tobytes(), np.uint8))
+        )
+        for a, b in pairs
+    )
 
 
 def main() -> None:
