@@ -7,7 +7,7 @@ that they work beside a running job.
 - `arguments`: arguments and options of each command, without jax
 - `run`: `runner SPEC`
 - `status`: `status`, and access to a run for read-only commands
-- `inspect`: `metrics`, `report`, `dashboard`, without jax
+- `inspect`: `lineage`, `metrics`, `report`, `dashboard`, without jax
 - `checkpoints`: `checkpoints`, `checkpoints copy`, `profile`
 - `weights`: `sample`, `evaluate`, `export`
 - `plan`: `plan`, `schema`

@@ -50,6 +50,13 @@ COMMANDS.add(
     "Show where a run stands and where its time went",
     _READ_EXIT_CODES,
 )
+COMMANDS.add(
+    "lineage",
+    declared.LineageArguments,
+    "Show which runs a run was forked from",
+    _READ_EXIT_CODES,
+    "Of a directory with several runs below it, the trees of all of them are shown.",
+)
 COMMANDS.add("report", declared.ReportArguments, "Write an HTML page about one or several runs", _READ_EXIT_CODES)
 COMMANDS.add("dashboard", declared.DashboardArguments, "Serve a live page about all runs below ROOT", _READ_EXIT_CODES)
 COMMANDS.add("sample", declared.SampleArguments, "Generate text with a run's weights", _READ_EXIT_CODES)
@@ -109,6 +116,7 @@ COMMANDS.add(
 _IMPLEMENTATIONS = {
     declared.PlanArguments: ("runner.cli.plan", "print_plan"),
     declared.StatusArguments: ("runner.cli.status", "print_status"),
+    declared.LineageArguments: ("runner.cli.inspect", "print_lineage"),
     declared.ReportArguments: ("runner.cli.inspect", "write_report_page"),
     declared.DashboardArguments: ("runner.cli.inspect", "serve_dashboard"),
     declared.SampleArguments: ("runner.cli.weights", "print_sample"),

@@ -111,6 +111,17 @@ class StatusArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LineageArguments:
+    """Arguments of `lineage`."""
+
+    where: Annotated[
+        str,
+        typer.Argument(metavar="DIRECTORY", help="Spec, directory or URL of a run, or a directory of runs."),
+    ]
+    as_json: Annotated[bool, typer.Option("--json", help="Print the tree as one line of JSON.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportArguments:
     """Arguments of `report`."""
 

@@ -1,14 +1,46 @@
-"""Commands that read what runs have recorded, without jax: metrics, report, dashboard."""
+"""Commands that read what runs have recorded, without jax: lineage, metrics, report, dashboard."""
 
-from runner.cli.arguments import DashboardArguments, MetricsArguments, ReportArguments
+import json
+
+from runner.cli.arguments import DashboardArguments, LineageArguments, MetricsArguments, ReportArguments
 from runner.cli.status import convert_read_errors, find_directory, open_run_store
 from runner.console import say, write_text
+from runner.dashboard.reader import DiscoveryResult, find_runs
 from runner.dashboard.report import write_report
 from runner.dashboard.server import serve
 from runner.errors import EXIT_DONE, InvalidError
+from runner.history.ledger import to_single_line
+from runner.history.lineage import RunLineage, build_tree, format_tree, read_lineage
+from runner.history.records import to_json
 from runner.metrics.file import read_encoded_rows
 from runner.metrics.rows import format_csv
-from runner.storage import LocalStore, local_directory, open_store
+from runner.storage import DiskError, LocalStore, local_directory, open_store
+
+
+def print_lineage(arguments: LineageArguments) -> int:
+    """Print the ancestors of a run, or the trees of all runs below a directory."""
+    notes, lineages = list[str](), list[RunLineage]()
+    with convert_read_errors():
+        root = open_store(find_directory(arguments.where))
+        found = find_runs(root) if root.root is None or root.root.is_dir() else DiscoveryResult([], [])
+        stores = [run.store for run in found.runs] or [root]
+        for store in stores:
+            try:
+                lineages.append(read_lineage(store))
+            except (InvalidError, DiskError) as error:
+                # One damaged run must not hide the others.
+                if len(stores) == 1:
+                    raise
+                notes.append(str(error))
+        nodes = build_tree(lineages)
+    notes += found.notes
+    if arguments.as_json:
+        write_text(json.dumps({"root": root.url, "runs": to_json(nodes), "notes": notes}) + "\n")
+    else:
+        for line in (*format_tree(nodes), *(f"cannot read {to_single_line(note)}" for note in notes)):
+            if not write_text(line + "\n"):
+                break
+    return EXIT_DONE
 
 
 def print_metrics(arguments: MetricsArguments) -> int:

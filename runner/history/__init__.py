@@ -7,4 +7,5 @@ buckets are explained in `README.md` of this package and in `runner.distributed.
 - `ledger`: summary of the event ledger per attempt, in bounded memory
 - `goodput`: attribution of every second of a run to one bucket, lost steps, outcome of an attempt
 - `reader`: `HistoryReader`, the history of one directory
+- `lineage`: ancestors and forks of runs
 """

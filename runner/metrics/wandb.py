@@ -10,6 +10,9 @@ All attempts of a job use one run id, and each attempt gives wandb the whole tra
   `resume="allow"` the server would keep them permanently and drop the recomputed ones. `resume_from`, which would
   remove them, is not available on every server.
 
+A fork is online a fork in W&B too (`fork_from`), whose server then shows the parent's history before its rows. Offline
+it is a run of its own, since a server that refuses forks would refuse the whole file.
+
 The files of wandb are in `wandb/` of the run directory. wandb writes to local disks only, so for a run in a bucket they
 are in this machine's cache while the job runs. They are uploaded when it ends, together with those of attempts that
 were killed on this machine.
@@ -33,6 +36,7 @@ from runner.storage import Store, default_cache_directory
 
 FOLDER = "wandb"
 UPLOAD_SECONDS = 10.0
+_REASON_CHARACTERS_MAX = 200
 
 
 def remove_superseded(current: Path) -> None:
@@ -83,20 +87,36 @@ class WandbWriter:
         folder = self._directory / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))  # by default its logs are in the home directory
-        self._run = wandb.init(
-            entity=spec.logging.wandb_entity,
-            project=spec.project,
-            group=spec.group,
-            name=spec.name,
-            tags=spec.logging.wandb_tags,
-            id=attempt.run_id,
-            mode=mode,
-            dir=str(folder),
-            config=spec.model_dump(mode="json")
-            | {"environment": attempt.environment}
-            | ({"lineage": attempt.lineage} if attempt.lineage else {}),
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
-        )
+
+        def start(fork_from: str | None) -> wandb.Run:
+            return wandb.init(
+                entity=spec.logging.wandb_entity,
+                project=spec.project,
+                group=spec.group,
+                name=spec.name,
+                tags=spec.logging.wandb_tags,
+                id=attempt.run_id,
+                fork_from=fork_from,
+                mode=mode,
+                dir=str(folder),
+                config=spec.model_dump(mode="json")
+                | {"environment": attempt.environment}
+                | ({"lineage": attempt.lineage} if attempt.lineage else {}),
+                settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
+            )
+
+        lineage = attempt.lineage if mode == "online" else {}
+        moment = f"{lineage['id']}?_step={lineage['step']}" if lineage else None
+        try:
+            self._run = start(moment)
+        # The server may not offer forks, or not have the parent, which may have logged to another project or nowhere.
+        except wandb.Error as error:
+            if moment is None:
+                raise
+            reason = str(error).split("\n", 1)[0][:_REASON_CHARACTERS_MAX]
+            warn(f"wandb: the run is not shown as a fork of {moment}: {reason}; its config has the lineage")
+            wandb.teardown()  # wandb holds the id of a run whose start has failed
+            self._run = start(None)
 
     def add(self, row: Row) -> None:
         """Log a row. wandb keeps the last step open, so a second row of a step completes the first one."""

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from runner.metrics.wandb import upload_offline_runs
+from runner.run.layout import read_owner
 from runner.storage import LocalStore, parse_lines, read_json
 from tests.support import wandb_file
 from tests.support.memory_bucket import make_memory_bucket
@@ -21,9 +22,9 @@ SMALL = {}
 STOPPED_AT_4 = """
 import os, sys
 from runner.errors import PreemptedError
-from tests.support.tiny_jobs import StopAfter, gpt
+from tests.support.tiny_jobs import StopAfter, make_gpt
 from pathlib import Path
-job = gpt(Path(sys.argv[1]), **{"logging.wandb": "offline"})
+job = make_gpt(Path(sys.argv[1]), **{"logging.wandb": "offline"})
 try:
     job(stop=StopAfter(job, 4))
 except PreemptedError:
@@ -34,9 +35,9 @@ except PreemptedError:
 ONLINE = """
 import sys, time
 from pathlib import Path
-from tests.support.tiny_jobs import StopAfter, gpt
+from tests.support.tiny_jobs import StopAfter, make_gpt
 changes = {"logging.wandb": "online", "logging.wandb_tags": ["one", "two"], "checkpoint.every_steps": 2}
-job, step = gpt(Path(sys.argv[1]), **changes), int(sys.argv[2])
+job, step = make_gpt(Path(sys.argv[1]), **changes), int(sys.argv[2])
 
 class Hang(StopAfter):
     def poll(self):
@@ -45,6 +46,16 @@ class Hang(StopAfter):
         return False
 
 job(stop=Hang(job, step))
+"""
+
+
+# The runner, which waits long for W&B at its end.
+PATIENT = """
+import sys
+from runner.cli.app import main
+from runner.metrics import writers
+writers.CLOSE_SECONDS = 300.0
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -123,6 +134,48 @@ def test_the_online_server_holds_only_the_surviving_trajectory(tmp_path):
     config = {key: held["value"] for key, held in json.loads(begun["config"]).items()}
     assert (begun["displayName"], begun["tags"], config["seed"]) == ("tiny", ["one", "two"], 0)
     assert "jax" in config["environment"]["versions"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("status", [None, 200, 400])
+def test_a_fork_is_a_fork_on_a_server_that_offers_it_and_else_costs_a_line(tmp_path, status):
+    """Status 200 is a refusal too: an error in the response of GraphQL."""
+    make_gpt(tmp_path / "parent", **SMALL, **{"checkpoint.every_steps": 3})()
+    parent = read_owner(LocalStore(tmp_path / "parent"))
+    path = tmp_path / "fork.yaml"
+    changes = {"logging.wandb": "online", "checkpoint.fork_from": {"run": str(tmp_path / "parent"), "step": 3}}
+    path.write_text(yaml.safe_dump(make_gpt_document(tmp_path / "fork", **changes, **SMALL)))
+    with start_wandb() as server:
+        server.fork_status = status
+        online = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
+        output = wait_for_output(start_python("-c", PATIENT, str(path), **online))
+        (run,) = server.runs
+        configs = [json.loads(upsert["config"]) for upsert in server.upserts if upsert.get("config")]
+        assert server.history(run) == parse_lines((tmp_path / "fork/metrics.jsonl").read_bytes())
+    assert read_json(LocalStore(tmp_path / "fork"), "result.json") == read_json(
+        LocalStore(tmp_path / "parent"), "result.json"
+    )
+    begun = {"run_id": parent.id, "step": 3}
+    assert configs[0]["_wandb"]["value"].get("branch_point") == (begun if status is None else None)
+    assert configs[0]["lineage"]["value"]["id"] == parent.id
+    lines = [line for line in output.splitlines() if "fork of" in line]
+    assert len(lines) == (status is not None)
+    assert status is None or "forks are not offered here" in lines[0]
+    assert "Traceback" not in output
+
+
+@pytest.mark.soak
+def test_an_offline_fork_is_a_run_of_its_own(tmp_path):
+    make_gpt(tmp_path / "parent", **SMALL, **{"checkpoint.every_steps": 3})()
+    path = tmp_path / "fork.yaml"
+    changes = {"logging.wandb": "offline", "checkpoint.fork_from": {"run": str(tmp_path / "parent"), "step": 3}}
+    path.write_text(yaml.safe_dump(make_gpt_document(tmp_path / "fork", **changes, **SMALL)))
+    wait_for_output(start_python("-m", "runner", str(path), **NO_KEY))
+    (written,) = (tmp_path / "fork").rglob("*run-*.wandb")
+    assert wandb_file.read_history(written) == parse_lines((tmp_path / "fork/metrics.jsonl").read_bytes())
+    config = wandb_file.read_config(written)
+    assert "branch_point" not in config["_wandb"]
+    assert config["lineage"]["step"] == 3
 
 
 def test_wandb_is_not_imported_if_disabled(tmp_path, monkeypatch):

@@ -19,9 +19,15 @@ ENTITY = "team"
 
 
 class WandbServer:
-    """Received data: the lines of each file by run, and the input of each `upsertBucket`."""
+    """Received data: the lines of each file by run, and the input of each `upsertBucket`.
+
+    Attributes:
+        fork_status: HTTP status of the response to a run that is started as a fork; 200 with an error in it is that of
+            GraphQL. None accepts it.
+    """
 
     def __init__(self) -> None:
+        self.fork_status: int | None = None
         self.files: dict[tuple[str, str], list[str]] = {}
         self.upserts: list[dict[str, Any]] = []
         self.url = ""
@@ -80,6 +86,10 @@ def _handler(server: WandbServer) -> type[QuietHandler]:
                 self._reply({})
             elif self.path == "/graphql":
                 request = json.loads(body)
+                is_fork = "branch_point" in ((request.get("variables") or {}).get("config") or "")
+                if is_fork and server.fork_status is not None:
+                    self._reply({"errors": [{"message": "forks are not offered here"}]}, server.fork_status)
+                    return
                 self._reply({"data": server.answer(request["query"], request.get("variables") or {})})
             else:
                 self._reply({})
@@ -88,9 +98,9 @@ def _handler(server: WandbServer) -> type[QuietHandler]:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             return gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
 
-        def _reply(self, value: dict[str, Any]) -> None:
+        def _reply(self, value: dict[str, Any], status: int = 200) -> None:
             content = json.dumps(value).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

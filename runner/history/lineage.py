@@ -1,0 +1,189 @@
+"""Lineage: the checkpoint of another run, its parent, with which a fork began, and that of each ancestor.
+
+Read upwards it is the chain in the newest manifest of a run. Read downwards it is the tree of all runs below a root. A
+run that was moved is recognised by its id.
+"""
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runner.checkpoint.manifest import CHECKPOINTS, UNREADABLE_ERRORS, read_manifest, read_newest_manifest
+from runner.errors import InvalidError, StorageError
+from runner.history.ledger import LedgerReader, get_step, to_single_line
+from runner.run.layout import read_owner
+from runner.storage import JsonObject, Store, open_store
+
+# A run among those that were read is named by its place. Any other one is named by its id too, since its place may have
+# been taken by another.
+NodeKey = tuple[str, str]
+
+
+class ParentState(enum.Enum):
+    """Content of the place at which a parent was when it was forked."""
+
+    THERE = "there"
+    PRUNED = "there, without that checkpoint"
+    REPLACED = "another run is there"
+    GONE = "gone"
+    UNREADABLE = "cannot be read"
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """Checkpoint with which a fork began.
+
+    Attributes:
+        run: directory or URL of its run, the parent, at that time.
+        id: id of the parent.
+        step: step of the checkpoint.
+        fingerprint: its fingerprint.
+        changes: dotted key -> [value in the parent, value in the fork], None where there is none.
+    """
+
+    run: str
+    id: str
+    step: int
+    fingerprint: str
+    changes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunLineage:
+    """One run and its ancestors.
+
+    Attributes:
+        run: its directory or URL.
+        id: its id.
+        name: its name; None if the directory has checkpoints but no `job.json`.
+        step: its newest committed step; None if it has none.
+        ancestors: its parent, the parent of that, and so on; empty if it is no fork.
+    """
+
+    run: str
+    id: str
+    name: str | None
+    step: int | None
+    ancestors: tuple[Ancestor, ...] = ()
+
+
+@dataclass(frozen=True)
+class LineageNode:
+    """One run in a tree of forks.
+
+    Attributes:
+        run: its directory or URL; of a run that is not below the root, that at the time of the fork.
+        id: its id.
+        name: its name; None if it is not below the root.
+        step: its newest committed step; None if it has none, or is not below the root.
+        state: what is at its place.
+        depth: number of its ancestors in the tree.
+        fork: checkpoint of the nearest node above of lower depth with which it began; None if it has no ancestor.
+    """
+
+    run: str
+    id: str
+    name: str | None
+    step: int | None
+    state: ParentState
+    depth: int = 0
+    fork: Ancestor | None = None
+
+
+def read_lineage(store: Store) -> RunLineage:
+    """Return the run in a directory and its ancestors, without looking at these.
+
+    Raises:
+        InvalidError: no run is there, or a newer runner has written it.
+        OSError: it cannot be read.
+    """
+    owner, manifest = read_owner(store), read_newest_manifest(store)
+    if manifest is not None:
+        run_id, name = (manifest.job, None) if owner is None else (owner.id, owner.name)
+        return RunLineage(store.url, run_id, name, manifest.step, parse_ancestors(manifest.lineage or {}))
+    if owner is None:
+        raise InvalidError(f"{store.url}: no run is here; give a run's directory, its spec, or a directory of runs")
+    # A fork that was killed before its first commit has only told the ledger.
+    return RunLineage(store.url, owner.id, owner.name, None, parse_ancestors(LedgerReader(store).read(set()).fork))
+
+
+def parse_ancestors(record: JsonObject) -> tuple[Ancestor, ...]:
+    """Return the parent and its ancestors from the lineage of a manifest, or from an event `fork`."""
+    older = record.get("ancestors")
+    found = []
+    for each in (record, *(older if isinstance(older, list) else ())):
+        step = get_step(each) if isinstance(each, dict) else None
+        if step is None:
+            break
+        changes = each.get("changes")
+        run, run_id, fingerprint = (to_single_line(each.get(key) or "?") for key in ("run", "id", "fingerprint"))
+        found.append(Ancestor(run, run_id, step, fingerprint, changes if isinstance(changes, dict) else {}))
+    return tuple(found)
+
+
+def find_parent_state(parent: Ancestor) -> ParentState:
+    """Return what is now at the place at which a parent was when it was forked."""
+    try:
+        store = open_store(parent.run)
+        try:
+            fingerprint = read_manifest(store, f"{CHECKPOINTS}/{parent.step}").fingerprint
+        except UNREADABLE_ERRORS:
+            fingerprint = ""
+        owner = read_owner(store)
+    except (InvalidError, StorageError, OSError):
+        return ParentState.UNREADABLE
+    if fingerprint == parent.fingerprint:
+        return ParentState.THERE
+    if owner is None:
+        return ParentState.GONE
+    return ParentState.PRUNED if owner.id == parent.id else ParentState.REPLACED
+
+
+def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
+    """Return these runs and their ancestors, each before its forks."""
+    nodes: dict[NodeKey, LineageNode] = {}
+    forks: dict[NodeKey, list[NodeKey]] = {}
+    places_by_id: dict[str, list[str]] = {}
+    for run in sorted(runs, key=lambda each: each.run):
+        places_by_id.setdefault(run.id, []).append(run.run)
+        nodes[run.run, ""] = LineageNode(run.run, run.id, run.name, run.step, ParentState.THERE)
+    for run in runs:
+        key: NodeKey = (run.run, "")
+        for ancestor in run.ancestors:
+            # A run that was moved is found by its id.
+            places = places_by_id.get(ancestor.id, [])
+            place = ancestor.run if ancestor.run in places else next(iter(places), None)
+            parent = (ancestor.run, ancestor.id) if place is None else (place, "")
+            nodes[key] = replace(nodes[key], fork=ancestor)
+            forks.setdefault(parent, []).append(key)
+            if parent in nodes:
+                break  # Its own ancestors are, or will be, added with it.
+            nodes[parent] = LineageNode(ancestor.run, ancestor.id, None, None, find_parent_state(ancestor))
+            key = parent
+
+    found: dict[NodeKey, LineageNode] = {}
+    # Damaged records may make a run its own ancestor; then the tree begins anywhere in the circle.
+    for root in [key for key in nodes if nodes[key].fork is None] + list(nodes):
+        pending = [(root, 0)]
+        while pending:
+            key, depth = pending.pop()
+            if key not in found:
+                found[key] = replace(nodes[key], depth=depth)
+                pending += [(fork, depth + 1) for fork in reversed(forks.get(key, []))]
+    return list(found.values())
+
+
+def format_tree(nodes: Iterable[LineageNode]) -> Iterator[str]:
+    """Yield lines about the nodes of a tree, in their order."""
+    for node in nodes:
+        indent = "    " * node.depth
+        name = "" if node.name is None else f"{to_single_line(node.name)}, "
+        reached = "" if node.step is None else f", step {node.step:,}"
+        state = "" if node.state is ParentState.THERE else f": {node.state.value}"
+        yield f"{indent}{to_single_line(node.run)} ({name}id {to_single_line(node.id)}{reached}){state}"
+        if node.fork is not None:
+            yield f"{indent}  from step {node.fork.step:,}, fingerprint {node.fork.fingerprint}"
+            for key, values in node.fork.changes.items():
+                theirs, ours = values if isinstance(values, list) and len(values) == 2 else ("?", "?")
+                yield f"{indent}  {to_single_line(f'{key}: {theirs!r} became {ours!r}')}"
