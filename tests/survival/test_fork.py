@@ -18,7 +18,6 @@ from tests.support.job_process import (
     has_state,
     just_committed,
     make_uninterrupted_run,
-    restoring,
     saving,
     start_up,
 )
@@ -75,7 +74,6 @@ def test_random_kills_of_a_fork_change_no_bit_and_no_row(tmp_path: Path, seed: i
     storm(fork, 6, seed, DELAYS)
     # With a commit of its own it needs neither the parent nor the key.
     assert fork.committed()
-    storm(replace(fork, options=NANO), 1, seed, {restoring: 0.1})
     replace(fork, options=NANO).finish()
     assert_like_parent(fork, parent)
 
