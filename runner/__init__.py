@@ -10,7 +10,6 @@ records       keys of the JSON files of a run
 command_line  command lines declared as dataclasses, parsed by Typer; no jax
 console       lines on the terminal and in logs
 process       processes of one job on this machine, with faked CPU devices on request
-periodic      predicates for work that is due every N steps or minutes
 spec          frozen models, strict YAML with positions, overrides, validation; no jax
 accelerator   catalogue of chips; no jax
 storage       one interface over local disks and the buckets of three clouds

@@ -13,12 +13,25 @@ from typing import Literal
 
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, read_committed, remove_files, uncommit
 from runner.console import warn
-from runner.periodic import is_due, is_overdue
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig
 from runner.storage import LocalStore
 
 # When to save.
+
+
+def is_due(step: int, every_steps: int | None, last_step: int | None = None) -> bool:
+    """Return True if work that is due every `every_steps` steps is due at `step`: always at `last_step`, never at 0."""
+    if step <= 0:
+        return False
+    if step == last_step:
+        return True
+    return every_steps is not None and step % every_steps == 0
+
+
+def is_overdue(now_seconds: float, since_seconds: float, every_minutes: float | None) -> bool:
+    """Return True if `every_minutes` have passed since `since_seconds`."""
+    return every_minutes is not None and now_seconds - since_seconds >= every_minutes * 60
 
 
 class SaveKind(enum.Enum):

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from runner.checkpoint.policy import is_due
 from runner.config import TrainerConfig
 from runner.console import warn
 from runner.data import Dataset
@@ -32,7 +33,6 @@ from runner.distributed.clock import EVALUATION, LocalFailure, Phase
 from runner.errors import FailedError, InvalidError, RunnerError, format_error
 from runner.metrics.meta import ACCURACY, LIST_MAX, SUMS, RowValue, compute_means, to_row_value
 from runner.metrics.rows import Row
-from runner.periodic import is_due
 from runner.run.attempt import Attempt
 from runner.spec import hash_record
 from runner.train.auxiliary import EMA
