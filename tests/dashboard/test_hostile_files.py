@@ -135,10 +135,10 @@ def write_hostile(directory: Path, name: str, content: bytes) -> None:
     elif name.endswith(".clock"):
         path.write_bytes(content.ljust(HEADER_BYTES - 1)[: HEADER_BYTES - 1] + b"\n" + encode_slot(1, READING) * 4)
     elif name.endswith("manifest.json"):
-        try:  # a manifest with a matching digest
-            path.write_bytes(seal(json.loads(content)))
-        except (ValueError, RecursionError):
-            path.write_bytes(content)
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(record := json.loads(content), dict):
+                content = seal(record)  # a manifest with a matching digest
+        path.write_bytes(content)
     else:
         path.write_bytes(content)
 
