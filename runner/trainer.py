@@ -510,6 +510,10 @@ class BaseTrainer(RestoreableJob):
         )
         return job
 
+    def at_step(self, step: int) -> "BaseTrainer":
+        """Return the job with the config that has made `step`, for tools that only read."""
+        return self.stage_jobs[self.config.find_stage(max(step - 1, 0))]
+
     def make_stage_context(self, number: int) -> StageContext | None:
         """Return how a stage depends on those before it; None if the run has no stages."""
         if len(self.stages) == 1:

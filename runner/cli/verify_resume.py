@@ -21,6 +21,7 @@ from pathlib import Path
 
 from runner.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_steps, read_committed
 from runner.cli.arguments import VerifyResumeArguments
+from runner.config import TrainerConfig
 from runner.console import say
 from runner.errors import (
     EXIT_DONE,
@@ -39,6 +40,7 @@ from runner.spec import load_document, load_job_class, validate_config, validate
 from runner.storage import JsonObject, LocalStore
 from runner.train.stability import ROLL_BACK_FOLDER
 
+BORDER_MOMENTS = ("before a stage", "after a stage begins")
 KILL_MOMENTS = ("between two saves", "in a save", "while starting")
 ROLL_BACK_MOMENT = "in a roll-back"  # the first one, if the undisturbed run was rolled back
 _POLL_SECONDS = 0.005
@@ -61,6 +63,7 @@ class Trial:
             of the killed run take turns, beginning with the second. None for the devices of this machine.
         seed: of the moments of the kills.
         output_keys: dotted keys of the spec that would lead output of the job out of its directory.
+        borders: steps at which stages of the config begin.
     """
 
     arguments: Sequence[str]
@@ -70,6 +73,7 @@ class Trial:
     devices_per_process: Sequence[int] | None
     seed: int
     output_keys: Sequence[str] = ()
+    borders: Sequence[int] = ()
 
     @property
     def every_steps(self) -> int:
@@ -220,7 +224,9 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
     document = load_document(arguments.spec, arguments.overrides)
     validate_spec(document)
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
-    output_keys = sorted(validate_config(document, job_class.Config).output_keys)
+    config = validate_config(document, job_class.Config)
+    output_keys = sorted(config.output_keys)
+    starts = config.list_starts()[1:] if isinstance(config, TrainerConfig) else []
     options = [word for override in arguments.overrides for word in ("--set", override)]
     trial = Trial(
         (arguments.spec, *options),
@@ -230,6 +236,7 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
         arguments.device_counts,
         arguments.seed,
         [f"config.{key}" for key in output_keys],
+        [start.step for start in starts if start.step < arguments.steps],
     )
     with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
         undisturbed = TrialRun(trial, Path(scratch) / "undisturbed", is_undisturbed=True)
@@ -252,7 +259,8 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
             )
             # The moments take turns, so that few kills cover every kind.
             moments = [ROLL_BACK_MOMENT] * bool(undisturbed.count_roll_backs())
-            moments += [KILL_MOMENTS[number % len(KILL_MOMENTS)] for number in range(trial.kills)]
+            usual = (*BORDER_MOMENTS, *KILL_MOMENTS) if trial.borders else KILL_MOMENTS
+            moments += [usual[number % len(usual)] for number in range(trial.kills)]
             first_kill = _run_with_kills(killed, trial, moments[: trial.kills], first_commit_seconds, interval_seconds)
         finally:
             undisturbed.end()
@@ -288,8 +296,21 @@ def _run_with_kills(
     first_kill = 0 if trial.kills else trial.steps
     for number, moment in enumerate(moments):
         before = run.find_newest_step()
+        border = next((step for step in trial.borders if step > before), None)
+        if moment in BORDER_MOMENTS and border is None:
+            moment = KILL_MOMENTS[0]
         run.start()
-        if moment == "while starting":
+        if moment in BORDER_MOMENTS:
+            assert border is not None, "a stage lies ahead"
+            # The save before the stage, or the first one in it.
+            saved = (border - (moment == BORDER_MOMENTS[0])) // trial.every_steps * trial.every_steps
+            saved += trial.every_steps if moment == BORDER_MOMENTS[1] and saved < border else 0
+            saved = min(saved, trial.steps)
+            run.wait_until(lambda saved=saved: run.find_newest_step() >= saved)  # type: ignore[misc]
+            # After a restart at that save, the stage begins once the job has started.
+            seconds = interval_seconds + (first_commit_seconds if saved <= before else 0)
+            time.sleep(chance.uniform(0, seconds if moment == BORDER_MOMENTS[0] else 0))
+        elif moment == "while starting":
             time.sleep(chance.uniform(0, first_commit_seconds))
         elif moment == ROLL_BACK_MOMENT:
             # The record is the first thing that a roll-back writes.

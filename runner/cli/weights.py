@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from runner.checkpoint.inspect import read_document
+from runner.checkpoint.inspect import find_checkpoint, read_document
 from runner.cli.arguments import EvaluateArguments, ExportArguments, SampleArguments
 from runner.cli.run import find_placement
 from runner.cli.status import convert_read_errors, find_directory
@@ -47,6 +47,7 @@ from runner.storage import (
     split_checkpoint,
 )
 from runner.storage.store import translate_errors
+from runner.trainer import BaseTrainer
 
 _HARNESS = "runner.inference.harness"  # needs the extra lm-eval, and is therefore imported on demand
 
@@ -174,6 +175,10 @@ def export(arguments: ExportArguments) -> int:
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
     # The job is never set up: its class alone knows how its leaves map to Hugging Face's names.
     job = job_class(spec, document)
+    if isinstance(job, BaseTrainer) and len(job.stages) > 1:
+        # A stage may have changed what the files say of the model, such as its rotary positions.
+        name = find_checkpoint(where, arguments.step)[0].rpartition("/")[2]
+        job = job.at_step(int(name)) if name.isdecimal() else job
     family = job.family()
     if family is None:
         raise InvalidError(

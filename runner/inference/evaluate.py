@@ -5,6 +5,7 @@ bit-identical to the loss in the rows of `metrics.jsonl`. Everything is called o
 not have as many hosts as the run.
 """
 
+import dataclasses
 import functools
 import math
 import time
@@ -363,21 +364,34 @@ def evaluate(
     Raises:
         InvalidError: there is no such checkpoint, or it cannot be scored.
     """
+    get_evaluator = _make_evaluators(run, request.data, hosts, request.weights, evaluator)
     if request.step is None:
         # Process 0 lists the checkpoints, because another host might see one more or one less.
         steps = hosts.run_on_main(run.list_steps)
-        every: CheckpointEvaluator = evaluator or LossEvaluator(run, request.data, hosts, request.weights)
         for step in steps:
-            yield from _evaluate_if_there(run, every, step, hosts)
+            yield from _evaluate_if_there(run, get_evaluator(step), step, hosts)
         return
     # A wrong step is reported before the data are read.
     given = request.step
     first = hosts.run_on_main(lambda: run.find_checkpoint(given))
-    own: CheckpointEvaluator = evaluator or LossEvaluator(run, request.data, hosts, request.weights)
+    own = get_evaluator(parse_step(first))
     checkpoint, weights = run.load_found_weights(given, own.abstract, own.weights, hosts, first)
     record = own.evaluate(parse_step(checkpoint), weights)
     if record is not None:
         yield record
+
+
+def _make_evaluators(
+    run: ReadOnlyRun, data: TokenSource | None, hosts: Hosts, weights: str, given: CheckpointEvaluator | None
+) -> Callable[[int], CheckpointEvaluator]:
+    """Return a function from a step to its evaluator: the given one, or one for each config that a run has had."""
+
+    @functools.cache
+    def make(stage: int) -> CheckpointEvaluator:
+        job = run.job.stage_jobs[stage]
+        return given or LossEvaluator(dataclasses.replace(run, job=job), data, hosts, weights)
+
+    return lambda step: make(run.job.config.find_stage(max(step - 1, 0)))
 
 
 def follow(
@@ -400,7 +414,7 @@ def follow(
         weights: `params`, or an average.
         evaluator: other evaluation than that on the data.
     """
-    own: CheckpointEvaluator = evaluator or LossEvaluator(run, data, hosts, weights)
+    get_evaluator = _make_evaluators(run, data, hosts, weights, evaluator)
     seen = set[int]()
 
     def find_new_steps() -> tuple[bool, list[int]]:
@@ -412,7 +426,7 @@ def follow(
         is_done, steps = hosts.run_on_main(find_new_steps)
         for step in steps:
             seen.add(step)
-            yield from _evaluate_if_there(run, own, step, hosts)
+            yield from _evaluate_if_there(run, get_evaluator(step), step, hosts)
         if not steps:
             if is_done:
                 return

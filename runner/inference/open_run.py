@@ -96,6 +96,10 @@ class ReadOnlyRun:
             raise InvalidError(f"{self.store.url}: got step {step}, has {known}; needs one of them, {NEWEST} or {BEST}")
         return self.get_checkpoint(int(step))
 
+    def at_step(self, step: int) -> "ReadOnlyRun":
+        """Return the run with the config that has made `step`, which stages of the config may change."""
+        return dataclasses.replace(self, job=self.job.at_step(step))
+
     def load_found_weights(
         self, step: str, abstract: Any, weights: str, hosts: Hosts, found: str | None = None
     ) -> tuple[str, Any]:
@@ -246,6 +250,9 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     Raises:
         InvalidError: the request does not fit the run; raised before the first piece.
     """
+    # The checkpoint is found before the model is built, so that a wrong step is reported at once.
+    checkpoint = run.find_checkpoint(request.step)
+    run = run.at_step(parse_step(checkpoint))
     job = run.job
     data, length = job.config.data, job.config.data.sequence_length
     text, shown, ends, no_text = request.prompt, request.prompt, [], ""
@@ -267,8 +274,6 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
             raise InvalidError(f"{run.store.url}: --chat: {error}") from error
         else:
             no_text = str(error)
-    # The checkpoint is found before the model is built, so that a wrong step is reported at once.
-    checkpoint = run.find_checkpoint(request.step)
 
     # One device of this process holds the weights, unless they would fill half of its memory: then all devices do.
     for devices in (jax.local_devices()[:1], jax.local_devices()):

@@ -45,6 +45,19 @@ def test_a_trainer_passes() -> None:
 
 
 @pytest.mark.soak
+def test_a_run_of_stages_passes_kills_around_its_borders() -> None:
+    stages = (
+        "config.stages=[{from_step: 8, set: {train.global_batch_examples: 16, data.sequence_length: 32}}, "
+        "{from_step: 17, set: {schedule: {name: linear}}}]"
+    )
+    code, output = run_verify_resume("specs/llama_nano.yaml", "--steps", "24", "--kills", "4", "--set", stages)
+    assert code == 0, output
+    for place in ("before a stage", "after a stage begins", "between two saves", "in a save"):
+        assert place in output
+    assert "SAME BITS after 4 kills" in output
+
+
+@pytest.mark.soak
 def test_two_processes_pass() -> None:
     code, output = run_verify_resume(*COUNTER, "--kills", "3", "--processes", "2", "--devices-per-process", "2")
     assert code == 0, output
