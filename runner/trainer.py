@@ -387,7 +387,7 @@ class BaseTrainer(RestoreableJob):
         assert policy is not None, "only a job with this policy finds spikes"
         if len(made) >= policy.at_most:
             tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
-            raise DivergedError(f"{spike}; rolled back {len(made)} times, which passed over {tried}")
+            raise DivergedError(f"{spike}; the roll-backs that are allowed were made, and passed over {tried}")
         begin, number = plan_roll_back(policy, spike.first, self.stage.config.train.global_batch_examples, made)
         # Data before the stage of the spike are other data.
         start = self.running_stages[self.config.find_stage(spike.first - 1)].start

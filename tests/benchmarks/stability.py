@@ -3,9 +3,10 @@
     python -m tests.benchmarks.stability [--spec specs/gpt_small.yaml] [--examples 8] [--length 128] [--rounds 12]
     python -m tests.benchmarks.stability --layers 12 --width 768 --examples 16 --length 1024 --bfloat16
 
-The second is for an accelerator. The policy watches the gradient norm and skips what is not finite. It is compared with
-the same job without a policy, and with a second copy of that job, which shows whether two runs of one program agree at
-all. Ratios are of neighbouring rounds, so that a load on the machine that changes slowly does not matter.
+The second is for an accelerator. The policy watches gradient norm and loss, and skips what is not finite. It is
+compared with the same job without a policy, and with a second copy of that job, which shows whether two runs of one
+program agree at all. Ratios are of neighbouring rounds, so that a load on the machine that changes slowly does not
+matter.
 
 On GPUs the two programs may be given other matrix multiplications by autotuning; to compare bits, switch it off:
 `XLA_FLAGS="--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"`.
@@ -25,7 +26,11 @@ from experiments.gpt import PretrainGPT
 from runner import ExecutionSpec
 
 WITHOUT, AGAIN, WITH = "without", "without, again", "with"
-POLICY: dict[str, Any] = {"skip_update": {"grad_norm_above": {}}, "non_finite": "skip"}
+POLICY: dict[str, Any] = {
+    "skip_update": {"grad_norm_above": {}},
+    "non_finite": "skip",
+    "roll_back": {"skip_examples": 1},
+}
 
 
 def make_job(options: argparse.Namespace, policy: dict[str, Any]) -> PretrainGPT:
