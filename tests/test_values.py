@@ -79,7 +79,7 @@ SOME: dict[str, Any] = {
     "config.train.total_epochs": 0.19,  # of the ids below
     "config.train.micro_batch_examples": 1,
     "config.train.batch_ramp.over_steps": 2,
-    "config.train.batch_ramp.over_tokens": 300,
+    "config.train.batch_ramp.over_tokens": 200,
     "config.stages.*.from_step": 2,
     "config.stages.*.from_tokens": 300,
     "config.stages.*.why": "anneal",
@@ -176,7 +176,7 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
         "topology.mesh.data": "auto",
         **{f"topology.mesh.{axis}": 1 for axis in AXES if axis != "data"},
     },
-    ("config.train.batch_ramp.over_steps", None): {"config.train.batch_ramp.over_tokens": 300},
+    ("config.train.batch_ramp.over_steps", None): {"config.train.batch_ramp.over_tokens": 200},
     ("config.train.batch_ramp.over_tokens", OPEN): {"config.train.batch_ramp.over_steps": None},
     ("config.train.batch_ramp.over_tokens", None): {"config.train.batch_ramp.over_steps": 2},
     ("config.stages.*.from_step", None): {"from_tokens": 300},
@@ -198,7 +198,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
 # Companions of every value of keys with these prefixes.
 BESIDE: dict[str, dict[str, Any]] = {
     "config.ema.": {"config.ema.decays": [0.5, 0.9]},
-    "config.train.batch_ramp.": {"config.train.batch_ramp.from_examples": 8, "config.train.batch_ramp.increments": 1},
+    "config.train.batch_ramp.": {
+        "config.train.batch_ramp.from_examples": 8,
+        "config.train.batch_ramp.increments": 1,
+        "config.stages": [],
+    },
     "config.eval.samples.": {"config.eval.samples.prompts": ["7 8"], "config.eval.samples.tokens": 2},
     "config.model.window_rope.": {"config.model.layer_pattern": ["window"], "config.model.window": 4},
     "config.model.latent.": {
