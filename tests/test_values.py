@@ -78,8 +78,8 @@ SOME: dict[str, Any] = {
     "config.train.total_tokens": TOKENS,
     "config.train.total_epochs": 0.19,  # of the ids below
     "config.train.micro_batch_examples": 1,
-    "config.train.batch_ramp.over_steps": 2,
-    "config.train.batch_ramp.over_tokens": 200,
+    "config.train.batch_ramp.over_steps": 1,
+    "config.train.batch_ramp.over_tokens": 100,
     "config.stages.*.from_step": 2,
     "config.stages.*.from_tokens": 300,
     "config.stages.*.why": "anneal",
@@ -176,9 +176,9 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
         "topology.mesh.data": "auto",
         **{f"topology.mesh.{axis}": 1 for axis in AXES if axis != "data"},
     },
-    ("config.train.batch_ramp.over_steps", None): {"config.train.batch_ramp.over_tokens": 200},
+    ("config.train.batch_ramp.over_steps", None): {"config.train.batch_ramp.over_tokens": 100},
     ("config.train.batch_ramp.over_tokens", OPEN): {"config.train.batch_ramp.over_steps": None},
-    ("config.train.batch_ramp.over_tokens", None): {"config.train.batch_ramp.over_steps": 2},
+    ("config.train.batch_ramp.over_tokens", None): {"config.train.batch_ramp.over_steps": 1},
     ("config.stages.*.from_step", None): {"from_tokens": 300},
     ("config.stages.*.from_tokens", OPEN): {"from_step": None},
     ("config.train.total_steps", None): {"config.train.total_tokens": TOKENS},
@@ -233,7 +233,7 @@ INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         **TOKEN_FILE_DEFAULTS,
     },
     "config.stages": lambda entry: {
-        "config.stages": [{"from_step": 1, "set": {"optimizer.weight_decay": 0.5}, **entry}],
+        "config.stages": [{"from_step": 2, "set": {"optimizer.weight_decay": 0.5}, **entry}],
     },
     "config.eval.multiple_choice": lambda entry: {
         "config.eval.multiple_choice": [{"name": "some", "path": "QUESTIONS", **entry}],
