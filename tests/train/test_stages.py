@@ -66,11 +66,12 @@ def three_stages(directory: Path) -> list[dict[str, Any]]:
 
 def test_stages_added_while_it_ran_give_the_run_that_had_them_from_the_start(tmp_path: Path) -> None:
     stages = three_stages(tmp_path / "whole")
-    job(tmp_path / "whole", stages)()
+    no_eval = {"config.eval": {"at_end": False}}
+    job(tmp_path / "whole", stages, **no_eval)()
     # One restart is at a border, and one right after another.
     for step, known in {4: 0, 8: 2}.items():
-        stop_after(job(tmp_path / "run", stages[:known]), step)
-    job(tmp_path / "run", stages)()
+        stop_after(job(tmp_path / "run", stages[:known], **no_eval), step)
+    job(tmp_path / "run", stages, **no_eval)()
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
     rows = read_trajectory(tmp_path / "whole")
     assert [row["train/tokens"] for row in rows][5:9] == [768, 896, 1408, 1920]
@@ -208,9 +209,8 @@ REFUSED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=[pytest.mark.soak] * (each != "longer cosine")) for each in REFUSED]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("case", REFUSED)
 def test_a_refusal_prints_the_stage_that_does_it(tmp_path: Path, case: str) -> None:
     schedule, step, changes = REFUSED[case]
     base = {"config.schedule": schedule}
