@@ -72,6 +72,11 @@ class ModelConfig(FrozenModel):
     stage_keys: ClassVar[Sequence[str]] = ()
 
 
+def list_stage_keys(model: type[ModelConfig]) -> list[str]:
+    """Return the keys below `config` that a stage of a run of this model may set, with everything below them."""
+    return [*STAGE_KEYS, *(f"model.{key}" for key in model.stage_keys)]
+
+
 ModelConfigType = TypeVar("ModelConfigType", bound=ModelConfig)
 
 
@@ -365,7 +370,7 @@ class StageConfig(FrozenModel):
 
     def sets(self, key: str) -> bool:
         """Return True if the stage sets a dotted key or a part of it."""
-        return any(f"{each}.".startswith(f"{key}.") for each in self.set)
+        return any(is_below(f"config.{each}", (key,)) for each in self.set)
 
 
 class StageStart(NamedTuple):
@@ -862,7 +867,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         if [*keys] == ["config.stages"]:
             hint = f"a stage may be added, changed or removed if it begins at step {step} or later"
         changed = [key.removeprefix("config.") for key in keys if key != "config.data"]
-        allowed = [*STAGE_KEYS, *(f"model.{key}" for key in self.model.stage_keys)]
+        allowed = list_stage_keys(type(self.model))
         if not step or not changed or not all(is_below(f"config.{key}", allowed) for key in changed):
             return hint
         stage = {"from_step": step, "set": self.list_stage_values(changed, saved, step)}
@@ -877,9 +882,11 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         for key in keys:
             section, name, *_ = key.split(".")
             if section == "schedule" or key in TOTAL_KEYS:
-                total = self.train.model_dump(exclude_none=True)
                 if key in TOTAL_KEYS:
-                    values |= {each: total[name] for each in TOTAL_KEYS if (name := each.partition(".")[2]) in total}
+                    total = self.train.model_dump(
+                        include={"total_steps", "total_tokens", "total_epochs"}, exclude_none=True
+                    )
+                    values |= {f"train.{each}": value for each, value in total.items()}
                 # A warm-up has happened already.
                 own = {each: value for each, value in dumped.get("schedule", {}).items() if "warmup" not in each}
                 values["schedule"] = {"name": self.schedule.name} | own

@@ -298,9 +298,8 @@ class BaseTrainer(RestoreableJob):
         step = self.step if step is None else step
         if slice != TRAIN:
             return self.compiled.layout.batch(self.stage.builder.dataset, slice, step)
-        stage = self.running_stages[self.config.find_stage(step)]
+        stage, data_step = self._locate_batch(step)
         layout = stage.start_compiling(self._limit_bytes).result().layout
-        data_step = self.get_data_step(step) - self.data_position.count_examples(stage.start, 1)[0]
         return layout.batch(self.get_stage_dataset(stage.number), slice, data_step)
 
     def get_data_step(self, step: int) -> int:
@@ -309,6 +308,11 @@ class BaseTrainer(RestoreableJob):
         A job that makes its own batches in `batch` takes the one of this number, so that stretches are passed over.
         """
         return self.data_position.get_data_step(step)
+
+    def _locate_batch(self, step: int) -> tuple[RunningStage, int]:
+        """Return (stage that makes the step after `step` completed ones, batches of its own data before that step)."""
+        stage = self.running_stages[self.config.find_stage(step)]
+        return stage, self.get_data_step(step) - self.data_position.count_examples(stage.start, 1)[0]
 
     @property
     def data_position(self) -> DataPosition:
@@ -346,8 +350,7 @@ class BaseTrainer(RestoreableJob):
         batch = self.batch("train", step)
         # Of a batch of the job's own a host sees only its part.
         is_known = type(self).batch is BaseTrainer.batch or self.attempt.hosts.num_processes == 1
-        stage = self.running_stages[self.config.find_stage(step)]
-        data_step = self.get_data_step(step) - self.data_position.count_examples(stage.start, 1)[0]
+        stage, data_step = self._locate_batch(step)
         examples, dataset = stage.config.train.global_batch_examples, self.get_stage_dataset(stage.number)
         return batch, not is_known or has_targets(dataset, batch, data_step, examples)
 
@@ -531,10 +534,10 @@ class BaseTrainer(RestoreableJob):
         `step` is by default the end of the stage.
         """
         stage = self.stages[number]
-        skips = tuple((begin - stage.start, length) for begin, length in self.data_position.skips)
         # Without stages there is no end of the only one.
         end = stage.stop if step is None else step
-        own = DataPosition(tuple((begin, length) for begin, length in skips if 0 <= begin < end - stage.start))
+        skips = self.data_position.skips
+        own = DataPosition(tuple((begin - stage.start, length) for begin, length in skips if begin >= stage.start))
         return own.count_examples(end - stage.start, stage.config.train.global_batch_examples)
 
     def get_stage_dataset(self, number: int) -> Dataset:

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from runner.checkpoint.leaves import format_type, list_leaf_names
-from runner.config import STAGE_KEYS, TOTAL_KEYS, TrainerConfig
+from runner.config import TOTAL_KEYS, TrainerConfig, list_stage_keys
 from runner.data import Dataset
 from runner.errors import SpecError, suggest_choices
 from runner.optim.config import ScheduleConfig
@@ -85,7 +85,7 @@ def make_stages(
     document = dataclasses.replace(document, data=document.data | {"config": given})
     places = [("config", "train", "batch_ramp")] * num_ramp
     places += [("config", "stages", str(index)) for index in range(len(config.stages) - num_ramp)]
-    allowed = [*STAGE_KEYS, *(f"model.{key}" for key in type(config.model).stage_keys)]
+    allowed = list_stage_keys(type(config.model))
     problems: list[tuple[tuple[str, ...], str]] = []
     for index, stage in enumerate(config.stages):
         place, key = places[index], "from_tokens" if stage.from_step is None else "from_step"
@@ -124,7 +124,7 @@ def make_stages(
         # The position in the data is that of the whole run.
         own.data["config"]["train"]["skip_steps"] = []
         own_config = validate_config(own, config_class)
-        if any(is_below(f"config.{key}", ("schedule",)) for key in stage.set):
+        if stage.sets("schedule"):
             # A schedule that begins here has only the rest of the run.
             rest = own_config.train.model_copy(update={"total_steps": end - starts[number].step})
             try:

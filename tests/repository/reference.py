@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from runner import RestoreableJob
 from runner.checkpoint.manifest import MANIFEST_KEYS
-from runner.config import STAGE_KEYS, TrainerConfig
+from runner.config import TrainerConfig, list_stage_keys
 from runner.errors import SpecError
 from runner.hook import Hook, builtin
 from runner.huggingface.assets import ASSET_KEYS
@@ -211,7 +211,8 @@ def generate_spec_lines() -> Iterator[str]:
                 of = f" of `{job}`" if section.name == own else ""
                 yield from (f"### {title}{of}", "", section.meaning, "")
                 is_of_trainer = issubclass(config, TrainerConfig) and section.name.startswith("config.")
-                yield from generate_spec_table(section.keys, rule, list_stage_keys(config) if is_of_trainer else ())
+                model: Any = config.model_fields["model"].annotation if is_of_trainer else None
+                yield from generate_spec_table(section.keys, rule, () if model is None else list_stage_keys(model))
 
 
 def generate_hook_lines() -> Iterator[str]:
@@ -238,12 +239,6 @@ def generate_hook_lines() -> Iterator[str]:
 def get_summary(hook: type[Hook]) -> str:
     """Return the first paragraph of the docstring of a hook, in one line."""
     return " ".join((hook.__doc__ or "").partition("\n\n")[0].split())
-
-
-def list_stage_keys(config: type[TrainerConfig[Any]]) -> Sequence[str]:
-    """Return the keys below `config` that a stage may set."""
-    model: Any = config.model_fields["model"].annotation
-    return [*STAGE_KEYS, *(f"model.{key}" for key in model.stage_keys)]
 
 
 def generate_spec_table(keys: Sequence[SpecKey], rule: ResumeRule, stage_keys: Sequence[str] = ()) -> Iterator[str]:
