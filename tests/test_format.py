@@ -94,6 +94,7 @@ def test_a_run_of_a_released_version_resumes(
         assert read_json(job.store, "result.json") == whole
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", FORMATS)
 def test_a_run_of_a_released_version_resumes_on_later_mesh_axes(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

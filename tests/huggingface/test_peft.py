@@ -23,6 +23,7 @@ COMMON: dict[str, Any] = {
     "config.data.validation_fraction": 0,
     "config.data.sequence_length": 8,
 }
+pytestmark = pytest.mark.soak
 SIZES = {"layers": 2, "heads": 2, "width": 16}
 JOBS: dict[str, tuple[type[BaseTrainer], dict[str, Any], list[str]]] = {
     # Two of the three matrices that form one tensor in the files are adapted.
@@ -31,7 +32,7 @@ JOBS: dict[str, tuple[type[BaseTrainer], dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["gpt_2", pytest.param("llama", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=list(JOBS))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
     """A finished run that adapts the export `base` beside it."""
     job_class, model, targets = JOBS[request.param]
@@ -82,7 +83,6 @@ def test_a_run_without_an_adapter_is_refused(place: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.soak
 def test_an_adapter_of_an_embedding_is_refused(place: Path, tmp_path: Path) -> None:
     beside = {"checkpoint.init_from": str(place / "base"), "config.adapter": {"targets": ["*embedding"]}}
     job_class, model, _ = JOBS["gpt_2"]
@@ -96,7 +96,6 @@ def test_an_adapter_of_an_embedding_is_refused(place: Path, tmp_path: Path) -> N
         run_command(["export", str(tmp_path / "run"), "--adapter", "-o", str(tmp_path / "out")])
 
 
-@pytest.mark.soak
 def test_peft_computes_what_the_merged_model_computes(run: BaseTrainer, place: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")

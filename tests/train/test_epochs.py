@@ -57,6 +57,7 @@ def test_epochs_give_the_same_run_as_steps_and_resume_bit_identically(
     assert capture_command(capfd, tmp_path / "run", "--tokens", 4)[0] == 0, "read-only commands need no data"
 
 
+@pytest.mark.soak
 def test_epochs_can_be_extended_if_no_schedule_depends_on_them(tmp_path: Path) -> None:
     constant = {"config.schedule": {"name": "constant"}}
     job(tmp_path, "run", **constant)()

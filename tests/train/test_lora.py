@@ -272,6 +272,7 @@ def test_invalid_adapters_are_rejected_in_one_line(case, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.soak
 def test_another_base_is_rejected_and_a_deleted_base_is_not_needed(tmp_path):
     first = make_base_job("lookup", tmp_path / "first")
     first()

@@ -178,6 +178,7 @@ def test_weights_may_contain_leaves_without_a_gradient(hidden):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.soak
 def test_gradients_of_replicated_weights_are_summed_over_devices(hidden):
     mesh = make_partial_mesh({"data": 3})
     specs = PartitionSpec(), *(PartitionSpec("data"),) * 3

@@ -31,6 +31,7 @@ def list_on_host(job: BaseTrainer) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, leaf in leaves if is_on_host(leaf)]
 
 
+@pytest.mark.soak
 def test_an_offloaded_optimizer_gives_the_same_bits_over_a_resume(tmp_path: Path):
     usual = make_gpt(tmp_path / "usual")
     usual()

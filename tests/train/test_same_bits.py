@@ -63,7 +63,9 @@ def test_a_job_moved_between_meshes_is_bit_identical(feature: str, tmp_path: Pat
     ("kind", "is_as_users"),
     [
         # XLA splits the code generation of some of its operations, and then compiles them differently.
-        pytest.param("window", False, id="window on one and eight devices, compiled in little time"),
+        pytest.param(
+            "window", False, id="window on one and eight devices, compiled in little time", marks=pytest.mark.soak
+        ),
         *(pytest.param(kind, True, id=kind, marks=pytest.mark.soak) for kind in JOB_KINDS),
     ],
 )

@@ -128,6 +128,7 @@ def test_weight_decay_does_not_depend_on_the_width(wide_job):
     np.testing.assert_allclose(moved["blocks"]["layer_0"]["mlp"]["up"]["kernel"], -share * kernel, rtol=1e-4)
 
 
+@pytest.mark.soak
 def test_mup_changes_nothing_at_the_base_width(tmp_path):
     states = [
         train(make_job(tmp_path / str(base), BASE, **{"config.model.base_width": base}), 2)[1] for base in (None, BASE)
