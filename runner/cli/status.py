@@ -25,7 +25,7 @@ from runner.console import finish_output
 from runner.distributed.clock import TimeBucket
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.ledger import get_float, to_single_line
-from runner.history.reader import HistoryReader
+from runner.history.reader import HistoryReader, format_changes
 from runner.history.records import History, RunState, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
 from runner.process import STOP_SIGNALS
@@ -191,7 +191,8 @@ def _draw_summary(history: History) -> Text:
         summary.append(f" since {_format_time(history.since)}, {age} ago")
     summary.append(f"  {to_single_line(history.url)}\n")
     if (fork := history.fork) is not None:
-        shown = [*fork.changes[:_MAX_CHANGES], *(["..."] if len(fork.changes) > _MAX_CHANGES else [])]
+        lines = format_changes(fork)
+        shown = [*lines[:_MAX_CHANGES], *(["..."] if len(lines) > _MAX_CHANGES else [])]
         changes = f", with {'; '.join(shown)}" if shown else ", without changes"
         summary.append(f"forked from {fork.run} at step {fork.step:,}{changes}\n")
     if history.reason and history.state is not RunState.RUNNING:

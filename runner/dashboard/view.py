@@ -10,6 +10,7 @@ from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, RunC
 from runner.dashboard.reader import RunSnapshot, find_differences
 from runner.distributed.clock import TimeBucket
 from runner.history.ledger import get_float, get_int, get_step, get_time, to_single_line
+from runner.history.reader import format_changes
 from runner.history.records import AttemptRecord, History, RunState, to_json
 from runner.storage import JsonObject
 
@@ -374,7 +375,8 @@ def list_facts(history: History) -> list[tuple[str, str]]:
     attempt = history.attempts[-1] if history.attempts else None
     fork_text = ""
     if (fork := history.fork) is not None:
-        changes = f"with {'; '.join(fork.changes[:_CHANGES_MAX])}" if fork.changes else "without changes"
+        lines = format_changes(fork)[:_CHANGES_MAX]
+        changes = f"with {'; '.join(lines)}" if lines else "without changes"
         fork_text = f"{fork.run} at step {fork.step:,}, {changes}"
     return [
         ("state", format_state(history)),

@@ -5,13 +5,14 @@ run that was moved is recognised by its id.
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from runner.checkpoint.manifest import CHECKPOINTS, UNREADABLE_ERRORS, read_manifest, read_newest_manifest
 from runner.errors import InvalidError, StorageError
-from runner.history.ledger import LedgerReader, get_step, to_single_line
+from runner.history.ledger import LedgerReader, to_single_line
+from runner.history.reader import format_changes, read_fork
+from runner.history.records import ForkRecord
 from runner.run.layout import read_owner
 from runner.storage import JsonObject, Store, open_store
 
@@ -31,25 +32,6 @@ class ParentState(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Ancestor:
-    """Checkpoint with which a fork began.
-
-    Attributes:
-        run: directory or URL of its run, the parent, at that time.
-        id: id of the parent.
-        step: step of the checkpoint.
-        fingerprint: its fingerprint.
-        changes: dotted key -> [value in the parent, value in the fork], None where there is none.
-    """
-
-    run: str
-    id: str
-    step: int
-    fingerprint: str
-    changes: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class RunLineage:
     """One run and its ancestors.
 
@@ -65,7 +47,7 @@ class RunLineage:
     id: str
     name: str | None
     step: int | None
-    ancestors: tuple[Ancestor, ...] = ()
+    ancestors: tuple[ForkRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +70,7 @@ class LineageNode:
     step: int | None
     state: ParentState
     depth: int = 0
-    fork: Ancestor | None = None
+    fork: ForkRecord | None = None
 
 
 def read_lineage(store: Store) -> RunLineage:
@@ -108,21 +90,19 @@ def read_lineage(store: Store) -> RunLineage:
     return RunLineage(store.url, owner.id, owner.name, None, parse_ancestors(LedgerReader(store).read(set()).fork))
 
 
-def parse_ancestors(record: JsonObject) -> tuple[Ancestor, ...]:
+def parse_ancestors(record: JsonObject) -> tuple[ForkRecord, ...]:
     """Return the parent and its ancestors from the lineage of a manifest, or from an event `fork`."""
     older = record.get("ancestors")
     found = []
     for each in (record, *(older if isinstance(older, list) else ())):
-        step = get_step(each) if isinstance(each, dict) else None
-        if step is None:
+        fork = read_fork(each) if isinstance(each, dict) else None
+        if fork is None:
             break
-        changes = each.get("changes")
-        run, run_id, fingerprint = (to_single_line(each.get(key) or "?") for key in ("run", "id", "fingerprint"))
-        found.append(Ancestor(run, run_id, step, fingerprint, changes if isinstance(changes, dict) else {}))
+        found.append(fork)
     return tuple(found)
 
 
-def find_parent_state(parent: Ancestor) -> ParentState:
+def find_parent_state(parent: ForkRecord) -> ParentState:
     """Return what is now at the place at which a parent was when it was forked."""
     try:
         store = open_store(parent.run)
@@ -184,6 +164,4 @@ def format_tree(nodes: Iterable[LineageNode]) -> Iterator[str]:
         yield f"{indent}{to_single_line(node.run)} ({name}id {to_single_line(node.id)}{reached}){state}"
         if node.fork is not None:
             yield f"{indent}  from step {node.fork.step:,}, fingerprint {node.fork.fingerprint}"
-            for key, values in node.fork.changes.items():
-                theirs, ours = values if isinstance(values, list) and len(values) == 2 else ("?", "?")
-                yield f"{indent}  {to_single_line(f'{key}: {theirs!r} became {ours!r}')}"
+            yield from (f"{indent}  {line}" for line in format_changes(node.fork))

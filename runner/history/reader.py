@@ -269,11 +269,17 @@ def read_fork(event: JsonObject) -> ForkRecord | None:
     step, changes = get_step(event), event.get("changes")
     if step is None:
         return None
+    run, run_id, fingerprint = (to_single_line(event.get(key) or "?") for key in ("run", "id", "fingerprint"))
+    return ForkRecord(run, run_id, step, fingerprint, changes if isinstance(changes, dict) else {})
+
+
+def format_changes(fork: ForkRecord) -> list[str]:
+    """Return a line for each key in which a fork differs from its parent."""
     lines = []
-    for key, values in (changes if isinstance(changes, dict) else {}).items():
+    for key, values in fork.changes.items():
         theirs, ours = values if isinstance(values, list) and len(values) == 2 else ("?", "?")
         lines.append(to_single_line(f"{key}: {theirs!r} became {ours!r}"))
-    return ForkRecord(to_single_line(event.get("run")), to_single_line(event.get("id")), step, tuple(lines))
+    return lines
 
 
 def parse_spec(content: bytes) -> object:

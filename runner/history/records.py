@@ -130,19 +130,21 @@ class Notice:
 
 @dataclass(frozen=True)
 class ForkRecord:
-    """Beginning of a run that is a fork.
+    """Checkpoint of another run, the parent, with which a fork began.
 
     Attributes:
         run: directory or URL of the parent at that time.
         id: id of the parent.
-        step: step at which they part.
-        changes: keys that differ from the parent, each with its value there and here, as text.
+        step: step of the checkpoint, at which they part.
+        fingerprint: its fingerprint.
+        changes: dotted key -> [value in the parent, value in the fork], None where there is none. Not validated.
     """
 
     run: str
     id: str
     step: int
-    changes: tuple[str, ...] = ()
+    fingerprint: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def test_status_events_and_spec_report_a_fork(counted: Path, tmp_path: Path, cap
     assert (fork.run, fork.step, fork.changes) == (str(counted), 40, ["seed"])
     history = read_history(LocalStore(directory))
     assert history.fork is not None
-    assert (history.fork.step, history.fork.changes) == (40, ("seed: 0 became 1",))
+    assert (history.fork.step, history.fork.changes) == (40, {"seed": [0, 1]})
     capsys.readouterr()
     assert run_command(["status", str(directory)]) == EXIT_DONE
     shown = "".join(capsys.readouterr().out.split())

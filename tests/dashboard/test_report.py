@@ -380,5 +380,5 @@ def test_a_parent_is_found_beside_its_moved_fork(tmp_path):
 )
 def test_no_record_of_a_run_sends_the_report_to_another_bucket(monkeypatch, parent, url, places):
     monkeypatch.setattr(report_module, "make_store", lambda place: place)
-    found = report_module.list_parent_places(ForkRecord(parent, "0", 1), url)
+    found = report_module.list_parent_places(ForkRecord(parent, "0", 1, "0"), url)
     assert [each for each in found if each != "?"] == places

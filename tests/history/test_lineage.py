@@ -9,7 +9,8 @@ import pytest
 
 from runner.cli.app import run_command
 from runner.errors import EXIT_DONE, InvalidError
-from runner.history.lineage import Ancestor, ParentState, RunLineage, build_tree, parse_ancestors
+from runner.history.lineage import ParentState, RunLineage, build_tree, parse_ancestors
+from runner.history.records import ForkRecord
 from tests.support.tiny_jobs import make_counter
 
 
@@ -138,7 +139,7 @@ def test_a_directory_without_runs_is_rejected(tmp_path: Path) -> None:
 
 def test_runs_that_name_each_other_as_parents_are_listed_once() -> None:
     def make(name: str, parent: str) -> RunLineage:
-        return RunLineage(name, name, name, 1, (Ancestor(parent, parent, 1, "0", {}),))
+        return RunLineage(name, name, name, 1, (ForkRecord(parent, parent, 1, "0"),))
 
     assert sorted(node.run for node in build_tree([make("a", "b"), make("b", "a"), make("c", "c")])) == ["a", "b", "c"]
     # A chain of any length is no recursion.
