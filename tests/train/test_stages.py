@@ -1,6 +1,7 @@
 """Stages change the config of a run at steps that are known in advance, and stay part of its trajectory."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +65,42 @@ def three_stages(directory: Path) -> list[dict[str, Any]]:
     ]
 
 
+# The daily theorems share the beginning of a run, which knew the first stage alone and stops at the second.
+KNOWN, STOPPED_AT = 1, 7
+SHORT: dict[str, Any] = {"config.eval": {"every_steps": None, "at_end": False}, "checkpoint.every_steps": 100}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("stages") / "stopped"
+    stop_after(job(directory, three_stages(directory)[:KNOWN], **SHORT), STOPPED_AT)
+    return directory
+
+
+def test_a_stage_added_while_it_ran_gives_the_run_that_had_it_from_the_start(stopped: Path) -> None:
+    stages, shorter = three_stages(stopped)[:2], SHORT | {"config.train.total_steps": 9}
+    run, whole = stopped.with_name("run"), stopped.with_name("whole")
+    shutil.copytree(stopped, run)
+    # Its end may come earlier too, because the decay has not begun.
+    for directory in (run, whole):
+        job(directory, stages, **shorter, **{"config.schedule.decay_steps": 1})()
+    assert read_outcome(run) == read_outcome(whole)
+    assert [row["train/tokens"] for row in read_trajectory(whole)][5:9] == [768, 896, 1408, 1920]
+    (changed,) = read_events(run, "spec_changed")
+    assert changed["step"] == STOPPED_AT
+    assert any(change.startswith("config.stages:") for change in changed["changes"])
+
+
+@pytest.mark.soak
 def test_stages_added_while_it_ran_give_the_run_that_had_them_from_the_start(tmp_path: Path) -> None:
     stages = three_stages(tmp_path / "whole")
-    no_eval = {"config.eval": {"at_end": False}}
-    job(tmp_path / "whole", stages, **no_eval)()
+    job(tmp_path / "whole", stages)()
     # One restart is at a border, and one right after another.
     for step, known in {4: 0, 8: 2}.items():
-        stop_after(job(tmp_path / "run", stages[:known], **no_eval), step)
-    job(tmp_path / "run", stages, **no_eval)()
+        stop_after(job(tmp_path / "run", stages[:known]), step)
+    job(tmp_path / "run", stages)()
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
     rows = read_trajectory(tmp_path / "whole")
-    assert [row["train/tokens"] for row in rows][5:9] == [768, 896, 1408, 1920]
     assert [row["train/learning_rate"] for row in rows][10:] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     starts = [(event["step"], event["number"], event["why"]) for event in read_events(tmp_path / "whole", "stage")]
     assert starts == [(4, 1, ""), (7, 2, ""), (10, 3, "anneal")]
@@ -133,7 +159,7 @@ def test_the_first_changed_step_is_found_over_stages(tmp_path: Path, case: str) 
     saved, present = job(tmp_path / "run", former), job(tmp_path / "run", stages, **changes)
     identity = json.loads(json.dumps(compute_trajectory(saved.spec, saved.config)))
     run_identity = present.make_run_identity(compute_trajectory(present.spec, present.config))
-    for step in range(STEPS):
+    for step in {0, 1, STEPS - 1} | (set() if first is None else {first, first + 1}):
         assert run_identity.is_continued(identity, step) == (first is None or max(step, 1) <= first), step
 
 
@@ -187,15 +213,11 @@ def test_a_bad_stage_is_named_and_nothing_is_written(tmp_path: Path, case: str) 
     assert not (tmp_path / "run").exists()
 
 
-def test_the_past_is_fixed(tmp_path: Path) -> None:
-    stages = three_stages(tmp_path / "run")
-    stop_after(job(tmp_path / "run", stages[:1]), 5)
-    for others in ([], [stages[0] | {"from_step": 3}], [stages[0] | {"from_step": 6}]):
+def test_the_past_is_fixed(stopped: Path) -> None:
+    (stage,) = three_stages(stopped)[:KNOWN]
+    for others in ([], [stage | {"from_step": 3}], [stage | {"from_step": 6}]):
         with pytest.raises(InvalidError, match=r"(?s)config.stages.*another trajectory"):
-            job(tmp_path / "run", others)()
-    stop_after(job(tmp_path / "run", stages[:2]), 6)
-    (changed,) = read_events(tmp_path / "run", "spec_changed")
-    assert (changed["step"], changed["changes"][0][:14]) == (5, "config.stages:")
+            job(stopped, others, **SHORT)()
 
 
 # The schedule of a run of 14 steps, the step that it has reached, and what is asked of it then.
