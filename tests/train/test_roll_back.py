@@ -2,6 +2,7 @@
 
 import os
 import pkgutil
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import yaml
 
 from runner import BaseTrainer
 from runner.config import RollBackConfig
-from runner.errors import DivergedError, SpecError
+from runner.errors import DivergedError, RunnerError, SpecError
 from runner.storage import LocalStore, parse_lines, read_json
 from runner.train.stability import plan_roll_back
 from tests.support import same_bits
+from tests.support.damage import JSON_DAMAGES, list_damages
 from tests.support.job_process import Job, run_runner
 from tests.support.tiny_jobs import (
     environment,
@@ -240,6 +242,36 @@ def test_an_invalid_roll_back_is_refused_in_one_line(changes: dict[str, Any], ke
         make_poisoned(tmp_path / "run", **changes)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.soak
+def test_a_damaged_record_changes_no_bit_or_is_refused(tmp_path: Path) -> None:
+    changes = NAN | {"config.train.total_steps": 14}
+    make_poisoned(tmp_path / "whole", **changes)()
+    whole = read_outcome(tmp_path / "whole")
+    (tmp_path / "elsewhere").mkdir()
+    stop_after(make_poisoned(tmp_path / "stopped", **changes), 11)
+    problems, outcomes = {}, {}
+    for name in ("roll_backs", "roll_backs/1", "roll_backs/2"):
+        path = tmp_path / "stopped" / name
+        for damage, function in (list_damages(path) | (JSON_DAMAGES if path.is_file() else {})).items():
+            run = tmp_path / "run"
+            shutil.copytree(tmp_path / "stopped", run)
+            function(run / name)
+            try:
+                make_poisoned(run, **changes)()
+                outcomes[name, damage] = "same bits" if read_outcome(run) == whole else "other bits"
+            except RunnerError as error:
+                outcomes[name, damage] = str(error.exit_code)
+            except Exception as error:  # noqa: BLE001 - whatever a start lets out is what this test looks for
+                problems[name, damage] = f"{type(error).__name__}: {error}"[:300]
+            shutil.rmtree(run)
+            shutil.rmtree(tmp_path / "elsewhere")
+            (tmp_path / "elsewhere").mkdir()
+    assert not problems, "\n".join(f"{case}: {problem}" for case, problem in problems.items())
+    allowed = {"move behind link": {"same bits"}, "newer format": {"same bits"}}
+    for (name, damage), outcome in outcomes.items():
+        assert outcome in allowed.get(damage, {"same bits", "2"}), (name, damage)
 
 
 # Real processes.
