@@ -19,6 +19,7 @@ from runner.dashboard.server import PageData
 from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
 from runner.errors import RunnerError
 from runner.run.clock_file import HEADER_BYTES, encode_slot
+from runner.run.events import EVENTS
 from runner.storage import ConfinedStore, JsonObject, LocalStore, WrongKindError, encode_json
 from tests.dashboard.synthetic_runs import START_TIME, make_events, make_rows, make_run
 from tests.support.memory_bucket import make_memory_bucket
@@ -76,7 +77,9 @@ HEADER: JsonObject = {
     "buckets": [bucket.value for bucket in COUNTED_BUCKETS],
 }  # fmt: skip
 MANIFEST = Manifest("20", 1, START_TIME, 20, "0", {"seed": 0}, "arrays", files={"a": [1, "00000000"]}, fingerprint="f")
+EXAMPLES = (20, 1.0, True, "x", {"a": 1}, ["x"])
 OTHER_EVENTS: tuple[JsonObject, ...] = (
+    {"event": "fork", "step": 20, "run": "x", "id": "1", "fingerprint": "f", "changes": {"seed": [0, 1]}},
     {"event": "evaluate", "step": 20, "figures": {"val/loss": 2.5}},
     {"event": "straggler", "step": 20, "late": [0], "after_seconds": [1.0]},
     {"event": "failed", "step": 20, "code": 1, "reason": "x"},
@@ -84,6 +87,12 @@ OTHER_EVENTS: tuple[JsonObject, ...] = (
     {"event": "corruption", "step": 20, "reason": "x"},
     {"event": "changed", "step": 20, "changes": ["x"]},
     {"event": "save", "step": 20, "blocked_seconds": 1.0, "clock": {"steps": 1.0}},
+)
+OTHER_EVENTS += tuple(
+    {"event": each.name, "step": 20}
+    | {key.name: next((value for value in EXAMPLES if isinstance(value, key.type)), None) for key in each.details}
+    for each in EVENTS
+    if each.name not in {event["event"] for event in OTHER_EVENTS}
 )
 # Records of each file, in which each value is replaced in turn.
 RECORDS: dict[str, list[JsonObject]] = {
@@ -99,6 +108,7 @@ RECORDS: dict[str, list[JsonObject]] = {
     "metrics.jsonl": [list(make_rows(1, 20))[-1] | {
         "step": 61, "train/x": 1.0, "val/h": {"counts": [1], "edges": [0.0, 1.0]}, "data/web/tokens": 5,
     }],
+    "roll_backs/1": [{"number": 1, "begin": 20, "batches": 2, "rows": [{"step": 21, "train/loss": 3.0}]}],
     "attempts/3": [{"time": START_TIME + 2000}],
     "attempts/3.clock": [HEADER],
     "checkpoints/20/manifest.json": [MANIFEST.to_json()],
@@ -150,6 +160,7 @@ def make_runs(base: Path) -> None:
         store.write("attempts/3", encode_json({"time": START_TIME + 2000}))
         store.write("attempts/3.clock", pack_clock(HEADER, READING))
         store.write("checkpoints/20/manifest.json", MANIFEST.encode())
+        store.write("roll_backs/1", encode_json(RECORDS["roll_backs/1"][0]))
         store.write("result.json", encode_json(RECORDS["result.json"][0]))
         store.write("logs/3.0.log", b"log\n")
 
@@ -177,10 +188,12 @@ def allow_one_line_error() -> Iterator[None]:
 def run_readers(base: Path) -> None:
     """Run every read-only command on the damaged run; exceptions other than its own errors fail the test."""
     bad = base / "bad"
-    for words in (["status"], ["status", "--json"], ["metrics"], ["metrics", "--csv"], ["checkpoints"]):
+    for words in (["status"], ["status", "--json"], ["metrics"], ["metrics", "--csv"], ["checkpoints"], ["lineage"]):
         with allow_one_line_error():
             # A manifest of a newer format is no damage.
             assert run_command([words[0], str(bad), *words[1:]]) in ((0, 1, 2) if words == ["checkpoints"] else (0, 1))
+    with allow_one_line_error():
+        assert run_command(["lineage", str(base)]) in (0, 1)
     with allow_one_line_error():
         assert len(render_report([LocalStore(bad), LocalStore(base / "good")])) < 1 << 20
     pages = PageData(LocalStore(base))
