@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -387,6 +387,29 @@ class StageStart(NamedTuple):
     tokens_per_step: int
 
 
+def locate_stages(batch_examples: int, sequence_length: int, stages: Iterable[StageConfig]) -> list[StageStart]:
+    """Return the beginning of a run and that of each of its stages.
+
+    Args:
+        batch_examples: global batch of the run before its first stage.
+        sequence_length: sequence length before the first stage.
+        stages: stages in order.
+    """
+    sizes = {"train.global_batch_examples": batch_examples, "data.sequence_length": sequence_length}
+    starts = [StageStart(0, 0, batch_examples * sequence_length)]
+    for stage in stages:
+        step, tokens, tokens_per_step = starts[-1]
+        # A value of a wrong type is reported when the config of the stage is validated.
+        sizes |= {key: value for key in sizes if isinstance(value := stage.set.get(key), int) and value > 0}
+        if stage.from_step is not None:
+            start = stage.from_step
+        else:
+            assert stage.from_tokens is not None, "a stage has one of the two"
+            start = step - (tokens - stage.from_tokens) // tokens_per_step
+        starts.append(StageStart(start, tokens + (start - step) * tokens_per_step, math.prod(sizes.values())))
+    return starts
+
+
 class MultipleChoiceConfig(FrozenModel):
     """Multiple-choice task, reported as `val/<name>/acc`, `acc_norm` and `acc_bytes`."""
 
@@ -739,20 +762,9 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     def list_starts(self, num_stages: int | None = None) -> list[StageStart]:
         """Return the beginning of the run and those of its first `num_stages` stages, by default of all of them."""
-        sizes = {"train.global_batch_examples": self.train.global_batch_examples}
-        sizes["data.sequence_length"] = self.data.sequence_length
-        starts = [StageStart(0, 0, self.tokens_per_step)]
-        for stage in self.stages[:num_stages]:
-            step, tokens, tokens_per_step = starts[-1]
-            # A value of a wrong type is reported when the config of the stage is validated.
-            sizes |= {key: value for key in sizes if isinstance(value := stage.set.get(key), int) and value > 0}
-            if stage.from_step is not None:
-                start = stage.from_step
-            else:
-                assert stage.from_tokens is not None, "a stage has one of the two"
-                start = step - (tokens - stage.from_tokens) // tokens_per_step
-            starts.append(StageStart(start, tokens + (start - step) * tokens_per_step, math.prod(sizes.values())))
-        return starts
+        return locate_stages(
+            self.train.global_batch_examples, self.data.sequence_length, self.stages[:num_stages]
+        )
 
     def find_stage(self, step: int) -> int:
         """Return the number of the stage that makes the step after `step` completed ones; 0: the config itself."""

@@ -26,7 +26,7 @@ from runner.distributed.clock import TimeBucket
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes
-from runner.history.records import History, RunState, Verification, to_json
+from runner.history.records import History, RunState, StageRecord, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
 from runner.process import STOP_SIGNALS
 from runner.run.layout import read_owner
@@ -206,6 +206,19 @@ def _draw_summary(history: History) -> Text:
         if speed.left_seconds is not None and history.state is not RunState.DONE:
             progress.append(f"{format_duration(speed.left_seconds)} left")
 
+    plan = []
+    number, stages = history.find_stage(history.step), history.stages
+    if stages:
+        plan = [f"before the first of {_count('stage', len(stages), len(stages))}"]
+    if number:
+        plan = [f"stage {number} of {len(stages)} since step {_describe_stage(stages[number - 1])}"]
+    if number < len(stages) and history.state is not RunState.DONE:
+        after = stages[number].from_step - history.step
+        ahead = f", in {after:,} steps"
+        if speed.step_seconds is not None and speed.left_seconds is not None:
+            ahead += f" and {format_duration(after * speed.step_seconds)}"
+        plan.append(f"next: stage {number + 1} from step {_describe_stage(stages[number], ahead)}")
+
     quality = []
     if (tokens := get_float(history.row, "train/tokens")) is not None:
         quality.append(f"{format_amount(tokens)} tokens")
@@ -230,8 +243,16 @@ def _draw_summary(history: History) -> Text:
         pace.append(f"{format_amount(speed.tokens_per_second_per_device)} tokens/s per device")
     if speed.mfu is not None:
         pace.append(f"MFU {speed.mfu:.1%}")
-    summary.append("\n".join("  ".join(words) for words in (progress, quality, own, pace) if words))
+    lines = ["  ".join(progress), *plan, *("  ".join(words) for words in (quality, own, pace) if words)]
+    summary.append("\n".join(lines))
     return summary
+
+
+def _describe_stage(stage: StageRecord, ahead: str = "") -> str:
+    """Return first step, changes and reason of a stage; `ahead` is put behind the step."""
+    shown = [*stage.changes[:_MAX_CHANGES], *(["..."] if len(stage.changes) > _MAX_CHANGES else [])]
+    changes = f": {'; '.join(shown)}" if shown else ""
+    return f"{stage.from_step:,}{ahead}{changes}" + (f" ({stage.why})" if stage.why else "")
 
 
 def _plot_loss(rows: Sequence[JsonObject]) -> list[RenderableType]:

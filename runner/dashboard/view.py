@@ -174,6 +174,18 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
         "tokens_per_step": tokens_per_step,
         "charts": _build_charts(run, thinned),
         "fork": fork,
+        "stages": [
+            {
+                "number": stage.number,
+                "step": stage.from_step,
+                "tokens": stage.tokens,
+                "tokens_per_step": stage.tokens_per_step,
+                "began": stage.began,
+                "changes": [truncate(text) for text in stage.changes],
+                "why": truncate(stage.why),
+            }
+            for stage in history.stages
+        ],
         "attempts": [_build_attempt(each) for each in attempts],
         "buckets": _build_seconds(history.seconds),
         "goodput": _build_goodput(history.attempts, began, attempts_max),
@@ -239,9 +251,8 @@ def _build_tiles(history: History) -> list[JsonObject]:
     steps = f"step {history.step:,}" + (f" of {history.total_steps:,}" if history.total_steps else "")
     share = min(history.step / history.total_steps, 1.0) if history.total_steps else None
     progress = f"{history.step:,}" if share is None else f"{share:.1%}"
-    tiles.append(
-        {"label": "Progress", "value": progress, "note": f"{steps}, {left} left" if left else steps, "share": share}
-    )
+    note = ", ".join(part for part in (steps, left and f"{left} left", format_stage(history)) if part)
+    tiles.append({"label": "Progress", "value": progress, "note": note, "share": share})
 
     for label, points in (("Training loss", losses), ("Validation loss", list(history.validation))):
         if not points:
@@ -381,6 +392,7 @@ def list_facts(history: History) -> list[tuple[str, str]]:
     return [
         ("state", format_state(history)),
         ("steps", f"{history.step:,}{of_total}"),
+        ("stage", format_stage(history)),
         ("tokens", format_number(get_int(row, "train/tokens"), ",.0f")),
         ("loss", format_number(get_float(row, "train/loss"), ".4f")),
         ("validation loss", "" if newest is None else f"{newest[1]:.4f} at step {newest[0]:,}"),
@@ -405,6 +417,12 @@ def list_facts(history: History) -> list[tuple[str, str]]:
 def format_state(history: History) -> str:
     """Return the state of a run with its reason."""
     return truncate(f"{history.state.value}: {history.reason}" if history.reason else history.state.value)
+
+
+def format_stage(history: History) -> str:
+    """Return the stage in force and the number of stages; nothing for a run without stages, and before the first."""
+    number = history.find_stage(history.step)
+    return f"stage {number} of {len(history.stages)}" if number else ""
 
 
 def get_state_class(history: History) -> str:

@@ -18,6 +18,7 @@ from runner.storage import JsonlTail, JsonObject, Store
 
 NOTICES_MAX = 50
 EVENTS_MAX = 100
+STAGES_MAX = 200
 _FIGURES_MAX = 64
 _MARKS_MAX = 256
 _POINTS_MAX = 2048
@@ -129,6 +130,7 @@ class LedgerSummary:
         saves: all commits, or a part of very many.
         events: the newest events.
         fork: the newest event `fork`; empty if the run is no fork.
+        stages: an event `stage` of each of the first `STAGES_MAX` stages, by its first step: that of its border, if known.
     """
 
     checkpoints: Set[int] = frozenset()
@@ -145,6 +147,7 @@ class LedgerSummary:
     saves: list[SaveRecord] = field(default_factory=list)
     events: "collections.deque[JsonObject]" = field(default_factory=lambda: collections.deque(maxlen=EVENTS_MAX))
     fork: JsonObject = field(default_factory=dict)
+    stages: dict[int, JsonObject] = field(default_factory=dict)
 
 
 def get_int(row: JsonObject, key: str) -> int | None:
@@ -267,6 +270,12 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
             case "load" if step is not None:
                 _drop_steps_after(summary, step)
                 attempt.repeated_steps += max((get_step(row, "before") or 0) - step, 0)
+            case "stage":
+                begin = get_step(row, "from_step")
+                is_known = begin in summary.stages
+                # An attempt that resumes within a stage enters it again.
+                if begin and (step == begin or not is_known) and (is_known or len(summary.stages) < STAGES_MAX):
+                    summary.stages[begin] = row
             case "save":
                 blocked_seconds, clock = get_seconds(row, "blocked_seconds"), row.get("clock")
                 steps_seconds = get_seconds(clock, TimeBucket.STEPS.value) if isinstance(clock, dict) else None
@@ -318,6 +327,7 @@ def _drop_steps_after(summary: LedgerSummary, step: int) -> None:
     summary.commits = {known: commit for known, commit in summary.commits.items() if known <= step}
     summary.verified = {known for known in summary.verified if known <= step}
     summary.figures = {key: known for key, known in summary.figures.items() if known[0] <= step}
+    summary.stages = {begin: row for begin, row in summary.stages.items() if begin <= step}
     if summary.validation and summary.validation[-1][0] > step:
         summary.validation = [point for point in summary.validation if point[0] <= step]
         summary.best_validation = min(summary.validation, key=lambda point: point[1], default=None)

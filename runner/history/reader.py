@@ -7,19 +7,23 @@ Reading is bounded, whatever the size of the run:
   older steps the ledger is trusted.
 """
 
+import copy
+import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from runner.checkpoint.manifest import CHECKPOINTS, NotCommittedError, read_manifest
+from runner.config import StageConfig, locate_stages
 from runner.distributed.clock import TimeBucket
 from runner.errors import InvalidError, StorageError
 from runner.history.goodput import AttemptTimeline, compute_goodput, infer_outcome
 from runner.history.ledger import (
+    STAGES_MAX,
     AttemptEvents,
     LedgerReader,
     LedgerSummary,
@@ -35,11 +39,14 @@ from runner.history.records import (
     ForkRecord,
     History,
     RunState,
+    StageRecord,
     StragglerRecord,
     Throughput,
     Verification,
+    to_json,
 )
 from runner.metrics.file import read_sample
+from runner.records import INT_MAX, STEP_MAX
 from runner.run.clock_file import decode_clock_file, get_clock_file_name
 from runner.run.events import ENVIRONMENT_KEYS
 from runner.run.layout import read_owner, read_result
@@ -156,6 +163,8 @@ class HistoryReader:
             if loss is not None:
                 losses.setdefault(row["step"], loss)
         validation = sorted(losses.items())
+        stages, problems = read_stages(spec, ledger.stages)
+        self._unread += problems
         return History(
             url=store.url,
             id=None if owner is None else owner.id,
@@ -184,6 +193,7 @@ class HistoryReader:
             saves=tuple(ledger.saves),
             events=tuple(ledger.events),
             fork=read_fork(ledger.fork),
+            stages=stages,
             spec=spec,
             unread=tuple(self._unread),
         )
@@ -280,6 +290,94 @@ def format_changes(fork: ForkRecord) -> list[str]:
         theirs, ours = values if isinstance(values, list) and len(values) == 2 else ("?", "?")
         lines.append(to_single_line(f"{key}: {theirs!r} became {ours!r}"))
     return lines
+
+
+def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tuple[StageRecord, ...], list[str]]:
+    """Return the stages that a spec describes, and a line for each problem of it; those of the events if it has none.
+
+    Args:
+        spec: content of `spec.yaml`.
+        events: event `stage` by the first step of its stage.
+    """
+    config = copy.deepcopy(spec.get("config"))
+    given = config.get("stages") if isinstance(config, dict) else None
+    problems = []
+    if given is not None and not isinstance(given, list):
+        problems.append("config.stages of spec.yaml: it is no list")
+    entries = given if isinstance(given, list) else []
+    if len(entries) > STAGES_MAX:
+        problems.append(f"config.stages of spec.yaml: only the first {STAGES_MAX} of {len(entries)} stages are read")
+    sizes = [
+        get_int(section, key) if isinstance(section := config.get(name), dict) else None
+        for name, key in (("train", "global_batch_examples"), ("data", "sequence_length"))
+        if entries
+    ]
+    has_tokens = all(size is not None and size > 0 for size in sizes)
+    batch, length = (size or 0 for size in sizes) if entries and has_tokens else (1, 1)
+    kept: list[StageConfig] = []
+    found: list[StageRecord] = []
+    for index, entry in enumerate(entries[:STAGES_MAX]):
+        try:
+            # A later version may have added keys.
+            stage = StageConfig.model_validate({key: entry[key] for key in StageConfig.model_fields if key in entry})
+            *_, before, start = locate_stages(batch, length, [*kept, stage])
+        except (TypeError, ValueError, OverflowError):
+            problems.append(f"config.stages.{index} of spec.yaml: it is no stage")
+            continue
+        if not before.step < start.step <= STEP_MAX or (stage.from_tokens is not None and not has_tokens):
+            problems.append(f"config.stages.{index} of spec.yaml: its first step is not known, or before another stage")
+            continue
+        kept.append(stage)
+        lines = []
+        for key, value in stage.set.items():
+            *path, last = key.split(".")
+            former: Any = None
+            try:
+                parent = config
+                for part in path:
+                    parent = parent[int(part)] if isinstance(parent, list) else parent[part]
+                place = int(last) if isinstance(parent, list) else last
+                former = parent.get(place) if isinstance(parent, dict) else parent[place]
+                parent[place] = value
+            except (LookupError, TypeError, ValueError):
+                pass
+            pairs = [(key, former, value)]
+            if isinstance(former, dict) and isinstance(value, dict):
+                pairs = [(f"{key}.{name}", former.get(name), own) for name, own in value.items()]
+            for name, old, new in pairs:
+                old_text, new_text = format_setting(old), format_setting(new)
+                if old != new or len(pairs) == 1:
+                    text = new_text if old_text in (new_text, "null") else f"{old_text} became {new_text}"
+                    lines.append(to_single_line(f"{name}: {text}"))
+        event = events.get(start.step, {})
+        found.append(
+            StageRecord(
+                number=len(found) + 1,
+                from_step=start.step,
+                tokens=start.tokens if has_tokens else None,
+                tokens_per_step=start.tokens_per_step if has_tokens else None,
+                changes=tuple(lines),
+                why=to_single_line(stage.why or ""),
+                began=get_time(event) if get_step(event) == start.step else None,
+            )
+        )
+    if not found:
+        for number, begin in enumerate(sorted(events), 1):
+            event = events[begin]
+            began = get_time(event) if get_step(event) == begin else None
+            found.append(StageRecord(number, begin, why=to_single_line(event.get("why") or ""), began=began))
+    return tuple(found), problems
+
+
+def format_setting(value: Any) -> str:
+    """Return a value of a spec as short text: a mixture by its names and weights."""
+    if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
+        return ", ".join(
+            f"{format_setting(each['name'])} {format_setting(each.get('weight', ''))}".strip() for each in value
+        )
+    if isinstance(value, float) and value.is_integer() and abs(value) < INT_MAX:
+        return str(int(value))
+    return value if isinstance(value, str) else "null" if value is None else to_single_line(json.dumps(to_json(value)))
 
 
 def parse_spec(content: bytes) -> object:

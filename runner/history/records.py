@@ -5,6 +5,7 @@
 
 import enum
 import math
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -148,6 +149,29 @@ class ForkRecord:
 
 
 @dataclass(frozen=True)
+class StageRecord:
+    """Stage of a run. A value that is not known is None.
+
+    Attributes:
+        number: its number, from 1; 0 is the run before its first stage.
+        from_step: completed steps before it.
+        tokens: tokens consumed before it.
+        tokens_per_step: tokens of each of its steps.
+        changes: what it changes, each a key with both values, as text.
+        why: reason that the spec gives; empty if it gives none.
+        began: when the run has come to it.
+    """
+
+    number: int
+    from_step: int
+    tokens: int | None = None
+    tokens_per_step: int | None = None
+    changes: tuple[str, ...] = ()
+    why: str = ""
+    began: float | None = None
+
+
+@dataclass(frozen=True)
 class StragglerRecord:
     """Straggling processes of the newest attempt, each with its arrival at `step` in seconds after the first."""
 
@@ -207,6 +231,7 @@ class History:
         saves: all commits, or every second, fourth, ... of very many.
         events: newest events of the ledger in its order, unchecked.
         fork: where it was forked from; None if it is no fork.
+        stages: its stages in order, also those that have not begun.
         spec: content of `spec.yaml`; empty if it is missing or damaged.
         unread: one line for everything that could not be read.
     """
@@ -238,8 +263,13 @@ class History:
     saves: tuple[SaveRecord, ...] = ()
     events: tuple[JsonObject, ...] = ()
     fork: ForkRecord | None = None
+    stages: tuple[StageRecord, ...] = ()
     spec: JsonObject = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+
+    def find_stage(self, step: int) -> int:
+        """Return how many stages begin at `step` or earlier."""
+        return bisect([stage.from_step for stage in self.stages], step)
 
 
 def to_json(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """`status` as screen and JSON: fits the terminal, escapes control characters, and changes nothing."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -16,7 +17,7 @@ from runner.cli.app import main, run_command
 from runner.cli.status import draw, format_amount, format_duration
 from runner.distributed.clock import TimeBucket
 from runner.history.reader import HistoryReader, read_history
-from runner.history.records import RunState, to_json
+from runner.history.records import History, RunState, to_json
 from runner.storage import LocalStore, encode_line
 from tests.support import run_outcomes
 from tests.support.memory_bucket import make_memory_bucket
@@ -44,10 +45,10 @@ def run(tmp_path: Path) -> Path:
     return Path(shutil.copytree(template(), tmp_path / "run"))
 
 
-def render_screen(directory: Path, width: int = 80, **options: object) -> str:
+def render_screen(directory: Path, width: int = 80, history: History | None = None, **options: object) -> str:
     console = Console(width=width, markup=False, highlight=False, emoji=False, file=None, **options)
     with console.capture() as capture:
-        console.print(draw(read_history(LocalStore(directory))))
+        console.print(draw(history or read_history(LocalStore(directory))))
     return capture.get()
 
 
@@ -71,6 +72,26 @@ def test_the_screen_shows_everything_known(run: Path) -> None:
         assert words in text, f"{words!r} is not in\n{text}"
     assert re.search(r"[\u2801-\u28ff]", text)
     assert "\x1b" not in text
+
+
+STAGES = {
+    0: ("before the first of 2 stages\nnext: stage 1 from step 10, in 10 steps: optimizer.weight_decay", "stage 0"),
+    15: ("stage 1 of 2 since step 10: optimizer.weight_decay: 0.1 became 0.2 (less noise)\nnext: stage 2 from step 40, in 25 steps", "stage 0"),
+    40: ("stage 2 of 2 since step 40", "next"),
+}
+
+
+@pytest.mark.parametrize("step", STAGES)
+def test_the_stage_in_force_and_the_next_are_shown(run: Path, step: int) -> None:
+    set_2, set_3 = ({"optimizer.weight_decay": value} for value in (0.2, 0.3))
+    stages = [{"from_step": 10, "set": set_2, "why": "less noise"}, {"from_step": 40, "set": set_3}]
+    spec = {"config": {"optimizer": {"weight_decay": 0.1}, "stages": stages}}
+    (run / "spec.yaml").write_text(json.dumps(spec))
+    history = dataclasses.replace(read_history(LocalStore(run)), step=step, state=RunState.RUNNING)
+    text = render_screen(run, 200, history=history)
+    words, no_words = STAGES[step]
+    assert words in text
+    assert no_words not in text
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -104,6 +125,9 @@ def write_hostile_texts(directory: Path) -> None:
             row = {"time": 2e9, "attempt": 2, "process": 0, "event": event, "step": 3} | details
             file.write(encode_line(row))
         file.write(b'{"time": 2e9, "attempt": 2, "event": "\xff\xfe"}\n' + b"x" * 10_000_000 + b'\n{"time": 1')
+    text = HOSTILE.replace("\udcff", "")  # which no YAML may have
+    stages = [{"from_step": 10 * number, "why": text, "set": {text[:99]: text}} for number in (1, 2, 5)]
+    (directory / "spec.yaml").write_text(json.dumps({"config": {"stages": stages}}))
     owner = json.loads((directory / "job.json").read_text()) | {"name": HOSTILE}
     (directory / "job.json").write_text(json.dumps(owner))
     (directory / "checkpoints" / "\x1b[31m[red]").mkdir()
@@ -112,6 +136,7 @@ def write_hostile_texts(directory: Path) -> None:
 
 def test_control_characters_in_files_are_escaped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_hostile_texts(run)
+    assert len(read_history(LocalStore(run)).stages) == 3
     text = render_screen(run)
     assert not [each for each in text if not (each.isprintable() or each == "\n")]
     assert max(map(len, text.splitlines())) <= 80

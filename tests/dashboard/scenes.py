@@ -1,11 +1,13 @@
 """Directories with runs in every state that pages show: names, and functions that create them."""
 
+import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from runner.config import StageConfig, locate_stages
 from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
 from runner.run.clock_file import HEADER_BYTES, encode_slot
 from runner.storage import JsonObject, LocalStore, encode_json, encode_line
@@ -20,7 +22,9 @@ seed: {seed}
 config:
   model: {{layers: 6, heads: 6, width: 384}}
   optimizer: {{name: adamw, learning_rate: {rate}}}
-  train: {{total_steps: {total}}}
+  data: {{sequence_length: 2048}}
+  schedule: {{name: constant, final_learning_rate: 0.0}}
+  train: {{total_steps: {total}, global_batch_examples: 256}}
 """
 
 
@@ -37,19 +41,23 @@ def make_synthetic_run(
     sources: tuple[str, ...] = (),
     run_id: str = "0" * 12,
     fork: JsonObject | None = None,
+    stages: Sequence[JsonObject] = (),
 ) -> Path:
     """Make a run of `num_rows` rows of ten steps each, whose last heartbeat is `ago_seconds` old.
 
     Args:
         fork: `run`, `id` and `step` of its parent, after which the rows begin.
+        stages: `config.stages` of its spec.
     """
+    starts = locate_stages(256, 2048, [StageConfig.model_validate(stage) for stage in stages])
     first = 0 if fork is None else fork["step"] // 10
     numbers = random.Random(seed)
     store = LocalStore(root / name)
     now = time.time() - ago_seconds
     began = now - 40 - 6.0 * num_rows
     store.write("job.json", encode_json({"id": run_id, "name": name, "time": began, "identity": {}}))
-    store.write("spec.yaml", SPEC.format(name=name, seed=seed, rate=rate, total=total).encode())
+    spec = SPEC.format(name=name, seed=seed, rate=rate, total=total)
+    store.write("spec.yaml", (f"{spec}  stages: {json.dumps(list(stages))}\n" if stages else spec).encode())
     rows, events = [], []
     per_attempt = max(num_rows // num_attempts, 1)
     for number in range(1, num_attempts + 1):
@@ -64,12 +72,17 @@ def make_synthetic_run(
                        "step": resumed, "seconds": 9.0})  # fmt: skip
     if fork is not None:
         events[2] |= {"event": "fork", "changes": {"config.optimizer.learning_rate": [1e-3, rate]}} | fork
+    for number, start in enumerate(starts[1:], 1):
+        if first * 10 <= start.step < num_rows * 10:
+            events.append({"time": began + 28.5 + 0.6 * start.step, "attempt": 1, "process": 0, "event": "stage",
+                           "step": start.step, "number": number, "from_step": start.step, "why": ""})  # fmt: skip
     for index in range(first, num_rows):
         step, moment = (index + 1) * 10, began + 34 + 6.0 * index
+        stage = [start for start in starts if start.step < step][-1]
         attempt = min(index // per_attempt + 1, num_attempts)
         loss = 1.6 + 1e-4 / rate * 0.2 + 9 * math.exp(-step / 90 * (rate / 1e-3) ** 0.3) + numbers.gauss(0, 0.05)
         row = {"step": step, "train/loss": loss, "train/loss_mean": loss + 0.01, "train/grad_norm": 3 / (1 + step / 30),
-               "train/learning_rate": rate * min(step / 100, 1.0), "train/tokens": step * 524288,
+               "train/learning_rate": rate * min(step / 100, 1.0), "train/tokens": stage.tokens + (step - stage.step) * stage.tokens_per_step,
                "perf/tokens_per_second": 874_000 + numbers.gauss(0, 9000), "perf/mfu": 0.52 + numbers.gauss(0, 0.004),
                "perf/step_seconds_median": 0.6, "perf/step_seconds_p95": 0.64, "perf/peak_bytes": 13_958_643_712,
                "perf/time": moment, "perf/attempt": attempt, "train/router_z": 0.1, "train/accuracy": 0.3}  # fmt: skip
@@ -165,6 +178,34 @@ def make_forks(root: Path) -> None:
     )  # fmt: skip
 
 
+MIXTURE = ("web", "code", "books")
+STAGES: list[JsonObject] = [
+    {"from_step": 600, "why": "code and books were too rare for the evaluations that count: see the report of May",
+     "set": {"data.mixture": [{"name": name, "source": f"gs://corpus/{name}/*.bin", "weight": weight}
+                              for name, weight in zip(MIXTURE, (2.0, 1.5, 0.5), strict=True)]}},
+    {"from_tokens": 629_145_600, "set": {"train.global_batch_examples": 512, "optimizer.learning_rate": 1.4e-3}},
+    {"from_step": 1900, "why": "anneal", "set": {"schedule": {"name": "linear", "final_learning_rate": 0.0}}},
+]  # fmt: skip
+
+
+def make_stages(root: Path) -> None:
+    """Make a run of three stages, two forks of it, one of which has a stage, and a run that was rolled back."""
+    trunk = make_synthetic_run(root, "staged/trunk", 200, 2200, run_id="1" * 12, sources=MIXTURE, stages=STAGES)
+    fork = {"run": str(trunk), "id": "1" * 12}
+    make_synthetic_run(
+        root, "staged/anneal", 150, 1600, rate=8e-4, seed=1, run_id="2" * 12, fork=fork | {"step": 1200}, sources=MIXTURE,
+        stages=[*STAGES[:2], STAGES[2] | {"from_step": 1210}], end={"event": "done"},
+    )  # fmt: skip
+    make_synthetic_run(root, "staged/hot", 130, 2200, rate=3e-3, seed=2, run_id="3" * 12, fork=fork | {"step": 800})
+    rolled = make_synthetic_run(root, "staged/rolled-back", 160, 2200, seed=3, run_id="4" * 12)
+    spike = [{"step": step, "train/loss": 2 + (step - 900) / 15, "train/tokens": step * 524288} for step in range(910, 960, 10)]
+    record = {"number": 1, "begin": 900, "batches": 60, "first": 912, "detected": 950, "reason": "loss 5.33 is above 3.1"}
+    store = LocalStore(rolled)
+    store.write("roll_backs/1", encode_json(record | {"rows": spike}))
+    event = {"time": time.time() - 400, "attempt": 1, "process": 0, "event": "roll_back", "step": 900} | record
+    store.write("events.jsonl", store.read("events.jsonl") + encode_line(event))
+
+
 SCENES: dict[str, Callable[[Path], None]] = {
     scene.__name__.removeprefix("make_"): scene
     for scene in (
@@ -176,5 +217,6 @@ SCENES: dict[str, Callable[[Path], None]] = {
         make_many_attempts,
         make_ten_runs,
         make_forks,
+        make_stages,
     )
 }

@@ -80,7 +80,7 @@ def test_the_table_and_a_comparison_are_legible_at_every_width(tmp_path):
     (root / "broken").mkdir()
     (root / "broken" / "job.json").write_text("{}")
     with serve_dashboard(root) as top, Browser(tmp_path / "profile") as browser:
-        assert measure(browser, top, "document.querySelectorAll('tbody tr').length === 20") == []
+        assert measure(browser, top, "document.querySelectorAll('tbody tr').length === 24") == []
         # Sort, filter, select and compare runs.
         browser.set_viewport(1600)
         first = "document.querySelector('tbody tr a').textContent"

@@ -14,9 +14,10 @@ from runner.cli.app import main
 from runner.dashboard import report
 from runner.dashboard import report as report_module
 from runner.dashboard.report import make_run_names, render_report
+from runner.history.ledger import STAGES_MAX
 from runner.history.records import ForkRecord
-from runner.storage import JsonObject, LocalStore
-from tests.dashboard.scenes import make_forks
+from runner.storage import JsonObject, LocalStore, encode_json
+from tests.dashboard.scenes import make_forks, make_stages
 from tests.dashboard.synthetic_runs import LOST_STEPS, encode_lines, make_events, make_rows, make_run
 from tests.support.memory_bucket import make_memory_bucket
 
@@ -382,3 +383,33 @@ def test_no_record_of_a_run_sends_the_report_to_another_bucket(monkeypatch, pare
     monkeypatch.setattr(report_module, "make_store", lambda place: place)
     found = report_module.list_parent_places(ForkRecord(parent, "0", 1, "0"), url)
     assert [each for each in found if each != "?"] == places
+
+
+def test_the_stages_of_a_run_are_marked_and_listed(tmp_path):
+    make_stages(tmp_path)
+    (run,) = parse_page(render_report([LocalStore(tmp_path / "staged/trunk")]))["runs"]
+    assert [(stage["number"], stage["step"], stage["tokens"], stage["tokens_per_step"]) for stage in run["stages"]] == [
+        (1, 600, 600 * 524288, 524288),
+        (2, 1200, 1200 * 524288, 1048576),
+        (3, 1900, 1200 * 524288 + 700 * 1048576, 1048576),
+    ]
+    assert run["stages"][1]["changes"] == [
+        "train.global_batch_examples: 256 became 512",
+        "optimizer.learning_rate: 0.001 became 0.0014",
+    ]
+    assert all(stage["began"] > run["began"] for stage in run["stages"])
+    assert run["tiles"][1]["note"].endswith("left, stage 3 of 3")
+    assert ["stage", "3 of 3"] in [[name, text.removeprefix("stage ")] for name, text in run["facts"]]
+
+
+def test_a_run_has_no_more_stages_on_a_page_than_are_read(tmp_path):
+    store = make_run(LocalStore(tmp_path))
+    stages = [{"from_step": step, "set": {"a" * 500: "b" * 5000}, "why": "c" * 5000} for step in range(1, 300)]
+    store.write("spec.yaml", encode_json({"config": {"stages": stages[:30]}}))
+    (run,) = parse_page(render_report([store]))["runs"]
+    assert len(run["stages"]) == 30
+    assert len(json.dumps(run["stages"])) < 30 * 1000
+    store.write("spec.yaml", encode_json({"config": {"stages": [stage | {"set": {"a": 1}, "why": ""} for stage in stages]}}))
+    (run,) = parse_page(render_report([store]))["runs"]
+    assert len(run["stages"]) == STAGES_MAX
+    assert any("299 stages" in text for text in run["warnings"])

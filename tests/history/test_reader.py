@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from runner.distributed.clock import TimeBucket
 from runner.history.ledger import NOTICES, LedgerSummary, apply_events
 from runner.history.reader import read_history
 from runner.history.records import RunState
-from runner.storage import LocalStore, encode_line
+from runner.storage import LocalStore, encode_json, encode_line
 from tests.history.test_life import check_sums
 from tests.support import run_outcomes
 from tests.support.memory_bucket import make_memory_bucket
@@ -101,6 +102,79 @@ def test_validation_uses_the_surviving_trajectory(tmp_path: Path) -> None:
     write_lines(tmp_path, "events.jsonl", lines)
     history = read_history(LocalStore(tmp_path))
     assert (history.validation, history.best_validation) == (((10, 3.0), (20, 2.0)), (20, 2.0))
+
+
+STAGES: list[Any] = [
+    {"from_step": 10, "set": {"data.mixture": [{"name": "a", "weight": 3.0}, {"name": "b", "weight": 1}]}, "why": "b"},
+    {"from_tokens": 250, "set": {"train.global_batch_examples": 4, "schedule": {"name": "linear", "power": 1}}},
+    {"from_step": 40, "set": {"schedule.name": "constant", "later_key": None}, "a_key_of_later_versions": 1},
+]
+
+
+def write_run_with_stages(directory: Path, stages: Any, **train: Any) -> None:
+    config = {"data": {"mixture": [{"name": "a", "weight": 1}], "sequence_length": 10}, "stages": stages}
+    config |= {"schedule": {"name": "constant", "power": 1}, "train": {"global_batch_examples": 2} | train}
+    directory.mkdir(exist_ok=True)
+    (directory / "spec.yaml").write_bytes(encode_json({"config": config}))
+    lines = [make_event(1, 1.0, "init", 0), make_event(1, 5.0, "stage", 10, number=1, from_step=10, why="b")]
+    # This border was crossed twice, and then reached again.
+    lines += [make_event(1, 7.0, "stage", 13, number=2, from_step=13), make_event(2, 8.0, "restore", 12)]
+    lines += [make_event(2, 9.0, "stage", 12, number=1, from_step=10), make_event(2, 20.0, "progress", 12)]
+    write_lines(directory, "events.jsonl", lines)
+
+
+def test_the_stages_of_a_run_are_read_from_its_spec_and_events(tmp_path: Path) -> None:
+    write_run_with_stages(tmp_path, STAGES)
+    history = read_history(LocalStore(tmp_path))
+    assert [(each.number, each.from_step, each.tokens, each.tokens_per_step) for each in history.stages] == [
+        (1, 10, 200, 20),
+        (2, 13, 260, 40),
+        (3, 40, 1340, 40),
+    ]
+    assert [each.began for each in history.stages] == [5.0, None, None]
+    assert [each.why for each in history.stages] == ["b", "", ""]
+    assert [each.changes for each in history.stages] == [
+        ("data.mixture: a 1 became a 3, b 1",),
+        ("train.global_batch_examples: 2 became 4", "schedule.name: constant became linear"),
+        ("schedule.name: linear became constant", "later_key: null"),
+    ]
+    assert [history.find_stage(step) for step in (0, 9, 10, 12, 13, 39, 40)] == [0, 0, 1, 1, 2, 2, 3]
+    assert history.unread == ()
+
+
+DAMAGED_STAGES: dict[str, tuple[Any, list[int]]] = {
+    "no object": (["text", *STAGES], [10, 13, 40]),
+    "no start": ([{"set": {"a": 1}}, *STAGES], [10, 13, 40]),
+    "two starts": ([{"from_step": 3, "from_tokens": 9, "set": {"a": 1}}, *STAGES], [10, 13, 40]),
+    "nothing set": ([*STAGES, {"from_step": 50}], [10, 13, 40]),
+    "another type": ([*STAGES, {"from_step": [50], "set": {"a": 1}}], [10, 13, 40]),
+    "a number that no step can be": ([*STAGES, {"from_step": 1 << 60, "set": {"a": 1}}], [10, 13, 40]),
+    "more tokens than there can be": ([*STAGES, {"from_tokens": (1 << 62) - 1, "set": {"a": 1}}], [10, 13, 40]),
+    "in the past": ([*STAGES, {"from_step": 12, "set": {"a": 1}}], [10, 13, 40]),
+    "a key below no section": ([{"from_step": 5, "set": {"train.x.y.z": 1, "data.mixture.7": 2}}], [5]),
+    "no list": ({"from_step": 5}, [10]),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED_STAGES)
+def test_a_damaged_stage_costs_its_own_line(tmp_path: Path, case: str) -> None:
+    stages, starts = DAMAGED_STAGES[case]
+    write_run_with_stages(tmp_path, stages)
+    history = read_history(LocalStore(tmp_path))
+    assert [each.from_step for each in history.stages] == starts
+    assert len(history.unread) == (case != "a key below no section")
+    assert all("stages" in line for line in history.unread)
+
+
+def test_stages_without_a_spec_are_those_of_the_events(tmp_path: Path) -> None:
+    write_run_with_stages(tmp_path, [])
+    (tmp_path / "spec.yaml").write_text("a: [")
+    history = read_history(LocalStore(tmp_path))
+    assert [(each.number, each.from_step, each.why) for each in history.stages] == [(1, 10, "b")]
+    # A batch that is not known leaves tokens out, and stages that begin after a number of them.
+    write_run_with_stages(tmp_path, STAGES, global_batch_examples=None)
+    history = read_history(LocalStore(tmp_path))
+    assert [(each.number, each.from_step, each.tokens) for each in history.stages] == [(1, 10, None), (2, 40, None)]
 
 
 def test_a_copied_directory_has_the_same_history(tmp_path: Path) -> None:

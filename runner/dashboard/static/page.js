@@ -296,6 +296,40 @@
     return line;
   }
 
+  // Returns the tokens before a step: the mean of the run, or the sum over its stages, whose batches may differ.
+  function tokensAt(run, step) {
+    const stage = run.stages.filter((each) => each.step <= step && each.tokens !== null).pop();
+    if (stage) return stage.tokens + (step - stage.step) * stage.tokens_per_step;
+    const next = run.stages.find((each) => each.tokens !== null);
+    if (next) return (step * next.tokens) / next.step;
+    return run.tokens_per_step ? step * run.tokens_per_step : null;
+  }
+
+  // Returns the stages that have begun, each with its place on the axis of a chart.
+  function begunStages(runs, axis) {
+    if (runs.length !== 1) return [];
+    const [run] = runs;
+    const places = { step: (stage) => stage.step, tokens: (stage) => stage.tokens, time: (stage) => (stage.began === null || run.began === null ? null : (stage.began - run.began) / axis.size) };
+    const of = places[state.axis];
+    return run.stages.filter((stage) => stage.step <= run.values.step).map((stage) => ({ ...stage, at: of(stage) })).filter((stage) => stage.at !== null);
+  }
+
+  // Returns the numbers above the lines of stages, except those that would lie over the one before.
+  function stageNumbers(runs, axis) {
+    const stages = begunStages(runs, axis);
+    if (!stages.length) return [];
+    const last = { step: runs[0].values.step, tokens: tokensAt(runs[0], runs[0].values.step), time: (runs[0].seconds || 0) / axis.size }[state.axis];
+    let before = -Infinity;
+    return stages.filter((stage) => {
+      const isFree = stage.at - before > (isNarrow() ? 0.06 : 0.03) * last;
+      if (isFree) before = stage.at;
+      return isFree;
+    }).map((stage) => ({
+      x: stage.at, y: 1, xref: "x", yref: "paper", yanchor: "bottom", showarrow: false, text: String(stage.number), font: { size: 11, color: style("--quiet") },
+      hovertext: [`stage ${stage.number} from step ${count(stage.step)}`, ...stage.changes.slice(0, 6), stage.why].filter(Boolean).map((line) => plain(line.slice(0, 90))).join("<br>"),
+    }));
+  }
+
   // Returns shapes that mark where attempts resumed and which steps were recomputed, on the current axis.
   function marks(runs, axis) {
     if (runs.length !== 1) return [];
@@ -303,7 +337,7 @@
     const place = (step, seconds) => {
       if (state.axis === "step") return step;
       if (state.axis === "time") return seconds === null || run.began === null ? null : (seconds - run.began) / axis.size;
-      return run.tokens_per_step ? step * run.tokens_per_step : null;
+      return tokensAt(run, step);
     };
     let lines = "";
     let bands = "";
@@ -316,11 +350,13 @@
       if (from !== null && to !== null) bands += `M${from},0L${to},0L${to},1L${from},1Z`;
     }
     const begin = run.fork && state.axis !== "time" ? place(run.fork.step, null) : null;
+    const borders = begunStages(runs, axis).map((stage) => `M${stage.at},0L${stage.at},1`).join("");
     const isCrowded = run.attempts.length > 60;
     const shape = { type: "path", xref: "x", yref: "paper", layer: "below" };
     return [
       bands && { ...shape, path: bands, opacity: isCrowded ? 0.4 : 1, fillcolor: style("--ghost"), line: { width: 0 } },
       lines && { ...shape, path: lines, opacity: isCrowded ? 0.15 : 1, line: { color: GREY, width: 1, dash: isCrowded ? "solid" : "dot" } },
+      borders && { ...shape, path: borders, opacity: 0.6, line: { color: style("--quiet"), width: 1 } },
       begin !== null && { ...shape, layer: "above", path: `M${begin},0L${begin},1`, line: { color: style("--text"), width: 1, dash: "dash" } },
     ].filter(Boolean);
   }
@@ -328,6 +364,7 @@
   function charts(data, runs) {
     const axis = axisOf(runs);
     const shapes = marks(runs, axis);
+    const annotations = stageNumbers(runs, axis);
     const made = [];
     for (const chart of data.charts) {
       // Shares of several runs cannot be stacked over each other.
@@ -338,7 +375,7 @@
         const isHidden = [...seriesOf(chart, shown).values()].some((series) => isOff(chart, series));
         if (!traces.length && !isHidden) continue;
         const isFirst = !made.length;
-        const drawn = layout(axis.title, { shapes, height: isFirst ? (isNarrow() ? 280 : 380) : 260 });
+        const drawn = layout(axis.title, { shapes, annotations, height: isFirst ? (isNarrow() ? 280 : 380) : 260 });
         drawn.uirevision = `${state.axis} ${state.scale}`;
         if (state.axis === "time") drawn.xaxis.rangemode = "tozero";
         else drawn.xaxis.tickformat = "~s"; // 1.5k
@@ -356,6 +393,7 @@
       notes.push(element("p", { class: "note" }, "Dotted lines, or thin ones if there are many: an attempt resumed here. Grey bands: steps that were lost and " +
         "recomputed; their rows are removed from metrics.jsonl, so there is no curve of them."));
     }
+    if (annotations.length) notes.push(element("p", { class: "note" }, "Lines with a number: a stage of the run begins; the table of stages below says what it changes."));
     if (!made.length) notes.push(element("p", { class: "empty" }, !runs.length ? "Every run is hidden." : state.axis === "time" ? "These rows have no timestamps." : "No rows yet."));
     return element("section", { id: "charts" }, controls(), forkNote(data, runs), element("div", { class: "grid" }, ...made), ...notes);
   }
@@ -380,6 +418,21 @@
       group("scale", [["auto", "auto"], ["linear", "linear"], ["log", "log"]], "scale"),
       group("smoothing", [[0, "off"], [0.004, "low"], [0.012, "medium"], [0.04, "high"]], "smoothing"),
     );
+  }
+
+  // Returns the table of the stages of each run that has some.
+  function stages(runs) {
+    const shown = runs.filter((run) => run.stages.length);
+    if (!shown.length) return null;
+    if (!state.open.has("stages seen")) state.open.add("stages").add("stages seen");
+    const made = shown.flatMap((run) => {
+      const rows = run.stages.map((stage) => [
+        stage.number, count(stage.step), count(stage.tokens), count(stage.tokens_per_step), element("div", {}, ...stage.changes.map((text) => element("div", {}, text))), stage.why,
+        stage.began ? clock(stage.began) : stage.step > run.values.step ? `in ${count(stage.step - run.values.step)} steps` : "",
+      ]);
+      return [runs.length > 1 ? element("p", { class: "note" }, run.label) : null, table(["stage", "from step", "tokens before it", "tokens in a step", "changes", "why", "began"], rows, "stages")];
+    });
+    return section("stages", "Stages", ...made.filter(Boolean));
   }
 
   // Time.
@@ -757,7 +810,7 @@
       const isOne = data.runs.length === 1;
       if (data.notes && data.notes.length) made.push(element("ul", { class: "warnings" }, ...data.notes.map((text) => element("li", {}, text))));
       made.push(isOne ? element("div", { class: "tiles" }, ...data.runs[0].tiles.map(tile)) : comparison(data, data.runs), warnings(data.runs),
-        charts(data, shown), time(data, shown), facts(data.runs), ...tables(data, shown));
+        charts(data, shown), stages(shown), time(data, shown), facts(data.runs), ...tables(data, shown));
     }
     made.push(element("footer", {}, first.source ? "This page updates itself." : `Created at ${clock(data.made)}.`));
     const { scrollX, scrollY } = window;
