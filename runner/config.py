@@ -762,9 +762,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     def list_starts(self, num_stages: int | None = None) -> list[StageStart]:
         """Return the beginning of the run and those of its first `num_stages` stages, by default of all of them."""
-        return locate_stages(
-            self.train.global_batch_examples, self.data.sequence_length, self.stages[:num_stages]
-        )
+        return locate_stages(self.train.global_batch_examples, self.data.sequence_length, self.stages[:num_stages])
 
     def find_stage(self, step: int) -> int:
         """Return the number of the stage that makes the step after `step` completed ones; 0: the config itself."""

@@ -198,8 +198,18 @@ def make_stages(root: Path) -> None:
     )  # fmt: skip
     make_synthetic_run(root, "staged/hot", 130, 2200, rate=3e-3, seed=2, run_id="3" * 12, fork=fork | {"step": 800})
     rolled = make_synthetic_run(root, "staged/rolled-back", 160, 2200, seed=3, run_id="4" * 12)
-    spike = [{"step": step, "train/loss": 2 + (step - 900) / 15, "train/tokens": step * 524288} for step in range(910, 960, 10)]
-    record = {"number": 1, "begin": 900, "batches": 60, "first": 912, "detected": 950, "reason": "loss 5.33 is above 3.1"}
+    spike = [
+        {"step": step, "train/loss": 2 + (step - 900) / 15, "train/tokens": step * 524288}
+        for step in range(910, 960, 10)
+    ]
+    record = {
+        "number": 1,
+        "begin": 900,
+        "batches": 60,
+        "first": 912,
+        "detected": 950,
+        "reason": "loss 5.33 is above 3.1",
+    }
     store = LocalStore(rolled)
     store.write("roll_backs/1", encode_json(record | {"rows": spike}))
     event = {"time": time.time() - 400, "attempt": 1, "process": 0, "event": "roll_back", "step": 900} | record

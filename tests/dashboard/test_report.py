@@ -409,7 +409,9 @@ def test_a_run_has_no_more_stages_on_a_page_than_are_read(tmp_path):
     (run,) = parse_page(render_report([store]))["runs"]
     assert len(run["stages"]) == 30
     assert len(json.dumps(run["stages"])) < 30 * 1000
-    store.write("spec.yaml", encode_json({"config": {"stages": [stage | {"set": {"a": 1}, "why": ""} for stage in stages]}}))
+    store.write(
+        "spec.yaml", encode_json({"config": {"stages": [stage | {"set": {"a": 1}, "why": ""} for stage in stages]}})
+    )
     (run,) = parse_page(render_report([store]))["runs"]
     assert len(run["stages"]) == STAGES_MAX
     assert any("299 stages" in text for text in run["warnings"])
