@@ -130,7 +130,8 @@ class LedgerSummary:
         saves: all commits, or a part of very many.
         events: the newest events.
         fork: the newest event `fork`; empty if the run is no fork.
-        stages: an event `stage` of each of the first `STAGES_MAX` stages, by its first step: that of its border, if known.
+        stages: an event `stage` of each of the first `STAGES_MAX` stages, by its first step: that of its border, if it
+            is known.
     """
 
     checkpoints: Set[int] = frozenset()

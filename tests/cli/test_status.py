@@ -77,7 +77,8 @@ def test_the_screen_shows_everything_known(run: Path) -> None:
 STAGES = {
     0: ("before the first of 2 stages\nnext: stage 1 from step 10, in 10 steps: optimizer.weight_decay", "stage 0"),
     15: (
-        "stage 1 of 2 since step 10: optimizer.weight_decay: 0.1 became 0.2 (less noise)\nnext: stage 2 from step 40, in 25 steps",
+        "stage 1 of 2 since step 10: optimizer.weight_decay: 0.1 became 0.2 (less noise)\n"
+        "next: stage 2 from step 40, in 25 steps",
         "stage 0",
     ),
     40: ("stage 2 of 2 since step 40", "next"),

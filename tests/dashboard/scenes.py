@@ -82,7 +82,8 @@ def make_synthetic_run(
         attempt = min(index // per_attempt + 1, num_attempts)
         loss = 1.6 + 1e-4 / rate * 0.2 + 9 * math.exp(-step / 90 * (rate / 1e-3) ** 0.3) + numbers.gauss(0, 0.05)
         row = {"step": step, "train/loss": loss, "train/loss_mean": loss + 0.01, "train/grad_norm": 3 / (1 + step / 30),
-               "train/learning_rate": rate * min(step / 100, 1.0), "train/tokens": stage.tokens + (step - stage.step) * stage.tokens_per_step,
+               "train/learning_rate": rate * min(step / 100, 1.0),
+               "train/tokens": stage.tokens + (step - stage.step) * stage.tokens_per_step,
                "perf/tokens_per_second": 874_000 + numbers.gauss(0, 9000), "perf/mfu": 0.52 + numbers.gauss(0, 0.004),
                "perf/step_seconds_median": 0.6, "perf/step_seconds_p95": 0.64, "perf/peak_bytes": 13_958_643_712,
                "perf/time": moment, "perf/attempt": attempt, "train/router_z": 0.1, "train/accuracy": 0.3}  # fmt: skip
@@ -193,8 +194,8 @@ def make_stages(root: Path) -> None:
     trunk = make_synthetic_run(root, "staged/trunk", 200, 2200, run_id="1" * 12, sources=MIXTURE, stages=STAGES)
     fork = {"run": str(trunk), "id": "1" * 12}
     make_synthetic_run(
-        root, "staged/anneal", 150, 1600, rate=8e-4, seed=1, run_id="2" * 12, fork=fork | {"step": 1200}, sources=MIXTURE,
-        stages=[*STAGES[:2], STAGES[2] | {"from_step": 1210}], end={"event": "done"},
+        root, "staged/anneal", 150, 1600, rate=8e-4, seed=1, run_id="2" * 12, fork=fork | {"step": 1200},
+        sources=MIXTURE, stages=[*STAGES[:2], STAGES[2] | {"from_step": 1210}], end={"event": "done"},
     )  # fmt: skip
     make_synthetic_run(root, "staged/hot", 130, 2200, rate=3e-3, seed=2, run_id="3" * 12, fork=fork | {"step": 800})
     rolled = make_synthetic_run(root, "staged/rolled-back", 160, 2200, seed=3, run_id="4" * 12)
