@@ -299,7 +299,7 @@ def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tup
         spec: content of `spec.yaml`.
         events: event `stage` by the first step of its stage.
     """
-    config = copy.deepcopy(spec.get("config"))
+    config: Any = copy.deepcopy(spec.get("config"))
     given = config.get("stages") if isinstance(config, dict) else None
     problems = []
     if given is not None and not isinstance(given, list):
@@ -333,7 +333,7 @@ def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tup
             *path, last = key.split(".")
             former: Any = None
             try:
-                parent = config
+                parent: Any = config
                 for part in path:
                     parent = parent[int(part)] if isinstance(parent, list) else parent[part]
                 place = int(last) if isinstance(parent, list) else last
