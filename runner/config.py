@@ -627,7 +627,9 @@ class RollBackConfig(FrozenModel):
     """Spikes of the loss that last: the run goes back to a checkpoint before them, and passes over their data."""
 
     after_steps: PositiveInt = Field(
-        default=5, description="Successive steps with a loss above the threshold at which the run is rolled back."
+        default=5,
+        description="Successive steps with a loss above the threshold at which the run is rolled back. "
+        "Fewer of them at the end of the run stay as they are.",
     )
     loss_above_sigmas: PositiveFloat = Field(
         default=5.0, description="Standard deviations above the mean of the window at which the threshold lies."

@@ -64,6 +64,7 @@ from runner.train.stability import (
     ROLL_BACK_FOLDER,
     Skips,
     complete_roll_backs,
+    find_earliest_begin,
     is_given_up,
     make_stability,
     plan_roll_back,
@@ -142,7 +143,6 @@ class BaseTrainer(RestoreableJob):
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
         self.passed_over: Skips = ()  # by roll-backs
         self.roll_back_records: list[JsonObject] = []
-        self._validate_roll_back()
         self.setup_builder = TrainSetupBuilder(
             document=self.document,
             config=self.stages[0].config,
@@ -163,18 +163,6 @@ class BaseTrainer(RestoreableJob):
         self._stage_number = 0
         self._limit_bytes = 0  # memory of a device that a step may use
         self._stage_datasets: dict[tuple[Skips, int], Dataset] = {}  # by stretches of data passed over, and stage
-
-    def _validate_roll_back(self) -> None:
-        """Raise `SpecError` if the checkpoint to go back to would have been deleted by then."""
-        policy, every_steps = self.config.stability.roll_back, self.spec.checkpoint.every_steps
-        if policy is None or every_steps is None:
-            return
-        needed = 1 - (1 - policy.after_steps - policy.steps_before) // every_steps
-        if self.spec.checkpoint.keep_last < needed:
-            raise self.document.error(
-                "checkpoint.keep_last",
-                f"stability.roll_back may go back over {needed} saves; set it to {needed} or more",
-            )
 
     # Methods for an experiment to override.
 
@@ -391,10 +379,10 @@ class BaseTrainer(RestoreableJob):
         if len(made) >= policy.at_most:
             tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
             raise DivergedError(f"{spike}; the roll-backs that are allowed were made, and passed over {tried}")
-        begin, number = plan_roll_back(policy, spike.first, self.stage.config.train.global_batch_examples, made)
-        # Data before the stage of the spike are other data.
-        start = self.running_stages[self.config.find_stage(spike.first - 1)].start
-        begin, number = max(begin, start), number - max(start - begin, 0)
+        # The stage in which the spike begins, whichever one has fetched it. Data before that stage are other data.
+        stage = self.stages[self.config.find_stage(spike.first - 1)]
+        begin, number = plan_roll_back(policy, spike.first, stage.config.train.global_batch_examples, made)
+        begin, number = max(begin, stage.start), number - max(stage.start - begin, 0)
         # A save in progress may be of the step to go back to.
         self.checkpointer.wait_until_finished()
         steps = hosts.run_on_main(lambda: [step for step in sorted(read_committed(self.store)) if step <= begin])
@@ -811,13 +799,14 @@ class BaseTrainer(RestoreableJob):
         """Return what is saved with the state. Raises `DivergedError`, or `DataError` if the data have changed."""
         # Waits for the device, and raises if a loss is not finite: a diverged state must not be saved.
         self.report.window.fetch()
-        best, hosts = self.spec.checkpoint.keep_best, self.attempt.hosts
+        best, hosts, roll_back = self.spec.checkpoint.keep_best, self.attempt.hosts, self.config.stability.roll_back
         validate_data_unchanged(self.stage.builder.dataset, self.attempt)
         hardware = self.train_setup.describe_hardware(hosts.num_processes)
         if len(self.stages) > 1:
             hardware["stage"] = self.stage.start
         return SaveContents(
             metric=None if best is None else self.report.metric(best.metric, self.step),
+            roll_back_to=None if roll_back is None else find_earliest_begin(self.state, roll_back),
             topology=hardware | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
             carry=self.report.window.carry,
             attachments=self.report.attachments,

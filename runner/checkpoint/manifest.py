@@ -80,6 +80,12 @@ MANIFEST_KEYS = (
     Key("environment", dict, "Software and settings of the attempt that saved it."),
     *(replace(key, name=f"environment.{key.name}") for key in ENVIRONMENT_KEYS),
     Key("metric", float | None, "Value that `checkpoint.keep_best` compares; only if that key is set."),
+    Key(
+        "roll_back_to",
+        int,
+        "Step up to which a spike of the loss that lasts may take the run back; the newest checkpoint up to it is "
+        "kept. Only with `stability.roll_back`.",
+    ),
     Key("arrays", str, "Directory of the arrays, beside the manifest."),
     Key("leaves", dict, "Dotted path of a leaf of the state -> its description."),
     Key("leaves.*.shape", list, "Global shape."),
@@ -153,6 +159,7 @@ class Manifest:
     leaves: dict[str, LeafRecord] = field(default_factory=dict)
     fingerprint: str = ""
     metric: float | None = None
+    roll_back_to: int | None = None
     topology: JsonObject | None = None
     carry: JsonObject | None = None
     environment: JsonObject | None = None

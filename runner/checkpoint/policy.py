@@ -116,6 +116,7 @@ def find_superfluous_steps(
     keep_last: int,
     keep_every_steps: int | None = None,
     best: Mode | None = None,
+    roll_back_to: int | None = None,
 ) -> list[int]:
     """Return the committed steps to delete, ascending.
 
@@ -124,6 +125,7 @@ def find_superfluous_steps(
         keep_last: number of newest steps to keep.
         keep_every_steps: multiples of this are kept.
         best: keep the step with the best value too; of equal values the older step.
+        roll_back_to: keep the newest step up to this one too.
     """
     steps = sorted(metrics)
     kept = set(steps[-keep_last:])
@@ -131,6 +133,8 @@ def find_superfluous_steps(
         kept |= {step for step in steps if step % keep_every_steps == 0}
     if best is not None:
         kept |= {step for step in [find_best_step(metrics, best)] if step is not None}
+    if roll_back_to is not None:
+        kept |= set([step for step in steps if step <= roll_back_to][-1:])
     return [step for step in steps if step not in kept]
 
 
@@ -157,11 +161,14 @@ class Retention:
         self._attempt = attempt
         self._rule = (keep_last, keep_every_steps, best)
         self._metrics: dict[int, float | None] = {}
+        self._roll_back_to: dict[int, int | None] = {}
 
     def scan(self) -> None:
         """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
         store = self._attempt.store
-        self._metrics = {step: manifest.metric for step, manifest in read_committed(store).items()}
+        committed = read_committed(store)
+        self._metrics = {step: manifest.metric for step, manifest in committed.items()}
+        self._roll_back_to = {step: manifest.roll_back_to for step, manifest in committed.items()}
         if self._metrics and isinstance(store, LocalStore):
             # An attempt that was killed right after it created a manifest has not flushed its name.
             store.flush_names(f"{CHECKPOINTS}/{max(self._metrics)}")
@@ -169,21 +176,23 @@ class Retention:
 
     def add(self, manifest: Manifest) -> None:
         """Add a step that has just been committed, and delete the steps that it makes superfluous."""
-        self._metrics[manifest.step] = manifest.metric
+        self._metrics[manifest.step], self._roll_back_to[manifest.step] = manifest.metric, manifest.roll_back_to
         self._prune()
 
     def forget_after(self, step: int) -> list[int]:
         """Forget the steps beyond `step`, which is loaded again, and return them."""
         later = sorted(other for other in self._metrics if other > step)
         for other in later:
-            del self._metrics[other]
+            del self._metrics[other], self._roll_back_to[other]
         return later
 
     def _prune(self) -> None:
-        for step in find_superfluous_steps(self._metrics, *self._rule):
+        # A spike that is running may still be rolled back, as the newest state knows.
+        roll_back_to = self._roll_back_to[max(self._metrics)] if self._metrics else None
+        for step in find_superfluous_steps(self._metrics, *self._rule, roll_back_to):
             try:
                 delete_step(self._attempt, step)
             except OSError as error:
                 warn(f"checkpoint {step} cannot be deleted, will be tried again: {error}")
                 return
-            del self._metrics[step]
+            del self._metrics[step], self._roll_back_to[step]

@@ -148,6 +148,16 @@ def plan_roll_back(config: RollBackConfig, first: int, batch_examples: int, made
     return begin, first - 1 - begin + -(-config.skip_examples // batch_examples)
 
 
+def find_earliest_begin(state: TrainState, config: RollBackConfig) -> int:
+    """Return the earliest step to which a spike that lasts may take back a run with this state. Waits for the device.
+
+    The spike is the one that is running, or one that begins with the next step.
+    """
+    own = state.riders[STABILITY]
+    step, high = jax.device_get((state.step, own[_HIGH]))
+    return max(int(step) - int(high) - config.steps_before, 0)
+
+
 def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
     """Record a roll-back that has been decided, before anything is done. Process 0 only.
 

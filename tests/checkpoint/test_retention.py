@@ -55,6 +55,12 @@ def test_the_best_step_is_kept(best, expected):
     assert list_kept({100: 2.0, 200: -1.0, 300: 4.0, 400: 3.0, 500: 1.0}, 1, best=best) == expected
 
 
+@pytest.mark.parametrize(("step", "expected"), [(900, [600, 1000]), (600, [600, 1000]), (599, [100, 1000])])
+def test_the_newest_step_before_a_running_spike_is_kept(step, expected):
+    assert list_kept(make_unmeasured_steps(100, 600, 1000), 1, roll_back_to=step) == expected
+    assert list_kept(make_unmeasured_steps(600, 1000), 1, roll_back_to=99) == [1000]
+
+
 @pytest.mark.parametrize("best", ["min", "max"])
 def test_the_older_of_equally_good_steps_is_kept(best):
     worse = 2.0 if best == "min" else 0.0

@@ -1,17 +1,27 @@
 """`launch local` through a storm of random faults: the job ends by itself, with the bits of an undisturbed run."""
 
 import contextlib
+import itertools
+import json
 import os
 import random
 import re
 import resource
 import signal
+import threading
 import time
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
+from runner.data.sampling import ShuffledOrder
+from tests.data.datasets import write_bin
 from tests.support.job_process import (
     WHOLE_RUN_DEADLINE_SECONDS,
     Attempt,
@@ -19,6 +29,9 @@ from tests.support.job_process import (
     make_uninterrupted_counter_run,
     make_uninterrupted_run,
 )
+from tests.support.same_bits import SAME_BITS_OPTIONS
+from tests.support.tiny_jobs import get_job_name, make_gpt_document
+from tests.test_values import TrainLookup
 
 SICK = Path(__file__).parents[1] / "support" / "sick_process"
 SHORT_FREEZE_SECONDS = 2.0
@@ -151,3 +164,217 @@ def test_fifteen_faults_of_a_gpt_on_two_processes(tmp_path, monkeypatch):
     whole = make_uninterrupted_run("specs/gpt_nano.yaml", options, num_processes=2)
     assert job.outcome() == whole.outcome()
     print(f"15 faults: {seconds:.0f} s, undisturbed {at_its_pace(job, whole, 2):.0f} s")
+
+
+# Kills of a run of three stages, around every border and between.
+
+STRIKE = "TEST_STORM_STRIKE"  # step, signal, seconds after it, and process
+STARTS, STEPS = (5, 11, 17), 24
+
+
+class StruckLookup(TrainLookup):
+    """Job that sends itself a signal when it has completed a step, before it may save, or a while after that."""
+
+    def save_or_stop(self) -> None:
+        strike = os.environ.get(STRIKE, "").split()
+        if strike and self.step >= int(strike[0]) and self.attempt.hosts.process_id == int(strike[3]):
+            del os.environ[STRIKE]
+            act = (os.kill, (os.getpid(), int(strike[1])))
+            if delay_seconds := float(strike[2]):
+                threading.Timer(delay_seconds, *act).start()
+            else:
+                act[0](*act[1])
+        time.sleep(0.02)
+        super().save_or_stop()
+
+
+def make_staged_job(directory: Path, **changes: Any) -> Job:
+    """Return a job of three stages: mixture; batch and sequence length; schedule."""
+    entries = []
+    for seed, name in enumerate("ab"):
+        write_bin(directory / f"{name}.bin", np.random.default_rng(seed).integers(256, size=4000))
+        entries.append({"name": name, "source": str(directory / f"{name}.bin")})
+    stages = [
+        {"set": {"data.mixture.0.weight": 3.0}},
+        {"set": {"train.global_batch_examples": 16, "data.sequence_length": 32}},
+        {"set": {"schedule": {"name": "linear"}, "optimizer.weight_decay": 0.5}, "why": "anneal"},
+    ]
+    settings = {
+        "job": get_job_name(StruckLookup),
+        "checkpoint.every_steps": 3,
+        "logging.every_steps": 2,
+        "config.model.vocabulary_size": 256,
+        "config.data": {"mixture": entries, "sequence_length": 16, "validation_fraction": 0.1},
+        "config.schedule": {"name": "wsd", "warmup_steps": 2, "decay_steps": 3},
+        "config.train": {"global_batch_examples": 8, "total_steps": STEPS},
+        "config.ema": {"decays": [0.9]},
+        "config.eval": {"every_steps": 5, "batches": 1},
+        "config.stages": [{"from_step": start} | stage for start, stage in zip(STARTS, stages, strict=True)],
+    }
+    spec = directory / "spec.yaml"
+    spec.write_text(yaml.safe_dump(make_gpt_document(directory / "run", **settings | changes)))
+    return Job(str(spec), directory / "run")
+
+
+def read_stages(job: Job) -> set[tuple[Any, ...]]:
+    """Return the stages that the attempts have entered; a resume enters the one in which it goes on."""
+    keys = ("number", "from_step", "why", "program", "micro_batch_examples")
+    return {tuple(event[key] for key in keys) for event in job.events("stage")}
+
+
+def list_moments(num_places: int) -> list[tuple[int, float]]:
+    """Return (step, seconds after it) before, at and after each border, and at random between."""
+    chance = random.Random(num_places)
+    around = [(step, 0.0) for start in STARTS for step in (start - 1, start, start + 1)]
+    return sorted([*around, *((start + 2, chance.uniform(0, 0.2)) for start in (0, *STARTS))])
+
+
+def strike(
+    job: Job, moments: Sequence[tuple[int, float]], places: Sequence[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strike the job at these moments, and run it to its end.
+
+    Args:
+        job: the job.
+        moments: step, and seconds after it, of each strike.
+        places: processes and devices of each, of one attempt after another, from the first again after the last.
+        monkeypatch: for the environment of the attempts.
+    """
+    for number, (step, delay_seconds) in enumerate(moments):
+        num_processes, devices = places[number % len(places)]
+        given = signal.SIGTERM if number % 3 == 2 else signal.SIGKILL
+        monkeypatch.setenv(STRIKE, f"{step} {given:d} {delay_seconds} {number % num_processes}")
+        attempts = replace(job, devices=devices).start_processes(num_processes)
+        attempts[number % num_processes].expect(75 if given == signal.SIGTERM else -signal.SIGKILL)
+        for peer in attempts:
+            peer.kill()
+    monkeypatch.delenv(STRIKE)
+    num_processes, devices = places[len(moments) % len(places)]
+    for attempt in replace(job, devices=devices).start_processes(num_processes):
+        attempt.expect(0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_strikes_around_every_border_of_stages_change_no_bit_row_or_event(
+    num_processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_staged_job(tmp_path)
+    whole = replace(job, directory=tmp_path / "whole")
+    whole.launch(num_processes).expect(0)
+    strike(job, list_moments(num_processes), [(num_processes, 1)], monkeypatch)
+    assert job.outcome() == whole.outcome()
+    assert read_stages(job) == read_stages(whole)
+    assert len(read_stages(job)) == len(STARTS)
+
+
+@pytest.mark.soak
+def test_strikes_around_every_border_on_eight_two_and_one_devices_change_no_bit_or_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XLA_FLAGS")
+    job = make_staged_job(tmp_path, **SAME_BITS_OPTIONS)
+    whole = replace(job, directory=tmp_path / "whole", devices=8)
+    whole.finish()
+    places = [(1, 8), (1, 2), (1, 1)]
+    strike(job, list_moments(len(places)), places, monkeypatch)
+    assert job.outcome() == whole.outcome()
+
+
+# Data of a run of stages, as the steps of its processes have got them.
+
+LENGTH = 16
+# Batch, and share of each source, of each stage.
+MIXTURES: list[tuple[int, dict[str, float]]] = [
+    (8, {"a": 1, "b": 1}),
+    (8, {"a": 3, "b": 1}),
+    (16, {"a": 3, "c": 1}),
+    (16, {"a": 1, "b": 1}),
+]
+
+
+class RecordingLookup(StruckLookup):
+    """Job that records the sequences that enter each step on the devices of a process."""
+
+    def make_step(self, state: Any, batch: Any, *arguments: Any) -> Any:
+        S, B, _ = batch["x"].shape
+        sequences: dict[int, Any] = {}
+        for shard in batch["x"].addressable_shards:
+            places = itertools.product(*(range(size)[part] for size, part in zip((S, B), shard.index, strict=False)))
+            values = np.asarray(shard.data).reshape(-1, LENGTH).tolist()
+            sequences |= {micro * B + row: value for (micro, row), value in zip(places, values, strict=True)}
+        path = self.store.root / "read" / f"{self.step}.{self.attempt.hosts.process_id}.{self.attempt.number}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(sequences))
+        return super().make_step(state, batch, *arguments)
+
+
+def read_recorded(job: Job, step: int) -> list[Any]:
+    """Return the sequences of a step in their order; processes share them, and attempts agree on them."""
+    found: dict[str, dict[int, Any]] = {}
+    for path in (job.directory / "read").glob(f"{step}.*"):
+        _, process, _ = path.name.split(".")
+        sequences = json.loads(path.read_text())
+        assert found.setdefault(process, sequences) == sequences
+    assert sum(map(len, found.values())) == len({index for each in found.values() for index in each})
+    merged = {int(index): value for each in found.values() for index, value in each.items()}
+    return [merged[index] for index in range(len(merged))]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_each_example_of_each_source_enters_one_step_in_an_epoch(
+    num_processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order_of: dict[str, ShuffledOrder] = {}
+    window_of: dict[tuple[int, ...], tuple[str, int]] = {}
+    for number, name in enumerate("abc"):
+        tokens = np.random.default_rng(number).integers(256, size=[700, 1700, 700][number])
+        write_bin(tmp_path / f"{name}.bin", tokens)
+        num_windows = (int(len(tokens) * 0.9) - 1) // LENGTH
+        order_of[name] = ShuffledOrder(num_windows, zlib.crc32(f"0 {name}".encode()))
+        windows = tokens[: num_windows * LENGTH].reshape(-1, LENGTH).tolist()
+        window_of |= {tuple(window): (name, index) for index, window in enumerate(windows)}
+
+    entries = [
+        [{"name": name, "source": str(tmp_path / f"{name}.bin"), "weight": weight} for name, weight in shares.items()]
+        for _, shares in MIXTURES
+    ]
+    starts = (0, *STARTS)
+    settings = {
+        "job": get_job_name(RecordingLookup),
+        "checkpoint.every_steps": 3,
+        "config.model.vocabulary_size": 256,
+        "config.data": {"mixture": entries[0], "sequence_length": LENGTH, "validation_fraction": 0.1},
+        "config.train": {"global_batch_examples": MIXTURES[0][0], "total_steps": STEPS},
+        "config.eval": {"batches": 1},
+        "config.stages": [
+            {"from_step": start, "set": {"data.mixture": entries[number], "train.global_batch_examples": batch}}
+            for number, (start, (batch, _)) in enumerate(zip(starts, MIXTURES, strict=True))
+            if number
+        ],
+    }
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump(make_gpt_document(tmp_path / "run", **settings)))
+    job = Job(str(spec), tmp_path / "run")
+    # In the middle of a stage, and at a border.
+    strike(job, [(8, 0.0), (17, 0.0)], [(num_processes, 1)], monkeypatch)
+
+    taken: dict[str, list[int]] = {name: [] for name in order_of}
+    for start, stop, (batch, shares) in zip(starts, (*STARTS, STEPS), MIXTURES, strict=True):
+        before = {name: len(indices) for name, indices in taken.items()}
+        for step in range(start, stop):
+            sequences = read_recorded(job, step)
+            assert len(sequences) == batch
+            for sequence in sequences:
+                name, index = window_of[tuple(sequence)]
+                taken[name].append(index)
+        for name, indices in taken.items():
+            due = (stop - start) * batch * shares.get(name, 0) / sum(shares.values())
+            assert abs(len(indices) - before[name] - due) <= 1
+    for name, indices in taken.items():
+        assert indices == [order_of[name][number] for number in range(len(indices))]
+    # Some epochs of the first source, and less than one of the second.
+    num_epochs = [len(taken[name]) / order_of[name].num_windows for name in "abc"]
+    assert num_epochs[0] > 2
+    assert num_epochs[1] < 1
