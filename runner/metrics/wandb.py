@@ -11,7 +11,8 @@ All attempts of a job use one run id, and each attempt gives wandb the whole tra
   remove them, is not available on every server.
 
 A fork is online a fork in W&B too (`fork_from`), whose server then shows the parent's history before its rows. Offline
-it is a run of its own, since a server that refuses forks would refuse the whole file.
+it is a run of its own, since a server that refuses forks would refuse the whole file. So it is where the process has
+another run of W&B, of the user's own: a refused fork leaves its id in use until all runs of the process are ended.
 
 The files of wandb are in `wandb/` of the run directory. wandb writes to local disks only, so for a run in a bucket they
 are in this machine's cache while the job runs. They are uploaded when it ends, together with those of attempts that
@@ -88,6 +89,8 @@ class WandbWriter:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))  # by default its logs are in the home directory
 
+        is_alone = wandb.run is None
+
         def start(fork_from: str | None) -> wandb.Run:
             return wandb.init(
                 entity=spec.logging.wandb_entity,
@@ -102,10 +105,12 @@ class WandbWriter:
                 config=spec.model_dump(mode="json")
                 | {"environment": attempt.environment}
                 | ({"lineage": attempt.lineage} if attempt.lineage else {}),
+                # By default wandb returns the active run, which is not ours.
+                reinit=None if is_alone else "create_new",
                 settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
             )
 
-        lineage = attempt.lineage if mode == "online" else {}
+        lineage = attempt.lineage if mode == "online" and is_alone else {}
         moment = f"{lineage['id']}?_step={lineage['step']}" if lineage else None
         try:
             self._run = start(moment)

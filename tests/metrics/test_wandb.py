@@ -59,6 +59,23 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+# A job in a process in which another run of W&B is active, of the user's own.
+BESIDE = """
+import json, sys, wandb
+from pathlib import Path
+from runner.metrics import writers
+from tests.support.tiny_jobs import make_gpt
+writers.CLOSE_SECONDS = 300.0
+settings = wandb.Settings(silent=True, console="off")
+own = wandb.init(project="own", id="own", dir=str(Path(sys.argv[1]).parent), settings=settings)
+own.log({"mine": 1}, step=1)
+make_gpt(Path(sys.argv[1]), **json.loads(sys.argv[2]))()
+assert wandb.run is own
+own.log({"mine": 2}, step=2)
+own.finish()
+"""
+
+
 def run_spec(directory, mode):
     path = directory.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(make_gpt_document(directory, **{"logging.wandb": mode}, **SMALL)))
@@ -161,6 +178,23 @@ def test_a_fork_is_a_fork_on_a_server_that_offers_it_and_else_costs_a_line(tmp_p
     lines = [line for line in output.splitlines() if "fork of" in line]
     assert len(lines) == (status is not None)
     assert status is None or "forks are not offered here" in lines[0]
+    assert "Traceback" not in output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("status", [None, 400])
+def test_another_run_in_the_process_gets_no_row_and_is_not_ended(tmp_path, status):
+    changes = {"logging.wandb": "online", **SMALL}
+    if status is not None:
+        make_gpt(tmp_path / "parent", **SMALL, **{"checkpoint.every_steps": 3})()
+        changes["checkpoint.fork_from"] = {"run": str(tmp_path / "parent"), "step": 3}
+    with start_wandb() as server:
+        server.fork_status = status
+        online = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
+        output = wait_for_output(start_python("-c", BESIDE, str(tmp_path / "run"), json.dumps(changes), **online))
+        own, run = server.runs
+        assert server.history(own) == [{"step": 1, "mine": 1}, {"step": 2, "mine": 2}]
+        assert server.history(run) == parse_lines((tmp_path / "run/metrics.jsonl").read_bytes())
     assert "Traceback" not in output
 
 
