@@ -1,8 +1,8 @@
-"""Engine `slurm`: the job as a batch job with one task per node, which its script requeues after 75 and 76.
+"""Engine `slurm`: the job as a batch job with one task per node, which its script starts again after 75 and 76.
 
 Renders a script for sbatch (its options, the variables of `batch_script.sh`, and that program below them) and submits
 it. SLURM itself requeues a job whose node has failed, and one that it preempts. It knows no exit codes, so the script
-starts the job again after them.
+acts on them: it requeues the job after 75, and restarts it on the same nodes after 76.
 """
 
 import re

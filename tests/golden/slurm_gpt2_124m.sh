@@ -43,6 +43,9 @@ case $code in
   *) exit 202 ;;
 esac'
 
+quick_seconds=60  # an attempt that ends sooner has hardly begun to train
+max_quick_ends=5  # in a row, after which the job may need other nodes
+
 say() { echo "launch: $*"; }
 
 # SLURM signals the tasks itself whenever it ends the job. If the job goes on, this shell alone was signalled.
@@ -52,7 +55,7 @@ on_sigterm() {
     is_ending=1
   elif [[ $is_told == 0 ]]; then  # a second signal would cut the last save short
     is_told=1
-    scancel --signal=TERM "$SLURM_JOB_ID.0"
+    scancel --signal=TERM "$SLURM_JOB_ID"  # to the tasks; this shell is not among them
   fi
 }
 
@@ -66,39 +69,61 @@ requeue() {
   exit "$code"
 }
 
-is_ending=0 is_told=0
-trap on_sigterm TERM HUP USR1 USR2
-srun "${step_options[@]}" bash -c "$run_task" task "${command[@]}" &
-srun_pid=$!
-while :; do  # a signal ends `wait`, not srun
-  was_interrupted=0
-  wait "$srun_pid"
-  code=$?
-  [[ $was_interrupted == 1 ]] || break
-done
+# A node that is draining, not responding or down needs a requeue, which gives the job other nodes.
+are_nodes_well() {
+  local states
+  states=$(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --format=%T) || return
+  [[ -n $states ]] && ! grep -qvE '^(allocated|mixed)[-+]?$' <<<"$states"
+}
 
-case $code in
-  0 | 75) ;;
-  202) code=1 ;;
-  201) code=2 ;;
-  *) code=76 ;;  # srun's own failures too
-esac
-if [[ $is_ending == 1 ]]; then
-  say "ended with $code; SLURM decides whether the job starts again"
-  exit "$code"
-fi
-if [[ $code == 75 ]]; then
-  say "preempted; starting again"
-  requeue
-fi
-if [[ $code == 76 ]]; then
-  echo >>"$restarts_file" || exit "$code"
-  num_restarts=$(wc -l <"$restarts_file")
-  if ((num_restarts <= max_restarts)); then
-    say "ended with $code; restart $num_restarts of $max_restarts"
+is_ending=0 is_told=0 num_quick_ends=0 pause_seconds=0
+trap on_sigterm TERM HUP USR1 USR2
+while :; do
+  # A signal ends `wait`, and so this pause, but not srun.
+  ((pause_seconds == 0)) || { sleep "$pause_seconds" & wait $!; }
+  began_seconds=$SECONDS
+  if [[ $is_ending == 1 || $is_told == 1 ]]; then  # in the pause
+    code=75
+  else
+    srun "${step_options[@]}" bash -c "$run_task" task "${command[@]}" &
+    srun_pid=$!
+    while :; do
+      was_interrupted=0
+      wait "$srun_pid"
+      code=$?
+      [[ $was_interrupted == 1 ]] || break
+    done
+  fi
+  case $code in
+    0 | 75) ;;
+    202) code=1 ;;
+    201) code=2 ;;
+    *) code=76 ;;  # srun's own failures too
+  esac
+  if [[ $is_ending == 1 ]]; then
+    say "ended with $code; SLURM decides whether the job starts again"
+    exit "$code"
+  fi
+  if [[ $code == 75 ]]; then
+    say "preempted; starting again"
     requeue
   fi
-  say "ended with $code after $max_restarts restarts; --max-restarts allows no more"
-fi
+  [[ $code == 76 ]] || break
+  RUNNER_SUBMITTED=$(date +%s)  # a restart on the same nodes begins now
+  echo >>"$restarts_file" || exit "$code"
+  num_restarts=$(wc -l <"$restarts_file")
+  if ((num_restarts > max_restarts)); then
+    say "ended with $code after $max_restarts restarts; --max-restarts allows no more"
+    break
+  fi
+  num_quick_ends=$((SECONDS - began_seconds < quick_seconds ? num_quick_ends + 1 : 1))
+  pause_seconds=$((1 << num_quick_ends - 1))
+  restart="ended with $code; restart $num_restarts of $max_restarts"
+  if [[ $is_told == 1 ]] || ((num_quick_ends >= max_quick_ends)) || ! are_nodes_well; then
+    say "$restart, in the queue"
+    requeue
+  fi
+  say "$restart, on the same nodes in $pause_seconds s"
+done
 rm -f -- "$restarts_file"
 exit "$code"

@@ -139,14 +139,17 @@ exit $code
     "scontrol": RECORD_CALL + "[[ ! -e $CALLS/scontrol_fails ]]\n",
     "scancel": RECORD_CALL + 'kill -TERM $(cat "$CALLS/task_pids")\n',
     "squeue": RECORD_CALL + '[[ $* == *%V* ]] && exec cat "$CALLS/submitted"\ncat "$CALLS/state"\n',
-    "sleep": RECORD_CALL,
+    "sinfo": RECORD_CALL + 'cat "$CALLS/nodes"\n',
+    "sleep": RECORD_CALL + '[[ ! -e $CALLS/pauses ]] || read -rt 30 <>"$CALLS/pipe"\n',
     "python": """#!/bin/bash
 printf '%s\\n' "$@" >"$CALLS/arguments"
 echo "$RUNNER_SUBMITTED" >"$CALLS/environment"
 trap 'echo told >>"$CALLS/told"' TERM HUP USR1 USR2
 echo $$ $PPID >"$CALLS/task_pids.new" && mv "$CALLS/task_pids.new" "$CALLS/task_pids"
 while [[ -e $CALLS/waits && ! ( -e $CALLS/told && -e $CALLS/may_end ) ]]; do read -rt 0.02 <>"$CALLS/pipe"; done
-exit "$(cat "$CALLS/code")"
+echo started >>"$CALLS/starts"
+code=$(sed -n "$(wc -l <"$CALLS/starts")p" "$CALLS/code")
+exit "${code:-$(tail -n 1 "$CALLS/code")}"
 """,
 }
 
@@ -164,6 +167,7 @@ class FakeSlurm:
         os.mkfifo(directory / "pipe")
         (directory / "script.sh").write_text(script)
         self.write("state", "RUNNING")
+        self.write("nodes", "allocated")
         self.write("submitted", "2026-11-02T03:04:05")
 
     def write(self, name: str, text: object) -> None:
@@ -177,12 +181,12 @@ class FakeSlurm:
     def calls(self, name: str) -> list[str]:
         return [line.partition(" ")[2] for line in self.read("calls") if line.startswith(f"{name} ")]
 
-    def start(self, code: int, num_restarts: int = 0) -> subprocess.Popen[str]:
-        """Start the script as SLURM does; its command exits with `code`."""
-        self.write("code", code)
-        for name in ("calls", "told", "task_pids"):
+    def start(self, *codes: int, num_restarts: int = 0) -> subprocess.Popen[str]:
+        """Start the script as SLURM does; its command exits with these codes in turn, then with the last one."""
+        self.write("code", "\n".join(map(str, codes)))
+        for name in ("calls", "told", "task_pids", "starts"):
             (self.directory / name).unlink(missing_ok=True)
-        variables = dict(os.environ, CALLS=str(self.directory), SLURM_JOB_ID="42")
+        variables = dict(os.environ, CALLS=str(self.directory), SLURM_JOB_ID="42", SLURM_JOB_NODELIST="n[1-2]")
         variables["PATH"] = f"{self.directory}/bin:{variables['PATH']}"
         if num_restarts:
             variables["SLURM_RESTART_COUNT"] = str(num_restarts)
@@ -191,9 +195,9 @@ class FakeSlurm:
             command, cwd=self.directory, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    def run(self, code: int, num_restarts: int = 0) -> tuple[int, str]:
+    def run(self, *codes: int, num_restarts: int = 0) -> tuple[int, str]:
         """Run the script and return its exit code and output."""
-        process = self.start(code, num_restarts)
+        process = self.start(*codes, num_restarts=num_restarts)
         output, _ = process.communicate(timeout=DEADLINE_SECONDS)
         return process.returncode, output
 
@@ -247,27 +251,92 @@ def test_an_unknown_code_is_a_failure(slurm, code, final):
 
 def test_a_preemption_requeues_the_job_and_does_not_count(slurm):
     for num_restarts in range(5):
-        assert slurm.run(75, num_restarts) == (75, "launch: preempted; starting again\n")
+        assert slurm.run(75, num_restarts=num_restarts) == (75, "launch: preempted; starting again\n")
         assert slurm.calls("scontrol") == ["requeue 42"]
     assert list(slurm.directory.glob("*.restarts")) == []
 
 
+HERE = "launch: ended with 76; restart {} of 2, on the same nodes in {} s\n"
+IN_QUEUE = "launch: ended with 76; restart {} of 2, in the queue\n"
+
+
 @pytest.mark.parametrize("code", [76, 137, 134, *(128 + number for number in STOP_SIGNALS)])
-def test_retryable_codes_and_kills_requeue_the_job_and_count(slurm, code):
-    assert slurm.run(code) == (76, "launch: ended with 76; restart 1 of 2\n")
-    slurm.run(75, num_restarts=1)
-    assert slurm.run(code, num_restarts=2) == (76, "launch: ended with 76; restart 2 of 2\n")
-    assert slurm.calls("scontrol") == ["requeue 42"]
+def test_retryable_codes_and_kills_restart_the_command_on_the_same_nodes_and_count(slurm, code):
+    assert slurm.run(code, 0) == (0, HERE.format(1, 1))
+    assert slurm.calls("sleep") == ["1"]
+    assert time.time() - 60 < int(slurm.read("environment")[0]) <= time.time()
     exhausted = "launch: ended with 76 after 2 restarts; --max-restarts allows no more\n"
-    assert slurm.run(code, num_restarts=3) == (76, exhausted)
+    assert slurm.run(code) == (76, HERE.format(1, 1) + HERE.format(2, 2) + exhausted)
+    assert len(slurm.read("starts")) == 3
     assert slurm.calls("scontrol") == []
     assert list(slurm.directory.glob("*.restarts")) == []
 
 
+def test_restarts_are_counted_over_requeues(slurm):
+    assert slurm.run(76, 75) == (75, HERE.format(1, 1) + "launch: preempted; starting again\n")
+    assert slurm.run(76, 1, num_restarts=1) == (1, HERE.format(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("states", "are_well"),
+    [
+        ("allocated", True),
+        ("mixed", True),
+        ("mixed-\nallocated+", True),
+        ("allocated*", False),
+        ("allocated\ndown*", False),
+        ("draining", False),
+        ("drained", False),
+        ("fail", False),
+        ("", False),
+    ],
+)
+def test_a_job_whose_nodes_are_not_well_is_requeued(slurm, states, are_well):
+    slurm.write("nodes", states)
+    code, output = slurm.run(76, 0)
+    assert (code, output) == ((0, HERE.format(1, 1)) if are_well else (76, IN_QUEUE.format(1)))
+    assert slurm.calls("scontrol") == ([] if are_well else ["requeue 42"])
+    assert slurm.calls("sinfo") == ["--noheader --nodes=n[1-2] --format=%T"]
+
+
+def test_a_job_that_ends_at_once_again_and_again_is_requeued(slurm):
+    script = slurm.directory / "script.sh"
+    script.write_text(script.read_text().replace("max_restarts=2", "max_restarts=9"))
+    code, output = slurm.run(76)
+    assert code == 76
+    assert output.splitlines()[-1] == "launch: ended with 76; restart 5 of 9, in the queue"
+    assert slurm.calls("sleep") == ["1", "2", "4", "8", "0"]
+    # One that has trained for a while in between starts over.
+    script.write_text(script.read_text().replace("quick_seconds=60", "quick_seconds=0"))
+    assert "restart 9 of 9, on the same nodes in 1 s" in slurm.run(76, num_restarts=1)[1]
+
+
+@pytest.mark.parametrize(("state", "requeues"), [("RUNNING", ["requeue 42"]), ("COMPLETING", [])])
+def test_a_signal_between_two_starts_ends_the_pause(slurm, state, requeues):
+    slurm.write("pauses", "")
+    process = slurm.start(76)
+    slurm.wait_until(lambda: slurm.calls("sleep"))
+    slurm.write("state", state)
+    (slurm.directory / "pauses").unlink()
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 75
+    assert slurm.calls("scontrol") == requeues
+    assert len(slurm.read("starts")) == 1
+    assert output.startswith(HERE.format(1, 1))
+
+
+def test_a_job_that_was_told_to_stop_is_requeued_after_any_end(slurm):
+    process = slurm.start_waiting(76)
+    process.send_signal(signal.SIGTERM)
+    slurm.wait_until(lambda: slurm.read("told"))
+    assert slurm.end(process) == (76, IN_QUEUE.format(1))
+    assert slurm.calls("scontrol") == ["requeue 42"]
+
+
 def test_a_new_job_with_the_same_number_starts_a_new_count(slurm):
-    slurm.run(76)
-    slurm.run(76, num_restarts=1)
-    assert "restart 1 of 2" in slurm.run(76)[1]
+    slurm.run(76, 75)
+    assert "restart 1 of 2" in slurm.run(76, 0)[1]
 
 
 @pytest.mark.parametrize(("task_codes", "code"), [([76, 202], 1), ([201, 76], 2), ([137, 202], 1), ([75, 76], 76)])
@@ -279,7 +348,8 @@ def test_the_job_exits_with_the_most_specific_code_of_its_tasks(slurm, task_code
 @pytest.mark.parametrize("code", [1, 143, 137])
 def test_a_failure_of_srun_itself_is_retryable(slurm, code):
     slurm.write("srun_code", code)
-    assert slurm.run(0) == (76, "launch: ended with 76; restart 1 of 2\n")
+    assert slurm.run(0)[0] == 76
+    assert len(slurm.calls("srun")) == 3
 
 
 def list_state_queries(slurm: FakeSlurm) -> list[str]:
@@ -301,7 +371,7 @@ def test_a_signal_to_the_shell_reaches_the_tasks_once_but_not_srun(slurm, number
         process.send_signal(number)
         slurm.wait_until(lambda count=num_signals: len(list_state_queries(slurm)) == count and slurm.read("told"))
     assert slurm.end(process) == (75, "launch: preempted; starting again\n")
-    assert slurm.calls("scancel") == ["--signal=TERM 42.0"]
+    assert slurm.calls("scancel") == ["--signal=TERM 42"]
     assert slurm.read("told") == ["told"]
     assert "SIGTERM" not in slurm.calls("srun")
     assert slurm.calls("scontrol") == ["requeue 42"]
