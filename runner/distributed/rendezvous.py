@@ -96,7 +96,7 @@ def _detect_with_jax(deadline_seconds: float) -> Placement | None:
         cluster = getattr(clusters, name)
         if not cluster.is_env_present():
             continue
-        # Within an allocation of several tasks, the shell of `salloc` is a step of one, to which JAX gives their number.
+        # In an allocation of several tasks the shell of `salloc` is a step of one, to which JAX gives their number.
         step_tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if name == "SlurmCluster" else None
         num_processes = int(step_tasks or cluster.get_process_count())
         if num_processes == 1:
