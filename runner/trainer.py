@@ -548,7 +548,13 @@ class BaseTrainer(RestoreableJob):
         """Stages of the run on the devices of this process."""
         first = RunningStage(self.stages[0], self.setup_builder, lambda: self.train_setup)
         others = zip(self.stages[1:], self.stage_jobs[1:], strict=True)
-        return [first, *(RunningStage(stage, job.setup_builder) for stage, job in others)]
+        return [
+            first,
+            *(
+                RunningStage(stage, job.setup_builder, is_evaluated=stage.is_evaluated(self.config.total_steps))
+                for stage, job in others
+            ),
+        ]
 
     def enter_stage(self, step: int) -> None:
         """Enter the stage that makes the step after `step` completed ones. May wait for its program."""
@@ -604,9 +610,14 @@ class BaseTrainer(RestoreableJob):
             get_data_metrics=lambda step: self.get_stage_dataset(self._stage_number).compute_metrics(
                 *self.count_stage_examples(self._stage_number, step)
             ),
-            after_row=lambda: self.builtin_evaluators.start_compiling(self._evaluators),
+            after_row=self._compile_evaluators,
             is_language_model=self.setup_builder.is_language_model(self.train_setup),
         )
+
+    def _compile_evaluators(self) -> None:
+        # A stage without evaluations needs nothing, except for hooks that ask for one.
+        if len(self.stages) == 1 or self.stage.plan.is_evaluated(self.config.total_steps):
+            self.builtin_evaluators.start_compiling(self._evaluators)
 
     @functools.cached_property
     def _evaluators(self) -> list[Evaluator]:
@@ -644,6 +655,7 @@ class BaseTrainer(RestoreableJob):
             dataclasses.replace(tasks, config=self.stage.config) if self._stage_number else tasks,
             self.batch,
             self.attempt.stop,
+            self.stage.val_step,
         )
 
     def get_evaluated_weights(self, state: Any) -> Any:

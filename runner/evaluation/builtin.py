@@ -6,12 +6,14 @@ and counts the bytes of their text.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import flax.linen as nn
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -286,6 +288,7 @@ class BuiltinEvaluators:
         tasks: EvaluationTasks,
         batch: Callable[[str, int], Batch],
         stop: StopNotice,
+        val_step: Future[jax.stages.Compiled] | None = None,
     ):
         """Prepare the evaluators.
 
@@ -296,6 +299,7 @@ class BuiltinEvaluators:
             tasks: tasks of `config.eval`.
             batch: function that makes a batch by set and index.
             stop: notice that the job was asked to stop.
+            val_step: compiled validation step, if it is compiled already.
         """
         config, dataset = setup_builder.config, setup_builder.dataset
         self._tasks = tasks
@@ -317,6 +321,7 @@ class BuiltinEvaluators:
             make_validation_sets(own_data, val_layout.global_batch_examples, batch),
             stop.poll,
             select_run_data(dataset, config).measure if config.eval.bits_per_byte else None,
+            val_step,
         )
 
     @functools.cached_property

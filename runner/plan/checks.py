@@ -186,6 +186,7 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
     num_steps = (
         setup_builder.config_in_steps.total_steps if setup_builder.stage is None else setup_builder.stage.num_steps
     )
+    taken_by = "the run takes" if setup_builder.stage is None else "the steps before the first stage take"
     shares = dataset.compute_shares(*setup_builder.data_position.count_examples(num_steps, batch))
     for part, share in zip(dataset.train_sources, shares, strict=True):
         of = f" of {part.name}" if len(shares) > 1 else ""
@@ -193,7 +194,7 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
         note = "of sequence_length tokens"
         section.add(f"training examples{of}", part.examples.num_examples, "", "counted", note)
         section.add(f"training tokens{of}", part.num_tokens, "", "counted")
-        section.add(f"epochs{of}", share.epochs, "", "counted", f"the run takes {share.tokens:,} tokens")
+        section.add(f"epochs{of}", share.epochs, "", "counted", f"{taken_by} {share.tokens:,} tokens")
     for name, examples in dataset.validation.items():
         title = f"{name} examples" if name == "validation" else f"validation examples of {name}"
         section.add(title, examples.num_examples, "", "counted")

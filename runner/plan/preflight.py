@@ -218,40 +218,60 @@ def _make_trainer_sections(
                     sections.append(make_comparison_section(forecast, planned_bytes, rows))
     checkpoint = _make_checkpoint_section(job, abstract_state, machine, step_seconds, findings)
     sections += [checkpoint, report.make_compilation_section(program)]
-    return sections + (make_stage_sections(job, train_setup, machine, findings) if len(job.stages) > 1 else [])
+    if len(job.stages) > 1:
+        sections += make_stage_sections(job, train_setup, machine, step_seconds, findings)
+    return sections
 
 
 def make_stage_sections(
-    job: BaseTrainer, train_setup: TrainSetup, machine: TargetMachine, findings: Findings
+    job: BaseTrainer, train_setup: TrainSetup, machine: TargetMachine, step_seconds: float | None, findings: Findings
 ) -> list[Section]:
-    """Check and compile each stage of a run, and report it; the first section shows the run as a whole."""
+    """Check and compile each stage of a run, and report it; the first section shows the run as a whole.
+
+    `step_seconds` is the lowest time of a step before the first stage, if it is known.
+    """
     whole = Section("stages")
     with findings.collect():
         reads_rates = job.setup_builder.optimizer_choice.reads_rates(job.stages[0].config)
         report.add_courses(whole, job.stages, job.schedules if reads_rates else None)
+    whole.add("tokens", job.config.count_tokens(job.config.total_steps), "", "counted", label="tokens of the run")
     for line in format_rounded_starts(job.config, job.stages):
         findings.warnings.append(line)
     sections = [whole]
+    run_seconds = None if step_seconds is None else step_seconds * job.stages[0].stop
     for stage, stage_job in zip(job.running_stages[1:], job.stage_jobs[1:], strict=True):
         section = Section(f"stage {stage.number}")
         sections.append(section)
         own = RunningStage(stage.plan, stage.builder, functools.partial(stage.builder.build, machine.devices))
-        with findings.collect():
+        found = Findings()
+        num_steps, times = stage.stop - stage.start, None
+        with found.collect():
             own.validate(train_setup.abstract_state, machine.devices)
             report.add_stage(section, job, stage.plan)
-            findings.warnings += own.find_restarts(job.get_stage_dataset(stage.number))
+            found.warnings += own.find_restarts(job.get_stage_dataset(stage.number))
+            estimate = report.estimate_early(stage_job, own.train_setup, machine)
+            first = None if estimate is None else estimate.first
+            micro_batch = first.micro_batch_examples if machine.is_faked and first is not None else None
             with report_progress(f"compiling stage {stage.number}"):
-                program = compile_program(own.builder, own.train_setup, machine)
-            num_steps = stage.stop - stage.start
+                program = compile_program(own.builder, own.train_setup, machine, micro_batch=micro_batch)
+            if machine.is_faked:
+                check_memory_by_arithmetic(stage_job, first, machine, found)
             with contextlib.suppress(ValueError):  # a job that does not state its FLOPs
                 flops = stage_job.flops_per_token(own.train_setup)
                 roofline, times = report.make_roofline_section(stage.config, flops, program, machine, num_steps)
                 if times is not None:
                     named = {"lowest step time", "time to the end"}
                     section.figures += [figure for figure in roofline.figures if figure.name in named]
-            section.add("needed", program.step.memory.needed, "bytes", "compiled", "of a device")
-            section.add("headroom", machine.hbm_bytes - program.step.memory.needed, "bytes", "compiled")
+            memory = report.make_memory_section(program, machine, first)
+            section.figures += [figure for figure in memory.figures if figure.name in {"needed", "headroom"}]
             section.add("train step", program.compile_seconds, "seconds", "compiled", label="compilation")
+        run_seconds = None if run_seconds is None or times is None else run_seconds + num_steps * times.step_seconds
+        findings.problems += [f"stage {stage.number}: {line}" for line in found.problems]
+        # What is unknown of the first step is unknown of all.
+        findings.warnings += [line for line in found.warnings if line not in findings.warnings]
+    if run_seconds is not None:
+        note = "without restarts, over all stages"
+        whole.add("time to the end", run_seconds, "seconds", "assumed", note, label="time of the run")
     return sections
 
 

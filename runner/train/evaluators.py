@@ -361,6 +361,7 @@ class Validation:
         sets: Sequence[ValidationSet],
         is_stopping: Callable[[], bool],
         measure: Callable[[str], ValidationSize] | None = None,
+        step: Future[jax.stages.Compiled] | None = None,
     ):
         """Prepare the evaluator; compiles nothing.
 
@@ -370,13 +371,14 @@ class Validation:
             sets: validation sets.
             is_stopping: function that returns True if the job was asked to stop, which an evaluation must not delay.
             measure: function that returns the size of a set by name, for bits per byte; None: not reported.
+            step: what `compile_val` would return, if that has been called already.
         """
         self._measure = None if measure is None else functools.cache(measure)
         self._warned: set[str] = set()  # sets whose bytes are unknown
         # Without the optimizer state, whose memory the validation step does not need.
         self._abstract = abstract.replace(opt_state=(), riders={})
         self._compile_val, self._sets, self._is_stopping = compile_val, sets, is_stopping
-        self._step: Future[jax.stages.Compiled] | None = None
+        self._step = step
 
     def start_compiling(self) -> None:
         """Compile in the background. Called after the first row, because tracing would slow down the first steps."""

@@ -510,6 +510,11 @@ class TrainSetupBuilder:
         with self.document.errors_at("topology"):
             return train_setup.compile_to_fit(self.train_step, layouts, limit_bytes)
 
+    def compile_val(self, train_setup: TrainSetup, layout: BatchLayout) -> jax.stages.Compiled:
+        """Compile the validation step beside a train step of this layout."""
+        abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
+        return train_setup.compile_val(self.val_step, abstract, make_val_layout(self.config, layout))
+
     def compile_smallest(self, train_setup: TrainSetup) -> CompiledStep:
         """Compile the train step with the smallest micro-batch, whether it fits or not."""
         return train_setup.compile_train(self.train_step, list_batch_layouts(self.config, train_setup.mesh)[-1])

@@ -66,6 +66,12 @@ class RunStage:
         """Return True if the stage sets one of these dotted keys, or a part of one."""
         return any(is_below(f"config.{key}", sections) for key in self.values)
 
+    def is_evaluated(self, total_steps: int) -> bool:
+        """Return True if the loss on the validation sets is due at one of its steps."""
+        every_steps = self.config.eval.every_steps
+        is_due = every_steps is not None and self.stop // every_steps > self.start // every_steps
+        return is_due or (self.config.eval.at_end and self.stop == total_steps)
+
 
 def make_stages(
     document: Document, config_class: type[TrainerConfig[Any]], config: TrainerConfig[Any]
@@ -331,15 +337,23 @@ class RunningStage:
         config: see `RunStage`.
         why: see `RunStage`.
         builder: builder of its setup.
+        val_step: compiled validation step, if it is compiled ahead.
     """
 
-    def __init__(self, stage: RunStage, builder: TrainSetupBuilder, get_setup: Callable[[], TrainSetup] | None = None):
+    def __init__(
+        self,
+        stage: RunStage,
+        builder: TrainSetupBuilder,
+        get_setup: Callable[[], TrainSetup] | None = None,
+        is_evaluated: bool = False,
+    ):
         """Prepare the stage; builds and compiles nothing.
 
         Args:
             stage: the stage.
             builder: builder of its setup.
             get_setup: function that returns the setup, by default one that builds it.
+            is_evaluated: True if the loss on the validation sets is due at one of its steps.
         """
         self.plan, self.builder = stage, builder
         self.number, self.start, self.stop, self.config, self.why = (
@@ -351,6 +365,8 @@ class RunningStage:
         )
         self._get_setup = (lambda: builder.build(jax.devices())) if get_setup is None else get_setup
         self._compiled: Future[CompiledStep] | None = None
+        self._is_evaluated = is_evaluated
+        self.val_step: Future[jax.stages.Compiled] | None = None
         self._lock = threading.Lock()
 
     @functools.cached_property
@@ -359,11 +375,18 @@ class RunningStage:
         return self._get_setup()
 
     def start_compiling(self, limit_bytes: int) -> Future[CompiledStep]:
-        """Compile the train step on a thread, at the first call, and return its future."""
+        """Compile the train step on a thread, at the first call, and return its future.
+
+        If the stage is evaluated, the thread then compiles the validation step.
+        """
         with self._lock:
             if self._compiled is None:
                 compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
-                self._compiled = compiler.submit(self._compile, limit_bytes, None)
+                self._compiled = train = compiler.submit(self._compile, limit_bytes, None)
+                if self._is_evaluated and self.builder.dataset.validation:
+                    self.val_step = compiler.submit(
+                        lambda: self.builder.compile_val(self.train_setup, train.result().layout)
+                    )
                 compiler.shutdown(wait=False)  # the thread ends once it has compiled
             return self._compiled
 

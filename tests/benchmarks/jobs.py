@@ -9,11 +9,12 @@ from runner import ExecutionSpec, Topology
 from runner.spec import CheckpointConfig, LoggingConfig
 
 SIZES = {
+    "nano": {"layers": 2, "heads": 4, "width": 64, "vocabulary_size": 256},  # that of specs/gpt_nano.yaml
     "small": {"layers": 4, "heads": 4, "width": 128, "vocabulary_size": 256},  # that of specs/gpt_small.yaml
     "10m": {"layers": 6, "heads": 6, "width": 384, "vocabulary_size": 256},
     "124m": {"layers": 12, "heads": 12, "width": 768, "vocabulary_size": 50304},
 }
-BATCHES = {"small": (32, 64), "10m": (8, 256), "124m": (2, 512)}  # examples, sequence length
+BATCHES = {"nano": (32, 64), "small": (32, 64), "10m": (8, 256), "124m": (2, 512)}  # examples, sequence length
 
 
 def make_job(
@@ -27,12 +28,14 @@ def make_job(
     batch: tuple[int, int] | None = None,
     url: str | None = None,
     train: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> PretrainGPT:
     """Make a GPT job of `size` in `directory` or at `url`.
 
     Args:
         every_steps: interval of saves; None is the default.
         train: further keys of `config.train`.
+        config: further sections of `config`.
     """
     examples, sequence_length = batch or BATCHES[size]
     spec = ExecutionSpec(
@@ -48,6 +51,7 @@ def make_job(
             "optimizer": {"learning_rate": 1e-3},
             "schedule": {"name": "constant"},
             "train": {"total_steps": total_steps, "global_batch_examples": examples, **(train or {})},
+            **(config or {}),
         },
     )
     return job_class(spec)

@@ -6,15 +6,22 @@ that the loop was blocked, the time until the save is durable, and the peak memo
 save.
 
     python -m tests.benchmarks.save [--rounds 9] [--steps 6]
+
+With `--borders` it trains a model of the size of gpt_nano instead, whose stages begin between its saves, and prints the
+time that a border adds to a step, relative to that of a save. Programs are compiled before the border is reached.
+
+    python -m tests.benchmarks.save --borders [--rounds 9]
 """
 
 import argparse
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import jax
 
@@ -78,11 +85,66 @@ def measure(job: PretrainGPT, rounds: int, num_steps: int) -> Iterator[RoundCost
         yield RoundCosts(plain, saving, blocked, synchronous(job))
 
 
+class TimedSteps(PretrainGPT):
+    """Job that records when each step has ended, and waits for the programs of the next stage."""
+
+    ends: ClassVar[dict[int, float]] = {}
+
+    def make_step(self, *args: Any) -> Any:
+        """Make a step and wait for the device."""
+        result = jax.block_until_ready(super().make_step(*args))
+        self.ends[self.step + 1] = time.perf_counter()
+        return result
+
+    def compile_next_stage(self) -> None:
+        """Compile without training beside it, as the step after the first of a stage is not measured."""
+        super().compile_next_stage()
+        for thread in threading.enumerate():
+            if thread.name.startswith("compile"):
+                thread.join()
+
+
+def measure_borders(rounds: int) -> None:
+    """Print the cost of a border between two stages relative to that of a save, with and without an evaluation."""
+    interval = 40
+    total = interval * (rounds + 1)
+    borders = [interval * number + interval // 2 for number in range(1, rounds + 1)]
+    kinds: dict[str, Callable[[int], Any]] = {
+        "weight decay": lambda number: {"optimizer.weight_decay": 0.1 + 0.01 * number},
+        "batch": lambda number: {"train.global_batch_examples": 16 if number % 2 else 32},
+        "schedule": lambda number: {"schedule": {"name": "linear" if number % 2 else "constant"}},
+    }
+    for kind, make_values in kinds.items():
+        TimedSteps.ends.clear()
+        with tempfile.TemporaryDirectory() as directory:
+            stages = [{"from_step": step, "set": make_values(number)} for number, step in enumerate(borders, 1)]
+            make_job(
+                "nano", Path(directory), total, job_class=TimedSteps, every_steps=interval, config={"stages": stages}
+            )()
+        ends = TimedSteps.ends
+        # What follows a step, such as a save or a border, counts in the time of the next one.
+        seconds = {step: ends[step] - ends[step - 1] for step in ends if step - 1 in ends}
+        plain = statistics.median(
+            seconds[step] for step in seconds if (step - 1) % (interval // 2) > 5 and (step - 1) % 10
+        )
+        border = statistics.median(seconds[step + 1] for step in borders) - plain
+        save = statistics.median(seconds[step + 1] for step in range(interval, total, interval)) - plain
+        print(
+            f"{kind}: border / save {border / save:.2f}  (step {1e3 * plain:.1f} ms, border {1e3 * border:+.1f} ms, "
+            f"save {1e3 * save:+.1f} ms)",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--borders", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=6)
     parsed = parser.parse_args()
+    if parsed.borders:
+        measure_borders(parsed.rounds)
+        return
     with tempfile.TemporaryDirectory() as directory:
         job = start(make_job("124m", Path(directory), 10_000, batch=(2, 128)))
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(job.state))

@@ -16,7 +16,7 @@ from runner import BaseTrainer
 from runner.accelerator import CHIPS, Accelerator, parse_accelerator
 from runner.cli.app import run_command
 from runner.errors import InvalidError
-from runner.plan import figures, preflight, program
+from runner.plan import figures, preflight, program, report
 from runner.plan.checks import Findings, check_directory
 from runner.plan.program import open_machine
 from runner.spec import Document, SpecLocation
@@ -319,6 +319,98 @@ def test_without_the_chips_compiler_arithmetic_decides(
     assert (len(findings.problems), len(findings.warnings)) == (problems, warnings)
     assert all("by arithmetic" in line for line in findings.problems)
     assert all("unknown" in line for line in findings.warnings)
+
+
+# Stages.
+
+# What a stage sets, and figures of its section that follow.
+PLANNED_STAGES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "mixture": (
+        {"data.mixture": [{"name": "docs", "source": "README.md"}, {"name": "code", "source": "python-stdlib"}]},
+        {"tokens in a step": 512, "tokens of the stage": 3072},
+    ),
+    "batch": ({"train.global_batch_examples": 16}, {"tokens in a step": 1024, "tokens of the stage": 6144}),
+    "sequence length": ({"data.sequence_length": 128}, {"tokens in a step": 1024, "tokens of the stage": 6144}),
+    "rope": ({"model.rope": {"theta": 1e6}}, {"tokens in a step": 512}),
+    "schedule": ({"schedule": {"name": "linear"}}, {"tokens in a step": 512}),
+}
+SMALL_STAGED = {
+    "config.model": {"layers": 1, "heads": 2, "width": 32, "mlp_width": 64},
+    "config.train": {"total_steps": 20, "global_batch_examples": 8},
+    "config.schedule": {"name": "constant", "warmup_steps": 2},
+}
+
+
+def list_settings(directory: Path, **settings: Any) -> list[str]:
+    """Return the arguments of a small job with these values."""
+    given = SMALL_STAGED | {"directory": str(directory)} | settings
+    pairs = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    return ["specs/llama_nano.yaml", *(word for pair in pairs for word in ("--set", pair))]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", PLANNED_STAGES)
+def test_each_stage_is_planned_and_the_times_add_up(tmp_path: Path, case: str) -> None:
+    values, expected = PLANNED_STAGES[case]
+    words = list_settings(tmp_path / "run", **{"config.stages": [{"from_step": 14, "set": values}]})
+    found = json.loads(plan_small_chip(16e9, *words, "--topology", "v5e-4", "--json"))
+    assert found["problems"] == []
+    first, stage, whole = (found["plan"][name] for name in ("roofline of a step", "stage 1", "stages"))
+    assert {name: stage[name]["value"] for name in expected} == expected
+    assert (stage["from step"]["value"], stage["steps"]["value"]) == (14, 6)
+    assert first["time to the end"]["value"] == pytest.approx(14 * first["lowest step time"]["value"])
+    assert stage["time to the end"]["value"] == pytest.approx(6 * stage["lowest step time"]["value"])
+    times = first["time to the end"]["value"] + stage["time to the end"]["value"]
+    assert whole["time to the end"]["value"] == pytest.approx(times)
+    assert whole["tokens"]["value"] == 14 * 512 + 6 * stage["tokens in a step"]["value"]
+
+
+UNFIT_STAGES: dict[str, tuple[dict[str, Any], float, str]] = {
+    "does not divide": ({"train.global_batch_examples": 6}, 16e9, "6"),
+    "does not fit": ({"data.sequence_length": 8192}, 4e6, "there"),
+    "changes the state": ({"optimizer.groups": [{"pattern": "*kernel", "frozen": True}]}, 16e9, "shape of the state"),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", UNFIT_STAGES)
+def test_a_later_stage_that_cannot_run_is_named(tmp_path: Path, case: str) -> None:
+    values, hbm_bytes, words = UNFIT_STAGES[case]
+    stages = [{"from_step": 5, "set": {"optimizer.weight_decay": 0.2}}, {"from_step": 10, "set": values}]
+    given = list_settings(tmp_path / "run", **{"config.stages": stages})
+    output = plan_small_chip(hbm_bytes, *given, "--topology", "v5e-4", expected=2)
+    problems = [line for line in output.splitlines() if line.startswith("problem: ")]
+    assert problems, output
+    assert all(line.startswith("problem: stage 2: ") and words in line for line in problems)
+    assert output.rstrip().endswith("would not run")
+
+
+@pytest.mark.soak
+def test_a_batch_ramp_is_planned_as_stages(tmp_path: Path) -> None:
+    ramp = {"from_examples": 4, "increments": 2, "over_steps": 10}
+    train = SMALL_STAGED["config.train"] | {"global_batch_examples": 12, "batch_ramp": ramp}
+    plan = run_plan_json(*list_settings(tmp_path / "run", **{"config.train": train}))["plan"]
+    assert plan["stages"]["examples in a step"]["note"] == "4 from step 0, 8 from step 5, 12 from step 10"
+    assert [plan[f"stage {number}"]["tokens of the stage"]["value"] for number in (1, 2)] == [5 * 512, 10 * 768]
+    assert plan["stages"]["tokens"]["value"] == 64 * (5 * 4 + 5 * 8 + 10 * 12)
+    assert "time to the end" not in plan["stages"]  # of a device without peak figures
+
+
+def test_the_courses_of_rate_and_batch_cover_the_whole_run() -> None:
+    def make_stage(start: int, stop: int, batch: int) -> Any:
+        config = SimpleNamespace(train=SimpleNamespace(global_batch_examples=batch))
+        return SimpleNamespace(start=start, stop=stop, config=config)
+
+    stages = [make_stage(0, 4, 1), make_stage(4, 6, 4), make_stage(6, 8, 8)]
+    section = figures.Section("stages")
+    report.add_courses(section, stages, [lambda step: 8.0, lambda step: 4.0, lambda step: 8.0 - step])
+    assert section["learning rate"] == "\u2588\u2588\u2588\u2588\u2584\u2584\u2582\u2581"
+    assert section["examples in a step"] == "\u2581\u2581\u2581\u2581\u2584\u2584\u2588\u2588"
+    notes = [figure.note for figure in section.figures]
+    assert notes == [
+        "0 to 8: 8 from step 0, 4 from step 4, 2 from step 6",
+        "1 from step 0, 4 from step 4, 8 from step 6",
+    ]
 
 
 AUTO_OPTIONS = (

@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -104,6 +107,41 @@ def test_stages_added_while_it_ran_give_the_run_that_had_them_from_the_start(tmp
     assert [row["train/learning_rate"] for row in rows][10:] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     starts = [(event["step"], event["number"], event["why"]) for event in read_events(tmp_path / "whole", "stage")]
     assert starts == [(4, 1, ""), (7, 2, ""), (10, 3, "anneal")]
+
+
+class PatientLookup(TrainLookup):
+    """A run whose steps take longer than the compilation of the next stage."""
+
+    def compile_next_stage(self) -> None:
+        super().compile_next_stage()
+        for thread in threading.enumerate():
+            if thread.name.startswith("compile"):
+                thread.join()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("every_steps", [1, 3, None])
+def test_nothing_is_compiled_on_the_main_thread_after_a_border(tmp_path: Path, every_steps: int | None) -> None:
+    compiled: list[tuple[int, int, str]] = []
+
+    def count(event: str, *others: Any, **details: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append((patient.stage.number, patient.step, threading.current_thread().name))
+
+    evaluations = {"every_steps": every_steps, "batches": 2, "at_end": True}
+    settings = job_settings(tmp_path / "run") | {"config.stages": three_stages(tmp_path / "run")}
+    changes = {"config.eval": evaluations, "checkpoint.every_steps": 100}
+    patient = make_gpt(tmp_path / "run", PatientLookup, **settings | changes)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        patient()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    # Fingerprints are compiled by the only save, which is the last.
+    assert [step for _, step, name in compiled if 4 < step < STEPS and name == "MainThread"] == []
+    # Each stage compiles the programs of the next one, with a validation step only if something is evaluated there.
+    ahead = Counter(stage for stage, _, name in compiled if stage and name.startswith("compile"))
+    assert ahead == ({1: 2, 2: 2} if every_steps else {1: 1, 2: 2})
 
 
 @pytest.mark.soak
