@@ -10,6 +10,7 @@ import datetime
 import json
 import math
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from runner.cli.arguments import StatusArguments
 from runner.console import finish_output
 from runner.distributed.clock import TimeBucket
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
+from runner.history.goodput import list_restarts
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
@@ -150,6 +152,15 @@ def draw(history: History) -> RenderableType:
         duration = format_duration(attempt.ended - attempt.began)
         table.add_row(str(attempt.number), _format_time(attempt.began), duration, steps, lost, end)
     parts.append(table)
+    if restarts := list_restarts(history.attempts):
+        times = [
+            f"{bucket.value.replace('_', ' ')} {format_duration(seconds)}"
+            for bucket, seconds in restarts[-1].items()
+            if seconds >= _MIN_SHOWN_SECONDS
+        ]
+        totals = [sum(each.values()) for each in restarts]
+        median = f", median of {len(totals)} {format_duration(statistics.median(totals))}" if len(totals) > 1 else ""
+        parts.append(Text(f"last restart {format_duration(totals[-1])} to its first step{median}: {', '.join(times)}"))
 
     parts.append(_title(_count("checkpoint", len(history.checkpoints), _MAX_CHECKPOINTS)))
     table = _table("right", "right", "left", "left")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, RunCurves, ThinnedSeries, find_chart
 from runner.dashboard.reader import RunSnapshot, find_differences
 from runner.distributed.clock import TimeBucket
+from runner.history.goodput import list_restarts
 from runner.history.ledger import get_float, get_int, get_step, get_time, to_single_line
 from runner.history.reader import format_changes
 from runner.history.records import AttemptRecord, History, RunState, to_json
@@ -406,12 +408,19 @@ def list_facts(history: History) -> list[tuple[str, str]]:
         ("wall time", format_duration(history.wall_seconds)),
         ("goodput", f"{history.goodput:.1%}" if history.wall_seconds > 0 else ""),
         ("attempts", f"{len(history.attempts):,}"),
+        ("restart, last and median", format_restarts(history)),
         ("steps lost and recomputed", f"{history.lost_steps:,}"),
         ("checkpoints", f"{len(history.checkpoints):,}"),
         ("devices", "" if attempt is None or attempt.num_devices is None else _format_devices(attempt)),
         ("directory", truncate(history.url)),
         ("forked from", truncate(fork_text)),
     ]
+
+
+def format_restarts(history: History) -> str:
+    """Return the time of the last restart up to its first step, and the median of all; nothing without a restart."""
+    totals = [sum(seconds.values()) for seconds in list_restarts(history.attempts)]
+    return f"{format_duration(totals[-1])}, {format_duration(statistics.median(totals))}" if totals else ""
 
 
 def format_state(history: History) -> str:

@@ -25,13 +25,21 @@ from typing import NamedTuple
 from runner.distributed.clock import COUNTED_BUCKETS, MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR, TimeBucket
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE
 from runner.history.ledger import AttemptEvents, get_time
-from runner.history.records import RunState
+from runner.history.records import AttemptRecord, RunState
 from runner.run.clock_file import ClockRecord
 
 Seconds = dict[TimeBucket, float]
 # Buckets in the order in which time is removed from them if the beginning, or the end, of a window is cut off.
 _REMOVAL_FROM_START = (TimeBucket.UNATTRIBUTED, *COUNTED_BUCKETS, TimeBucket.LOST_STEPS)
 _REMOVAL_FROM_END = (TimeBucket.LOST_STEPS, TimeBucket.UNATTRIBUTED, TimeBucket.STEPS, *reversed(COUNTED_BUCKETS))
+
+_START_BUCKETS = (
+    TimeBucket.PROCESS_START,
+    TimeBucket.DISTRIBUTED_INIT,
+    TimeBucket.SET_UP,
+    TimeBucket.COMPILE,
+    TimeBucket.RESTORE,
+)
 
 
 @dataclass(frozen=True)
@@ -214,6 +222,15 @@ _STATES_BY_EVENT = {
     "failed": RunState.FAILED,
     "stuck": RunState.RETRYABLE,
 }
+
+
+def list_restarts(attempts: Sequence[AttemptRecord]) -> list[Seconds]:
+    """Return the seconds by bucket from the end of an attempt to the first step of the next, if that has made one."""
+    return [
+        {TimeBucket.GAP: attempt.gap_seconds} | {bucket: attempt.seconds.get(bucket, 0.0) for bucket in _START_BUCKETS}
+        for attempt in attempts[1:]
+        if attempt.resumed_step is not None and (attempt.reached_step or 0) > attempt.resumed_step
+    ]
 
 
 class AttemptOutcome(NamedTuple):

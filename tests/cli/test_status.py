@@ -65,6 +65,7 @@ def test_the_screen_shows_everything_known(run: Path) -> None:
         "0 to 20",
         "preempted",
         "20 to 40",
+        "last restart",
         "4 checkpoints",
         "verified",
         "1 process on",

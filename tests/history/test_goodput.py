@@ -1,12 +1,15 @@
 """Goodput accounting: every second in one bucket, for overlapping, inconsistent and nearly empty attempts."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
-from runner.history.goodput import AttemptGoodput, AttemptTimeline, compute_goodput
+from runner.history.goodput import AttemptGoodput, AttemptTimeline, compute_goodput, list_restarts
 from runner.history.ledger import AttemptEvents, LedgerSummary, apply_events
+from runner.history.records import AttemptRecord, RunState
 from runner.run.clock_file import ClockRecord
 
 SECONDS = st.floats(0.0, 1000.0)
@@ -109,6 +112,16 @@ def test_steps_that_an_attempt_has_repeated_are_lost() -> None:
     assert (share.lost_steps, share.repeated_steps) == (0, 10)
     assert share.seconds[TimeBucket.STEPS] == pytest.approx(60.0)
     assert share.seconds[TimeBucket.LOST_STEPS] == pytest.approx(10.0)
+
+
+def test_a_restart_lasts_from_the_end_of_an_attempt_to_the_first_step_of_the_next() -> None:
+    seconds = {TimeBucket.PROCESS_START: 2.0, TimeBucket.RESTORE: 3.0, TimeBucket.STEPS: 50.0}
+    first = AttemptRecord(1, 0, 60, RunState.KILLED, 60, resumed_step=0, reached_step=9, seconds=seconds)
+    stuck = replace(first, number=2, resumed_step=5, reached_step=5)
+    second = replace(stuck, number=3, reached_step=20, gap_seconds=4.0)
+    (restart,) = list_restarts([first, stuck, second])
+    assert sum(restart.values()) == 9
+    assert restart[TimeBucket.GAP] == 4
 
 
 def test_time_of_a_live_attempt_continues_in_its_bucket() -> None:
