@@ -76,12 +76,18 @@ def compile_loss(model, form):
 
     def loss(params, batch):
         batch = batch | {"example": jnp.arange(batch["x"].shape[0])}
+        return PretrainGPT.forward(model.apply, params, batch, None)[0]
+
+    compiled = jax.jit(jax.value_and_grad(loss))
+
+    def compute(params, batch):
+        # The kernels of the gradient are traced after those of the loss.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpt, "causal_attention", lambda *arrays, row_attention: FORMS[form](*arrays))
             patch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
-            return PretrainGPT.forward(model.apply, params, batch, None)[0]
+            return compiled(params, batch)
 
-    return jax.jit(jax.value_and_grad(loss))
+    return compute
 
 
 def compute_loss_and_gradients(batch, model=None, form="blocks"):

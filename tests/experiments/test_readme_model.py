@@ -238,4 +238,5 @@ def test_saving_less_recomputes_more(page, params):
         ).recomputed_per_token
         for kept in KEPT_OPTIONS
     ]
-    assert again == sorted(set(again)), again
+    assert again[:3] == sorted(set(again[:3]))
+    assert again[3] == again[2], "a loss in chunks computes the gradient of its logits with itself"

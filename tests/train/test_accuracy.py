@@ -26,9 +26,7 @@ class PlainBigram(BaseTrainer):
 
 
 DECODER = {"config.model": {"layers": 2, "heads": 4, "width": 32, "mlp_width": 64}}
-EXPERTS = {
-    "config.model": {**DECODER["config.model"], "moe": {"experts": 4, "experts_per_token": 2, "expert_width": 16}}
-}
+EXPERTS = {"config.model": {**DECODER["config.model"], "moe": {"experts": 4, "experts_per_token": 2}}}
 CHUNKS = {"config.memory.loss_chunk_positions": 4}
 JOBS: dict[str, tuple[type[BaseTrainer], dict[str, Any]]] = {
     "the base class": (PlainBigram, {}),
