@@ -1,10 +1,11 @@
 """Commands that compute with a run's weights or export them: sample, evaluate, export."""
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from runner.checkpoint.inspect import find_checkpoint, read_document
@@ -110,19 +111,22 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
 
 
 def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, arguments: EvaluateArguments) -> None:
-    evaluator: CheckpointEvaluator | None = None
+    make_evaluator: Callable[[ReadOnlyRun], CheckpointEvaluator] | None = None
     format_lines = format_record
     if arguments.harness is not None:
         harness = import_extra(_HARNESS)
-        evaluator = harness.HarnessEvaluator(run, hosts, arguments.harness.split(","), arguments.include_path)
+        tasks = harness.load_tasks(arguments.harness.split(","), arguments.include_path)
+        make_evaluator = functools.partial(harness.HarnessEvaluator, hosts=hosts, tasks=tasks)
         format_lines = harness.format_record
     path = None if arguments.output is None else local_directory(arguments.output)
     # Only process 0 reads the file: all processes must skip the same steps, or their collectives would not match.
     known: list[int] = hosts.run_on_main(lambda: [] if path is None else read_recorded_steps(path))
     if arguments.is_follow:
-        records = follow(run, request.data, hosts, known.__contains__, weights=request.weights, evaluator=evaluator)
+        records = follow(
+            run, request.data, hosts, known.__contains__, weights=request.weights, make_evaluator=make_evaluator
+        )
     else:
-        records = evaluate(run, request, hosts, evaluator)
+        records = evaluate(run, request, hosts, make_evaluator)
     for record in records:
         if path is not None:
             append_record(path, record)

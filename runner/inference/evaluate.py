@@ -348,7 +348,10 @@ class LossEvaluator:
 
 
 def evaluate(
-    run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, evaluator: CheckpointEvaluator | None = None
+    run: ReadOnlyRun,
+    request: EvaluationRequest,
+    hosts: Hosts,
+    make_evaluator: Callable[[ReadOnlyRun], CheckpointEvaluator] | None = None,
 ) -> Iterator[JsonObject]:
     """Yield the record of each requested step on process 0, nothing on others. To be exhausted on every host.
 
@@ -359,12 +362,14 @@ def evaluate(
         run: the run.
         request: data, steps and weights.
         hosts: hosts of the command.
-        evaluator: other evaluation than that on the data of the request.
+        make_evaluator: other evaluation than that on the data of the request, for the config of a stage of the run.
 
     Raises:
         InvalidError: there is no such checkpoint, or it cannot be scored.
     """
-    get_evaluator = _make_evaluators(run, request.data, hosts, request.weights, evaluator)
+    get_evaluator = _cache_evaluators(
+        run, make_evaluator or (lambda own: LossEvaluator(own, request.data, hosts, request.weights))
+    )
     if request.step is None:
         # Process 0 lists the checkpoints, because another host might see one more or one less.
         steps = hosts.run_on_main(run.list_steps)
@@ -381,15 +386,14 @@ def evaluate(
         yield record
 
 
-def _make_evaluators(
-    run: ReadOnlyRun, data: TokenSource | None, hosts: Hosts, weights: str, given: CheckpointEvaluator | None
+def _cache_evaluators(
+    run: ReadOnlyRun, make_evaluator: Callable[[ReadOnlyRun], CheckpointEvaluator]
 ) -> Callable[[int], CheckpointEvaluator]:
-    """Return a function from a step to its evaluator: the given one, or one for each config that a run has had."""
+    """Return a function from a step to its evaluator: one for each config that the run has had."""
 
     @functools.cache
     def make(stage: int) -> CheckpointEvaluator:
-        job = run.job.stage_jobs[stage]
-        return given or LossEvaluator(dataclasses.replace(run, job=job), data, hosts, weights)
+        return make_evaluator(dataclasses.replace(run, job=run.job.stage_jobs[stage]))
 
     return lambda step: make(run.job.config.find_stage(max(step - 1, 0)))
 
@@ -401,7 +405,7 @@ def follow(
     is_known: Callable[[int], bool] = lambda step: False,
     wait: Callable[[], None] = lambda: time.sleep(FOLLOW_SECONDS),
     weights: str = PARAMS,
-    evaluator: CheckpointEvaluator | None = None,
+    make_evaluator: Callable[[ReadOnlyRun], CheckpointEvaluator] | None = None,
 ) -> Iterator[JsonObject]:
     """Yield the record of each step that a run commits, until the run is done; otherwise like `evaluate`.
 
@@ -412,9 +416,9 @@ def follow(
         is_known: True for a step that needs no record.
         wait: called while there is no new step.
         weights: `params`, or an average.
-        evaluator: other evaluation than that on the data.
+        make_evaluator: as for `evaluate`.
     """
-    get_evaluator = _make_evaluators(run, data, hosts, weights, evaluator)
+    get_evaluator = _cache_evaluators(run, make_evaluator or (lambda own: LossEvaluator(own, data, hosts, weights)))
     seen = set[int]()
 
     def find_new_steps() -> tuple[bool, list[int]]:

@@ -5,6 +5,7 @@ one process or in several, each of which makes the same requests in the same ord
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -109,22 +110,29 @@ class HarnessModel(LM):
         return texts
 
 
-class HarnessEvaluator:
-    """Evaluation by tasks of the harness, a `CheckpointEvaluator`.
+@dataclass(frozen=True)
+class HarnessTasks:
+    """Names of tasks, and the manager of the harness that knows them."""
 
-    Raises:
-        InvalidError: a task is unknown.
-    """
+    names: Sequence[str]
+    manager: TaskManager
+
+
+def load_tasks(names: Sequence[str], include_path: str | None) -> HarnessTasks:
+    """Return tasks of the harness, or of a directory of the user's own. Raises `InvalidError` if one is unknown."""
+    manager = TaskManager(include_path=include_path)
+    if unknown := sorted({*names} - {*manager.all_tasks}):
+        raise InvalidError(f"--harness: lm-evaluation-harness knows no task {unknown[0]!r}; see its `lm_eval ls tasks`")
+    return HarnessTasks(names, manager)
+
+
+class HarnessEvaluator:
+    """Evaluation by tasks of the harness, a `CheckpointEvaluator`."""
 
     weights = PARAMS
 
-    def __init__(self, run: ReadOnlyRun, hosts: Hosts, tasks: Sequence[str], include_path: str | None):
-        self._hosts = hosts
-        self._tasks, self._manager = list(tasks), TaskManager(include_path=include_path)
-        if unknown := sorted({*tasks} - {*self._manager.all_tasks}):
-            raise InvalidError(
-                f"--harness: lm-evaluation-harness knows no task {unknown[0]!r}; see its `lm_eval ls tasks`"
-            )
+    def __init__(self, run: ReadOnlyRun, hosts: Hosts, tasks: HarnessTasks):
+        self._hosts, self._tasks = hosts, tasks
         self.model = HarnessModel(run)
         self.abstract = self.model.abstract
 
@@ -137,10 +145,14 @@ class HarnessEvaluator:
         self.model.set_weights(weights)
         try:
             found: Any = simple_evaluate(
-                self.model, tasks=self._tasks, task_manager=self._manager, bootstrap_iters=0, log_samples=False
+                self.model,
+                tasks=[*self._tasks.names],
+                task_manager=self._tasks.manager,
+                bootstrap_iters=0,
+                log_samples=False,
             )
         except (OSError, KeyError, TypeError) as error:  # from the data, which the harness may want to download
-            raise InvalidError(f"--harness {','.join(self._tasks)}: {format_error(error)}") from error
+            raise InvalidError(f"--harness {','.join(self._tasks.names)}: {format_error(error)}") from error
         results = jax.tree.map(
             lambda value: value if isinstance(value, str | bool | int | None) else float(value), found["results"]
         )

@@ -25,7 +25,7 @@ from runner.evaluation.likelihood import (
     read_questions,
 )
 from runner.inference.evaluate import EvaluationRequest, evaluate
-from runner.inference.open_run import open_run
+from runner.inference.open_run import ReadOnlyRun, open_run
 from runner.parallel.mesh import make_mesh
 from tests.support.tiny_jobs import make_gpt
 
@@ -193,18 +193,24 @@ def test_the_harness_computes_the_same_accuracy(run: Path, tmp_path: Path, monke
     (tmp_path / "made_up.yaml").write_text(yaml.safe_dump(task))
     opened = open_run(str(run))
     hosts = Hosts.single_process()
-    evaluator = harness.HarnessEvaluator(opened, hosts, ["made_up"], str(tmp_path))
+    tasks, evaluators = harness.load_tasks(["made_up"], str(tmp_path)), []
+
+    def make_evaluator(run: ReadOnlyRun) -> Any:
+        evaluators.append(harness.HarnessEvaluator(run, hosts, tasks))
+        return evaluators[-1]
+
     # Every checkpoint with one compiled program, like `--all` and `--follow`.
-    every = list(evaluate(opened, EvaluationRequest(None, None, "params"), hosts, evaluator))
+    every = list(evaluate(opened, EvaluationRequest(None, None, "params"), hosts, make_evaluator))
     assert [record["step"] for record in every] == opened.list_steps()
-    (record,) = evaluate(opened, EvaluationRequest(None, "newest", "params"), hosts, evaluator)
+    assert len(evaluators) == 1
+    (record,) = evaluate(opened, EvaluationRequest(None, "newest", "params"), hosts, make_evaluator)
     assert record == every[-1]
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     figures = record["harness"]["made_up"]
     for name in ("acc", "acc_norm", "acc_bytes"):
         assert figures[f"{name},none"] == pytest.approx(row[f"val/made_up/{name}"], abs=1e-12)
     assert harness.format_record(record)[0].startswith("step 8 made_up: ")
-    check_texts(evaluator.model, make_requests)
+    check_texts(evaluators[0].model, make_requests)
 
 
 def make_requests(*arguments: Sequence[Any]) -> list[Any]:

@@ -1,28 +1,46 @@
 """Stages change the config of a run at steps that are known in advance, and stay part of its trajectory."""
 
+import dataclasses
 import json
 import shutil
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, ExecutionSpec
+from runner.checkpoint.inspect import open_checkpoint
+from runner.cli.app import run_command
 from runner.data import Dataset
-from runner.errors import InvalidError, SpecError
+from runner.distributed.agreement import Hosts
+from runner.errors import EXIT_DONE, InvalidError, SpecError
+from runner.evaluation.generation import Sampler
+from runner.inference.evaluate import EvaluationRequest, LossEvaluator, evaluate
+from runner.inference.open_run import ReadOnlyRun, SampleRequest, open_run, sample
+from runner.parallel.mesh import AXES, make_mesh
 from runner.spec import SpecLocation, compute_trajectory
 from runner.spec.document import parse_yaml
 from runner.storage import JsonObject, LocalStore, read_log
 from runner.train.stages import format_rounded_starts
 from tests.data.datasets import write_bin
-from tests.support.tiny_jobs import make_gpt, make_gpt_document, read_outcome, read_trajectory, stop_after
+from tests.support.tiny_jobs import (
+    get_job_name,
+    make_gpt,
+    make_gpt_document,
+    read_outcome,
+    read_trajectory,
+    stop_after,
+)
 from tests.test_values import TrainLookup
 
 STEPS = 14
+BASE = "BASE"  # another run
 SETTINGS: dict[str, Any] = {
     "job": "tests.test_values:TrainLookup",
     "config.model.vocabulary_size": 256,
@@ -151,6 +169,90 @@ def test_a_run_of_three_stages_restarts_at_every_step(tmp_path: Path) -> None:
         stop_after(job(tmp_path / "run", three_stages(tmp_path / "run")), step)
     job(tmp_path / "run", three_stages(tmp_path / "run"))()
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+
+
+class OwnBatchLookup(TrainLookup):
+    """Job whose targets depend on the position of a batch in the data."""
+
+    def batch(self, slice: str = "train", step: int | None = None) -> Any:
+        batch = super().batch(slice, step)
+        number = self.get_data_step(self.step if step is None else step) if slice == "train" else 0
+        return batch | {"y": (batch["y"] + number) % 256}
+
+
+SKIPS = {"config.train.skip_steps": [[3, 6], [9, 12]]}  # from before a border to behind it
+# What runs beside stages: job class, changes, and values that the second stage sets besides.
+NEIGHBOURS: dict[str, tuple[type[BaseTrainer], dict[str, Any], dict[str, Any]]] = {
+    "adapter": (TrainLookup, {"config.adapter": {"rank": 4, "targets": ["Embed_*"]}, "checkpoint.init_from": BASE}, {}),
+    "averages": (
+        TrainLookup,
+        {"config.ema": {"decays": [0.9], "evaluate": True}},
+        {"ema.decays": [0.5]},
+    ),
+    "own batch": (OwnBatchLookup, SKIPS, {}),
+    "skipped data": (TrainLookup, SKIPS, {}),
+    "skipped updates": (
+        TrainLookup,
+        {"config.stability": {"skip_update": {"grad_norm_above": {"sigmas": 0.3, "over_steps": 3}}}},
+        {},
+    ),
+    "rounding": (TrainLookup, {"config.precision": {"params": "bfloat16", "rounding": "stochastic"}}, {}),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_stages_beside_a_neighbour_restart_around_their_borders(name: str, tmp_path: Path) -> None:
+    job_class, changes, values = NEIGHBOURS[name]
+    changes = SETTINGS | changes | {"job": get_job_name(job_class)}
+    if changes.get("checkpoint.init_from") == BASE:
+        job(tmp_path / "base", seed=3)()
+        changes["checkpoint.init_from"] = str(tmp_path / "base")
+
+    def make(directory: Path) -> BaseTrainer:
+        stages = three_stages(directory)
+        stages[1]["set"] |= values
+        return make_gpt(directory, job_class, **job_settings(directory) | changes | {"config.stages": stages})
+
+    make(tmp_path / "whole")()
+    for step in (3, 4, 5, 7, 9, 10):
+        stop_after(make(tmp_path / "run"), step)
+    make(tmp_path / "run")()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+    job(tmp_path / "plain", three_stages(tmp_path / "plain"))()
+    assert read_outcome(tmp_path / "plain")[1]["fingerprint"] != read_outcome(tmp_path / "whole")[1]["fingerprint"]
+
+
+@pytest.mark.soak
+def test_a_fork_inside_a_stage_ends_as_its_parent(tmp_path: Path) -> None:
+    kept = {"checkpoint": {"every_steps": 1, "keep_last": 99}}
+    stages = three_stages(tmp_path / "parent")
+    job(tmp_path / "parent", stages, **kept)()
+    rows, result = read_outcome(tmp_path / "parent")
+    # At a border, behind it, and inside of the second stage.
+    for step in (7, 8, 9):
+        fork = {"checkpoint.fork_from": {"run": str(tmp_path / "parent"), "step": step}}
+        stop_after(job(tmp_path / f"fork-{step}", stages, **kept | fork), step + 1)
+        job(tmp_path / f"fork-{step}", stages, **kept)()
+        assert read_outcome(tmp_path / f"fork-{step}") == ([row for row in rows if row["step"] > step], result)
+
+
+@pytest.mark.soak
+def test_a_fork_that_adds_a_stage_ends_as_the_run_to_which_it_was_added(tmp_path: Path) -> None:
+    kept = {"checkpoint": {"every_steps": 1, "keep_last": 99}}
+    stages = three_stages(tmp_path / "parent")
+    job(tmp_path / "parent", stages[:2], **kept)()
+    job(tmp_path / "whole", stages, **kept)()
+    rows, result = read_outcome(tmp_path / "whole")
+    # Inside of the second stage and at the border to the third, which need not be listed.
+    for step in (8, 10):
+        fork = {"checkpoint.fork_from": {"run": str(tmp_path / "parent"), "step": step}}
+        job(tmp_path / f"fork-{step}", stages, **kept | fork)()
+        assert read_outcome(tmp_path / f"fork-{step}") == ([row for row in rows if row["step"] > step], result)
+    late = {"checkpoint.fork_from": {"run": str(tmp_path / "parent"), "step": 11}}
+    with pytest.raises(InvalidError, match=r"changes: \[config.stages"):
+        job(tmp_path / "late", stages, **kept | late)()
+    assert not (tmp_path / "late").exists()
 
 
 DECAY = {"optimizer.weight_decay": 0.5}
@@ -302,6 +404,32 @@ def count_sources(data: Dataset, first: int, count: int) -> list[tuple[str, int]
     return [(train.source.fingerprint, train.order[train.first_example + index]) for train, index in found]
 
 
+def test_data_passed_over_around_a_border_are_those_of_its_stages(tmp_path: Path) -> None:
+    """A run reads and passes over together what a run without ranges reads, source by source and in its order."""
+    stages = [
+        {"from_step": 20, "set": {"data.mixture.0.weight": 3.0}},
+        {"from_step": 50, "set": {"train.global_batch_examples": 16}},
+    ]
+    skips = [[18, 23], [49, 50], [50, 53], [58, 60]]
+    run = job(tmp_path / "run", stages, **{"config.train.total_steps": 70, "config.train.skip_steps": skips})
+    followed: dict[str, int] = {}
+    for stage in run.running_stages:
+        data, batch = run.get_stage_dataset(stage.number), stage.config.train.global_batch_examples
+        drawn = [run._locate_batch(step) for step in range(stage.start, stage.stop)]
+        assert {each.number for each, _ in drawn} == {stage.number}
+        numbers = [number for _, number in drawn]
+        own = {start: stop - start for start, stop in skips if stage.start <= start < stage.stop}
+        assert numbers == [
+            step - stage.start + sum(number for start, number in own.items() if start <= step)
+            for step in range(stage.start, stage.stop)
+        ]
+        # A stretch behind the last step of a stage would lie ahead of it, so all were counted.
+        for train in data.train_sources:
+            assert train.first_example == followed.get(train.source.fingerprint, 0)
+        for fingerprint, _ in count_sources(data, 0, (numbers[-1] + 1) * batch):
+            followed[fingerprint] = followed.get(fingerprint, 0) + 1
+
+
 @pytest.mark.parametrize("packing", ["concatenate", "pad"])
 def test_each_example_of_each_source_is_taken_once_in_an_epoch(tmp_path: Path, packing: str) -> None:
     """1:1, then 3:1, then a new source instead of the second, then the second again under another name."""
@@ -372,3 +500,80 @@ def test_a_bad_ramp_is_named_before_the_start(tmp_path: Path, ramp: dict[str, in
         job(tmp_path / "run", **{"config.train": train})()
     assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+# Commands that read a checkpoint take the config of the stage that has made its step.
+
+THETAS = {4: 10_000.0, 8: 20.0}  # by the last step with it
+PROMPT = "7 squared is"
+
+
+@pytest.fixture(scope="module")
+def rotated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a run with a stage that changes the rotary positions."""
+    directory = tmp_path_factory.mktemp("rotated") / "run"
+    changes = {
+        "job": "experiments.model.decoder:PretrainDecoder",
+        "checkpoint": {"every_steps": 4, "keep_last": 9},
+        "config.model": {"layers": 1, "heads": 2, "width": 16, "mlp_width": 24},
+        "config.optimizer.learning_rate": 0.03,
+        "config.eval": {"every_steps": 4, "batches": 2},
+        "config.stages": [{"from_step": 4, "set": {"model.rope.theta": THETAS[8]}}],
+    }
+    make_gpt(directory, PretrainDecoder, **changes)()
+    return directory
+
+
+def compute_logits(run: ReadOnlyRun, step: int, theta: float, ids: list[int]) -> np.ndarray:
+    """Return the logits after `ids` of the weights of a step with a given base of the rotary positions."""
+    job = next(each for each in run.job.stage_jobs if each.config.model.rope.theta == theta)
+    weights, _ = open_checkpoint(f"{run.directory}/checkpoints/{step}")
+    return np.asarray(job.model().apply({"params": weights["params"]}, np.array([ids]), deterministic=True)[0, -1])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("step", THETAS)
+def test_samples_are_those_of_the_stage_of_a_checkpoint(rotated: Path, step: int) -> None:
+    run = open_run(str(rotated))
+    request = SampleRequest(PROMPT, str(step), num_tokens=4, sampling=Sampler(temperature=0.0))
+    text = "".join(sample(run, request))
+    ids = list(PROMPT.encode())
+    for _ in range(4):
+        own, other = (compute_logits(run, step, theta, ids) for theta in (THETAS[step], THETAS[12 - step]))
+        assert np.abs(own - other).max() > 1e-3
+        ids.append(int(own.argmax()))
+    assert text == bytes(ids).decode() + "\n"
+
+
+@pytest.mark.soak
+def test_evaluations_are_those_of_the_stage_of_a_checkpoint(rotated: Path) -> None:
+    run, hosts = open_run(str(rotated)), Hosts.single_process()
+    losses = {record["step"]: record["loss"] for record in evaluate(run, EvaluationRequest(step=None), hosts)}
+    rows = {row["step"]: row["val/loss"] for row in read_trajectory(rotated) if "val/loss" in row}
+    assert losses == pytest.approx(rows, rel=1e-6)
+
+    def make_evaluator(own: ReadOnlyRun) -> Any:
+        mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": jax.device_count()})
+        abstract = own.job.weights(own.job.setup_builder.build_on_mesh(mesh, jax.random.key(0)).abstract_state)
+        theta = own.job.config.model.rope.theta
+        return SimpleNamespace(
+            abstract=abstract, weights="params", evaluate=lambda step, weights: {"step": step, "theta": theta}
+        )
+
+    found = evaluate(run, EvaluationRequest(step=None), hosts, make_evaluator)
+    assert {record["step"]: record["theta"] for record in found} == THETAS
+    with_the_other = {}
+    for stage, step in enumerate(THETAS):
+        job = run.job.stage_jobs[1 - stage]
+        other = LossEvaluator(dataclasses.replace(run, job=job), None, hosts, "params")
+        _, weights = run.load_found_weights(str(step), other.abstract, "params", hosts)
+        with_the_other[step] = other.evaluate(step, weights)["loss"]  # type: ignore[index]
+    assert all(abs(with_the_other[step] - rows[step]) > 1e-4 for step in THETAS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("step", THETAS)
+def test_an_export_names_the_stage_of_a_checkpoint(rotated: Path, step: int, tmp_path: Path) -> None:
+    assert run_command(["export", str(rotated), "--step", str(step), "-o", str(tmp_path / "out")]) == EXIT_DONE
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("rope_theta", config.get("rope_parameters", {}).get("rope_theta")) == THETAS[step]
