@@ -68,7 +68,7 @@ is_ending=0 is_told=0 num_quick_ends=0 pause_seconds=0
 trap on_sigterm TERM HUP USR1 USR2
 while :; do
   # A signal ends `wait`, and so this pause, but not srun.
-  ((pause_seconds == 0)) || { sleep "$pause_seconds" & wait $!; }
+  ((pause_seconds == 0)) || { sleep "$pause_seconds" & wait $!; kill $! 2>/dev/null; }
   began_seconds=$SECONDS
   if [[ $is_ending == 1 || $is_told == 1 ]]; then  # in the pause
     code=75

@@ -105,6 +105,7 @@ def get_jitted_apply(model: Any) -> Callable[..., Any]:
     return _jit_cache["apply"]
 
 
+@pytest.mark.soak
 def test_answers_to_200_questions_match_a_reference(run: Path, weights: Any) -> None:
     job = open_run(str(run)).job
     model = job.model()

@@ -117,6 +117,7 @@ def test_a_repeatedly_stopped_run_makes_the_same_hook_calls(name, get_uninterrup
     assert exclude_saves(read_calls(tmp_path / "run")) == exclude_saves(read_calls(get_uninterrupted_run(name)))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ALL)
 def test_a_repeatedly_killed_run_repeats_only_the_calls_of_lost_steps(name, get_uninterrupted_run, tmp_path) -> None:
     for step in (2, 5, 4, 8):

@@ -117,7 +117,7 @@ def run_steps(sizes, num_groups, m, options=()):
     ("sizes", "num_groups", "m", "options"),
     [
         pytest.param({"fsdp": 3}, 12, 1, (), id="compiled in little time"),
-        pytest.param({}, 12, 1, (), id="one device, compiled in little time"),
+        pytest.param({}, 12, 1, (), id="one device, compiled in little time", marks=pytest.mark.soak),
         *(
             pytest.param(
                 *(sizes, num_groups, m, tuple(USER_COMPILER_OPTIONS.items())),

@@ -42,6 +42,7 @@ def read_spec_changes(directory: Path) -> list[tuple[int, list[str]]]:
     return [(event["step"], event["changes"]) for event in events if event["event"] == "spec_changed"]
 
 
+@pytest.mark.soak
 def test_a_run_extended_before_its_decay_equals_one_that_had_the_length_from_the_start(tmp_path: Path) -> None:
     job(tmp_path / "whole", LONG)()
     stop_after(job(tmp_path / "run"), 6)

@@ -103,6 +103,7 @@ class NoDoubleBuffer(DoubleBuffer):
         self.is_needed = False
 
 
+@pytest.mark.soak
 def test_a_save_reads_other_host_memory_than_the_next_step_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On a GPU numpy's view of pinned host memory keeps the next step from reusing it, so that the step fails."""
     monkeypatch.setattr(save, "DoubleBuffer", NoDoubleBuffer)
