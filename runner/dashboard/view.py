@@ -79,6 +79,17 @@ def build_view(
     ):
         charts = [replace(chart, unit="value") if chart is LOSS else chart for chart in charts]
     differences = find_differences([run.spec for run in snapshots]) if len(snapshots) > 1 else []
+    # What each stage changes stands in a table of its own.
+    starts = [[f"{stage.from_step:,}" for stage in run.history.stages] for run in snapshots]
+    texts = [f"from step {', '.join([*each[:_CHANGES_MAX], *['...'][: len(each) > _CHANGES_MAX]])}" for each in starts]
+    differences = [
+        each._replace(
+            values=[text if own else value for own, text, value in zip(starts, texts, each.values, strict=True)]
+        )
+        if each.key == "config.stages"
+        else each
+        for each in differences
+    ]
     return {
         "title": title,
         "runs": [

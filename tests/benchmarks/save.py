@@ -8,7 +8,8 @@ save.
     python -m tests.benchmarks.save [--rounds 9] [--steps 6]
 
 With `--borders` it trains a model of the size of gpt_nano instead, whose stages begin between its saves, and prints the
-time that a border adds to a step, relative to that of a save. Programs are compiled before the border is reached.
+time for which a border stops the loop, relative to a save, and that with the step after it: XLA prepares a program for
+a CPU when it first runs. Programs are compiled before the border is reached.
 
     python -m tests.benchmarks.save --borders [--rounds 9]
 """
@@ -86,12 +87,14 @@ def measure(job: PretrainGPT, rounds: int, num_steps: int) -> Iterator[RoundCost
 
 
 class TimedSteps(PretrainGPT):
-    """Job that records when each step has ended, and waits for the programs of the next stage."""
+    """Job that records when each step begins and ends, and waits for the programs of the next stage."""
 
+    begins: ClassVar[dict[int, float]] = {}
     ends: ClassVar[dict[int, float]] = {}
 
     def make_step(self, *args: Any) -> Any:
         """Make a step and wait for the device."""
+        self.begins[self.step + 1] = time.perf_counter()
         result = jax.block_until_ready(super().make_step(*args))
         self.ends[self.step + 1] = time.perf_counter()
         return result
@@ -115,23 +118,24 @@ def measure_borders(rounds: int) -> None:
         "schedule": lambda number: {"schedule": {"name": "linear" if number % 2 else "constant"}},
     }
     for kind, make_values in kinds.items():
+        TimedSteps.begins.clear()
         TimedSteps.ends.clear()
         with tempfile.TemporaryDirectory() as directory:
             stages = [{"from_step": step, "set": make_values(number)} for number, step in enumerate(borders, 1)]
             make_job(
                 "nano", Path(directory), total, job_class=TimedSteps, every_steps=interval, config={"stages": stages}
             )()
-        ends = TimedSteps.ends
-        # What follows a step, such as a save or a border, counts in the time of the next one.
-        seconds = {step: ends[step] - ends[step - 1] for step in ends if step - 1 in ends}
-        plain = statistics.median(
-            seconds[step] for step in seconds if (step - 1) % (interval // 2) > 5 and (step - 1) % 10
-        )
-        border = statistics.median(seconds[step + 1] for step in borders) - plain
-        save = statistics.median(seconds[step + 1] for step in range(interval, total, interval)) - plain
+        begins, ends, saves = TimedSteps.begins, TimedSteps.ends, range(interval, total, interval)
+        # What follows a step, such as a save or a border, stands between it and the next one.
+        stop_ms = {step: 1e3 * (begins[step + 1] - ends[step]) for step in ends if step + 1 in ends}
+        step_ms = {step: 1e3 * (ends[step] - begins[step]) for step in ends}
+        plain = statistics.median(step_ms[step] for step in ends if (step - 1) % (interval // 2) > 5)
+        border, save = (statistics.median(stop_ms[step] for step in places) for places in (borders, saves))
+        first, after_save = (statistics.median(step_ms[step + 1] for step in places) for places in (borders, saves))
+        with_step = (border + first) / (save + after_save)
         print(
-            f"{kind}: border / save {border / save:.2f}  (step {1e3 * plain:.1f} ms, border {1e3 * border:+.1f} ms, "
-            f"save {1e3 * save:+.1f} ms)",
+            f"{kind}: border / save {border / save:.2f}, with the step after it {with_step:.2f}  (the loop stopped for "
+            f"{border:.1f} and {save:.1f} ms; steps after them {first:.1f} and {after_save:.1f} ms, others {plain:.1f} ms)",
             flush=True,
         )
 

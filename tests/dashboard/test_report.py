@@ -402,6 +402,13 @@ def test_the_stages_of_a_run_are_marked_and_listed(tmp_path):
     assert ["stage", "3 of 3"] in [[name, text.removeprefix("stage ")] for name, text in run["facts"]]
 
 
+def test_a_comparison_shows_where_stages_begin_instead_of_their_json(tmp_path):
+    make_stages(tmp_path)
+    stores = [LocalStore(tmp_path / "staged" / name) for name in ("trunk", "anneal", "hot")]
+    found = dict(map(tuple, parse_page(render_report(stores))["differences"]))
+    assert found["config.stages"] == ["from step 600, 1,200, 1,900", "from step 600, 1,200, 1,210", "(absent)"]
+
+
 def test_a_run_has_no_more_stages_on_a_page_than_are_read(tmp_path):
     store = make_run(LocalStore(tmp_path))
     stages = [{"from_step": step, "set": {"a" * 500: "b" * 5000}, "why": "c" * 5000} for step in range(1, 300)]

@@ -427,10 +427,10 @@
     if (!state.open.has("stages seen")) state.open.add("stages").add("stages seen");
     const made = shown.flatMap((run) => {
       const rows = run.stages.map((stage) => [
-        stage.number, count(stage.step), count(stage.tokens), count(stage.tokens_per_step), element("div", {}, ...stage.changes.map((text) => element("div", {}, text))), stage.why,
+        stage.number, count(stage.step), element("div", {}, ...stage.changes.map((text) => element("div", {}, text))), stage.why, count(stage.tokens), count(stage.tokens_per_step),
         stage.began ? clock(stage.began) : stage.step > run.values.step ? `in ${count(stage.step - run.values.step)} steps` : "",
       ]);
-      return [runs.length > 1 ? element("p", { class: "note" }, run.label) : null, table(["stage", "from step", "tokens before it", "tokens in a step", "changes", "why", "began"], rows, "stages")];
+      return [runs.length > 1 ? element("p", { class: "note" }, run.label) : null, table(["stage", "from step", "changes", "why", "tokens before it", "tokens in a step", "began"], rows, "stages")];
     });
     return section("stages", "Stages", ...made.filter(Boolean));
   }
