@@ -62,6 +62,10 @@ STAGE_KEYS = (
 )
 
 
+# Sections below `config` that say which arrays the train state has, and their types.
+_STATE_SECTIONS = ("model", "optimizer", "precision", "ema", "adapter", "noise_scale", "stability")
+
+
 class ModelConfig(FrozenModel):
     """Base of an experiment's architecture keys.
 
@@ -886,6 +890,11 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         entry = dump_yaml([stage], default_flow_style=True, width=sys.maxsize).strip()
         hint = f"{hint}\n" if hint else "\n"
         return f"{hint}to change this from step {step} on, leave the former values and set config.stages: {entry}"
+
+    def changes_state(self, keys: Sequence[str]) -> bool:
+        """Return True if one of these keys of the trajectory may say which arrays the state has."""
+        allowed = list_stage_keys(type(self.model))
+        return any(is_below(key, _STATE_SECTIONS) and not is_below(key, allowed) for key in keys)
 
     def list_stage_values(self, keys: Sequence[str], saved: Trajectory, step: int) -> Trajectory:
         """Return what a stage sets that begins at `step` and gives these keys the values that they have here."""

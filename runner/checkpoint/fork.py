@@ -17,7 +17,6 @@ would have at that step if the run had had them from its start.
 Every manifest of the fork holds its lineage (`LINEAGE_KEYS`), and with it that of its parent.
 """
 
-import collections
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,7 +36,7 @@ from runner.console import warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, ResumeError, StorageError, suggest_nearest
 from runner.run.attempt import Attempt
-from runner.run.fence import RunIdentity
+from runner.run.fence import RunIdentity, shorten_keys
 from runner.spec import ExecutionSpec, ForkConfig, is_below, validate_spec
 from runner.storage import JsonObject, Store, local_directory, open_store, split_checkpoint
 
@@ -45,7 +44,6 @@ NEWEST = "newest"
 ANCESTORS_MAX = 100  # of a fork of a fork; the oldest are forgotten
 _MAX_NAMED = 20  # steps in a message
 _MAX_LEAVES = 16  # in a message
-_MAX_KEYS = 3  # of one section in the list of changes to paste; if there are more, the section is named instead
 _ENDING = "a fork takes the whole state; to take weights alone, use checkpoint.init_from"
 
 
@@ -197,15 +195,6 @@ def is_listed(key: str, entries: Iterable[str]) -> bool:
     `config.data` is a digest of a section, and so may change with any key in it.
     """
     return any(key == entry or key.startswith(f"{entry}.") or entry.startswith(f"{key}.") for entry in entries)
-
-
-def shorten_keys(keys: Iterable[str]) -> list[str]:
-    """Return a short list of keys and sections that covers these keys."""
-    sections = {key: ".".join(key.split(".")[:2]) for key in keys}
-    counts = collections.Counter(sections.values())
-    short = dict.fromkeys(section if counts[section] > _MAX_KEYS else key for key, section in sections.items())
-    # The digest of a section is covered by any key in the section.
-    return [key for key in short if not any(other.startswith(f"{key}.") for other in short)]
 
 
 def validate_lineage(fork: ForkConfig, own: Store, manifest: Manifest) -> None:

@@ -6,20 +6,24 @@ its own is fenced: it ends and writes nothing more, so two attempts never share 
 own claim missing ends too: the directory was removed or unmounted, and another one may be in its place.
 """
 
+import collections
 import os
 import socket
+import sys
 import time
 import uuid
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from runner.errors import EXIT_INVALID, FencedError, InvalidError, RemovedError, ResumeError, StorageError
 from runner.run.layout import read_owner, read_result, validate_entry_kinds
 from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_one_of
+from runner.spec.document import dump_yaml
 from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json, read_log
 
 _ATTEMPTS = "attempts"
+_MAX_KEYS = 3  # of one section in the list of changes to paste; if there are more, the section is named instead
 _RENAMED_HINT = "; if only its name changed, list the former path in its class attribute former_paths"
 
 
@@ -94,6 +98,15 @@ class Fence:
             f"{self._store.url}: {_ATTEMPTS}/{self.attempt}, the claim of this attempt, is missing: the directory, a "
             "part of it, or its disk was removed under the running job; restore it, or start a new run"
         )
+
+
+def shorten_keys(keys: Iterable[str]) -> list[str]:
+    """Return a short list of keys and sections that covers these keys."""
+    sections = {key: ".".join(key.split(".")[:2]) for key in keys}
+    counts = collections.Counter(sections.values())
+    short = dict.fromkeys(section if counts[section] > _MAX_KEYS else key for key, section in sections.items())
+    # The digest of a section is covered by any key in the section.
+    return [key for key in short if not any(other.startswith(f"{key}.") for other in short)]
 
 
 @dataclass(frozen=True)
@@ -177,6 +190,12 @@ class RunIdentity:
         ]
         past = f": it differs from step {first} on, and step {step} is committed" if first else ""
         hint = self.config.explain_refusal(keys, saved, step)
+        # A fork takes the whole state, so it cannot change what that consists of.
+        may_fork = not any(key == "job" or key.startswith("hooks") for key in keys)
+        if step and may_fork and not hint and not self.config.changes_state(keys):
+            fork = {"run": url, "step": step, "changes": shorten_keys(keys)}
+            entry = dump_yaml(fork, default_flow_style=True, width=sys.maxsize).strip()
+            hint = f"\nto go on with other values there, set checkpoint.fork_from: {entry}"
         ending = f"\n{url}: this would be another trajectory{past}; use another directory"
         separator = "" if hint.startswith("\n") or not hint else "; "
         raise ResumeError("\n".join(lines) + ending + separator + hint)

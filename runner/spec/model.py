@@ -68,6 +68,10 @@ class JobConfig(FrozenModel):
         """
         return ""
 
+    def changes_state(self, keys: Sequence[str]) -> bool:
+        """Return True if one of these keys of the trajectory may say which arrays the state has; by default False."""
+        return False
+
     @property
     def output_keys(self) -> frozenset[str]:
         """Dotted keys of `config` that lead output of the job out of its directory, unless they are null."""

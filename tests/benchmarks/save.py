@@ -135,7 +135,7 @@ def measure_borders(rounds: int) -> None:
         with_step = (border + first) / (save + after_save)
         print(
             f"{kind}: border / save {border / save:.2f}, with the step after it {with_step:.2f}  (the loop stopped for "
-            f"{border:.1f} and {save:.1f} ms; steps after them {first:.1f} and {after_save:.1f} ms, others {plain:.1f} ms)",
+            f"{border:.1f} and {save:.1f} ms; next steps {first:.1f} and {after_save:.1f} ms, others {plain:.1f} ms)",
             flush=True,
         )
 

@@ -396,6 +396,42 @@ def test_a_refusal_prints_the_stage_that_does_it(tmp_path: Path, case: str) -> N
     assert len(read_trajectory(tmp_path / "run")) == changes.get("config.train.total_steps", STEPS)
 
 
+# Changes that no stage makes, and what the fork that makes them lists; None: no fork can.
+FORKED: dict[str, tuple[dict[str, Any], list[str] | None]] = {
+    "seed": ({"seed": 3}, ["seed"]),
+    "with a key of stages": (
+        {"seed": 3, "config.optimizer.weight_decay": 0.3},
+        ["seed", "config.optimizer.weight_decay"],
+    ),
+    "split of the data": ({"config.data.validation_fraction": 0.2}, ["config.data.validation_fraction"]),
+    "optimizer": ({"config.optimizer": {"name": "lion", "learning_rate": 1e-3}}, None),
+    "vocabulary": ({"config.model.vocabulary_size": 320}, None),
+    "average": ({"config.ema": {"decays": [0.9]}}, None),
+    "policy": ({"config.stability": {"non_finite": "skip"}}, None),
+}
+
+
+@pytest.mark.parametrize("case", FORKED)
+def test_a_refusal_without_a_stage_prints_the_fork(stopped: Path, case: str) -> None:
+    changes, listed = FORKED[case]
+    with pytest.raises(InvalidError, match="another trajectory") as caught:
+        job(stopped, three_stages(stopped)[:KNOWN], **SHORT | changes)()
+    assert "config.stages: [" not in str(caught.value)
+    _, _, fork = str(caught.value).partition("checkpoint.fork_from: ")
+    parsed = parse_yaml(fork, lambda line: SpecLocation(str(line)))[0] if fork else None
+    assert parsed == (listed and {"run": str(stopped), "step": STOPPED_AT, "changes": listed})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", ["seed", "with a key of stages"])
+def test_a_printed_fork_works(stopped: Path, case: str) -> None:
+    changes, listed = FORKED[case]
+    fork = {"run": str(stopped), "step": STOPPED_AT, "changes": listed}
+    directory = stopped.with_name(f"fork, {case}")
+    job(directory, three_stages(stopped)[:KNOWN], **SHORT | changes | {"checkpoint.fork_from": fork})()
+    assert read_trajectory(directory)[0]["step"] == STOPPED_AT + 1
+
+
 def count_sources(data: Dataset, first: int, count: int) -> list[tuple[str, int]]:
     """Return source and index in its training tokens of each example of a stage, as reading finds them."""
     sources, indices = data._mixture.locate(first, count)
