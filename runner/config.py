@@ -891,10 +891,14 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         hint = f"{hint}\n" if hint else "\n"
         return f"{hint}to change this from step {step} on, leave the former values and set config.stages: {entry}"
 
-    def changes_state(self, keys: Sequence[str]) -> bool:
-        """Return True if one of these keys of the trajectory may say which arrays the state has."""
+    def list_fork_changes(self, keys: Sequence[str]) -> list[str]:
+        """Return the keys that a fork lists which changes these keys; nothing if they may change what the state has."""
         allowed = list_stage_keys(type(self.model))
-        return any(is_below(key, _STATE_SECTIONS) and not is_below(key, allowed) for key in keys)
+        if any(is_below(key, _STATE_SECTIONS) and not is_below(key, allowed) for key in keys):
+            return []
+        # Digests of the data, which follow from these keys, are known only once the data are read.
+        changes_data = any(key == "seed" or is_below(key, ("data",)) for key in keys)
+        return [*keys, *(["config.data", *(["config.stages"] if self.stages else [])] if changes_data else [])]
 
     def list_stage_values(self, keys: Sequence[str], saved: Trajectory, step: int) -> Trajectory:
         """Return what a stage sets that begins at `step` and gives these keys the values that they have here."""

@@ -192,8 +192,8 @@ class RunIdentity:
         hint = self.config.explain_refusal(keys, saved, step)
         # A fork takes the whole state, so it cannot change what that consists of.
         may_fork = not any(key == "job" or key.startswith("hooks") for key in keys)
-        if step and may_fork and not hint and not self.config.changes_state(keys):
-            fork = {"run": url, "step": step, "changes": shorten_keys(keys)}
+        if step and may_fork and not hint and (changes := self.config.list_fork_changes(keys)):
+            fork = {"run": url, "step": step, "changes": shorten_keys(changes)}
             entry = dump_yaml(fork, default_flow_style=True, width=sys.maxsize).strip()
             hint = f"\nto go on with other values there, set checkpoint.fork_from: {entry}"
         ending = f"\n{url}: this would be another trajectory{past}; use another directory"

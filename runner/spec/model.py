@@ -68,9 +68,9 @@ class JobConfig(FrozenModel):
         """
         return ""
 
-    def changes_state(self, keys: Sequence[str]) -> bool:
-        """Return True if one of these keys of the trajectory may say which arrays the state has; by default False."""
-        return False
+    def list_fork_changes(self, keys: Sequence[str]) -> list[str]:
+        """Return the keys that a fork lists which changes these keys of the trajectory; nothing if none may do so."""
+        return list(keys)
 
     @property
     def output_keys(self) -> frozenset[str]:
