@@ -516,7 +516,9 @@
       marker: { color: colours()[0], symbol: "diamond", size: run.saves.length > 100 ? 3 : 7 }, text: run.saves.map((save) => [save.bytes === null ? "" : bytes(save.bytes), save.seconds === null ? "" : `durable after ${duration(save.seconds)}`].filter(Boolean).join(", ")),
       hovertemplate: "step %{y:,} committed: %{text}<extra></extra>",
     };
-    if (!kept.x.length && !saves.x.length) return element("p", { class: "empty" }, "No steps yet.");
+    // A fork without a step of its own stands at the step of its parent.
+    const hasSteps = kept.y.some((step) => step !== null && step !== kept.y[0]) || lostSteps.x.length;
+    if (!hasSteps && !saves.x.length) return element("p", { class: "empty" }, "No steps yet.");
     const drawn = layout(`wall time since the first start (${unit})`, { showlegend: true, legend: { orientation: "h", y: -0.25, yanchor: "top", x: 0 } });
     drawn.yaxis.exponentformat = "SI";
     return plot(`progress ${run.id}`, [kept, lostSteps, saves], drawn);
