@@ -9,7 +9,7 @@ import enum
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, read_committed, remove_files, uncommit
 from runner.console import warn
@@ -154,45 +154,53 @@ def delete_step(attempt: Attempt, step: int) -> None:
     remove_files(attempt.store, directory)
 
 
+class _CommittedStep(NamedTuple):
+    """Values in the manifest of a step by which it is kept or deleted."""
+
+    metric: float | None
+    roll_back_to: int | None
+
+
 class Retention:
     """Committed steps of a run, and the rule by which they are kept. Process 0 only, one thread at a time."""
 
     def __init__(self, attempt: Attempt, keep_last: int, keep_every_steps: int | None = None, best: Mode | None = None):
         self._attempt = attempt
         self._rule = (keep_last, keep_every_steps, best)
-        self._metrics: dict[int, float | None] = {}
-        self._roll_back_to: dict[int, int | None] = {}
+        self._steps: dict[int, _CommittedStep] = {}
 
     def scan(self) -> None:
         """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
         store = self._attempt.store
-        committed = read_committed(store)
-        self._metrics = {step: manifest.metric for step, manifest in committed.items()}
-        self._roll_back_to = {step: manifest.roll_back_to for step, manifest in committed.items()}
-        if self._metrics and isinstance(store, LocalStore):
+        self._steps = {
+            step: _CommittedStep(manifest.metric, manifest.roll_back_to)
+            for step, manifest in read_committed(store).items()
+        }
+        if self._steps and isinstance(store, LocalStore):
             # An attempt that was killed right after it created a manifest has not flushed its name.
-            store.flush_names(f"{CHECKPOINTS}/{max(self._metrics)}")
+            store.flush_names(f"{CHECKPOINTS}/{max(self._steps)}")
         self._prune()
 
     def add(self, manifest: Manifest) -> None:
         """Add a step that has just been committed, and delete the steps that it makes superfluous."""
-        self._metrics[manifest.step], self._roll_back_to[manifest.step] = manifest.metric, manifest.roll_back_to
+        self._steps[manifest.step] = _CommittedStep(manifest.metric, manifest.roll_back_to)
         self._prune()
 
     def forget_after(self, step: int) -> list[int]:
         """Forget the steps beyond `step`, which is loaded again, and return them."""
-        later = sorted(other for other in self._metrics if other > step)
+        later = sorted(other for other in self._steps if other > step)
         for other in later:
-            del self._metrics[other], self._roll_back_to[other]
+            del self._steps[other]
         return later
 
     def _prune(self) -> None:
+        metrics = {step: committed.metric for step, committed in self._steps.items()}
         # A spike that is running may still be rolled back, as the newest state knows.
-        roll_back_to = self._roll_back_to[max(self._metrics)] if self._metrics else None
-        for step in find_superfluous_steps(self._metrics, *self._rule, roll_back_to):
+        roll_back_to = self._steps[max(self._steps)].roll_back_to if self._steps else None
+        for step in find_superfluous_steps(metrics, *self._rule, roll_back_to):
             try:
                 delete_step(self._attempt, step)
             except OSError as error:
                 warn(f"checkpoint {step} cannot be deleted, will be tried again: {error}")
                 return
-            del self._metrics[step], self._roll_back_to[step]
+            del self._steps[step]

@@ -203,8 +203,7 @@ def _draw_summary(history: History) -> Text:
     summary.append(f"  {to_single_line(history.url)}\n")
     if (fork := history.fork) is not None:
         lines = format_changes(fork)
-        shown = [*lines[:_MAX_CHANGES], *(["..."] if len(lines) > _MAX_CHANGES else [])]
-        changes = f", with {'; '.join(shown)}" if shown else ", without changes"
+        changes = f", with {_join_changes(lines)}" if lines else ", without changes"
         summary.append(f"forked from {fork.run} at step {fork.step:,}{changes}\n")
     if history.reason and history.state is not RunState.RUNNING:
         summary.append_text(Text(f"{history.reason}\n", "red"))
@@ -261,9 +260,12 @@ def _draw_summary(history: History) -> Text:
 
 def _describe_stage(stage: StageRecord, ahead: str = "") -> str:
     """Return first step, changes and reason of a stage; `ahead` is put behind the step."""
-    shown = [*stage.changes[:_MAX_CHANGES], *(["..."] if len(stage.changes) > _MAX_CHANGES else [])]
-    changes = f": {'; '.join(shown)}" if shown else ""
+    changes = f": {_join_changes(stage.changes)}" if stage.changes else ""
     return f"{stage.from_step:,}{ahead}{changes}" + (f" ({stage.why})" if stage.why else "")
+
+
+def _join_changes(lines: Sequence[str]) -> str:
+    return "; ".join([*lines[:_MAX_CHANGES], *(["..."] if len(lines) > _MAX_CHANGES else [])])
 
 
 def _plot_loss(rows: Sequence[JsonObject]) -> list[RenderableType]:

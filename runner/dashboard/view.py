@@ -10,7 +10,7 @@ from dataclasses import replace
 from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, RunCurves, ThinnedSeries, find_chart
 from runner.dashboard.reader import RunSnapshot, find_differences
 from runner.distributed.clock import TimeBucket
-from runner.history.goodput import list_restarts
+from runner.history.goodput import START_BUCKETS, list_restarts
 from runner.history.ledger import get_float, get_int, get_step, get_time, to_single_line
 from runner.history.reader import format_changes
 from runner.history.records import AttemptRecord, History, RunState, to_json
@@ -36,14 +36,6 @@ _STATE_CLASSES = {
     RunState.RETRYABLE: "bad",
     RunState.KILLED: "bad",
 }
-# Time of an attempt before its first step.
-_START_BUCKETS = (
-    TimeBucket.PROCESS_START,
-    TimeBucket.DISTRIBUTED_INIT,
-    TimeBucket.SET_UP,
-    TimeBucket.COMPILE,
-    TimeBucket.RESTORE,
-)
 
 
 def build_view(
@@ -369,7 +361,7 @@ def _build_attempt(attempt: AttemptRecord) -> JsonObject:
 def _compute_first_step_time(attempt: AttemptRecord) -> float:
     """Return the Unix time when an attempt began to train."""
     began = attempt.ended - sum(attempt.seconds.values())
-    return began + sum(attempt.seconds.get(bucket, 0.0) for bucket in _START_BUCKETS)
+    return began + sum(attempt.seconds.get(bucket, 0.0) for bucket in START_BUCKETS)
 
 
 def _build_goodput(

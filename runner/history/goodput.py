@@ -32,8 +32,8 @@ Seconds = dict[TimeBucket, float]
 # Buckets in the order in which time is removed from them if the beginning, or the end, of a window is cut off.
 _REMOVAL_FROM_START = (TimeBucket.UNATTRIBUTED, *COUNTED_BUCKETS, TimeBucket.LOST_STEPS)
 _REMOVAL_FROM_END = (TimeBucket.LOST_STEPS, TimeBucket.UNATTRIBUTED, TimeBucket.STEPS, *reversed(COUNTED_BUCKETS))
-
-_START_BUCKETS = (
+# Time of an attempt before its first step.
+START_BUCKETS = (
     TimeBucket.PROCESS_START,
     TimeBucket.DISTRIBUTED_INIT,
     TimeBucket.SET_UP,
@@ -157,6 +157,15 @@ def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> 
     return shares
 
 
+def list_restarts(attempts: Sequence[AttemptRecord]) -> list[Seconds]:
+    """Return the seconds by bucket from the end of an attempt to the first step of the next, if that has made one."""
+    return [
+        {TimeBucket.GAP: attempt.gap_seconds} | {bucket: attempt.seconds.get(bucket, 0.0) for bucket in START_BUCKETS}
+        for attempt in attempts[1:]
+        if attempt.resumed_step is not None and (attempt.reached_step or 0) > attempt.resumed_step
+    ]
+
+
 def _compute_share(timeline: AttemptTimeline, floor: int | None, now: float | None) -> AttemptGoodput:
     """Return the share of an attempt as if there were no others; `floor` is the lowest step resumed from later."""
     events, clock = timeline.events, timeline.clock
@@ -222,15 +231,6 @@ _STATES_BY_EVENT = {
     "failed": RunState.FAILED,
     "stuck": RunState.RETRYABLE,
 }
-
-
-def list_restarts(attempts: Sequence[AttemptRecord]) -> list[Seconds]:
-    """Return the seconds by bucket from the end of an attempt to the first step of the next, if that has made one."""
-    return [
-        {TimeBucket.GAP: attempt.gap_seconds} | {bucket: attempt.seconds.get(bucket, 0.0) for bucket in _START_BUCKETS}
-        for attempt in attempts[1:]
-        if attempt.resumed_step is not None and (attempt.reached_step or 0) > attempt.resumed_step
-    ]
 
 
 class AttemptOutcome(NamedTuple):

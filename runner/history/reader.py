@@ -299,7 +299,9 @@ def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tup
         spec: content of `spec.yaml`.
         events: event `stage` by the first step of its stage.
     """
-    config: Any = copy.deepcopy(spec.get("config"))
+    config: Any = spec.get("config")
+    if isinstance(config, dict) and config.get("stages"):
+        config = copy.deepcopy(config)  # the values of each stage are put into it
     given = config.get("stages") if isinstance(config, dict) else None
     problems = []
     if given is not None and not isinstance(given, list):
@@ -328,27 +330,6 @@ def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tup
             problems.append(f"config.stages.{index} of spec.yaml: its first step is not known, or before another stage")
             continue
         kept.append(stage)
-        lines = []
-        for key, value in stage.set.items():
-            *path, last = key.split(".")
-            former: Any = None
-            try:
-                parent: Any = config
-                for part in path:
-                    parent = parent[int(part)] if isinstance(parent, list) else parent[part]
-                place = int(last) if isinstance(parent, list) else last
-                former = parent.get(place) if isinstance(parent, dict) else parent[place]
-                parent[place] = value
-            except (LookupError, TypeError, ValueError):
-                pass
-            pairs = [(key, former, value)]
-            if isinstance(former, dict) and isinstance(value, dict):
-                pairs = [(f"{key}.{name}", former.get(name), own) for name, own in value.items()]
-            for name, old, new in pairs:
-                old_text, new_text = format_setting(old), format_setting(new)
-                if old != new or len(pairs) == 1:
-                    text = new_text if old_text in (new_text, "null") else f"{old_text} became {new_text}"
-                    lines.append(to_single_line(f"{name}: {text}"))
         event = events.get(start.step, {})
         found.append(
             StageRecord(
@@ -356,7 +337,7 @@ def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tup
                 from_step=start.step,
                 tokens=start.tokens if has_tokens else None,
                 tokens_per_step=start.tokens_per_step if has_tokens else None,
-                changes=tuple(lines),
+                changes=tuple(apply_stage(config, stage.set)),
                 why=to_single_line(stage.why or ""),
                 began=get_time(event) if get_step(event) == start.step else None,
             )
@@ -367,6 +348,37 @@ def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tup
             began = get_time(event) if get_step(event) == begin else None
             found.append(StageRecord(number, begin, why=to_single_line(event.get("why") or ""), began=began))
     return tuple(found), problems
+
+
+def apply_stage(config: Any, values: Mapping[str, Any]) -> list[str]:
+    """Put the values of a stage into a config, where it has a place for them, and return a line for each change.
+
+    Args:
+        config: content of a spec below `config`, which is changed.
+        values: values by dotted key.
+    """
+    lines = []
+    for key, value in values.items():
+        *path, last = key.split(".")
+        former: Any = None
+        try:
+            parent: Any = config
+            for part in path:
+                parent = parent[int(part)] if isinstance(parent, list) else parent[part]
+            place = int(last) if isinstance(parent, list) else last
+            former = parent.get(place) if isinstance(parent, dict) else parent[place]
+            parent[place] = value
+        except (LookupError, TypeError, ValueError):
+            pass
+        pairs = [(key, former, value)]
+        if isinstance(former, dict) and isinstance(value, dict):
+            pairs = [(f"{key}.{name}", former.get(name), own) for name, own in value.items()]
+        for name, old, new in pairs:
+            old_text, new_text = format_setting(old), format_setting(new)
+            if old != new or len(pairs) == 1:
+                text = new_text if old_text in (new_text, "null") else f"{old_text} became {new_text}"
+                lines.append(to_single_line(f"{name}: {text}"))
+    return lines
 
 
 def format_setting(value: Any) -> str:

@@ -11,8 +11,9 @@ All attempts of a job use one run id, and each attempt gives wandb the whole tra
   remove them, is not available on every server.
 
 A fork is online a fork in W&B too (`fork_from`), whose server then shows the parent's history before its rows. Offline
-it is a run of its own, since a server that refuses forks would refuse the whole file. So it is where the process has
-another run of W&B, of the user's own: a refused fork leaves its id in use until all runs of the process are ended.
+it is a run of its own, since a server that refuses forks would refuse the whole file. It is also a run of its own if
+the process has another W&B run, started by the user: after a refused fork its id can be used again only once all W&B
+runs of the process have ended.
 
 The files of wandb are in `wandb/` of the run directory. wandb writes to local disks only, so for a run in a bucket they
 are in this machine's cache while the job runs. They are uploaded when it ends, together with those of attempts that

@@ -169,6 +169,15 @@ class EventType:
     details: tuple[Key, ...] = ()
 
 
+# Also in the record of a roll-back, see `runner.train.stability`.
+ROLL_BACK_KEYS = (
+    Key("number", int, "Number of the roll-back in the run, from 1."),
+    Key("batches", int, "Global batches that are passed over."),
+    Key("first", int, "First step of the spike."),
+    Key("detected", int, "Step at which the spike was long enough."),
+    _REASON,
+)
+
 # In the order in which a run writes them: start, restore, saves, training, evaluation, end.
 EVENTS = (
     EventType(
@@ -272,13 +281,7 @@ EVENTS = (
         "The run is rolled back because of a spike: after `step`, data are passed over. The event `load` follows, or "
         "after a kill `restore`; trainers only.",
         "process 0",
-        (
-            Key("number", int, "Number of the roll-back in the run, from 1."),
-            Key("batches", int, "Global batches that are passed over."),
-            Key("first", int, "First step of the spike."),
-            Key("detected", int, "Step at which the spike was long enough."),
-            _REASON,
-        ),
+        ROLL_BACK_KEYS,
     ),
     EventType(
         "save",

@@ -44,6 +44,7 @@ from runner.errors import InvalidError, StateError
 from runner.metrics.meta import CONSECUTIVE_SKIPS, HIGH_LOSS_STEPS, ROLL_BACKS, SKIPPED_UPDATES
 from runner.records import Key, validate_record
 from runner.run.attempt import Attempt
+from runner.run.events import ROLL_BACK_KEYS
 from runner.spec import Trajectory
 from runner.storage import JsonObject, Store, create_file, encode_json, parse_number, read_json, read_log
 from runner.train.auxiliary import AuxiliaryState, Scalars, StepOutcome
@@ -123,15 +124,7 @@ ROLL_BACK_FOLDER = "roll_backs"  # also the key of the trajectory in a manifest
 Skips = tuple[tuple[int, int], ...]  # as in `DataPosition`
 
 _STRETCH_MAX = np.iinfo(np.int32).max
-_EVENT_KEYS = ("number", "batches", "first", "detected", "reason")
-_RECORD_KEYS = (
-    Key("number", int, "1 for the first roll-back of the run"),
-    Key("begin", int, "step after which batches are passed over"),
-    Key("batches", int, "number of batches that are passed over"),
-    Key("first", int, "first step of the spike"),
-    Key("detected", int, "step at which the spike was found"),
-    Key("reason", str, "values of that step"),
-)
+_RECORD_KEYS = (Key("begin", int, "Step after which batches are passed over."), *ROLL_BACK_KEYS)
 
 
 def plan_roll_back(config: RollBackConfig, first: int, batch_examples: int, made: Skips) -> tuple[int, int]:
@@ -178,7 +171,7 @@ def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
 
 
 def _append_event(attempt: Attempt, record: JsonObject) -> None:
-    attempt.events.append("roll_back", record["begin"], **{key: record[key] for key in _EVENT_KEYS})
+    attempt.events.append("roll_back", record["begin"], **{key.name: record[key.name] for key in ROLL_BACK_KEYS})
 
 
 def read_roll_backs(store: Store) -> list[JsonObject]:
