@@ -477,15 +477,19 @@ def test_a_fork_inherits_the_data_that_were_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_verify_resume_kills_a_job_in_its_roll_back(tmp_path: Path) -> None:
-    document = make_poisoned_document(tmp_path / "run", **SPIKE | {"job": get_job_name(SpikedLookup)})
-    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(document))
+@pytest.mark.parametrize("start", [None, 9, 14])
+def test_verify_resume_kills_a_job_in_its_roll_back(start: int | None, tmp_path: Path) -> None:
+    stages = [] if start is None else [{"from_step": start, "set": {"train.global_batch_examples": 32}}]
+    changes = SPIKE | {"job": get_job_name(SpikedLookup), "config.stages": stages}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(make_poisoned_document(tmp_path / "run", **changes)))
     code, output = run_runner(
-        environment(1), "verify-resume", str(tmp_path / "spec.yaml"), "--steps", "20", "--kills", "3"
+        environment(1), "verify-resume", str(tmp_path / "spec.yaml"), "--steps", "20", "--kills", "5"
     )
     assert code == 0, output
     assert "-9 to process 0 in a roll-back" in output
-    assert "SAME BITS after 3 kills" in output
+    for place in ("before a stage", "after a stage begins"):
+        assert (place in output) == bool(stages)
+    assert "SAME BITS after 5 kills" in output
 
 
 # Bits.
