@@ -10,5 +10,5 @@ names of chips and the history of a run, and imports no jax.
 - `local`: processes on this machine, with faked CPU devices on request
 - `tpu_vm`: TPU VMs of Google Cloud, through a queued resource
 - `__main__`: the command line `python -m launch`
-- `worker`: one host's part of a job, for `tpu_vm`
+- `worker`: one host's part of a job, restarted in its place, for `kubernetes` and `tpu_vm`
 """

@@ -4,6 +4,10 @@
 that starts over when something is committed. Everything else ends the job. A job that fails again and again without a
 newer checkpoint is in a crash loop, which retries cannot fix.
 
+A supervisor may have one host of the job, which waits for the others at each start. An attempt that ends before the job
+has claimed its directory is then no part of a crash loop: a host is missing, or the directory cannot be reached. And a
+host that dies in the last moment of the job is not started again, because the others would not come.
+
 The supervisor reads a job's progress from the job's directory.
 """
 
@@ -18,8 +22,9 @@ from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, 
 from runner.history.reader import read_history
 from runner.history.records import History
 from runner.process import STOP_SIGNALS
+from runner.run.fence import Fence
 from runner.spec import load_document, validate_spec
-from runner.storage import Store, iterate_log, open_store
+from runner.storage import JsonObject, Store, iterate_log, open_store
 
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
@@ -56,10 +61,31 @@ def find_newest_step(spec: str, overrides: Sequence[str]) -> int | None:
 
     An error is not reported here, since the job itself reports it.
     """
+    # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket.
+    commits = [row for row in _read_events(spec, overrides) if row["event"] == "commit"]
+    return max((row["step"] for row in commits if type(row.get("step")) is int), default=None)
+
+
+def is_job_done(spec: str, overrides: Sequence[str]) -> bool:
+    """Return True if the newest attempt of a job has reached its end; False too if the directory cannot be read."""
+    rows = _read_events(spec, overrides)
+    newest = max((row["attempt"] for row in rows), default=None)
+    return any(row["event"] == "done" and row["attempt"] == newest for row in rows)
+
+
+def _read_events(spec: str, overrides: Sequence[str]) -> list[JsonObject]:
+    """Return the events of a job that name their attempt; none if the directory cannot be read."""
     try:
-        # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket.
         rows = iterate_log(open_job_store(spec, overrides), "events")
-        return max((row["step"] for row in rows if row.get("event") == "commit"), default=None)
+        return [row for row in rows if type(row.get("attempt")) is int and isinstance(row.get("event"), str)]
+    except (RunnerError, OSError):
+        return []
+
+
+def find_newest_attempt(spec: str, overrides: Sequence[str]) -> int | None:
+    """Return the number of the newest attempt, or None if the directory cannot be read. Errors are not reported."""
+    try:
+        return Fence(open_job_store(spec, overrides)).find_newest()
     except (RunnerError, OSError):
         return None
 
@@ -114,19 +140,25 @@ class Supervisor:
         find_newest_step: function that returns the newest committed step, None if it is not known.
         is_stopping: function that returns True once the user has asked for the end, so that 75 is final.
         max_restarts: number of restarts after 76.
+        find_newest_attempt: function that returns the newest attempt that has claimed the directory, for one host of
+            several; None if attempts that claim nothing count as crashes too.
+        is_done: function that returns True if the job has reached its end, whatever became of the process.
     """
 
     start: Callable[[], int]
     find_newest_step: Callable[[], int | None]
     is_stopping: Callable[[], bool]
     max_restarts: int
+    find_newest_attempt: Callable[[], int | None] | None = None
+    is_done: Callable[[], bool] = lambda: False
 
     def run(self) -> tuple[int, list[LaunchAttempt]]:
         """Run the job until it is done, and return its exit code and all attempts."""
         attempts: list[LaunchAttempt] = []
-        num_restarts = num_stuck = 0
-        # A job that resumes has commits of earlier launches, which are no progress of this one.
+        num_restarts = num_stuck = num_crashes = 0
+        # A job that resumes has commits and attempts of earlier launches, which are no progress of this one.
         newest = self.find_newest_step()
+        claimed = None if self.find_newest_attempt is None else self.find_newest_attempt()
         while True:
             began = time.time()
             code = self.start()
@@ -134,6 +166,8 @@ class Supervisor:
             # A job that was asked to stop ends with 75 too, and must not be started again.
             if code not in (EXIT_PREEMPTED, EXIT_RETRYABLE) or self.is_stopping():
                 return code, attempts
+            if self.is_done():
+                return EXIT_DONE, attempts
             previous, newest = newest, attempts[-1].newest_step
             if code == EXIT_PREEMPTED:
                 # Neither counted nor delayed: the job has saved, and did nothing wrong.
@@ -141,9 +175,12 @@ class Supervisor:
                 continue
             # A new commit shows that the job makes progress, which resets crash loop and backoff.
             num_stuck = 1 if newest != previous else num_stuck + 1
-            if num_stuck >= CRASH_LOOP_ATTEMPTS:
+            num_crashes = 0 if newest != previous else num_crashes
+            before, claimed = claimed, None if self.find_newest_attempt is None else self.find_newest_attempt()
+            num_crashes += self.find_newest_attempt is None or before != claimed
+            if num_crashes >= CRASH_LOOP_ATTEMPTS:
                 where = "before any step was committed" if newest is None else f"and step {newest} is still the newest"
-                say(f"launch: crash loop: {num_stuck} attempts in a row ended with {code} {where}; giving up")
+                say(f"launch: crash loop: {num_crashes} attempts in a row ended with {code} {where}; giving up")
                 return EXIT_FAILED, attempts
             if num_restarts == self.max_restarts:
                 say(f"launch: ended with {code} after {num_restarts} restarts; --max-restarts allows no more")

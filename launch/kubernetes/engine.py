@@ -4,17 +4,18 @@ The manifest describes the nodes that the pods need, their container, and what f
 all of it out. The spec travels as text in an annotation of the pods, which the kubelet presents to them as a file. So a
 single object holds everything that a run is, and a restart cannot get another spec than the one that was submitted.
 
-How an exit code gets the right answer, though JobSet never sees exit codes:
+How an exit code gets the right answer:
 
-1. A Job may retry no pod (`backoffLimit: 0`), so the first pod that fails ends its Job, which stops the other pods. A
-   pod failure policy makes the Job name the cause: "Container runner for pod ... failed with exit code 75 matching
-   FailJob rule at index 1", or "Pod ... has condition DisruptionTarget matching FailJob rule at index 2" for a pod that
-   the cluster took away. After any other end of a pod, the Job mentions only its backoff limit.
-2. JobSet matches that message against rules of its own, in order. Codes 1 and 2 fail the JobSet. Code 75 and a pod that
-   was taken away restart everything, uncounted. Everything else (76, a kill, a lost node) restarts everything and
-   counts.
+1. The first process of each container is `launch.worker`, which starts the runner again after 75, 76 and a kill. The pod,
+   its node and its image stay, and nothing is scheduled. The other hosts end with 75 or 76 too, and their workers start
+   them again.
+2. A pod that was taken away (evicted, drained, preempted, its node lost) is replaced by its Job, under the same index and
+   host name, while the workers of the other pods wait for it at the rendezvous. A pod failure policy keeps the Job from
+   counting it, and from counting a pod that ends with 75. Any other end counts against the Job's backoff limit.
+3. Codes 1 and 2 need a person: the policy fails the Job at once, and with it the JobSet, which never restarts a Job.
 
-When a node is lost without notice, the other hosts miss it before Kubernetes notices: they end with 76, so it counts.
+All fields are stable ones of the Job. A Job with a pod failure policy replaces a pod only after it has ended
+(`podReplacementPolicy: Failed`), and the fence of the run's directory holds in any case.
 
 Values that an API server would refuse are refused before it is asked, in one line that names the option. The rules are
 Kubernetes' own (apimachinery's `util/validation` and `api/resource`, `core/validation`), and those of image references
@@ -42,7 +43,7 @@ from launch.options import (
     MaxRestarts,
     Nodes,
     find_grace_seconds,
-    runner_arguments,
+    set_arguments,
 )
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.console import write_text
@@ -57,6 +58,7 @@ SPEC_DIRECTORY = PurePosixPath("/etc/runner")
 SPEC_FILE = "spec.yaml"
 COORDINATOR_PORT = 8476
 MAX_PODS = 100_000  # of an indexed Job
+MAX_INT32 = 2**31 - 1
 MAX_LABEL_CHARACTERS = 63  # of a DNS label, which the name of a pod must be
 _MAX_ANNOTATION_BYTES = 256 * 1024  # of all annotations of an object
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -64,31 +66,11 @@ _ESCAPED_BY_GO = "<>&\u2028\u2029"  # characters that Go writes as 6 bytes in JS
 _SPOT = "cloud.google.com/gke-spot"
 _SECRET_NAME = r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$"
 
-# Kubernetes names the index of the rule in its message; `JOBSET_FAILURE_RULES` below matches the text around it.
+# The first rule that matches a failed pod decides. If none does, the pod is replaced, and counts.
 POD_FAILURE_RULES = [
-    {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": values}}
-    for values in ([EXIT_FAILED, EXIT_INVALID], [EXIT_PREEMPTED])
-] + [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-
-JOBSET_FAILURE_RULES = [
-    {
-        "name": "final",
-        "action": "FailJobSet",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        "onJobFailureMessagePatterns": [f"failed with exit code ({EXIT_FAILED}|{EXIT_INVALID}) matching FailJob rule"],
-    },
-    {
-        "name": "preempted",
-        "action": "RestartJobSetAndIgnoreMaxRestarts",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        "onJobFailureMessagePatterns": [
-            f"failed with exit code {EXIT_PREEMPTED} matching FailJob rule",
-            "has condition DisruptionTarget matching FailJob rule",
-        ],
-    },
-    # The last rule has no condition, so it catches every end that the rules above do not know.
-    {"name": "retryable", "action": "RestartJobSet"},
-]
+    {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": values}}
+    for action, values in (("FailJob", [EXIT_FAILED, EXIT_INVALID]), ("Ignore", [EXIT_PREEMPTED]))
+] + [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
 
 _DNS_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _LABEL_TEXT = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
@@ -260,7 +242,8 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
         "parallelism": pods.hosts_per_slice,
         "completions": pods.hosts_per_slice,
         "completionMode": "Indexed",
-        "backoffLimit": 0,
+        # Each host has its own restarts, and a fault of one ends others with it.
+        "backoffLimit": min(arguments.max_restarts * pods.hosts_per_slice, MAX_INT32),
         "podFailurePolicy": {"rules": POD_FAILURE_RULES},
         "template": _render_pod(spec, text, arguments, pods, name, submit_time),
     }
@@ -271,11 +254,7 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
             "coordinator": {"replicatedJob": SLICE, "jobIndex": 0, "podIndex": 0},
-            "failurePolicy": {
-                "maxRestarts": arguments.max_restarts,
-                "restartStrategy": "BlockingRecreate",  # no pod of an attempt overlaps with the attempt before it
-                "rules": JOBSET_FAILURE_RULES,
-            },
+            "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [{"name": SLICE, "replicas": pods.num_slices, "template": {"spec": job}}],
         },
     }
@@ -362,7 +341,7 @@ def _render_pod(
     if fast is not None:
         if not PurePosixPath(fast).is_absolute():
             raise InvalidError(f"checkpoint.local_directory is {fast}; needs an absolute path, on the node")
-        # A directory of the node, since an emptyDir is deleted with its pod, and every restart makes new pods.
+        # A directory of the node: an emptyDir is deleted with its pod, and a replaced pod may come back to the same node.
         volumes.append(("fast-tier", fast, {"hostPath": {"path": fast, "type": "DirectoryOrCreate"}}))
     if pods.chips and not pods.is_tpu:  # NCCL needs more shared memory than the usual 64 MiB
         volumes.append(("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}}))
@@ -393,8 +372,10 @@ def _render_container(
     """Return the container of every pod, without its volumes."""
     # The DNS name of the first pod, which is known before any pod exists; `enableDNSHostnames` promises it.
     first_host = f"{name}-{SLICE}-0-0.{name}"
-    words = runner_arguments(str(SPEC_DIRECTORY / SPEC_FILE), arguments.overrides)
+    words = ["-m", "launch.worker", str(SPEC_DIRECTORY / SPEC_FILE), *set_arguments(arguments.overrides)]
     command = [escape_references(word) for word in words]
+    # The kubelet signals the first process of a container only.
+    command += ["--forward-signals", "--max-restarts", str(arguments.max_restarts)]
     if not pods.is_tpu and pods.hosts_per_slice > 1:  # GKE tells JAX about the hosts of TPU slices only
         command += ["--coordinator", f"{first_host}:{COORDINATOR_PORT}"]
         command += ["--num-processes", str(pods.hosts_per_slice), "--process-id", "$(JOB_COMPLETION_INDEX)"]

@@ -36,8 +36,10 @@ def test_the_worker_restarts_its_process_by_exit_code(tmp_path, monkeypatch):
     assert (tmp_path / "n").read_text() == "xxx"
 
 
+# A signal to the process group reaches the job without its worker, one to the first process of a container does not.
+@pytest.mark.parametrize("words", [[], ["--forward-signals"]], ids=["group", "first_process"])
 @pytest.mark.parametrize("code", [75, 76])  # 76: its peers ended before it could save
-def test_a_signal_to_the_process_group_reaches_the_job_once(tmp_path, code):
+def test_a_signal_reaches_the_job_once(tmp_path, code, words):
     job = f"""if True:
         import pathlib, signal, sys, time
         heard = []
@@ -49,7 +51,7 @@ def test_a_signal_to_the_process_group_reaches_the_job_once(tmp_path, code):
         sys.exit(int(sys.argv[1]))
     """
     program = "import sys; from launch import worker; worker.runner_arguments = lambda *_: ['-c', *sys.argv[1:]]; "
-    program += "sys.exit(worker.main(['none.yaml']))"
+    program += f"sys.exit(worker.main(['none.yaml', *{words}]))"
     command = [sys.executable, "-c", program, job, str(code)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -57,7 +59,7 @@ def test_a_signal_to_the_process_group_reaches_the_job_once(tmp_path, code):
         while not (tmp_path / "begun").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGTERM)
+        (os.kill if words else os.killpg)(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     finally:
         with contextlib.suppress(ProcessLookupError):

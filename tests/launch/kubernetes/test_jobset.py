@@ -1,4 +1,4 @@
-"""The JobSet of a job: its manifest against the schema of Kubernetes, its failure policy against real Job messages.
+"""The JobSet of a job: its manifest against the schema of Kubernetes, and its pods as processes of this machine.
 
 The schema is JobSet's custom resource definition, copied unchanged from kubernetes-sigs/jobset (Apache License 2.0); it
 embeds the pod template. Rules outside the schema (admission webhooks, the behaviour of controllers) are reimplemented
@@ -8,6 +8,7 @@ The manifests in tests/golden are written, for each line of GOLDEN, with
 `python -m launch jobset tests/golden/job.yaml --image registry/job:1 --dry-run OPTIONS > tests/golden/NAME.yaml`.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -15,6 +16,7 @@ import json
 import operator
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +31,8 @@ from launch.__main__ import main
 from launch.kubernetes.engine import escape_references
 from runner.accelerator import CHIPS
 from runner.run.events import SUBMITTED
-from tests.support.job_process import DEADLINE_SECONDS
+from tests.support.job_process import DEADLINE_SECONDS, Job
+from tests.support.tiny_jobs import environment
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "tests" / "golden" / "job.yaml"
@@ -143,7 +146,7 @@ def test_the_manifest_with_every_option_is_valid(render):
         (["spec", "failurePolicy", "maxRestart"], 3),
         (["spec", "failurePolicy", "maxRestarts"], "3"),
         (["spec", "failurePolicy", "restartStrategy"], "Gently"),
-        (["spec", "failurePolicy", "rules", 0, "action"], "FailJob"),
+        (["spec", "failurePolicy", "rules"], "none"),
         (["spec", "replicatedJobs", 0, "template", "spec", "backofLimit"], 0),
         (["spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "nodeSelectors"], {}),
         (["spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0, "env", 0, "value"], 1),
@@ -289,98 +292,54 @@ def test_secrets_are_referenced_by_name(render):
 # Failure policy
 
 
-def format_failure(rules, code, is_disrupted):
-    """Return the reason and message of a failed Job as Kubernetes' Job controller formats them."""
-    for index, rule in enumerate(rules):
+def find_action(manifest, code, is_disrupted):
+    """Return what the Job controller does about a failed pod: the action of the first rule that matches, else Count."""
+    for rule in get_job(manifest)["podFailurePolicy"]["rules"]:
         if "onExitCodes" in rule:
-            assert rule["onExitCodes"]["operator"] == "In"
+            assert rule["onExitCodes"] | {"values": []} == {"containerName": "runner", "operator": "In", "values": []}
             if code in rule["onExitCodes"]["values"]:
-                name = rule["onExitCodes"]["containerName"]
-                return "PodFailurePolicy", (
-                    f"Container {name} for pod research/tiny-gpt-slice-1-75-x2z1q failed with exit code {code} "
-                    f"matching {rule['action']} rule at index {index}"
-                )
-        elif is_disrupted and {"type": "DisruptionTarget", "status": "True"} in rule["onPodConditions"]:
-            return "PodFailurePolicy", (
-                f"Pod research/tiny-gpt-slice-1-75-x2z1q has condition DisruptionTarget "
-                f"matching {rule['action']} rule at index {index}"
-            )
-    return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
-
-
-def find_action(manifest, *failures):
-    """Return JobSet's action for failed Jobs: that of its first rule that matches any of them."""
-    messages = [format_failure(get_job(manifest)["podFailurePolicy"]["rules"], *failure) for failure in failures]
-    for rule in manifest["spec"]["failurePolicy"]["rules"]:
-        for reason, message in messages:
-            patterns = rule.get("onJobFailureMessagePatterns", [])
-            if reason in rule.get("onJobFailureReasons", [reason]) and (
-                not patterns or any(re.search(pattern, message) for pattern in patterns)
-            ):
                 return rule["action"]
-    return "RestartJobSet"
+        elif is_disrupted and {"type": "DisruptionTarget", "status": "True"} in rule["onPodConditions"]:
+            return rule["action"]
+    return "Count"
 
 
 @pytest.mark.parametrize(
     ("code", "is_disrupted", "action"),
     [
-        (1, False, "FailJobSet"),
-        (2, False, "FailJobSet"),
-        (1, True, "FailJobSet"),
-        (75, False, "RestartJobSetAndIgnoreMaxRestarts"),
-        (75, True, "RestartJobSetAndIgnoreMaxRestarts"),
-        (137, True, "RestartJobSetAndIgnoreMaxRestarts"),
-        (143, True, "RestartJobSetAndIgnoreMaxRestarts"),
-        (76, True, "RestartJobSetAndIgnoreMaxRestarts"),
-        (76, False, "RestartJobSet"),
-        (137, False, "RestartJobSet"),
-        (134, False, "RestartJobSet"),
-        (139, False, "RestartJobSet"),
-        (127, False, "RestartJobSet"),
-        (255, False, "RestartJobSet"),
-        (12, False, "RestartJobSet"),
-        (21, False, "RestartJobSet"),
-        (175, False, "RestartJobSet"),
+        *((code, is_disrupted, "FailJob") for code in (1, 2) for is_disrupted in (False, True)),
+        *((code, True, "Ignore") for code in (75, 76, 134, 137, 143)),
+        (75, False, "Ignore"),
+        *((code, False, "Count") for code in (76, 137, 143, 134, 139, 127, 255, 12, 21, 175)),
     ],
 )
 def test_the_failure_policy_decides_by_exit_code_and_disruption(render, code, is_disrupted, action):
-    assert find_action(render("--nodes", "2"), (code, is_disrupted)) == action
+    assert find_action(render("--nodes", "2"), code, is_disrupted) == action
 
 
 @pytest.mark.parametrize(
-    ("failures", "action"),
-    [
-        ([(76, False), (1, False)], "FailJobSet"),
-        ([(75, False), (2, False)], "FailJobSet"),
-        ([(76, False), (75, False)], "RestartJobSetAndIgnoreMaxRestarts"),
-        ([(76, False), (137, True)], "RestartJobSetAndIgnoreMaxRestarts"),
-        ([(76, False), (76, False)], "RestartJobSet"),
-    ],
+    ("options", "limit"),
+    [(["--nodes", "2"], 14), (["--set", "topology.accelerator=2xv5e-256"], 7 * 64), (["--nodes", "100000"], 700_000)],
 )
-def test_the_failure_policy_decides_by_the_cause_among_slices(render, failures, action):
-    manifest = render("--set", "topology.accelerator=2xv5e-256")
-    assert find_action(manifest, *failures) == action
-    assert find_action(manifest, *failures[::-1]) == action
-
-
-def test_the_failure_policy_obeys_the_rules_beyond_the_schema(render):
-    """Check the API server's rules for pod failure policies and the webhook's rules for names and reasons."""
-    manifest = render("--nodes", "2", "--max-restarts", "7")
-    policy, job = manifest["spec"]["failurePolicy"], get_job(manifest)
-    assert policy["maxRestarts"] == 7
-    assert job["backoffLimit"] == 0
+def test_pods_are_replaced_by_their_job_alone(render, options, limit):
+    """Check the numbers of restarts, and the API server's rules for pod failure policies."""
+    manifest = render(*options, "--max-restarts", "7")
+    job = get_job(manifest)
+    assert manifest["spec"]["failurePolicy"] == {"maxRestarts": 0}
+    assert job["backoffLimit"] == limit
+    words = get_container(manifest)["args"]
+    assert words[words.index("--max-restarts") + 1] == "7"
     assert job["template"]["spec"]["restartPolicy"] == "Never"
-    names = [rule["name"] for rule in policy["rules"]]
-    assert len(set(names)) == len(names)
-    assert all(re.fullmatch("[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", name) for name in names)
-    assert {reason for rule in policy["rules"] for reason in rule.get("onJobFailureReasons", [])} == {
-        "PodFailurePolicy"
-    }
     for rule in job["podFailurePolicy"]["rules"]:
         assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
         values = rule.get("onExitCodes", {}).get("values", [1])
         assert values == sorted(set(values))
         assert 0 not in values
+
+
+def test_the_number_of_replaced_pods_fits_into_its_field(render):
+    manifest = render("--nodes", "100000", "--max-restarts", str(2**31 - 1))
+    assert get_job(manifest)["backoffLimit"] == 2**31 - 1
 
 
 # Rejected options
@@ -536,26 +495,111 @@ def test_a_missing_kubectl_exits_with_2(monkeypatch, capsys, tmp_path):
 # Pods
 
 
+class Pods:
+    """The pods of a manifest as processes of this machine, with the part of the Job controller that replaces them."""
+
+    def __init__(self, manifest, directory):
+        self.manifest, self.container = manifest, get_container(manifest)
+        file = directory / "annotation.yaml"
+        file.write_text(get_job(manifest)["template"]["metadata"]["annotations"]["runner/spec"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        name = manifest["metadata"]["name"]
+        self.replaced = {"/etc/runner/spec.yaml": str(file), f"{name}-slice-0-0.{name}:8476": address}
+        self.log = directory / "pods.log"
+        self.num_counted = 0
+        self.running = {index: self.start(index) for index in range(get_job(manifest)["completions"])}
+
+    def start(self, index):
+        words = [expand_variables(word, {"JOB_COMPLETION_INDEX": str(index)}) for word in self.container["args"]]
+        command = [sys.executable, *(self.replaced.get(word, word) for word in words)]
+        variables = environment(1) | get_variables(self.manifest)
+        with self.log.open("ab") as log:
+            # The kubelet signals the first process only, and so does this test.
+            return subprocess.Popen(
+                command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def sync(self):
+        """Replace the pods that have failed, as the policy says; return the exit codes once all pods have ended."""
+        for index, pod in self.running.items():
+            code = pod.poll()
+            if code in (None, 0):
+                continue
+            action = find_action(self.manifest, 128 - code if code < 0 else code, is_disrupted=False)
+            assert action != "FailJob", self.log.read_text()
+            self.num_counted += action == "Count"
+            assert self.num_counted <= get_job(self.manifest)["backoffLimit"]
+            self.running[index] = self.start(index)
+        codes = [pod.poll() for pod in self.running.values()]
+        return None if None in codes else codes
+
+    def wait(self, happens, what):
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not happens():
+            assert time.monotonic() < deadline, f"not in time: {what}\n{self.log.read_text()}"
+            self.sync()
+            time.sleep(0.05)
+
+    def find_trainer(self, index):
+        """Return the process id of the runner in a pod, which its worker has started."""
+        pid = self.running[index].pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
 @pytest.mark.soak
-def test_cpu_pods_run_the_job_when_started_like_a_kubelet(render, tmp_path):
+def test_lost_processes_and_pods_are_replaced_alone(render, tmp_path):
+    settings = ["config.total_steps=120", "config.step_seconds=0.1", "config.width=16", "checkpoint.every_steps=5"]
+    options = [word for setting in [f"directory={tmp_path / 'run'}", *settings] for word in ("--set", setting)]
     spec = tmp_path / "spec.yaml"
     spec.write_text((ROOT / "specs" / "counter.yaml").read_text())
-    directory = tmp_path / "run"
-    options = ["--set", f"directory={directory}", "--volume-claim", f"disk={tmp_path}"]
-    options += ["--set", "config.total_steps=20", "--set", "config.step_seconds=0.0", "--set", "config.width=16"]
-    manifest = render("--nodes", "2", *options, spec=spec)
-    container = get_container(manifest)
-    file = tmp_path / "annotation.yaml"
-    file.write_text(get_job(manifest)["template"]["metadata"]["annotations"]["runner/spec"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    name = manifest["metadata"]["name"]
-    pods = []
-    for index in range(2):
-        words = [expand_variables(word, {"JOB_COMPLETION_INDEX": str(index)}) for word in container["args"]]
-        replaced = {"/etc/runner/spec.yaml": str(file), f"{name}-slice-0-0.{name}:8476": address}
-        command = [sys.executable, *(replaced.get(word, word) for word in words)]
-        pods.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | get_variables(manifest)))
-    assert [pod.wait(timeout=DEADLINE_SECONDS) for pod in pods] == [0, 0]
-    assert (directory / "result.json").exists()
+    pods = Pods(render("--nodes", "2", "--volume-claim", f"disk={tmp_path}", *options, spec=spec), tmp_path)
+    job = Job(str(spec), tmp_path / "run")
+
+    def wait_for_attempt(number):
+        pods.wait(
+            lambda: any(row["attempt"] == number for row in job.events("commit")), f"a commit of attempt {number}"
+        )
+
+    wait_for_attempt(1)
+    workers = [pod.pid for pod in pods.running.values()]
+    os.kill(pods.find_trainer(1), signal.SIGKILL)
+    wait_for_attempt(2)
+    assert [pod.pid for pod in pods.running.values()] == workers
+    assert pods.num_counted == 0
+    # A lost pod: the machine of process 0 goes with all its processes.
+    trainer = pods.find_trainer(0)
+    for pid in (workers[0], trainer):
+        os.kill(pid, signal.SIGKILL)
+    wait_for_attempt(3)
+    assert [pod.pid == pid for pod, pid in zip(pods.running.values(), workers, strict=True)] == [False, True]
+    assert pods.num_counted == 1
+    # An evicted pod: the other one is asked by its peer to save, and starts again in its place.
+    pods.running[1].send_signal(signal.SIGTERM)
+    wait_for_attempt(4)
+    assert pods.num_counted == 1
+    pods.wait(lambda: pods.sync() is not None, "the end")
+    assert pods.sync() == [0, 0]
+    assert job.result()["step"] == 120
+    assert {row["attempt"] for row in job.events("commit")} == {1, 2, 3, 4}
+    whole = Job(str(spec), tmp_path / "whole", tuple(settings))
+    whole.launch(2).expect(0)
+    assert job.result()["fingerprint"] == whole.result()["fingerprint"]
+
+
+@pytest.mark.soak
+def test_a_pod_that_dies_at_the_end_of_its_job_is_not_started_again(render, tmp_path):
+    settings = [f"directory={tmp_path / 'run'}", "config.total_steps=6", "config.step_seconds=0.0", "config.width=16"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    spec = tmp_path / "spec.yaml"
+    spec.write_text((ROOT / "specs" / "counter.yaml").read_text())
+    pods = Pods(render("--nodes", "2", "--volume-claim", f"disk={tmp_path}", *options, spec=spec), tmp_path)
+    pods.wait(lambda: Path(f"/proc/{pods.running[1].pid}/task/{pods.running[1].pid}/children").read_text(), "a trainer")
+    trainer = pods.find_trainer(1)
+    pods.wait((tmp_path / "run" / "result.json").exists, "the result")
+    with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+        os.kill(trainer, signal.SIGKILL)
+    pods.wait(lambda: pods.sync() is not None, "the end")
+    assert pods.sync() == [0, 0]
+    assert "restart" not in pods.log.read_text()

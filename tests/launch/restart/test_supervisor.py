@@ -1,11 +1,16 @@
 """The supervisor: exit codes that restart a job, restart limits and pauses."""
 
+import functools
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 
 from launch import supervisor
 from launch.supervisor import CRASH_LOOP_ATTEMPTS, Supervisor
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -13,10 +18,13 @@ def _remove_pauses(monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.0)
 
 
-def supervise(codes, steps=None, max_restarts=100, is_stopping=lambda: False):
-    """Run a supervisor on given exit codes and newest steps; return its exit code and the number of attempts."""
+def supervise(codes, steps=None, max_restarts=100, is_stopping=lambda: False, claims=None, is_done=lambda: False):
+    """Run a supervisor on given exit codes, newest steps and claims; return its exit code and number of attempts."""
     left, newest = iter(codes), iter(itertools.count() if steps is None else steps)
-    code, attempts = Supervisor(lambda: next(left), lambda: next(newest), is_stopping, max_restarts).run()
+    find_claim = None if claims is None else functools.partial(next, iter(claims))
+    code, attempts = Supervisor(
+        lambda: next(left), lambda: next(newest), is_stopping, max_restarts, find_claim, is_done
+    ).run()
     return code, len(attempts)
 
 
@@ -38,6 +46,50 @@ def test_a_crash_loop_at_one_step_ends_with_its_reason(capsys):
     assert "5 attempts in a row ended with 76 and step 40 is still the newest" in capsys.readouterr().out
     assert supervise([76] * 99, steps=[None] * 99) == (1, CRASH_LOOP_ATTEMPTS)
     assert "before any step was committed" in capsys.readouterr().out
+
+
+def test_a_host_that_waits_for_its_peers_is_in_no_crash_loop():
+    num_waits = 3 * CRASH_LOOP_ATTEMPTS
+    assert supervise([76] * num_waits + [0], steps=[40] * 99, claims=[7] * 99) == (0, num_waits + 1)
+    # Attempts that have claimed the directory count, with waits between them.
+    claims = [7, 8, 8, 9, 9, 10, 10, 11, 11, 12]
+    assert supervise([76] * 99, steps=[40] * 99, claims=claims) == (1, len(claims) - 1)
+    # A commit begins a new count.
+    steps = [0, 0, 0, 0, 0, 10, 10, 10, 10, 20, 20]
+    assert supervise([76] * 9 + [0], steps=steps, claims=itertools.count()) == (0, 10)
+    assert supervise([76] * 99, steps=[40] * 99, claims=[7] * 99, max_restarts=3) == (76, 4)
+
+
+@pytest.mark.parametrize("code", [75, 76])
+def test_a_job_that_is_done_is_not_started_again(code):
+    assert supervise([code, 1], is_done=lambda: True) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "newest", "is_done"),
+    [
+        ([], None, False),
+        ([(1, "start", None), (1, "commit", 4), (1, "done", 4)], 4, True),
+        ([(1, "commit", 4), (1, "done", 4), (2, "start", None)], 4, False),
+        ([(2, "done", 8), (1, "commit", 4)], 4, True),
+        ([(1, "commit", "8"), (1, "commit", 4), ("2", "start", None), (None, "done", 4)], 4, False),
+        ([(1, ["commit"], 8), (1, None, 4), (True, "commit", 8)], None, False),
+    ],
+)
+def test_progress_is_read_from_the_ledger_whatever_it_contains(rows, newest, is_done, tmp_path):
+    keys = ("attempt", "event", "step")
+    lines = [json.dumps({key: value for key, value in zip(keys, row, strict=True) if value is not None}) for row in rows]
+    (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in [*lines, '{"event"', "[]", "7"]))
+    options = (str(ROOT / "specs" / "counter.yaml"), [f"directory={tmp_path}"])
+    assert supervisor.find_newest_step(*options) == newest
+    assert supervisor.is_job_done(*options) == is_done
+
+
+def test_a_directory_that_cannot_be_read_has_no_progress(tmp_path):
+    options = (str(tmp_path / "none.yaml"), [])
+    assert supervisor.find_newest_step(*options) is None
+    assert supervisor.find_newest_attempt(*options) is None
+    assert not supervisor.is_job_done(*options)
 
 
 def test_failures_with_progress_are_not_a_crash_loop():
