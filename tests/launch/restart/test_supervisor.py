@@ -78,7 +78,9 @@ def test_a_job_that_is_done_is_not_started_again(code):
 )
 def test_progress_is_read_from_the_ledger_whatever_it_contains(rows, newest, is_done, tmp_path):
     keys = ("attempt", "event", "step")
-    lines = [json.dumps({key: value for key, value in zip(keys, row, strict=True) if value is not None}) for row in rows]
+    lines = [
+        json.dumps({key: value for key, value in zip(keys, row, strict=True) if value is not None}) for row in rows
+    ]
     (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in [*lines, '{"event"', "[]", "7"]))
     options = (str(ROOT / "specs" / "counter.yaml"), [f"directory={tmp_path}"])
     assert supervisor.find_newest_step(*options) == newest
