@@ -4,9 +4,9 @@ For engines that provide machines or containers and restart nothing in them, so 
 runner finds the other hosts by itself, or by the options that give it its place.
 
 Signals. Whoever stops a machine sends the signal to all its processes at once, as systemd does at shutdown. So the job
-gets it directly, and this process only learns that the end of the job is final. If it forwarded the signal, the job would
-get it twice, and a second signal cuts its last save short. In a container only the first process gets the signal, which
-is this one: with `--forward-signals` it sends it on.
+gets it directly, and this process only learns that the end of the job is final. If it forwarded the signal, the job
+would get it twice, and a second signal cuts its last save short. In a container only the first process gets the signal,
+which is this one: with `--forward-signals` it sends it on.
 """
 
 import signal

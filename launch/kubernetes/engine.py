@@ -6,12 +6,12 @@ single object holds everything that a run is, and a restart cannot get another s
 
 How an exit code gets the right answer:
 
-1. The first process of each container is `launch.worker`, which starts the runner again after 75, 76 and a kill. The pod,
-   its node and its image stay, and nothing is scheduled. The other hosts end with 75 or 76 too, and their workers start
-   them again.
-2. A pod that was taken away (evicted, drained, preempted, its node lost) is replaced by its Job, under the same index and
-   host name, while the workers of the other pods wait for it at the rendezvous. A pod failure policy keeps the Job from
-   counting it, and from counting a pod that ends with 75. Any other end counts against the Job's backoff limit.
+1. The first process of each container is `launch.worker`, which starts the runner again after 75, 76 and a kill. The
+   pod, its node and its image stay, and nothing is scheduled. The other hosts end with 75 or 76 too, and their workers
+   start them again.
+2. A pod that was taken away (evicted, drained, preempted, its node lost) is replaced by its Job, under the same index
+   and host name, while the workers of the other pods wait for it at the rendezvous. A pod failure policy keeps the Job
+   from counting it, and from counting a pod that ends with 75. Any other end counts against the Job's backoff limit.
 3. Codes 1 and 2 need a person: the policy fails the Job at once, and with it the JobSet, which never restarts a Job.
 
 All fields are stable ones of the Job. A Job with a pod failure policy replaces a pod only after it has ended
@@ -341,7 +341,7 @@ def _render_pod(
     if fast is not None:
         if not PurePosixPath(fast).is_absolute():
             raise InvalidError(f"checkpoint.local_directory is {fast}; needs an absolute path, on the node")
-        # A directory of the node: an emptyDir is deleted with its pod, and a replaced pod may come back to the same node.
+        # A directory of the node: an emptyDir is deleted with its pod, and a replaced pod may come back to this node.
         volumes.append(("fast-tier", fast, {"hostPath": {"path": fast, "type": "DirectoryOrCreate"}}))
     if pods.chips and not pods.is_tpu:  # NCCL needs more shared memory than the usual 64 MiB
         volumes.append(("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}}))
