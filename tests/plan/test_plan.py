@@ -196,7 +196,8 @@ Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
 state = job.init_state()
 for step in range(2):
-    state, loss, _ = job.compiled.executable(state, job.compiled.layout.batch(job.dataset, "train", step), job.train_setup.key)
+    batch = job.compiled.layout.batch(job.dataset, "train", step)
+    state, loss, _ = job.compiled.executable(state, batch, job.train_setup.key)
     jax.block_until_ready(loss)
 print(resident("VmHWM") - before, job.compiled.memory.needed * 2)
 """
