@@ -22,9 +22,8 @@ from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, 
 from runner.history.reader import read_history
 from runner.history.records import History
 from runner.process import STOP_SIGNALS
-from runner.run.fence import Fence
 from runner.spec import load_document, validate_spec
-from runner.storage import JsonObject, Store, iterate_log, open_store
+from runner.storage import JsonObject, Store, iterate_log, open_store, parse_number
 
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
@@ -85,7 +84,8 @@ def _read_events(spec: str, overrides: Sequence[str]) -> list[JsonObject]:
 def find_newest_attempt(spec: str, overrides: Sequence[str]) -> int | None:
     """Return the number of the newest attempt, or None if the directory cannot be read. Errors are not reported."""
     try:
-        return Fence(open_job_store(spec, overrides)).find_newest()
+        numbers = map(parse_number, open_job_store(spec, overrides).list_names("attempts"))
+        return max((number for number in numbers if number is not None), default=0)
     except (RunnerError, OSError):
         return None
 

@@ -21,8 +21,7 @@ import typer
 
 from launch.options import LaunchArguments, MaxRestarts, runner_arguments
 from launch.supervisor import Supervisor, combine_exit_codes, find_newest_attempt, find_newest_step, is_job_done
-from runner.cli.arguments import Coordinator, NumProcesses, ProcessId, validate_placement
-from runner.command_line import CommandLine
+from runner.command_line import CommandLine, Coordinator, NumProcesses, ProcessId, validate_placement
 from runner.console import protect_streams, warn
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE, InvalidError
 from runner.process import bind_to_parent, list_stop_signals

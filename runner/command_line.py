@@ -24,6 +24,23 @@ from runner.errors import InvalidError, suggest_choices, suggest_nearest
 
 _DISTRIBUTION = "runner"
 
+# Options that give a process its place in a job.
+Coordinator = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Address of process 0. Default: detected from TPU, SLURM or JobSet."),
+]
+NumProcesses = Annotated[int | None, typer.Option(metavar="N", help="Number of processes of the job.")]
+ProcessId = Annotated[int | None, typer.Option(metavar="K", help="Number of this process, from 0.")]
+
+
+def validate_placement(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Raise `InvalidError` unless the options name one process of a job, or are all left out."""
+    if num_processes is None or process_id is None or coordinator is None:
+        if (num_processes, process_id, coordinator) != (None, None, None):
+            raise InvalidError("--coordinator, --num-processes and --process-id: give all three or none")
+    elif not 0 <= process_id < num_processes:
+        raise InvalidError(f"--process-id {process_id} is not in 0 .. {num_processes - 1}")
+
 
 class CommandLine:
     """The commands of one program."""

@@ -3,11 +3,15 @@
 # - SLURM sends SIGTERM to the tasks once, ahead of the time limit or when it ends the job. srun must not get a signal,
 #   because it would kill the tasks. SIGUSR1 and SIGUSR2, which `--signal` can name instead, are handled like SIGTERM.
 # - After 75 (preempted) the job is requeued: its nodes are about to go.
-# - After 76 (retryable) the command is started again on the same nodes, and counted. The job is requeued instead, which
-#   takes minutes, if a node is not well, or if the command has ended at once several times. Any other code ends it.
+# - After 76 (retryable) the command is started again in the same allocation, and counted. The job is requeued instead,
+#   which takes minutes, if too few nodes are well, or if the command has ended at once several times. Any other code
+#   ends it.
+# - With spare nodes the command runs on some of the job's nodes. SLURM then takes a node that fails out of the job, and
+#   lets the others go on.
 # - If SLURM itself is ending the job, as the job's state says, the script waits for the tasks and does nothing else.
 #
-# Variables that the lines above this program set: name, command, step_options, max_restarts.
+# Variables that the lines above this program set: name, command, step_options, max_restarts, num_nodes (those of the
+# command), num_spare_nodes.
 
 export PYTHONUNBUFFERED=1
 # The time in the queue counts too: before the first start or, after a requeue, since that.
@@ -57,13 +61,40 @@ requeue() {
   exit "$code"
 }
 
-# A node that is draining, not responding or down needs a requeue, which gives the job other nodes.
-are_nodes_well() {
-  local states
-  states=$(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --format=%T) || return
-  [[ -n $states ]] && ! grep -qvE '^(allocated|mixed)[-+]?$' <<<"$states"
+# Print those of the job's nodes that are neither draining, not responding nor down; with spare nodes only those on which
+# a step starts, because SLURM takes minutes to notice that a node has died.
+list_well_nodes() {
+  local names node
+  names=$(squeue --noheader --states=all --format=%N --jobs="$SLURM_JOB_ID") || return
+  for node in $(sinfo --noheader --Node --nodes="$names" --format='%N %T' | grep -E ' (allocated|mixed)[-+]?$' |
+    cut -d ' ' -f 1 | sort -u); do
+    if ((num_spare_nodes == 0)) ||
+      timeout 30 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" true 2>/dev/null; then
+      echo "$node"
+    fi &
+  done
+  wait
 }
 
+# Choose the nodes of the next start, first among those of the last one. Fails if too few are well: a requeue gives others.
+choose_nodes() {
+  local well
+  well=$(list_well_nodes | sort -V)
+  (($(grep -c . <<<"$well") >= num_nodes)) || return
+  ((num_spare_nodes == 0)) || use_nodes "$(
+    grep -xFf <(printf '%s\n' "$nodes") <<<"$well"
+    grep -vxFf <(printf '%s\n' "$nodes") <<<"$well"
+  )"
+}
+
+# Let the command run on the first nodes of a list.
+use_nodes() {
+  nodes=$(head -n "$num_nodes" <<<"$1" | sort -V)
+  node_options=(--nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$(paste -sd, <<<"$nodes")")
+}
+
+nodes='' node_options=()
+((num_spare_nodes == 0)) || use_nodes "$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
 is_ending=0 is_told=0 num_quick_ends=0 pause_seconds=0
 trap on_sigterm TERM HUP USR1 USR2
 while :; do
@@ -73,7 +104,7 @@ while :; do
   if [[ $is_ending == 1 || $is_told == 1 ]]; then  # in the pause
     code=75
   else
-    srun "${step_options[@]}" bash -c "$run_task" task "${command[@]}" &
+    srun "${step_options[@]}" "${node_options[@]}" bash -c "$run_task" task "${command[@]}" &
     srun_pid=$!
     while :; do
       was_interrupted=0
@@ -107,11 +138,13 @@ while :; do
   num_quick_ends=$((SECONDS - began_seconds < quick_seconds ? num_quick_ends + 1 : 1))
   pause_seconds=$((1 << num_quick_ends - 1))
   restart="ended with $code; restart $num_restarts of $max_restarts"
-  if [[ $is_told == 1 ]] || ((num_quick_ends >= max_quick_ends)) || ! are_nodes_well; then
+  former_nodes=$nodes
+  if [[ $is_told == 1 ]] || ((num_quick_ends >= max_quick_ends)) || ! choose_nodes; then
     say "$restart, in the queue"
     requeue
   fi
-  say "$restart, on the same nodes in $pause_seconds s"
+  [[ $nodes == "$former_nodes" ]] && which="the same nodes" || which=$(paste -sd, <<<"$nodes")
+  say "$restart, on $which in $pause_seconds s"
 done
 rm -f -- "$restarts_file"
 exit "$code"

@@ -2,7 +2,7 @@
 
 Renders a script for sbatch (its options, the variables of `batch_script.sh`, and that program below them) and submits
 it. SLURM itself requeues a job whose node has failed, and one that it preempts. It knows no exit codes, so the script
-acts on them: it requeues the job after 75, and restarts it on the same nodes after 76.
+acts on them: it requeues the job after 75, and restarts it in the same allocation after 76.
 """
 
 import re
@@ -42,6 +42,12 @@ class SlurmArguments(LaunchArguments):
     free_texts: ClassVar[tuple[str, ...]] = (*LaunchArguments.free_texts, "sbatch_option")
 
     nodes: Nodes = None
+    spare_nodes: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Further nodes of the allocation, idle until they replace one that has failed."
+        ),
+    ] = 0
     gpus_per_node: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="GPUs of each node. Default: those of the accelerator's usual hosts."),
@@ -157,13 +163,15 @@ def render(spec: ExecutionSpec, allocation: Allocation, arguments: SlurmArgument
         )
     options = [
         f"--job-name={spec.name}",
-        f"--nodes={allocation.num_nodes}",
+        f"--nodes={allocation.num_nodes + arguments.spare_nodes}",
         "--ntasks-per-node=1",
         "--requeue",
         "--open-mode=append",
         f"--output={arguments.output}",
         f"--signal=TERM@{notice_seconds}",
     ]
+    if arguments.spare_nodes:
+        options.append("--no-kill")  # SLURM would end a job that has lost a node
     # srun must not kill the other tasks at once: they end by themselves, with the code that tells why.
     step_options = ["--label", "--kill-on-bad-exit=0", f"--wait={LINGER_SECONDS}"]
     if allocation.gpus_per_node is not None:
@@ -186,6 +194,8 @@ def render(spec: ExecutionSpec, allocation: Allocation, arguments: SlurmArgument
         f"command=({' '.join(map(_quote, command))})",
         f"step_options=({shlex.join(step_options)})",
         f"max_restarts={arguments.max_restarts}",
+        f"num_nodes={allocation.num_nodes}",
+        f"num_spare_nodes={arguments.spare_nodes}",
     ]
     return "\n".join(lines) + "\n\n" + read_program(__package__, "batch_script.sh")
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from runner.command_line import Coordinator, NumProcesses, ProcessId, validate_placement
 from runner.errors import InvalidError
 from runner.records import PARAMS
 
@@ -22,21 +23,6 @@ WeightsName = Annotated[
     str, typer.Option("--weights", metavar="W", help="Trained weights (params), or an average of them (ema_0.999).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Coordinator = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Address of process 0. Default: detected from TPU, SLURM or JobSet."),
-]
-NumProcesses = Annotated[int | None, typer.Option(metavar="N", help="Number of processes of the job.")]
-ProcessId = Annotated[int | None, typer.Option(metavar="K", help="Number of this process, from 0.")]
-
-
-def validate_placement(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Raise `InvalidError` unless the options name one process of a job, or are all left out."""
-    if num_processes is None or process_id is None or coordinator is None:
-        if (num_processes, process_id, coordinator) != (None, None, None):
-            raise InvalidError("--coordinator, --num-processes and --process-id: give all three or none")
-    elif not 0 <= process_id < num_processes:
-        raise InvalidError(f"--process-id {process_id} is not in 0 .. {num_processes - 1}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ name=gpt2_124m
 command=(/opt/env/bin/python -m runner specs/gpt2_124m.yaml --set topology.accelerator=h100-16 --set 'directory=/data/it'"'"'s here')
 step_options=(--label --kill-on-bad-exit=0 --wait=120)
 max_restarts=7
+num_nodes=2
+num_spare_nodes=0
 
 export PYTHONUNBUFFERED=1
 # The time in the queue counts too: before the first start or, after a requeue, since that.
@@ -69,13 +71,40 @@ requeue() {
   exit "$code"
 }
 
-# A node that is draining, not responding or down needs a requeue, which gives the job other nodes.
-are_nodes_well() {
-  local states
-  states=$(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --format=%T) || return
-  [[ -n $states ]] && ! grep -qvE '^(allocated|mixed)[-+]?$' <<<"$states"
+# Print those of the job's nodes that are neither draining, not responding nor down; with spare nodes only those on which
+# a step starts, because SLURM takes minutes to notice that a node has died.
+list_well_nodes() {
+  local names node
+  names=$(squeue --noheader --states=all --format=%N --jobs="$SLURM_JOB_ID") || return
+  for node in $(sinfo --noheader --Node --nodes="$names" --format='%N %T' | grep -E ' (allocated|mixed)[-+]?$' |
+    cut -d ' ' -f 1 | sort -u); do
+    if ((num_spare_nodes == 0)) ||
+      timeout 30 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" true 2>/dev/null; then
+      echo "$node"
+    fi &
+  done
+  wait
 }
 
+# Choose the nodes of the next start, first among those of the last one. Fails if too few are well: a requeue gives others.
+choose_nodes() {
+  local well
+  well=$(list_well_nodes | sort -V)
+  (($(grep -c . <<<"$well") >= num_nodes)) || return
+  ((num_spare_nodes == 0)) || use_nodes "$(
+    grep -xFf <(printf '%s\n' "$nodes") <<<"$well"
+    grep -vxFf <(printf '%s\n' "$nodes") <<<"$well"
+  )"
+}
+
+# Let the command run on the first nodes of a list.
+use_nodes() {
+  nodes=$(head -n "$num_nodes" <<<"$1" | sort -V)
+  node_options=(--nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$(paste -sd, <<<"$nodes")")
+}
+
+nodes='' node_options=()
+((num_spare_nodes == 0)) || use_nodes "$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
 is_ending=0 is_told=0 num_quick_ends=0 pause_seconds=0
 trap on_sigterm TERM HUP USR1 USR2
 while :; do
@@ -85,7 +114,7 @@ while :; do
   if [[ $is_ending == 1 || $is_told == 1 ]]; then  # in the pause
     code=75
   else
-    srun "${step_options[@]}" bash -c "$run_task" task "${command[@]}" &
+    srun "${step_options[@]}" "${node_options[@]}" bash -c "$run_task" task "${command[@]}" &
     srun_pid=$!
     while :; do
       was_interrupted=0
@@ -119,11 +148,13 @@ while :; do
   num_quick_ends=$((SECONDS - began_seconds < quick_seconds ? num_quick_ends + 1 : 1))
   pause_seconds=$((1 << num_quick_ends - 1))
   restart="ended with $code; restart $num_restarts of $max_restarts"
-  if [[ $is_told == 1 ]] || ((num_quick_ends >= max_quick_ends)) || ! are_nodes_well; then
+  former_nodes=$nodes
+  if [[ $is_told == 1 ]] || ((num_quick_ends >= max_quick_ends)) || ! choose_nodes; then
     say "$restart, in the queue"
     requeue
   fi
-  say "$restart, on the same nodes in $pause_seconds s"
+  [[ $nodes == "$former_nodes" ]] && which="the same nodes" || which=$(paste -sd, <<<"$nodes")
+  say "$restart, on $which in $pause_seconds s"
 done
 rm -f -- "$restarts_file"
 exit "$code"

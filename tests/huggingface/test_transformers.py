@@ -11,6 +11,7 @@ import pytest
 
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
+from experiments.tokenise.inputs import read_file
 from runner import BaseTrainer, open_checkpoint
 from runner.data.chat import ChatRecord, Dialogue, Renderer, read_template
 from runner.evaluation.generation import make_variables
@@ -120,7 +121,7 @@ def write_corpus(directory: Path, kind: str, template: str) -> Path:
 
 
 def render(directory: Path) -> Dialogue:
-    template = read_template("tokenizer_config.json", lambda name: (directory / name).read_bytes())
+    template = read_template(str(directory / "tokenizer_config.json"), read_file)
     with Renderer(template) as renderer:
         dialogue = renderer.render(ChatRecord(DIALOGUE))
     assert isinstance(dialogue, Dialogue)

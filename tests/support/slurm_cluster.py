@@ -1,7 +1,7 @@
-"""Real SLURM cluster on this machine: munged, slurmctld and a slurmd for each of two nodes.
+"""Real SLURM cluster on this machine: munged, slurmctld and a slurmd for each node.
 
-The nodes are named 127.0.0.1 and 127.0.0.2. Both are addresses of this machine, so the name of the first node, where
-JAX connects to process 0, resolves without an entry in /etc/hosts. It needs root, as slurmd does.
+The nodes are named 127.0.0.1, 127.0.0.2 and so on. All are addresses of this machine, so the name of the first node,
+where JAX connects to process 0, resolves without an entry in /etc/hosts. It needs root, as slurmd does.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support.simulated_devices import environment
@@ -40,13 +40,13 @@ def wait_until(happens: Callable[[], object], what: str, report: Callable[[], st
 
 
 class SlurmCluster:
-    """Cluster of two nodes with one core each; `variables` is the environment of SLURM's commands."""
+    """Cluster of nodes with one core each; `variables` is the environment of SLURM's commands."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, nodes: Sequence[str] = NODES):
         missing = [name for name in _PROGRAMS if shutil.which(name, path=_search_path()) is None]
         assert not missing, f"{', '.join(missing)} not found; apt-get install -y slurm-wlm munge"
         assert os.geteuid() == 0, "slurmd needs root"
-        self.directory = directory
+        self.directory, self.nodes = directory, nodes
         self.variables = environment(1) | {"SLURM_CONF": str(directory / "slurm.conf"), "PATH": _search_path()}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._configure()
@@ -57,13 +57,14 @@ class SlurmCluster:
         self._start("munged", "munged", "--foreground", "--force", f"--socket={munge_socket}", *files)
         wait_until(munge_socket.exists, "munged's socket", self.report)
         self._start("slurmctld", "slurmctld", "-D", "-c")
-        for node in NODES:
+        for node in nodes:
             self.start_node(node)
-        wait_until(lambda: self.command("sinfo", "-h", "-o", "%D %t") == "2 idle", "both nodes are idle", self.report)
+        idle = f"{len(nodes)} idle"
+        wait_until(lambda: self.command("sinfo", "-h", "-o", "%D %t") == idle, "all nodes are idle", self.report)
 
     def _configure(self) -> None:
         directory, host = self.directory, socket.gethostname().partition(".")[0]
-        controller_port, *ports = _free_ports(1 + len(NODES))
+        controller_port, *ports = _free_ports(1 + len(self.nodes))
         (directory / "state").mkdir()
         lines = [
             "ClusterName=mini",
@@ -88,7 +89,7 @@ class SlurmCluster:
             "MpiDefault=none",
             *(
                 f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=1"
-                for node, port in zip(NODES, ports, strict=True)
+                for node, port in zip(self.nodes, ports, strict=True)
             ),
             "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
         ]
@@ -143,7 +144,7 @@ class SlurmCluster:
         self.command("scancel", "--user=root")
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not self.command("squeue", "--noheader"), "no job is left", self.report)
-        for name in (*NODES, "slurmctld", "munged"):
+        for name in (*self.nodes, "slurmctld", "munged"):
             daemon = self._daemons.get(name)
             if daemon is not None and daemon.poll() is None:
                 daemon.send_signal(signal.SIGTERM)

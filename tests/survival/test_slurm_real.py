@@ -115,6 +115,35 @@ def test_slurm_requeues_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp
     assert len(job.events("preempt")) >= 3
 
 
+def test_spare_nodes_replace_lost_ones_without_the_queue(tmp_path: Path) -> None:
+    nodes = [f"127.0.0.{number}" for number in range(1, 5)]
+    options = ("config.total_steps=400", "config.step_seconds=0.1", "checkpoint.every_steps=10")
+    spec = str(job_process.ROOT / "specs" / "counter.yaml")
+    undisturbed = job_process.Job(spec, tmp_path / "undisturbed", (*options, "config.step_seconds=0"), devices=1)
+    undisturbed.launch(num_processes=2).expect(0, job_process.WHOLE_RUN_DEADLINE_SECONDS)
+
+    job = job_process.Job(spec, tmp_path / "run", options, devices=1)
+    (tmp_path / "slurm").mkdir()
+    cluster = SlurmCluster(tmp_path / "slurm", nodes)
+    try:
+        submitted = SlurmJob(cluster, job, tmp_path / "work", "--nodes", "2", "--spare-nodes", "2")
+        submitted.await_commit(attempt=1)
+        # A machine that dies: SLURM has not noticed yet when the job starts again.
+        cluster.kill_node(nodes[1])
+        os.kill(cluster.find_task_pid(submitted.id, 1), signal.SIGKILL)
+        submitted.await_commit(attempt=2)
+        cluster.command("scontrol", "update", f"nodename={nodes[2]}", "state=drain", "reason=test")
+        os.kill(cluster.find_task_pid(submitted.id, 0), signal.SIGKILL)
+        submitted.await_commit(attempt=3)
+        end = submitted.await_end()
+    finally:
+        cluster.stop()
+    assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "0"), submitted.report()
+    assert job.outcome() == undisturbed.outcome()
+    restarts = re.findall(r"launch: ended with 76; restart (\d) of 100, on (\S+) in", submitted.log.read_text())
+    assert restarts == [("1", f"{nodes[0]},{nodes[2]}"), ("2", f"{nodes[0]},{nodes[3]}")], submitted.report()
+
+
 def test_a_time_limit_preempts_and_scancel_ends_a_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     options = ("config.total_steps=100000", "config.step_seconds=0.1", "checkpoint.every_steps=50")
     job = job_process.Job(str(job_process.ROOT / "specs" / "counter.yaml"), tmp_path / "run", options, devices=1)

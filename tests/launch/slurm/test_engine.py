@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -128,7 +129,8 @@ echo "$(basename "$0") $*" >>"$CALLS/calls"
 """
 COMMANDS = {
     "srun": RECORD_CALL
-    + """while [[ $1 != bash ]]; do shift; done
+    + """[[ $* != *" true" ]] || exec test ! -e "$CALLS/dead_$(sed -E 's/.*--nodelist=([^ ]+) .*/\\1/' <<<"$*")"
+while [[ $1 != bash ]]; do shift; done
 "$@" &
 task=$!
 trap 'echo "srun SIGTERM" >>"$CALLS/calls"' TERM
@@ -136,9 +138,13 @@ wait $task; code=$?
 [[ ! -e $CALLS/srun_code ]] || code=$(cat "$CALLS/srun_code")
 exit $code
 """,
-    "scontrol": RECORD_CALL + "[[ ! -e $CALLS/scontrol_fails ]]\n",
+    "scontrol": RECORD_CALL
+    + '[[ $1 != show ]] || exec cut -d " " -f 1 "$CALLS/nodes"\n'
+    + "[[ ! -e $CALLS/scontrol_fails ]]\n",
     "scancel": RECORD_CALL + 'kill -TERM $(cat "$CALLS/task_pids")\n',
-    "squeue": RECORD_CALL + '[[ $* == *%V* ]] && exec cat "$CALLS/submitted"\ncat "$CALLS/state"\n',
+    "squeue": RECORD_CALL
+    + '[[ $* == *%V* ]] && exec cat "$CALLS/submitted"\n'
+    + '[[ $* == *%N* ]] && exec echo "n[1-9]"\ncat "$CALLS/state"\n',
     "sinfo": RECORD_CALL + 'cat "$CALLS/nodes"\n',
     "sleep": RECORD_CALL + '[[ ! -e $CALLS/pauses ]] || read -rt 30 <>"$CALLS/pipe"\n',
     "python": """#!/bin/bash
@@ -167,7 +173,7 @@ class FakeSlurm:
         os.mkfifo(directory / "pipe")
         (directory / "script.sh").write_text(script)
         self.write("state", "RUNNING")
-        self.write("nodes", "allocated")
+        self.write("nodes", "n1 allocated")
         self.write("submitted", "2026-11-02T03:04:05")
 
     def write(self, name: str, text: object) -> None:
@@ -280,23 +286,65 @@ def test_restarts_are_counted_over_requeues(slurm):
 @pytest.mark.parametrize(
     ("states", "are_well"),
     [
-        ("allocated", True),
-        ("mixed", True),
-        ("mixed-\nallocated+", True),
-        ("allocated*", False),
-        ("allocated\ndown*", False),
-        ("draining", False),
-        ("drained", False),
-        ("fail", False),
-        ("", False),
+        (["allocated", "allocated"], True),
+        (["mixed", "mixed"], True),
+        (["mixed-", "allocated+"], True),
+        (["allocated*", "allocated"], False),
+        (["allocated", "down*"], False),
+        (["draining", "drained"], False),
+        (["fail", "idle"], False),
+        (["allocated"], False),
+        ([], False),
     ],
 )
 def test_a_job_whose_nodes_are_not_well_is_requeued(slurm, states, are_well):
-    slurm.write("nodes", states)
+    script = slurm.directory / "script.sh"
+    script.write_text(script.read_text().replace("num_nodes=1", "num_nodes=2"))
+    # A node is listed once for each partition that it is in.
+    lines = [f"n{number} {state}" for number, state in enumerate(states, 1)]
+    slurm.write("nodes", "\n".join([*lines, *lines]))
     code, output = slurm.run(76, 0)
     assert (code, output) == ((0, HERE.format(1, 1)) if are_well else (76, IN_QUEUE.format(1)))
     assert slurm.calls("scontrol") == ([] if are_well else ["requeue 42"])
-    assert slurm.calls("sinfo") == ["--noheader --nodes=n[1-2] --format=%T"]
+    assert slurm.calls("sinfo") == ["--noheader --Node --nodes=n[1-9] --format=%N %T"]
+
+
+@pytest.mark.parametrize(
+    ("states", "dead", "chosen"),
+    [
+        ({}, [], "n1,n2"),
+        ({"n1": "down*"}, [], "n2,n3"),
+        ({"n2": "draining"}, [], "n1,n3"),
+        ({}, ["n2"], "n1,n3"),
+        ({}, ["n1", "n2"], "n3,n4"),
+        ({"n2": "idle"}, ["n3"], "n1,n4"),  # taken out of the job, and back in service
+        ({"n2": "fail", "n3": "fail"}, ["n1"], None),
+    ],
+)
+def test_a_node_that_fails_is_replaced_by_a_spare_one(slurm, states, dead, chosen):
+    script = slurm.directory / "script.sh"
+    text = script.read_text().replace("num_nodes=1", "num_nodes=2").replace("num_spare_nodes=0", "num_spare_nodes=2")
+    script.write_text(text)
+    slurm.write("nodes", "\n".join(f"n{number} {states.get(f'n{number}', 'allocated')}" for number in range(1, 5)))
+    for node in dead:
+        slurm.write(f"dead_{node}", "")
+    where = "the same nodes" if chosen == "n1,n2" else chosen
+    code, output = slurm.run(76, 0)
+    if chosen is None:
+        assert (code, output) == (76, IN_QUEUE.format(1))
+    else:
+        assert (code, output) == (0, HERE.replace("the same nodes", where).format(1, 1))
+    steps = [call for call in slurm.calls("srun") if "bash -c" in call]
+    lists = [re.search(r"--nodes=2 --ntasks=2 --nodelist=(\S+)", call)[1] for call in steps]
+    assert lists == ["n1,n2", *([chosen] if chosen else [])]
+
+
+def test_spare_nodes_are_allocated_and_the_job_survives_the_loss_of_one(capsys):
+    script = dry_run(capsys, "specs/gpt_nano.yaml", "--nodes", "3", "--spare-nodes", "2")
+    assert "#SBATCH --nodes=5\n" in script
+    assert "#SBATCH --no-kill\n" in script
+    assert "\nnum_nodes=3\nnum_spare_nodes=2\n" in script
+    assert "--no-kill" not in dry_run(capsys, "specs/gpt_nano.yaml", "--nodes", "3")
 
 
 def test_a_job_that_ends_at_once_again_and_again_is_requeued(slurm):
