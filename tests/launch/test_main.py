@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 REQUIRED_OPTIONS = {"local": [], "slurm": [], "jobset": ["--image", "registry/job:1"], "tpu-vm": ["--zone", "z"]}
 OPTIONS = {
     "local": "--set --processes --devices-per-process --max-restarts --grace-seconds",
-    "slurm": "--set --nodes --spare-nodes --gpus-per-node --cpus-per-task --time --partition --account --output --grace-seconds "
-    "--max-restarts --python --sbatch-option --dry-run",
+    "slurm": "--set --nodes --spare-nodes --gpus-per-node --cpus-per-task --time --partition --account --output "
+    "--grace-seconds --max-restarts --python --sbatch-option --dry-run",
     "jobset": "--set --image --dry-run --name --namespace --nodes --cpu --memory --spot --node-selector --max-restarts "
     "--grace-seconds --workdir --env --env-from-secret --volume-claim --service-account --priority-class",
     "tpu-vm": "--set --zone --project --name --spot --reserved --runtime-version --service-account --network "
