@@ -157,6 +157,7 @@ class Hosts:
         num_processes: processes of the job.
         store: the key-value store, for the threads that watch the job only.
         liveness: detection of lost peers.
+        num_missing: further processes that an elastic job would have, and that did not join in time.
     """
 
     def __init__(
@@ -166,8 +167,9 @@ class Hosts:
         store: KeyValueStore,
         liveness: Liveness,
         deadline_seconds: float = 3600.0,
+        num_missing: int = 0,
     ):
-        self.process_id, self.num_processes = process_id, num_processes
+        self.process_id, self.num_processes, self.num_missing = process_id, num_processes, num_missing
         self.store, self.liveness = store, liveness
         self._deadline_seconds = deadline_seconds
         self._num_calls = 0
@@ -176,10 +178,10 @@ class Hosts:
         self._abandoned: list[str] = []
 
     @classmethod
-    def single_process(cls) -> "Hosts":
+    def single_process(cls, num_missing: int = 0) -> "Hosts":
         """Return the `Hosts` of a single-process job, which needs no coordinator and never waits."""
         store = KeyValueStore(None)
-        return cls(0, 1, store, Liveness(store, 0, 1, {}))
+        return cls(0, 1, store, Liveness(store, 0, 1, {}), num_missing=num_missing)
 
     @property
     def is_main(self) -> bool:

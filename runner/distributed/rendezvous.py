@@ -293,10 +293,11 @@ def join_job(placement: Placement | None, deadlines: Deadlines, is_elastic: bool
     if placement is None:
         return Hosts.single_process()
     result = wait_for_peers(placement, deadlines.start_seconds, is_elastic)
+    num_missing = placement.num_processes - result.placement.num_processes
     placement = result.placement
     process_id, num_processes = placement.process_id, placement.num_processes
     if num_processes == 1:
-        return Hosts.single_process()
+        return Hosts.single_process(num_missing)
     install_abort_handler()
     # `runner.distributed.preemption` watches for preemption itself.
     jax.config.update("jax_enable_preemption_service", False)
@@ -316,4 +317,4 @@ def join_job(placement: Placement | None, deadlines: Deadlines, is_elastic: bool
         raise RetryableError(f"cannot join the other processes of the job: {format_error(error)}") from error
     store = KeyValueStore(distributed.global_state.client)
     liveness = Liveness(store, process_id, num_processes, result.peer_sockets)
-    return Hosts(process_id, num_processes, store, liveness, deadlines.phase_seconds)
+    return Hosts(process_id, num_processes, store, liveness, deadlines.phase_seconds, num_missing)

@@ -25,6 +25,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -185,6 +186,11 @@ def split_axes_over_slices(sizes: Mapping[str, int], num_slices: int) -> list[in
 def make_batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of (S, B, T) batches: B over data x fsdp x expert, T over sequence."""
     return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, "sequence"))
+
+
+def make_abstract_mesh(sizes: Mapping[str, int]) -> Any:
+    """Return a mesh of no devices, for what depends on sizes alone."""
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def count_batch_shards(mesh: Mesh | AbstractMesh) -> int:

@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 
 from runner.accelerator import Accelerator, PeakRates
 from runner.checkpoint.leaves import flatten_with_names
@@ -32,6 +31,7 @@ from runner.parallel.mesh import (
     BATCH_AXES,
     STATE_AXES,
     list_micro_batch_sizes,
+    make_abstract_mesh,
     split_axes_over_slices,
     validate_same_bits_mesh,
     validate_sequence_sharding,
@@ -227,7 +227,7 @@ class Predictor:
 
     def shard_state(self, sizes: MeshSizes) -> Any:
         """Return the abstract state, shapes and shardings, on a mesh of no devices."""
-        return reshard_abstract_state(self.single_device_state, make_abstract_mesh(sizes))
+        return reshard_abstract_state(self.single_device_state, make_abstract_mesh(dict(sizes)))
 
     def measure_state(self, abstract_state: Any) -> StateSize:
         """Return the size of an abstract state with shardings."""
@@ -253,7 +253,7 @@ class Predictor:
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         try:
             split_axes_over_slices(sizes, _count_domains(self.accelerator))
-            mesh = make_abstract_mesh(order_sizes(sizes))
+            mesh = make_abstract_mesh(dict(order_sizes(sizes)))
             validate_sequence_sharding(mesh, config.data.sequence_length, config.memory.loss_chunk_positions)
             devices, wanted = config.train.same_bits_devices, config.train.micro_batch_examples
             # A fixed order of sums allows only meshes that keep this order, and the micro-batch of the spec.
@@ -326,11 +326,6 @@ class Predictor:
                 yield found
 
 
-def make_abstract_mesh(sizes: MeshSizes) -> Any:
-    """Return a mesh of no devices."""
-    return AbstractMesh(tuple(size for _, size in sizes), tuple(axis for axis, _ in sizes))
-
-
 def build_abstract(setup_builder: TrainSetupBuilder, sizes: MeshSizes) -> TrainSetup:
     """Return the setup of a job on a mesh of no devices.
 
@@ -339,7 +334,7 @@ def build_abstract(setup_builder: TrainSetupBuilder, sizes: MeshSizes) -> TrainS
     length = setup_builder.config.data.sequence_length
     traced_length = math.gcd(length, _LONG_SEQUENCE) if length > _LONG_SEQUENCE else length
     return setup_builder.build_on_mesh(
-        make_abstract_mesh(sizes), jax.eval_shape(lambda: jax.random.key(setup_builder.seed)), traced_length
+        make_abstract_mesh(dict(sizes)), jax.eval_shape(lambda: jax.random.key(setup_builder.seed)), traced_length
     )
 
 

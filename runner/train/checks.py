@@ -56,11 +56,16 @@ def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerC
     return [shlex.quote(option) for option, is_needed in options.items() if is_needed]
 
 
-def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerConfig) -> None:
-    """Raise `InvalidError` if the local devices are not those that the job is sized for."""
+def count_expected_devices(hosts: Hosts) -> int:
+    """Return the number of devices of the job, with those of missing processes; each process has the same number."""
+    return jax.device_count() // hosts.num_processes * (hosts.num_processes + hosts.num_missing)
+
+
+def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, hosts: Hosts) -> None:
+    """Raise `InvalidError` if the devices are not those that the job is sized for, or a part of them."""
     wanted = parse_accelerator(topology.accelerator)
     device, number = jax.devices()[0], jax.device_count()
-    if wanted is not None and not wanted.matches(device.device_kind, number):
+    if wanted is not None and not wanted.matches(device.device_kind, count_expected_devices(hosts)):
         options = list_local_options(spec, topology, config, number)
         extra = "tpu" if wanted.chip.is_tpu else "cuda"
         # Without its plugin jax sees only the CPUs of a host that has accelerators.

@@ -24,7 +24,7 @@ from runner.errors import InvalidError
 from runner.optim.groups import Parameter, describe_parameters, get_default_multiplier
 from runner.optim.library import update_in_float32
 from runner.parallel import mesh as mesh_rules
-from runner.parallel.mesh import LOGICAL_AXIS_RULES, LogicalAxisRule, make_mesh, resolve_mesh_sizes
+from runner.parallel.mesh import LOGICAL_AXIS_RULES, LogicalAxisRule, make_abstract_mesh, make_mesh, resolve_mesh_sizes
 from runner.spec import Document, ExecutionSpec, Topology, Trajectory
 from runner.storage import JsonObject
 from runner.train import state as train_state
@@ -411,6 +411,15 @@ class TrainSetupBuilder:
                 "config.memory.offload_optimizer", f"{kind} has no pinned host memory for the optimizer; leave it out"
             )
         return mesh
+
+    def fits(self, num_devices: int) -> bool:
+        """Return True if mesh and batch divide over this number of devices."""
+        try:
+            mesh = make_abstract_mesh(resolve_mesh_sizes(self.topology.mesh, num_devices))
+            make_val_layout(self.config, list_batch_layouts(self.config, mesh)[-1])
+        except InvalidError:
+            return False
+        return True
 
     def build(self, devices: Sequence[jax.Device], share_ids: Callable[[Dataset], None] | None = None) -> TrainSetup:
         """Build the setup on these devices. Allocates nothing.

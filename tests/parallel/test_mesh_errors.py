@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from experiments.model.decoder import PretrainDecoder
-from runner.errors import InvalidError
+from runner.distributed.agreement import Hosts
+from runner.errors import InvalidError, RetryableError
 from runner.parallel.mesh import AXES
 from runner.spec import load_document
 from tests.support.tiny_jobs import make_gpt
@@ -78,3 +79,33 @@ def test_a_duplicate_axis_is_rejected_with_both_lines(axis: str, tmp_path: Path)
         load_document(spec, [])
     assert f"spec.yaml:5: topology.mesh.{axis}: duplicate key, first given at " in str(refused.value)
     assert "spec.yaml:4" in str(refused.value)
+
+
+# Elastic jobs.
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_missing", "error"),
+    [
+        ({"topology.mesh": {"data": 1, "tensor": 3, "fsdp": "auto"}}, 2, RetryableError),  # 24 devices in all
+        ({"topology.mesh": {"data": 1, "tensor": 3, "fsdp": "auto"}}, 1, InvalidError),
+        ({"topology.mesh": {"data": 1, "tensor": 3, "fsdp": "auto"}}, 0, InvalidError),
+        ({"topology.mesh": {"data": 16}}, 1, RetryableError),
+        ({"topology.accelerator": "cpu-16", "topology.mesh": {"data": 16}}, 1, RetryableError),
+        ({"topology.accelerator": "cpu-16"}, 1, None),
+        ({"topology.accelerator": "cpu-16"}, 2, InvalidError),
+        ({"config.train.global_batch_examples": 12}, 1, InvalidError),
+        ({}, 3, None),
+    ],
+)
+def test_a_job_that_needs_its_missing_hosts_ends_with_76(
+    keys: dict[str, Any], num_missing: int, error: type[Exception] | None, tmp_path: Path
+) -> None:
+    job = make_gpt(tmp_path / "run", **{"topology.mesh": {"data": "auto", "fsdp": 1}} | keys)
+    if error is None:
+        job.setup(Hosts.single_process(num_missing))
+        return
+    words = f"1 of {num_missing + 1} processes joined, .* over their 8 devices" if error is RetryableError else ""
+    with pytest.raises(error, match=words):
+        job.setup(Hosts.single_process(num_missing))
+    assert not (tmp_path / "run").exists()

@@ -43,3 +43,19 @@ def test_an_elastic_job_resumes_with_the_present_hosts(tmp_path):
     assert [start["processes"] for start in job.events("start")] == [3, 2]
     assert job.events("restore")[0]["step"] >= 50
     assert job.result() == make_uninterrupted_counter_run(OPTIONS).result()
+
+
+@pytest.mark.soak
+def test_an_elastic_job_waits_for_hosts_over_which_its_batch_divides(tmp_path):
+    options = ("topology.elastic=true", "topology.mesh={data: auto, fsdp: 1}", "config.train.total_steps=4", SOON)
+    job = Job("specs/gpt_nano.yaml", tmp_path / "run", (*options, "config.train.global_batch_examples=8"), devices=1)
+    for attempt in start_without(job, 1):
+        # Two of three: 8 examples divide over them.
+        attempt.expect(0)
+    job = Job("specs/gpt_nano.yaml", tmp_path / "other", (*options, "config.train.global_batch_examples=9"), devices=1)
+    for attempt in start_without(job, 1):
+        attempt.expect(76)
+        assert "2 of 3 processes joined, and mesh and batch do not divide over their 2 devices" in attempt.output
+    assert not job.directory.exists()
+    for attempt in job.start_processes(3):
+        attempt.expect(0)
