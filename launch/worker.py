@@ -7,14 +7,21 @@ Signals. Whoever stops a machine sends the signal to all its processes at once, 
 gets it directly, and this process only learns that the end of the job is final. If it forwarded the signal, the job
 would get it twice, and a second signal cuts its last save short. In a container only the first process gets the signal,
 which is this one: with `--forward-signals` it sends it on.
+
+Standby. While the job runs, this process keeps another one that has imported what the job needs and waits for its
+command line (`runner.cli.run`). A restart takes it, and does not wait for interpreter and imports.
 """
 
+import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,9 +29,9 @@ import typer
 from launch.options import LaunchArguments, MaxRestarts, runner_arguments
 from launch.supervisor import Supervisor, combine_exit_codes, find_newest_attempt, find_newest_step, is_job_done
 from runner.command_line import CommandLine, Coordinator, NumProcesses, ProcessId, validate_placement
-from runner.console import protect_streams, warn
+from runner.console import protect_streams, say, warn
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE, InvalidError
-from runner.process import bind_to_parent, list_stop_signals
+from runner.process import STANDBY_VARIABLE, bind_to_parent, list_stop_signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +43,12 @@ class WorkerArguments(LaunchArguments):
         bool,
         typer.Option("--forward-signals", help="Send signals on to the job, where only this process gets them."),
     ] = False
+    standby_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Age of the job's process when its successor is started ahead; 0 for never."
+        ),
+    ] = 30
     coordinator: Coordinator = None
     num_processes: NumProcesses = None
     process_id: ProcessId = None
@@ -53,7 +66,8 @@ class WorkerArguments(LaunchArguments):
         return [*job, "--process-id", str(self.process_id)]
 
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.1
+_STANDBY_BYTES = 2**30  # free memory that a standby process needs; it takes about a third of that
 _COMMAND = "SPEC"
 _COMMANDS = CommandLine("launch.worker", "launch-worker", "Run one host's part of a job.", "", default=_COMMAND)
 _COMMANDS.add(
@@ -64,15 +78,74 @@ _COMMANDS.add(
 )
 
 
-def main(words: Sequence[str]) -> int:
+class Standby:
+    """A process that has imported what a job needs, and waits for its command line. It ends with this process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+        self._is_refused = False
+
+    def start(self) -> None:
+        """Start the process, unless it runs, was refused before, or would take memory that the job may need."""
+        if self._process is not None or self._is_refused:
+            return
+        free_bytes = read_free_memory_bytes()
+        if free_bytes is None or free_bytes < _STANDBY_BYTES:
+            free = "an unknown amount" if free_bytes is None else f"{free_bytes / 2**30:.2f} GiB"
+            say(f"launch: no standby process: {free} of memory is free, needs {_STANDBY_BYTES / 2**30:.0f} GiB")
+            self._is_refused = True
+            return
+        receiver, self._pipe = os.pipe()
+        os.set_inheritable(receiver, True)
+        variables = os.environ | {STANDBY_VARIABLE: str(receiver)}
+        self._process = subprocess.Popen(
+            bind_to_parent([sys.executable, "-m", "runner"]), env=variables, close_fds=False
+        )
+        os.close(receiver)
+
+    def take(self, words: Sequence[str]) -> "subprocess.Popen[bytes] | None":
+        """Return the process, which from now on runs this command line; None if there is none."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        try:
+            with os.fdopen(self._pipe, "wb") as pipe:
+                pipe.write(json.dumps(words).encode() + b"\n")
+        except BrokenPipeError:
+            return None
+        return process
+
+
+def read_free_memory_bytes() -> int | None:
+    """Return the memory that processes of this machine or container may still take; None where that is not known."""
+    free: list[int] = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free.append(1024 * int(line.split()[1]))
+        group = Path("/sys/fs/cgroup")
+        limit = group / "memory.max"
+        if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+            # Files that were read count as used, and are dropped when a process needs the memory.
+            files = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+            used = int((group / "memory.current").read_text()) - (int(files[1]) if files else 0)
+            free.append(int(text) - used)
+    except (OSError, ValueError):
+        return None
+    return min(free, default=None)
+
+
+def main(given: Sequence[str]) -> int:
     """Run this host's part of the job to its end, restart it after 75 and 76, and return its exit code."""
     try:
-        arguments = _COMMANDS.parse([_COMMAND, *words])
+        arguments = _COMMANDS.parse([_COMMAND, *given])
     except InvalidError as error:
         warn(str(error))
         return error.exit_code
     assert isinstance(arguments, WorkerArguments)
-    command = [sys.executable, *runner_arguments(arguments.spec, arguments.overrides), *arguments.placement]
+    words = [*runner_arguments(arguments.spec, arguments.overrides), *arguments.placement]
+    standby = Standby()
     signals: list[int] = []
     for number in list_stop_signals():
         # The handler only notes the signal, so that the job gets each of them once: forwarded below, or its own.
@@ -80,14 +153,16 @@ def main(words: Sequence[str]) -> int:
 
     def start() -> int:
         # The job inherits open files: a lock that the engine's script holds lasts until the job itself has ended.
-        process = subprocess.Popen(bind_to_parent(command), close_fds=False)
-        num_forwarded = 0
-        while arguments.forward_signals and process.poll() is None:
-            for number in signals[num_forwarded:]:
+        process = standby.take(words[2:]) or subprocess.Popen(bind_to_parent([sys.executable, *words]), close_fds=False)
+        num_forwarded, began_seconds = 0, time.monotonic()
+        while process.poll() is None:
+            for number in signals[num_forwarded:] if arguments.forward_signals else []:
                 process.send_signal(number)
                 num_forwarded += 1
+            if 0 < arguments.standby_seconds <= time.monotonic() - began_seconds:
+                standby.start()
             time.sleep(_POLL_SECONDS)
-        return combine_exit_codes([process.wait()])
+        return combine_exit_codes([process.returncode])
 
     spec, overrides = arguments.spec, arguments.overrides
     supervisor = Supervisor(

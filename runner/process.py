@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
+# Environment variable of a process that waits for its command line: the file descriptor from which it comes.
+STANDBY_VARIABLE = "RUNNER_STANDBY"
 # Signals that ask a job to stop. A closing terminal sends SIGHUP; batch systems can be told to send SIGUSR1 or SIGUSR2.
 # The first two insist: a second one of them ends the process at once.
 INSISTENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)

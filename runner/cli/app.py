@@ -10,9 +10,10 @@ from typing import Any
 from runner.cli import arguments as declared
 from runner.command_line import CommandLine
 from runner.console import finish_output, protect_streams, warn
-from runner.distributed.clock import Clock
+from runner.distributed.clock import Clock, TimeBucket
 from runner.distributed.preemption import StopNotice
 from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, error_from_exit
+from runner.process import STANDBY_VARIABLE
 
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
 _READ_EXIT_CODES = (
@@ -144,12 +145,20 @@ def run_command(words: Sequence[str]) -> int:
 def run_program() -> int:
     """Carry out the command line of this process, and return its exit code. Call it before anything opens a file."""
     protect_streams()
-    return main(sys.argv[1:])
+    descriptor = os.environ.pop(STANDBY_VARIABLE, None)
+    if descriptor is None:
+        return main(sys.argv[1:], Clock.since_process_start())
+    sys.argv[1:] = _import("runner.cli.run").wait_for_words(int(descriptor))
+    # The time of this process begins now.
+    return main(sys.argv[1:], Clock(0.0, TimeBucket.PROCESS_START))
 
 
-def main(words: Sequence[str]) -> int:
-    """Parse and carry out a command line, and return its exit code. A job ends the process by itself."""
-    clock = Clock.since_process_start()
+def main(words: Sequence[str], clock: Clock | None = None) -> int:
+    """Parse and carry out a command line, and return its exit code. A job ends the process by itself.
+
+    `clock` has counted the time until now; by default it counts from the creation of this process.
+    """
+    clock = clock or Clock.since_process_start()
     stop = StopNotice(clock)
     # A request to stop must be heard in every phase, so before anything that takes time.
     stop.install_signal_handlers()

@@ -1,8 +1,14 @@
 """The command `python -m runner SPEC`: join the other processes of the job, run it, end with its exit code.
 
 This module brings jax. It is imported when the top level of the spec is known to be valid.
+
+A supervisor may start the process ahead of time, as a standby: it imports what every job needs, and waits until a
+command line comes through a pipe (`wait_for_words`). Then it becomes the process of that job, and the restart has not
+waited for the imports. A standby touches no device, and imports none of the user's modules, which might.
 """
 
+import importlib
+import json
 import logging
 import os
 import sys
@@ -23,6 +29,7 @@ from runner.spec import Document, ExecutionSpec, load_job_class
 
 # Libraries whose own log lines would repeat what the runner reports in one line.
 _CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")
+_STANDBY_MODULES = ("runner.trainer",)  # with this module they bring what a trainer needs until its first step
 
 
 def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> None:
@@ -83,6 +90,37 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     hosts.leave(code)
     clock.end(code)
     end_process(code)
+
+
+def wait_for_words(descriptor: int) -> list[str]:
+    """Import what a job needs, and return the words of a command line, which come as a line of JSON.
+
+    If a module has been changed since, the process executes the command line from the beginning instead. If the pipe is
+    closed, the supervisor has ended, and so does this process.
+    """
+    for name in _STANDBY_MODULES:
+        importlib.import_module(name)
+    sources = _read_source_times()
+    with os.fdopen(descriptor, "rb") as pipe:
+        line = pipe.readline()
+    if not line.endswith(b"\n"):
+        sys.exit(EXIT_DONE)
+    words: list[str] = json.loads(line)
+    if _read_source_times() != sources:
+        os.execv(sys.executable, [sys.executable, "-m", "runner", *words])
+    return words
+
+
+def _read_source_times() -> dict[str, int]:
+    """Return the time of the last change of each imported module's file, in nanoseconds; 0 if the file is gone."""
+    paths = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    times = {}
+    for path in filter(None, paths):
+        try:
+            times[path] = os.stat(path).st_mtime_ns
+        except OSError:
+            times[path] = 0
+    return times
 
 
 def find_placement(
