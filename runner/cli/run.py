@@ -7,7 +7,6 @@ command line comes through a pipe (`wait_for_words`). Then it becomes the proces
 waited for the imports. A standby touches no device, and imports none of the user's modules, which might.
 """
 
-import importlib
 import json
 import logging
 import os
@@ -29,7 +28,6 @@ from runner.spec import Document, ExecutionSpec, load_job_class
 
 # Libraries whose own log lines would repeat what the runner reports in one line.
 _CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")
-_STANDBY_MODULES = ("runner.trainer",)  # with this module they bring what a trainer needs until its first step
 
 
 def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> None:
@@ -93,13 +91,11 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
 
 
 def wait_for_words(descriptor: int) -> list[str]:
-    """Import what a job needs, and return the words of a command line, which come as a line of JSON.
+    """Wait for the words of a command line, which come as a line of JSON, and return them.
 
-    If a module has been changed since, the process executes the command line from the beginning instead. If the pipe is
+    The caller has imported what a job needs. If a module has been changed since, the process executes the command line from the beginning instead. If the pipe is
     closed, the supervisor has ended, and so does this process.
     """
-    for name in _STANDBY_MODULES:
-        importlib.import_module(name)
     sources = _read_source_times()
     with os.fdopen(descriptor, "rb") as pipe:
         line = pipe.readline()
