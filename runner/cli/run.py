@@ -93,8 +93,8 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
 def wait_for_words(descriptor: int) -> list[str]:
     """Wait for the words of a command line, which come as a line of JSON, and return them.
 
-    The caller has imported what a job needs. If a module has been changed since, the process executes the command line from the beginning instead. If the pipe is
-    closed, the supervisor has ended, and so does this process.
+    The caller has imported what a job needs. If a module has been changed since, the process executes the command line
+    from the beginning instead. If the pipe is closed, the supervisor has ended, and so does this process.
     """
     sources = _read_source_times()
     with os.fdopen(descriptor, "rb") as pipe:
