@@ -1,12 +1,14 @@
 """Time from kill -9 to the first new step by phase, relative to a hand-written program.
 
 The hand-written program is the floor of a restart. Floor and restart are measured in pairs, with a warm compile cache
-or, with `--cold`, with an empty one.
+or, with `--cold`, with an empty one. With `--standby` the restart takes a process that waits ready, as that of
+`launch.worker` does; the floor has none.
 
-    python -m tests.benchmarks.restart [--rounds 5] [--spec specs/gpt_nano.yaml] [--processes 1] [--cold]
+    python -m tests.benchmarks.restart [--rounds 5] [--spec specs/gpt_nano.yaml] [--processes 1] [--cold] [--standby]
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -17,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from launch.worker import Standby
 from runner.process import find_free_port, make_placements
 from runner.storage import LocalStore, parse_lines, read_log
 
@@ -31,17 +34,29 @@ PHASES = {
     "first step": None,
 }
 
+STANDBY_SECONDS = 10  # for the imports of a standby
+
 Processes = list["subprocess.Popen[bytes]"]
 
 
-def spawn(spec: str, directory: Path, cache: Path, num_processes: int, options: Sequence[str] = ()) -> Processes:
-    """Start the runner on every host, with a row for every step and additional `options`."""
+def spawn(
+    spec: str,
+    directory: Path,
+    cache: Path,
+    num_processes: int,
+    options: Sequence[str] = (),
+    standbys: Sequence[Standby] = (),
+) -> Processes:
+    """Start the runner on every host, with a row for every step and additional `options`, in `standbys` if given."""
     command = [sys.executable, "-m", "runner", spec]
     command += ["--set", f"directory={directory}", "--set", "logging.every_steps=1", *options]
     commands = [[*command, *placement] for placement in make_placements(num_processes)]
     environment = os.environ | {"RUNNER_CACHE": str(cache)}
     quiet = subprocess.DEVNULL
-    return [subprocess.Popen(words, env=environment, stdout=quiet, stderr=quiet) for words in commands]
+    taken = [standby.take(words[3:]) for standby, words in zip(standbys, commands, strict=False)]
+    return [process for process in taken if process is not None] or [
+        subprocess.Popen(words, env=environment, stdout=quiet, stderr=quiet) for words in commands
+    ]
 
 
 def kill(processes: Processes) -> None:
@@ -60,14 +75,30 @@ def wait_for_step(directory: Path, step: int, old_file: int) -> float:
     return time.time()
 
 
+@contextlib.contextmanager
+def change_cache(cache: Path) -> Iterator[None]:
+    """Give the processes that are started meanwhile this compile cache."""
+    before = os.environ.get("RUNNER_CACHE")
+    os.environ["RUNNER_CACHE"] = str(cache)
+    yield
+    os.environ.pop("RUNNER_CACHE")
+    if before is not None:
+        os.environ["RUNNER_CACHE"] = before
+
+
 def committed(directory: Path) -> list[int]:
     """Return the committed steps, ascending."""
     return sorted(int(path.parent.name) for path in directory.glob("checkpoints/*/manifest.json"))
 
 
-def measure(spec: str, scratch: Path, num_processes: int, cold: bool) -> dict[str, float]:
+def measure(spec: str, scratch: Path, num_processes: int, cold: bool, has_standby: bool) -> dict[str, float]:
     """Kill and restart a run once; return the seconds of each phase."""
     directory, cache = scratch / "run", scratch / "cache"
+    standbys = [Standby() for _ in range(num_processes if has_standby else 0)]
+    with change_cache(cache):
+        for standby in standbys:
+            standby.start()
+    time.sleep(STANDBY_SECONDS if has_standby else 0)
     processes = spawn(spec, directory, cache, num_processes)
     while not committed(directory):
         time.sleep(0.001)
@@ -78,7 +109,7 @@ def measure(spec: str, scratch: Path, num_processes: int, cold: bool) -> dict[st
     restored = committed(directory)[-1]
     old_file = (directory / "metrics.jsonl").stat().st_ino
     spawned = time.time()
-    processes = spawn(spec, directory, cache, num_processes)
+    processes = spawn(spec, directory, cache, num_processes, standbys=standbys)
     attempt = max(int(path.name) for path in (directory / "attempts").glob("*[0-9]")) + 1
 
     def events() -> dict[str, float]:
@@ -124,13 +155,14 @@ def main() -> None:
     parser.add_argument("--spec", default="specs/gpt_nano.yaml")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--standby", action="store_true")
     parsed = parser.parse_args()
     results, floors = [], []
     for _ in range(parsed.rounds):
         with tempfile.TemporaryDirectory() as scratch:
             floors.append(measure_floor(Path(scratch), parsed.processes, parsed.cold))
         with tempfile.TemporaryDirectory() as scratch:
-            results.append(measure(parsed.spec, Path(scratch), parsed.processes, parsed.cold))
+            results.append(measure(parsed.spec, Path(scratch), parsed.processes, parsed.cold, parsed.standby))
     print(json.dumps({name: round(statistics.median(r[name] for r in results), 3) for name in PHASES}, indent=1))
     whole, floor = statistics.median(sum(r.values()) for r in results), statistics.median(floors)
     print(f"total: {whole:.3f} s, floor {floor:.3f} s (medians of {parsed.rounds})")
