@@ -91,7 +91,7 @@ def committed(directory: Path) -> list[int]:
     return sorted(int(path.parent.name) for path in directory.glob("checkpoints/*/manifest.json"))
 
 
-def measure(spec: str, scratch: Path, num_processes: int, cold: bool, has_standby: bool) -> dict[str, float]:
+def measure(spec: str, scratch: Path, num_processes: int, cold: bool, has_standby: bool = False) -> dict[str, float]:
     """Kill and restart a run once; return the seconds of each phase."""
     directory, cache = scratch / "run", scratch / "cache"
     standbys = [Standby() for _ in range(num_processes if has_standby else 0)]
