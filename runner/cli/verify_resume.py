@@ -37,7 +37,7 @@ from runner.job import RestoreableJob
 from runner.metrics.file import read_rows
 from runner.process import make_environment, start_processes
 from runner.spec import load_document, load_job_class, validate_config, validate_spec
-from runner.storage import JsonObject, LocalStore
+from runner.storage import JsonObject, LocalStore, read_json
 from runner.train.stability import ROLL_BACK_FOLDER
 
 BORDER_MOMENTS = ("before a stage", "after a stage begins")
@@ -202,9 +202,10 @@ class TrialRun:
         manifests = self.directory.glob(f"{CHECKPOINTS}/*/{MANIFEST}")
         return max((int(path.parent.name) for path in manifests), default=0)
 
-    def count_roll_backs(self) -> int:
-        """Return how often the job has been rolled back."""
-        return len(LocalStore(self.directory).list_names(ROLL_BACK_FOLDER))
+    def find_roll_back(self) -> int | None:
+        """Return the step at which the first roll-back was decided; None if there was none."""
+        store = LocalStore(self.directory)
+        return read_json(store, f"{ROLL_BACK_FOLDER}/1")["detected"] if store.list_names(ROLL_BACK_FOLDER) else None
 
     def is_saving(self) -> bool:
         """Return True if a step beyond the newest committed one is being written."""
@@ -258,9 +259,13 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
                 f"{len(undisturbed.read_metrics())} rows of metrics"
             )
             # The moments take turns, so that few kills cover every kind.
-            moments = [ROLL_BACK_MOMENT] * bool(undisturbed.count_roll_backs())
             usual = (*BORDER_MOMENTS, *KILL_MOMENTS) if trial.borders else KILL_MOMENTS
-            moments += [usual[number % len(usual)] for number in range(trial.kills)]
+            moments = [usual[number % len(usual)] for number in range(trial.kills)]
+            # The kill in the roll-back comes first only if no border does, since the run would pass it before.
+            rolled_back = undisturbed.find_roll_back()
+            if rolled_back is not None:
+                is_behind_border = any(step < rolled_back for step in trial.borders)
+                moments.insert(len(BORDER_MOMENTS) if is_behind_border else 0, ROLL_BACK_MOMENT)
             first_kill = _run_with_kills(killed, trial, moments[: trial.kills], first_commit_seconds, interval_seconds)
         finally:
             undisturbed.end()
@@ -314,7 +319,7 @@ def _run_with_kills(
             time.sleep(chance.uniform(0, first_commit_seconds))
         elif moment == ROLL_BACK_MOMENT:
             # The record is the first thing that a roll-back writes.
-            run.wait_until(lambda: run.count_roll_backs() > 0)
+            run.wait_until(lambda: run.find_roll_back() is not None)
         else:
             run.wait_until(lambda before=before: run.find_newest_step() > before)  # type: ignore[misc]
             if moment == "in a save":

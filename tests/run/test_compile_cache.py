@@ -34,14 +34,15 @@ from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 from tests.support.object_stores import start_backend
 
 COMPILE = """
-import os, resource, signal, sys
+import os, resource, signal, stat, sys
 from runner.run.compile_cache import CompileCache
 CompileCache().open()
 import jax
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 if "die" in sys.argv:
     from runner.storage import local
-    local.os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+    # In the middle of a file, not when its directory is made.
+    local.os.fsync = lambda file: stat.S_ISREG(os.fstat(file).st_mode) and os.kill(os.getpid(), signal.SIGKILL)
 if "full" in sys.argv:
     resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
 print(jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(5.0)))

@@ -48,6 +48,7 @@ def test_an_elastic_job_resumes_with_the_present_hosts(tmp_path):
 @pytest.mark.soak
 def test_an_elastic_job_waits_for_hosts_over_which_its_batch_divides(tmp_path):
     options = ("topology.elastic=true", "topology.mesh={data: auto, fsdp: 1}", "config.train.total_steps=4", SOON)
+    options = (*options, "config.schedule.warmup_steps=0")
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", (*options, "config.train.global_batch_examples=8"), devices=1)
     for attempt in start_without(job, 1):
         # Two of three: 8 examples divide over them.

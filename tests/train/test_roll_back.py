@@ -483,13 +483,13 @@ def test_verify_resume_kills_a_job_in_its_roll_back(start: int | None, tmp_path:
     changes = SPIKE | {"job": get_job_name(SpikedLookup), "config.stages": stages}
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(make_poisoned_document(tmp_path / "run", **changes)))
     code, output = run_runner(
-        environment(1), "verify-resume", str(tmp_path / "spec.yaml"), "--steps", "20", "--kills", "5"
+        environment(1), "verify-resume", str(tmp_path / "spec.yaml"), "--steps", "17", "--kills", "8"
     )
     assert code == 0, output
     assert "-9 to process 0 in a roll-back" in output
-    for place in ("before a stage", "after a stage begins"):
-        assert (place in output) == bool(stages)
-    assert "SAME BITS after 5 kills" in output
+    # Its steps take milliseconds, so a kill after a stage begins may come too late for that stage.
+    assert ("before a stage" in output) == bool(stages)
+    assert "SAME BITS after 8 kills" in output
 
 
 # Bits.
