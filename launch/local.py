@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from launch.options import GraceSeconds, LaunchArguments, MaxRestarts, find_grace_seconds, runner_arguments
-from launch.supervisor import Supervisor, combine_exit_codes, find_history, find_newest_step, format_summary
+from launch.supervisor import Supervisor, combine_exit_codes, find_history, format_summary, read_progress
 from runner.console import say
 from runner.errors import EXIT_DONE, EXIT_INVALID, RunnerError
 from runner.process import list_stop_signals, make_environment, start_processes
@@ -155,7 +155,7 @@ def run(arguments: LocalArguments) -> int:
     signal.signal(signal.SIGQUIT, processes.forward_quit)
     supervisor = Supervisor(
         processes.run,
-        lambda: find_newest_step(spec, overrides),
+        lambda: read_progress(spec, overrides),
         lambda: processes.is_stopping,
         arguments.max_restarts,
     )

@@ -19,7 +19,7 @@ from runner.spec import CheckpointConfig
 
 DEFAULT_GRACE_SECONDS = 300
 SUBMIT_TIME_VARIABLE = "RUNNER_SUBMITTED"  # environment variable with the time of submission, in Unix seconds
-_MAX_NUMBER = 2**31 - 1  # what every engine can hold
+MAX_NUMBER = 2**31 - 1  # what every engine can hold
 
 MaxRestarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Number of restarts after exit code 76; 75 does not count.")
@@ -57,8 +57,8 @@ class LaunchArguments:
         for name in (each.name for each in fields(self)):
             value = getattr(self, name)
             option = {"spec": "SPEC", "overrides": "--set"}.get(name, f"--{name.replace('_', '-')}")
-            if type(value) is int and value > _MAX_NUMBER:
-                raise InvalidError(f"{option} {value}: needs at most {_MAX_NUMBER}")
+            if type(value) is int and value > MAX_NUMBER:
+                raise InvalidError(f"{option} {value}: needs at most {MAX_NUMBER}")
             for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
                 if name in self.pairs:
                     text, equals, given = text.partition("=")

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from runner.console import say
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE, RunnerError
@@ -23,7 +24,7 @@ from runner.history.reader import read_history
 from runner.history.records import History
 from runner.process import STOP_SIGNALS
 from runner.spec import load_document, validate_spec
-from runner.storage import JsonObject, Store, iterate_log, open_store, parse_number
+from runner.storage import Store, iterate_log, open_store, parse_number
 
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
@@ -55,39 +56,33 @@ def open_job_store(spec: str, overrides: Sequence[str]) -> Store:
     return open_store(validate_spec(load_document(spec, list(overrides))).directory)
 
 
-def find_newest_step(spec: str, overrides: Sequence[str]) -> int | None:
-    """Return the newest committed step, or None if there is none or the directory cannot be read.
+class JobProgress(NamedTuple):
+    """Progress of a job, as its directory shows it.
 
-    An error is not reported here, since the job itself reports it.
+    Attributes:
+        newest_step: newest committed step; None if there is none, or the directory cannot be read.
+        newest_attempt: number of the newest attempt; 0 if there is none, None if the directory cannot be read.
+        is_done: True if the newest attempt has reached its end.
     """
-    # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket.
-    commits = [row for row in _read_events(spec, overrides) if row["event"] == "commit"]
-    return max((row["step"] for row in commits if type(row.get("step")) is int), default=None)
+
+    newest_step: int | None = None
+    newest_attempt: int | None = None
+    is_done: bool = False
 
 
-def is_job_done(spec: str, overrides: Sequence[str]) -> bool:
-    """Return True if the newest attempt of a job has reached its end; False too if the directory cannot be read."""
-    rows = _read_events(spec, overrides)
+def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
+    """Return the progress of a job. An error is not reported here, since the job itself reports it."""
+    try:
+        store = open_job_store(spec, overrides)
+        # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket.
+        rows = [row for row in iterate_log(store, "events") if type(row.get("attempt")) is int]
+        claims = [number for number in map(parse_number, store.list_names("attempts")) if number is not None]
+    except (RunnerError, OSError):
+        return JobProgress()
+    steps = [row["step"] for row in rows if row.get("event") == "commit" and type(row.get("step")) is int]
     newest = max((row["attempt"] for row in rows), default=None)
-    return any(row["event"] == "done" and row["attempt"] == newest for row in rows)
-
-
-def _read_events(spec: str, overrides: Sequence[str]) -> list[JsonObject]:
-    """Return the events of a job that name their attempt; none if the directory cannot be read."""
-    try:
-        rows = iterate_log(open_job_store(spec, overrides), "events")
-        return [row for row in rows if type(row.get("attempt")) is int and isinstance(row.get("event"), str)]
-    except (RunnerError, OSError):
-        return []
-
-
-def find_newest_attempt(spec: str, overrides: Sequence[str]) -> int | None:
-    """Return the number of the newest attempt, or None if the directory cannot be read. Errors are not reported."""
-    try:
-        numbers = map(parse_number, open_job_store(spec, overrides).list_names("attempts"))
-        return max((number for number in numbers if number is not None), default=0)
-    except (RunnerError, OSError):
-        return None
+    is_done = any(row.get("event") == "done" and row["attempt"] == newest for row in rows)
+    return JobProgress(max(steps, default=None), max(claims, default=0), is_done)
 
 
 def find_history(spec: str, overrides: Sequence[str]) -> History | None:
@@ -137,47 +132,44 @@ class Supervisor:
 
     Attributes:
         start: function that runs all processes of the job to their end and returns the job's exit code.
-        find_newest_step: function that returns the newest committed step, None if it is not known.
+        read_progress: function that returns the progress of the job.
         is_stopping: function that returns True once the user has asked for the end, so that 75 is final.
         max_restarts: number of restarts after 76.
-        find_newest_attempt: function that returns the newest attempt that has claimed the directory, for one host of
-            several; None if attempts that claim nothing count as crashes too.
-        is_done: function that returns True if the job has reached its end, whatever became of the process.
+        has_peers: True if this is the supervisor of one host of several.
     """
 
     start: Callable[[], int]
-    find_newest_step: Callable[[], int | None]
+    read_progress: Callable[[], JobProgress]
     is_stopping: Callable[[], bool]
     max_restarts: int
-    find_newest_attempt: Callable[[], int | None] | None = None
-    is_done: Callable[[], bool] = lambda: False
+    has_peers: bool = False
 
     def run(self) -> tuple[int, list[LaunchAttempt]]:
         """Run the job until it is done, and return its exit code and all attempts."""
         attempts: list[LaunchAttempt] = []
         num_restarts = num_stuck = num_crashes = 0
         # A job that resumes has commits and attempts of earlier launches, which are no progress of this one.
-        newest = self.find_newest_step()
-        claimed = None if self.find_newest_attempt is None else self.find_newest_attempt()
+        progress = self.read_progress()
         while True:
             began = time.time()
             code = self.start()
-            attempts.append(LaunchAttempt(began, time.time(), code, self.find_newest_step()))
+            ended, before, progress = time.time(), progress, self.read_progress()
+            attempts.append(LaunchAttempt(began, ended, code, progress.newest_step))
             # A job that was asked to stop ends with 75 too, and must not be started again.
             if code not in (EXIT_PREEMPTED, EXIT_RETRYABLE) or self.is_stopping():
                 return code, attempts
-            if self.is_done():
+            if self.has_peers and progress.is_done:
                 return EXIT_DONE, attempts
-            previous, newest = newest, attempts[-1].newest_step
             if code == EXIT_PREEMPTED:
                 # Neither counted nor delayed: the job has saved, and did nothing wrong.
                 say("launch: preempted; starting again")
                 continue
             # A new commit shows that the job makes progress, which resets crash loop and backoff.
-            num_stuck = 1 if newest != previous else num_stuck + 1
-            num_crashes = 0 if newest != previous else num_crashes
-            before, claimed = claimed, None if self.find_newest_attempt is None else self.find_newest_attempt()
-            num_crashes += self.find_newest_attempt is None or before != claimed
+            newest = progress.newest_step
+            if newest != before.newest_step:
+                num_stuck = num_crashes = 0
+            num_stuck += 1
+            num_crashes += not self.has_peers or progress.newest_attempt != before.newest_attempt
             if num_crashes >= CRASH_LOOP_ATTEMPTS:
                 where = "before any step was committed" if newest is None else f"and step {newest} is still the newest"
                 say(f"launch: crash loop: {num_crashes} attempts in a row ended with {code} {where}; giving up")

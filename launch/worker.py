@@ -14,24 +14,28 @@ command line (`runner.cli.run`). A restart takes it, and does not wait for inter
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from launch.options import LaunchArguments, MaxRestarts, runner_arguments
-from launch.supervisor import Supervisor, combine_exit_codes, find_newest_attempt, find_newest_step, is_job_done
+from launch.supervisor import Supervisor, combine_exit_codes, read_progress
 from runner.command_line import CommandLine, Coordinator, NumProcesses, ProcessId, validate_placement
 from runner.console import protect_streams, say, warn
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE, InvalidError
-from runner.process import STANDBY_VARIABLE, bind_to_parent, list_stop_signals
+from runner.process import (
+    STANDBY_VARIABLE,
+    bind_to_parent,
+    format_placement,
+    list_stop_signals,
+    read_free_memory_bytes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +64,9 @@ class WorkerArguments(LaunchArguments):
     @property
     def placement(self) -> list[str]:
         """Words that give the runner its place in the job; none if it finds that by itself."""
-        if self.coordinator is None:
+        if self.coordinator is None or self.num_processes is None or self.process_id is None:
             return []
-        job = ["--coordinator", self.coordinator, "--num-processes", str(self.num_processes)]
-        return [*job, "--process-id", str(self.process_id)]
+        return format_placement(self.coordinator, self.num_processes, self.process_id)
 
 
 _POLL_SECONDS = 0.1
@@ -117,25 +120,6 @@ class Standby:
         return process
 
 
-def read_free_memory_bytes() -> int | None:
-    """Return the memory that processes of this machine or container may still take; None where that is not known."""
-    free: list[int] = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free.append(1024 * int(line.split()[1]))
-        group = Path("/sys/fs/cgroup")
-        limit = group / "memory.max"
-        if limit.exists() and (text := limit.read_text().strip()).isdecimal():
-            # Files that were read count as used, and are dropped when a process needs the memory.
-            files = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-            used = int((group / "memory.current").read_text()) - (int(files[1]) if files else 0)
-            free.append(int(text) - used)
-    except (OSError, ValueError):
-        return None
-    return min(free, default=None)
-
-
 def main(given: Sequence[str]) -> int:
     """Run this host's part of the job to its end, restart it after 75 and 76, and return its exit code."""
     try:
@@ -153,6 +137,7 @@ def main(given: Sequence[str]) -> int:
 
     def start() -> int:
         # The job inherits open files: a lock that the engine's script holds lasts until the job itself has ended.
+        # A standby has begun with `-m runner` already.
         process = standby.take(words[2:]) or subprocess.Popen(bind_to_parent([sys.executable, *words]), close_fds=False)
         num_forwarded, began_seconds = 0, time.monotonic()
         while process.poll() is None:
@@ -164,14 +149,12 @@ def main(given: Sequence[str]) -> int:
             time.sleep(_POLL_SECONDS)
         return combine_exit_codes([process.returncode])
 
-    spec, overrides = arguments.spec, arguments.overrides
     supervisor = Supervisor(
         start,
-        lambda: find_newest_step(spec, overrides),
+        lambda: read_progress(arguments.spec, arguments.overrides),
         lambda: bool(signals),
         arguments.max_restarts,
-        lambda: find_newest_attempt(spec, overrides),
-        lambda: is_job_done(spec, overrides),
+        has_peers=True,
     )
     code, _ = supervisor.run()
     # A host that is shut down while its job waits for a peer, or for its restart, is not a failure of the job.

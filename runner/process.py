@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, NoReturn
 
 # Environment variable of a process that waits for its command line: the file descriptor from which it comes.
@@ -26,6 +27,7 @@ STOP_SIGNALS = (*INSISTENT_SIGNALS, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR
 # Sent once for each thread of the parent that dies, so it must not be insistent; and `nohup` does not ignore it.
 _DEATH_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
+_CONTAINER = Path("/sys/fs/cgroup")  # of version 2
 _NUM_FAKED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 _THREADS_PER_FAKED_DEVICE = 4
 _PORTS = range(20_000, 30_000)  # below the ephemeral ports that systems assign to connections
@@ -63,6 +65,33 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
 def count_cpus() -> int:
     """Return the number of CPUs that this process may use, as XLA counts them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_memory_bytes() -> int:
+    """Return the memory of this machine, or of this container if that has less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read_container_limit()
+    return total if limit is None else min(total, limit)
+
+
+def read_free_memory_bytes() -> int | None:
+    """Return the memory that processes of this machine or container may still take; None where that is not known."""
+    try:
+        available = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        free = [1024 * int(available[1])] if available else []
+        if (limit := _read_container_limit()) is not None:
+            # Files that were read count as used, and are dropped when a process needs the memory.
+            files = re.search(r"^inactive_file (\d+)$", (_CONTAINER / "memory.stat").read_text(), re.MULTILINE)
+            free.append(limit - int((_CONTAINER / "memory.current").read_text()) + (int(files[1]) if files else 0))
+    except (OSError, ValueError):
+        return None
+    return min(free, default=None)
+
+
+def _read_container_limit() -> int | None:
+    """Return the memory that this container may use; None if it has no limit."""
+    limit = _CONTAINER / "memory.max"
+    return int(text) if limit.exists() and (text := limit.read_text().strip()).isdecimal() else None
 
 
 def read_age_seconds() -> float:
@@ -109,8 +138,13 @@ def make_placements(num_processes: int) -> list[list[str]]:
     """
     if num_processes == 1:
         return [[]]
-    job = ["--coordinator", f"127.0.0.1:{find_free_port()}", "--num-processes", str(num_processes)]
-    return [[*job, "--process-id", str(process_id)] for process_id in range(num_processes)]
+    coordinator = f"127.0.0.1:{find_free_port()}"
+    return [format_placement(coordinator, num_processes, process_id) for process_id in range(num_processes)]
+
+
+def format_placement(coordinator: str, num_processes: int, process_id: int | str) -> list[str]:
+    """Return the options that give the runner its place in a job; `process_id` may be a variable of the engine."""
+    return ["--coordinator", coordinator, "--num-processes", str(num_processes), "--process-id", str(process_id)]
 
 
 def start_processes(

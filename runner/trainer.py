@@ -26,7 +26,7 @@ from runner.console import say, warn
 from runner.data import TRAIN, DataPosition, Dataset, Ranges, SeekablePrefetcher, get_batch_fields, has_targets
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE
-from runner.errors import DivergedError, PhaseError, ResumeError, RetryableError
+from runner.errors import DivergedError, PhaseError, ResumeError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
@@ -46,11 +46,11 @@ from runner.train import state as train_state
 from runner.train import step as step_functions
 from runner.train.auxiliary import AuxiliaryState, make_ema, make_noise_scale
 from runner.train.checks import (
-    count_expected_devices,
     find_known_micro_batch,
     share_ids,
     validate_data_unchanged,
     validate_hardware,
+    validate_hosts,
     validate_same_on_all_hosts,
 )
 from runner.train.compile import MEMORY_SHARE, CompiledStep
@@ -665,23 +665,11 @@ class BaseTrainer(RestoreableJob):
 
     # Methods that RestoreableJob calls.
 
-    def validate_hosts(self, hosts: Hosts) -> None:
-        """Raise `RetryableError` if an elastic job cannot run on the hosts that joined, but could on all."""
-        if not hosts.num_missing:
-            return
-        num_devices, builders = jax.device_count(), [stage.builder for stage in self.running_stages]
-        is_too_few = not all(builder.fits(num_devices) for builder in builders)
-        if is_too_few and all(builder.fits(count_expected_devices(hosts)) for builder in builders):
-            raise RetryableError(
-                f"{hosts.num_processes} of {hosts.num_processes + hosts.num_missing} processes joined, and mesh and "
-                f"batch do not divide over their {num_devices} devices; run the same command again once more are there"
-            )
-
     def setup(self, hosts: Hosts) -> None:
         """Check devices, mesh, batch and data against the spec, and build the train setup."""
         with self.document.errors_at("topology.accelerator"):
             validate_hardware(self.spec, self.topology, self.config, hosts)
-        self.validate_hosts(hosts)
+        validate_hosts(hosts, lambda number: all(stage.builder.fits(number) for stage in self.running_stages))
         for key in ("global_batch_examples", "micro_batch_examples"):
             if getattr(self.config.eval, key) is not None and type(self).batch is not BaseTrainer.batch:
                 reason = "batch() of the job makes the batches, so nothing reads it; leave it out"

@@ -36,6 +36,7 @@ import typer
 import yaml
 
 from launch.options import (
+    MAX_NUMBER,
     SUBMIT_TIME_VARIABLE,
     DryRun,
     GraceSeconds,
@@ -48,6 +49,7 @@ from launch.options import (
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.console import write_text
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, FailedError, InvalidError
+from runner.process import format_placement
 from runner.spec import ExecutionSpec, load_document, validate_spec
 from runner.spec.document import TextDumper, dump_yaml
 
@@ -58,7 +60,6 @@ SPEC_DIRECTORY = PurePosixPath("/etc/runner")
 SPEC_FILE = "spec.yaml"
 COORDINATOR_PORT = 8476
 MAX_PODS = 100_000  # of an indexed Job
-MAX_INT32 = 2**31 - 1
 MAX_LABEL_CHARACTERS = 63  # of a DNS label, which the name of a pod must be
 _MAX_ANNOTATION_BYTES = 256 * 1024  # of all annotations of an object
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -243,7 +244,7 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
         "completions": pods.hosts_per_slice,
         "completionMode": "Indexed",
         # Each host has its own restarts, and a fault of one ends others with it.
-        "backoffLimit": min(arguments.max_restarts * pods.hosts_per_slice, MAX_INT32),
+        "backoffLimit": min(arguments.max_restarts * pods.hosts_per_slice, MAX_NUMBER),
         "podFailurePolicy": {"rules": POD_FAILURE_RULES},
         "template": _render_pod(spec, text, arguments, pods, name, submit_time),
     }
@@ -377,8 +378,8 @@ def _render_container(
     # The kubelet signals the first process of a container only.
     command += ["--forward-signals", "--max-restarts", str(arguments.max_restarts)]
     if not pods.is_tpu and pods.hosts_per_slice > 1:  # GKE tells JAX about the hosts of TPU slices only
-        command += ["--coordinator", f"{first_host}:{COORDINATOR_PORT}"]
-        command += ["--num-processes", str(pods.hosts_per_slice), "--process-id", "$(JOB_COMPLETION_INDEX)"]
+        coordinator = f"{first_host}:{COORDINATOR_PORT}"
+        command += format_placement(coordinator, pods.hosts_per_slice, "$(JOB_COMPLETION_INDEX)")
 
     # A later variable overrides an earlier one of the same name, so those of the user come last.
     variables: dict[str, dict[str, Any]] = {"PYTHONUNBUFFERED": {"value": "1"}}

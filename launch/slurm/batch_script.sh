@@ -4,7 +4,7 @@
 #   because it would kill the tasks. SIGUSR1 and SIGUSR2, which `--signal` can name instead, are handled like SIGTERM.
 # - After 75 (preempted) the job is requeued: its nodes are about to go.
 # - After 76 (retryable) the command is started again in the same allocation, and counted. The job is requeued instead,
-#   which takes minutes, if too few nodes are well, or if the command has ended at once several times. Any other code
+#   which takes minutes, if too few nodes are healthy, or if the command has ended at once several times. Any other code
 #   ends it.
 # - With spare nodes the command runs on some of the job's nodes. SLURM then takes a node that fails out of the job, and
 #   lets the others go on.
@@ -61,9 +61,9 @@ requeue() {
   exit "$code"
 }
 
-# Print those of the job's nodes that are neither draining, not responding nor down; with spare nodes only those on which
+# Print the nodes of the job that are neither draining, not responding nor down; with spare nodes only those on which
 # a step starts, because SLURM takes minutes to notice that a node has died.
-list_well_nodes() {
+list_healthy_nodes() {
   local names node
   names=$(squeue --noheader --states=all --format=%N --jobs="$SLURM_JOB_ID") || return
   for node in $(sinfo --noheader --Node --nodes="$names" --format='%N %T' | grep -E ' (allocated|mixed)[-+]?$' |
@@ -76,14 +76,14 @@ list_well_nodes() {
   wait
 }
 
-# Choose the nodes of the next start, first among those of the last one. Fails if too few are well: a requeue gives others.
+# Choose the nodes of the next start, first among those of the last one. Fails if too few are healthy.
 choose_nodes() {
-  local well
-  well=$(list_well_nodes | sort -V)
-  (($(grep -c . <<<"$well") >= num_nodes)) || return
+  local healthy
+  healthy=$(list_healthy_nodes | sort -V)
+  (($(grep -c . <<<"$healthy") >= num_nodes)) || return
   ((num_spare_nodes == 0)) || use_nodes "$(
-    grep -xFf <(printf '%s\n' "$nodes") <<<"$well"
-    grep -vxFf <(printf '%s\n' "$nodes") <<<"$well"
+    grep -xFf <(printf '%s\n' "$nodes") <<<"$healthy"
+    grep -vxFf <(printf '%s\n' "$nodes") <<<"$healthy"
   )"
 }
 

@@ -21,10 +21,8 @@ for code that runs inside `jax.shard_map`, where some axes are manual: each devi
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -34,6 +32,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from runner.accelerator import HOST_MEMORY
 from runner.errors import InvalidError
+from runner.process import read_memory_bytes
 from runner.spec import MeshConfig as MeshSpec
 
 AXES = ("data", "fsdp", "sequence", "expert", "tensor")
@@ -311,11 +310,7 @@ def read_device_memory_bytes() -> int:
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
-        total = min(total, int(text))
-    return total // jax.local_device_count()
+    return read_memory_bytes() // jax.local_device_count()
 
 
 @contextlib.contextmanager

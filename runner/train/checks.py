@@ -6,6 +6,7 @@ attempt on the same hardware is used again, because another one would change bit
 """
 
 import shlex
+from collections.abc import Callable
 
 import jax
 
@@ -16,7 +17,7 @@ from runner.config import TrainerConfig
 from runner.data import Dataset, is_available
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import SAVE
-from runner.errors import DataError, InvalidError
+from runner.errors import DataError, InvalidError, RetryableError
 from runner.parallel.mesh import AXES, is_mesh_possible
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec, ForkConfig, Topology
@@ -56,16 +57,11 @@ def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerC
     return [shlex.quote(option) for option, is_needed in options.items() if is_needed]
 
 
-def count_expected_devices(hosts: Hosts) -> int:
-    """Return the number of devices of the job, with those of missing processes; each process has the same number."""
-    return jax.device_count() // hosts.num_processes * (hosts.num_processes + hosts.num_missing)
-
-
 def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, hosts: Hosts) -> None:
     """Raise `InvalidError` if the devices are not those that the job is sized for, or a part of them."""
     wanted = parse_accelerator(topology.accelerator)
     device, number = jax.devices()[0], jax.device_count()
-    if wanted is not None and not wanted.matches(device.device_kind, count_expected_devices(hosts)):
+    if wanted is not None and not wanted.matches(device.device_kind, _count_expected_devices(hosts)):
         options = list_local_options(spec, topology, config, number)
         extra = "tpu" if wanted.chip.is_tpu else "cuda"
         # Without its plugin jax sees only the CPUs of a host that has accelerators.
@@ -75,6 +71,24 @@ def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerCo
             f"sized for {topology.accelerator}, here: {number} x {device.device_kind}; {hint}"
             f"to run it here: {' '.join(f'--set {option}' for option in options)}"
         )
+
+
+def validate_hosts(hosts: Hosts, fits: Callable[[int], bool]) -> None:
+    """Raise `RetryableError` if an elastic job cannot run on the hosts that joined, but could on all.
+
+    `fits` returns True if the job can run on a number of devices.
+    """
+    num_devices = jax.device_count()
+    if hosts.num_missing and not fits(num_devices) and fits(_count_expected_devices(hosts)):
+        raise RetryableError(
+            f"{hosts.num_processes} of {hosts.num_processes + hosts.num_missing} processes joined, and mesh and batch "
+            f"do not divide over their {num_devices} devices; run the same command again once more are there"
+        )
+
+
+def _count_expected_devices(hosts: Hosts) -> int:
+    """Return the number of devices of the job, with those of missing processes; each process has the same number."""
+    return jax.device_count() // hosts.num_processes * (hosts.num_processes + hosts.num_missing)
 
 
 def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:

@@ -400,11 +400,7 @@ class TrainSetupBuilder:
         """Return the mesh over these devices; the batch must divide over it. Reads no data."""
         with self.document.errors_at("topology.mesh"):
             mesh = make_mesh(resolve_mesh_sizes(self.topology.mesh, len(devices)), devices)
-        # Layouts are computed for their errors, so that a bad batch size shows before the data are read.
-        with self.document.errors_at("config.train"):
-            layouts = list_batch_layouts(self.config, mesh)
-        with self.document.errors_at("config.eval"):
-            make_val_layout(self.config, layouts[-1])
+        self.validate_batch(mesh)
         if self.config.memory.offload_optimizer and not mesh_rules.has_host_memory(mesh):
             kind = mesh.devices.flat[0].device_kind
             raise self.document.error(
@@ -412,11 +408,17 @@ class TrainSetupBuilder:
             )
         return mesh
 
+    def validate_batch(self, mesh: Mesh) -> None:
+        """Raise `SpecError` unless the batches divide over a mesh, so that this shows before the data are read."""
+        with self.document.errors_at("config.train"):
+            layouts = list_batch_layouts(self.config, mesh)
+        with self.document.errors_at("config.eval"):
+            make_val_layout(self.config, layouts[-1])
+
     def fits(self, num_devices: int) -> bool:
-        """Return True if mesh and batch divide over this number of devices."""
+        """Return True if mesh and batches divide over this number of devices."""
         try:
-            mesh = make_abstract_mesh(resolve_mesh_sizes(self.topology.mesh, num_devices))
-            make_val_layout(self.config, list_batch_layouts(self.config, mesh)[-1])
+            self.validate_batch(make_abstract_mesh(resolve_mesh_sizes(self.topology.mesh, num_devices)))
         except InvalidError:
             return False
         return True

@@ -8,7 +8,6 @@ or, with `--cold`, with an empty one. With `--standby` the restart takes a proce
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -19,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 from launch.worker import Standby
 from runner.process import find_free_port, make_placements
@@ -75,17 +75,6 @@ def wait_for_step(directory: Path, step: int, old_file: int) -> float:
     return time.time()
 
 
-@contextlib.contextmanager
-def change_cache(cache: Path) -> Iterator[None]:
-    """Give the processes that are started meanwhile this compile cache."""
-    before = os.environ.get("RUNNER_CACHE")
-    os.environ["RUNNER_CACHE"] = str(cache)
-    yield
-    os.environ.pop("RUNNER_CACHE")
-    if before is not None:
-        os.environ["RUNNER_CACHE"] = before
-
-
 def committed(directory: Path) -> list[int]:
     """Return the committed steps, ascending."""
     return sorted(int(path.parent.name) for path in directory.glob("checkpoints/*/manifest.json"))
@@ -95,7 +84,7 @@ def measure(spec: str, scratch: Path, num_processes: int, cold: bool, has_standb
     """Kill and restart a run once; return the seconds of each phase."""
     directory, cache = scratch / "run", scratch / "cache"
     standbys = [Standby() for _ in range(num_processes if has_standby else 0)]
-    with change_cache(cache):
+    with mock.patch.dict(os.environ, RUNNER_CACHE=str(cache)):
         for standby in standbys:
             standby.start()
     time.sleep(STANDBY_SECONDS if has_standby else 0)

@@ -64,9 +64,9 @@ requeue() {
   exit "$code"
 }
 
-# Print those of the job's nodes that are neither draining, not responding nor down; with spare nodes only those on which
+# Print the nodes of the job that are neither draining, not responding nor down; with spare nodes only those on which
 # a step starts, because SLURM takes minutes to notice that a node has died.
-list_well_nodes() {
+list_healthy_nodes() {
   local names node
   names=$(squeue --noheader --states=all --format=%N --jobs="$SLURM_JOB_ID") || return
   for node in $(sinfo --noheader --Node --nodes="$names" --format='%N %T' | grep -E ' (allocated|mixed)[-+]?$' |
@@ -79,14 +79,14 @@ list_well_nodes() {
   wait
 }
 
-# Choose the nodes of the next start, first among those of the last one. Fails if too few are well: a requeue gives others.
+# Choose the nodes of the next start, first among those of the last one. Fails if too few are healthy.
 choose_nodes() {
-  local well
-  well=$(list_well_nodes | sort -V)
-  (($(grep -c . <<<"$well") >= num_nodes)) || return
+  local healthy
+  healthy=$(list_healthy_nodes | sort -V)
+  (($(grep -c . <<<"$healthy") >= num_nodes)) || return
   ((num_spare_nodes == 0)) || use_nodes "$(
-    grep -xFf <(printf '%s\n' "$nodes") <<<"$well"
-    grep -vxFf <(printf '%s\n' "$nodes") <<<"$well"
+    grep -xFf <(printf '%s\n' "$nodes") <<<"$healthy"
+    grep -vxFf <(printf '%s\n' "$nodes") <<<"$healthy"
   )"
 }
 

@@ -14,6 +14,7 @@ import pytest
 from launch import worker
 from runner.process import STANDBY_VARIABLE
 from tests.support.job_process import DEADLINE_SECONDS, Job
+from tests.support.leftover import list_children
 from tests.support.tiny_jobs import environment
 
 ROOT = Path(__file__).parents[2]
@@ -80,10 +81,6 @@ def wait_until(happens, process):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def list_children(pid):
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_waiting(pid):

@@ -105,7 +105,7 @@ def test_a_job_that_needs_its_missing_hosts_ends_with_76(
     if error is None:
         job.setup(Hosts.single_process(num_missing))
         return
-    words = f"1 of {num_missing + 1} processes joined, .* over their 8 devices" if error is RetryableError else ""
+    words = f"1 of {num_missing + 1} processes joined, .* over their 8 devices" if error is RetryableError else None
     with pytest.raises(error, match=words):
         job.setup(Hosts.single_process(num_missing))
     assert not (tmp_path / "run").exists()

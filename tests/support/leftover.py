@@ -62,6 +62,11 @@ def end_all_but(spared: set[int]) -> None:
         time.sleep(0.001)
 
 
+def list_children(process: int) -> list[int]:
+    """Ids of the processes that its main thread has started, the oldest first."""
+    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
 def is_dead(process: int) -> bool:
     """Whether it is gone, or waits for its parent to take note."""
     try:

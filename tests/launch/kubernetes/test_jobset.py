@@ -32,6 +32,7 @@ from launch.kubernetes.engine import escape_references
 from runner.accelerator import CHIPS
 from runner.run.events import SUBMITTED
 from tests.support.job_process import DEADLINE_SECONDS, Job
+from tests.support.leftover import list_children
 from tests.support.tiny_jobs import environment
 
 ROOT = Path(__file__).parents[3]
@@ -544,8 +545,7 @@ class Pods:
 
     def find_trainer(self, index):
         """Return the process id of the runner in a pod, which its worker has started."""
-        pid = self.running[index].pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return list_children(self.running[index].pid)[0]
 
 
 @pytest.mark.soak
@@ -595,7 +595,7 @@ def test_a_pod_that_dies_at_the_end_of_its_job_is_not_started_again(render, tmp_
     spec = tmp_path / "spec.yaml"
     spec.write_text((ROOT / "specs" / "counter.yaml").read_text())
     pods = Pods(render("--nodes", "2", "--volume-claim", f"disk={tmp_path}", *options, spec=spec), tmp_path)
-    pods.wait(lambda: Path(f"/proc/{pods.running[1].pid}/task/{pods.running[1].pid}/children").read_text(), "a trainer")
+    pods.wait(lambda: list_children(pods.running[1].pid), "a trainer")
     trainer = pods.find_trainer(1)
     pods.wait((tmp_path / "run" / "result.json").exists, "the result")
     with contextlib.suppress(ProcessLookupError):  # it may have ended by itself

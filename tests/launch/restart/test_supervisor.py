@@ -1,6 +1,5 @@
 """The supervisor: exit codes that restart a job, restart limits and pauses."""
 
-import functools
 import itertools
 import json
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch import supervisor
-from launch.supervisor import CRASH_LOOP_ATTEMPTS, Supervisor
+from launch.supervisor import CRASH_LOOP_ATTEMPTS, JobProgress, Supervisor
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,10 +20,13 @@ def _remove_pauses(monkeypatch):
 def supervise(codes, steps=None, max_restarts=100, is_stopping=lambda: False, claims=None, is_done=lambda: False):
     """Run a supervisor on given exit codes, newest steps and claims; return its exit code and number of attempts."""
     left, newest = iter(codes), iter(itertools.count() if steps is None else steps)
-    find_claim = None if claims is None else functools.partial(next, iter(claims))
-    code, attempts = Supervisor(
-        lambda: next(left), lambda: next(newest), is_stopping, max_restarts, find_claim, is_done
-    ).run()
+    claimed = itertools.repeat(None) if claims is None else iter(claims)
+
+    def read_progress():
+        return JobProgress(next(newest), next(claimed), is_done())
+
+    has_peers = claims is not None or is_done()
+    code, attempts = Supervisor(lambda: next(left), read_progress, is_stopping, max_restarts, has_peers).run()
     return code, len(attempts)
 
 
@@ -83,15 +85,17 @@ def test_progress_is_read_from_the_ledger_whatever_it_contains(rows, newest, is_
     ]
     (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in [*lines, '{"event"', "[]", "7"]))
     options = (str(ROOT / "specs" / "counter.yaml"), [f"directory={tmp_path}"])
-    assert supervisor.find_newest_step(*options) == newest
-    assert supervisor.is_job_done(*options) == is_done
+    progress = supervisor.read_progress(*options)
+    assert progress.newest_step == newest
+    assert progress.is_done == is_done
 
 
 def test_a_directory_that_cannot_be_read_has_no_progress(tmp_path):
     options = (str(tmp_path / "none.yaml"), [])
-    assert supervisor.find_newest_step(*options) is None
-    assert supervisor.find_newest_attempt(*options) is None
-    assert not supervisor.is_job_done(*options)
+    progress = supervisor.read_progress(*options)
+    assert progress.newest_step is None
+    assert progress.newest_attempt is None
+    assert not progress.is_done
 
 
 def test_failures_with_progress_are_not_a_crash_loop():

@@ -284,7 +284,7 @@ def test_restarts_are_counted_over_requeues(slurm):
 
 
 @pytest.mark.parametrize(
-    ("states", "are_well"),
+    ("states", "are_healthy"),
     [
         (["allocated", "allocated"], True),
         (["mixed", "mixed"], True),
@@ -297,15 +297,15 @@ def test_restarts_are_counted_over_requeues(slurm):
         ([], False),
     ],
 )
-def test_a_job_whose_nodes_are_not_well_is_requeued(slurm, states, are_well):
+def test_a_job_whose_nodes_are_not_healthy_is_requeued(slurm, states, are_healthy):
     script = slurm.directory / "script.sh"
     script.write_text(script.read_text().replace("num_nodes=1", "num_nodes=2"))
     # A node is listed once for each partition that it is in.
     lines = [f"n{number} {state}" for number, state in enumerate(states, 1)]
     slurm.write("nodes", "\n".join([*lines, *lines]))
     code, output = slurm.run(76, 0)
-    assert (code, output) == ((0, HERE.format(1, 1)) if are_well else (76, IN_QUEUE.format(1)))
-    assert slurm.calls("scontrol") == ([] if are_well else ["requeue 42"])
+    assert (code, output) == ((0, HERE.format(1, 1)) if are_healthy else (76, IN_QUEUE.format(1)))
+    assert slurm.calls("scontrol") == ([] if are_healthy else ["requeue 42"])
     assert slurm.calls("sinfo") == ["--noheader --Node --nodes=n[1-9] --format=%N %T"]
 
 
