@@ -62,8 +62,17 @@ STAGE_KEYS = (
 )
 
 
-# Sections below `config` that say which arrays the train state has, and their types.
+# Sections below `config` that say which arrays the train state has, and their types; and keys in them that do not.
 _STATE_SECTIONS = ("model", "optimizer", "precision", "ema", "adapter", "noise_scale", "stability")
+_STATELESS_KEYS = (
+    "optimizer.projection_every_steps",
+    "optimizer.projection_scale",
+    "precision.rounding",
+    "precision.compute",
+    "adapter.alpha",
+    "stability.skip_update.grad_norm_above.sigmas",
+    "stability.skip_update.loss_above.sigmas",
+)
 
 
 class ModelConfig(FrozenModel):
@@ -844,7 +853,6 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         """
         # What only looks at the run, or changes results by rounding, may change while it runs.
         free = {"eval", "metrics", "memory", "ema.evaluate"}
-        free |= {"stability.max_consecutive_skips", "stability.roll_back.at_most"}
         free |= {"data.validation", "data.cache_bytes", "data.mixture.max_epochs"}
         # Stages are compared piece by piece, from `stage_trajectory`.
         free |= {"stages"}
@@ -893,7 +901,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     def list_fork_changes(self, keys: Sequence[str]) -> list[str]:
         """Return the keys that a fork lists which changes these keys; nothing if they may change what the state has."""
-        allowed = list_stage_keys(type(self.model))
+        allowed = [*list_stage_keys(type(self.model)), *_STATELESS_KEYS]
         if any(is_below(key, _STATE_SECTIONS) and not is_below(key, allowed) for key in keys):
             return []
         # Digests of the data, which follow from these keys, are known only once the data are read.

@@ -191,11 +191,13 @@ class RunIdentity:
         past = f": it differs from step {first} on, and step {step} is committed" if first else ""
         hint = self.config.explain_refusal(keys, saved, step)
         # A fork takes the whole state, so it cannot change what that consists of.
-        may_fork = not any(key == "job" or key.startswith("hooks") for key in keys)
-        if step and may_fork and not hint and (changes := self.config.list_fork_changes(keys)):
-            fork = {"run": url, "step": step, "changes": shorten_keys(changes)}
-            entry = dump_yaml(fork, default_flow_style=True, width=sys.maxsize).strip()
-            hint = f"\nto go on with other values there, set checkpoint.fork_from: {entry}"
+        if step and not hint and not any(key == "job" or key.startswith("hooks") for key in keys):
+            if changes := self.config.list_fork_changes(keys):
+                fork = {"run": url, "step": step, "changes": shorten_keys(changes)}
+                entry = dump_yaml(fork, default_flow_style=True, width=sys.maxsize).strip()
+                hint = f"\nto go on with other values there, set checkpoint.fork_from: {entry}"
+            else:
+                hint = f"\nto begin there with its weights alone, set checkpoint.init_from: {url}/checkpoints/{step}"
         ending = f"\n{url}: this would be another trajectory{past}; use another directory"
         separator = "" if hint.startswith("\n") or not hint else "; "
         raise ResumeError("\n".join(lines) + ending + separator + hint)

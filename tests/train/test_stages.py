@@ -16,7 +16,9 @@ import pytest
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, ExecutionSpec
 from runner.checkpoint.inspect import open_checkpoint
+from runner.checkpoint.leaves import flatten_with_names
 from runner.cli.app import run_command
+from runner.config import _STATELESS_KEYS
 from runner.data import Dataset
 from runner.distributed.agreement import Hosts
 from runner.errors import EXIT_DONE, InvalidError, SpecError
@@ -407,7 +409,9 @@ FORKED: dict[str, tuple[dict[str, Any], list[str] | None]] = {
         {"config.data.validation_fraction": 0.2},
         ["config.data.validation_fraction", "config.stages"],
     ),
+    "type of the matmuls": ({"config.precision.compute": "bfloat16"}, ["config.precision.compute"]),
     "optimizer": ({"config.optimizer": {"name": "lion", "learning_rate": 1e-3}}, None),
+    "type of the parameters": ({"config.precision.params": "bfloat16"}, None),
     "vocabulary": ({"config.model.vocabulary_size": 320}, None),
     "average": ({"config.ema": {"decays": [0.9]}}, None),
     "policy": ({"config.stability": {"non_finite": "skip"}}, None),
@@ -421,8 +425,12 @@ def test_a_refusal_without_a_stage_prints_the_fork(stopped: Path, case: str) -> 
         job(stopped, three_stages(stopped)[:KNOWN], **SHORT | changes)()
     assert "config.stages: [" not in str(caught.value)
     _, _, fork = str(caught.value).partition("checkpoint.fork_from: ")
-    parsed = parse_yaml(fork, lambda line: SpecLocation(str(line)))[0] if fork else None
-    assert parsed == (listed and {"run": str(stopped), "step": STOPPED_AT, "changes": listed})
+    if listed is None:
+        assert not fork
+        assert str(caught.value).endswith(f"checkpoint.init_from: {stopped}/checkpoints/{STOPPED_AT}")
+    else:
+        parsed = parse_yaml(fork, lambda line: SpecLocation(str(line)))[0]
+        assert parsed == {"run": str(stopped), "step": STOPPED_AT, "changes": listed}
 
 
 @pytest.mark.soak
@@ -433,6 +441,40 @@ def test_a_printed_fork_works(stopped: Path, case: str) -> None:
     directory = stopped.with_name(f"fork, {case}")
     job(directory, three_stages(stopped)[:KNOWN], **SHORT | changes | {"checkpoint.fork_from": fork})()
     assert read_trajectory(directory)[0]["step"] == STOPPED_AT + 1
+
+
+# Keys of a section with state that a fork may change all the same, each with values before and after.
+GALORE = {"config.optimizer.name": "galore", "config.optimizer.matrices": ["*embedding"]}
+WITHOUT_STATE: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "optimizer.projection_every_steps": (GALORE, 100, 7),
+    "optimizer.projection_scale": (GALORE, 0.25, 0.5),
+    "precision.compute": ({}, "float32", "bfloat16"),
+    "precision.rounding": ({"config.precision.params": "bfloat16"}, "nearest", "stochastic"),
+    "adapter.alpha": (
+        {"config.adapter": {"rank": 4, "targets": ["Embed_*"]}, "checkpoint.init_from": "runs/base"},
+        16.0,
+        8.0,
+    ),
+    "stability.skip_update.grad_norm_above.sigmas": ({}, 6.0, 3.0),
+    "stability.skip_update.loss_above.sigmas": ({}, 6.0, 3.0),
+}
+
+
+def test_every_key_without_state_has_a_case() -> None:
+    assert set(WITHOUT_STATE) == set(_STATELESS_KEYS)
+
+
+@pytest.mark.parametrize("key", WITHOUT_STATE)
+def test_a_key_that_a_fork_may_change_leaves_the_state_as_it_is(tmp_path: Path, key: str) -> None:
+    settings, *values = WITHOUT_STATE[key]
+    jobs = [job(tmp_path / "run", **settings | {f"config.{key}": value}) for value in values]
+    before, after = (
+        {name: (leaf.shape, leaf.dtype) for name, leaf in flatten_with_names(state).items()}
+        for state in (each.setup_builder.build(jax.devices()).abstract_state for each in jobs)
+    )
+    assert before == after
+    trajectories = [compute_trajectory(each.spec, each.config) for each in jobs]
+    assert [each[f"config.{key}"] for each in trajectories] == values
 
 
 def count_sources(data: Dataset, first: int, count: int) -> list[tuple[str, int]]:
