@@ -232,24 +232,24 @@ def _join_process_0(placement: Placement, end_seconds: float, deadline_seconds: 
     """Run the rendezvous on another process; return the processes that joined, and the connection to process 0."""
     reason = "no answer"
     while (left_seconds := end_seconds - time.monotonic()) > 0:
+        connection = None
         try:
             address = _split_address(placement.coordinator)
             connection = socket.create_connection(address, min(left_seconds, _ANSWER_SECONDS))
-        except OSError as error:  # Process 0 is not up yet.
-            reason = str(error)
-            time.sleep(_RETRY_SECONDS)
-            continue
-        try:
             _send(connection, {"process_id": placement.process_id})
             connection.settimeout(left_seconds + _ANSWER_SECONDS)
             answer = _receive_line(connection)
-        except (OSError, ValueError) as error:  # Disconnected again: process 0 may be restarting.
-            connection.close()
-            reason = str(error)
+            error, present = answer["error"], [int(process) for process in answer["present"]]
+        # Process 0 is not up yet, or is being restarted, or something else has its port for now.
+        except (OSError, ValueError, KeyError, TypeError) as failure:
+            reason = f"no {failure} in the answer" if isinstance(failure, KeyError) else str(failure)
+            if connection is not None:
+                connection.close()
+            time.sleep(_RETRY_SECONDS)
             continue
-        if answer["error"] is not None:
-            raise RetryableError(str(answer["error"]))
-        return [int(process) for process in answer["present"]], {0: connection}
+        if error is not None:
+            raise RetryableError(str(error))
+        return present, {0: connection}
     raise RetryableError(
         f"process 0 of {placement.num_processes} at {placement.coordinator} could not be reached within "
         f"{deadline_seconds:g} s ({reason}); run the same command again"

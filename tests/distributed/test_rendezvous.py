@@ -68,6 +68,36 @@ def test_an_unknown_connection_is_ignored():
         assert all(stranger.result() for stranger in strangers)
 
 
+# Answers of something else on the port of process 0, and the reason that is given.
+WRONG_ANSWERS = {
+    b"": "the connection ended before an answer",
+    b"HTTP/1.0 400 Bad Request\r\n\r\n": "Expecting value",
+    b"[0, 1]\n": "the answer is not one of this protocol",
+    b"{}\n": "no 'error' in the answer",
+    b'{"error": null}\n': "no 'present' in the answer",
+    b'{"error": null, "present": 2}\n': "'int' object is not iterable",
+    b'{"error": null, "present": [null]}\n': "int() argument",
+}
+
+
+@pytest.mark.parametrize("answer", WRONG_ANSWERS, ids=lambda answer: answer.decode().strip() or "nothing")
+def test_a_wrong_answer_is_asked_for_again_after_a_pause(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(meet_all, [1], 2, 0.5, port=server.getsockname()[1])
+        server.settimeout(0.1)
+        num_connections = 0
+        while not joining.done():
+            with contextlib.suppress(TimeoutError):
+                connection, _ = server.accept()
+                num_connections += 1
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(answer)
+    (message,) = joining.result()
+    assert f"({WRONG_ANSWERS[answer]}" in message
+    assert 1 <= num_connections <= 4  # 0, 0.2 and 0.4 s after the start
+
+
 def test_a_host_name_binds_every_interface():
     assert get_bind_address(Placement("10.0.0.1:80", 2, 0)) == "10.0.0.1:80"
     assert get_bind_address(Placement("[fe80::1]:80", 2, 0)) == "[fe80::1]:80"
