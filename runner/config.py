@@ -25,6 +25,7 @@ from pydantic import (
 
 from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
+from runner.run.events import ROLL_BACKS_MAX
 from runner.spec import Auto, FrozenModel, JobConfig, Trajectory, is_below
 from runner.spec.document import dump_yaml
 
@@ -631,9 +632,6 @@ class SkipUpdateConfig(FrozenModel):
         if self.grad_norm_above is None and self.loss_above is None:
             raise ValueError("missing key grad_norm_above (or loss_above)")
         return self
-
-
-ROLL_BACKS_MAX = 16  # the train state has a place for the data that each has passed over
 
 
 class RollBackConfig(FrozenModel):

@@ -33,7 +33,6 @@ LOGGER = logging.getLogger("runner")
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$")
 _MIN_SECRET_CHARACTERS = 8  # A shorter value would hide parts of ordinary words.
 _secrets: set[str] = set()
-_STDOUT, _STDERR = 1, 2  # file descriptors
 _READER_IS_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that is closed
 _NON_BLOCKING_WAIT_SECONDS = 2.0
 
@@ -85,7 +84,7 @@ class _Output(io.RawIOBase):
                 return written
 
 
-_outputs = (_Output(_STDOUT, "<stdout>"), _Output(_STDERR, "<stderr>"))
+_outputs = (_Output(1, "<stdout>"), _Output(2, "<stderr>"))
 
 
 def protect_streams() -> None:
@@ -175,21 +174,15 @@ def _replace_secrets(text: str) -> str:
     return text
 
 
-class _PlainFormatter(logging.Formatter):
-    """Formatter that changes nothing but secrets; used until `configure_console`."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return _replace_secrets(super().format(record))
-
-
 class LineFormatter(logging.Formatter):
     """Formatter of records as lines.
 
-    `text` is the message for a person, which may have several lines; `dated` is one line with time, level and process;
-    `json` is one line with the keys that Google Cloud Logging recognizes: severity, time and message.
+    `plain` is the message without secrets; `text` is the message for a person, which may have several lines; `dated` is
+    one line with time, level and process; `json` is one line with the keys that Google Cloud Logging recognizes:
+    severity, time and message.
     """
 
-    def __init__(self, form: Form | Literal["dated"], process: int | None):
+    def __init__(self, form: Form | Literal["plain", "dated"], process: int | None = None):
         super().__init__()
         self._form, self._process = form, process
         self._prefix = "" if process is None else f"[{process}] "
@@ -200,6 +193,8 @@ class LineFormatter(logging.Formatter):
         if record.exc_info:
             message = f"{message}\n{self.formatException(record.exc_info)}"
         message = _replace_secrets(message)
+        if self._form == "plain":
+            return message
         if self._form == "text":
             return "\n".join(f"{self._prefix}{escape_unprintable(line)}" for line in message.expandtabs().split("\n"))
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z"
@@ -214,10 +209,8 @@ class _StreamHandler(logging.Handler):
 
     def __init__(self, *, is_for_warnings: bool):
         super().__init__()
+        self.addFilter(lambda record: (record.levelno >= logging.WARNING) == is_for_warnings)
         self._is_for_warnings = is_for_warnings
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return (record.levelno >= logging.WARNING) == self._is_for_warnings
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -230,16 +223,14 @@ class _StreamHandler(logging.Handler):
 
 _streams = (_StreamHandler(is_for_warnings=False), _StreamHandler(is_for_warnings=True))
 for _stream in _streams:
-    _stream.setFormatter(_PlainFormatter())
+    _stream.setFormatter(LineFormatter("plain"))
     LOGGER.addHandler(_stream)
 LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False  # Handlers that a library adds to the root logger must not change or repeat these lines.
 
 
 def configure_console(job_module: str, form: Form, level: str, process: int | None = None) -> None:
-    """Show records from `level` on in the given form, and hide the secrets in the environment.
-
-    May be called again.
+    """Show records from `level` on in the given form, and hide the secrets in the environment. May be called again.
 
     Args:
         job_module: module of the job; loggers of its top-level package are shown from `level` on, those of libraries

@@ -22,7 +22,6 @@ import jax
 
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.fork import (
-    keeps_metric,
     open_parent,
     restore_fork,
     validate_fork,
@@ -30,6 +29,7 @@ from runner.checkpoint.fork import (
     validate_parent_files,
     validate_parent_place,
 )
+from runner.checkpoint.inspect import keeps_metric
 from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.checkpoint.policy import SaveKind

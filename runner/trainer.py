@@ -8,6 +8,7 @@ change. They can read only `cls.config`, which differs between jobs because each
 (`BaseTrainer.__new__`).
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -38,6 +39,7 @@ from runner.metrics.rows import Row
 from runner.metrics.window import SpikeError
 from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
+from runner.run.events import ROLL_BACK_FOLDER
 from runner.run.fence import RunIdentity
 from runner.run.layout import read_result
 from runner.spec import Document, ExecutionSpec, InitFromConfig, Trajectory
@@ -62,7 +64,6 @@ from runner.train.optimizer import SPEC
 from runner.train.report import Report
 from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder
 from runner.train.stability import (
-    ROLL_BACK_FOLDER,
     Skips,
     complete_roll_backs,
     find_earliest_begin,
@@ -313,7 +314,7 @@ class BaseTrainer(RestoreableJob):
         key, report = self.train_setup.key, self.report
         with report.display(self.step):
             self.start_hooks()
-            with SeekablePrefetcher(self.load_step) as batches:
+            with contextlib.closing(SeekablePrefetcher(self.load_step)) as batches:
                 while self.step < self.total_steps:
                     self.enter_stage(self.step)
                     # The state is donated to the step. Nothing here waits for the device: the host runs ahead of it.

@@ -28,17 +28,16 @@ from experiments.model.layers import (
     INIT_STDDEV,
     Dense,
     FromHeads,
+    Matrix,
     RMSNorm,
     ToHeads,
     constrain,
     flatten_tokens,
     gather_stream,
-    num_shards,
-    with_axes,
+    validate_head_sharding,
 )
 from experiments.model.rotary import Rotation, rotate
 from runner.config import ContextParallelMethod
-from runner.errors import InvalidError
 
 LATENT_NORM_EPSILON = 1e-6  # in every published model, whatever the epsilon of its other norms
 
@@ -213,21 +212,6 @@ class LatentAttention(nn.Module):
         return Dense(features, axes, INIT_STDDEV, *self.precision, has_bias, name=name)
 
 
-class Matrix(nn.Module):
-    """Kernel of a matmul, for callers that also multiply by parts of it."""
-
-    shape: tuple[int, int]
-    axes: tuple[str, str]
-    param_dtype: DTypeLike
-    compute_dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self) -> jax.Array:
-        """Return the kernel in the compute dtype."""
-        init = with_axes(nn.initializers.normal(INIT_STDDEV), *self.axes)
-        return self.param("kernel", init, self.shape, self.param_dtype).astype(self.compute_dtype)
-
-
 def make_norm(name: str, config: DecoderConfig, precision: ComputePrecision, axis: str = "embed") -> RMSNorm:
     """Return a norm with the config's epsilon and form of scale."""
     return RMSNorm(config.norm_epsilon, axis, config.norm_offset, *precision, name=name)
@@ -236,16 +220,6 @@ def make_norm(name: str, config: DecoderConfig, precision: ComputePrecision, axi
 def residual_stddev(config: DecoderConfig) -> float:
     """Return the initial standard deviation of matmuls whose results are added to the residual stream."""
     return config.hidden_stddev / math.sqrt(2 * config.layers)
-
-
-def validate_head_sharding(num_heads: int) -> None:
-    """Raise `InvalidError` if the heads do not divide over the devices that share them, on the caller's mesh."""
-    if num_heads % num_shards("heads"):
-        sizes = ", ".join(f"{axis} {size}" for axis, size in jax.sharding.get_abstract_mesh().shape.items())
-        raise InvalidError(
-            f"config.model.heads={num_heads} does not divide over the devices that share the heads (mesh: {sizes}); "
-            "make topology.mesh.tensor a divisor of it"
-        )
 
 
 def _make_options(config: DecoderConfig, kind: LayerKind) -> AttentionOptions:

@@ -116,15 +116,10 @@ def dispatch(x_MxD: jax.Array, layout: GroupLayout) -> jax.Array:
     return x_MxD[_find_tokens(layout)]
 
 
-def _dispatch_forward(x_MxD: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
-    return dispatch(x_MxD, layout), layout
-
-
-def _dispatch_backward(layout: GroupLayout, dx_PxD: jax.Array) -> tuple[jax.Array, None]:
-    return _sum_slots(dx_PxD, layout), None
-
-
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+dispatch.defvjp(
+    lambda x_MxD, layout: (dispatch(x_MxD, layout), layout),
+    lambda layout, dx_PxD: (_sum_slots(dx_PxD, layout), None),
+)
 
 
 @jax.custom_vjp
@@ -136,15 +131,10 @@ def combine(y_PxD: jax.Array, layout: GroupLayout) -> jax.Array:
     return _sum_slots(y_PxD, layout)
 
 
-def _combine_forward(y_PxD: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
-    return combine(y_PxD, layout), layout
-
-
-def _combine_backward(layout: GroupLayout, dy_MxD: jax.Array) -> tuple[jax.Array, None]:
-    return dy_MxD[_find_tokens(layout)], None
-
-
-combine.defvjp(_combine_forward, _combine_backward)
+combine.defvjp(
+    lambda y_PxD, layout: (combine(y_PxD, layout), layout),
+    lambda layout, dy_MxD: (dy_MxD[_find_tokens(layout)], None),
+)
 
 
 @jax.custom_vjp
@@ -153,21 +143,15 @@ def dispatch_weights(values_MxK: jax.Array, layout: GroupLayout) -> jax.Array:
     return values_MxK.reshape(-1).at[layout.assignments].get(mode="fill", fill_value=0)
 
 
-def _dispatch_weights_forward(values_MxK: jax.Array, layout: GroupLayout) -> tuple[jax.Array, GroupLayout]:
-    return dispatch_weights(values_MxK, layout), layout
-
-
-def _dispatch_weights_backward(layout: GroupLayout, dvalues_P: jax.Array) -> tuple[jax.Array, None]:
-    return dvalues_P.at[layout.slots].get(mode="fill", fill_value=0), None
-
-
-dispatch_weights.defvjp(_dispatch_weights_forward, _dispatch_weights_backward)
+dispatch_weights.defvjp(
+    lambda values_MxK, layout: (dispatch_weights(values_MxK, layout), layout),
+    lambda layout, dvalues_P: (dvalues_P.at[layout.slots].get(mode="fill", fill_value=0), None),
+)
 
 
 def _find_tokens(layout: GroupLayout) -> jax.Array:
     """Return the token of each slot, (P); the last token for an empty slot."""
-    M, K = layout.slots.shape
-    return jnp.minimum(layout.assignments // K, M - 1)
+    return jnp.minimum(layout.assignments // layout.slots.shape[1], layout.slots.shape[0] - 1)
 
 
 def _sum_slots(x_PxD: jax.Array, layout: GroupLayout) -> jax.Array:
@@ -211,8 +195,7 @@ def _ragged_backward(residuals: Any, dy_PxO: jax.Array) -> tuple[None, jax.Array
     counts_E = counts_E.astype(jnp.int32)
     # Slots after those of all experts are given to the last one: the kernel would leave them uninitialised.
     all_E = counts_E.at[-1].add(x_PxI.shape[0] - jnp.sum(counts_E))
-    sizes = tile_P, tile_O, tile_I
-    dx_PxI = kernel.gmm(dy_PxO, w_ExIxO, all_E, dy_PxO.dtype, sizes, transpose_rhs=True)
+    dx_PxI = kernel.gmm(dy_PxO, w_ExIxO, all_E, dy_PxO.dtype, (tile_P, tile_O, tile_I), transpose_rhs=True)
     dw_ExIxO = kernel.tgmm(x_PxI.T, dy_PxO, counts_E, w_ExIxO.dtype, (tile_P, tile_I, tile_O))
     return None, dx_PxI[:num_slots], dw_ExIxO
 
@@ -222,8 +205,7 @@ ragged_matmul.defvjp(_ragged_forward, _ragged_backward)
 
 def _choose_tile(size: int, most: int) -> int:
     """Return the largest divisor of an axis that the kernel accepts as a tile."""
-    fitting = (part for part in range(most, 0, -KERNEL_SLOTS) if size % part == 0)
-    return next(fitting, min(size, most))
+    return next((part for part in range(most, 0, -KERNEL_SLOTS) if size % part == 0), min(size, most))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

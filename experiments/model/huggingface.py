@@ -115,10 +115,8 @@ class DecoderFiles(Family):
         """
         if tensor.startswith(_IMAGE_PARTS):
             return None
-        for prefix, own in _TEXT_PREFIXES.items():
-            if tensor.startswith(prefix):
-                tensor = own + tensor.removeprefix(prefix)
-                break
+        prefix = next((each for each in _TEXT_PREFIXES if tensor.startswith(each)), "")
+        tensor = _TEXT_PREFIXES.get(prefix, "") + tensor.removeprefix(prefix)
         is_repeated = tensor == "lm_head.weight" and self._config.tied_embedding
         return None if is_repeated or tensor.endswith(".rotary_emb.inv_freq") else tensor
 
@@ -177,7 +175,7 @@ class DecoderFiles(Family):
     def _write(self, family: ConfigFormat) -> Json:
         """Return the config.json of this decoder as a member of `family`, whether or not it belongs there."""
         config = self._config
-        common = {
+        return {
             "architectures": [family.architecture],
             "model_type": family.model_type,
             "vocab_size": self._vocabulary_size,
@@ -194,8 +192,7 @@ class DecoderFiles(Family):
             "use_cache": True,
             # Without these keys a family would fill in the ids of its own tokenizer.
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        }
-        return common | family.write(config)
+        } | family.write(config)
 
     def _compare(self, config: Mapping[str, Any]) -> list[str]:
         """Return how the decoder of a config.json differs from this one."""

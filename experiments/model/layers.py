@@ -46,6 +46,7 @@ from experiments.model.platform import (
     with_row_major_gradient,
     with_row_major_layout,
 )
+from runner.errors import InvalidError
 from runner.parallel.mesh import STATE_AXES, list_axes, select_dividing_axes
 
 INIT_STDDEV = 0.02
@@ -196,6 +197,16 @@ def num_shards(name: str) -> int:
     return num_devices(spec[0]) if spec else 1
 
 
+def validate_head_sharding(num_heads: int) -> None:
+    """Raise `InvalidError` if the heads do not divide over the devices that share them, on the caller's mesh."""
+    if num_heads % num_shards("heads"):
+        sizes = ", ".join(f"{axis} {size}" for axis, size in jax.sharding.get_abstract_mesh().shape.items())
+        raise InvalidError(
+            f"config.model.heads={num_heads} does not divide over the devices that share the heads (mesh: {sizes}); "
+            "make topology.mesh.tensor a divisor of it"
+        )
+
+
 def num_devices(entry: str | tuple[str, ...] | None) -> int:
     """Return the number of devices along the mesh axes of an entry of a `PartitionSpec`; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -339,6 +350,21 @@ class FromHeads(Projection):
             return self.add_bias(jnp.einsum("bntw,nwo->bto", x_BxNxTxW, kernel_NxWxO))
         x_BTxNW = flatten_tokens(x_BxTxNxW.reshape(B, T, N * W))
         return self.project(x_BTxNW).reshape(B, T, -1)
+
+
+class Matrix(nn.Module):
+    """Kernel of a matmul, for callers that also multiply by parts of it."""
+
+    shape: tuple[int, int]
+    axes: tuple[str, str]
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """Return the kernel in the compute dtype."""
+        init = with_axes(nn.initializers.normal(INIT_STDDEV), *self.axes)
+        return self.param("kernel", init, self.shape, self.param_dtype).astype(self.compute_dtype)
 
 
 class RMSNorm(nn.Module):

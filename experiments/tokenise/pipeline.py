@@ -283,7 +283,7 @@ def _cut_batches(
 
 def prefetch(items: Generator[Out], depth: int) -> Generator[Out]:
     """Yield the items of a generator that a thread runs up to `depth` items ahead. Close it or exhaust it."""
-    with Prefetcher(items, depth) as prefetcher:
+    with contextlib.closing(Prefetcher(items, depth)) as prefetcher:
         yield from prefetcher
 
 

@@ -17,7 +17,7 @@ would have at that step if the run had had them from its start.
 Every manifest of the fork holds its lineage (`LINEAGE_KEYS`), and with it that of its parent.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from runner.checkpoint.inspect import BEST, find_best_checkpoint, read_document
@@ -36,12 +36,11 @@ from runner.console import warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, ResumeError, StorageError, suggest_nearest
 from runner.run.attempt import Attempt
-from runner.run.fence import RunIdentity, shorten_keys
+from runner.run.fence import RunIdentity, is_listed, shorten_keys
 from runner.spec import ExecutionSpec, ForkConfig, is_below, validate_spec
 from runner.storage import JsonObject, Store, local_directory, open_store, split_checkpoint
 
 NEWEST = "newest"
-ANCESTORS_MAX = 100  # of a fork of a fork; the oldest are forgotten
 _MAX_NAMED = 20  # steps in a message
 _MAX_LEAVES = 16  # in a message
 _ENDING = "a fork takes the whole state; to take weights alone, use checkpoint.init_from"
@@ -189,14 +188,6 @@ def validate_changes(
     return changes
 
 
-def is_listed(key: str, entries: Iterable[str]) -> bool:
-    """Return True if a key of a trajectory may change, because it is one of these keys, or in one of these sections.
-
-    `config.data` is a digest of a section, and so may change with any key in it.
-    """
-    return any(key == entry or key.startswith(f"{entry}.") or entry.startswith(f"{key}.") for entry in entries)
-
-
 def validate_lineage(fork: ForkConfig, own: Store, manifest: Manifest) -> None:
     """Raise `ResumeError` if a run that has begun is not the fork that its spec names. Does not read the parent.
 
@@ -240,7 +231,7 @@ def restore_fork(
         )
     changes = validate_changes(fork, run_identity, manifest, where)
     attempt.say(f"forked from {where}" + (f", with other values of {', '.join(changes)}" if changes else ""))
-    return found, make_lineage(store, manifest, changes)
+    return found, manifest.make_lineage(store, changes)
 
 
 def _list_candidates(store: Store, fork: ForkConfig) -> tuple[Callable[[], list[str]], str, bool]:
@@ -252,25 +243,3 @@ def _list_candidates(store: Store, fork: ForkConfig) -> tuple[Callable[[], list[
         return [read_parent_manifest(fork)[1].name]
 
     return list_candidates, f"{store.url}: no good checkpoint to fork from", fork.step != NEWEST
-
-
-def make_lineage(store: Store, manifest: Manifest, changes: dict[str, list[Any]]) -> JsonObject:
-    """Return the lineage of a fork of this checkpoint."""
-    parent = dict(manifest.lineage or {})
-    ancestors = parent.pop("ancestors", [])
-    return {
-        "run": store.url,
-        "id": manifest.job,
-        "step": manifest.step,
-        "fingerprint": manifest.fingerprint,
-        "changes": changes,
-        "ancestors": [parent, *ancestors][:ANCESTORS_MAX] if parent else [],
-    }
-
-
-def keeps_metric(store: Store, spec: ExecutionSpec) -> bool:
-    """Return True if the parent in `store` measured its checkpoints by the same `checkpoint.keep_best` as this spec."""
-    try:
-        return validate_spec(read_document(store)).checkpoint.keep_best == spec.checkpoint.keep_best
-    except InvalidError:  # a parent that was copied without its spec
-        return False

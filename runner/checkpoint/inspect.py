@@ -538,3 +538,11 @@ def format_report(store: Store, depth: VerifyDepth, best: str | None = None) -> 
         lines += [f"{'':>10}  {problem}" for problem in entry.problems]
         code = max(code, EXIT_INVALID if entry.is_newer else EXIT_FAILED if is_bad else EXIT_DONE)
     return lines or [f"{store.url}: no checkpoints"], code
+
+
+def keeps_metric(store: Store, spec: ExecutionSpec) -> bool:
+    """Return True if the parent in `store` measured its checkpoints by the same `checkpoint.keep_best` as this spec."""
+    try:
+        return validate_spec(read_document(store)).checkpoint.keep_best == spec.checkpoint.keep_best
+    except InvalidError:  # a parent that was copied without its spec
+        return False

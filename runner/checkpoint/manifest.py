@@ -43,6 +43,7 @@ CHECKPOINTS = "checkpoints"
 TOMBSTONE = "void"  # key that marks a tombstone; its value is the attempt that wrote it
 RETIRED_SUFFIX = ".retired"  # suffix of the directory of a retired step, until its files are deleted
 _NUM_READERS = 8
+ANCESTORS_MAX = 100  # of a fork of a fork; the oldest are forgotten
 MAX_LISTINGS = 10  # of a run that deletes its old checkpoints while one of them is read
 _REQUIRED_KEYS = ("name", "step", "arrays", "leaves", "fingerprint", "identity", "files")
 
@@ -212,6 +213,19 @@ class Manifest:
         if not all(type(size) is int and 0 <= size <= INT_MAX for shape in shapes for size in shape):
             raise ValueError("a shape is not a list of whole numbers")
         return manifest
+
+    def make_lineage(self, store: Store, changes: dict[str, list[Any]]) -> JsonObject:
+        """Return the lineage of a fork of this checkpoint, which lies in `store`."""
+        parent = dict(self.lineage or {})
+        ancestors = parent.pop("ancestors", [])
+        return {
+            "run": store.url,
+            "id": self.job,
+            "step": self.step,
+            "fingerprint": self.fingerprint,
+            "changes": changes,
+            "ancestors": [parent, *ancestors][:ANCESTORS_MAX] if parent else [],
+        }
 
 
 # Read.

@@ -36,9 +36,9 @@ from runner.errors import (
 from runner.job import RestoreableJob
 from runner.metrics.file import read_rows
 from runner.process import make_environment, start_processes
+from runner.run.events import ROLL_BACK_FOLDER
 from runner.spec import load_document, load_job_class, validate_config, validate_spec
 from runner.storage import JsonObject, LocalStore, read_json
-from runner.train.stability import ROLL_BACK_FOLDER
 
 BORDER_MOMENTS = ("before a stage", "after a stage begins")
 KILL_MOMENTS = ("between two saves", "in a save", "while starting")

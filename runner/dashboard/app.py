@@ -23,13 +23,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from runner.dashboard.report import (
-    make_report_policy,
-    read_plotly,
-    read_static,
-    render_live_page,
-    render_report_page,
-)
+from runner.dashboard.report import make_report_policy, read_plotly, read_static, render_live_page, render_report_page
 from runner.errors import InvalidError
 
 COOKIE = "runner_token"
@@ -38,7 +32,6 @@ CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-
 _REPORT_POLICY = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 # A name, an IPv4 address, or an IPv6 address in brackets, with an optional port.
@@ -56,11 +49,8 @@ _HEADERS = [
 ]
 _METHODS = ("GET", "HEAD")
 _HTML = "text/html; charset=utf-8"
-_STATIC: dict[str, tuple[str, Callable[[], str]]] = {
-    "plotly.js": ("text/javascript; charset=utf-8", read_plotly),
-    "page.js": ("text/javascript; charset=utf-8", lambda: read_static("page.js")),
-    "page.css": ("text/css; charset=utf-8", lambda: read_static("page.css")),
-}
+_SCRIPT = "text/javascript; charset=utf-8"
+_STATIC = {"plotly.js": _SCRIPT, "page.js": _SCRIPT, "page.css": "text/css; charset=utf-8"}
 
 
 def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -120,11 +110,11 @@ def make_access_policy(host: str, token: str | None) -> AccessPolicy:
     if token is not None and not _TOKEN.fullmatch(token):
         raise InvalidError("--token needs 16 or more of the characters A-Z a-z 0-9 . _ ~ -")
     names = {*_LOOPBACK_NAMES, host.lower()}
-    if is_loopback(host):
-        return AccessPolicy(frozenset(names), takes_addresses=False, token=token)
-    # Other machines know this one by its own names.
-    names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
-    return AccessPolicy(frozenset(names), takes_addresses=True, token=token or secrets.token_urlsafe(24))
+    if not is_loopback(host):
+        # Other machines know this one by its own names.
+        names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+        token = token or secrets.token_urlsafe(24)
+    return AccessPolicy(frozenset(names), takes_addresses=not is_loopback(host), token=token)
 
 
 @dataclass(frozen=True)
@@ -257,5 +247,4 @@ class DashboardApp:
 
 @functools.cache
 def _read_static_body(name: str) -> ResponseBody:
-    kind, read = _STATIC[name]
-    return ResponseBody.from_text(kind, read())
+    return ResponseBody.from_text(_STATIC[name], read_plotly() if name == "plotly.js" else read_static(name))

@@ -23,6 +23,7 @@ from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History
 from runner.metrics.file import open_metrics_tail
 from runner.metrics.rows import Row
+from runner.run.events import ROLL_BACK_FOLDER, ROLL_BACKS_MAX
 from runner.run.layout import read_owner
 from runner.run.logs import LOG_FOLDER
 from runner.spec import parse_document
@@ -39,7 +40,6 @@ _RUN_FILE = "job.json"
 _IDENTIFYING_KEYS = ("name", "directory")  # differ between any two runs, and do not change what they do
 _SPEC = "spec.yaml"
 _LOG_BYTES = 1 << 15
-_ROLL_BACKS, _ROLL_BACKS_MAX = "roll_backs", 16
 _SPEC_CHARACTERS_MAX = 1 << 16
 # Control characters of a log, shown as their symbols; tabs and line breaks stay.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
@@ -282,11 +282,11 @@ class RunReader:
         return RunSnapshot(self._name, history, self._curves, newest, given_up, spec, log, notes)
 
     def _read_given_up(self) -> dict[int, list[Row]]:
-        """Return the rows that roll-backs have given up, of the newest `_ROLL_BACKS_MAX`."""
+        """Return the rows that roll-backs have given up, of the newest `ROLL_BACKS_MAX`."""
         found = {}
-        names = map(parse_number, self._store.list_names(_ROLL_BACKS))
-        for number in sorted(number for number in names if number is not None)[-_ROLL_BACKS_MAX:]:
-            rows = read_json(self._store, f"{_ROLL_BACKS}/{number}").get("rows")
+        names = map(parse_number, self._store.list_names(ROLL_BACK_FOLDER))
+        for number in sorted(number for number in names if number is not None)[-ROLL_BACKS_MAX:]:
+            rows = read_json(self._store, f"{ROLL_BACK_FOLDER}/{number}").get("rows")
             if isinstance(rows, list):
                 found[number] = [row for row in rows if isinstance(row, dict) and get_step(row) is not None]
         return found

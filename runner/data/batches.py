@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import jax
@@ -157,14 +156,6 @@ class Prefetcher(Generic[Item]):
         self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __iter__(self) -> Iterator[Item]:
         return self
 
@@ -219,14 +210,6 @@ class SeekablePrefetcher(Generic[Item]):
         self._make = make
         self._step: int | None = None  # of the next item
         self._prefetcher: Prefetcher[Item] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __iter__(self) -> Iterator[Item]:
         return self

@@ -28,7 +28,7 @@ from typing import Protocol
 import numpy as np
 
 from runner.data.readers import run_in_parallel
-from runner.data.sampling import LocalShuffle, TokenSplit, make_order
+from runner.data.sampling import LocalShuffle, ShuffledOrder, TokenSplit
 from runner.data.source import Source
 
 Sequences = dict[str, np.ndarray]
@@ -100,7 +100,7 @@ class TokenWindows:
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
         """Return a shuffle of all windows, the same for every batch size."""
-        return make_order(self.num_examples, seed=seed)
+        return ShuffledOrder(self.num_examples, seed)
 
 
 class _DocumentExamples:
@@ -283,7 +283,7 @@ class PaddedDocuments(_DocumentExamples):
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
         """Return a shuffle of all examples, the same for every batch size."""
-        return make_order(self.num_examples, seed=seed)
+        return ShuffledOrder(self.num_examples, seed)
 
 
 PACKINGS: Mapping[str, Callable[[Source, TokenSplit], Examples]] = {

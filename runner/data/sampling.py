@@ -102,11 +102,6 @@ def _compute_epoch(order: ShuffledOrder, epoch: int) -> tuple[int, ...]:
     return tuple(order._shuffled[first + position] for position in range(order.num_windows))
 
 
-def make_order(num_windows: int, *, seed: int) -> ShuffledOrder:
-    """Return the shuffled training order of `num_windows` windows."""
-    return ShuffledOrder(num_windows, seed)
-
-
 class LocalShuffle(Sequence[int]):
     """Endless training order of packed documents, in which each slot of the batch draws from few blocks of examples.
 
@@ -132,7 +127,7 @@ class LocalShuffle(Sequence[int]):
         slot_blocks = -(-GROUP_BLOCKS // num_slots)
         self._slot_examples = slot_blocks * block_examples
         self._group_examples = num_slots * self._slot_examples
-        blocks = make_order(max(self._num_blocks, 1), seed=seed)
+        blocks = ShuffledOrder(max(self._num_blocks, 1), seed)
         # The caches hold one group: the permuted block numbers, and one permutation for each slot, which take 8 bytes
         # for each example.
         self._block = functools.lru_cache(maxsize=num_slots * slot_blocks)(

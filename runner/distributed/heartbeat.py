@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
-from runner.distributed.clock import DATA, STEP, Progress
+from runner.distributed.clock import STEP, Progress
 from runner.errors import EXIT_FAILED
 
 # From a failure that ends the job to the end of the processes that do not learn of it by themselves.
@@ -94,11 +94,6 @@ def has_overdue(beats: Collection[Heartbeat], seconds_since_data: float, step_de
     """
     is_data_ready = seconds_since_data > step_deadline_seconds
     return any(beat.is_overdue and (is_data_ready or beat.phase != STEP.name) for beat in beats)
-
-
-def has_data_wait(beats: Collection[Heartbeat]) -> bool:
-    """Return True if a process is waiting for its data."""
-    return any(beat.phase == DATA.name for beat in beats)
 
 
 def find_unresponsive(

@@ -36,7 +36,6 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from runner.console import LOGGER, warn
@@ -104,7 +103,7 @@ class StopNotice:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in list_stop_signals():
-            signal.signal(number, _ignore_in_main_thread)
+            signal.signal(number, lambda number, frame: None)  # Only with a handler is the pipe filled.
         faulthandler.register(signal.SIGQUIT, file=_STDERR)
         threading.Thread(target=self._read_signals, args=(reader, writer), name="signals", daemon=True).start()
 
@@ -144,9 +143,7 @@ class StopNotice:
     def _read_signals(self, reader: socket.socket, writer: socket.socket) -> None:
         # `writer` is an argument to keep it alive: the wakeup pipe knows only its file descriptor.
         while numbers := reader.recv(16):
-            for number in numbers:
-                if number not in STOP_SIGNALS:
-                    continue
+            for number in (each for each in numbers if each in STOP_SIGNALS):
                 name = signal.Signals(number).name
                 self._num_insistent_signals += number in INSISTENT_SIGNALS
                 if self._num_insistent_signals > 1:
@@ -199,10 +196,6 @@ class StopNotice:
         if self._clock is not None:
             self._clock.end(code)
         end_process(code, message)
-
-
-def _ignore_in_main_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the listener reads the signal from the wakeup pipe, which Python fills only if a handler exists."""
 
 
 # Google Cloud's notice of preemption.

@@ -29,7 +29,7 @@ import jax
 from runner.console import warn
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
-from runner.distributed.clock import Clock, Progress
+from runner.distributed.clock import DATA, Clock, Progress
 from runner.distributed.heartbeat import (
     HealthVerdict,
     Heartbeat,
@@ -38,7 +38,6 @@ from runner.distributed.heartbeat import (
     find_failure,
     find_unresponsive,
     format_diagnosis,
-    has_data_wait,
     has_overdue,
 )
 from runner.distributed.preemption import end_process
@@ -210,7 +209,7 @@ class Watchdog:
         departures = self._hosts.liveness.read_departures()
         unresponsive = find_unresponsive(quiet_seconds, limit_seconds, departures, crashed)
         # The wait for data may end just before the steps of the others become overdue, so it is remembered.
-        if has_data_wait(beats.values()):
+        if any(beat.phase == DATA.name for beat in beats.values()):
             self._data_seconds = now
         step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)
         if unresponsive or has_overdue(beats.values(), now - self._data_seconds, step_deadline_seconds):

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from runner.config import DataConfig, TokenSource, TrainerConfig
 from runner.data import Dataset
 from runner.data.packing import Examples, Fields, Sequences
+from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import StopNotice
 from runner.errors import DataError
 from runner.evaluation.generation import (
@@ -35,14 +36,15 @@ from runner.evaluation.generation import (
 )
 from runner.evaluation.likelihood import (
     LikelihoodScorer,
-    MultipleChoice,
     Question,
+    compute_accuracies,
     compute_questions_digest,
+    make_pairs,
     read_questions,
 )
 from runner.spec import Document
 from runner.train.compile import BatchLayout, make_val_layout
-from runner.train.evaluators import Evaluator, Validation, ValidationSize, make_validation_sets
+from runner.train.evaluators import EvaluationMetrics, Evaluator, Validation, ValidationSize, make_validation_sets
 from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.step import Batch
@@ -84,6 +86,33 @@ class EvaluationContext:
     sequences_per_device: int
     vocabulary_size: int
     is_stopping: Callable[[], bool]
+
+
+class MultipleChoice:
+    """Evaluator with the metrics `val/<name>/acc`, `acc_norm` and `acc_bytes`. Made and called on every host."""
+
+    def __init__(
+        self,
+        name: str,
+        questions: Sequence[Question],
+        encode: Callable[[str], Sequence[int]],
+        first: int,
+        likelihood: LikelihoodScorer,
+        every_steps: int | None = None,
+    ):
+        self.name, self.every_steps = name, every_steps
+        self._questions, self._likelihood = questions, likelihood
+        self._pairs = make_pairs(questions, encode, first)
+
+    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
+        """Return the metrics by their key in a row; None if the job was asked to stop."""
+        metrics = self.score(weights)
+        return None if metrics is None else {f"val/{self.name}/{key}": value for key, value in metrics.items()}
+
+    def score(self, weights: Any) -> dict[str, float] | None:
+        """Return `acc`, `acc_norm` and `acc_bytes`; None if the job was asked to stop. Called on every host."""
+        results = self._likelihood.score(weights, self._pairs)
+        return None if results is None else compute_accuracies(self._questions, results)
 
 
 @dataclass(frozen=True)

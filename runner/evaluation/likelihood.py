@@ -32,12 +32,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runner.distributed.agreement import Hosts
 from runner.errors import DataError
 from runner.evaluation.generation import make_variables, replicate
 from runner.parallel.mesh import BATCH_AXES, count_batch_shards, use_sharding_rules
 from runner.storage import open_store
-from runner.train.evaluators import EvaluationMetrics
 
 DELIMITER = " "  # between a question and a choice
 _CONTEXTS = ("question", "context", "query", "ctx")
@@ -211,33 +209,6 @@ def _parse_question(record: Any) -> Question:
 def compute_questions_digest(questions: Sequence[Question]) -> str:
     """Return a digest of a list of questions."""
     return hashlib.sha256(repr(list(questions)).encode()).hexdigest()
-
-
-class MultipleChoice:
-    """Evaluator with the metrics `val/<name>/acc`, `acc_norm` and `acc_bytes`. Made and called on every host."""
-
-    def __init__(
-        self,
-        name: str,
-        questions: Sequence[Question],
-        encode: Callable[[str], Sequence[int]],
-        first: int,
-        likelihood: LikelihoodScorer,
-        every_steps: int | None = None,
-    ):
-        self.name, self.every_steps = name, every_steps
-        self._questions, self._likelihood = questions, likelihood
-        self._pairs = make_pairs(questions, encode, first)
-
-    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
-        """Return the metrics by their key in a row; None if the job was asked to stop."""
-        metrics = self.score(weights)
-        return None if metrics is None else {f"val/{self.name}/{key}": value for key, value in metrics.items()}
-
-    def score(self, weights: Any) -> dict[str, float] | None:
-        """Return `acc`, `acc_norm` and `acc_bytes`; None if the job was asked to stop. Called on every host."""
-        results = self._likelihood.score(weights, self._pairs)
-        return None if results is None else compute_accuracies(self._questions, results)
 
 
 def make_pairs(questions: Sequence[Question], encode: Callable[[str], Sequence[int]], first: int) -> list[TextPair]:

@@ -1,4 +1,4 @@
-"""Goodput accounting: every second of a run in exactly one bucket, lost steps, and the outcome of each attempt. Pure.
+"""Goodput accounting: every second of a run in exactly one bucket, and lost steps. Pure.
 
 1. The window of an attempt lasts from its beginning to its last sign of life. If the next attempt began before that,
    for instance on a new machine while the old one still saves, the seconds belong to the older attempt until the newer
@@ -11,21 +11,15 @@
 4. For an attempt without a clock, written by an older runner, the times of its events are used: from the availability
    of the state to the last event everything except saves counts as steps; the time before is compile, restore, or
    unattributed.
-
-The outcome of an attempt is the exit code that its clock or an event has recorded. An attempt without one was killed,
-was fenced, or is alive: on the machine where it ran its process is looked up, and elsewhere `SILENT_SECONDS` without a
-sign of life mean that it is not alive.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from runner.distributed.clock import COUNTED_BUCKETS, MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR, TimeBucket
-from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE
+from runner.distributed.clock import COUNTED_BUCKETS, TimeBucket
 from runner.history.ledger import AttemptEvents, get_time
-from runner.history.records import AttemptRecord, RunState
+from runner.history.records import AttemptRecord
 from runner.run.clock_file import ClockRecord
 
 Seconds = dict[TimeBucket, float]
@@ -214,71 +208,3 @@ def _remove(seconds: Seconds, amount: float, order: Sequence[TimeBucket]) -> Sec
         left[bucket] -= taken
         amount -= taken
     return left
-
-
-SILENT_SECONDS = 30.0
-SILENT_WITHOUT_CLOCK_SECONDS = 120.0  # for attempts of an older runner, whose events are a minute apart
-_STATES_BY_CODE = {
-    EXIT_DONE: RunState.DONE,
-    EXIT_FAILED: RunState.FAILED,
-    EXIT_INVALID: RunState.INVALID,
-    EXIT_PREEMPTED: RunState.PREEMPTED,
-    EXIT_RETRYABLE: RunState.RETRYABLE,
-}
-_STATES_BY_EVENT = {
-    "done": RunState.DONE,
-    "preempt": RunState.PREEMPTED,
-    "failed": RunState.FAILED,
-    "stuck": RunState.RETRYABLE,
-}
-
-
-class AttemptOutcome(NamedTuple):
-    """State of an attempt.
-
-    Attributes:
-        state: the state.
-        since: beginning of the state, in Unix seconds.
-        is_alive: True if there are recent signs of life, so that its time continues.
-        code: exit code, if one was recorded.
-        reason: reason of a failure.
-    """
-
-    state: RunState
-    since: float
-    is_alive: bool = False
-    code: int | None = None
-    reason: str | None = None
-
-
-def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> AttemptOutcome:
-    """Return the outcome of an attempt.
-
-    Args:
-        timeline: the attempt.
-        newer: the attempt after it, if there is one.
-        now: Unix seconds at which the directory was read.
-    """
-    events, clock, ended = timeline.events, timeline.clock, timeline.ended
-    code = events.code if clock is None or clock.reading.code is None else clock.reading.code
-    if code is not None or events.end is not None:
-        state = _STATES_BY_CODE.get(code, RunState.FAILED) if code is not None else _STATES_BY_EVENT[str(events.end)]
-        return AttemptOutcome(state, ended, False, code, events.reason)
-    if newer is not None:
-        # An attempt that was still active when the next one claimed the directory was not killed, but shut out.
-        is_fenced = newer.claimed is not None and ended > newer.claimed
-        return AttemptOutcome(RunState.FENCED if is_fenced else RunState.KILLED, ended)
-    if clock is not None and clock.is_process_alive is False:
-        return AttemptOutcome(RunState.KILLED, ended)
-    if now - ended > (SILENT_WITHOUT_CLOCK_SECONDS if clock is None else SILENT_SECONDS):
-        return AttemptOutcome(RunState.STALLED, ended)
-    if clock is not None and clock.reading.bucket is TimeBucket.STEPS:
-        # It sends heartbeats, but may repeat the same step: the same deadline as that of the watchdog.
-        num_steps = max(clock.reading.step - (events.resumed_step or 0), 0)
-        current_seconds = now - clock.reading.since
-        finished_seconds = max(clock.reading.seconds[TimeBucket.STEPS.index] - current_seconds, 0.0)
-        if num_steps:
-            limit_seconds = max(MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR * (finished_seconds / num_steps))
-            if current_seconds > limit_seconds:
-                return AttemptOutcome(RunState.STALLED, clock.reading.since, is_alive=True)
-    return AttemptOutcome(RunState.RUNNING, timeline.began, is_alive=True)

@@ -245,31 +245,3 @@ def _map_trained(function: Any, fast: Any, params: Any) -> Any:
 
 def _is_average(node: Any) -> bool:
     return isinstance(node, ScheduleFreeState)
-
-
-# States with a count by which a schedule is read.
-_SCHEDULED = (
-    optax.ScaleByScheduleState,
-    optax.InjectHyperparamsState,
-    optax.InjectStatefulHyperparamsState,
-    optax.FactoredState,
-    ScheduleFreeState,
-)
-
-
-def count_step(opt_state: Any) -> Any:
-    """Return the state of an optimizer after a step that moves nothing: the counts of schedules go on, all else stays.
-
-    The learning rate thus follows the steps of the run.
-    """
-
-    def count(node: Any) -> Any:
-        if not isinstance(node, _SCHEDULED):
-            return node
-        # The children of the node may be such states too.
-        children, structure = jax.tree.flatten(node, is_leaf=lambda child: child is not node)
-        counted: Any = jax.tree.unflatten(structure, [count_step(child) for child in children])
-        update = {"count": optax.safe_increment(node.count)}
-        return counted._replace(**update) if hasattr(counted, "_replace") else counted.replace(**update)
-
-    return jax.tree.map(count, opt_state, is_leaf=lambda node: isinstance(node, _SCHEDULED))

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runner.console import warn
+from runner.errors import InvalidError
 from runner.process import count_cpus
-from runner.records import Key
-from runner.storage import JsonlLog, JsonObject
+from runner.records import Key, validate_record
+from runner.storage import JsonlLog, JsonObject, Store, parse_number, read_json
 
 ENVIRONMENT_KEYS = (
     Key("versions", dict, "Versions of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
@@ -169,7 +170,6 @@ class EventType:
     details: tuple[Key, ...] = ()
 
 
-# Also in the record of a roll-back, see `runner.train.stability`.
 ROLL_BACK_KEYS = (
     Key("number", int, "Number of the roll-back in the run, from 1."),
     Key("batches", int, "Global batches that are passed over."),
@@ -177,6 +177,11 @@ ROLL_BACK_KEYS = (
     Key("detected", int, "Step at which the spike was long enough."),
     _REASON,
 )
+# The record of each roll-back, a file of its own: see `runner.train.stability`.
+ROLL_BACK_FOLDER = "roll_backs"  # also the key of the trajectory in a manifest
+ROLL_BACKS_MAX = 16  # the train state has a place for the data that each has passed over
+_ROLL_BACK_RECORD_KEYS = (Key("begin", int, "Step after which batches are passed over."), *ROLL_BACK_KEYS)
+_INT32_MAX = 2**31 - 1
 
 # In the order in which a run writes them: start, restore, saves, training, evaluation, end.
 EVENTS = (
@@ -475,3 +480,30 @@ class EventLog:
             pass  # someone has deleted the ledger; the next event creates it again
         except OSError as error:
             warn(f"the ledger cannot be flushed ({error})")
+
+
+def read_roll_backs(store: Store) -> list[JsonObject]:
+    """Return the records of all roll-backs, in order.
+
+    Raises:
+        InvalidError: a record is damaged or missing.
+    """
+    numbers = sorted(number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None)
+    return [read_roll_back(store, number) for number in range(1, max(numbers, default=0) + 1)]
+
+
+def read_roll_back(store: Store, number: int) -> JsonObject:
+    """Return a record. Raises `InvalidError` if it is damaged or missing."""
+    try:
+        record = read_json(store, f"{ROLL_BACK_FOLDER}/{number}")
+        validate_record(record, _ROLL_BACK_RECORD_KEYS, [key.name for key in _ROLL_BACK_RECORD_KEYS])
+        # The stretches of a run stand in its state, as 32-bit numbers.
+        if record["number"] != number or number > ROLL_BACKS_MAX:
+            raise ValueError(f"it is roll-back {number}, and says {record['number']}; {ROLL_BACKS_MAX} are possible")
+        if not 0 <= record["begin"] < _INT32_MAX or not 0 < record["batches"] < _INT32_MAX:
+            raise ValueError(f"it passes over {record['batches']} batches after step {record['begin']}")
+    except (ValueError, FileNotFoundError) as error:
+        reason = "missing" if isinstance(error, FileNotFoundError) else f"damaged ({error})"
+        advice = f"put a copy of it back, or move {ROLL_BACK_FOLDER} away, and the run decides anew"
+        raise InvalidError(f"{store.url}/{ROLL_BACK_FOLDER}/{number} is {reason}; {advice}") from error
+    return record

@@ -109,6 +109,14 @@ def shorten_keys(keys: Iterable[str]) -> list[str]:
     return [key for key in short if not any(other.startswith(f"{key}.") for other in short)]
 
 
+def is_listed(key: str, entries: Iterable[str]) -> bool:
+    """Return True if a key of a trajectory may change, because it is one of these keys, or in one of these sections.
+
+    `config.data` is a digest of a section, and so may change with any key in it.
+    """
+    return any(key == entry or key.startswith(f"{entry}.") or entry.startswith(f"{key}.") for entry in entries)
+
+
 @dataclass(frozen=True)
 class RunIdentity:
     """Identity of the run that a start would continue.

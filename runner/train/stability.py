@@ -39,14 +39,13 @@ from jax import lax
 
 from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.restore import quarantine
-from runner.config import ROLL_BACKS_MAX, RollBackConfig, StabilityConfig
-from runner.errors import InvalidError, StateError
+from runner.config import RollBackConfig, StabilityConfig
+from runner.errors import StateError
 from runner.metrics.meta import CONSECUTIVE_SKIPS, HIGH_LOSS_STEPS, ROLL_BACKS, SKIPPED_UPDATES
-from runner.records import Key, validate_record
 from runner.run.attempt import Attempt
-from runner.run.events import ROLL_BACK_KEYS
+from runner.run.events import ROLL_BACK_FOLDER, ROLL_BACK_KEYS, ROLL_BACKS_MAX, read_roll_back, read_roll_backs
 from runner.spec import Trajectory
-from runner.storage import JsonObject, Store, create_file, encode_json, parse_number, read_json, read_log
+from runner.storage import JsonObject, create_file, encode_json, read_log
 from runner.train.auxiliary import AuxiliaryState, Scalars, StepOutcome
 from runner.train.state import TrainState
 
@@ -120,11 +119,7 @@ def watch_loss(before: Any, outcome: StepOutcome, config: RollBackConfig) -> tup
 
 # Roll-backs, on the host.
 
-ROLL_BACK_FOLDER = "roll_backs"  # also the key of the trajectory in a manifest
 Skips = tuple[tuple[int, int], ...]  # as in `DataPosition`
-
-_STRETCH_MAX = np.iinfo(np.int32).max
-_RECORD_KEYS = (Key("begin", int, "Step after which batches are passed over."), *ROLL_BACK_KEYS)
 
 
 def plan_roll_back(config: RollBackConfig, first: int, batch_examples: int, made: Skips) -> tuple[int, int]:
@@ -163,7 +158,7 @@ def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
         create_file(store, name, encode_json(record | {"time": time.time(), "attempt": attempt.number}))
     except FileExistsError:
         # A suspended process of an earlier attempt may have come to the same decision late.
-        known = _read_roll_back(store, record["number"])
+        known = read_roll_back(store, record["number"])
         if any(known.get(key) != record[key] for key in ("begin", "batches")):
             raise StateError(f"{store.url}/{name} has another stretch of data than this attempt found") from None
     _append_event(attempt, record)
@@ -172,33 +167,6 @@ def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
 
 def _append_event(attempt: Attempt, record: JsonObject) -> None:
     attempt.events.append("roll_back", record["begin"], **{key.name: record[key.name] for key in ROLL_BACK_KEYS})
-
-
-def read_roll_backs(store: Store) -> list[JsonObject]:
-    """Return the records of all roll-backs, in order.
-
-    Raises:
-        InvalidError: a record is damaged or missing.
-    """
-    numbers = sorted(number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None)
-    return [_read_roll_back(store, number) for number in range(1, max(numbers, default=0) + 1)]
-
-
-def _read_roll_back(store: Store, number: int) -> JsonObject:
-    """Return a record. Raises `InvalidError` if it is damaged or missing."""
-    try:
-        record = read_json(store, f"{ROLL_BACK_FOLDER}/{number}")
-        validate_record(record, _RECORD_KEYS, [key.name for key in _RECORD_KEYS])
-        # The stretches of a run stand in its state, as 32-bit numbers.
-        if record["number"] != number or number > ROLL_BACKS_MAX:
-            raise ValueError(f"it is roll-back {number}, and says {record['number']}; {ROLL_BACKS_MAX} are possible")
-        if not 0 <= record["begin"] < _STRETCH_MAX or not 0 < record["batches"] < _STRETCH_MAX:
-            raise ValueError(f"it passes over {record['batches']} batches after step {record['begin']}")
-    except (ValueError, FileNotFoundError) as error:
-        reason = "missing" if isinstance(error, FileNotFoundError) else f"damaged ({error})"
-        advice = f"put a copy of it back, or move {ROLL_BACK_FOLDER} away, and the run decides anew"
-        raise InvalidError(f"{store.url}/{ROLL_BACK_FOLDER}/{number} is {reason}; {advice}") from error
-    return record
 
 
 def complete_roll_backs(attempt: Attempt) -> list[JsonObject]:

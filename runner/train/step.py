@@ -39,7 +39,7 @@ from runner.errors import InvalidError, StateError
 from runner.metrics.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, accumulate_sums, replace_sums_by_means
 from runner.optim.groups import fill_frozen_gradients, split_frozen
 from runner.optim.library import find_injected_rate
-from runner.optim.transforms import compute_gradient_point, count_step
+from runner.optim.transforms import compute_gradient_point
 from runner.parallel import reduction
 from runner.train.auxiliary import (
     AuxiliaryState,
@@ -51,6 +51,7 @@ from runner.train.auxiliary import (
     update_auxiliary,
 )
 from runner.train.loss import make_uncounted_error, target_weights, validate_fields_read
+from runner.train.optimizer import count_step
 from runner.train.state import (
     STATISTICS,
     VARIABLES,

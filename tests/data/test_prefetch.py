@@ -1,3 +1,4 @@
+import contextlib
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from tests.data.datasets import load, write_bin
 
 def test_prefetched_batches_equal_direct_ones(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    with Prefetcher(dataset.read("train", step * 4, 4) for step in count(17)) as batches:
+    with contextlib.closing(Prefetcher(dataset.read("train", step * 4, 4) for step in count(17))) as batches:
         for step, batch in enumerate(islice(batches, 50), start=17):
             np.testing.assert_array_equal(batch["x"], dataset.read("train", step * 4, 4)["x"])
 
@@ -29,7 +30,7 @@ def test_prefetching_is_two_batches_ahead() -> None:
         two_ahead.release()
         return step
 
-    with Prefetcher(make_batch(step) for step in count()) as batches:
+    with contextlib.closing(Prefetcher(make_batch(step) for step in count())) as batches:
         for step in range(5):
             while len(made) < step + 2:
                 assert two_ahead.acquire(timeout=600)
@@ -43,7 +44,7 @@ def test_an_error_is_raised_in_order_and_again() -> None:
             raise DataError("the third batch is bad")
         return step
 
-    with Prefetcher(make_batch(step) for step in count()) as batches:
+    with contextlib.closing(Prefetcher(make_batch(step) for step in count())) as batches:
         assert [next(batches), next(batches)] == [0, 1]
         for _ in range(2):
             with pytest.raises(DataError, match="the third batch is bad"):
@@ -54,7 +55,7 @@ def test_closing_stops_the_thread_and_the_iteration() -> None:
     def iterate() -> bool:
         return any(thread.name == "prefetch" for thread in threading.enumerate())
 
-    with Prefetcher(step for step in count()) as batches:
+    with contextlib.closing(Prefetcher(step for step in count())) as batches:
         assert next(batches) == 0
         assert iterate()
     assert not iterate()
@@ -71,17 +72,17 @@ def test_a_finished_generator_ends_the_iteration_and_an_abandoned_one_is_closed(
         finally:
             closed.append(size)
 
-    with Prefetcher(items(5), depth=3) as made:
+    with contextlib.closing(Prefetcher(items(5), depth=3)) as made:
         assert list(made) == [0, 1, 2, 3, 4]
         assert list(made) == []
-    with Prefetcher(items(1000)) as made:
+    with contextlib.closing(Prefetcher(items(1000))) as made:
         assert next(made) == 0
     assert closed == [5, 1000]
 
 
 def test_closing_wakes_a_waiting_consumer() -> None:
     release = threading.Event()
-    with Prefetcher(release.wait(600) for _ in count()) as batches:
+    with contextlib.closing(Prefetcher(release.wait(600) for _ in count())) as batches:
         seen: list[list[bool]] = []
         consumer = threading.Thread(target=lambda: seen.append(list(batches)))
         consumer.start()

@@ -1,7 +1,7 @@
 import grain
 import pytest
 
-from runner.data.sampling import FEW_WINDOWS, make_order, probe_order, split_tokens
+from runner.data.sampling import FEW_WINDOWS, ShuffledOrder, probe_order, split_tokens
 from runner.errors import DataError
 
 
@@ -45,7 +45,7 @@ def test_a_validation_split_shorter_than_a_window_suggests_a_valid_fraction() ->
 
 
 def test_every_epoch_covers_each_window_once_in_a_new_order() -> None:
-    order = make_order(100, seed=7)
+    order = ShuffledOrder(100, 7)
     epochs = [[order[epoch * 100 + i] for i in range(100)] for epoch in range(5)]
     assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 5
@@ -55,17 +55,17 @@ def test_every_epoch_covers_each_window_once_in_a_new_order() -> None:
 def test_the_order_of_windows_equals_that_of_grain(num_windows: int) -> None:
     of_grain = grain.MapDataset.range(num_windows).seed(7).shuffle().repeat()
     indices = [*range(3), *range(num_windows - 1, num_windows + 2), 5 * num_windows]
-    order = make_order(num_windows, seed=7)
+    order = ShuffledOrder(num_windows, 7)
     assert [order[index] for index in indices] == [of_grain[index] for index in indices]
     assert len(order) == len(of_grain)
 
 
 def test_the_order_is_determined_by_the_seed() -> None:
-    probes = [probe_order(make_order(1000, seed=seed), num_windows=1000) for seed in (1, 1, 2)]
+    probes = [probe_order(ShuffledOrder(1000, seed), num_windows=1000) for seed in (1, 1, 2)]
     assert probes[0] == probes[1] != probes[2]
 
 
 def test_the_order_probe_detects_a_repeated_epoch() -> None:
-    order = make_order(20, seed=1)
+    order = ShuffledOrder(20, 1)
     repeated = [order[i % 20] for i in range(40)]
     assert probe_order(repeated, num_windows=20) != probe_order(order, num_windows=20)

@@ -14,10 +14,10 @@ import yaml
 
 from runner.data import ByteTokenizer
 from runner.distributed.agreement import Hosts
+from runner.evaluation.builtin import MultipleChoice
 from runner.evaluation.generation import make_variables
 from runner.evaluation.likelihood import (
     LikelihoodScorer,
-    MultipleChoice,
     Question,
     TextPair,
     encode_pair,

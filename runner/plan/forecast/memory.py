@@ -18,10 +18,10 @@ from runner.plan.forecast.schedule import OpKey
 
 _ALIAS_OPCODES = {"bitcast", "opt-barrier", "add-dependency", "domain", "after-all"}
 _TUPLE_OPCODES = {"tuple", "get-tuple-element"}
-_ELEMENTWISE = {"add", "subtract", "multiply", "divide", "select", "maximum", "minimum", "negate", "exponential"}
-_ELEMENTWISE |= {"tanh", "all-reduce", "clamp", "rsqrt", "sqrt", "power", "and", "or", "xor", "not", "log", "abs"}
-_ELEMENTWISE |= {"sort"}
+_ELEMENTWISE = {"add", "subtract", "multiply", "divide", "select", "maximum", "minimum", "negate", "exponential", "or"}
+_ELEMENTWISE |= {"tanh", "all-reduce", "clamp", "rsqrt", "sqrt", "power", "and", "xor", "not", "log", "abs", "sort"}
 _OPCODES_WITHOUT_BUFFER = {"parameter", "constant", "partition-id", "replica-id"}
+_OPCODES_WITHOUT_BUFFER |= {"send", "recv", "recv-done", "send-done"}
 _OPCODES_WITHOUT_BUFFER |= {"send", "recv", "recv-done", "send-done"}
 _INDEX = re.compile(r"\bindex=(\d+)")
 _ALIASED_OPERAND = re.compile(r"output_to_operand_aliasing=\{\{\}: \((\d+),")
@@ -79,7 +79,6 @@ def compute_live_memory(module: HloModule) -> LiveMemory:
         if computation in peaks:
             return peaks[computation]
         peak: tuple[int, tuple[OpKey, ...]] = (0, ())
-        peaks[computation] = peak
         ops = list(module.computations.get(computation, {}).values())
         for op, buffers in zip(ops, _BufferAssignment(module, computation).iter_live_buffers(), strict=True):
             key = computation, op.name
@@ -93,8 +92,7 @@ def compute_live_memory(module: HloModule) -> LiveMemory:
         peaks[computation] = peak
         return peak
 
-    peak, stack = find_peak(module.entry)
-    return LiveMemory(own_bytes, inner_bytes, peak_buffers, peak, stack)
+    return LiveMemory(own_bytes, inner_bytes, peak_buffers, *find_peak(module.entry))
 
 
 class _BufferAssignment:
@@ -158,11 +156,10 @@ class _BufferAssignment:
         if op.opcode == "tuple":
             return tuple(self.values.get(name, _NO_TEMPORARY) for name in op.operands)
         if op.opcode == "get-tuple-element":
-            stated = _INDEX.search(op.rest)
-            element = int(stated[1]) if stated else 0
-            if isinstance(operand, tuple):
-                return operand[element] if element < len(operand) else _NO_TEMPORARY
-            return operand
+            if not isinstance(operand, tuple):
+                return operand
+            element = int(stated[1]) if (stated := _INDEX.search(op.rest)) else 0
+            return operand[element] if element < len(operand) else _NO_TEMPORARY
         if op.opcode in _ALIAS_OPCODES or op.opcode == "while" or op.opcode.endswith(("-done", "-update")):
             return operand
         # The shape of an asynchronous start also lists its operands.
