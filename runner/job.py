@@ -497,6 +497,7 @@ class RestoreableJob:
         kind = self.checkpointer.find_due_save(self.step, self.total_steps)
         if kind is not None:
             self.state = self.checkpointer.save(self.state, self.step, self._collect_save_contents(), kind)
+            self.attempt.stop_to_grow(self.step)
 
     def save(self, suffix: str | os.PathLike[str] | None = None) -> None:
         """Start saving the state as `checkpoints/<suffix>`, by default the step. It is durable once it is committed.

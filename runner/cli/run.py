@@ -23,6 +23,7 @@ from runner.distributed.preemption import StopNotice, end_process
 from runner.distributed.rendezvous import Placement, detect_placement, join_job
 from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, error_from_exit
 from runner.job import RestoreableJob
+from runner.run.attempt import announce_waiting
 from runner.run.logs import drain_log_file, install_log_file
 from runner.spec import Document, ExecutionSpec, load_job_class
 
@@ -56,10 +57,11 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     configure_console(spec.job, spec.logging.format, spec.logging.level)
     # Records are collected from here on; the file opens once the attempt has claimed the directory.
     install_log_file()
-    is_elastic = spec.topology is not None and spec.topology.elastic
     # The wait for slow hosts is accounted to its own category, apart from the set-up.
     clock.enter(TimeBucket.DISTRIBUTED_INIT)
-    hosts = join_job(placement, spec.deadlines, is_elastic)
+    is_elastic = spec.topology is not None and spec.topology.elastic
+    with announce_waiting(spec, 0 if placement is None else placement.process_id) as announce:
+        hosts = join_job(placement, spec.deadlines, is_elastic, announce)
     clock.enter(TimeBucket.SET_UP)
     if hosts.num_processes > 1:
         # Only now is it known which process this is.

@@ -13,7 +13,8 @@ continued alone would be one of N silent single-process runs.
    that ends closes them, which the other end notices at once (`agreement.Liveness`).
 3. If processes are missing, the error names them and the job ends with exit code 76 on all processes that joined,
    because a start with fewer processes would be a different job. With `topology.elastic` the job starts with those that
-   joined, renumbered in the same order.
+   joined, renumbered in the same order. A process that comes later goes on asking; with `topology.grow` it says in the
+   run's directory that it waits (`runner.run.attempt`).
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,6 +122,7 @@ def _find_local_devices() -> tuple[int, ...] | None:
 
 
 _RETRY_SECONDS = 0.2
+ANNOUNCE_SECONDS = 3.0
 _ANSWER_SECONDS = 10.0
 _MAX_LINE_BYTES = 1 << 20
 
@@ -140,13 +143,16 @@ class RendezvousResult:
     peer_sockets: Connections
 
 
-def wait_for_peers(placement: Placement, deadline_seconds: float, is_elastic: bool) -> RendezvousResult:
+def wait_for_peers(
+    placement: Placement, deadline_seconds: float, is_elastic: bool, announce: Callable[[], None] = lambda: None
+) -> RendezvousResult:
     """Block until every process has joined. Called on every process, before `jax.distributed.initialize`.
 
     Args:
         placement: position of this process.
         deadline_seconds: time for all processes to join.
         is_elastic: if True, return with the processes that joined before the deadline.
+        announce: called every `ANNOUNCE_SECONDS` while process 0 does not answer.
 
     Raises:
         RetryableError: processes did not join in time, and the message names them; or process 0 cannot be reached.
@@ -155,7 +161,7 @@ def wait_for_peers(placement: Placement, deadline_seconds: float, is_elastic: bo
     if placement.process_id == 0:
         present, connections = _accept_peers(placement, end_seconds, deadline_seconds, is_elastic)
     else:
-        present, connections = _join_process_0(placement, end_seconds, deadline_seconds)
+        present, connections = _join_process_0(placement, end_seconds, deadline_seconds, announce)
     renumbered = replace(placement, num_processes=len(present), process_id=present.index(placement.process_id))
     return RendezvousResult(
         renumbered, {present.index(process): connection for process, connection in connections.items()}
@@ -228,9 +234,11 @@ def _split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _join_process_0(placement: Placement, end_seconds: float, deadline_seconds: float) -> tuple[list[int], Connections]:
+def _join_process_0(
+    placement: Placement, end_seconds: float, deadline_seconds: float, announce: Callable[[], None]
+) -> tuple[list[int], Connections]:
     """Run the rendezvous on another process; return the processes that joined, and the connection to process 0."""
-    reason = "no answer"
+    reason, next_seconds = "no answer", time.monotonic() + ANNOUNCE_SECONDS
     while (left_seconds := end_seconds - time.monotonic()) > 0:
         connection = None
         try:
@@ -245,6 +253,9 @@ def _join_process_0(placement: Placement, end_seconds: float, deadline_seconds: 
             reason = f"no {failure} in the answer" if isinstance(failure, KeyError) else str(failure)
             if connection is not None:
                 connection.close()
+            if time.monotonic() >= next_seconds:
+                announce()
+                next_seconds = time.monotonic() + ANNOUNCE_SECONDS
             time.sleep(_RETRY_SECONDS)
             continue
         if error is not None:
@@ -276,7 +287,12 @@ def _receive_line(connection: socket.socket) -> dict[str, Any]:
 _HEARTBEAT_TIMEOUT_SECONDS = 60
 
 
-def join_job(placement: Placement | None, deadlines: Deadlines, is_elastic: bool = False) -> Hosts:
+def join_job(
+    placement: Placement | None,
+    deadlines: Deadlines,
+    is_elastic: bool = False,
+    announce: Callable[[], None] = lambda: None,
+) -> Hosts:
     """Join the other processes of the job and start `jax.distributed`.
 
     Called on every process, before any other use of JAX. Blocks until all processes have joined, for at most
@@ -286,13 +302,14 @@ def join_job(placement: Placement | None, deadlines: Deadlines, is_elastic: bool
         placement: position of this process; None for a single-process job.
         deadlines: deadlines of the spec.
         is_elastic: if True, the job starts with the processes that joined in time.
+        announce: called every `ANNOUNCE_SECONDS` while process 0 does not answer.
 
     Raises:
         RetryableError: processes did not join in time; the message names them.
     """
     if placement is None:
         return Hosts.single_process()
-    result = wait_for_peers(placement, deadlines.start_seconds, is_elastic)
+    result = wait_for_peers(placement, deadlines.start_seconds, is_elastic, announce)
     num_missing = placement.num_processes - result.placement.num_processes
     placement = result.placement
     process_id, num_processes = placement.process_id, placement.num_processes

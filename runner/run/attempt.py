@@ -9,6 +9,7 @@ before the process exits, and leaves a command that takes longer running.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -26,6 +27,7 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.distributed.heartbeat import StragglerReport
 from runner.distributed.preemption import StopNotice
+from runner.distributed.rendezvous import ANNOUNCE_SECONDS
 from runner.distributed.watchdog import format_thread_stacks
 from runner.errors import (
     EXIT_DONE,
@@ -46,10 +48,13 @@ from runner.run.fence import Fence, is_unstarted
 from runner.run.layout import RESULT, Owner, read_owner, replace_owner, write_owner
 from runner.run.logs import open_log_file
 from runner.spec import Document, ExecutionSpec, NotifyConfig, Trajectory
-from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
+from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, open_store, read_log
 
 DEADLINE_SECONDS = 30.0
-HOUR_SECONDS = 3600.0
+HOUR_SECONDS, DAY_SECONDS = 3600.0, 86400.0
+WAITING = "waiting"  # files of processes that wait to join
+WAITING_SECONDS = 60.0  # since the last sign of life of a host that waits
+_LOOK_SECONDS = ANNOUNCE_SECONDS
 # Events of the ledger that cause a notification, and their names in it.
 NOTIFIED_EVENTS = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
 _MAX_VALUE_CHARACTERS = 60
@@ -230,6 +235,76 @@ def format_end_lines(directory: str, step: int) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def announce_waiting(spec: ExecutionSpec, process_id: int) -> Iterator[Callable[[], None]]:
+    """Give the function by which a process says that it waits to join an elastic job, which has begun without it.
+
+    With `topology.grow: at_save` the function writes `waiting/<process>` anew in the directory of the run, if there is
+    one. The file is removed at the end of the context, when the process has joined. A process that could not join in
+    time is started again by its supervisor, and goes on waiting. What is wrong with the directory is reported by the
+    job itself.
+    """
+    if spec.topology is None or spec.topology.grow == "never":
+        yield lambda: None
+        return
+    name, numbers = f"{WAITING}/{process_id}", itertools.count(1)
+
+    def announce() -> None:
+        with contextlib.suppress(OSError, InvalidError):
+            store = open_store(str(spec.directory))
+            if read_owner(store) is not None:
+                notice = {"number": next(numbers), "host": socket.gethostname(), "time": time.time()}
+                store.write(name, encode_json(notice))
+
+    yield announce
+    with contextlib.suppress(OSError, InvalidError):
+        open_store(str(spec.directory)).remove(name)
+
+
+class WaitingHosts:
+    """Hosts that an elastic job has begun without, and that wait to join it. On process 0 only.
+
+    A thread looks at the files in `waiting/`. One whose content changes is of a host that lives, by the clock of this
+    process, and counts for a minute: between two tries to join a host writes nothing. A host that joins and fails soon
+    must not stop the job at every save, so each time that the job has grown within a day doubles the number of saves
+    before it grows again.
+
+    Attributes:
+        num_missing: processes that the job has begun without.
+    """
+
+    def __init__(self, store: Store, num_missing: int):
+        self.num_missing = num_missing
+        self._store = store
+        self._contents: dict[str, bytes] = {}
+        self._seen_seconds: dict[str, float] = {}
+        day_ago = time.time() - DAY_SECONDS
+        times = [event.get("time") for event in read_log(store, "events") if event.get("event") == "grow"]
+        self._num_saves_left = 2 ** sum(isinstance(each, float) and each > day_ago for each in times)
+        self._closed = threading.Event()
+        threading.Thread(target=self._look, name="waiting", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def is_growth_due(self) -> bool:
+        """Return True if the job should stop to begin again with all hosts. Called after each save."""
+        self._num_saves_left -= 1
+        earliest = time.monotonic() - WAITING_SECONDS
+        num_waiting = sum(seconds > earliest for seconds in list(self._seen_seconds.values()))
+        return self._num_saves_left <= 0 and num_waiting >= self.num_missing
+
+    def _look(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            with contextlib.suppress(OSError):
+                for name in self._store.list_names(WAITING):
+                    content = self._store.read(f"{WAITING}/{name}")
+                    # The first look cannot tell a file that a dead host has left.
+                    if self._contents.setdefault(name, content) != content:
+                        self._contents[name], self._seen_seconds[name] = content, time.monotonic()
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One start of a job, with what every part of the running job needs. Made by `claim_attempt` on every process.
@@ -248,6 +323,7 @@ class Attempt:
         lineage: checkpoint of another run with which this run began (`lineage` of a manifest); filled by the restore,
             and empty if the run is no fork.
         notifier: notifications about the run; silent except on process 0.
+        waiting: hosts that wait to join; None unless the job may grow by them, and on other processes than 0.
     """
 
     number: int
@@ -262,6 +338,7 @@ class Attempt:
     environment: JsonObject = field(default_factory=dict)
     lineage: JsonObject = field(default_factory=dict)
     notifier: Notifier = field(default_factory=lambda: Notifier(None, {}))
+    waiting: WaitingHosts | None = None
 
     def say(self, line: str) -> None:
         """Print a line. By default processes other than process 0 show only warnings, and log this line."""
@@ -279,6 +356,12 @@ class Attempt:
         self.record("start", None, began=began, processes=self.hosts.num_processes, **details)
         self.say(f"{name}: attempt {self.number} in {self.store.url}")
 
+    def stop_to_grow(self, step: int) -> None:
+        """Request a stop if all hosts that are missing wait to join. Called after each save; acts on process 0."""
+        if self.waiting is not None and self.waiting.is_growth_due():
+            self.record("grow", step, processes=self.waiting.num_missing)
+            self.stop.request_stop("all missing hosts wait to join")
+
     def owns_directory(self) -> bool:
         """Return True if this attempt may write, as far as can be told without a network. Any thread."""
         try:
@@ -295,6 +378,8 @@ class Attempt:
     def end(self, code: int) -> None:
         """Record the exit code of this process, and give uploads and notifications some seconds. Any thread."""
         self.progress.clock.end(code)
+        if self.waiting is not None:
+            self.waiting.close()
         # Uploads come first: they hold the record of the end, which notifications only point at.
         self.background_writer.drain(DRAIN_SECONDS)
         self.notifier.drain(DRAIN_SECONDS)
@@ -437,6 +522,9 @@ def claim_attempt(
     events = EventLog(log, number, hosts.process_id, notifier.on_event)
     host_names = hosts.gather(socket.gethostname())
     environment = collect_environment(job_class, host_names) if hosts.is_main else {}
+    waiting = None
+    if hosts.is_main and hosts.num_missing and spec.topology is not None and spec.topology.grow == "at_save":
+        waiting = WaitingHosts(store, hosts.num_missing)
     return Attempt(
         number,
         run_id,
@@ -449,6 +537,7 @@ def claim_attempt(
         background_writer,
         environment,
         notifier=notifier,
+        waiting=waiting,
     )
 
 

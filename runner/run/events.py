@@ -200,6 +200,12 @@ EVENTS = (
         ),
     ),
     EventType(
+        "grow",
+        "All hosts that the attempt began without wait to join. The run stops at this save and begins again with them.",
+        "process 0",
+        (Key("processes", int, "Processes that are missing."),),
+    ),
+    EventType(
         "changed",
         "Versions, CPUs, commit or hosts differ from those with which the restored checkpoint was saved.",
         "process 0",

@@ -38,6 +38,7 @@ LAYOUT = {
     "quarantine": "a directory",
     "roll_backs": "a directory",
     "stacks": "a directory",
+    "waiting": "a directory",
     "logs": "a directory",
     "assets": "a directory",
     "profiles": "a directory",

@@ -117,6 +117,11 @@ class Topology(FrozenModel):
         description="Start with the hosts that have joined within deadlines.start_seconds, even if some are missing; "
         "false: exit with 76 then.",
     )
+    grow: Literal["never", "at_save"] = Field(
+        default="never",
+        description="Growth of an elastic job that began without some hosts. at_save: once all of them wait to join, "
+        "a save stops the job with 75, and its restart begins with all hosts; never: they wait until it ends.",
+    )
     deterministic: bool = Field(
         default=True,
         description="Compile programs that compute the same bits at every start, even where others are faster (GPUs).",
@@ -125,6 +130,12 @@ class Topology(FrozenModel):
         default="host",
         description="Place of the compile cache: each host's own disk, or the run's directory as well.",
     )
+
+    @model_validator(mode="after")
+    def _validate_grow(self) -> "Topology":
+        if self.grow == "at_save" and not self.elastic:
+            raise ValueError("grow: at_save is read by an elastic job only; set elastic: true too")
+        return self
 
 
 class Deadlines(FrozenModel):

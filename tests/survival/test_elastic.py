@@ -2,6 +2,7 @@
 
 import pytest
 
+from runner.process import make_placements
 from tests.support.job_process import Attempt, Job, make_uninterrupted_counter_run
 
 SPEC = "specs/counter.yaml"
@@ -60,3 +61,30 @@ def test_an_elastic_job_waits_for_hosts_over_which_its_batch_divides(tmp_path):
     assert not job.directory.exists()
     for attempt in job.start_processes(3):
         attempt.expect(0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_an_elastic_job_grows_at_a_save_once_its_lost_host_waits(tmp_path, num_processes):
+    """Of three processes two go on, and their coordination service has the port that the third one asks."""
+    options = ("topology.elastic=true", "topology.grow=at_save", "deadlines.start_seconds=8")
+    job = Job(SPEC, tmp_path / "run", (*OPTIONS, *options, "config.step_seconds=0.3", "checkpoint.every_steps=20"))
+    placements = make_placements(num_processes)
+
+    def start_worker(process: int) -> Attempt:
+        return Attempt(job, ["launch.worker", *job.arguments, *placements[process]], 1)
+
+    workers = [start_worker(process) for process in range(num_processes)]
+    workers[0].wait_until(lambda: job.newest() >= 10, "a checkpoint")
+    workers[-1].kill_tree()
+    workers[0].wait_until(lambda: len(job.events("start")) == 2, "the start without it")
+    workers[-1] = start_worker(num_processes - 1)
+    for worker in workers:
+        worker.expect(0)
+    assert [start["processes"] for start in job.events("start")] == [num_processes, num_processes - 1, num_processes]
+    (grow,), (stop,) = job.events("grow"), job.events("preempt")
+    assert grow["processes"] == 1
+    assert stop["saved"] is True
+    assert job.events("restore")[-1]["step"] == stop["step"]
+    assert job.result() == make_uninterrupted_counter_run(OPTIONS).result()
+    assert list((job.directory / "waiting").iterdir()) == []
