@@ -117,7 +117,7 @@ def test_restarts_by_the_launcher_change_no_bit(
     tmp_path: Path,
 ) -> None:
     spec = "specs/counter.yaml"
-    options = ("config.total_steps=160", "config.width=65536", "config.step_seconds=0.03", "checkpoint.every_steps=5")
+    options = ("config.total_steps=400", "config.width=65536", "config.step_seconds=0.03", "checkpoint.every_steps=5")
     job = Job(spec, tmp_path / "run", options, DEVICES)
     launcher = job.launch(NUM_PROCESSES, max_restarts=3)
     strikes = [
