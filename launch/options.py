@@ -24,6 +24,11 @@ MAX_NUMBER = 2**31 - 1  # what every engine can hold
 MaxRestarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Number of restarts after exit code 76; 75 does not count.")
 ]
+DEFAULT_STANDBY_SECONDS = 30
+StandbySeconds = Annotated[
+    int,
+    typer.Option(min=0, metavar="N", help="Age of the job's process when its successor is started ahead; 0 for never."),
+]
 Nodes = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of nodes where the spec names no chips.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")]
 GraceSeconds = Annotated[
@@ -80,6 +85,11 @@ def find_grace_seconds(grace_seconds: int | None, checkpoint: CheckpointConfig) 
 def runner_arguments(spec: str, overrides: Sequence[str]) -> list[str]:
     """Return the words after `python` of the command that every host runs."""
     return ["-m", "runner", spec, *set_arguments(overrides)]
+
+
+def standby_arguments(standby_seconds: int) -> list[str]:
+    """Return the words that pass `--standby-seconds` on to `launch.worker`; none if that is its default."""
+    return [] if standby_seconds == DEFAULT_STANDBY_SECONDS else ["--standby-seconds", str(standby_seconds)]
 
 
 def set_arguments(overrides: Sequence[str]) -> list[str]:

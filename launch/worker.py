@@ -24,7 +24,13 @@ from typing import Annotated
 
 import typer
 
-from launch.options import LaunchArguments, MaxRestarts, runner_arguments
+from launch.options import (
+    DEFAULT_STANDBY_SECONDS,
+    LaunchArguments,
+    MaxRestarts,
+    StandbySeconds,
+    runner_arguments,
+)
 from launch.supervisor import Supervisor, combine_exit_codes, read_progress
 from runner.command_line import CommandLine, Coordinator, NumProcesses, ProcessId, validate_placement
 from runner.console import protect_streams, say, warn
@@ -47,12 +53,7 @@ class WorkerArguments(LaunchArguments):
         bool,
         typer.Option("--forward-signals", help="Send signals on to the job, where only this process gets them."),
     ] = False
-    standby_seconds: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Age of the job's process when its successor is started ahead; 0 for never."
-        ),
-    ] = 30
+    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     coordinator: Coordinator = None
     num_processes: NumProcesses = None
     process_id: ProcessId = None

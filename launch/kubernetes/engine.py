@@ -36,6 +36,7 @@ import typer
 import yaml
 
 from launch.options import (
+    DEFAULT_STANDBY_SECONDS,
     MAX_NUMBER,
     SUBMIT_TIME_VARIABLE,
     DryRun,
@@ -43,8 +44,10 @@ from launch.options import (
     LaunchArguments,
     MaxRestarts,
     Nodes,
+    StandbySeconds,
     find_grace_seconds,
     set_arguments,
+    standby_arguments,
 )
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.console import write_text
@@ -146,6 +149,7 @@ class JobSetArguments(LaunchArguments):
         list[str], typer.Option(metavar="LABEL=VALUE", help="Label that the nodes must have; repeatable.")
     ] = field(default_factory=list)
     max_restarts: MaxRestarts = 100
+    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     grace_seconds: GraceSeconds = None
     workdir: Annotated[
         str | None,
@@ -377,6 +381,7 @@ def _render_container(
     command = [escape_references(word) for word in words]
     # The kubelet signals the first process of a container only.
     command += ["--forward-signals", "--max-restarts", str(arguments.max_restarts)]
+    command += standby_arguments(arguments.standby_seconds)
     if not pods.is_tpu and pods.hosts_per_slice > 1:  # GKE tells JAX about the hosts of TPU slices only
         coordinator = f"{first_host}:{COORDINATOR_PORT}"
         command += format_placement(coordinator, pods.hosts_per_slice, "$(JOB_COMPLETION_INDEX)")

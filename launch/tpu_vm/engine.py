@@ -29,7 +29,14 @@ from typing import Annotated
 
 import typer
 
-from launch.options import LaunchArguments, MaxRestarts, set_arguments
+from launch.options import (
+    DEFAULT_STANDBY_SECONDS,
+    LaunchArguments,
+    MaxRestarts,
+    StandbySeconds,
+    set_arguments,
+    standby_arguments,
+)
 from launch.supervisor import combine_exit_codes
 from launch.tpu_vm.gcloud import (
     CREATE_TIME,
@@ -325,6 +332,7 @@ class TpuVmArguments(LaunchArguments):
         ),
     ] = None
     max_restarts: MaxRestarts = 100
+    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     keep: Annotated[bool, typer.Option("--keep", help="Keep the machines when the job is done or has failed.")] = False
     poll_seconds: Annotated[float, typer.Option(metavar="N", help="Time between two polls.")] = 30.0
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the gcloud commands, and run none.")] = False
@@ -417,13 +425,15 @@ def run(arguments: TpuVmArguments) -> int:
     if extra is None:
         reason = f"{spec.directory} is on the disk of a TPU VM, which is deleted with it; needs gs://, s3:// or az://"
         raise document.error("directory", reason)
+    words = [commit.spec, *set_arguments(arguments.overrides), "--max-restarts", str(arguments.max_restarts)]
+    words += standby_arguments(arguments.standby_seconds)
     programs = HostPrograms(
         name,
         commit.short,
         f"{name}-{commit.short}.tar.gz",
         commit.sha256,
         ("tpu", extra),
-        (commit.spec, *set_arguments(arguments.overrides), "--max-restarts", str(arguments.max_restarts)),
+        tuple(words),
         None if arguments.environment_file is None else f"{name}.environment",
     )
     gcloud = Gcloud(resource, arguments.poll_seconds)

@@ -17,9 +17,10 @@ OPTIONS = {
     "slurm": "--set --nodes --spare-nodes --gpus-per-node --cpus-per-task --time --partition --account --output "
     "--grace-seconds --max-restarts --python --sbatch-option --dry-run",
     "jobset": "--set --image --dry-run --name --namespace --nodes --cpu --memory --spot --node-selector --max-restarts "
-    "--grace-seconds --workdir --env --env-from-secret --volume-claim --service-account --priority-class",
+    "--standby-seconds --grace-seconds --workdir --env --env-from-secret --volume-claim --service-account "
+    "--priority-class",
     "tpu-vm": "--set --zone --project --name --spot --reserved --runtime-version --service-account --network "
-    "--subnetwork --internal-ips --environment-file --max-restarts --keep --poll-seconds --dry-run",
+    "--subnetwork --internal-ips --environment-file --max-restarts --standby-seconds --keep --poll-seconds --dry-run",
 }
 ALL_ENGINES = pytest.mark.parametrize("engine", list(REQUIRED_OPTIONS))
 

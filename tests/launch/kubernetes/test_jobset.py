@@ -29,6 +29,7 @@ import yaml
 
 from launch.__main__ import main
 from launch.kubernetes.engine import escape_references
+from launch.worker import WorkerArguments
 from runner.accelerator import CHIPS
 from runner.run.events import SUBMITTED
 from tests.support.job_process import DEADLINE_SECONDS, Job
@@ -316,6 +317,14 @@ def find_action(manifest, code, is_disrupted):
 )
 def test_the_failure_policy_decides_by_exit_code_and_disruption(render, code, is_disrupted, action):
     assert find_action(render("--nodes", "2"), code, is_disrupted) == action
+
+
+@pytest.mark.parametrize("seconds", [None, 0, 30, 600])
+def test_the_age_at_which_a_standby_is_started_is_passed_on(render, seconds):
+    options = [] if seconds is None else ["--standby-seconds", str(seconds)]
+    words, name = get_container(render("--nodes", "2", *options))["args"], "--standby-seconds"
+    passed_on = int(words[words.index(name) + 1]) if name in words else WorkerArguments(spec="x.yaml").standby_seconds
+    assert passed_on == (30 if seconds is None else seconds)
 
 
 @pytest.mark.parametrize(

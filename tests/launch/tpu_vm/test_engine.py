@@ -128,12 +128,12 @@ def test_a_job_runs_and_its_machines_are_deleted(repository, cloud, capsys):
     cloud.set_up(
         f'{COUNT_STARTS}sleep 0.3; echo "step $WORKER with $*"', [["ACCEPTED", "WAITING_FOR_RESOURCES", "ACTIVE"]]
     )
-    assert launch("--set", "seed=3", "--max-restarts", "7") == 0
+    assert launch("--set", "seed=3", "--max-restarts", "7", "--standby-seconds", "0") == 0
     output = capsys.readouterr().out
     states = re.findall(r"is (\w+)$", output, re.MULTILINE)
     assert states == ["ACCEPTED", "WAITING_FOR_RESOURCES", "ACTIVE"]
     assert "pip: -m pip install --quiet --editable ./code[tpu,gcs]\n" in output
-    assert "step 0 with specs/tiny.yaml --set seed=3 --max-restarts 7\n" in output
+    assert "step 0 with specs/tiny.yaml --set seed=3 --max-restarts 7 --standby-seconds 0\n" in output
     assert "step 1" not in output
     assert cloud.count_starts() == {"tiny-run-0": 1, "tiny-run-1": 1}
     verbs = cloud.list_verbs()
