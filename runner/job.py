@@ -425,16 +425,16 @@ class RestoreableJob:
         digest, seconds = compute_fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
         self.on_restored()
-        # Written only now, because `auto` is resolved, and a job that cannot start must not replace the last good spec.
-        if attempt.hosts.is_main:
-            attempt.update_owner(compute_trajectory(self.spec, self.config))
-            self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         self.checkpointer.begin(self.state, self.step)
         attachments, carry = ({}, None) if found is None else (found.attachments, found.manifest.carry)
         if self.writes_own_rows:
             self.row_log.rewind(self.step, attachments)
         # A state that is saved without a carry has a row, but that is in the parent's file.
         self.report.resume(self.step, attachments, {} if is_fork and carry is None else carry)
+        # Written only now, because `auto` is resolved, and a job that cannot start must not replace the last good spec.
+        if attempt.hosts.is_main:
+            attempt.update_owner(compute_trajectory(self.spec, self.config))
+            self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         if is_fork and found is not None:
             self.commit_fork(found.manifest.metric)
 

@@ -49,7 +49,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from runner.console import warn
 from runner.errors import FencedError, InvalidError
-from runner.metrics.rows import EncodedRow, Row, RowTail, find_last_own_step, is_damaged, select_surviving
+from runner.metrics.rows import EncodedRow, Row, RowTail, find_last_own_step, parse_row, select_surviving
 from runner.run.fence import Fence
 from runner.storage import (
     ABSENT,
@@ -657,33 +657,46 @@ class MetricsTail(Protocol):
         """
 
 
+class _RowIterator:
+    """Rows among lines of text, each step once and in ascending order.
+
+    Attributes:
+        step: step of the newest row.
+        num_damaged: lines that are neither rows nor blank.
+    """
+
+    def __init__(self, step: int = -1):
+        self.step, self.num_damaged = step, 0
+
+    def iterate(self, texts: Iterable[bytes]) -> Iterator[Row]:
+        """Yield the rows of later steps than those before."""
+        for text in texts:
+            row = parse_row(text)
+            if row is None:
+                self.num_damaged += bool(text.strip())
+            elif row["step"] > self.step:
+                self.step = row["step"]
+                yield row
+
+
 class LocalMetricsTail:
     """Tailing reader of `metrics.jsonl` on a disk, a `MetricsTail`. Memory holds one line."""
 
     def __init__(self, store: LocalStore):
         self._file = FileTail(store.root / METRICS_FILE, lambda: store.open(METRICS_FILE))
-        self._step, self._num_damaged = -1, 0
+        self._rows = _RowIterator()
 
     @property
     def num_skipped(self) -> int:
         """Lines since the last restart that are no rows."""
-        return self._num_damaged + self._file.num_skipped
+        return self._rows.num_damaged + self._file.num_skipped
 
     def read(self) -> MetricsTailUpdate:
         """Return the rows of the lines that were appended since the last reading."""
         is_restart, lines = self._file.read()
         if is_restart:
-            self._step, self._num_damaged = -1, 0
-        return MetricsTailUpdate(is_restart, self._iterate_rows(lines), [])
-
-    def _iterate_rows(self, lines: Iterable[bytes]) -> Iterator[Row]:
-        for text in lines:
-            for line in select_surviving([text], beyond=self._step):
-                self._step = line.step
-                yield line.row
-                break
-            else:
-                self._num_damaged += is_damaged(text)
+            self._rows = _RowIterator()
+        return MetricsTailUpdate(is_restart, self._rows.iterate(lines), [])
 
 
 class BucketMetricsTail:
@@ -711,19 +724,19 @@ class BucketMetricsTail:
         if is_restart:
             self._parts, self._step, self._num_damaged = [], -1, 0
         sealed = decode_parts(content)
-        texts = content.splitlines()
-        self._num_damaged_newest = sum(map(is_damaged, texts[bool(sealed) :]))
-        newest = select_surviving(texts, beyond=sealed[-1].last_step if sealed else -1)
-        rows = self._iterate_rows(names[len(self._parts) :])
-        return MetricsTailUpdate(is_restart, rows, [line.row for line in newest])
+        newest = _RowIterator(sealed[-1].last_step if sealed else -1)
+        # The first line names the parts.
+        newest_rows = list(newest.iterate(content.splitlines()[bool(sealed) :]))
+        self._num_damaged_newest = newest.num_damaged
+        return MetricsTailUpdate(is_restart, self._iterate_rows(names[len(self._parts) :]), newest_rows)
 
     def _iterate_rows(self, names: Iterable[str]) -> Iterator[Row]:
         for name in names:
-            texts = self._store.read(name).splitlines()
-            for line in select_surviving(texts, beyond=self._step):
-                self._step = line.step
-                yield line.row
-            self._num_damaged += sum(map(is_damaged, texts))
+            part = _RowIterator(self._step)
+            for row in part.iterate(self._store.read(name).splitlines()):
+                self._step = part.step
+                yield row
+            self._num_damaged += part.num_damaged
             # Only a part whose rows were all handed over counts as read: the caller may stop in between.
             self._parts.append(name)
 

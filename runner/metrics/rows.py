@@ -267,26 +267,21 @@ def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: in
         beyond: Only later steps are yielded.
     """
     for text in texts:
-        found = _find_step(text)
-        if found is not None and found > beyond and (step is None or found <= step):
-            beyond = found
-            yield EncodedRow(found, text.strip() + b"\n")
+        row = parse_row(text)
+        if row is not None and row["step"] > beyond and (step is None or row["step"] <= step):
+            beyond = row["step"]
+            yield EncodedRow(beyond, text.strip() + b"\n")
 
 
-def _find_step(text: bytes) -> int | None:
-    """Return the step of the row in a line, None if the line is no row."""
+def parse_row(text: bytes) -> Row | None:
+    """Return the row in a line, None if the line is no row."""
     row = parse_line(text) or {}
     found, loss = row.get("step"), row.get("train/loss")
     # Rows without a loss: of a step without a target, of an evaluation before the first step, of another job.
     has_mark = "perf/time" in row or (found == 0 and "train/tokens" in row)
     is_row = type(loss) in (int, float) or (loss is None and has_mark)
     # `type` and not `isinstance`, since True is an int. A step without bound would hide all rows after it.
-    return found if type(found) is int and is_row and 0 <= found <= STEP_MAX else None
-
-
-def is_damaged(text: bytes) -> bool:
-    """Return True if a line is neither a row nor blank."""
-    return bool(text.strip()) and _find_step(text) is None
+    return row if type(found) is int and is_row and 0 <= found <= STEP_MAX else None
 
 
 def find_last_own_step(step: int, tail: RowTail | None) -> int:

@@ -261,7 +261,7 @@ class FileTail:
             while text := file.readline(_LINE_BYTES_MAX):
                 if text.endswith(b"\n"):
                     # Only a line that was handed over counts as read: the caller may stop in between.
-                    self._offset, self._last_line = file.tell(), text
+                    self._offset, self._last_line = self._offset + len(text), text
                     yield text
                 elif len(text) < _LINE_BYTES_MAX:
                     return  # a line that is still being written
