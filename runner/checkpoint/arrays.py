@@ -37,6 +37,7 @@ from runner.storage.store import translate_errors
 
 NUM_UPLOADS = 8
 GROUP_BYTES = 1 << 30  # of the leaves that are read at a time
+WRITE_ERRORS = (OSError, ValueError, RuntimeError)  # of a save on one host, after which training continues
 _CACHE_BYTES = 64 << 20  # without a cache, the table of contents is read anew for every block
 
 
@@ -51,12 +52,21 @@ class WriteResult:
 class ArrayWriter(Protocol):
     """Writer of arrays below one name of a store. Made and called on every host."""
 
-    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
+    def start(
+        self, target: str, leaves: dict[str, jax.Array], error: Exception | None = None
+    ) -> Callable[[float], WriteResult]:
         """Start writing `leaves` below `target`. The arrays may be donated when this returns. Any thread.
+
+        Raises none of `WRITE_ERRORS`: process 0 waits for the part of every host, and must learn that there is none.
+
+        Args:
+            target: name of a directory.
+            leaves: the arrays by name.
+            error: one of `WRITE_ERRORS`, with which this host has failed already; then nothing is written.
 
         Returns:
             A function of a deadline in seconds that blocks until the parts of all hosts are durable. Called on every
-            host, on any thread. Its result counts on process 0 only. It may raise `OSError` or `ValueError`.
+            host, on any thread. Its result counts on process 0 only. It may raise one of `WRITE_ERRORS`.
         """
 
     def discard(self, target: str) -> None:
@@ -76,26 +86,33 @@ class OrbaxWriter:
         self._num_saves = 0
         self._failed: set[str] = set()  # targets of failed writes that were not written since
 
-    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
+    def start(
+        self, target: str, leaves: dict[str, jax.Array], error: Exception | None = None
+    ) -> Callable[[float], WriteResult]:
         """Copy the arrays out of the devices; Orbax writes them in the background."""
         self._delete_failed()
         self._failed.discard(target)
         self._num_saves += 1
         key = key_value.save_folder(self._num_saves)
-        self._orbax.save(self._root / target, args=ocp.args.PyTreeSave(leaves), force=True)
-        return lambda deadline_seconds: self._finish(target, key, deadline_seconds)
-
-    def _finish(self, target: str, key: str, deadline_seconds: float) -> WriteResult:
-        started = time.monotonic()
-        error: Exception | None = None
         try:
+            if error is None:
+                self._orbax.save(self._root / target, args=ocp.args.PyTreeSave(leaves), force=True)
+        except WRITE_ERRORS as caught:
+            error = caught
+        return lambda deadline_seconds: self._finish(target, key, deadline_seconds, error)
+
+    def _finish(self, target: str, key: str, deadline_seconds: float, error: Exception | None) -> WriteResult:
+        started = time.monotonic()
+        try:
+            if error is not None:
+                raise error
             self._orbax.wait_until_finished()
             # Orbax flushes the data files and not the small ones beside them, such as `_METADATA`, nor the directories.
             # On a network disk a host can flush only what it has written itself.
             if not self._hosts.is_main:
                 own = re.compile(rf"(.*\.)?process_{self._hosts.process_id}")
                 self._store.flush_tree(target, lambda name: any(map(own.fullmatch, name.split("/"))))
-        except (OSError, ValueError, RuntimeError) as caught:
+        except WRITE_ERRORS as caught:
             error = caught
         _collect_parts(self._hosts, key, {}, error, deadline_seconds - (time.monotonic() - started))
         if not self._hosts.is_main:
@@ -148,25 +165,35 @@ class BlockWriter:
         self._staging = staging
         self._num_saves = 0
 
-    def start(self, target: str, leaves: dict[str, jax.Array]) -> Callable[[float], WriteResult]:
+    def start(
+        self, target: str, leaves: dict[str, jax.Array], error: Exception | None = None
+    ) -> Callable[[float], WriteResult]:
         """Copy this process's shards to host memory; they are written and uploaded in the background."""
-        blocks = copy_to_host(leaves)
         # All hosts save the same steps in the same order, so the number of the save gives them the same key.
         self._num_saves += 1
-        key = key_value.save_folder(self._num_saves)
-        return lambda deadline_seconds: self._finish(target, blocks, key, deadline_seconds)
+        key, blocks = key_value.save_folder(self._num_saves), Blocks()
+        try:
+            if error is None:
+                blocks = copy_to_host(leaves)
+        except WRITE_ERRORS as caught:
+            error = caught
+        return lambda deadline_seconds: self._finish(target, blocks, key, deadline_seconds, error)
 
-    def _finish(self, target: str, blocks: Blocks, key: str, deadline_seconds: float) -> WriteResult:
+    def _finish(
+        self, target: str, blocks: Blocks, key: str, deadline_seconds: float, error: Exception | None
+    ) -> WriteResult:
         started = time.monotonic()
         directory, _, arrays = target.rpartition("/")
-        table, error = BlockTable(), None
+        table = BlockTable()
         try:
+            if error is not None:
+                raise error
             self._staging.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._staging) as temporary:
                 table = write_blocks(Path(temporary), f"{arrays}/{self._hosts.process_id}", blocks)
                 blocks.clear()  # frees the host's memory before the upload, which may take minutes
                 _upload(self._store, Path(temporary), directory, table, deadline_seconds)
-        except OSError as caught:
+        except WRITE_ERRORS as caught:
             error = caught
         message = {"files": table.files, "shards": table.shards}
         left_seconds = deadline_seconds - (time.monotonic() - started)

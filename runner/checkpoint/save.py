@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from runner.checkpoint import fingerprint
-from runner.checkpoint.arrays import ArrayWriter, WriteResult, make_writer, verify_read_back
+from runner.checkpoint.arrays import WRITE_ERRORS, ArrayWriter, WriteResult, make_writer, verify_read_back
 from runner.checkpoint.blocks import Blocks, copy_to_host
 from runner.checkpoint.fast_tier import FastTier, open_fast_tier
 from runner.checkpoint.leaves import (
@@ -61,7 +61,6 @@ from runner.spec import CheckpointConfig, Trajectory
 from runner.storage import JsonObject, local_directory, parse_number
 
 # Errors of a write that fails. They cost one save; anything else is a bug and ends the run.
-WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -138,7 +137,6 @@ class _Save:
         attachments: small files for the fast tier.
         leaves: for the read-back, the abstract leaves as they are stored; None without a read-back.
         finish: blocks until the arrays of all hosts are durable.
-        error: error of the copy; it fails the save in the background.
         digests: digests of the leaves, which the device may still be computing.
     """
 
@@ -149,7 +147,6 @@ class _Save:
     attachments: dict[str, bytes]
     leaves: Leaves | None = None
     finish: Callable[[float], WriteResult] | None = None
-    error: BaseException | None = None
     digests: list[jax.Array] = field(default_factory=list)
 
     @property
@@ -422,24 +419,30 @@ class Checkpointer:
         attachments = contents.attachments() if is_fast and attempt.hosts.is_main else {}
         save = _Save(manifest, fingerprint.LeafLayout(state), contents, started_seconds, attachments)
 
-        # 1. Copy. An error here must not raise: the other hosts would wait for this one. It fails the save later, in
-        # the background, where every failure of a write is handled.
+        # 1. Copy. An error here must not raise: the other hosts would wait for this one. The writer reports it to them,
+        # and it fails the save in the background, where every failure of a write is handled.
         leaves = encode_leaves(dict(zip(save.layout.names, jax.tree.leaves(state), strict=True)))
         blocks: Blocks | None = None
+        error: Exception | None = None
         try:
             if not self._buffer.is_needed:
                 leaves = {name: copy_offloaded(leaf) for name, leaf in leaves.items()}
-            if is_durable:
-                if self._buffer.is_needed:
-                    # On a CPU the writer reads the arrays in place, so all of it can happen in the background.
-                    save.finish = lambda deadline_seconds: self._writer.start(save.target, leaves)(deadline_seconds)
-                else:
-                    save.finish = self._writer.start(save.target, leaves)
-                save.leaves = jax.tree.map(make_abstract, leaves) if self._reads_back else None
-            if is_fast:
+        except WRITE_ERRORS as caught:
+            error = caught
+        if is_durable:
+            if self._buffer.is_needed:
+                # On a CPU the writer reads the arrays in place, so all of it can happen in the background.
+                save.finish = lambda deadline_seconds: self._writer.start(save.target, leaves)(deadline_seconds)
+            else:
+                save.finish = self._writer.start(save.target, leaves, error)
+            save.leaves = jax.tree.map(make_abstract, leaves) if self._reads_back else None
+        try:
+            if is_fast and error is None:
                 blocks = copy_to_host(leaves, "all")
         except WRITE_ERRORS as caught:
-            save.error = caught
+            error = caught
+        if is_fast and error is not None:
+            self._report_fast_failure(step, error)
 
         # 2. Fingerprint. After the copy, because on a CPU the two would contend while the training thread waits.
         save.digests = save.layout.dispatch(state)
@@ -466,8 +469,6 @@ class Checkpointer:
         manifest = self._add_digests(save)
         try:
             # 3. Durable: the arrays of every host, and what must not be behind the checkpoint, such as metrics.
-            if save.error is not None:
-                raise save.error
             assert save.finish is not None
             written = save.finish(self._max_unsaved_seconds)
             save.contents.flush()
@@ -521,10 +522,13 @@ class Checkpointer:
         try:
             self._fast_tier.write(manifest, blocks, save.attachments)
         except WRITE_ERRORS as failure:
-            warn(f"step {manifest.step} is not in the fast tier: {format_error(failure)}")
-            self._attempt.events.append("save_failed", manifest.step, tier="fast", reason=format_error(failure))
+            self._report_fast_failure(manifest.step, failure)
             return
         self._attempt.record("commit", manifest.step, tier="fast", seconds_to_durable=save.seconds)
+
+    def _report_fast_failure(self, step: int, failure: Exception) -> None:
+        warn(f"step {step} is not in the fast tier: {format_error(failure)}")
+        self._attempt.events.append("save_failed", step, tier="fast", reason=format_error(failure))
 
     def _add_digests(self, save: _Save) -> Manifest:
         """Return the manifest with the fingerprint of every leaf. Waits for the devices.

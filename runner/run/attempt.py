@@ -1,7 +1,7 @@
 """`Attempt`: one start of a job on all its processes, in a directory that it has claimed.
 
 It holds what every part of a running job needs, records how the attempt ends, and reports to the user.
-`IncidentRecorder` stores what the watchdog finds.
+`IncidentRecorder` stores what the watchdog finds. `announce_waiting` and `WaitingHosts` let an elastic job grow.
 
 `Notifier` runs a command, or sends a POST to a URL, on process 0. Each notification is sent on its own thread with a
 deadline. A failure only causes a warning. Training never waits for a notification; `drain` waits for a few seconds

@@ -126,7 +126,7 @@ def test_each_process_flushes_its_own_files_before_it_reports(
         (target / name).touch()
     late: list[str] = []
     hosts = SecondProcess(lambda: late.extend(flushes.list_unflushed(target)))
-    arrays.OrbaxWriter(LocalStore(tmp_path), hosts)._finish("checkpoints/1/arrays.1", "key", 60.0)
+    arrays.OrbaxWriter(LocalStore(tmp_path), hosts)._finish("checkpoints/1/arrays.1", "key", 60.0, None)
     assert sorted(late) == ["_METADATA", "array_metadatas/process_11"]
 
 

@@ -111,7 +111,7 @@ def test_a_save_reads_other_host_memory_than_the_next_step_writes(tmp_path: Path
     start = OrbaxWriter.start
     num_shared = []
 
-    def watch(writer: OrbaxWriter, target: str, leaves: dict[str, jax.Array]) -> Any:
+    def watch(writer: OrbaxWriter, target: str, leaves: dict[str, jax.Array], error: Exception | None = None) -> Any:
         own = dict(zip(list_leaf_names(job.state), jax.tree.leaves(job.state), strict=True))
         moments = [name for name in leaves if is_on_host(leaves[name])]
         assert moments
