@@ -368,6 +368,7 @@ NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     ),
     "quarantine": lambda row: f"checkpoint {row.get('step')} is in {row.get('moved_to')}: {row.get('reason')}",
     "grace": lambda row: row.get("reason"),
+    "grow": lambda row: f"stops after step {row.get('step')} to begin with all processes",
     "changed": lambda row: row.get("changes"),
     "evaluation_problem": lambda row: f"evaluator {row.get('evaluator')}: {row.get('reason')}",
     "sink_off": lambda row: f"{row.get('sink')} gets no more rows: {row.get('reason')}",
