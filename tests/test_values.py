@@ -127,6 +127,7 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
         if axis != "data"
     },
     ("topology.mesh.data", OPEN): {f"topology.mesh.{other}": 1 for other in AXES if other != "data"},
+    ("topology.grow", "at_save"): {"topology.elastic": True},
     **{
         ("config.memory.row_attention", value): dict.fromkeys((f"topology.mesh.{axis}" for axis in AXES), 1)
         | {"topology.mesh.sequence": 2, "topology.mesh.data": "auto"}
