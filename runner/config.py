@@ -851,6 +851,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         """
         # What only looks at the run, or changes results by rounding, may change while it runs.
         free = {"eval", "metrics", "memory", "ema.evaluate"}
+        free |= {"stability.max_consecutive_skips", "stability.roll_back.at_most"}
         free |= {"data.validation", "data.cache_bytes", "data.mixture.max_epochs"}
         # Stages are compared piece by piece, from `stage_trajectory`.
         free |= {"stages"}

@@ -60,7 +60,6 @@ from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig, Trajectory
 from runner.storage import JsonObject, local_directory, parse_number
 
-# Errors of a write that fails. They cost one save; anything else is a bug and ends the run.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

@@ -103,7 +103,7 @@ class StopNotice:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in list_stop_signals():
-            signal.signal(number, lambda number, frame: None)  # Only with a handler is the pipe filled.
+            signal.signal(number, lambda number, frame: None)  # A handler makes Python fill the pipe.
         faulthandler.register(signal.SIGQUIT, file=_STDERR)
         threading.Thread(target=self._read_signals, args=(reader, writer), name="signals", daemon=True).start()
 

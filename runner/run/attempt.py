@@ -9,7 +9,6 @@ before the process exits, and leaves a command that takes longer running.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import socket
@@ -247,14 +246,13 @@ def announce_waiting(spec: ExecutionSpec, process_id: int) -> Iterator[Callable[
     if spec.topology is None or spec.topology.grow == "never":
         yield lambda: None
         return
-    name, numbers = f"{WAITING}/{process_id}", itertools.count(1)
+    name = f"{WAITING}/{process_id}"
 
     def announce() -> None:
         with contextlib.suppress(OSError, InvalidError):
             store = open_store(str(spec.directory))
             if read_owner(store) is not None:
-                notice = {"number": next(numbers), "host": socket.gethostname(), "time": time.time()}
-                store.write(name, encode_json(notice))
+                store.write(name, encode_json({"host": socket.gethostname(), "time": time.time()}))
 
     yield announce
     with contextlib.suppress(OSError, InvalidError):

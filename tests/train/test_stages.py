@@ -477,6 +477,22 @@ def test_a_key_that_a_fork_may_change_leaves_the_state_as_it_is(tmp_path: Path, 
     assert [each[f"config.{key}"] for each in trajectories] == values
 
 
+@pytest.mark.parametrize(
+    ("policy", "key", "values"),
+    [
+        ({"non_finite": "skip"}, "max_consecutive_skips", (100, 5)),
+        ({"roll_back": {"skip_examples": 8}}, "roll_back.at_most", (3, 9)),
+    ],
+)
+def test_a_limit_of_the_policy_is_no_part_of_the_trajectory(
+    tmp_path: Path, policy: dict[str, Any], key: str, values: tuple[int, int]
+) -> None:
+    changes = [{"config.stability": policy, f"config.stability.{key}": value} for value in values]
+    first, second = (job(tmp_path / "run", **each) for each in changes)
+    assert compute_trajectory(first.spec, first.config) == compute_trajectory(second.spec, second.config)
+    assert first.config != second.config
+
+
 def count_sources(data: Dataset, first: int, count: int) -> list[tuple[str, int]]:
     """Return source and index in its training tokens of each example of a stage, as reading finds them."""
     sources, indices = data._mixture.locate(first, count)

@@ -22,7 +22,6 @@ _ELEMENTWISE = {"add", "subtract", "multiply", "divide", "select", "maximum", "m
 _ELEMENTWISE |= {"tanh", "all-reduce", "clamp", "rsqrt", "sqrt", "power", "and", "xor", "not", "log", "abs", "sort"}
 _OPCODES_WITHOUT_BUFFER = {"parameter", "constant", "partition-id", "replica-id"}
 _OPCODES_WITHOUT_BUFFER |= {"send", "recv", "recv-done", "send-done"}
-_OPCODES_WITHOUT_BUFFER |= {"send", "recv", "recv-done", "send-done"}
 _INDEX = re.compile(r"\bindex=(\d+)")
 _ALIASED_OPERAND = re.compile(r"output_to_operand_aliasing=\{\{\}: \((\d+),")
 _NO_TEMPORARY = -1  # buffer number of a value that is no temporary of the computation
@@ -79,6 +78,7 @@ def compute_live_memory(module: HloModule) -> LiveMemory:
         if computation in peaks:
             return peaks[computation]
         peak: tuple[int, tuple[OpKey, ...]] = (0, ())
+        peaks[computation] = peak
         ops = list(module.computations.get(computation, {}).values())
         for op, buffers in zip(ops, _BufferAssignment(module, computation).iter_live_buffers(), strict=True):
             key = computation, op.name
