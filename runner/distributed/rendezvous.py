@@ -248,8 +248,10 @@ def _join_process_0(
             connection.settimeout(left_seconds + _ANSWER_SECONDS)
             answer = _receive_line(connection)
             error, present = answer["error"], [int(process) for process in answer["present"]]
+            if placement.process_id not in present:
+                raise ValueError("the answer leaves this process out")
         # Process 0 is not up yet, or is being restarted, or something else has its port for now.
-        except (OSError, ValueError, KeyError, TypeError) as failure:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as failure:
             reason = f"no {failure} in the answer" if isinstance(failure, KeyError) else str(failure)
             if connection is not None:
                 connection.close()

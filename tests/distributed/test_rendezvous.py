@@ -77,6 +77,8 @@ WRONG_ANSWERS = {
     b'{"error": null}\n': "no 'present' in the answer",
     b'{"error": null, "present": 2}\n': "'int' object is not iterable",
     b'{"error": null, "present": [null]}\n': "int() argument",
+    b'{"error": null, "present": [Infinity]}\n': "cannot convert float infinity to integer",
+    b'{"error": null, "present": [0, 7]}\n': "the answer leaves this process out",
 }
 
 
