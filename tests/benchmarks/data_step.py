@@ -8,6 +8,7 @@ of adjacent slices.
 """
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import tempfile
@@ -58,7 +59,10 @@ def main() -> None:
             return Prefetcher(layout.batch(dataset, "train", step) for step in itertools.count())
 
         seconds: list[list[float]] = []
-        with batches(str(path)) as local, batches(f"{backend.url('step')}/train.bin") as remote:
+        with (
+            contextlib.closing(batches(str(path))) as local,
+            contextlib.closing(batches(f"{backend.url('step')}/train.bin")) as remote,
+        ):
             for _ in range(options.slices + 1):  # the first slice warms up
                 seconds.append([])
                 for feed in (local, remote):

@@ -23,7 +23,6 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -65,9 +64,7 @@ SIZES = {
 recompute = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
-def make_hand_step(
-    size: Size, layer_loop: LayerLoop
-) -> tuple[Callable[[State, jax.Array, jax.Array], tuple[State, jax.Array]], State, jax.Array, jax.Array]:
+def make_hand_step(size: Size, layer_loop: LayerLoop) -> tuple[jax.stages.Wrapped, State, jax.Array, jax.Array]:
     """Return a jitted `step(state, x, y) -> (state, loss)`, a first state (which the step consumes), x and y."""
     tokens_BxT1 = jax.random.randint(
         jax.random.key(1), (size.batch_examples, size.sequence_length + 1), 0, size.vocabulary_size

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,8 +43,8 @@ def make_failing_callback(rate: float) -> Callable[[str, str], None]:
     return before
 
 
-def put_in_bucket(monkeypatch: pytest.MonkeyPatch, directory: Path, driver: MemoryDriver | None = None) -> MemoryDriver:
-    """Copy the files of `directory` to URL in an in-memory bucket."""
+def put_in_bucket(monkeypatch: pytest.MonkeyPatch, directory: Path, driver: Any = None) -> Any:
+    """Copy the files of `directory` to URL in an in-memory bucket, by default a `CountingDriver`; return its driver."""
     driver = driver or CountingDriver()
     serve_from(monkeypatch, driver)
     for path in sorted(directory.rglob("*")):

@@ -62,7 +62,7 @@ def summarise_program(job: BaseTrainer, program: CompiledProgram) -> dict[str, A
     text, layout = program.step.text, program.step.layout
     gathered = {
         shape
-        for found in parse_program(text).found
+        for found in parse_program(text).collectives
         if found.kind == "all-gather"
         for shape in parse_shapes(get_output_shape(found.instruction))
     }

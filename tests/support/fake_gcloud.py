@@ -20,12 +20,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 STATE = Path(os.environ["FAKE_GCLOUD"])
 HOSTS_PER_SLICE = 2
 
 
-def load(name: str, default: object) -> object:
+def load(name: str, default: Any) -> Any:
     path = STATE / name
     return json.loads(path.read_text()) if path.exists() else default
 

@@ -56,7 +56,9 @@ class TimedGPT(PretrainGPT):
 
     def prepare(self) -> None:
         self.checkpointer.save = add_measurement("save_stall", self.checkpointer.save)  # type: ignore[method-assign]
-        self.checkpointer.wait = add_measurement("save_stall", self.checkpointer.wait)  # type: ignore[method-assign]
+        self.checkpointer.wait_until_finished = add_measurement(  # type: ignore[method-assign]
+            "save_stall", self.checkpointer.wait_until_finished
+        )
         self.append_line(prepared=time.time())
         with measure_seconds("compile"):
             super().prepare()

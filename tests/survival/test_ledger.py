@@ -74,7 +74,7 @@ def stop_watch(life: Life, kept: dict[int, int]) -> dict[TimeBucket, float]:
         last = rows[-1]
         before = sum(last["seconds"].values())
         for name, seconds in last["seconds"].items():
-            found[TimeBucket(name)] += seconds
+            found[TimeBucket(name)] += seconds  # type: ignore[call-arg]
         prepared = life.lines(number, "prepared")[0]["time"]
         found[TimeBucket.PROCESS_START] += prepared - began
         if number in kept:
