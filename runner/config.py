@@ -292,6 +292,13 @@ class TrainConfig(FrozenModel):
         "micro_batch_examples; each device then holds whole gradients. null: bit-identical on one number of devices "
         "only.",
     )
+    replay_every_steps: PositiveInt | None = Field(
+        default=None,
+        description="Steps between two checks of the devices: the gradients of every step with a number divisible by "
+        "this one, and of the first step after each restore, are computed twice, on other devices where several hold "
+        "whole copies of the parameters, and compared bit by bit. If they differ, the update is not applied, the run "
+        "ends with 76, and names the device. null: never.",
+    )
     skip_steps: list[tuple[NonNegativeInt, PositiveInt]] = Field(
         default=[],
         description="Data to pass over: with [s, t], the batches that the steps after s completed ones, up to t, would "
@@ -850,7 +857,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         The total is free too if no learning rate depends on it.
         """
         # What only looks at the run, or changes results by rounding, may change while it runs.
-        free = {"eval", "metrics", "memory", "ema.evaluate"}
+        free = {"eval", "metrics", "memory", "ema.evaluate", "train.replay_every_steps"}
         free |= {"stability.max_consecutive_skips", "stability.roll_back.at_most"}
         free |= {"data.validation", "data.cache_bytes", "data.mixture.max_epochs"}
         # Stages are compared piece by piece, from `stage_trajectory`.

@@ -122,6 +122,10 @@ class PeerLostError(RetryableError, ConnectionError):
     """Another process of the job died or stopped answering."""
 
 
+class DeviceError(RetryableError):
+    """A device computes wrong results."""
+
+
 class StorageError(RetryableError, OSError):
     """The directory could not be read or written."""
 

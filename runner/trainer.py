@@ -21,13 +21,14 @@ import optax
 
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import read_committed
+from runner.checkpoint.restore import quarantine_newer
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
 from runner.data import TRAIN, DataPosition, Dataset, Ranges, SeekablePrefetcher, get_batch_fields, has_targets
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE
-from runner.errors import DivergedError, PhaseError, ResumeError
+from runner.errors import DeviceError, DivergedError, PhaseError, ResumeError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
@@ -48,6 +49,8 @@ from runner.train import state as train_state
 from runner.train import step as step_functions
 from runner.train.auxiliary import AuxiliaryState, make_ema, make_noise_scale
 from runner.train.checks import (
+    DeviceFault,
+    ReplayedStep,
     find_known_micro_batch,
     share_ids,
     validate_data_unchanged,
@@ -164,6 +167,8 @@ class BaseTrainer(RestoreableJob):
         )
         self._stage_number = 0
         self._limit_bytes = 0  # memory of a device that a step may use
+        self._is_just_restored = False
+        self._verified_step = 0  # last step that a replay has verified, or from which this attempt has begun
         self._stage_datasets: dict[tuple[Skips, int], Dataset] = {}  # by stretches of data passed over, and stage
 
     # Methods for an experiment to override.
@@ -263,6 +268,7 @@ class BaseTrainer(RestoreableJob):
             rounding="nearest" if config is None else config.precision.rounding,
             norms="none" if config is None else config.metrics.norms,
             num_groups=None if config is None else config.train.same_bits_devices,
+            replay=step_functions.get_replay_inputs(),
         )
         return step_functions.train_step(cls.forward, state, batch, key, accumulate_steps, options)
 
@@ -348,12 +354,56 @@ class BaseTrainer(RestoreableJob):
         self, state: TrainState, batch: Batch, has_targets: bool, key: jax.Array
     ) -> tuple[TrainState, jax.Array, Meta]:
         """Make one optimizer step, which moves nothing if the batch has no target. Does not wait for the device."""
-        step = self.compiled.executable if has_targets else lambda state, batch, key: self.skip_step(state)
-        if self._stage_number == 0:
-            return step(state, batch, key)
+        fault = None
         # Between steps the state has the functions of stage 0, like the one that is saved and restored.
-        state, loss, meta = step(self.stage.adopt(state), batch, key)
-        return self.running_stages[0].adopt(state), loss, meta
+        state = self.stage.adopt(state) if self._stage_number else state
+        if not has_targets:
+            state, loss, meta = self.skip_step(state)
+        elif self.replayed_step is None:
+            state, loss, meta = self.compiled.executable(state, batch, key)
+        elif self.is_replay_due():
+            state, loss, meta, fault = self.replayed_step.compare(state, batch, key)
+            if fault is None:
+                self._is_just_restored, self._verified_step = False, self.step + 1
+        else:
+            state, loss, meta = self.replayed_step.run(state, batch, key)
+        if fault is not None:
+            self.stop_for_fault(fault)
+        return self.running_stages[0].adopt(state) if self._stage_number else state, loss, meta
+
+    @functools.cached_property
+    def replayed_step(self) -> ReplayedStep | None:
+        """Compiled step of the stage in force that can be replayed; None if the spec asks for no replays."""
+        if not self.compiled.layout.is_replayable:
+            return None
+        return ReplayedStep(self.compiled, self.stage.train_setup.abstract_state)
+
+    def is_replay_due(self) -> bool:
+        """Return True if the gradients of the next step are computed twice."""
+        every_steps = self.config.train.replay_every_steps
+        assert every_steps is not None, "only a job with this key has a step that can be replayed"
+        return self._is_just_restored or (self.step + 1) % every_steps == 0
+
+    def stop_for_fault(self, fault: DeviceFault) -> None:
+        """Quarantine the checkpoints since the last replay, and raise `DeviceError`. Called on every host."""
+        self.checkpointer.wait_until_finished()
+        attempt, step, verified = self.attempt, self.step + 1, self._verified_step
+        processes = sorted({device.process_index for device in fault.devices})
+        attempt.record(
+            "device_fault",
+            step,
+            devices=[device.id for device in fault.devices],
+            processes=processes,
+            hosts=[attempt.environment["hosts"][process] for process in processes] if attempt.hosts.is_main else [],
+            parameters=fault.parameters,
+            verified=verified,
+        )
+        # What was saved since then may hold wrong updates.
+        if attempt.hosts.run_on_main(lambda: quarantine_newer(attempt, verified, f"at step {step}, {fault}")):
+            follows = f"checkpoints after step {verified} are in quarantine"
+        else:
+            follows = f"no checkpoint of step {verified} or earlier is left, so the newest one is kept"
+        raise DeviceError(f"step {step}: {fault}; the update was not applied, and {follows}")
 
     @functools.cached_property
     def skip_step(self) -> Callable[[TrainState], tuple[TrainState, jax.Array, Meta]]:
@@ -415,7 +465,11 @@ class BaseTrainer(RestoreableJob):
         raise DivergedError(f"{spike}; no good checkpoint of step {begin} or earlier is left to go back to")
 
     def on_restored(self) -> None:
-        """Take over the stretches of data that roll-backs have passed over, from the state and from their records."""
+        """Replay the next step, and take over the stretches of data that roll-backs have passed over.
+
+        They come from the state and from their records.
+        """
+        self._is_just_restored, self._verified_step = True, self.step
         if self.config.stability.roll_back is None:
             return
         saved = read_passed_over(self.state)
@@ -568,7 +622,7 @@ class BaseTrainer(RestoreableJob):
             self.compiled = stage.start_compiling(self._limit_bytes).result()
         self._stage_number = number
         # They are made again, for the model, the batch and the data of this stage.
-        for name in ("builtin_evaluators", "_evaluators", "skip_step"):
+        for name in ("builtin_evaluators", "_evaluators", "skip_step", "replayed_step"):
             vars(self).pop(name, None)
         self.report.enter_stage(self._evaluators, self._compute_mfu_per_token_rate())
         layout = self.compiled.layout

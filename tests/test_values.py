@@ -72,6 +72,7 @@ SOME: dict[str, Any] = {
     "config.optimizer.matrices": ["*embedding"],
     "config.optimizer.groups.*.weight_decay": 0.5,
     "config.optimizer.groups.*.clip_norm": 0.5,
+    "config.train.replay_every_steps": 2,
     "config.schedule.warmup_share": 0.4,
     "config.schedule.decay_steps": 1,
     "config.train.total_steps": STEPS,

@@ -360,6 +360,10 @@ NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     "failed": lambda row: row.get("reason"),
     "stuck": lambda row: row.get("reason"),
     "corruption": lambda row: row.get("reason"),
+    "device_fault": lambda row: (
+        f"gradients of step {row.get('step')} differ when they are computed again; suspected devices: "
+        f"{row.get('devices')}, on {row.get('hosts')}"
+    ),
     "save_failed": lambda row: f"the save of step {row.get('step')} failed: {row.get('reason')}",
     "fallback": lambda row: f"checkpoint {row.get('rejected')} was not restored: {row.get('reason')}",
     "roll_back": lambda row: (

@@ -31,6 +31,7 @@ ACCURACY = "accuracy"  # among the sums of an evaluation: weight of the targets 
 SKIPPED_UPDATES, CONSECUTIVE_SKIPS = "skipped_updates", "consecutive_skips"
 # Roll-backs so far, and steps with a high loss one after another up to this step.
 ROLL_BACKS, HIGH_LOSS_STEPS = "roll_backs", "high_loss_steps"
+REPLAY_DIGESTS = "replay_digests"  # digests of the gradients of a step that can be replayed; never in a row
 LIST_MAX = 64
 _RESERVED_NAMES = ("loss", "loss_mean", "learning_rate", "tokens")  # the runner's own names below `train/`
 _REQUIREMENT = f"a row needs a scalar, such as a mean, an array of one axis of 1 to {LIST_MAX} numbers, or a histogram"

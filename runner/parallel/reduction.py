@@ -46,11 +46,13 @@ micro-batches of a group, d slots of the stack of subtrees.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -65,33 +67,77 @@ def has_deferred_all_reduce(sizes: Mapping[str, int], *, is_tpu: bool) -> bool:
     return sizes[_DATA] > 1 and len(others) <= (0 if is_tpu else 1)
 
 
-def run_per_data_shard(function: Callable[[Any, Any], tuple[Any, Any]], whole: Any, batch: Any) -> tuple[Any, Any]:
+def run_per_data_shard(
+    function: Callable[[Any, Any], tuple[Any, Any, Any]], whole: Any, batch: Any
+) -> tuple[Any, Any, Any]:
     """Call `function(whole, batch)` on each shard along `data`, and all-reduce the first value that it returns.
 
     Inside `function` no sharding may name `data`. Without a deferred all-reduce there is one shard: the whole batch.
 
     Args:
-        function: Function of `whole` and a shard of `batch` that returns (sums, last).
+        function: Function of `whole` and a shard of `batch` that returns (sums, last, own).
         whole: Pytree that is replicated along `data`.
         batch: Pytree of (S, B, ...) arrays; B is sharded over `data`.
 
     Returns:
-        The sums over all shards, and `last` of the last shard.
+        The sums over all shards, `last` of the last shard, and `own` of all shards, stacked along a new first axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not has_deferred_all_reduce(mesh.shape, is_tpu=is_tpu_mesh(mesh)):
-        return function(whole, batch)
+        sums, last, own = function(whole, batch)
+        return sums, last, jax.tree.map(lambda leaf: leaf[None], own)
 
-    def run_shard(whole: Any, batch: Any) -> tuple[Any, Any]:
+    def run_shard(whole: Any, batch: Any) -> tuple[Any, Any, Any]:
         with enter_shard_map((_DATA,), mesh):
-            sums, last = function(whole, batch)
-        return lax.psum(sums, _DATA), jax.tree.map(lambda leaf: lax.all_gather(jnp.asarray(leaf), _DATA)[-1], last)
+            sums, last, own = function(whole, batch)
+        gather = functools.partial(lax.all_gather, axis_name=_DATA)
+        return (
+            lax.psum(sums, _DATA),
+            jax.tree.map(lambda x: gather(jnp.asarray(x))[-1], last),
+            jax.tree.map(gather, own),
+        )
 
-    # `last` is the same on all devices after the all-gather, which the check of `shard_map` cannot see.
+    # What is gathered is the same on all devices, which the check of `shard_map` cannot see.
     specs, axes = (PartitionSpec(), PartitionSpec(None, _DATA)), list_manual_axes((_DATA,))
     return jax.shard_map(run_shard, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
         whole, batch
     )
+
+
+def list_gradient_shards(mesh: jax.sharding.AbstractMesh, is_ordered: bool) -> list[list[int]]:
+    """Return the devices that compute the gradients of each shard of a batch, before any sum over shards.
+
+    Args:
+        mesh: Mesh of the step.
+        is_ordered: True if the sums have an order independent of the number of devices.
+
+    Returns:
+        A list for each shard, of indices into the flat array of the devices of the mesh.
+    """
+    is_split = is_ordered or has_deferred_all_reduce(mesh.shape, is_tpu=is_tpu_mesh(mesh))
+    axes = (BATCH_AXES if is_ordered else (_DATA,)) if is_split else ()
+    sizes = dict(mesh.shape)
+    indices = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+    indices = np.moveaxis(indices, [list(sizes).index(axis) for axis in axes], range(len(axes)))
+    shards: list[list[int]] = indices.reshape(math.prod(sizes[axis] for axis in axes), -1).tolist()
+    return shards
+
+
+def count_gradient_shards() -> int:
+    """Return the number of shards over which `run_per_data_shard` splits a batch on the current mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else len(list_gradient_shards(mesh, is_ordered=False))
+
+
+def rotate_shards(tree: Any, shift: jax.Array, axis: int, num_shards: int) -> Any:
+    """Give each shard of arrays, split along `axis`, the values of the shard `shift` before it; `shift` is 0 to 2."""
+    if num_shards == 1:
+        return tree
+
+    def rotate(count: int) -> Callable[[Any], Any]:
+        return lambda tree: jax.tree.map(lambda x: jnp.roll(x, count * (x.shape[axis] // num_shards), axis), tree)
+
+    return lax.switch(shift, [rotate(count) for count in range(3)], tree)
 
 
 Node = tuple[int, int]  # (level, index)

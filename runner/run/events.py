@@ -288,6 +288,18 @@ EVENTS = (
         ),
     ),
     EventType(
+        "device_fault",
+        "The gradients of `step` differ when they are computed again; the run ends with 76, trainers only.",
+        "process 0",
+        (
+            Key("devices", list, "Ids of the devices among which is the defective one."),
+            Key("processes", list, "Processes of these devices."),
+            Key("hosts", list, "Host names of these processes."),
+            Key("parameters", list, "Names of the parameters whose gradients differ."),
+            Key("verified", int, "Last step that was verified before; checkpoints of later ones are quarantined."),
+        ),
+    ),
+    EventType(
         "roll_back",
         "The run is rolled back because of a spike: after `step`, data are passed over. The event `load` follows, or "
         "after a kill `restore`; trainers only.",

@@ -23,11 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from runner.accelerator import is_gpu_deterministic, make_compiler_options
+from runner.checkpoint.fingerprint import format_leaf_name
 from runner.checkpoint.leaves import find_form_problems, is_on_host, make_strongly_typed
 from runner.config import TrainerConfig
 from runner.data import Dataset, get_batch_fields, load_global_batch
 from runner.errors import InvalidError, StateError
-from runner.metrics.meta import TOKEN_COUNT, replace_sums_by_means, validate_meta
+from runner.metrics.meta import REPLAY_DIGESTS, TOKEN_COUNT, Meta, replace_sums_by_means, validate_meta
+from runner.optim.groups import split_frozen
 from runner.optim.library import find_injected_rate
 from runner.parallel.canonical import canonicalise
 from runner.parallel.mesh import (
@@ -40,10 +42,11 @@ from runner.parallel.mesh import (
     validate_same_bits_mesh,
     validate_sequence_sharding,
 )
+from runner.parallel.reduction import list_gradient_shards
 from runner.train.auxiliary import AuxiliaryState, validate_auxiliary
 from runner.train.loss import target_weights
 from runner.train.state import TrainState, get_shardings, move_to_device, move_to_host
-from runner.train.step import Batch
+from runner.train.step import Batch, ReplayInputs, use_replay_inputs
 
 MEMORY_SHARE = 0.9  # share of a device's memory that a step may be planned to use
 _CUDNN_CONFIG = "create_dot_product_attention_backend_config"  # function of JAX that writes the options of a call
@@ -66,6 +69,8 @@ class BatchLayout:
         fields: dtype of each array of a batch by name, as the data declare them; all are (S, B, T).
         is_ordered: True if sums have an order independent of the number of devices (`train.same_bits_devices`): then
             each micro-batch is placed on one device, and a device computes its micro-batches one after another.
+        is_replayable: True if the gradients of a step can be compared with another computation of them
+            (`train.replay_every_steps`).
     """
 
     mesh: Mesh
@@ -74,6 +79,7 @@ class BatchLayout:
     sequence_length: int
     fields: Mapping[str, DTypeLike]
     is_ordered: bool = False
+    is_replayable: bool = False
 
     @property
     def micro_batch(self) -> int:
@@ -154,9 +160,16 @@ def list_batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | Non
     if train.same_bits_devices is not None:
         validate_same_bits_mesh(mesh, train.same_bits_devices)
     fields = get_batch_fields(data)
-    return [
-        BatchLayout(mesh, train.global_batch_examples, size, data.sequence_length, fields, is_ordered) for size in sizes
-    ]
+    layout = BatchLayout(
+        mesh,
+        train.global_batch_examples,
+        sizes[0],
+        data.sequence_length,
+        fields,
+        is_ordered,
+        is_replayable=train.replay_every_steps is not None,
+    )
+    return [replace(layout, micro_batch_examples=size) for size in sizes]
 
 
 def make_val_layout(config: TrainerConfig, layout: BatchLayout) -> BatchLayout:
@@ -190,8 +203,9 @@ def trace_train_step(
 ) -> jax.stages.Traced:
     """Trace `(state, batch, key) -> (state, loss, meta)` with the state donated.
 
-    The meta gets the `learning_rate` of the step, if there is a schedule or an optimizer whose state holds the rate,
-    and the `token_count`, if batches differ in it.
+    If the layout `is_replayable`, the function also takes `ReplayInputs` and returns the digests of the gradients,
+    uint32 (N, L) (see `runner.train.step`). The meta gets the `learning_rate` of the step, if there is a schedule or an
+    optimizer whose state holds the rate, and the `token_count`, if batches differ in it.
 
     Args:
         train_step: function of (state, batch, key of the step, accumulation steps).
@@ -203,14 +217,18 @@ def trace_train_step(
 
     Raises:
         StateError: `train_step` returns leaves of another shape or type than it takes; the error names them.
-        InvalidError: metrics cannot hold the meta, or an auxiliary state with an update is returned unchanged.
+        InvalidError: metrics cannot hold the meta, an auxiliary state with an update is returned unchanged, or a step
+            that must be replayable returns no digests.
     """
 
     # plan.forecast finds this function by its qualified name, in the stack frames of the compiled program.
-    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
+    def step(state: TrainState, batch: Batch, key: jax.Array, *replay: ReplayInputs) -> tuple[Any, ...]:
         step_key = jax.random.fold_in(key, state.step)
         rate = None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32)
-        after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
+        with use_replay_inputs(*replay or [None]):
+            after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
+        digests = [] if not replay else [_take_digests(meta)]
+        meta = {name: value for name, value in meta.items() if name != REPLAY_DIGESTS}
         if auxiliary_states:
             validate_auxiliary(auxiliary_states, state.riders, after.riders)
         after = make_strongly_typed(after)
@@ -222,25 +240,52 @@ def trace_train_step(
         counted = {} if count is None else {TOKEN_COUNT: count}
         # An optimizer of optax.inject_hyperparams keeps its rate in its state.
         rate = find_injected_rate(after.opt_state) if rate is None else rate
-        return after, loss, meta | counted | ({} if rate is None else {"learning_rate": rate})
+        return after, loss, meta | counted | ({} if rate is None else {"learning_rate": rate}), *digests
 
     # The state comes back with the shardings it went in with, so that it can be donated to the next step.
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     program = canonicalise(step) if layout.is_ordered else step
 
-    def offloaded(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
-        after, loss, meta = program(move_to_device(state, abstract), batch, key)
-        return move_to_host(after, abstract), loss, meta
+    def offloaded(state: TrainState, *others: Any) -> tuple[Any, ...]:
+        after, *results = program(move_to_device(state, abstract), *others)
+        return move_to_host(after, abstract), *results
 
     # Without offloaded leaves the program is left as it is, so that its compiled form stays the same.
     has_offloaded = any(map(is_on_host, jax.tree.leaves(abstract)))
+    replay = [make_abstract_replay(abstract, layout)] if layout.is_replayable else []
     jitted = jax.jit(
         offloaded if has_offloaded else program,
         donate_argnums=0,
-        out_shardings=(get_shardings(abstract), replicated, replicated),
+        out_shardings=(get_shardings(abstract), replicated, replicated, *(replicated for _ in replay)),
     )
     with use_sharding_rules(layout.mesh):
-        return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key))
+        return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key), *replay)
+
+
+def _take_digests(meta: Meta) -> jax.Array:
+    if REPLAY_DIGESTS not in meta:
+        raise InvalidError(
+            "train.replay_every_steps compares the gradients of BaseTrainer.train_step, and train_step of the job does "
+            "not call it; call it, or leave the key out"
+        )
+    digests: jax.Array = meta[REPLAY_DIGESTS]
+    return digests
+
+
+def make_abstract_replay(abstract: TrainState, layout: BatchLayout) -> ReplayInputs:
+    """Return shapes, dtypes and sharding of the inputs of a step that can be replayed."""
+    replicated = NamedSharding(layout.mesh, PartitionSpec())
+    num_shards = len(list_gradient_shards(layout.mesh.abstract_mesh, layout.is_ordered))
+    shape = num_shards, len(list_trained_names(abstract))
+    scalar: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    digests: Any = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=replicated)
+    return ReplayInputs(scalar, scalar, digests)
+
+
+def list_trained_names(state: TrainState) -> list[str]:
+    """Return the names of the parameters that get gradients, in the order of the digests of a replayed step."""
+    trained, _ = split_frozen(state.params, state.opt_state)
+    return [format_leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)]
 
 
 def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Traced:
@@ -355,7 +400,7 @@ class CompiledStep:
 
     Attributes:
         layout: split of the global batch.
-        executable: `(state, batch, key) -> (state, loss, meta)`, the state donated.
+        executable: `(state, batch, key) -> (state, loss, meta)`, the state donated; see `trace_train_step`.
         digest: digest of the StableHLO that the compiler was given.
         memory: memory that the program needs.
         options: XLA options that the compiler was given (`runner.accelerator.make_compiler_options`).

@@ -17,26 +17,43 @@ weights can lack all of them, which the host sees in the batch, so such a step n
 `forward` counts targets itself, only the device knows, and selects the state. An update is also conditional where an
 auxiliary state judges it (`runner.train.stability`).
 
+A step can be replayed (`ReplayInputs`): the same program computes the gradients with each data shard on another device,
+and returns digests of them, before any sum over shards. The update is then applied only if both computations agree. The
+digest of an array is a sum of its words modulo 2^32, with a weight by position: it is the same in any order, and no
+flip of a single bit leaves it as it is.
+
 There are two ways to sum over micro-batches (see `runner.parallel.reduction`): gradient accumulation with one gradient
 all-reduce over `data` per step, and a reduction whose order of additions does not depend on the number of devices
 (`train.same_bits_devices`).
 
-Shape legend: S accumulation steps (micro-batches), B examples, T sequence length.
+Shape legend: S accumulation steps (micro-batches), B examples, T sequence length, N data shards whose gradients are
+computed apart (`reduction.list_gradient_shards`), L arrays of gradients.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from jax import lax
 
 from runner.checkpoint.leaves import find_form_problems, make_strongly_typed
 from runner.errors import InvalidError, StateError
-from runner.metrics.meta import GRAD_NORM, SUMS, TOKEN_COUNT, Meta, accumulate_sums, replace_sums_by_means
+from runner.metrics.meta import (
+    GRAD_NORM,
+    REPLAY_DIGESTS,
+    SUMS,
+    TOKEN_COUNT,
+    Meta,
+    accumulate_sums,
+    replace_sums_by_means,
+)
 from runner.optim.groups import fill_frozen_gradients, split_frozen
 from runner.optim.library import find_injected_rate
 from runner.optim.transforms import compute_gradient_point
@@ -76,6 +93,45 @@ Norms = Literal["none", "groups", "parameters"]
 Rounding = Literal["nearest", "stochastic"]
 # Folded into the key of a step for rounding. Indices of examples, which are folded into it too, are far smaller.
 _ROUNDING_KEY = 0x726F756E
+_DIGEST_FACTORS = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1  # primes, one for each axis of an array
+
+
+UPDATE, COMPARE, DIGEST = range(3)  # what a replayed step does, see `ReplayInputs`
+
+
+@struct.dataclass
+class ReplayInputs:
+    """Inputs of a step whose gradients can be compared with those of another computation. Traced.
+
+    Attributes:
+        action: `UPDATE`: a usual step; `COMPARE`: apply the update only if the digests of the gradients are `expected`,
+            and else return the state as it is; `DIGEST`: return the state as it is. int32.
+        shift: 0 to 2: number of shards by which the computation is moved: shard n is computed by the devices that have
+            shard n + shift, modulo N. int32.
+        expected: digests by shard and array of gradients; uint32 (N, L).
+    """
+
+    action: jax.Array
+    shift: jax.Array
+    expected: jax.Array
+
+
+_current_replay: contextvars.ContextVar[ReplayInputs | None] = contextvars.ContextVar("replay", default=None)
+
+
+@contextlib.contextmanager
+def use_replay_inputs(replay: ReplayInputs | None) -> Iterator[None]:
+    """Give these inputs to the train step that is traced inside the context."""
+    token = _current_replay.set(replay)
+    try:
+        yield
+    finally:
+        _current_replay.reset(token)
+
+
+def get_replay_inputs() -> ReplayInputs | None:
+    """Return the inputs of `use_replay_inputs`; None outside of it, for a step that is not replayed."""
+    return _current_replay.get()
 
 
 @dataclass(frozen=True)
@@ -89,6 +145,7 @@ class StepOptions:
         norms: norms of gradients and parameters that the step adds to its meta.
         num_groups: number of groups of micro-batches whose sums have a fixed order, for any number of devices
             (`train.same_bits_devices`); None: the usual order.
+        replay: inputs of a step that can be replayed; None: it cannot.
     """
 
     update_variables: UpdateVariables = keep_variables
@@ -96,6 +153,7 @@ class StepOptions:
     rounding: Rounding = "nearest"
     norms: Norms = "none"
     num_groups: int | None = None
+    replay: ReplayInputs | None = None
 
 
 def train_step(
@@ -120,7 +178,8 @@ def train_step(
         (state, loss, meta). `loss` is the mean over the real target tokens of the batch. `meta` holds `grad_norm`
         (before clipping), the norms of `options.norms`, scalars of variables and auxiliary states, the means of
         `sums`, the total `token_count` if `forward` counts, and whatever else `forward` returned for the last
-        micro-batch (for the last data-parallel part of it, where `data` shards it).
+        micro-batch (for the last data-parallel part of it, where `data` shards it). With `options.replay` it also holds
+        the digests of the gradients as `REPLAY_DIGESTS`, uint32 (N, L).
 
     Raises:
         InvalidError: `forward` does not read a field that the data declare, or neither the data nor `forward` give the
@@ -143,10 +202,14 @@ def train_step(
 
     # 1. Loss and gradients over all micro-batches.
     if options.num_groups is None:
-        loss, grads, meta, halves = _compute_gradients(forward, state, batch, key, accumulate_steps, needs_halves)
+        loss, grads, meta, halves, digests = _compute_gradients(
+            forward, state, batch, key, accumulate_steps, needs_halves, options.replay
+        )
         params_for_norms = state.params
     else:
-        loss, grads, meta = _compute_gradients_in_order(forward, options.num_groups, state, batch, key)
+        loss, grads, meta, digests = _compute_gradients_in_order(
+            forward, options.num_groups, state, batch, key, options.replay
+        )
         halves = None  # the config excludes the noise scale with same_bits_devices
         grads = reduction.replicate(grads)
         # The order of the sums in a norm depends on the sharding, so norms are computed on one fixed layout of them.
@@ -186,18 +249,26 @@ def train_step(
             state = state.replace(riders=after)
         return state, scalars
 
-    if is_applied is None:
-        state, scalars = apply_update(state)
-    else:
-        state, scalars = apply_conditionally(is_applied, apply_update, state, _count_step(given))
-    meta = meta | scalars
+    def complete_step(state: TrainState) -> tuple[TrainState, Scalars]:
+        if is_applied is None:
+            state, scalars = apply_update(state)
+        else:
+            state, scalars = apply_conditionally(is_applied, apply_update, state, _count_step(given))
+        # 6. A step that turns out to have no target.
+        if is_applied is None and TOKEN_COUNT in meta:
+            state = jax.tree.map(functools.partial(jnp.where, meta[TOKEN_COUNT] > 0), state, _count_step(given))
+        if judged:
+            state = state.replace(riders={**state.riders, **judged})
+        return state, scalars
 
-    # 6. A step that turns out to have no target.
-    if is_applied is None and TOKEN_COUNT in meta:
-        state = jax.tree.map(functools.partial(jnp.where, meta[TOKEN_COUNT] > 0), state, _count_step(given))
-    if judged:
-        state = state.replace(riders={**state.riders, **judged})
-    return state, loss, meta | own_meta
+    if options.replay is None:
+        state, scalars = complete_step(state)
+    else:
+        agrees = jnp.all(digests == options.replay.expected)
+        is_completed = (options.replay.action == UPDATE) | ((options.replay.action == COMPARE) & agrees)
+        state, scalars = apply_conditionally(is_completed, complete_step, state, given)
+        own_meta[REPLAY_DIGESTS] = digests
+    return state, loss, meta | scalars | own_meta
 
 
 def apply_conditionally(
@@ -307,12 +378,19 @@ def _val_step_in_order(
 
 
 def _compute_gradients(
-    forward: Forward, state: TrainState, batch: Batch, key: jax.Array, num_steps: int, needs_halves: bool
+    forward: Forward,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    num_steps: int,
+    needs_halves: bool,
+    replay: ReplayInputs | None,
 ) -> tuple[Any, ...]:
-    """Return (loss, float32 gradients, meta, statistics of the halves) of a batch (S, B, T).
+    """Return (loss, float32 gradients, meta, statistics of the halves, digests (N, L)) of a batch (S, B, T).
 
-    Statistics of the halves are None unless `needs_halves`. Each data-parallel part accumulates its own gradients over
-    all micro-batches; they are all-reduced over `data` once, at the end (`reduction.run_per_data_shard`).
+    Statistics of the halves are None unless `needs_halves`, and so are the digests without `replay`. Each data-parallel
+    part accumulates its own gradients over all micro-batches; they are all-reduced over `data` once, at the end
+    (`reduction.run_per_data_shard`).
     """
     num_tokens = _make_divisor(batch, _sum_target_weights(batch)) if "padding_mask" in batch else None
     # Schedule-free optimizers take the gradient at another point than the averaged parameters.
@@ -352,30 +430,42 @@ def _compute_gradients(
         summed = (TOKEN_COUNT, STATISTICS, SUMS)
         last_meta = {name: value for name, value in last_meta.items() if name not in summed}
         # The first item is summed over data-parallel parts, the second is taken from the last of them.
-        return (loss, grads, _sum_meta(metas, num_steps), halves), last_meta
+        own = None if replay is None else compute_digests(grads)
+        return (loss, grads, _sum_meta(metas, num_steps), halves), last_meta, own
 
-    whole = params, getattr(state, VARIABLES, {}), key, num_tokens
-    (loss, grads, totals, halves), last_meta = reduction.run_per_data_shard(on_part, whole, _number_examples(batch))
+    whole, numbered = (params, getattr(state, VARIABLES, {}), key, num_tokens), _number_examples(batch)
+    if replay is not None:
+        numbered = reduction.rotate_shards(numbered, replay.shift, 1, reduction.count_gradient_shards())
+    (loss, grads, totals, halves), last_meta, digests = reduction.run_per_data_shard(on_part, whole, numbered)
+    if replay is not None:
+        digests = jnp.roll(digests, -replay.shift, axis=0)
     if halves is not None:
         halves = compare_halves(halves[0], grads, halves[1], None if TOKEN_COUNT in totals else num_tokens)
     meta = {**last_meta, **totals}
-    return *_divide_by_token_count(batch, loss, fill_frozen_gradients(grads, params), meta, num_tokens), halves
+    return *_divide_by_token_count(batch, loss, fill_frozen_gradients(grads, params), meta, num_tokens), halves, digests
 
 
 def _compute_gradients_in_order(
-    forward: Forward, num_groups: int, state: TrainState, batch: Batch, key: jax.Array
-) -> tuple[jax.Array, Any, Meta]:
-    """Return (loss, float32 gradients, meta), with sums in an order that does not depend on the number of devices."""
+    forward: Forward, num_groups: int, state: TrainState, batch: Batch, key: jax.Array, replay: ReplayInputs | None
+) -> tuple[jax.Array, Any, Meta, jax.Array | None]:
+    """Return (loss, float32 gradients, meta, digests (N, L)) of sums whose order is the same on any number of devices.
+
+    Digests are None without `replay`.
+    """
     S, _ = _get_leading_shape(batch)
     params = compute_gradient_point(state.params, state.opt_state)
     num_devices = reduction.count_batch_devices()
 
-    def on_device(whole: tuple[Any, Any, jax.Array], batch: Batch) -> tuple[jax.Array, Any, Meta]:
-        params, variables, key = whole
+    def on_device(
+        whole: tuple[Any, Any, jax.Array, jax.Array | None], batch: Batch
+    ) -> tuple[jax.Array, Any, Meta, jax.Array | None]:
+        params, variables, key, shift = whole
         here = _replace_arrays(state, params, variables)
         num_tokens = None
         if "padding_mask" in batch:
             counts_S = reduction.gather_micro_batches(jax.vmap(_sum_target_weights)(batch), num_devices)
+            if shift is not None:
+                counts_S = jnp.roll(counts_S, -shift * (S // num_devices))
             num_tokens = _make_divisor(batch, jnp.sum(counts_S))
         value_and_grad, trained = _make_gradient_function(forward, here, params, batch, key, num_tokens)
 
@@ -386,16 +476,44 @@ def _compute_gradients_in_order(
             return jax.tree.map(jnp.add, sums, grads), (loss, meta)
 
         zeros = _make_zeros(trained)
-        add_group = functools.partial(lax.scan, accumulate, zeros)
-        grads, (losses_S, metas) = reduction.sum_gradients(add_group, batch, zeros, num_groups, num_devices)
+
+        def add_group(batch: Batch) -> tuple[Any, Any]:
+            grads, (losses, metas) = lax.scan(accumulate, zeros, batch)
+            if shift is None:
+                return grads, (losses, metas, None)
+            digests = compute_digests(grads)
+            return grads, (losses, metas, jnp.zeros((losses.size, digests.size), jnp.uint32).at[0].set(digests))
+
+        grads, (losses_S, metas, digests) = reduction.sum_gradients(add_group, batch, zeros, num_groups, num_devices)
+        if shift is not None:
+            digests = digests.reshape(num_devices, S // num_devices, -1)
+            digests = jnp.roll(jnp.sum(digests, axis=1, dtype=jnp.uint32), -shift, axis=0)
         last_meta = {**jax.tree.map(lambda leaf: leaf[-1], metas), **_sum_meta(metas, num_steps=0)}
-        return _divide_by_token_count(
+        divided = _divide_by_token_count(
             batch, jnp.sum(losses_S), fill_frozen_gradients(grads, params), last_meta, num_tokens
         )
+        return *divided, digests
 
     assert S % num_groups == 0, f"{S} micro-batches do not divide into {num_groups} groups"
-    whole = params, getattr(state, VARIABLES, {}), key
-    return reduction.run_per_batch_shard(on_device, whole, _number_examples(batch))
+    numbered, shift = _number_examples(batch), None
+    if replay is not None:
+        numbered, shift = reduction.rotate_shards(numbered, replay.shift, 0, num_devices), replay.shift
+    whole = params, getattr(state, VARIABLES, {}), key, shift
+    found: tuple[jax.Array, Any, Meta, jax.Array | None] = reduction.run_per_batch_shard(on_device, whole, numbered)
+    return found
+
+
+def compute_digests(grads: Any) -> jax.Array:
+    """Return a digest of each array of float32 gradients; uint32 (L)."""
+
+    def compute_digest(grad: jax.Array) -> jax.Array:
+        words, weights = lax.bitcast_convert_type(grad, jnp.uint32), jnp.ones(grad.shape, jnp.uint32)
+        for axis, factor in zip(range(grad.ndim), _DIGEST_FACTORS, strict=False):
+            weights += jnp.uint32(factor) * lax.broadcasted_iota(jnp.uint32, grad.shape, axis)
+        # Odd weights keep each bit of a word in the sum.
+        return jnp.sum(words * (2 * weights + 1), dtype=jnp.uint32)
+
+    return jnp.stack([compute_digest(grad) for grad in jax.tree.leaves(grads)])
 
 
 def _make_gradient_function(

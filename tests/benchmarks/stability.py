@@ -1,11 +1,12 @@
-"""Cost of a stability policy that never triggers, and its bits: compiled steps of one job, a few of each in turn.
+"""Cost of a stability policy that never triggers and of replays, and their bits: steps of one job in turn.
 
     python -m tests.benchmarks.stability [--spec specs/gpt_small.yaml] [--examples 8] [--length 128] [--rounds 12]
     python -m tests.benchmarks.stability --layers 12 --width 768 --examples 16 --length 1024 --bfloat16
 
 The second is for an accelerator. The policy watches gradient norm and loss, and skips what is not finite. It is
 compared with the same job without a policy, and with a second copy of that job, which shows whether two runs of one
-program agree at all. Ratios are of neighbouring rounds, so that a load on the machine that changes slowly does not
+program agree at all; and with a step that can be replayed (`train.replay_every_steps`), run as usual and replayed.
+Ratios are of neighbouring rounds, so that a load on the machine that changes slowly does not
 matter.
 
 On GPUs the two programs may be given other matrix multiplications by autotuning; to compare bits, switch it off:
@@ -24,8 +25,9 @@ import yaml
 
 from experiments.gpt import PretrainGPT
 from runner import ExecutionSpec
+from runner.train.checks import ReplayedStep
 
-WITHOUT, AGAIN, WITH = "without", "without, again", "with"
+WITHOUT, AGAIN, WITH, REPLAYABLE, REPLAYED = "without", "without, again", "with", "not replayed", "replayed"
 POLICY: dict[str, Any] = {
     "skip_update": {"grad_norm_above": {}},
     "non_finite": "skip",
@@ -33,11 +35,11 @@ POLICY: dict[str, Any] = {
 }
 
 
-def make_job(options: argparse.Namespace, policy: dict[str, Any]) -> PretrainGPT:
-    """Return the job of the options with this policy."""
+def make_job(options: argparse.Namespace, policy: dict[str, Any], replay_every_steps: int | None) -> PretrainGPT:
+    """Return the job of the options with this policy and these replays."""
     document = yaml.safe_load(options.spec.read_text())
     config = document["config"]
-    config["stability"] = policy
+    config["stability"], config["train"]["replay_every_steps"] = policy, replay_every_steps
     config["data"] |= {"source": "python-stdlib", "tokenizer": "bytes", "sequence_length": options.length}
     config["train"]["global_batch_examples"] = options.examples
     if options.layers:
@@ -74,9 +76,9 @@ def main() -> None:
     device = jax.devices()[0]
     print(f"{device.platform}, {device.device_kind}, jax {jax.__version__}")
     steps: dict[str, list[Any]] = {}
-    for name, policy in ((WITHOUT, {}), (WITH, POLICY)):
+    for name, policy, every_steps in ((WITHOUT, {}, None), (WITH, POLICY, None), (REPLAYABLE, {}, 100)):
         began = time.perf_counter()
-        job = make_job(options, policy)
+        job = make_job(options, policy, every_steps)
         setup = job.setup_builder.build([device], lambda data: None)
         layout = job.setup_builder.get_largest_layout(setup)
         compiled = setup.compile_train(job.train_step, layout)
@@ -86,6 +88,10 @@ def main() -> None:
         )
         batch = layout.batch(job.dataset, "train", 0)
         steps[name] = [compiled.executable, setup.init_state(), batch, setup.key]
+        if name == REPLAYABLE:
+            replayed = ReplayedStep(compiled, setup.abstract_state)
+            steps[name][0] = replayed.run
+            steps[REPLAYED] = [replayed.compare, setup.init_state(), batch, setup.key]
         if name == WITHOUT:
             steps[AGAIN] = [compiled.executable, setup.init_state(), batch, setup.key]
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -94,18 +100,19 @@ def main() -> None:
             executable, state, batch, key = steps[name]
             began = time.perf_counter()
             for _ in range(options.steps):
-                state, loss, _ = executable(state, batch, key)
+                state, loss, *_ = executable(state, batch, key)
             jax.block_until_ready((state, loss))
             steps[name][1] = state
             if number:  # the first round warms up
                 seconds[name].append((time.perf_counter() - began) / options.steps)
     print(", ".join(f"{name} {statistics.median(each):.4f} s a step" for name, each in seconds.items()))
-    for name in (AGAIN, WITH):
+    others = [name for name in steps if name != WITHOUT]
+    for name in others:
         ratios = [after / before for before, after in zip(seconds[WITHOUT], seconds[name], strict=True)]
         least = min(seconds[name]) / min(seconds[WITHOUT])
         print(f"{name} / without: median {statistics.median(ratios):.4f}, of the minima {least:.4f}")
     num_steps = (options.rounds + 1) * options.steps
-    for name in (AGAIN, WITH):
+    for name in others:
         different = count_differing_bytes(steps[WITHOUT][1], steps[name][1])
         print(f"the same bits after {num_steps} steps, {name}: {not different} ({different:,} bytes differ)")
 

@@ -99,6 +99,7 @@ FEATURES = {
             "{from_tokens: 66000, set: {schedule: {name: linear}, optimizer.weight_decay: 0.2}, why: anneal}]",
         ),
     ),
+    "replay": Feature(GPT, ("topology.mesh={data: auto}", "config.train.replay_every_steps=5"), devices=(4, 2)),
     "noise": Feature(GPT, (CUT, "config.model.neftune_alpha=5.0", "config.model.dropout=0.1")),
 }
 pytestmark = pytest.mark.soak
