@@ -20,6 +20,9 @@ from typing import IO, NoReturn
 
 # Environment variable of a process that waits for its command line: the file descriptor from which it comes.
 STANDBY_VARIABLE = "RUNNER_STANDBY"
+# Environment variable with the path of a file to which a process adds its host if one of its devices is defective; and
+# the variable in which SLURM gives the host its name.
+FAULTY_HOSTS_VARIABLE, _NODE_VARIABLE = "RUNNER_FAULTY_HOSTS", "SLURMD_NODENAME"
 # Signals that ask a job to stop. A closing terminal sends SIGHUP; batch systems can be told to send SIGUSR1 or SIGUSR2.
 # The first two insist: a second one of them ends the process at once.
 INSISTENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -120,6 +123,14 @@ def read_machine_id() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+def report_faulty_host() -> None:
+    """Add this host to the file of hosts with defective devices, if whoever started the process wants one."""
+    path = os.environ.get(FAULTY_HOSTS_VARIABLE)
+    if path:
+        with open(path, "a") as file:
+            file.write(os.environ.get(_NODE_VARIABLE, socket.gethostname()) + "\n")
 
 
 def find_free_port() -> int:

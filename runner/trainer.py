@@ -40,6 +40,7 @@ from runner.metrics.rows import Row
 from runner.metrics.window import SpikeError
 from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
+from runner.process import report_faulty_host
 from runner.run.events import ROLL_BACK_FOLDER
 from runner.run.fence import RunIdentity
 from runner.run.layout import read_result
@@ -398,6 +399,8 @@ class BaseTrainer(RestoreableJob):
             parameters=fault.parameters,
             verified=verified,
         )
+        if processes == [attempt.hosts.process_id]:
+            report_faulty_host()
         # What was saved since then may hold wrong updates.
         if attempt.hosts.run_on_main(lambda: quarantine_newer(attempt, verified, f"at step {step}, {fault}")):
             follows = f"checkpoints after step {verified} are in quarantine"

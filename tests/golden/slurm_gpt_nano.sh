@@ -22,7 +22,9 @@ submit_time=$(timeout 20 squeue --noheader --states=all --format=%V --jobs="$SLU
 RUNNER_SUBMITTED=$([[ -z $submit_time ]] || date --date="$submit_time" +%s)
 export RUNNER_SUBMITTED
 restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76
-[[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file"
+# Nodes with defective devices, one a line, added by the command.
+export RUNNER_FAULTY_HOSTS=$PWD/$name-$SLURM_JOB_ID.faulty
+[[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file" "$RUNNER_FAULTY_HOSTS"
 
 # Program of each node. srun ends with the largest code of its tasks, so the codes are ordered by what they say: a
 # failure (202) and an invalid job (201), which only a person can fix, rank above 76, 75 and 0. A process that was
@@ -71,6 +73,7 @@ list_healthy_nodes() {
   names=$(squeue --noheader --states=all --format=%N --jobs="$SLURM_JOB_ID") || return
   for node in $(sinfo --noheader --Node --nodes="$names" --format='%N %T' | grep -E ' (allocated|mixed)[-+]?$' |
     cut -d ' ' -f 1 | sort -u); do
+    ! grep -qsxF -- "$node" "$RUNNER_FAULTY_HOSTS" || continue
     if ((num_spare_nodes == 0)) ||
       timeout 30 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" true 2>/dev/null; then
       echo "$node"
@@ -149,5 +152,5 @@ while :; do
   [[ $nodes == "$former_nodes" ]] && which="the same nodes" || which=$(paste -sd, <<<"$nodes")
   say "$restart, on $which in $pause_seconds s"
 done
-rm -f -- "$restarts_file"
+rm -f -- "$restarts_file" "$RUNNER_FAULTY_HOSTS"
 exit "$code"

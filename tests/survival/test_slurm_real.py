@@ -116,8 +116,8 @@ def test_slurm_requeues_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp
 
 
 def test_spare_nodes_replace_lost_ones_without_the_queue(tmp_path: Path) -> None:
-    nodes = [f"127.0.0.{number}" for number in range(1, 5)]
-    options = ("config.total_steps=400", "config.step_seconds=0.1", "checkpoint.every_steps=10")
+    nodes = [f"127.0.0.{number}" for number in range(1, 6)]
+    options = ("config.total_steps=500", "config.step_seconds=0.1", "checkpoint.every_steps=10")
     spec = str(job_process.ROOT / "specs" / "counter.yaml")
     undisturbed = job_process.Job(spec, tmp_path / "undisturbed", (*options, "config.step_seconds=0"), devices=1)
     undisturbed.launch(num_processes=2).expect(0, job_process.WHOLE_RUN_DEADLINE_SECONDS)
@@ -126,7 +126,7 @@ def test_spare_nodes_replace_lost_ones_without_the_queue(tmp_path: Path) -> None
     (tmp_path / "slurm").mkdir()
     cluster = SlurmCluster(tmp_path / "slurm", nodes)
     try:
-        submitted = SlurmJob(cluster, job, tmp_path / "work", "--nodes", "2", "--spare-nodes", "2")
+        submitted = SlurmJob(cluster, job, tmp_path / "work", "--nodes", "2", "--spare-nodes", "3")
         submitted.await_commit(attempt=1)
         # A machine that dies: SLURM has not noticed yet when the job starts again.
         cluster.kill_node(nodes[1])
@@ -135,13 +135,18 @@ def test_spare_nodes_replace_lost_ones_without_the_queue(tmp_path: Path) -> None
         cluster.command("scontrol", "update", f"nodename={nodes[2]}", "state=drain", "reason=test")
         os.kill(cluster.find_task_pid(submitted.id, 0), signal.SIGKILL)
         submitted.await_commit(attempt=3)
+        # As the process on a node with a defective device does.
+        next((tmp_path / "work").glob("*.restarts")).with_suffix(".faulty").write_text(f"{nodes[3]}\n")
+        os.kill(cluster.find_task_pid(submitted.id, 0), signal.SIGKILL)
+        submitted.await_commit(attempt=4)
         end = submitted.await_end()
     finally:
         cluster.stop()
     assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "0"), submitted.report()
     assert job.outcome() == undisturbed.outcome()
     restarts = re.findall(r"launch: ended with 76; restart (\d) of 100, on (\S+) in", submitted.log.read_text())
-    assert restarts == [("1", f"{nodes[0]},{nodes[2]}"), ("2", f"{nodes[0]},{nodes[3]}")], submitted.report()
+    expected = [(str(number), f"{nodes[0]},{nodes[number + 1]}") for number in range(1, 4)]
+    assert restarts == expected, submitted.report()
 
 
 def test_a_time_limit_preempts_and_scancel_ends_a_job(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -196,3 +196,11 @@ def test_a_train_step_of_the_job_must_return_digests(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidError, match="train_step of the job does not call it"):
         make_gpt(tmp_path / "run", OwnStep, **BASE)()
+
+
+def test_a_defective_host_is_named_to_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNNER_FAULTY_HOSTS", str(tmp_path / "faulty"))
+    monkeypatch.setenv("SLURMD_NODENAME", "node-7")
+    Fault.place = 3
+    expect_fault(make_job(tmp_path / "run", **MESHES["data"]))
+    assert (tmp_path / "faulty").read_text() == "node-7\n"
