@@ -60,29 +60,36 @@ class JobProgress(NamedTuple):
     """Progress of a job, as its directory shows it.
 
     Attributes:
-        newest_step: newest committed step; None if there is none, or the directory cannot be read.
+        newest_step: step of the last commit; None if there is none, or the directory cannot be read.
         newest_attempt: number of the newest attempt; 0 if there is none, None if the directory cannot be read.
-        is_done: True if the newest attempt has reached its end.
+        is_done: True if the newest attempt has reached the end of this spec.
+        num_commits: number of commits, also of steps to which the run has gone back since.
     """
 
     newest_step: int | None = None
     newest_attempt: int | None = None
     is_done: bool = False
+    num_commits: int = 0
 
 
 def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
     """Return the progress of a job. An error is not reported here, since the job itself reports it."""
     try:
-        store = open_job_store(spec, overrides)
+        document = load_document(spec, list(overrides))
+        store = open_store(validate_spec(document).directory)
         # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket.
         rows = [row for row in iterate_log(store, "events") if type(row.get("attempt")) is int]
         claims = [number for number in map(parse_number, store.list_names("attempts")) if number is not None]
     except (RunnerError, OSError):
         return JobProgress()
     steps = [row["step"] for row in rows if row.get("event") == "commit" and type(row.get("step")) is int]
-    newest = max((row["attempt"] for row in rows), default=None)
-    is_done = any(row.get("event") == "done" and row["attempt"] == newest for row in rows)
-    return JobProgress(max(steps, default=None), max(claims, default=0), is_done)
+    # A claim without events is of an attempt that has ended before its first one.
+    newest, digest = max([0, *claims, *(row["attempt"] for row in rows)]), document.compute_digest()
+    # A run may be extended after its end; earlier versions did not write the digest.
+    is_done = any(
+        row.get("event") == "done" and row["attempt"] == newest and row.get("spec", digest) == digest for row in rows
+    )
+    return JobProgress(steps[-1] if steps else None, max(claims, default=0), is_done, len(steps))
 
 
 def find_history(spec: str, overrides: Sequence[str]) -> History | None:
@@ -117,7 +124,7 @@ class LaunchAttempt:
         began: time of the start, in Unix seconds like the times of the event ledger.
         ended: time when the last process had ended.
         code: exit code of the job.
-        newest_step: newest step that was committed at the end.
+        newest_step: step of the last commit at the end.
     """
 
     began: float
@@ -166,7 +173,7 @@ class Supervisor:
                 continue
             # A new commit shows that the job makes progress, which resets crash loop and backoff.
             newest = progress.newest_step
-            if newest != before.newest_step:
+            if progress.num_commits != before.num_commits:
                 num_stuck = num_crashes = 0
             num_stuck += 1
             num_crashes += not self.has_peers or progress.newest_attempt != before.newest_attempt

@@ -100,21 +100,27 @@ class Standby:
             say(f"launch: no standby process: {free} of memory is free, needs {_STANDBY_BYTES / 2**30:.0f} GiB")
             self._is_refused = True
             return
-        receiver, self._pipe = os.pipe()
-        os.set_inheritable(receiver, True)
-        variables = os.environ | {STANDBY_VARIABLE: str(receiver)}
-        self._process = subprocess.Popen(
-            bind_to_parent([sys.executable, "-m", "runner"]), env=variables, close_fds=False
-        )
-        os.close(receiver)
+        try:
+            receiver, self._pipe = os.pipe()
+            with os.fdopen(receiver, "rb"):
+                os.set_inheritable(receiver, True)
+                variables = os.environ | {STANDBY_VARIABLE: str(receiver)}
+                command = bind_to_parent([sys.executable, "-m", "runner"])
+                self._process = subprocess.Popen(command, env=variables, close_fds=False)
+        # A limit on processes or open files, or no memory: the job goes on without.
+        except OSError as error:
+            say(f"launch: no standby process: {error}")
+            self._is_refused = True
+            if self._pipe >= 0:
+                os.close(self._pipe)
 
     def take(self, words: Sequence[str]) -> "subprocess.Popen[bytes] | None":
         """Return the process, which from now on runs this command line; None if there is none."""
-        process, self._process = self._process, None
+        (process, self._process), (sender, self._pipe) = (self._process, None), (self._pipe, -1)
         if process is None:
             return None
         try:
-            with os.fdopen(self._pipe, "wb") as pipe:
+            with os.fdopen(sender, "wb") as pipe:
                 pipe.write(json.dumps(words).encode() + b"\n")
         except BrokenPipeError:
             return None
@@ -139,7 +145,12 @@ def main(given: Sequence[str]) -> int:
     def start() -> int:
         # The job inherits open files: a lock that the engine's script holds lasts until the job itself has ended.
         # A standby has begun with `-m runner` already.
-        process = standby.take(words[2:]) or subprocess.Popen(bind_to_parent([sys.executable, *words]), close_fds=False)
+        process = standby.take(words[2:])
+        try:
+            process = process or subprocess.Popen(bind_to_parent([sys.executable, *words]), close_fds=False)
+        except OSError as error:
+            say(f"launch: the job cannot be started: {error}")
+            return EXIT_RETRYABLE
         num_forwarded, began_seconds = 0, time.monotonic()
         while process.poll() is None:
             for number in signals[num_forwarded:] if arguments.forward_signals else []:

@@ -468,7 +468,7 @@ class RestoreableJob:
         # `result.json` says that the job is done, so the last state must be committed before it.
         self.checkpointer.wait_until_committed(self.step)
         result = self.result()
-        self.attempt.finish(self.step, result)
+        self.attempt.finish(self.step, result, self.document)
         self.checkpointer.close()
         self.attempt.print_end(self.spec.name, self.step, result["fingerprint"], self.report.format_next_steps())
 

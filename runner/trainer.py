@@ -477,6 +477,11 @@ class BaseTrainer(RestoreableJob):
             return
         saved = read_passed_over(self.state)
         newer = [record for record in self.roll_back_records if record["number"] > len(saved)]
+        if newer and newer[0]["number"] > len(saved) + 1:
+            raise ResumeError(
+                f"{self.store.url}: {ROLL_BACK_FOLDER}/{len(saved) + 1} is missing, and step {self.step} was "
+                "saved before that roll-back; restore the file"
+            )
         self.passed_over = (*saved, *((record["begin"], record["batches"]) for record in newer))
         if newer:
             self.state = replace_passed_over(self.state, self.passed_over)

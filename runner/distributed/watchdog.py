@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import jax
 
@@ -70,7 +71,7 @@ class Watchdog:
         on_straggler: Callable[[StragglerReport], None],
         on_progress: Callable[[int], None],
     ):
-        """Create the watchdog. The callbacks run on its thread and must not wait for another process.
+        """Create the watchdog. The callbacks run on other threads, because the directory may hang, and may be left out.
 
         Args:
             hosts: this process and its peers.
@@ -85,6 +86,7 @@ class Watchdog:
         self._on_verdict, self._on_straggler, self._on_progress = on_verdict, on_straggler, on_progress
         self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
+        self._reporter: threading.Thread | None = None  # thread of the newest callback that is no verdict
         self._suspects_peer = False  # a collective has failed here
         self._last_warning = ""
         self._num_beats = 0
@@ -128,7 +130,7 @@ class Watchdog:
                 if self._hosts.num_processes > 1:
                     report = self._stragglers.exchange_arrivals()
                     if report is not None:
-                        self._on_straggler(report)
+                        self._report(self._on_straggler, report)
             except PeerLostError:
                 if time.monotonic() - self._reached_seconds > UNREACHABLE_SECONDS and not self._is_over.is_set():
                     self._decide_alone()
@@ -147,12 +149,18 @@ class Watchdog:
         if self._hosts.is_main and is_report_due:
             self._reported_step = beat.step
             self._next_report_beat = self._num_beats + min(self._num_beats, _MAX_REPORT_BEATS)
-            self._on_progress(beat.step)
+            self._report(self._on_progress, beat.step)
         if self._hosts.num_processes > 1:
             self._exchange_beats(beat)
             self._stragglers.update_round()
         elif beat.is_overdue:
             self._end(format_diagnosis({0: beat}, {}), EXIT_RETRYABLE)
+
+    def _report(self, callback: Callable[[Any], None], argument: Any) -> None:
+        """Call a function that writes to the directory on a thread, unless the one before has not returned yet."""
+        if self._reporter is None or not self._reporter.is_alive():
+            self._reporter = threading.Thread(target=callback, args=(argument,), name="incident", daemon=True)
+            self._reporter.start()
 
     def _make_beat(self) -> Heartbeat:
         progress = self.progress

@@ -405,13 +405,13 @@ class Attempt:
         finally:
             self.end(code)
 
-    def finish(self, step: int, result: JsonObject) -> None:
+    def finish(self, step: int, result: JsonObject, document: Document) -> None:
         """Write `result.json` on process 0 and wait for the others. Raises `FencedError` if the attempt is fenced."""
         if self.hosts.is_main:
             # A newer attempt may have claimed the directory since the last commit.
             self.fence.check()
             self.store.write(RESULT, encode_json(result))
-        self.record("done", step, fingerprint=result["fingerprint"])
+        self.record("done", step, fingerprint=result["fingerprint"], spec=document.compute_digest())
         if self.hosts.is_main:
             self.events.flush()
         self.hosts.barrier()
@@ -508,7 +508,7 @@ def claim_attempt(
             raise StorageError(f"{store.url} cannot be written: {error}") from error
 
     run_id, number = hosts.run_on_main(claim_directory)
-    fence.attempt = number
+    fence.join(number)
     # From here on the directory is this attempt's, and what was held back may be written: log lines, clock, events.
     open_log_file(store, run_id, number, hosts.process_id, background_writer)
     if hosts.is_main:
@@ -540,7 +540,7 @@ def claim_attempt(
 
 
 class IncidentRecorder:
-    """Callbacks of the watchdog, called from its thread.
+    """Callbacks of the watchdog, called from threads of its own.
 
     Attributes:
         attempt: None until the directory is claimed; nothing is written there before.

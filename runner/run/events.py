@@ -461,7 +461,12 @@ EVENTS = (
         "any process",
         (Key("saved", bool, "True if `step` is committed (written by process 0); false before the first step."),),
     ),
-    EventType("done", "The job has reached its end, and `result.json` is written.", "process 0", (_FINGERPRINT,)),
+    EventType(
+        "done",
+        "The job has reached its end, and `result.json` is written.",
+        "process 0",
+        (_FINGERPRINT, Key("spec", str, "Digest of the spec as it was given, with its overrides.")),
+    ),
 )
 
 
@@ -501,13 +506,13 @@ class EventLog:
 
 
 def read_roll_backs(store: Store) -> list[JsonObject]:
-    """Return the records of all roll-backs, in order.
+    """Return the records of all roll-backs of this run, in order. Those of a fork go on from its parent's number.
 
     Raises:
-        InvalidError: a record is damaged or missing.
+        InvalidError: a record is damaged, or one between two others is missing.
     """
-    numbers = sorted(number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None)
-    return [read_roll_back(store, number) for number in range(1, max(numbers, default=0) + 1)]
+    numbers = [number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None]
+    return [read_roll_back(store, number) for number in range(min(numbers, default=1), max(numbers, default=0) + 1)]
 
 
 def read_roll_back(store: Store, number: int) -> JsonObject:

@@ -28,7 +28,7 @@ _RENAMED_HINT = "; if only its name changed, list the former path in its class a
 
 
 class Fence:
-    """Single-writer rule of one directory. Process 0 only, except for the attribute `attempt`."""
+    """Single-writer rule of one directory. Process 0 claims the attempt; the others `join` it."""
 
     def __init__(self, store: Store, attempt: int | None = None):
         self._store = store
@@ -57,6 +57,10 @@ class Fence:
             self._newest_seen = self.attempt = number
             self._id = claim_id
             return number
+
+    def join(self, number: int) -> None:
+        """Take over the attempt that process 0 has claimed. Called on every process."""
+        self._newest_seen = self.attempt = number
 
     def check(self) -> None:
         """Raise if this attempt may not write any more. Asks the store, so it may wait for a network.

@@ -7,6 +7,7 @@ of a spec is known.
 import contextlib
 import copy
 import difflib
+import hashlib
 import itertools
 import json
 import math
@@ -220,6 +221,10 @@ class Document:
 
     data: dict[str, Any]
     locations: dict[KeyPath, SpecLocation]
+
+    def compute_digest(self) -> str:
+        """Return a digest of the data, which is the same for the same spec and overrides."""
+        return hashlib.sha256(json.dumps(self.data, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def locate(self, path: KeyPath) -> SpecLocation:
         """Return the location of `path`, or of the innermost mapping around it that was written."""

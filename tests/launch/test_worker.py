@@ -40,6 +40,20 @@ def test_the_worker_restarts_its_process_by_exit_code(tmp_path, monkeypatch):
     assert (tmp_path / "n").read_text() == "xxx"
 
 
+@pytest.mark.parametrize("what", ["pipe", "process"])
+def test_a_standby_process_that_cannot_be_started_is_left_out(what, monkeypatch, capsys):
+    def fail(*arguments, **options):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(*((os, "pipe") if what == "pipe" else (subprocess, "Popen")), fail)
+    standby, open_files = worker.Standby(), os.listdir("/proc/self/fd")
+    standby.start()
+    standby.start()
+    assert standby.take(["spec.yaml"]) is None
+    assert capsys.readouterr().out == "launch: no standby process: Resource temporarily unavailable\n"
+    assert os.listdir("/proc/self/fd") == open_files
+
+
 # A signal to the process group reaches the job without its worker, one to the first process of a container does not.
 @pytest.mark.parametrize("words", [[], ["--forward-signals"]], ids=["group", "first_process"])
 @pytest.mark.parametrize("code", [75, 76])  # 76: its peers ended before it could save

@@ -72,6 +72,20 @@ def test_a_newer_attempt_fences_the_older_one(store):
     newer.check_locally()
 
 
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_every_process_of_the_newest_attempt_owns_the_directory(is_bucket, tmp_path):
+    driver = MemoryDriver()
+
+    def make_store():
+        return make_memory_bucket(driver) if is_bucket else LocalStore(tmp_path)
+
+    number = [Fence(make_store()).claim() for _ in range(3)][-1]
+    peer = Fence(make_store())
+    peer.join(number)
+    peer.check_locally()
+    peer.check()
+
+
 def test_the_local_check_on_a_disk_sees_a_newer_attempt(tmp_path):
     older = Fence(LocalStore(tmp_path))
     older.claim()

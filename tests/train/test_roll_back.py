@@ -476,6 +476,23 @@ def test_a_fork_inherits_the_data_that_were_passed_over(tmp_path: Path) -> None:
     again()
 
 
+def test_a_fork_that_inherits_a_roll_back_restarts_after_one_of_its_own(tmp_path: Path) -> None:
+    longer = SPIKE | {"config.train.total_steps": 40, "checkpoint.keep_last": 9}
+    parent = make_poisoned(tmp_path / "run", SpikedLookup, **longer | {"config.train.total_steps": 16})
+    parent()
+    fork = longer | {
+        "checkpoint.fork_from": {"run": str(tmp_path / "run"), "step": 14, "changes": ["config.train.total_steps"]}
+    }
+    make_poisoned(tmp_path / "whole", SpikedLookup, **fork)()
+    # Its epochs go on, and meet the same data again.
+    numbers = [event["number"] for event in read_roll_backs(tmp_path / "whole")]
+    assert numbers[:1] == [len(parent.passed_over) + 1]
+    for step in (32, 36):
+        stop_after(make_poisoned(tmp_path / "stopped", SpikedLookup, **fork), step)
+    make_poisoned(tmp_path / "stopped", SpikedLookup, **fork)()
+    assert read_outcome(tmp_path / "stopped") == read_outcome(tmp_path / "whole")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("start", [None, 9, 14])
 def test_verify_resume_kills_a_job_in_its_roll_back(start: int | None, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from launch import supervisor
 from launch.supervisor import CRASH_LOOP_ATTEMPTS, JobProgress, Supervisor
+from runner.spec import load_document
 
 ROOT = Path(__file__).parents[3]
 
@@ -17,13 +18,21 @@ def _remove_pauses(monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.0)
 
 
-def supervise(codes, steps=None, max_restarts=100, is_stopping=lambda: False, claims=None, is_done=lambda: False):
-    """Run a supervisor on given exit codes, newest steps and claims; return its exit code and number of attempts."""
+def supervise(
+    codes, steps=None, max_restarts=100, is_stopping=lambda: False, claims=None, is_done=lambda: False, commits=None
+):
+    """Run a supervisor on given exit codes, newest steps, claims and numbers of commits.
+
+    Without `commits` each new step is one. Returns the exit code and the number of attempts.
+    """
     left, newest = iter(codes), iter(itertools.count() if steps is None else steps)
     claimed = itertools.repeat(None) if claims is None else iter(claims)
 
+    counts = None if commits is None else iter(commits)
+
     def read_progress():
-        return JobProgress(next(newest), next(claimed), is_done())
+        step = next(newest)
+        return JobProgress(step, next(claimed), is_done(), (step or 0) if counts is None else next(counts))
 
     has_peers = claims is not None or is_done()
     code, attempts = Supervisor(lambda: next(left), read_progress, is_stopping, max_restarts, has_peers).run()
@@ -76,6 +85,8 @@ def test_a_job_that_is_done_is_not_started_again(code):
         ([(2, "done", 8), (1, "commit", 4)], 4, True),
         ([(1, "commit", "8"), (1, "commit", 4), ("2", "start", None), (None, "done", 4)], 4, False),
         ([(1, ["commit"], 8), (1, None, 4), (True, "commit", 8)], None, False),
+        # The run was rolled back to an earlier step.
+        ([(1, "commit", 8), (1, "commit", 12), (1, "commit", 10)], 10, False),
     ],
 )
 def test_progress_is_read_from_the_ledger_whatever_it_contains(rows, newest, is_done, tmp_path):
@@ -88,6 +99,31 @@ def test_progress_is_read_from_the_ledger_whatever_it_contains(rows, newest, is_
     progress = supervisor.read_progress(*options)
     assert progress.newest_step == newest
     assert progress.is_done == is_done
+
+
+@pytest.mark.parametrize(
+    ("changes", "claims", "is_done"),
+    [
+        ([], [1], True),
+        # The user has extended the run, and its hosts have not met yet.
+        (["config.total_steps=99"], [1], False),
+        # A new attempt has claimed the directory, and ended before its first event.
+        ([], [1, 2], False),
+    ],
+)
+def test_a_job_is_done_if_the_newest_attempt_has_reached_the_end_of_this_spec(changes, claims, is_done, tmp_path):
+    spec, overrides = str(ROOT / "specs" / "counter.yaml"), [f"directory={tmp_path}"]
+    digest = load_document(spec, overrides).compute_digest()
+    (tmp_path / "events.jsonl").write_text(f'{{"attempt": 1, "event": "done", "spec": "{digest}"}}\n')
+    for claim in claims:
+        (tmp_path / "attempts").mkdir(exist_ok=True)
+        (tmp_path / "attempts" / str(claim)).write_text("{}")
+    assert supervisor.read_progress(spec, [*overrides, *changes]).is_done is is_done
+
+
+def test_commits_after_a_roll_back_are_progress():
+    assert supervise([76] * 9 + [0], steps=itertools.repeat(500), commits=itertools.count()) == (0, 10)
+    assert supervise([76] * 99, steps=itertools.repeat(500), commits=itertools.repeat(7)) == (1, CRASH_LOOP_ATTEMPTS)
 
 
 def test_a_directory_that_cannot_be_read_has_no_progress(tmp_path):
