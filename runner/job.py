@@ -63,7 +63,7 @@ from runner.run.attempt import (
     validate_step,
 )
 from runner.run.compile_cache import CompileCache
-from runner.run.fence import RunIdentity, is_done, validate_directory
+from runner.run.fence import RunIdentity, is_done, validate_directory, validate_owner
 from runner.run.layout import open_directory, read_result
 from runner.spec import (
     Document,
@@ -334,8 +334,20 @@ class RestoreableJob:
             with self.document.errors_at("checkpoint.fork_from"):
                 validate_parent_files(hosts, self.spec.checkpoint.fork_from)
 
+        run_identity = self.make_run_identity(identity)
         attempt = claim_attempt(
-            self.store, self.document, self.spec, identity, hosts, stop, progress, type(self), self.discard_output
+            self.store,
+            self.document,
+            self.spec,
+            identity,
+            hosts,
+            stop,
+            progress,
+            type(self),
+            lambda owner: validate_owner(
+                self.store, owner, self.spec.name, run_identity, self.find_newest_step, self.has_output
+            ),
+            self.discard_output,
         )
         self.attempt = attempt
         # A stop before the first step ends the process from another thread, which must still record the attempt's end.
@@ -497,7 +509,8 @@ class RestoreableJob:
         kind = self.checkpointer.find_due_save(self.step, self.total_steps)
         if kind is not None:
             self.state = self.checkpointer.save(self.state, self.step, self._collect_save_contents(), kind)
-            self.attempt.stop_to_grow(self.step)
+            if self.checkpointer.saved_step == self.step:
+                self.attempt.stop_to_grow(self.step)
 
     def save(self, suffix: str | os.PathLike[str] | None = None) -> None:
         """Start saving the state as `checkpoints/<suffix>`, by default the step. It is durable once it is committed.

@@ -182,6 +182,24 @@ def test_a_directory_of_another_job_is_rejected_and_unchanged(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"name": "other"}, "belongs to the job 'count', this one is 'other'"), ({"config.width": 32}, "another")],
+    ids=["another name", "another trajectory"],
+)
+def test_a_job_that_another_one_has_overtaken_in_its_set_up_is_rejected(changes, message, tmp_path):
+    class Late(Counter):
+        def setup(self, hosts):
+            super().setup(hosts)
+            stop_after(make_counter(tmp_path), 15)
+
+    late = make_counter(tmp_path, Late, **changes)
+    with pytest.raises(InvalidError, match=message):
+        late()
+    assert json.loads((tmp_path / "job.json").read_text())["name"] == "count"
+    assert Fence(LocalStore(tmp_path)).find_newest() == 1
+
+
 def test_the_resolved_spec_is_saved_and_round_trips(tmp_path):
     job = make_counter(tmp_path)
     job()

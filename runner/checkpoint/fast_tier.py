@@ -9,6 +9,7 @@ directory. A part is written under a temporary name, flushed, and renamed as a w
 import contextlib
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from runner.storage.store import fsync, make_directory
 
 PART_FILE = "part.json"
 NUM_KEPT_STEPS = 2
+_HOST_FILE = "host"  # with the name of the host to which a directory of parts belongs
 _ATTACHMENTS = "companions"  # the key of their names in a part
 _DIGESTS = "companion_digests"  # their CRC-32C, by name; parts of earlier versions have none
 _PART_KEYS = (Key(_ATTACHMENTS, list, "Names."), Key(f"{_DIGESTS}.*", str, "CRC-32C."))
@@ -138,13 +140,16 @@ def open_fast_tier(directory: Path, hosts: Hosts, leaves: Leaves) -> FastTier:
     Raises:
         InvalidError: on every host, if the disk of one cannot hold its parts.
     """
-    fast_tier, part_bytes = FastTier(directory), 0
+    fast_tier, part_bytes, host = FastTier(directory), 0, socket.gethostname()
+    names = hosts.gather(host)
+    _delete_former_parts(directory.parent, host, {str(process) for process, name in enumerate(names) if name == host})
     for leaf in leaves.values():
         # A process keeps each block that it holds once, however many of its devices have a copy.
         blocks = {str(index) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
         part_bytes += int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize * len(blocks)
     try:
         problem = fast_tier.find_space_problem(part_bytes)
+        (directory / _HOST_FILE).write_text(host)
     except OSError as error:
         problem = f"cannot be written: {error}"
     # The message is gathered, so that all hosts end together and none waits for one that has gone.
@@ -152,3 +157,20 @@ def open_fast_tier(directory: Path, hosts: Hosts, leaves: Leaves) -> FastTier:
     if problem is not None:
         raise InvalidError(problem)
     return fast_tier
+
+
+def _delete_former_parts(directory: Path, host: str, own: set[str]) -> None:
+    """Delete the parts of processes that this host had under other numbers, before the job lost or exchanged a host.
+
+    Args:
+        directory: directory of the run, with a directory for each process.
+        host: name of this host. Where hosts share a disk, those of the others are left alone.
+        own: numbers of the processes on this host.
+    """
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if parse_number(path.name) is None or path.name in own:
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                if (path / _HOST_FILE).read_text() == host:
+                    shutil.rmtree(path, ignore_errors=True)

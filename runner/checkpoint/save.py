@@ -219,6 +219,11 @@ class Checkpointer:
         self._reported_interval_seconds = 1e-9
         self._has_warned_of_grace = False
 
+    @property
+    def saved_step(self) -> int | None:
+        """Newest step whose durable save has begun in this attempt, or with which it has begun."""
+        return self._saved_step
+
     def set_identity(self, identity: Trajectory) -> None:
         """Save this trajectory with later states. Called between two steps."""
         self._identity = identity

@@ -22,6 +22,7 @@ import ipaddress
 import json
 import os
 import re
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -188,7 +189,7 @@ def _accept_peers(
     num_processes = placement.num_processes
     peers: Connections = {}
     with _listen(get_bind_address(placement)) as listener:
-        while len(peers) < num_processes - 1 and (left_seconds := end_seconds - time.monotonic()) > 0:
+        while not _has_all(peers, num_processes - 1) and (left_seconds := end_seconds - time.monotonic()) > 0:
             listener.settimeout(left_seconds)
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
@@ -201,6 +202,7 @@ def _accept_peers(
                     peers[process] = connection
                 else:
                     connection.close()
+        _drop_closed(peers)
         present = [0, *sorted(peers)]
         missing = [str(process) for process in range(num_processes) if process not in present]
         error = None
@@ -213,6 +215,22 @@ def _accept_peers(
     if error is not None:
         raise RetryableError(error)
     return present, peers
+
+
+def _has_all(peers: Connections, count: int) -> bool:
+    """Return True if `count` processes have joined and wait; those that have ended since are dropped."""
+    if len(peers) == count:
+        _drop_closed(peers)
+    return len(peers) == count
+
+
+def _drop_closed(peers: Connections) -> None:
+    poller, processes = select.poll(), {connection.fileno(): process for process, connection in peers.items()}
+    for number in processes:
+        poller.register(number, select.POLLIN)
+    for number, _ in poller.poll(0):
+        # A process that waits for the answer sends nothing more, so what can be read is the end of the connection.
+        peers.pop(processes[number]).close()
 
 
 def _listen(address: str) -> socket.socket:

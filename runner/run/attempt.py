@@ -37,6 +37,7 @@ from runner.errors import (
     InvalidError,
     MiscountError,
     PreemptedError,
+    ResumeError,
     RunnerError,
     StorageError,
     format_error,
@@ -279,6 +280,7 @@ class WaitingHosts:
         day_ago = time.time() - DAY_SECONDS
         times = [event.get("time") for event in read_log(store, "events") if event.get("event") == "grow"]
         self._num_saves_left = 2 ** sum(isinstance(each, float) and each > day_ago for each in times)
+        self._is_requested = False
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="waiting", daemon=True).start()
 
@@ -287,11 +289,13 @@ class WaitingHosts:
         self._closed.set()
 
     def is_growth_due(self) -> bool:
-        """Return True if the job should stop to begin again with all hosts. Called after each save."""
+        """Return True, once, if the job should stop to begin again with all hosts. Called after each save."""
         self._num_saves_left -= 1
         earliest = time.monotonic() - WAITING_SECONDS
         num_waiting = sum(seconds > earliest for seconds in list(self._seen_seconds.values()))
-        return self._num_saves_left <= 0 and num_waiting >= self.num_missing
+        is_due = not self._is_requested and self._num_saves_left <= 0 and num_waiting >= self.num_missing
+        self._is_requested |= is_due
+        return is_due
 
     def _look(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
@@ -355,7 +359,10 @@ class Attempt:
         self.say(f"{name}: attempt {self.number} in {self.store.url}")
 
     def stop_to_grow(self, step: int) -> None:
-        """Request a stop if all hosts that are missing wait to join. Called after each save; acts on process 0."""
+        """Request a stop if all hosts that are missing wait to join.
+
+        Called after each start of a durable save; acts on process 0.
+        """
         if self.waiting is not None and self.waiting.is_growth_due():
             self.record("grow", step, processes=self.waiting.num_missing)
             self.stop.request_stop("all missing hosts wait to join")
@@ -462,6 +469,7 @@ def claim_attempt(
     stop: StopNotice,
     progress: Progress,
     job_class: type,
+    validate: Callable[[Owner], None] = lambda owner: None,
     discard: Callable[[], None] = lambda: None,
 ) -> Attempt:
     """Claim the next attempt in `store`, which fences every earlier attempt. Called on every process.
@@ -477,11 +485,13 @@ def claim_attempt(
         stop: stop request of this process.
         progress: progress of the training thread.
         job_class: class of the job, whose git commit is recorded.
+        validate: function that raises `ResumeError` if the owner of the directory is another job. It was checked before
+            the set-up, in which another job may have begun here.
         discard: function that removes what an attempt that did no work has left outside the directory; called if the
             directory is free for this spec because of that.
 
     Raises:
-        InvalidError: on every process, the directory cannot be written.
+        InvalidError: on every process, the directory cannot be written, or belongs to another job.
     """
     fence, background_writer = Fence(store), BackgroundWriter()
 
@@ -493,6 +503,7 @@ def claim_attempt(
             owner = read_owner(store)
             if owner is None:
                 raise StorageError(f"{store.url} does not give back what was written")
+            validate(owner)
             is_replaced = owner.identity != identity and is_unstarted(store)
             number = fence.claim()
             if is_replaced:
@@ -500,6 +511,8 @@ def claim_attempt(
                 discard()
                 replace_owner(store, owner, identity)
             return [owner.id, number]
+        except ResumeError:
+            raise
         except InvalidError as error:
             raise document.error("directory", str(error)) from error
         except PermissionError as error:

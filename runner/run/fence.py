@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.errors import EXIT_INVALID, FencedError, InvalidError, RemovedError, ResumeError, StorageError
-from runner.run.layout import read_owner, read_result, validate_entry_kinds
+from runner.run.layout import Owner, read_owner, read_result, validate_entry_kinds
 from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_one_of
 from runner.spec.document import dump_yaml
 from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json, read_log
@@ -286,23 +286,35 @@ def validate_directory(
         if store.root is None:
             probe_store(store)  # A bucket shows missing permissions only when it is written.
         owner = read_owner(store)
-        if owner is None:
-            return
-        if owner.name != name:
-            raise ResumeError(
-                f"{store.url} belongs to the job {owner.name!r}, this one is {name!r}; use another directory"
-            )
-        try:
-            run_identity.validate_trajectory(owner.identity, "this directory's job", store.url, get_newest_step)
-        except ResumeError:
-            if has_output() or not is_unstarted(store):
-                raise
+        if owner is not None:
+            validate_owner(store, owner, name, run_identity, get_newest_step, has_output)
     except InvalidError as error:
         raise (
             error if isinstance(error, ResumeError) else run_identity.document.error("directory", str(error))
         ) from error
     except OSError as error:
         raise StorageError(f"{store.url} cannot be reached: {error}") from error
+
+
+def validate_owner(
+    store: Store,
+    owner: Owner,
+    name: str,
+    run_identity: RunIdentity,
+    get_newest_step: Callable[[], int],
+    has_output: Callable[[], bool],
+) -> None:
+    """Raise `ResumeError` unless the owner of a directory is this job, or has done nothing. Process 0 only.
+
+    The arguments are those of `validate_directory`.
+    """
+    if owner.name != name:
+        raise ResumeError(f"{store.url} belongs to the job {owner.name!r}, this one is {name!r}; use another directory")
+    try:
+        run_identity.validate_trajectory(owner.identity, "this directory's job", store.url, get_newest_step)
+    except ResumeError:
+        if has_output() or not is_unstarted(store):
+            raise
 
 
 def is_done(store: Store, total_steps: Callable[[], int]) -> bool:

@@ -4,6 +4,8 @@ Every test runs on disk with Orbax and in a bucket with block files.
 """
 
 import json
+import shutil
+import socket
 import threading
 
 import jax
@@ -481,6 +483,32 @@ def test_an_unusable_fast_tier_state_falls_back_to_the_durable_one(tmp_path):
     assert asked == [{"rows": b"1"}] * 2
     assert "its rows are gone" in again.events("fallback")[0]["reason"]
     assert fast.list_steps(lambda identity, step: identity == {}) == []
+
+
+@pytest.mark.parametrize(("host", "is_deleted"), [("this", True), ("another", False), (None, False)])
+def test_parts_of_a_former_number_of_this_host_are_deleted(host, is_deleted, tmp_path):
+    attempt, root = Attempt(LocalStore(tmp_path / "run"), tmp_path), tmp_path / "fast"
+    former = root / attempt.attempt.run_id / "2"
+    (former / "7").mkdir(parents=True)
+    if host is not None:
+        (former / "host").write_text(socket.gethostname() if host == "this" else host)
+    for _ in range(2):
+        saver = attempt.make_saver(make_state(), local_directory=str(root), local_every_steps=1)
+        saver.save(make_state(2), 2, SaveContents(), SaveKind.FAST)
+        saver.close()
+        attempt = attempt.again()
+        assert sorted(path.name for path in former.parent.iterdir()) == (["0"] if is_deleted else ["0", "2"])
+        assert (former.parent / "0" / "2" / "part.json").exists()
+
+
+def test_space_of_parts_of_a_former_number_counts_as_free(tmp_path, monkeypatch):
+    attempt, root = Attempt(LocalStore(tmp_path / "run"), tmp_path), tmp_path / "fast"
+    former = root / attempt.attempt.run_id / "2"
+    former.mkdir(parents=True)
+    (former / "host").write_text(socket.gethostname())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0 if former.exists() else 1 << 30))
+    attempt.make_saver(make_state(), local_directory=str(root), local_every_steps=1).close()
 
 
 def finish_with_error(writer, target, *_):

@@ -50,6 +50,45 @@ def test_an_elastic_job_renumbers_the_processes_that_joined():
     assert meet_all([0], 4, 1, is_elastic=True) == [(0, 1)]
 
 
+def join_and_end(port, process):
+    """Join as a process that ends while it waits for the answer."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
+            connection.sendall(f'{{"process_id": {process}}}\n'.encode())
+            time.sleep(0.2)
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("ended", [1, 2])
+def test_a_process_that_ends_in_the_wait_has_not_joined(ended):
+    port = find_free_port()
+    others = [process for process in range(4) if process not in (ended, 3)]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(join_and_end, port, ended)
+        assert meet_all(others, 4, 2, is_elastic=True, port=port) == [(0, 2), (1, 2)]
+
+
+def test_a_process_that_ends_in_the_wait_may_come_again():
+    port = find_free_port()
+
+    def join(process):
+        return wait_for_peers(Placement(f"127.0.0.1:{port}", 3, process), 20, False).placement.num_processes
+
+    def join_again():
+        join_and_end(port, 2)
+        time.sleep(1)
+        return join(2)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(join, 0), pool.submit(join_again)]
+        time.sleep(0.5)
+        # Process 2 has joined once by now, and has ended.
+        found.append(pool.submit(join, 1))
+        assert [each.result() for each in found] == [3, 3, 3]
+
+
 def test_an_unknown_connection_is_ignored():
     port = find_free_port()
 

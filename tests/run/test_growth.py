@@ -15,6 +15,7 @@ from runner.run.layout import Owner, write_owner
 from runner.spec import ExecutionSpec
 from runner.storage import LocalStore
 from tests.support.attempt import make_attempt
+from tests.support.tiny_jobs import make_counter
 
 GROWS = {"elastic": True, "grow": "at_save"}
 
@@ -82,6 +83,7 @@ def test_a_host_that_no_longer_announces_itself_is_forgotten(
         assert becomes_due(hosts, store, ["1"], 600.0)
         monkeypatch.setattr(attempt_module, "WAITING_SECONDS", 0.1)
         time.sleep(0.2)
+        hosts._is_requested = False
         assert not hosts.is_growth_due()
 
 
@@ -106,7 +108,16 @@ def test_each_growth_within_a_day_doubles_the_saves_before_the_next(
     store.write("events.jsonl", b"".join(attempt_module.encode_json(row).replace(b"\n", b"") + b"\n" for row in rows))
     with watch(store, 1) as hosts:
         hosts._seen_seconds["1"] = time.monotonic()
-        assert [hosts.is_growth_due() for _ in range(save)] == [False] * (save - 1) + [True]
+        # A second save before the processes have agreed on the stop is no second growth.
+        assert [hosts.is_growth_due() for _ in range(save + 2)] == [False] * (save - 1) + [True, False, False]
+
+
+def test_only_durable_saves_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(attempt_module.Attempt, "stop_to_grow", lambda self, step: steps.append(step))
+    tiers = {"checkpoint.local_directory": str(tmp_path / "local"), "checkpoint.local_every_steps": 2}
+    make_counter(tmp_path / "run", **tiers | {"checkpoint.every_steps": 10, "config.total_steps": 25})()
+    assert steps == [10, 20, 25]
 
 
 @pytest.mark.parametrize("is_due", [False, True])
