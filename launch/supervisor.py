@@ -172,11 +172,18 @@ class Supervisor:
                 say("launch: preempted; starting again")
                 continue
             # A new commit shows that the job makes progress, which resets crash loop and backoff.
-            newest = progress.newest_step
-            if progress.num_commits != before.num_commits:
+            newest, has_commits = progress.newest_step, progress.num_commits != before.num_commits
+            has_claimed = not self.has_peers or progress.newest_attempt != before.newest_attempt
+            if has_commits:
                 num_stuck = num_crashes = 0
+            if has_commits and not has_claimed:
+                # An elastic job runs without this host, which may wait for as long as it takes.
+                say(f"launch: ended with {code}; the job goes on without this host, which tries to join it again")
+                if not self._pause(FIRST_PAUSE_SECONDS):
+                    return code, attempts
+                continue
             num_stuck += 1
-            num_crashes += not self.has_peers or progress.newest_attempt != before.newest_attempt
+            num_crashes += has_claimed
             if num_crashes >= CRASH_LOOP_ATTEMPTS:
                 where = "before any step was committed" if newest is None else f"and step {newest} is still the newest"
                 say(f"launch: crash loop: {num_crashes} attempts in a row ended with {code} {where}; giving up")

@@ -142,6 +142,9 @@ def main(given: Sequence[str]) -> int:
         # The handler only notes the signal, so that the job gets each of them once: forwarded below, or its own.
         signal.signal(number, lambda number, frame: signals.append(number))
 
+    # The job prints its stacks at this signal, which a terminal sends to both.
+    signal.signal(signal.SIGQUIT, lambda number, frame: None)
+
     def start() -> int:
         # The job inherits open files: a lock that the engine's script holds lasts until the job itself has ended.
         # A standby has begun with `-m runner` already.

@@ -55,6 +55,7 @@ HOUR_SECONDS, DAY_SECONDS = 3600.0, 86400.0
 WAITING = "waiting"  # files of processes that wait to join
 WAITING_SECONDS = 60.0  # since the last sign of life of a host that waits
 _LOOK_SECONDS = ANNOUNCE_SECONDS
+_REMOVE_SECONDS = 5.0  # for the notice of a process that has joined
 # Events of the ledger that cause a notification, and their names in it.
 NOTIFIED_EVENTS = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
 _MAX_VALUE_CHARACTERS = 60
@@ -255,9 +256,15 @@ def announce_waiting(spec: ExecutionSpec, process_id: int) -> Iterator[Callable[
             if read_owner(store) is not None:
                 store.write(name, encode_json({"host": socket.gethostname(), "time": time.time()}))
 
+    def remove() -> None:
+        with contextlib.suppress(OSError, InvalidError):
+            open_store(str(spec.directory)).remove(name)
+
     yield announce
-    with contextlib.suppress(OSError, InvalidError):
-        open_store(str(spec.directory)).remove(name)
+    # The others wait for this process, and a notice that is left means nothing: so a slow directory is not waited for.
+    thread = threading.Thread(target=remove, name="remove notice", daemon=True)
+    thread.start()
+    thread.join(_REMOVE_SECONDS)
 
 
 class WaitingHosts:

@@ -121,6 +121,11 @@ def test_a_job_is_done_if_the_newest_attempt_has_reached_the_end_of_this_spec(ch
     assert supervisor.read_progress(spec, [*overrides, *changes]).is_done is is_done
 
 
+def test_a_host_that_an_elastic_job_does_without_waits_as_long_as_it_takes():
+    commits = itertools.count()
+    assert supervise([76] * 30 + [0], max_restarts=2, claims=[7] * 99, steps=[40] * 99, commits=commits) == (0, 31)
+
+
 def test_commits_after_a_roll_back_are_progress():
     assert supervise([76] * 9 + [0], steps=itertools.repeat(500), commits=itertools.count()) == (0, 10)
     assert supervise([76] * 99, steps=itertools.repeat(500), commits=itertools.repeat(7)) == (1, CRASH_LOOP_ATTEMPTS)
