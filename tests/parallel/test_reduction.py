@@ -37,15 +37,16 @@ def test_sums_are_reduced_and_other_values_are_those_of_the_last_shard(sizes):
         return {"sum": jnp.sum(factor * part)}, {
             "first": part[0, 0],
             "is_last": part[0, 0] == B // sizes.get("data", 1),
-        }
+        }, part[0, 0]
 
     with use_sharding_rules(mesh):
         batch = jax.device_put(values, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
-        sums, last = jax.jit(lambda batch: run_per_data_shard(of_part, jnp.float32(2), batch))(batch)
+        sums, last, own = jax.jit(lambda batch: run_per_data_shard(of_part, jnp.float32(2), batch))(batch)
     parts = sizes.get("data", 1)
     assert float(sums["sum"]) == 2 * values.sum()
     assert float(last["first"]) == B - B // parts
     assert bool(last["is_last"]) == (parts == 2)
+    assert own.tolist() == [B // parts * part for part in range(parts)]
 
 
 @parametrize_meshes
@@ -55,7 +56,7 @@ def test_a_data_shard_sees_only_the_other_axes(sizes):
     def of_part(_, part):
         mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes(("batch",))
         seen.append((part.shape, mesh.empty, spec and spec[0]))
-        return jnp.sum(part), ()
+        return jnp.sum(part), (), ()
 
     with use_sharding_rules(make_partial_mesh(sizes)):
         jax.eval_shape(lambda batch: run_per_data_shard(of_part, (), batch), jnp.zeros((S, B)))
