@@ -265,6 +265,9 @@ class RestoreableJob:
             hosts, self.spec.deadlines, clock, incidents.on_verdict, incidents.on_straggler, incidents.on_progress
         )
         with watchdog as progress:
+            if hosts.num_processes > 1:
+                # The devices of all processes meet when JAX first needs them, so none may be the first alone.
+                jax.devices()
             # A finished job claims no attempt: running the command again must change nothing.
             if hosts.run_on_main(self.validate_directory):
                 if hosts.is_main:

@@ -34,10 +34,14 @@ def test_sums_are_reduced_and_other_values_are_those_of_the_last_shard(sizes):
     mesh, values = make_partial_mesh(sizes), np.arange(S * B, dtype=np.float32).reshape(S, B)
 
     def of_part(factor, part):
-        return {"sum": jnp.sum(factor * part)}, {
-            "first": part[0, 0],
-            "is_last": part[0, 0] == B // sizes.get("data", 1),
-        }, part[0, 0]
+        return (
+            {"sum": jnp.sum(factor * part)},
+            {
+                "first": part[0, 0],
+                "is_last": part[0, 0] == B // sizes.get("data", 1),
+            },
+            part[0, 0],
+        )
 
     with use_sharding_rules(mesh):
         batch = jax.device_put(values, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))

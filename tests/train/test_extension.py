@@ -5,13 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from runner.errors import InvalidError
 from runner.run.layout import read_owner
 from runner.spec import compute_trajectory
 from runner.storage import LocalStore, read_log
 from tests.data.datasets import write_bin
-from tests.support.tiny_jobs import make_gpt, read_outcome, read_trajectory, stop_after
+from tests.support.job_process import Job
+from tests.support.tiny_jobs import make_gpt, make_gpt_document, read_outcome, read_trajectory, stop_after
 from tests.test_values import TrainLookup
 
 WSD = {"name": "wsd", "warmup_steps": 2, "decay_steps": 4}
@@ -159,3 +161,16 @@ def test_the_owner_of_the_directory_has_the_present_length(tmp_path: Path) -> No
     owner = read_owner(LocalStore(tmp_path / "run"))
     assert owner is not None
     assert owner.identity["config.train.total_steps"] == LONG
+
+
+def test_two_processes_compare_the_lengths_of_a_decay(tmp_path: Path) -> None:
+    """Process 0 compares them with JAX, whose devices are those of all processes."""
+    write_bin(tmp_path / "data.bin", np.random.default_rng(0).integers(256, size=4000))
+    source = {"source": str(tmp_path / "data.bin"), "sequence_length": 16, "validation_fraction": 0}
+    document = make_gpt_document(tmp_path / "run", **SETTINGS | {"config.data": source})
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(document))
+    run = Job(str(tmp_path / "spec.yaml"), tmp_path / "run")
+    run.launch(2).expect(0)
+    attempt = run.with_options(f"config.train.total_steps={LONG}").launch(2)
+    attempt.expect(2)
+    assert f"and step {SHORT} is committed" in attempt.output

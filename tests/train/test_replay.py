@@ -1,5 +1,6 @@
 """Replayed steps: faults of one simulated device are found and named, and without a fault nothing changes."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from jax import lax
 
 from runner.errors import DeviceError, InvalidError
@@ -15,7 +17,8 @@ from runner.parallel.mesh import BATCH_AXES
 from runner.storage import LocalStore, read_log
 from runner.train.checks import find_faulty_groups
 from runner.trainer import BaseTrainer
-from tests.support.tiny_jobs import make_gpt, read_outcome, stop_after
+from tests.support.job_process import Job
+from tests.support.tiny_jobs import get_job_name, make_gpt, make_gpt_document, read_outcome, stop_after
 from tests.test_values import TrainLookup
 
 STEPS, EVERY_STEPS = 12, 4
@@ -34,6 +37,9 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
+FAULTY_PLACE = "TEST_REPLAY_FAULTY_PLACE"  # of the processes of a job
+
+
 class Fault:
     """Fault of one simulated device, as the step's program has it.
 
@@ -45,7 +51,7 @@ class Fault:
         count: micro-batches that the faulty device has computed.
     """
 
-    place = -1
+    place = int(os.environ.get(FAULTY_PLACE, -1))
     calls: range | None = None
     count = 0
 
@@ -196,6 +202,28 @@ def test_a_train_step_of_the_job_must_return_digests(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidError, match="train_step of the job does not call it"):
         make_gpt(tmp_path / "run", OwnStep, **BASE)()
+
+
+@pytest.mark.soak
+def test_two_processes_end_at_the_same_step_and_name_the_defective_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steady = {"config.schedule": {"name": "constant", "warmup_steps": 1}, "job": get_job_name(FaultyLookup)}
+    document = make_gpt_document(tmp_path / "run", **BASE | steady)
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump(document))
+    job = Job(str(spec), tmp_path / "run", devices=2)
+    job.with_options("config.train.total_steps=5").launch(2).expect(0)
+    monkeypatch.setenv(FAULTY_PLACE, "3")
+    attempt = job.launch(2)
+    attempt.expect(76)
+    assert "(process 1) is defective; the update was not applied" in attempt.output
+    (event,) = job.events("device_fault")
+    assert (event["step"], len(event["devices"]), event["processes"]) == (6, 1, [1])
+    monkeypatch.delenv(FAULTY_PLACE)
+    job.launch(2).expect(0)
+    Job(str(spec), tmp_path / "whole", devices=2).launch(2).expect(0)
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
 
 
 def test_a_defective_host_is_named_to_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
