@@ -60,7 +60,9 @@ def test_all_gathers_produce_at_most_one_layer_of_stacked_parameters(program: di
     assert [shape for shape in program["gathered"] if drop_ones(shape) in whole] == []
     layers = [shape[1:] for shape in several.values()]
     others = [shape for stacked, *shape in program["parameters"].values() if stacked <= 1]
-    most = max(math.prod(shape) for shape in (*layers, *others))
+    # The matrices into the hidden layer of experts are gathered as one.
+    joined = sum(math.prod(shape[1:]) for name, shape in several.items() if name.endswith(("moe.gate", "moe.up")))
+    most = max(joined, *(math.prod(shape) for shape in (*layers, *others)))
     assert [shape for shape in program["gathered"] if math.prod(shape) > most] == []
 
 
@@ -68,12 +70,21 @@ def test_expert_tokens_are_sent_by_ragged_all_to_all_within_a_window() -> None:
     cut = [option for option in SMALL_OPTIONS if "mesh" not in option]
     mesh = ("topology.mesh.data=1", "topology.mesh.fsdp=2", "topology.mesh.expert=4")
     sizes = ("config.model.width=128", "config.train.micro_batch_examples=4")  # at least the lanes of a register
-    found = run_tpu_program("moe_nano", "v5e-8", *cut, *mesh, *sizes)["collectives"]
+    program = run_tpu_program("moe_nano", "v5e-8", *cut, *mesh, *sizes)
+    found = program["collectives"]
     travels = [bytes_ for kind, axes, bytes_ in found if kind == "ragged-all-to-all" and axes == ["expert"]]
     # Tokens and results in the forward pass; tokens, gradients of results and gradients of tokens in the backward pass.
     # A device has 4 sequences of 64 tokens for 2 experts each, 128 float32 wide; the window for each of 4 devices is a
     # quarter larger than the mean.
     assert travels == [4 * 64 * 2 * 5 // 4 * 128 * 4] * 5
-    assert {tuple(axes) for kind, axes, _ in found if "all-to-all" in kind} == {("expert",)}
+    # Besides, the devices that share the matrices of some experts redistribute them before they gather them.
+    matrices = {
+        name.rsplit(".", 1)[1]: math.prod(shape[1:])
+        for name, (_, *shape) in program["parameters"].items()
+        if ".moe." in name and ".shared." not in name
+    }
+    shards = {(matrices["gate"] + matrices["up"]) * 4 // 8, matrices["down"] * 4 // 8}
+    others = {(*axes, bytes_) for kind, axes, bytes_ in found if "all-to-all" in kind and axes != ["expert"]}
+    assert others == {("fsdp", bytes_) for bytes_ in shards}
     tokens = 4 * 64 * 128 * 4
     assert [one for one in found if one[0] == "all-gather" and one[1] == ["expert"] and one[2] >= tokens] == []
