@@ -282,6 +282,7 @@ class RestoreableJob:
                     self.prepare_and_restore()
                     self.run()
                     with progress.report_phase(END):
+                        watchdog.stop_reports()
                         self.finish()
                 except (DivergedError, HookError, MiscountError, PhaseError, StateError):
                     # The job failed, but the save in progress is of an earlier, valid step: let it be committed.

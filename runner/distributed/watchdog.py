@@ -50,7 +50,7 @@ SUSPECTED_LOST_SECONDS = 5.0  # instead of LOST_SECONDS once a collective has fa
 UNREACHABLE_SECONDS = 5.0  # of the coordinator
 _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
-_CALLBACK_SECONDS = 5.0  # for `on_verdict`
+_CALLBACK_SECONDS = 5.0  # for a callback
 _DELIVERY_SECONDS = 3.0  # in which every process reads the verdict
 _DIAGNOSIS_SECONDS = 30.0  # in which a failed collective is traced to a lost peer
 _MAX_REPORT_BEATS = 60  # between two calls of `on_progress`; the first ones follow sooner
@@ -87,6 +87,7 @@ class Watchdog:
         self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
         self._reporter: threading.Thread | None = None  # thread of the newest callback that is no verdict
+        self._is_silent = False
         self._suspects_peer = False  # a collective has failed here
         self._last_warning = ""
         self._num_beats = 0
@@ -112,6 +113,12 @@ class Watchdog:
         self._is_over.set()
         self.progress.has_arrived.set()
         self._hosts.liveness.set_abort_callback(None)
+
+    def stop_reports(self) -> None:
+        """Call nothing but `on_verdict` from now on, so that the record of the end is the last one."""
+        self._is_silent = True
+        if self._reporter is not None:
+            self._reporter.join(_CALLBACK_SECONDS)
 
     def _run(self) -> None:
         next_seconds = time.monotonic()
@@ -158,7 +165,7 @@ class Watchdog:
 
     def _report(self, callback: Callable[[Any], None], argument: Any) -> None:
         """Call a function that writes to the directory on a thread, unless the one before has not returned yet."""
-        if self._reporter is None or not self._reporter.is_alive():
+        if not self._is_silent and (self._reporter is None or not self._reporter.is_alive()):
             self._reporter = threading.Thread(target=callback, args=(argument,), name="incident", daemon=True)
             self._reporter.start()
 
