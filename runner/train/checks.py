@@ -234,13 +234,12 @@ class ReplayedStep:
         state, _, _, moved = self._run(state, batch, key, self._moved)
         inputs = ReplayInputs(self._compare, self._update.shift, moved)
         state, loss, meta, first = self._run(state, batch, key, inputs)
-        digests = [np.asarray(first), np.asarray(moved)]
-        if np.array_equal(*digests):
+        first, moved = np.asarray(first), np.asarray(moved)
+        if np.array_equal(first, moved):
             return state, loss, meta, None
         state, _, _, third = self._run(state, batch, key, self._third)
-        has_differences = (digests[0] != digests[1]).any(axis=0)
-        names = [name for name, differs in zip(self._names, has_differences, strict=True) if differs]
-        digests.append(np.asarray(third))
+        names = [name for name, differs in zip(self._names, (first != moved).any(axis=0), strict=True) if differs]
+        digests = first, moved, np.asarray(third)
         devices = [device for group in find_faulty_groups(digests) for device in self._groups[group]]
         return state, loss, meta, DeviceFault(names, devices)
 
