@@ -298,7 +298,7 @@ def test_every_error_has_the_exit_code_of_its_kind():
         ],
         2: ["InvalidError", "SpecError", "DataError", "EncodeError", "ResumeError", "RemovedError", "NewerFormatError"],
         75: ["PreemptedError"],
-        76: ["RetryableError", "PeerLostError", "StorageError"],
+        76: ["RetryableError", "PeerLostError", "DeviceError", "StorageError"],
     }
     found = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
     assert sorted(found) == sorted(name for names in kinds.values() for name in names)
