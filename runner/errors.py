@@ -1,6 +1,6 @@
 """Exceptions of the runner and their exit codes.
 
-A scheduler branches on the exit code alone, so the five codes are the public meaning of every failure:
+A scheduler branches on the exit code alone, so the five codes are the public result of a run:
 0 done, 1 failed, 2 invalid, 75 preempted, 76 retryable.
 """
 

@@ -324,8 +324,8 @@ class BaseTrainer(RestoreableJob):
             with contextlib.closing(SeekablePrefetcher(self.load_step)) as batches:
                 while self.step < self.total_steps:
                     self.enter_stage(self.step)
-                    # The state is donated to the step. Nothing here waits for the device: the host runs ahead of it.
-                    # Where `load` has set the step back, the batches follow it.
+                    # The state is donated to the step. The host runs ahead of the device, except at a replayed step.
+                    # After `load` has set the step back, `seek` drops the batches that were read ahead.
                     following = batches.seek(self.step)
                     self.state, loss, meta = self.make_step(
                         self.state, *self.attempt.progress.take_batch(following), key
@@ -343,9 +343,12 @@ class BaseTrainer(RestoreableJob):
                         self.roll_back(spike)
 
     def load_step(self, step: int) -> tuple[Batch, bool]:
-        """Return the batch after `step` completed steps, and True if it has a target. Called on another thread."""
+        """Return the batch after `step` completed steps, and False if it is known to have no target.
+
+        Called on the thread of the prefetcher.
+        """
         batch = self.batch("train", step)
-        # Of a batch of the job's own a host sees only its part.
+        # If the job overrides `batch`, each of several hosts sees only its own part.
         is_known = type(self).batch is BaseTrainer.batch or self.attempt.hosts.num_processes == 1
         stage, data_step = self._locate_batch(step)
         examples, dataset = stage.config.train.global_batch_examples, self.get_stage_dataset(stage.number)
@@ -354,7 +357,11 @@ class BaseTrainer(RestoreableJob):
     def make_step(
         self, state: TrainState, batch: Batch, has_targets: bool, key: jax.Array
     ) -> tuple[TrainState, jax.Array, Meta]:
-        """Make one optimizer step, which moves nothing if the batch has no target. Does not wait for the device."""
+        """Make one optimizer step; a batch without a target updates nothing. Waits for the device only in a replay.
+
+        Raises:
+            DeviceError: the replay of the step gives other gradients.
+        """
         fault = None
         # Between steps the state has the functions of stage 0, like the one that is saved and restored.
         state = self.stage.adopt(state) if self._stage_number else state
@@ -468,9 +475,9 @@ class BaseTrainer(RestoreableJob):
         raise DivergedError(f"{spike}; no good checkpoint of step {begin} or earlier is left to go back to")
 
     def on_restored(self) -> None:
-        """Replay the next step, and take over the stretches of data that roll-backs have passed over.
+        """Mark the next step for replay, and take over the stretches of data that roll-backs have passed over.
 
-        They come from the state and from their records.
+        The stretches come from the state and from the records of the roll-backs.
         """
         self._is_just_restored, self._verified_step = True, self.step
         if self.config.stability.roll_back is None:
@@ -586,7 +593,7 @@ class BaseTrainer(RestoreableJob):
         `step` is by default the end of the stage.
         """
         stage = self.stages[number]
-        # Without stages there is no end of the only one.
+        # Without stages `stage.stop` is 0, and the caller passes `step`.
         end = stage.stop if step is None else step
         skips = self.data_position.skips
         own = DataPosition(tuple((begin - stage.start, length) for begin, length in skips if begin >= stage.start))

@@ -385,7 +385,9 @@ def restore_from_run(
 def validate_files_of_run(
     hosts: Hosts, store: Store, list_candidates: Callable[[], list[str]], where: str, is_named: bool
 ) -> None:
-    """Check that `restore_from_run` will find a checkpoint whose files have the right bytes. The arguments are its.
+    """Check that `restore_from_run` will find a checkpoint whose files have the right bytes.
+
+    The arguments are those of `restore_from_run`.
 
     Raises:
         ResumeError: no candidate is good.

@@ -22,9 +22,10 @@ therefore retires every uncommitted step when it starts (`manifest.retire_uncomm
 exclude each other, by an atomic operation of the store. So the checkpoint of the zombie is either complete and valid,
 or it can never be committed.
 
-In a bucket training never waits for a save: a save that becomes due while another one is in progress is skipped, and
-the event ledger records that. A save that fails is reported and training continues. If `max_unsaved_minutes` pass after
-the start of a save without any commit, the run ends with exit code 76.
+In a bucket, an optional save that becomes due while another one is in progress is skipped, so that training does not
+wait for it, and the event ledger records that; a save at a stop, at the end or on request waits. A save that fails is
+reported and training continues. If `max_unsaved_minutes` pass after the start of a save without any commit, the run
+ends with exit code 76.
 """
 
 import functools
@@ -214,7 +215,7 @@ class Checkpointer:
         self._saved_step: int | None = None  # durable, or in progress
         self._pending_step: int | None = None  # the step of `_pending`; None for a checkpoint with another name
         self._unsaved_since_seconds: float | None = None  # start of the first save since the last commit
-        self._stall_seconds: float | None = None  # the last durable save blocked training; None: none yet
+        self._stall_seconds: float | None = None  # time for which the last durable save blocked training
         self._durable_seconds = 0.0  # from the start of the last durable save to its commit
         self._reported_interval_seconds = 1e-9
         self._has_warned_of_grace = False

@@ -50,7 +50,7 @@ class StepTimer:
         # In order: a step by its result, a time from which to measure, a request to catch up, and the end.
         self._ends: queue.SimpleQueue[jax.Array | float | threading.Event | None] = queue.SimpleQueue()
         self._seconds: collections.deque[float] = collections.deque(maxlen=STEPS_MAX)
-        self._thread = threading.Thread(target=self._watch, name="pace", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="step timer", daemon=True)
         self._thread.start()
 
     def add(self, loss: jax.Array) -> None:
@@ -203,7 +203,10 @@ class MetricsWindow:
 
     @property
     def carry(self) -> JsonObject | None:
-        """Contribution of the steps since the last row to the next one, after `fetch`; None if there are none."""
+        """Contribution of the steps since the last row to the next one, after `fetch`.
+
+        None if there are none, or if the part of an earlier attempt is not known.
+        """
         if self._last is None and not self._weight:
             return None
         return {_LOSS_SUM: self._loss_sum, _WEIGHT: self._weight} if self._is_whole else None

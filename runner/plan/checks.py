@@ -155,7 +155,8 @@ def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dat
     A total in epochs is counted too: data that are too few for it cannot be used either.
 
     Returns:
-        Dataset, None if it cannot be loaded, and True if the vocabulary size is known and fits.
+        (data set, True if the step can be built). The data set is None if it cannot be loaded; the step can then be
+        built only if it does not depend on the data. Otherwise it can be built if the vocabulary fits.
     """
     with findings.collect():
         dataset, _ = setup_builder.dataset, setup_builder.config_in_steps

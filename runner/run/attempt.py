@@ -210,12 +210,12 @@ class JobReport:
         return None
 
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None) -> None:
-        """Continue at `step`. Called once on every process, before the first step.
+        """Continue at `step`. Called on every process before the first step, and after each `load` of the running job.
 
         Args:
             step: step of the state, new or restored.
             attachments: files that the fast tier kept beside the state.
-            carry: the `carry` of the payload with which the state was saved.
+            carry: `carry` of the checkpoint's manifest; None if it has none, empty for a fork of such a checkpoint.
         """
 
     def result(self, step: int) -> JsonObject:

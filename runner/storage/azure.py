@@ -21,7 +21,7 @@ COPY_SECONDS, COPY_POLL_SECONDS = 600.0, 0.5
 
 @contextlib.contextmanager
 def _translate_errors(key: str) -> Iterator[None]:
-    """Turn the client's errors into those of the operating system."""
+    """Translate errors of the client to subclasses of `OSError`, see `runner.storage.store`."""
     try:
         yield
     except ClientAuthenticationError as error:

@@ -45,7 +45,8 @@ class RunStage:
     Attributes:
         number: 0 for the config itself, before the first stage of the spec.
         start: completed steps before it.
-        stop: completed steps before the next stage, or the steps of the run.
+        stop: completed steps before the next stage, or the steps of the run; 0 in a run without stages, whose total may
+            not be known yet.
         config: config in force, without stages; its total is the end of the run by this stage.
         document: origin of the config, for errors with a line.
         values: values that the stage sets, by dotted key below `config`.

@@ -274,7 +274,7 @@ def train_step(
 def apply_conditionally(
     is_applied: jax.Array, apply_update: Callable[[TrainState], Any], state: TrainState, skipped: TrainState
 ) -> tuple[TrainState, Scalars]:
-    """Return what `apply_update` does if `is_applied`, else `skipped`, whose scalars are null.
+    """Return (state, scalars) of `apply_update` if `is_applied`, else `skipped` with NaN for each scalar.
 
     A conditional keeps the update in a computation of its own, so that XLA compiles it to the same bits as without a
     condition; a select would be fused into it.
