@@ -23,7 +23,7 @@ from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, 
 from runner.history.reader import read_history
 from runner.history.records import History
 from runner.process import STOP_SIGNALS
-from runner.spec import load_document, validate_spec
+from runner.spec import Document, load_document, validate_spec
 from runner.storage import Store, iterate_log, open_store, parse_number
 
 FIRST_PAUSE_SECONDS = 1.0
@@ -51,9 +51,9 @@ def combine_exit_codes(codes: Sequence[int]) -> int:
     return EXIT_DONE
 
 
-def open_job_store(spec: str, overrides: Sequence[str]) -> Store:
+def open_job_store(document: Document) -> Store:
     """Open the directory of a job. Raises `InvalidError` if the spec is wrong."""
-    return open_store(validate_spec(load_document(spec, list(overrides))).directory)
+    return open_store(validate_spec(document).directory)
 
 
 class JobProgress(NamedTuple):
@@ -76,7 +76,7 @@ def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
     """Return the progress of a job. An error is not reported here, since the job itself reports it."""
     try:
         document = load_document(spec, list(overrides))
-        store = open_store(validate_spec(document).directory)
+        store = open_job_store(document)
         # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket.
         rows = [row for row in iterate_log(store, "events") if type(row.get("attempt")) is int]
         claims = [number for number in map(parse_number, store.list_names("attempts")) if number is not None]
@@ -95,7 +95,7 @@ def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
 def find_history(spec: str, overrides: Sequence[str]) -> History | None:
     """Return the history of a job, or None if it has none or the directory cannot be read."""
     try:
-        return read_history(open_job_store(spec, overrides))
+        return read_history(open_job_store(load_document(spec, list(overrides))))
     except (RunnerError, OSError):
         return None
 

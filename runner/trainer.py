@@ -21,7 +21,6 @@ import optax
 
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import read_committed
-from runner.checkpoint.restore import quarantine_newer
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
@@ -362,7 +361,6 @@ class BaseTrainer(RestoreableJob):
         Raises:
             DeviceError: the replay of the step gives other gradients.
         """
-        fault = None
         # Between steps the state has the functions of stage 0, like the one that is saved and restored.
         state = self.stage.adopt(state) if self._stage_number else state
         if not has_targets:
@@ -371,12 +369,11 @@ class BaseTrainer(RestoreableJob):
             state, loss, meta = self.compiled.executable(state, batch, key)
         elif self.is_replay_due():
             state, loss, meta, fault = self.replayed_step.compare(state, batch, key)
-            if fault is None:
-                self._is_just_restored, self._verified_step = False, self.step + 1
+            if fault is not None:
+                self.stop_for_fault(fault)
+            self._is_just_restored, self._verified_step = False, self.step + 1
         else:
             state, loss, meta = self.replayed_step.run(state, batch, key)
-        if fault is not None:
-            self.stop_for_fault(fault)
         return self.running_stages[0].adopt(state) if self._stage_number else state, loss, meta
 
     @functools.cached_property
@@ -393,8 +390,7 @@ class BaseTrainer(RestoreableJob):
         return self._is_just_restored or (self.step + 1) % every_steps == 0
 
     def stop_for_fault(self, fault: DeviceFault) -> None:
-        """Quarantine the checkpoints since the last replay, and raise `DeviceError`. Called on every host."""
-        self.checkpointer.wait_until_finished()
+        """Discard what was saved since the last replay, and raise `DeviceError`. Called on every host."""
         attempt, step, verified = self.attempt, self.step + 1, self._verified_step
         processes = sorted({device.process_index for device in fault.devices})
         attempt.record(
@@ -409,7 +405,7 @@ class BaseTrainer(RestoreableJob):
         if processes == [attempt.hosts.process_id]:
             report_faulty_host()
         # What was saved since then may hold wrong updates.
-        if attempt.hosts.run_on_main(lambda: quarantine_newer(attempt, verified, f"at step {step}, {fault}")):
+        if self.checkpointer.discard_after(verified, f"at step {step}, {fault}"):
             follows = f"checkpoints after step {verified} are in quarantine"
         else:
             follows = f"no checkpoint of step {verified} or earlier is left, so the newest one is kept"

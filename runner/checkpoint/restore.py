@@ -44,7 +44,6 @@ from runner.checkpoint.manifest import (
     finish_retirements,
     is_committed,
     list_steps,
-    read_committed,
     read_manifest,
     read_newest_manifest,
     retire_uncommitted,
@@ -332,20 +331,6 @@ def quarantine(attempt: Attempt, step: int, reason: str) -> None:
         store.remove(f"{source}/{MANIFEST}")
     store.move_tree(source, target)
     attempt.events.append("quarantine", step, reason=reason, moved_to=f"{store.url}/{target}")
-
-
-def quarantine_newer(attempt: Attempt, step: int, reason: str) -> bool:
-    """Quarantine the checkpoints of steps after `step`, and return True; False if no other would be left.
-
-    Process 0 only.
-    """
-    steps = sorted(read_committed(attempt.store))
-    if all(each > step for each in steps):
-        return False
-    for each in steps:
-        if each > step:
-            quarantine(attempt, each, reason)
-    return True
 
 
 # State and weights of another run.

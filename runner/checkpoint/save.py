@@ -277,9 +277,7 @@ class Checkpointer:
             StorageError: the step could not be saved.
         """
         step, hosts, state = found.manifest.step, self._attempt.hosts, found.state
-        if self._pending_fast is not None:
-            self._pending_fast.result()
-            self._pending_fast = None
+        self._wait_for_fast_save()
         self._requested_step = None
         # Later checkpoints are moved only when there is an earlier one, so that a kill in between leaves one to resume
         # from. Retention must not count them any more, or it would delete this step as an old one.
@@ -299,6 +297,34 @@ class Checkpointer:
         hosts.barrier()
         self._policy.record_save()
         return state
+
+    def discard_after(self, step: int, reason: str) -> bool:
+        """Quarantine the checkpoints of steps after `step`, and delete such states of the fast tier.
+
+        Called on every host, right before the job ends. Changes nothing if no other checkpoint would be left.
+
+        Returns:
+            True if they were discarded.
+        """
+        attempt = self._attempt
+        self.wait_until_finished()
+        self._wait_for_fast_save()
+        steps = attempt.hosts.run_on_main(lambda: sorted(read_committed(attempt.store)))
+        if all(each > step for each in steps):
+            return False
+        if self._fast_tier is not None:
+            self._fast_tier.delete_after(step)
+        if attempt.hosts.is_main:
+            for each in steps:
+                if each > step:
+                    quarantine(attempt, each, reason)
+        attempt.hosts.barrier()
+        return True
+
+    def _wait_for_fast_save(self) -> None:
+        if self._pending_fast is not None:
+            self._pending_fast.result()
+            self._pending_fast = None
 
     def begin(self, state: Any, step: int) -> None:
         """Prepare for the first step: delete what a killed attempt should have deleted, and start the clock.
@@ -402,9 +428,7 @@ class Checkpointer:
         # costs no network access, and ends a superseded attempt before it writes anything.
         if is_durable:
             self._wait_until_finished()
-        if self._pending_fast is not None:
-            self._pending_fast.result()
-            self._pending_fast = None
+        self._wait_for_fast_save()
         if attempt.hosts.is_main:
             attempt.fence.check_locally()
 

@@ -172,6 +172,16 @@ def test_a_fault_that_begins_later_is_found_within_the_interval(mesh: str, tmp_p
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "undisturbed")
 
 
+def test_no_state_of_the_fast_tier_survives_that_may_hold_wrong_updates(tmp_path: Path) -> None:
+    tier = {"checkpoint.local_directory": str(tmp_path / "local"), "checkpoint.local_every_steps": 1}
+    Fault.place, Fault.calls = 2, range(2 * 8, 10**6)
+    assert expect_fault(make_job(tmp_path / "run", **MESHES["data"] | tier))["verified"] == 4
+    Fault.calls = range(0)
+    job = make_job(tmp_path / "run", **MESHES["data"] | tier)
+    job()
+    assert [event["step"] for event in read_log(job.store, "events") if event["event"] == "restore"] == [4]
+
+
 @pytest.mark.parametrize("number", range(2))
 def test_the_third_computation_decides_between_two(number: int, tmp_path: Path) -> None:
     # One wrong micro-batch in one of the two computations of step 4, after those of steps 1 (twice), 2 and 3.
