@@ -3,7 +3,8 @@
 Lookup. Each device looks up whole rows of the table. A lookup in a table whose width is sharded over fsdp would return
 an array sharded by width where one sharded by batch is needed, and the partitioner would bridge that by gathering the
 whole batch. In the backward pass each device accumulates the gradient of its own tokens, and the sum is
-reduce-scattered (`replicate_per_device`); the partitioner would all-reduce all rows.
+reduce-scattered (`replicate_per_device`); the partitioner would all-reduce all rows. On GPUs each device sums the
+gradients of equal tokens in float32 after sorting them, so that the result is the same at every run.
 
 Loss in chunks (`memory.loss_chunk_positions`). Each shard of the tokens is processed by itself. So a device accumulates
 the gradient of the output matrix over all of its chunks before it communicates: one reduction for each micro-batch.
@@ -11,11 +12,12 @@ Left to the partitioner it would be one for each chunk.
 
 NEFTune. Noise on embeddings in training (Jain et al., 2023, arXiv 2310.05914).
 
-Shape legend: B batch, T sequence, V vocabulary, D width.
+Shape legend: B batch, T sequence, N = BT tokens, V vocabulary, D width.
 """
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +37,7 @@ from experiments.model.layers import (
     split_axes,
     with_scattered_gradient,
 )
-from experiments.model.platform import reduce_scatters_only_rows
+from experiments.model.platform import reduce_scatters_only_rows, sorts_before_summing
 from runner.metrics.meta import ACCURACY, SUMS
 from runner.parallel.mesh import get_active_rules, list_axes, remove_axes_from_rules
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum, evaluate_cross_entropy
@@ -85,17 +87,57 @@ def lookup(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
         return constrain(table_VxD, "vocab", "embed_act")[tokens_BxT]
     (vocab_axes, width_axes), (batch_axes, position_axes) = map(split_axes, table_spec), map(split_axes, token_spec)
     axes = (*batch_axes, *position_axes)
-    # The gradient can be scattered if the table is sharded by width alone, over axes along which all devices have
+    # A device can look up its own tokens by itself if it can gather whole rows, over axes along which all devices have
     # different tokens.
-    if not width_axes or vocab_axes or not set(axes).issuperset(width_axes):
+    can_gather_rows = not vocab_axes and set(axes).issuperset(width_axes)
+    if not can_gather_rows or not (width_axes or sorts_before_summing()):
         return constrain(table_VxD, "vocab", "embed_act")[tokens_BxT]
+    take_rows = take_rows_sorted if sorts_before_summing() else operator.getitem
+    if not axes:
+        return take_rows(table_VxD, tokens_BxT)
 
     def lookup_own(table_1xDxV: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
-        return table_1xDxV[0].T[tokens_BxT]
+        return take_rows(table_1xDxV[0].T, tokens_BxT)
 
     own = PartitionSpec(batch_axes, position_axes)
     run = jax.shard_map(lookup_own, in_specs=(PartitionSpec(axes), own), out_specs=own)
     return run(replicate_per_device(table_VxD, table_spec, axes), tokens_BxT)
+
+
+@jax.custom_vjp
+def take_rows_sorted(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
+    """Return the rows of a table at these tokens; its gradient is summed in float32, over sorted tokens."""
+    return table_VxD[tokens_BxT]
+
+
+def _take_rows_forward(table_VxD: jax.Array, tokens_BxT: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return table_VxD[tokens_BxT], (table_VxD[:, :0], tokens_BxT)
+
+
+def _take_rows_backward(
+    residuals: tuple[jax.Array, jax.Array], gradient_BxTxD: jax.Array
+) -> tuple[jax.Array, None]:
+    empty_Vx0, tokens_BxT = residuals
+    tokens_N = tokens_BxT.reshape(-1)
+    order_N = jnp.argsort(tokens_N, stable=True)
+    sorted_N = tokens_N[order_N]
+    is_first_N = jnp.concatenate([jnp.ones(1, bool), sorted_N[1:] != sorted_N[:-1]])
+    rows_NxD = gradient_BxTxD.reshape(tokens_N.size, -1)[order_N].astype(jnp.float32)
+
+    def add(before: tuple[jax.Array, jax.Array], after: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (starts_before, sum_before), (starts_after, sum_after) = before, after
+        return starts_before | starts_after, jnp.where(starts_after, sum_after, sum_before + sum_after)
+
+    # Running sums that begin again at each new token: the last one of a token is its gradient.
+    _, sums_NxD = jax.lax.associative_scan(add, (is_first_N[:, None], rows_NxD))
+    ids_V = jnp.arange(empty_Vx0.shape[0], dtype=tokens_N.dtype)
+    # -1 for a token below all others; the row at -1 is then that of another token.
+    last_V = jnp.searchsorted(sorted_N, ids_V, side="right", method="sort") - 1
+    is_present_V = sorted_N[last_V] == ids_V
+    return jnp.where(is_present_V[:, None], sums_NxD[last_V], 0).astype(empty_Vx0.dtype), None
+
+
+take_rows_sorted.defvjp(_take_rows_forward, _take_rows_backward)
 
 
 def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None = None) -> jax.Array:

@@ -1,0 +1,78 @@
+"""The gradient of the token lookup on GPUs: summed in float32 over sorted tokens, without a scatter, on every mesh.
+
+These run on a CPU with the form that GPUs have.
+
+Shape legend: B batch, T sequence, V vocabulary, D width.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.model import platform
+from experiments.model.embedding import embed
+from runner.parallel.mesh import make_mesh, use_sharding_rules
+from tests.support.tiny_jobs import format_mesh
+
+V, D = 24, 8
+MESHES = [
+    {"data": 1},
+    {"data": 4},
+    {"fsdp": 2},
+    {"data": 2, "fsdp": 2},
+    {"data": 2, "sequence": 2},
+    {"tensor": 2},
+    {"data": 2, "tensor": 2},
+]
+TOKENS = {
+    "one token": np.full((4, 512), 7),
+    "few tokens": np.random.default_rng(0).choice([0, 1, 5, V - 1], (4, 512), p=[0.9, 0.05, 0.04, 0.01]),
+    "all tokens": np.random.default_rng(1).integers(0, V, (4, 512)),
+    "first and last": np.tile([0, V - 1], (4, 256)),
+}
+
+
+@pytest.fixture
+def gpu_form(monkeypatch):
+    """The form of models that GPUs have."""
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+
+
+def trace_gradient(sizes, tokens_BxT, dtype):
+    """Trace the function from a table and a gradient of embeddings to the gradient of the table."""
+
+    def pull_back(table_VxD, gradient_BxTxD):
+        return jax.vjp(lambda table: embed(table, jnp.asarray(tokens_BxT)), table_VxD)[1](gradient_BxTxD)[0]
+
+    mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+    shapes = jax.ShapeDtypeStruct((V, D), dtype), jax.ShapeDtypeStruct((*tokens_BxT.shape, D), dtype)
+    with use_sharding_rules(mesh):
+        return jax.jit(pull_back).trace(*shapes)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("sizes", MESHES, ids=format_mesh)
+def test_the_gradient_of_a_lookup_is_the_sum_over_equal_tokens(sizes, tokens, gpu_form):
+    tokens_BxT = TOKENS[tokens]
+    gradient_BxTxD = np.random.default_rng(2).normal(size=(*tokens_BxT.shape, D)).astype(np.float32)
+    expected_VxD = np.zeros((V, D))
+    np.add.at(expected_VxD, tokens_BxT, gradient_BxTxD)
+    compiled = trace_gradient(sizes, tokens_BxT, jnp.float32).lower().compile()
+    table = jax.device_put(jnp.zeros((V, D)), compiled.input_shardings[0][0])
+    got_VxD = compiled(table, jax.device_put(gradient_BxTxD, compiled.input_shardings[0][1]))
+    np.testing.assert_allclose(got_VxD, expected_VxD, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("sizes", [sizes for sizes in MESHES if "tensor" not in sizes], ids=format_mesh)
+def test_no_gradient_is_scattered(sizes, gpu_form):
+    assert "scatter-add" not in str(trace_gradient(sizes, TOKENS["all tokens"], jnp.bfloat16).jaxpr)
+
+
+def test_a_frequent_token_loses_no_precision_in_bfloat16(gpu_form):
+    tokens_BxT = TOKENS["one token"]
+    gradient_BxTxD = jnp.asarray(np.random.default_rng(3).uniform(0.5, 1, (*tokens_BxT.shape, D)), jnp.bfloat16)
+    expected_D = np.sum(np.asarray(gradient_BxTxD, np.float64), (0, 1))
+    compiled = trace_gradient({"data": 1}, tokens_BxT, jnp.bfloat16).lower().compile()
+    got_VxD = compiled(jnp.zeros((V, D), jnp.bfloat16), gradient_BxTxD)
+    np.testing.assert_allclose(np.asarray(got_VxD[7], np.float64), expected_D, rtol=2**-8)
