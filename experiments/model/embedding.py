@@ -114,9 +114,7 @@ def _take_rows_forward(table_VxD: jax.Array, tokens_BxT: jax.Array) -> tuple[jax
     return table_VxD[tokens_BxT], (table_VxD[:, :0], tokens_BxT)
 
 
-def _take_rows_backward(
-    residuals: tuple[jax.Array, jax.Array], gradient_BxTxD: jax.Array
-) -> tuple[jax.Array, None]:
+def _take_rows_backward(residuals: tuple[jax.Array, jax.Array], gradient_BxTxD: jax.Array) -> tuple[jax.Array, None]:
     empty_Vx0, tokens_BxT = residuals
     tokens_N = tokens_BxT.reshape(-1)
     order_N = jnp.argsort(tokens_N, stable=True)
