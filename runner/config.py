@@ -856,7 +856,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
         The total is free too if no learning rate depends on it.
         """
-        # What only looks at the run, or changes results by rounding, may change while it runs.
+        # These only observe the run, or change results by rounding alone.
         free = {"eval", "metrics", "memory", "ema.evaluate", "train.replay_every_steps"}
         free |= {"stability.max_consecutive_skips", "stability.roll_back.at_most"}
         free |= {"data.validation", "data.cache_bytes", "data.mixture.max_epochs"}

@@ -21,8 +21,8 @@ _MAX_LINE_CHARACTERS = 2000
 def limit_message(message: str) -> str:
     """Return a message of several lines, limited in their number and in their length.
 
-    What a message lists may come from a file of another program, which may have any number of problems. The end of the
-    message and of each line is kept, because it says what to do.
+    A message may list problems of a file of another program, of which there may be any number. The end of the message
+    and of each line is kept, because it says what to do.
     """
     lines = message.split("\n")
     if len(lines) > _MAX_LINES:

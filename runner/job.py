@@ -569,7 +569,8 @@ class RestoreableJob:
 
         Args:
             metrics: metrics by key, such as `accuracy` or `eval/accuracy`, of the kinds that an evaluator may return.
-                Those that a row cannot hold cost this call and a line; numbers that are not finite become null.
+                If a row cannot hold one of them, a warning is printed and none of this call is written. Numbers that
+                are not finite become null.
 
         Raises:
             PhaseError: the job is not running, or is a trainer, which writes the rows itself.
@@ -584,7 +585,7 @@ class RestoreableJob:
         try:
             row, not_finite = parse_metrics(metrics, {}, _METRIC_KEY, _RESERVED_KEYS)
         except UnfitMetricsError as error:
-            warn(f"log_metrics at step {self.step}: {error}; nothing of this call is in the row")
+            warn(f"log_metrics at step {self.step}: {error}; the row has no metric of this call")
             return
         if not_finite:
             warn(f"log_metrics at step {self.step}: {', '.join(not_finite)}: not finite; null in the row")
@@ -627,7 +628,7 @@ class RestoreableJob:
 
 
 def _parse_name(suffix: str | os.PathLike[str]) -> str:
-    """Return the name of a checkpoint. Raises `InvalidError` for what is neither a text nor a path."""
+    """Return the name of a checkpoint. Raises `InvalidError` if it is neither a string nor a path."""
     if not isinstance(suffix, str | os.PathLike):
-        raise InvalidError(f"a checkpoint cannot be called {suffix!r}: its name is a text, such as '5'")
+        raise InvalidError(f"got {suffix!r} as the name of a checkpoint, needs a string such as '5'")
     return os.fspath(suffix)

@@ -404,7 +404,7 @@ class BaseTrainer(RestoreableJob):
         )
         if processes == [attempt.hosts.process_id]:
             report_faulty_host()
-        # What was saved since then may hold wrong updates.
+        # Checkpoints since then may hold wrong updates.
         if self.checkpointer.discard_after(verified, f"at step {step}, {fault}"):
             follows = f"checkpoints after step {verified} are in quarantine"
         else:
@@ -436,7 +436,7 @@ class BaseTrainer(RestoreableJob):
         assert policy is not None, "only a job with this policy finds spikes"
         if len(made) >= policy.at_most:
             tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
-            raise DivergedError(f"{spike}; the roll-backs that are allowed were made, and passed over {tried}")
+            raise DivergedError(f"{spike}; all {len(made)} allowed roll-backs have been made, and skipped {tried}")
         # The stage in which the spike begins, whichever one has fetched it. Data before that stage are other data.
         stage = self.stages[self.config.find_stage(spike.first - 1)]
         begin, number = plan_roll_back(policy, spike.first, stage.config.train.global_batch_examples, made)
@@ -467,7 +467,7 @@ class BaseTrainer(RestoreableJob):
                 self.load(str(step))
                 return
             except ResumeError as error:
-                self.attempt.say(f"checkpoint {step} is not rolled back to: {error}")
+                self.attempt.say(f"cannot roll back to checkpoint {step}: {error}")
         raise DivergedError(f"{spike}; no good checkpoint of step {begin} or earlier is left to go back to")
 
     def on_restored(self) -> None:

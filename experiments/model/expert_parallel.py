@@ -15,7 +15,7 @@ devices. There are two forms of the exchange; sizes are those of one device and 
   many slots are sent, stored and multiplied whatever the router does: `capacity_factor` times the assignments.
 - Rounds, where no token is dropped, and where shards of a sequence share a capacity, which any one shard may use up. A
   round has a window of c slots for each pair of devices. c is the smaller of 5/4 of the mean, A / e, and of the most
-  that one device can send to another, M * min(K, E / e). What a window cannot hold goes in a further round. An even
+  that one device can send to another, M * min(K, E / e). Tokens that do not fit it go in a further round. An even
   load takes one round. If all tokens go to the experts of one device, it takes at most 4/5 * e * min(K, E / e) / K
   rounds, and as many times the bytes and the time. The memory is that of one round whatever the router does: e * c
   slots, 5/4 of the assignments, of width D three times (sent, received, by expert), and their hidden layers. In the

@@ -50,8 +50,8 @@ _NORMS = {
 _QUERY_KEY_NORMS = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
 _QUERY_LATENT_NORM = {"attention.query_norm": "self_attn.q_a_layernorm"}
 _KEY_VALUE_LATENT_NORM = {"attention.key_value_norm": "self_attn.kv_a_layernorm"}
-# Module of the experts, and names of an expert's matrices, by whether attention has norms. Of the families with experts
-# only Mixtral has none there.
+# Module of the experts, and names of an expert's matrices, by whether attention has norms. Mixtral is the only family
+# with experts that has none there.
 _EXPERTS = {
     False: ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     True: ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),

@@ -102,7 +102,7 @@ with_row_major_gradient.defvjp(lambda x: (x, None), lambda _, gradient: (with_ro
 def mark_saved(x: jax.Array) -> jax.Array:
     """Return `x`, marked as a residual that `remat: dots` saves, on platforms where recomputing costs more than memory.
 
-    Used for attention and for sums with a matmul's result. What only leads to `x` is then not recomputed either.
+    Used for attention and for sums with a matmul's result. Ops that only `x` depends on are then not recomputed either.
     """
     return checkpoint_name(x, SAVED_NAME) if uses_head_major_layout() else x
 

@@ -73,7 +73,7 @@ def from_zigzag(layout: SequenceLayout, halves: jax.Array) -> jax.Array:
 def _zigzag(layout: SequenceLayout, parity: int) -> list[tuple[int, int]]:
     """Return (source, target) of each half of this parity.
 
-    Whether a device's first half is even or odd follows from the parity of the device.
+    The parity of a device determines whether its first half is even or odd.
     """
     n = layout.num_shards
     halves = [2 * place + parity for place in range(n)]

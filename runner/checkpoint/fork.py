@@ -123,7 +123,7 @@ def find_continued_manifest(store: Store, fork: ForkConfig | None) -> Manifest |
 def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, total_steps: int) -> Manifest:
     """Check that a run can begin as this fork, and return the parent's manifest. Process 0 only; writes nothing.
 
-    Of the arrays only names and shapes are checked.
+    Only the names and shapes of arrays are checked.
 
     Raises:
         InvalidError: it cannot; the message says what to do.

@@ -101,7 +101,7 @@ def init_sharded(make: Callable[[], Any], abstract: Any) -> Any:
     return jax.jit(lambda: make_strongly_typed(make()), out_shardings=shardings)()
 
 
-# Which leaves can be saved.
+# Validation of leaves.
 
 
 def validate_leaves(abstract: Any) -> None:

@@ -106,7 +106,7 @@ class SavePolicy:
         return SaveKind.FAST if is_due(step, config.local_every_steps) else None
 
 
-# What to keep.
+# Retention.
 
 Mode = Literal["min", "max"]
 

@@ -412,7 +412,7 @@ class Checkpointer:
         # The progress of the background differs between hosts, so process 0 decides for all of them.
         if not self._attempt.hosts.agree(self._pending is not None and not self._pending.done()):
             return False
-        self._attempt.record("save_left_out", step, reason="an earlier save is still on its way")
+        self._attempt.record("save_left_out", step, reason="an earlier save is still in progress")
         return True
 
     def _start(self, manifest: Manifest, state: Any, contents: SaveContents, is_durable: bool, is_fast: bool) -> Any:
@@ -510,8 +510,8 @@ class Checkpointer:
                 if save.leaves is not None:
                     digests = save.layout.digests_on(jax.local_devices()[0], save.digests)
                     verify_read_back(attempt.store, save.directory, complete, save.leaves, digests)
-                # The check of the fence comes as late as possible. What may still happen between it and the commit is
-                # decided by the commit itself, which fails if a newer attempt has retired this step.
+                # The check of the fence comes as late as possible. If a newer attempt retires this step after it, the
+                # commit fails.
                 attempt.fence.check()
                 try:
                     commit(attempt.store, save.directory, complete, attempt.number)

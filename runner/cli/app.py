@@ -17,8 +17,8 @@ from runner.process import STANDBY_VARIABLE
 
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
 _READ_EXIT_CODES = (
-    "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached, or the output not be "
-    "written."
+    "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached, or the output "
+    "cannot be written."
 )
 
 COMMANDS = CommandLine(
@@ -56,7 +56,7 @@ COMMANDS.add(
     declared.LineageArguments,
     "Show which runs a run was forked from",
     _READ_EXIT_CODES,
-    "Of a directory with several runs below it, the trees of all of them are shown.",
+    "For a directory that contains several runs, their trees are all shown.",
 )
 COMMANDS.add("report", declared.ReportArguments, "Write an HTML page about one or several runs", _READ_EXIT_CODES)
 COMMANDS.add("dashboard", declared.DashboardArguments, "Serve a live page about all runs below ROOT", _READ_EXIT_CODES)

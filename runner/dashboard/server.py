@@ -139,7 +139,7 @@ class SharedReader:
         """Read once what has been requested by now."""
         with self._changed:
             wanted, self._wanted = self._wanted, set()
-            # What nobody has requested for a while is dropped, which bounds the memory by the number of viewers.
+            # Pages that nobody has requested for a while are dropped, so that the number of viewers bounds the memory.
             oldest = time.monotonic() - KEEP_SECONDS
             self._cache = {name: cached for name, cached in self._cache.items() if cached.when > oldest}
         # Reading happens outside of the lock, so requests for other pages are served meanwhile.

@@ -71,7 +71,7 @@ def build_view(
     ):
         charts = [replace(chart, unit="value") if chart is LOSS else chart for chart in charts]
     differences = find_differences([run.spec for run in snapshots]) if len(snapshots) > 1 else []
-    # What each stage changes stands in a table of its own.
+    # The changes of each stage have a table of their own.
     starts = [[f"{stage.from_step:,}" for stage in run.history.stages] for run in snapshots]
     texts = [f"from step {', '.join([*each[:_CHANGES_MAX], *['...'][: len(each) > _CHANGES_MAX]])}" for each in starts]
     differences = [

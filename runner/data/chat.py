@@ -176,7 +176,7 @@ class ChatTemplate:
 def read_template(name: str, read: Callable[[str], bytes]) -> ChatTemplate:
     """Read the template of the `chat_template.jinja` beside a `tokenizer_config.json`, or else of the config itself.
 
-    `transformers` prefers them in this order. Of several templates of a config the one named `default` is used.
+    `transformers` prefers them in this order. If a config has several templates, the one named `default` is used.
 
     Args:
         name: path or URL of the `tokenizer_config.json`.

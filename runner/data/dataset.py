@@ -191,7 +191,7 @@ class Dataset:
             share = 1 - has_target.mean()
             if share > MISSING_TARGETS_SHARE:
                 lines.append(
-                    f"{label}: {share:.0%} of {len(indices)} sequences that were read have no target, because their "
+                    f"{label}: {share:.0%} of {len(indices)} sampled sequences have no target, because their "
                     f"prompts are longer than sequence_length={self.sequence_length}; steps without a target train "
                     "nothing; use longer sequences, or leave such dialogues out"
                 )
@@ -291,8 +291,8 @@ class Dataset:
             if train.max_epochs is not None and share.epochs > train.max_epochs:
                 raise DataError(
                     f"{train.label}: the run takes {share.tokens:,} tokens of it, {share.epochs:.4g} epochs of its "
-                    f"{train.examples.num_examples * self.sequence_length:,}; max_epochs={train.max_epochs:g} allows "
-                    "fewer: give it less weight, or train for fewer steps"
+                    f"{train.examples.num_examples * self.sequence_length:,}; max_epochs={train.max_epochs:g} is "
+                    "the limit: give it less weight, or train for fewer steps"
                 )
 
     def validate_split(self, name: str) -> None:

@@ -12,8 +12,8 @@ An `.idx` holds, little-endian:
     m int64    bounds of the documents as numbers of sequences, from 0 to n
 
 (Source: megatron-core, `datasets/indexed_dataset.py`.) A multimodal index has n int8 more, and is not read. The index
-is read whole at the start and compared with the `.bin`, which holds the ids and nothing else. What stays in memory is 8
-bytes a document.
+is read whole at the start and compared with the `.bin`, which holds the ids and nothing else. It takes 8 bytes of
+memory per document.
 """
 
 import itertools

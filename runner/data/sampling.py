@@ -175,8 +175,8 @@ def floor_sum(count: int, divisor: int, factor: int, offset: int) -> int:
     while count:
         total += count * (count - 1) // 2 * (factor // divisor) + count * (offset // divisor)
         factor, offset = factor % divisor, offset % divisor
-        # What remains is the number of lattice points below a line. Exchanging the axes leaves fewer columns, as in
-        # Euclid's algorithm.
+        # The remaining sum is the number of lattice points below a line. Exchanging the axes leaves fewer columns, as
+        # in Euclid's algorithm.
         count, offset = divmod(factor * count + offset, divisor)
         factor, divisor = divisor, factor
     return total

@@ -147,7 +147,7 @@ class StopNotice:
                 name = signal.Signals(number).name
                 self._num_insistent_signals += number in INSISTENT_SIGNALS
                 if self._num_insistent_signals > 1:
-                    self._end(EXIT_PREEMPTED, f"{name} again: leaving at once; the last commit is intact")
+                    self._end(EXIT_PREEMPTED, f"{name} again: exiting without another save; the last commit is intact")
                 self.request_stop(name)
 
     def _announce_stop(self) -> None:

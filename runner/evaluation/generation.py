@@ -168,7 +168,7 @@ def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[
         yield text[len(before) :]
         ids = ids[-_CONTEXT_TOKENS:]
         num_yielded = len(ids)
-    # What is incomplete at the end is shown as replacement characters.
+    # An incomplete character at the end is shown as replacement characters.
     yield decode(ids)[len(decode(ids[:num_yielded])) :]
 
 

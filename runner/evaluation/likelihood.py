@@ -8,8 +8,8 @@ token is the context).
 
 **Multiple choice**, as lm-evaluation-harness scores a `multiple_choice` task (`lm_eval/api/task.py`): a choice follows
 its question after a space, and the answer is the most probable choice. `acc` takes the choice of the highest log
-likelihood, `acc_norm` divides it by the characters of the choice, `acc_bytes` by its bytes. Of equal choices the first
-is taken.
+likelihood, `acc_norm` divides it by the characters of the choice, `acc_bytes` by its bytes. Between
+equal choices the first is taken.
 
 **Questions** are JSON lines, as benchmarks ship them. A line has one key of each group:
 

@@ -387,7 +387,7 @@ def _use_best(
     """Return the result of `use` for `path`, with `checkpoints/best` replaced by the step that is the best now.
 
     Args:
-        path: What `checkpoint.init_from` names.
+        path: the path in `checkpoint.init_from`.
         use: Function of the path; on several hosts, an `InvalidError` of it is raised on all of them.
         run_on_main: Runs a function on process 0, for all hosts.
     """

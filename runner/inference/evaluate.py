@@ -248,7 +248,7 @@ def make_record(score: Score, sizes: Mapping[str, ValidationSize], is_language_m
         is_whole = size is not None and size.num_targets == sums.num_tokens
         sets[name] = compute_metrics(sums, size.num_bytes if size is not None and is_whole else None)
     num_bytes = [metrics["bytes"] for metrics in sets.values()]
-    # Of one set the whole has the metrics, too; most of several sets are means over different weights.
+    # If there is one set, its metrics are those of the whole. Most metrics of several sets have different weights.
     parts = [sums if len(sets) == 1 else sums.select_common() for sums in score.sums.values()]
     whole = sum(parts, ValidationSums(0.0, 0.0))
     total = compute_metrics(whole, None if None in num_bytes else sum(num_bytes))

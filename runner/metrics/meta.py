@@ -27,7 +27,7 @@ from runner.errors import InvalidError
 
 SUMS, GRAD_NORM, TOKEN_COUNT = "sums", "grad_norm", "token_count"
 ACCURACY = "accuracy"  # among the sums of an evaluation: weight of the targets that are predicted correctly
-# Of a job with a stability policy: updates skipped so far, and those skipped one after another up to this step.
+# With a stability policy: updates skipped so far, and those skipped one after another up to this step.
 SKIPPED_UPDATES, CONSECUTIVE_SKIPS = "skipped_updates", "consecutive_skips"
 # Roll-backs so far, and steps with a high loss one after another up to this step.
 ROLL_BACKS, HIGH_LOSS_STEPS = "roll_backs", "high_loss_steps"
@@ -164,7 +164,7 @@ def to_finite(value: Any) -> float | None:
 
 
 def to_row_value(value: Any) -> RowValue:
-    """Return a value of meta, already fetched from the device, for a row. What is not finite becomes None."""
+    """Return a value of meta, already fetched from the device, for a row. Values that are not finite become None."""
     if isinstance(value, Histogram):
         bins = {"counts": np.asarray(value.counts), "edges": np.asarray(value.edges)}
         is_finite = all(np.isfinite(numbers).all() for numbers in bins.values())

@@ -262,7 +262,7 @@ def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: in
     """Yield the rows among lines of text, each step once and in ascending order.
 
     Args:
-        texts: Lines. Those that are no rows are skipped, since damage may leave any line.
+        texts: lines of the file; those that are no rows, which damage may leave, are skipped.
         step: Last step to yield; None for no limit.
         beyond: Only later steps are yielded.
     """

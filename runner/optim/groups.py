@@ -217,7 +217,7 @@ def _match_groups(groups: Sequence[ParameterGroup], parameters: Sequence[Paramet
         fitting = [p for p in parameters if fnmatchcase(p.name, group.pattern)]
         if not fitting:
             names = format_nearest_names(group.pattern, parameters)
-            raise InvalidError(f"groups: {group.pattern!r} matches no parameter; there are {names}")
+            raise InvalidError(f"groups: {group.pattern!r} matches no parameter; the parameters are {names}")
         # A weight decay of 0 is accepted for vectors, because they have none anyway.
         if group.weight_decay and not any(p.is_matrix for p in fitting):
             raise InvalidError(
@@ -248,7 +248,7 @@ def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
     for pattern in patterns:
         if not any(fnmatchcase(p.name, pattern) for p in leaves):
             names = format_nearest_names(pattern, leaves)
-            raise InvalidError(f"{key}: {pattern!r} matches no trained parameter; there are {names}")
+            raise InvalidError(f"{key}: {pattern!r} matches no trained parameter; the trained parameters are {names}")
     return jax.tree.map(lambda p: any(fnmatchcase(p.name, pattern) for pattern in patterns), parameters)
 
 

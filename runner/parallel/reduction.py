@@ -97,7 +97,7 @@ def run_per_data_shard(
             jax.tree.map(gather, own),
         )
 
-    # What is gathered is the same on all devices, which the check of `shard_map` cannot see.
+    # The gathered values are the same on all devices, which the check of `shard_map` cannot see.
     specs, axes = (PartitionSpec(), PartitionSpec(None, _DATA)), list_manual_axes((_DATA,))
     return jax.shard_map(run_shard, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
         whole, batch

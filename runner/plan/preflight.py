@@ -133,8 +133,8 @@ def _make_sections(
 def _make_trainer_sections(
     job: BaseTrainer, machine: TargetMachine | None, findings: Findings, request: PlanRequest
 ) -> list[Section]:
-    # A job whose shapes do not depend on its data gets the first estimate before the data are read. What is wrong is
-    # reported later, in its place.
+    # A job whose shapes do not depend on its data gets the first estimate before the data are read. Problems are
+    # reported later, in their place.
     is_independent_of_data = job.setup_builder.has_vocabulary_size and job.config.train.total_epochs is None
     if machine is not None and is_independent_of_data:
         with contextlib.suppress(InvalidError):
@@ -267,7 +267,7 @@ def make_stage_sections(
             section.add("train step", program.compile_seconds, "seconds", "compiled", label="compilation")
         run_seconds = None if run_seconds is None or times is None else run_seconds + num_steps * times.step_seconds
         findings.problems += [f"stage {stage.number}: {line}" for line in found.problems]
-        # What is unknown of the first step is unknown of all.
+        # Warnings that all stages share are shown once.
         findings.warnings += [line for line in found.warnings if line not in findings.warnings]
     if run_seconds is not None:
         note = "without restarts, over all stages"

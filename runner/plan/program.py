@@ -193,7 +193,7 @@ def _open_libtpu_devices(accelerator: Accelerator, shape: str) -> tuple[Sequence
 def uses_all_reduce(devices: Sequence[jax.Device], sizes: MeshSizes, leaf: Any, dtype: str) -> bool:
     """Return True if the compiler moves a parameter over `STATE_AXES` by all-reduce instead of gather and scatter.
 
-    Compiles one matmul and its weight gradient. Of a parameter that stacks layers or experts, one matrix is tried.
+    Compiles one matmul and its weight gradient. If a parameter stacks layers or experts, one matrix is tried.
 
     Args:
         devices: devices to compile for.

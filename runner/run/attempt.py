@@ -242,8 +242,8 @@ def announce_waiting(spec: ExecutionSpec, process_id: int) -> Iterator[Callable[
 
     With `topology.grow: at_save` the function writes `waiting/<process>` anew in the directory of the run, if there is
     one. The file is removed at the end of the context, when the process has joined. A process that could not join in
-    time is started again by its supervisor, and goes on waiting. What is wrong with the directory is reported by the
-    job itself.
+    time is started again by its supervisor, and goes on waiting. Problems with the directory are reported by the job
+    itself.
     """
     if spec.topology is None or spec.topology.grow == "never":
         yield lambda: None

@@ -100,7 +100,7 @@ def encode_header(clock: Clock) -> bytes:
         "created": read_creation_ticks(os.getpid()),
         "buckets": [bucket.value for bucket in COUNTED_BUCKETS],
     }
-    # Of fixed size, so that slots have fixed places; and a line, so that a person can read it with `head`.
+    # The header has a fixed size, so that slots have fixed places, and is a line, so that `head` shows it.
     return json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n"
 
 

@@ -506,7 +506,7 @@ class EventLog:
 
 
 def read_roll_backs(store: Store) -> list[JsonObject]:
-    """Return the records of all roll-backs of this run, in order. Those of a fork go on from its parent's number.
+    """Return the records of all roll-backs of this run, in order. A fork continues the numbering of its parent.
 
     Raises:
         InvalidError: a record is damaged, or one between two others is missing.

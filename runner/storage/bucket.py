@@ -262,7 +262,7 @@ class BackgroundWriter:
         """Send everything that has changed and wait for it.
 
         Raises:
-            OSError: the first failure. What was not sent stays marked and is tried again later.
+            OSError: the first failure. Parts that were not sent stay marked and are sent again later.
         """
         # Two flushes at once could write an older content after a newer one.
         with self._sending:

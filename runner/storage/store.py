@@ -106,7 +106,7 @@ class Store(Protocol):
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
         """Replace `name` like `write`, but only if its present version is `version`; return the new version.
 
-        Of several writers that try at once one wins. With ABSENT this creates the file.
+        If several writers try at once, one of them succeeds. With ABSENT this creates the file.
 
         Raises:
             FileExistsError: the present version is another one.

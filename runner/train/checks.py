@@ -98,7 +98,7 @@ def validate_hosts(hosts: Hosts, fits: Callable[[int], bool]) -> None:
     if hosts.num_missing and not fits(num_devices) and fits(_count_expected_devices(hosts)):
         raise RetryableError(
             f"{hosts.num_processes} of {hosts.num_processes + hosts.num_missing} processes joined, and mesh and batch "
-            f"do not divide over their {num_devices} devices; run the same command again once more are there"
+            f"do not divide over their {num_devices} devices; run the same command again when more have joined"
         )
 
 

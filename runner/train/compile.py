@@ -233,7 +233,9 @@ def trace_train_step(
             validate_auxiliary(auxiliary_states, state.riders, after.riders)
         after = make_strongly_typed(after)
         if problems := find_form_problems(after, abstract):
-            raise StateError(f"train_step returns the state in another form than it takes it{problems}")
+            raise StateError(
+                f"train_step must return a state of the same leaves, shapes and types as it takes{problems}"
+            )
         validate_meta(meta)
         # The count is part of this program, since a program of its own would be launched every step.
         count = None if TOKEN_COUNT in meta else layout.compute_target_weight(batch)

@@ -105,7 +105,7 @@ def make_stability(config: StabilityConfig) -> AuxiliaryState:
 
 def watch_loss(before: Any, outcome: StepOutcome, config: RollBackConfig) -> tuple[Any, Scalars]:
     """Return (leaves after a step, scalars) of the threshold of a roll-back. To be traced."""
-    # What is not finite, or no loss at all, begins no series of steps above the threshold, and ends none.
+    # A loss that is not finite, or no loss, neither begins nor ends a series of steps above the threshold.
     is_known = jnp.isfinite(outcome.loss) & jnp.isfinite(outcome.grad_norm) & outcome.has_target
     is_high = is_known & is_spike(before[_LOSSES], before[_LOW], outcome.loss, config.loss_above_sigmas)
     losses, low = _push(before[_LOSSES], before[_LOW], outcome.loss, is_known & ~is_high)

@@ -286,7 +286,9 @@ def apply_conditionally(
         after, scalars = apply_update(state)
         after = make_strongly_typed(after)
         if problems := find_form_problems(after, state):
-            raise StateError(f"train_step returns the state in another form than it takes it{problems}")
+            raise StateError(
+                f"train_step must return a state of the same leaves, shapes and types as it takes{problems}"
+            )
         return after, {name: jnp.asarray(scalar, jnp.float32) for name, scalar in scalars.items()}
 
     found: tuple[TrainState, Scalars] = lax.cond(

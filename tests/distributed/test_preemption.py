@@ -187,7 +187,7 @@ def test_a_second_insistent_signal_ends_the_process_with_75(first, second, phase
     assert code == 75
     assert lines == [
         f"{first}: stopping at the next step",
-        f"{second} again: leaving at once; the last commit is intact",
+        f"{second} again: exiting without another save; the last commit is intact",
     ]
 
 

@@ -111,7 +111,7 @@ def test_slurm_requeues_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp
     assert log.count("launch: ended with 75; SLURM decides whether the job starts again") >= 3, log
     assert re.search("launch: ended with 76; restart 1 of 100, on the same nodes in 1 s", log), log
     assert re.search("launch: ended with 76; restart 2 of 100, on the same nodes in [12] s", log), log
-    assert "leaving at once" not in log, "a task got SIGTERM twice"
+    assert "exiting without another save" not in log, "a task got SIGTERM twice"
     assert len(job.events("preempt")) >= 3
 
 

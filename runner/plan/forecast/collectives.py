@@ -96,7 +96,7 @@ def locate_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[R
     counts = count_runs(program)
     op_names = {call.callee: call.op_name for call in program.calls}
     fused = {call.callee for call in program.calls if call.opcode == "fusion"}
-    # Of the pieces of one asynchronous collective the piece that starts it counts, or the first if none is marked.
+    # An asynchronous collective is several ops; the one that starts it counts, or the first if none is marked.
     leaders: dict[tuple[str, ...], str] = {}
     for raw in program.collectives:
         if raw.chain and (raw.chain not in leaders or raw.instruction.name in program.started):

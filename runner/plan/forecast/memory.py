@@ -83,7 +83,7 @@ def compute_live_memory(module: HloModule) -> LiveMemory:
         for op, buffers in zip(ops, _BufferAssignment(module, computation).iter_live_buffers(), strict=True):
             key = computation, op.name
             own_bytes[key] = sum(buffer.bytes for buffer in buffers)
-            # The computation inside a fusion has no buffers in HBM. Of several branches the largest counts.
+            # The computation inside a fusion has no buffers in HBM. The largest of several branches counts.
             callees = op.callees.values() if op.opcode in ("while", "conditional", "call") else ()
             inner_bytes[key], stack = max((find_peak(name) for name in callees), default=(0, ()))
             if own_bytes[key] + inner_bytes[key] > peak[0]:

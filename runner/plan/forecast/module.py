@@ -171,7 +171,7 @@ def load_module(text: str) -> HloModule:
     program = parse_program(text)
     module = HloModule(text, program, trips=count_trips(program))
     for one in iter_instructions(text):
-        # What stands in the parentheses of these is a number or a value, not a name.
+        # The parentheses of these hold a number or a value, not a name.
         has_operands = one.opcode not in _OPCODES_WITHOUT_OPERANDS
         operands = tuple(name for name in parse_operands(one.rest) if name) if has_operands else ()
         called = []
