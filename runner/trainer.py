@@ -354,7 +354,7 @@ class BaseTrainer(RestoreableJob):
         return batch, not is_known or has_targets(dataset, batch, data_step, examples)
 
     def make_step(
-        self, state: TrainState, batch: Batch, has_targets: bool, key: jax.Array
+        self, state: TrainState, batch: Batch, has_target: bool, key: jax.Array
     ) -> tuple[TrainState, jax.Array, Meta]:
         """Make one optimizer step; a batch without a target updates nothing. Waits for the device only in a replay.
 
@@ -363,7 +363,7 @@ class BaseTrainer(RestoreableJob):
         """
         # Between steps the state has the functions of stage 0, like the one that is saved and restored.
         state = self.stage.adopt(state) if self._stage_number else state
-        if not has_targets:
+        if not has_target:
             state, loss, meta = self.skip_step(state)
         elif self.replayed_step is None:
             state, loss, meta = self.compiled.executable(state, batch, key)
@@ -835,7 +835,7 @@ class BaseTrainer(RestoreableJob):
             identities,
             identity,
             self.config,
-            self.setup_builder.optimizer_choice.reads_rates(self.stages[0].config),
+            self.setup_builder.optimizer_choice.uses_config_rates(self.stages[0].config),
             lambda: self.dataset.num_train_examples,
         )
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from experiments.model.layers import num_devices, num_sequence_shards, partition_spec
+from experiments.model.layers import make_partition_spec, num_devices, num_sequence_shards
 from experiments.model.platform import platform
 from runner.accelerator import PeakRates, find_chip
 from runner.config import ContextParallelMethod
@@ -113,7 +113,7 @@ def make_sequence_layout(
     Returns:
         None if sequences are not sharded, or do not divide into two halves for each device.
     """
-    spec, T = partition_spec(q.shape, "batch", "sequence", "heads", "head_dim"), q.shape[1]
+    spec, T = make_partition_spec(q.shape, "batch", "sequence", "heads", "head_dim"), q.shape[1]
     n = num_sequence_shards()
     if spec is None or n == 1 or T % (2 * n):
         return None

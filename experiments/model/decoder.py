@@ -88,7 +88,7 @@ class Block(nn.Module):
         return make_norm(name, self.config, self.precision)(x_BxTxD) if self.config.norm in (place, "both") else x_BxTxD
 
 
-class Turn(nn.Module):
+class PatternRepetition(nn.Module):
     """The layers of one repetition of the layer pattern."""
 
     config: DecoderConfig
@@ -233,7 +233,7 @@ class Decoder(nn.Module):
         """Return the layers of a stage, with parameters stacked over the repetitions of its pattern."""
         is_in_line = self.config.layer_loop == "unroll" or stage.repeats == 1
         return nn.scan(
-            Turn,
+            PatternRepetition,
             variable_axes={"params": 0, BALANCE: 0},
             in_axes=(nn.broadcast, 0),
             split_rngs={"params": True},

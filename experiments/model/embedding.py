@@ -31,8 +31,8 @@ from experiments.model.layers import (
     constrain_stream,
     flatten_tokens,
     gather_stream,
+    make_partition_spec,
     num_devices,
-    partition_spec,
     replicate_per_device,
     split_axes,
     with_scattered_gradient,
@@ -81,8 +81,8 @@ def embed(embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
 
 def lookup(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
     """Return the rows of a table, whose axes are "vocab" and "embed", at these tokens: (B, T, D)."""
-    table_spec = partition_spec(table_VxD.shape, "vocab", "embed")
-    token_spec = partition_spec(tokens_BxT.shape, "batch", "sequence")
+    table_spec = make_partition_spec(table_VxD.shape, "vocab", "embed")
+    token_spec = make_partition_spec(tokens_BxT.shape, "batch", "sequence")
     if table_spec is None or token_spec is None:
         return constrain(table_VxD, "vocab", "embed_act")[tokens_BxT]
     (vocab_axes, width_axes), (batch_axes, position_axes) = map(split_axes, table_spec), map(split_axes, token_spec)
@@ -141,7 +141,7 @@ take_rows_sorted.defvjp(_take_rows_forward, _take_rows_backward)
 def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None = None) -> jax.Array:
     """Return logits (B, T, V) of normalised hidden states, in their dtype; with `softcap` s, s tanh(logits / s)."""
     B, T, _ = x_BxTxD.shape
-    embedding_VxD = with_scattered_gradient(embedding_VxD, partition_spec(embedding_VxD.shape, "vocab", "embed"))
+    embedding_VxD = with_scattered_gradient(embedding_VxD, make_partition_spec(embedding_VxD.shape, "vocab", "embed"))
     logits_BxTxV = (flatten_tokens(x_BxTxD) @ embedding_VxD.T).reshape(B, T, -1)
     if softcap is not None:
         capped_BxTxV = softcap * jnp.tanh(logits_BxTxV.astype(jnp.float32) / softcap)
@@ -212,7 +212,7 @@ def _sum_over_shards(
     targets: tuple[jax.Array, jax.Array],
 ) -> Any:
     """Return the sum of `function(unembed, weights, x, *targets)` over the shards of the tokens."""
-    spec = partition_spec(x_BxTxD.shape, "batch", "sequence", "embed_act")
+    spec = make_partition_spec(x_BxTxD.shape, "batch", "sequence", "embed_act")
     batch_axes, position_axes = ((), ()) if spec is None else map(list_axes, spec[:2])
     axes, counts = (*batch_axes, *position_axes), (num_devices(batch_axes), num_devices(position_axes))
     if counts == (1, 1):
@@ -231,7 +231,7 @@ def _sum_over_shards(
             return function(lambda weights_DxV, x: unembed(weights_DxV.T, x), weights_DxV, *tokens)
         return function(unembed, weights_DxV.T, *tokens)
 
-    weight_spec = partition_spec(weights_VxD.shape, "vocab", "embed")
+    weight_spec = make_partition_spec(weights_VxD.shape, "vocab", "embed")
     assert weight_spec is not None, "tokens are sharded, so there is a mesh"
     shards = (replicate_per_device(weights_VxD, weight_spec, axes), *map(split, (x_BxTxD, *targets)))
     # Inside of a shard the rules must not shard over these axes again.

@@ -91,10 +91,10 @@ class DecoderFiles(Family):
             InvalidError: no family of transformers has such a decoder; the message names the nearest one.
         """
         if not self._families:
-            nearest = min(FAMILIES, key=lambda name: len(self._compare(self._write(FAMILIES[name]))))
-            lines = "; ".join(self._compare(self._write(FAMILIES[nearest])))
+            nearest = min(FAMILIES, key=lambda name: len(self._compare(self._make_config_json(FAMILIES[name]))))
+            lines = "; ".join(self._compare(self._make_config_json(FAMILIES[nearest])))
             raise InvalidError(f"config.model: no family of transformers has this model; nearest is {nearest}: {lines}")
-        return self._write(FAMILIES[self._families[0]])
+        return self._make_config_json(FAMILIES[self._families[0]])
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Return how the config.json of given weights differs from this decoder, one line each, in keys of the spec.
@@ -123,7 +123,7 @@ class DecoderFiles(Family):
     @functools.cached_property
     def _families(self) -> list[str]:
         """Families that give the same decoder back when what is written of it is read."""
-        return [name for name in FAMILIES if not self._compare(self._write(FAMILIES[name]))]
+        return [name for name in FAMILIES if not self._compare(self._make_config_json(FAMILIES[name]))]
 
     def _list_layer_pieces(self, tensors: str, leaves: str, index: int, is_sparse: bool) -> list[TensorPiece]:
         """Return the pieces of one layer.
@@ -172,7 +172,7 @@ class DecoderFiles(Family):
                 pieces.append(TensorPiece(tensor, f"{leaves}.shared.{leaf}.kernel", (index,), transpose=True))
         return pieces
 
-    def _write(self, family: ConfigFormat) -> Json:
+    def _make_config_json(self, family: ConfigFormat) -> Json:
         """Return the config.json of this decoder as a member of `family`, whether or not it belongs there."""
         config = self._config
         return {

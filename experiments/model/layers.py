@@ -146,11 +146,11 @@ def _sum_over_tokens(x: jax.Array, parameter_D: jax.Array) -> jax.Array:
 
 def constrain(x: jax.Array, *names: str) -> jax.Array:
     """Return `x` with a sharding constraint from logical axis names, over those mesh axes that divide its axes."""
-    spec = partition_spec(x.shape, *names)
+    spec = make_partition_spec(x.shape, *names)
     return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
 
 
-def partition_spec(shape: tuple[int, ...], *names: str) -> PartitionSpec | None:
+def make_partition_spec(shape: tuple[int, ...], *names: str) -> PartitionSpec | None:
     """Return the spec by which `constrain` shards an array of this shape; None without a mesh or without rules."""
     mesh, spec = jax.sharding.get_abstract_mesh(), nn.logical_to_mesh_axes(names)
     if mesh.empty or not spec:
@@ -167,7 +167,7 @@ def constrain_stream(x_BxTxD: jax.Array) -> jax.Array:
 
 def save_stream(x_BxTxD: jax.Array) -> jax.Array:
     """Return `x` sharded as the residual stream is and marked as saved; row-major, as norms and matmuls read it."""
-    x_BxTxD, spec = constrain_stream(x_BxTxD), partition_spec(x_BxTxD.shape, *STREAM_AXES)
+    x_BxTxD, spec = constrain_stream(x_BxTxD), make_partition_spec(x_BxTxD.shape, *STREAM_AXES)
     if not uses_head_major_layout() or spec is None:
         return mark_saved(x_BxTxD)
     return mark_saved(jax.shard_map(with_row_major_layout, in_specs=spec, out_specs=spec, check_vma=False)(x_BxTxD))
@@ -287,7 +287,7 @@ class Projection(nn.Module):
         """Return the kernel (I, O) in `compute_dtype`."""
         kernel_init = with_axes(nn.initializers.normal(self.stddev), *self.axes)
         kernel_IxO = self.param("kernel", kernel_init, (num_inputs, self.features), self.param_dtype)
-        spec = partition_spec(kernel_IxO.shape, *self.axes)
+        spec = make_partition_spec(kernel_IxO.shape, *self.axes)
         return with_scattered_gradient(kernel_IxO.astype(self.compute_dtype), spec)
 
     def add_bias(self, y: jax.Array, *shape: int) -> jax.Array:

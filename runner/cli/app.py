@@ -149,7 +149,7 @@ def run_program() -> int:
     if descriptor is None:
         return main(sys.argv[1:], Clock.since_process_start())
     _import("runner.trainer")  # which brings almost all that a job needs until its first step
-    sys.argv[1:] = _import("runner.cli.run").wait_for_words(int(descriptor))
+    sys.argv[1:] = _import("runner.cli.run").wait_for_arguments(int(descriptor))
     # The time of this process begins now.
     return main(sys.argv[1:], Clock(0.0, TimeBucket.PROCESS_START))
 

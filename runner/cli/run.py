@@ -3,7 +3,7 @@
 This module brings jax. It is imported when the top level of the spec is known to be valid.
 
 A supervisor may start the process ahead of time, as a standby: it imports what every job needs, and waits until a
-command line comes through a pipe (`wait_for_words`). Then it becomes the process of that job, and the restart has not
+command line comes through a pipe (`wait_for_arguments`). Then it becomes the process of that job. The restart has not
 waited for the imports. A standby touches no device, and imports none of the user's modules, which might.
 """
 
@@ -92,7 +92,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     end_process(code)
 
 
-def wait_for_words(descriptor: int) -> list[str]:
+def wait_for_arguments(descriptor: int) -> list[str]:
     """Wait for the words of a command line, which come as a line of JSON, and return them.
 
     The caller has imported what a job needs. If a module has been changed since, the process executes the command line

@@ -38,13 +38,13 @@ class Parameter:
         name: Dotted name.
         shape: Shape of the array.
         axes: Logical axes, None for an axis without a name.
-        rate: Learning-rate multiplier that the model sets; the multiplier of the parameter's group comes on top of it.
+        rate_multiplier: Learning-rate multiplier that the model sets; that of the parameter's group comes on top of it.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    rate: float = 1.0
+    rate_multiplier: float = 1.0
 
     @property
     def is_matrix(self) -> bool:
@@ -181,7 +181,7 @@ def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> Paramet
 
     def get_decay(parameter: Parameter) -> float:
         own = get_group(parameter).weight_decay
-        return (config.weight_decay if own is None else own) / parameter.rate if parameter.is_matrix else 0.0
+        return (config.weight_decay if own is None else own) / parameter.rate_multiplier if parameter.is_matrix else 0.0
 
     # A masked node has no leaves, so every tree that is mapped from `trained` leaves frozen parameters out.
     frozen = frozenset(p.name for p in jax.tree.leaves(parameters) if get_group(p).frozen)
@@ -189,7 +189,7 @@ def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> Paramet
     if not jax.tree.leaves(trained):
         raise InvalidError("groups freeze every parameter; leave one to train")
     # A model with its own rates needs a weight decay by parameter too, because `get_decay` divides it by the rate.
-    has_own_rates = any(p.rate != 1 for p in jax.tree.leaves(trained))
+    has_own_rates = any(p.rate_multiplier != 1 for p in jax.tree.leaves(trained))
     has_decays = any(each.weight_decay is not None for each in config.groups) or has_own_rates
     has_rates = any(each.rate != 1 for each in config.groups) or has_own_rates
     # Groups with a norm of their own are clipped alone, and all other parameters together to the global norm.
@@ -203,7 +203,7 @@ def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> Paramet
     return ParameterSettings(
         parameters=trained,
         decays=jax.tree.map(get_decay, trained),
-        rates=jax.tree.map(lambda p: get_group(p).rate * p.rate, trained) if has_rates else None,
+        rates=jax.tree.map(lambda p: get_group(p).rate * p.rate_multiplier, trained) if has_rates else None,
         clips=[(norm, is_clipped) for norm, is_clipped in clips if any(jax.tree.leaves(is_clipped))],
         weight_decay=None if has_decays else config.weight_decay,
         frozen=frozen,

@@ -232,8 +232,8 @@ def make_stage_sections(
     """
     whole = Section("stages")
     with findings.collect():
-        reads_rates = job.setup_builder.optimizer_choice.reads_rates(job.stages[0].config)
-        report.add_courses(whole, job.stages, job.schedules if reads_rates else None)
+        uses_config_rates = job.setup_builder.optimizer_choice.uses_config_rates(job.stages[0].config)
+        report.add_courses(whole, job.stages, job.schedules if uses_config_rates else None)
     whole.add("tokens", job.config.count_tokens(job.config.total_steps), "", "counted", label="tokens of the run")
     for line in format_rounded_starts(job.config, job.stages):
         findings.warnings.append(line)

@@ -68,7 +68,7 @@ class OptimizerChoice:
         `parameters` is a tree of `Parameter`. Raises `InvalidError` if groups or learning-rate multipliers do not fit.
         """
         if not isinstance(self.optimizer, str):
-            if any(parameter.rate != 1 for parameter in jax.tree.leaves(parameters)):
+            if any(parameter.rate_multiplier != 1 for parameter in jax.tree.leaves(parameters)):
                 raise InvalidError(
                     "a custom optax optimizer does not apply the learning-rate multipliers of the model's parameters; "
                     "use an optimizer of the library, or multipliers of 1"
@@ -86,7 +86,7 @@ class OptimizerChoice:
                 found[key] = f"{name} does not read it, {' or '.join(readers)} would"
         return found
 
-    def reads_rates(self, config: TrainerConfig) -> bool:
+    def uses_config_rates(self, config: TrainerConfig) -> bool:
         """Return True if the learning rates are those that the config describes, and enter updates in no other way."""
         return isinstance(self.optimizer, str) and self.schedule == config.schedule.name
 

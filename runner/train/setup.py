@@ -445,7 +445,7 @@ class TrainSetupBuilder:
         # Schedule and optimizer are made here from `config.optimizer.learning_rate`, see `runner.train.optimizer`.
         self.validate_keys_read()
         schedule = self.optimizer_choice.build_schedule(self.config, lambda: self.config_in_steps)
-        if self.stage is not None and self.optimizer_choice.reads_rates(self.config):
+        if self.stage is not None and self.optimizer_choice.uses_config_rates(self.config):
             schedule = self.stage.get_schedule()
         auxiliary_states = tuple(self.auxiliary_states())
         config, names = self.config, {each.name for each in auxiliary_states}
@@ -458,7 +458,8 @@ class TrainSetupBuilder:
         def make_optimizer(parameters: Any) -> optax.GradientTransformation:
             with self.document.errors_at("config.optimizer"):
                 parameters = jax.tree.map(
-                    lambda parameter: replace(parameter, rate=self.learning_rate_multiplier(parameter)), parameters
+                    lambda parameter: replace(parameter, rate_multiplier=self.learning_rate_multiplier(parameter)),
+                    parameters,
                 )
                 return self.optimizer_choice.build_optimizer(self.config, schedule, parameters)
 

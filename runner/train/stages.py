@@ -242,7 +242,7 @@ def find_first_change(
     identities: Sequence[tuple[int, RunIdentity]],
     present: Trajectory,
     config: TrainerConfig[Any],
-    reads_rates: bool,
+    uses_config_rates: bool,
     get_num_examples: Callable[[], int],
     saved: Trajectory,
 ) -> int | None:
@@ -255,7 +255,7 @@ def find_first_change(
         identities: start of each stage, and its part of the identity of the run.
         present: identity of the run.
         config: config of the run.
-        reads_rates: True if the learning rates are those that the config describes.
+        uses_config_rates: True if the learning rates are those that the config describes.
         get_num_examples: function that returns the training examples of an epoch; called for totals in epochs.
         saved: the saved trajectory.
     """
@@ -268,10 +268,10 @@ def find_first_change(
         identity = next(each for begin, each in reversed(identities) if begin <= start)
         piece = next(each for each in reversed(pieces) if each.start <= start)
         differing = [key for key in identity.compare_values(piece.keys) if not is_below(key, ignored)]
-        if any(not reads_rates or not is_below(key, _RATE_KEYS) for key in differing):
+        if any(not uses_config_rates or not is_below(key, _RATE_KEYS) for key in differing):
             first_other = start
             break
-    if not reads_rates:
+    if not uses_config_rates:
         return None if math.isinf(first_other) else int(first_other)
     try:
         runs = [compute_run_rates(each, config, get_num_examples) for each in (saved, present)]

@@ -123,7 +123,7 @@ def test_the_layers_of_a_model_are_one_pattern_in_errors():
     groups = [{"pattern": "*atention.query"}]
     with pytest.raises(InvalidError, match="matches no parameter") as found:
         make_optimizer("adamw", make_config("adamw", groups=groups), optax.constant_schedule(0.1), parameters)
-    patterns = str(found.value).rpartition("there are ")[2].split(", ")
+    patterns = str(found.value).rpartition("the parameters are ")[2].split(", ")
     assert patterns[0] == "layer_*.attention.query.kernel"
     assert sorted(patterns) == sorted(
         ["Embed_0.embedding", *(f"layer_*.{part}.kernel" for part in ("attention.query", "attention.key", "mlp.up"))]
