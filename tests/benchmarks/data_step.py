@@ -52,7 +52,7 @@ def main() -> None:
         job = start(make_job(options.size, Path(directory) / "run", 1))
         layout, step_of, state = job.compiled.layout, job.compiled.executable, job.state
 
-        def batches(source: str) -> Prefetcher:
+        def make_prefetcher(source: str) -> Prefetcher:
             settings = {"sequence_length": length, "vocabulary_size": 1 << 16}
             cache = {} if source == str(path) else {"cache_bytes": 0}
             dataset: Dataset = load(source, cache=Path(directory) / "cache", **settings, **cache)
@@ -60,8 +60,8 @@ def main() -> None:
 
         seconds: list[list[float]] = []
         with (
-            contextlib.closing(batches(str(path))) as local,
-            contextlib.closing(batches(f"{backend.url('step')}/train.bin")) as remote,
+            contextlib.closing(make_prefetcher(str(path))) as local,
+            contextlib.closing(make_prefetcher(f"{backend.url('step')}/train.bin")) as remote,
         ):
             for _ in range(options.slices + 1):  # the first slice warms up
                 seconds.append([])

@@ -9,8 +9,8 @@ from runner import ExecutionSpec, Topology
 from runner.spec import CheckpointConfig, LoggingConfig
 
 SIZES = {
-    "nano": {"layers": 2, "heads": 4, "width": 64, "vocabulary_size": 256},  # that of specs/gpt_nano.yaml
-    "small": {"layers": 4, "heads": 4, "width": 128, "vocabulary_size": 256},  # that of specs/gpt_small.yaml
+    "nano": {"layers": 2, "heads": 4, "width": 64, "vocabulary_size": 256},  # as in specs/gpt_nano.yaml
+    "small": {"layers": 4, "heads": 4, "width": 128, "vocabulary_size": 256},  # as in specs/gpt_small.yaml
     "10m": {"layers": 6, "heads": 6, "width": 384, "vocabulary_size": 256},
     "124m": {"layers": 12, "heads": 12, "width": 768, "vocabulary_size": 50304},
 }

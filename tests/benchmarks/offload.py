@@ -1,8 +1,8 @@
-"""Step time, device memory and bits with `memory.offload_optimizer` and without: two runs of one GPT.
+"""Step time, device memory and bits of a GPT with `memory.offload_optimizer`, relative to without.
 
-Each run is a process of its own, which saves in the middle of it: a save reads the moments in host
-memory while the next steps replace them. The memory is the compiler's figure of the step (arguments, temporaries and
-outputs on the device), and the peak that the device has counted, which includes the start of the run.
+Each run is a separate process with one save in the middle, because a save reads the moments in host memory while the
+next steps replace them. The script prints the compiler's figure for the memory of the step (arguments, temporaries and
+outputs on the device) and the peak that the device reports, which includes the start of the run.
 
     python -m tests.benchmarks.offload [--layers 12] [--width 768] [--examples 32] [--length 1024] [--steps 24]
 """
@@ -31,7 +31,7 @@ SETTINGS = {"on the device": False, "offloaded": True}
 
 
 def make_document(directory: Path, is_offloaded: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """The spec of one run, whose program has the flags that make two programs give the same bits."""
+    """Return the spec of one run, with the flags that make separately compiled programs bit-identical."""
     return {
         "name": "offload",
         "job": "experiments.gpt:PretrainGPT",
@@ -57,15 +57,18 @@ def make_document(directory: Path, is_offloaded: bool, options: argparse.Namespa
 
 
 def run(directory: Path, is_offloaded: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what one run has seen. In a process of its own, since the device counts its peak from the start."""
-    add_deterministic_flags(os.environ)  # before jax looks for devices
+    """Run the job and return its measurements.
+
+    Must be called in a new process, because the device counts its peak from the start of the process.
+    """
+    add_deterministic_flags(os.environ)  # before JAX initialises its devices
     job = PretrainGPT(ExecutionSpec.model_validate(make_document(directory, is_offloaded, options)))
     job()
     rows, events = (
         [json.loads(line) for line in (directory / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "events.jsonl")
     )
-    # The first steps and those beside a save are slower.
+    # The first steps and those during a save are slower.
     seconds = [row["perf/step_seconds_median"] for row in rows[3 : options.steps // 2 - 1]]
     memory = job.compiled.memory
     return {
@@ -86,11 +89,11 @@ def run(directory: Path, is_offloaded: bool, options: argparse.Namespace) -> dic
 
 
 def main() -> None:
-    """Print what both runs have seen, and whether they ended in the same bits."""
+    """Print the measurements of both runs, and whether they ended bit-identical."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"layers": 12, "width": 768, "examples": 32, "length": 1024, "steps": 24}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--only", choices=SETTINGS, help=argparse.SUPPRESS)  # in the processes that this one starts
+    parser.add_argument("--only", choices=SETTINGS, help=argparse.SUPPRESS)  # used for the subprocess of each run
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if options.only is not None:
@@ -101,13 +104,13 @@ def main() -> None:
         began = time.perf_counter()
         command = [sys.executable, "-m", "tests.benchmarks.offload", *sys.argv[1:], "--only", name]
         done = subprocess.run(command, capture_output=True, text=True)
-        seen = {"code": done.returncode, "seconds in all": time.perf_counter() - began}
+        measured = {"code": done.returncode, "seconds in all": time.perf_counter() - began}
         if done.returncode:
-            seen["says"] = (done.stdout + done.stderr)[-3000:]
+            measured["says"] = (done.stdout + done.stderr)[-3000:]
         else:
-            seen |= json.loads(done.stdout.splitlines()[-1])
-        fingerprints.append(seen.get("fingerprint"))
-        print(f"{name}: {json.dumps(seen, indent=1)}", flush=True)
+            measured |= json.loads(done.stdout.splitlines()[-1])
+        fingerprints.append(measured.get("fingerprint"))
+        print(f"{name}: {json.dumps(measured, indent=1)}", flush=True)
     print(f"the same bits: {fingerprints[0] is not None and fingerprints[0] == fingerprints[1]}")
 
 

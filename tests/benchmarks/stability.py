@@ -1,15 +1,20 @@
-"""Cost of a stability policy that never triggers and of replays, and their bits: steps of one job in turn.
+"""Cost of replays and of a stability policy that never triggers, and whether they change any bits.
 
     python -m tests.benchmarks.stability [--spec specs/gpt_small.yaml] [--examples 8] [--length 128] [--rounds 12]
     python -m tests.benchmarks.stability --layers 12 --width 768 --examples 16 --length 1024 --bfloat16
 
-The second is for an accelerator. The policy watches gradient norm and loss, and skips what is not finite. It is
-compared with the same job without a policy, and with a second copy of that job, which shows whether two runs of one
-program agree at all; and with a step that can be replayed (`train.replay_every_steps`), run as usual and replayed.
-Ratios are of neighbouring rounds, so that a load on the machine that changes slowly does not
-matter.
+Use the second command on an accelerator. The policy monitors gradient norm and loss, and skips non-finite updates.
+Steps of these variants of one job alternate:
 
-On GPUs the two programs may be given other matrix multiplications by autotuning; to compare bits, switch it off:
+- without a policy;
+- the same again, which shows whether two runs of one program are bit-identical at all;
+- with the policy;
+- with a step that can be replayed (`train.replay_every_steps`), executed once;
+- the same step, executed and replayed.
+
+Ratios are those of neighbouring rounds, so that slow changes of the machine load cancel out.
+
+On GPUs, autotuning may select different matrix multiplications for different programs. To compare bits, disable it:
 `XLA_FLAGS="--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"`.
 """
 
@@ -36,7 +41,7 @@ POLICY: dict[str, Any] = {
 
 
 def make_job(options: argparse.Namespace, policy: dict[str, Any], replay_every_steps: int | None) -> PretrainGPT:
-    """Return the job of the options with this policy and these replays."""
+    """Return the job with the given policy and interval of replays."""
     document = yaml.safe_load(options.spec.read_text())
     config = document["config"]
     config["stability"], config["train"]["replay_every_steps"] = policy, replay_every_steps
@@ -62,7 +67,7 @@ def count_differing_bytes(one: Any, other: Any) -> int:
 
 
 def main() -> None:
-    """Print the median seconds of a step, the ratio, the memory of both programs, and whether the bits are the same."""
+    """Print step times, ratios, the memory of each program, and the number of differing bytes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spec", type=Path, default=Path("specs/gpt_small.yaml"))
     parser.add_argument("--layers", type=int, default=0, help="layers of the model; 0: the model of the spec")
