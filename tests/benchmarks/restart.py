@@ -75,7 +75,7 @@ def wait_for_step(directory: Path, step: int, old_file: int) -> float:
     return time.time()
 
 
-def committed(directory: Path) -> list[int]:
+def list_committed_steps(directory: Path) -> list[int]:
     """Return the committed steps, ascending."""
     return sorted(int(path.parent.name) for path in directory.glob("checkpoints/*/manifest.json"))
 
@@ -89,27 +89,27 @@ def measure(spec: str, scratch: Path, num_processes: int, cold: bool, has_standb
             standby.start()
     time.sleep(STANDBY_SECONDS if has_standby else 0)
     processes = spawn(spec, directory, cache, num_processes)
-    while not committed(directory):
+    while not list_committed_steps(directory):
         time.sleep(0.001)
     killed = time.time()
     kill(processes)
     if cold:
         shutil.rmtree(cache)
-    restored = committed(directory)[-1]
+    restored = list_committed_steps(directory)[-1]
     old_file = (directory / "metrics.jsonl").stat().st_ino
     spawned = time.time()
     processes = spawn(spec, directory, cache, num_processes, standbys=standbys)
     attempt = max(int(path.name) for path in (directory / "attempts").glob("*[0-9]")) + 1
 
-    def events() -> dict[str, float]:
+    def read_event_times() -> dict[str, float]:
         rows = read_log(LocalStore(directory), "events")
         return {row["event"]: row["time"] for row in rows if row["attempt"] == attempt and row["process"] == 0}
 
-    while "restore" not in events():
+    while "restore" not in read_event_times():
         time.sleep(0.001)
     stepped = wait_for_step(directory, restored, old_file)
     kill(processes)
-    at = events()
+    at = read_event_times()
     times = [killed, spawned, at["start"], at["prepare"], at["restore"], stepped]
     return {name: after - before for name, (before, after) in zip(PHASES, itertools.pairwise(times), strict=True)}
 

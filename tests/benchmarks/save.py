@@ -47,7 +47,7 @@ class RoundCosts:
         return self.saving - self.plain
 
 
-def steps(job: PretrainGPT, num_steps: int, save: bool) -> tuple[float, float]:
+def run_steps(job: PretrainGPT, num_steps: int, save: bool) -> tuple[float, float]:
     """Run `num_steps` steps, optionally with a save, and return the total and the blocked seconds."""
     started = time.perf_counter()
     blocked = 0.0
@@ -61,7 +61,7 @@ def steps(job: PretrainGPT, num_steps: int, save: bool) -> tuple[float, float]:
     return time.perf_counter() - started, blocked
 
 
-def synchronous(job: PretrainGPT) -> float:
+def save_synchronously(job: PretrainGPT) -> float:
     """Save, wait until the save is finished, and return the seconds."""
     job.step += 1
     started = time.perf_counter()
@@ -80,10 +80,10 @@ def read_peak_bytes() -> int:
 def measure(job: PretrainGPT, rounds: int, num_steps: int) -> Iterator[RoundCosts]:
     """Yield the costs of each round; the windows of a round run one after the other."""
     for _ in range(rounds):
-        plain, _ = steps(job, num_steps, save=False)
-        saving, blocked = steps(job, num_steps, save=True)
+        plain, _ = run_steps(job, num_steps, save=False)
+        saving, blocked = run_steps(job, num_steps, save=True)
         job.checkpointer.wait_until_finished()
-        yield RoundCosts(plain, saving, blocked, synchronous(job))
+        yield RoundCosts(plain, saving, blocked, save_synchronously(job))
 
 
 class TimedSteps(PretrainGPT):
@@ -108,7 +108,7 @@ class TimedSteps(PretrainGPT):
 
 
 def measure_borders(rounds: int) -> None:
-    """Print the cost of a border between two stages relative to that of a save, with and without an evaluation."""
+    """Print the cost of a border between two stages relative to a save, with and without the step after it."""
     interval = 40
     total = interval * (rounds + 1)
     borders = [interval * number + interval // 2 for number in range(1, rounds + 1)]
@@ -126,7 +126,7 @@ def measure_borders(rounds: int) -> None:
                 "nano", Path(directory), total, job_class=TimedSteps, every_steps=interval, config={"stages": stages}
             )()
         begins, ends, saves = TimedSteps.begins, TimedSteps.ends, range(interval, total, interval)
-        # What follows a step, such as a save or a border, stands between it and the next one.
+        # A save or a border after a step delays the start of the next one.
         stop_ms = {step: 1e3 * (begins[step + 1] - ends[step]) for step in ends if step + 1 in ends}
         step_ms = {step: 1e3 * (ends[step] - begins[step]) for step in ends}
         plain = statistics.median(step_ms[step] for step in ends if (step - 1) % (interval // 2) > 5)
@@ -152,12 +152,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         job = start(make_job("124m", Path(directory), 10_000, batch=(2, 128)))
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(job.state))
-        steps(job, 1, save=False)
+        run_steps(job, 1, save=False)
         read_peak_bytes()
         for _ in range(2):
-            steps(job, parsed.steps, save=False)
+            run_steps(job, parsed.steps, save=False)
         unsaved_peak_bytes = read_peak_bytes()
-        steps(job, 2, save=True)
+        run_steps(job, 2, save=True)
         job.checkpointer.wait_until_finished()
         rows = []
         for costs in measure(job, parsed.rounds, parsed.steps):

@@ -19,12 +19,12 @@ import jax
 from experiments.gpt import PretrainGPT
 from tests.benchmarks.hand_loop import SIZES, make_hand_step
 from tests.benchmarks.jobs import make_job
-from tests.benchmarks.slices import Slices
+from tests.benchmarks.slices import SlicedTrainer
 from tests.support.attempt import start
 
 
-class SlicedGPT(Slices, PretrainGPT):
-    """GPT job whose loop can be sliced."""
+class SlicedGPT(SlicedTrainer, PretrainGPT):
+    """GPT job whose loop runs in slices."""
 
 
 def compare(job: SlicedGPT, hand: Any, num_steps: int) -> list[tuple[float, float]]:
@@ -32,16 +32,16 @@ def compare(job: SlicedGPT, hand: Any, num_steps: int) -> list[tuple[float, floa
     step_by_hand, state, x_BxT, y_BxT = hand
     seconds: list[tuple[float, float]] = []
 
-    def turn(mine: float) -> int:
+    def run_by_hand(runner_seconds: float) -> int:
         nonlocal state
         started = time.perf_counter()
         for _ in range(num_steps):
             state, loss = step_by_hand(state, x_BxT, y_BxT)
         jax.block_until_ready((state, loss))
-        seconds.append((mine, time.perf_counter() - started))
+        seconds.append((runner_seconds, time.perf_counter() - started))
         return num_steps
 
-    job.take_turns(num_steps, turn)
+    job.start_slices(num_steps, run_by_hand)
     job.run()
     return seconds
 

@@ -1,7 +1,7 @@
 """Step time of the runner on a CPU, relative to PyTorch with the same shapes, compiled or eager.
 
 Both train a GPT of 10.7M parameters in float32 on 8 sequences of 256 tokens with fused AdamW and global-norm clipping,
-in two processes that run alternately. The script prints the median of the ratios of adjacent turns.
+in two processes that run alternately. The script prints the median of the ratios of adjacent slices.
 
     python -m tests.benchmarks.torch_step [--torch-python PYTHON] [--eager] [--rounds 6] [--steps 5]
 
@@ -21,16 +21,17 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.benchmarks.accelerator.section.speed import SHARED, open_trainer
-from tests.benchmarks.accelerator.size import GPT2, Model, Shape
-from tests.benchmarks.accelerator.turn import Player
+from tests.benchmarks.accelerator.config import GPT2, Model, Shape
+from tests.benchmarks.accelerator.sections.speed import SHARED, make_trainer_command
+from tests.benchmarks.accelerator.worker import Worker
 
 SHAPE = Shape("gpt", 6, 6, 6, 384, 1536, 256, 256, 8, 8)
+# The same precision, memory use and layer loop as in PyTorch.
 OPTIONS = (
     "config.precision.compute=float32",
     "config.memory.remat=none",
     "config.model.layer_loop=unroll",
-)  # like torch
+)
 
 
 def main() -> None:
@@ -41,19 +42,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    variables = os.environ | SHARED | ({"TORCH_COMPILE_DISABLE": "1"} if options.eager else {})
+    environment = os.environ | SHARED | ({"TORCH_COMPILE_DISABLE": "1"} if options.eager else {})
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
-        ours = open_trainer(Model("gpt_10m", GPT2, SHAPE, options.rounds, options.steps, OPTIONS), scratch)
+        ours = make_trainer_command(Model("gpt_10m", GPT2, SHAPE, options.rounds, options.steps, OPTIONS), scratch)
         peer = [options.torch_python, "-m", "tests.benchmarks.accelerator.torch_gpt", json.dumps(asdict(SHAPE))]
         with (
-            Player(ours, variables, scratch / "ours.log") as runner,
-            Player(peer, variables, scratch / "torch.log") as torch,
+            Worker(ours, environment, scratch / "ours.log") as runner,
+            Worker(peer, environment, scratch / "torch.log") as torch,
         ):
-            for _ in range(options.rounds + 1):  # the first turn warms up
-                for player in (runner, torch):
-                    player.turn(options.steps)
-            pairs = list(zip(runner.turns[1:], torch.turns[1:], strict=True))
+            for _ in range(options.rounds + 1):  # the first slice warms up
+                for worker in (runner, torch):
+                    worker.run_slice(options.steps)
+            pairs = list(zip(runner.step_seconds[1:], torch.step_seconds[1:], strict=True))
             version = torch.ready.version
     ratios = [own / other for own, other in pairs]
     own, other = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))

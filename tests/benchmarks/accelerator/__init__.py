@@ -1,20 +1,18 @@
-"""The accelerator kit: one command that measures in minutes all that can only be seen on a machine with a GPU.
+"""Accelerator benchmark kit: one command that takes all measurements that need a GPU, in about ten minutes.
 
     python -m tests.benchmarks.accelerator --out results.json [--sections NAME ...] [--minutes 10] [--wheels DIRECTORY]
 
-The map, in layers; a module imports only from those above it. Those above `section` need nothing but the standard
-library: they run before what was carried along has been unpacked.
+Modules, in layers: a module imports only from modules above it. Importing the modules up to `kit`, and the package
+`sections` itself, needs only the standard library, because they run before the bundled wheels are unpacked.
 
-- `result`    what was seen: figures, sections, the machine; one JSON
-- `size`      the models that are measured, at full size and tiny
-- `wheels`    what is carried along, packed and unpacked
-- `turn`      processes held open that take turns, by a pipe
-- `process`   a command run to its end
-- `machine`   the device, its host and the versions
-- `torch_gpt` the peer: a compiled nanoGPT, or Llama, in torch
-- `trainer`   the runner's own loop, taking turns
-- `section`   one module a section: each yields figures as it sees them
-- `agenda`    which sections there are, in the order of their worth, and how long each may take
-- `kit`       runs them, each in a process of its own, and writes what was seen after each figure
-- `table`     the Markdown table of a JSON
+- `result`    figures, section results and the results of a run, stored as JSON
+- `config`    the measured models and the sizes of all sections, full and tiny
+- `wheels`    download and unpack the bundled dependencies
+- `worker`    subprocesses: commands run to completion, and workers that run slices of steps on request
+- `machine`   description of the device, the host and the package versions
+- `torch_gpt` worker that trains a GPT-2 or Llama with PyTorch
+- `trainer`   worker that trains with the runner's own loop
+- `sections`  list of the sections, and one module per kind of section, which yields its figures
+- `kit`       runs each section in a subprocess with a time limit and writes the results after each figure
+- `table`     renders results as a Markdown table
 """

@@ -1,4 +1,7 @@
-"""`python -m tests.benchmarks.accelerator.machine`: print the machine as one JSON, by jax."""
+"""Description of this machine: `python -m tests.benchmarks.accelerator.machine` prints it as one line of JSON.
+
+It is a program of its own because JAX may crash or hang when it initialises the device.
+"""
 
 import importlib.metadata
 import json
@@ -13,8 +16,8 @@ from tests.benchmarks.accelerator.result import Machine
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def here() -> Machine:
-    """The devices that jax finds, and what is installed beside it."""
+def describe_machine() -> Machine:
+    """Return the devices that JAX finds and the versions of the installed packages."""
     devices = jax.devices()
     stats = devices[0].memory_stats() or {}
     versions = {}
@@ -35,4 +38,4 @@ def here() -> Machine:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(here())))
+    print(json.dumps(asdict(describe_machine())))

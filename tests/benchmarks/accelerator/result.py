@@ -1,20 +1,23 @@
-"""What was seen: figures in sections, on one machine, in one JSON that is read back whole or refused."""
+"""Results of a run: figures by section, measured on one machine, stored as one JSON file."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 FORMAT = 1
 Unit = Literal["", "seconds", "bytes", "share", "times"]
-# cut: its time was over. waiting: its turn has not come, or never came.
+# cut: the section was killed at its time limit, or the kit was stopped. waiting: the section has not started.
 Status = Literal["done", "failed", "cut", "waiting"]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One thing that was seen; None where it could not be, and `note` says why."""
+    """One measured value.
+
+    Attributes:
+        value: None if it could not be measured; `note` then gives the reason.
+    """
 
     name: str
     value: float | bool | str | None
@@ -23,8 +26,14 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One section: how it ended, and what it has seen until then. `problem` is why it failed."""
+class SectionResult:
+    """Result of one section, possibly still running.
+
+    Attributes:
+        seconds: run time so far.
+        figures: figures that the section has yielded so far, also if it failed later.
+        problem: reason why it did not complete; empty if it did.
+    """
 
     name: str
     status: Status = "waiting"
@@ -35,12 +44,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it was seen.
+    """Machine on which the figures were measured.
 
     Attributes:
-        device: the kind that jax gives it.
-        memory_bytes: what jax may take of one device, where the backend tells.
-        versions: of the packages that are there, by name.
+        device: device kind, as reported by JAX.
+        memory_bytes: memory of one device that JAX may allocate; None if the backend does not report it.
+        versions: versions of the installed packages, by name.
     """
 
     device: str
@@ -53,57 +62,70 @@ class Machine:
 
 @dataclass(frozen=True)
 class Results:
-    """One run of the kit. `machine` is None, with a `problem`, where jax did not start."""
+    """Results of one run of the kit.
+
+    Attributes:
+        size: key of `SIZES`; `sizes` in the JSON.
+        time: start of the run, in Unix seconds.
+        machine: None if JAX did not start; `problem` then gives the reason.
+        sections: results in the order of execution; `parts` in the JSON.
+    """
 
     commit: str
-    sizes: str
+    size: str
     minutes: float
-    time: float  # when it began, Unix seconds
+    time: float
     machine: Machine | None = None
     problem: str = ""
-    parts: tuple[Part, ...] = ()
+    sections: tuple[SectionResult, ...] = ()
 
-    def with_part(self, part: Part) -> "Results":
-        """The same with one section as it stands now."""
-        return replace(self, parts=tuple(part if part.name == other.name else other for other in self.parts))
+    def with_section(self, section: SectionResult) -> "Results":
+        """Return a copy in which `section` replaces the result of the same name."""
+        return replace(self, sections=tuple(section if section.name == old.name else old for old in self.sections))
 
     def write(self, path: Path) -> None:
-        """Replace the file at once, so that who is killed while writing leaves the one before."""
+        """Replace the file atomically, so that a kill during the write leaves the previous results."""
+        content = {"format": FORMAT}
+        names = {"size": "sizes", "sections": "parts"}
+        content |= {names.get(name, name): value for name, value in asdict(self).items()}
         scratch = path.with_name(path.name + ".part")
-        scratch.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        scratch.write_text(json.dumps(content, indent=1) + "\n")
         scratch.replace(path)
 
 
 def read_results(path: Path) -> Results:
-    """What `write` has written. Raises `ValueError` for another format."""
+    """Read a file that `Results.write` has written.
+
+    Raises:
+        ValueError: the file has another format.
+    """
     content = json.loads(path.read_text())
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise ValueError(f"{path}: got no results of the kit in format {FORMAT}")
+        raise ValueError(f"{path}: not results of the accelerator kit in format {FORMAT}")
     try:
-        parts = tuple(
-            Part(**part | {"figures": tuple(Figure(**figure) for figure in part["figures"])})
+        sections = tuple(
+            SectionResult(**part | {"figures": tuple(Figure(**figure) for figure in part["figures"])})
             for part in content.pop("parts")
         )
-        machine = content.pop("machine")
-        return Results(**content, machine=None if machine is None else Machine(**machine), parts=parts)
+        size, machine = content.pop("sizes"), content.pop("machine")
+        machine = None if machine is None else Machine(**machine)
+        return Results(**content, size=size, machine=machine, sections=sections)
     except (TypeError, KeyError) as error:
-        raise ValueError(f"{path}: got no results of the kit: {error}") from error
+        raise ValueError(f"{path}: not results of the accelerator kit: {error}") from error
 
 
-def write_figure(path: Path, figure: Figure) -> None:
-    """Append one figure to the file of a section that is running."""
+def append_figure(path: Path, figure: Figure) -> None:
+    """Append one figure to the figures file of a running section."""
     with path.open("a") as file:
         file.write(json.dumps(asdict(figure)) + "\n")
 
 
 def read_figures(path: Path) -> tuple[Figure, ...]:
-    """The whole lines of that file; one that was cut off, and all after it, is left out."""
-    return tuple(_figures(path.read_bytes())) if path.exists() else ()
-
-
-def _figures(content: bytes) -> Iterator[Figure]:
-    for line in content.splitlines():
+    """Return the figures in the figures file of a section, up to the first incomplete line; none without a file."""
+    figures: list[Figure] = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            yield Figure(**json.loads(line))
+            figures.append(Figure(**json.loads(line)))
         except (ValueError, TypeError):
-            return
+            break
+    return tuple(figures)

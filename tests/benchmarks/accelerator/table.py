@@ -1,57 +1,58 @@
-"""The Markdown table of what was seen: `python -m tests.benchmarks.accelerator.table results.json`."""
+"""Markdown table of results: `python -m tests.benchmarks.accelerator.table results.json`."""
 
 import argparse
 import time
 from pathlib import Path
 
 from runner.plan.figures import format_amount
-from tests.benchmarks.accelerator.result import Figure, Part, Results, read_results
+from tests.benchmarks.accelerator.result import Figure, Results, SectionResult, read_results
 
-_HEAD = "| section | figure | seen | note |\n|---|---|---|---|"
-_ENDS = {"failed": "failed", "cut": "its time was over", "waiting": "its turn never came"}
+_HEADER = "| section | figure | value | note |\n|---|---|---|---|"
+_INCOMPLETE = {"failed": "failed", "cut": "cut off", "waiting": "not run"}
 
 
 def render(results: Results) -> str:
-    """A line on where and how, then a row a figure; a section that is not whole says so in a row of its own."""
-    rows = [row for part in results.parts for row in _rows(part)]
-    return "\n".join([_where(results), "", _HEAD, *rows]) + "\n"
+    """Return a line that describes the run, and a table with a row per figure and per incomplete section."""
+    rows = [row for section in results.sections for row in _format_rows(section)]
+    return "\n".join([_describe_run(results), "", _HEADER, *rows]) + "\n"
 
 
-def _where(results: Results) -> str:
+def _describe_run(results: Results) -> str:
     day = time.strftime("%Y-%m-%d", time.gmtime(results.time))
-    about = f"{day}, commit {results.commit[:12]}{'+' if results.commit.endswith('+') else ''}, {results.sizes} sizes"
+    run = f"{day}, commit {results.commit[:12]}{'+' if results.commit.endswith('+') else ''}, {results.size} sizes"
     if results.machine is None:
-        return f"No device: {_cell(results.problem)} ({about})"
+        return f"No device: {_format_cell(results.problem)} ({run})"
     machine = results.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     memory = "" if machine.memory_bytes is None else f" ({format_amount(machine.memory_bytes, 'bytes')} for jax)"
-    what = f"**{machine.num_devices} x {machine.device}**{memory}, {machine.num_cpus} CPUs"
-    return f"{what}; {about}; Python {machine.python}, {versions}."
+    host = f"**{machine.num_devices} x {machine.device}**{memory}, {machine.num_cpus} CPUs"
+    return f"{host}; {run}; Python {machine.python}, {versions}."
 
 
-def _rows(part: Part) -> list[str]:
+def _format_rows(section: SectionResult) -> list[str]:
     rows = [
-        f"| {part.name} | {_cell(figure.name)} | {shown(figure)} | {_cell(figure.note)} |" for figure in part.figures
+        f"| {section.name} | {_format_cell(figure.name)} | {format_value(figure)} | {_format_cell(figure.note)} |"
+        for figure in section.figures
     ]
-    if part.status != "done":
-        rows.append(f"| {part.name} | | {_ENDS[part.status]} | {_cell(part.problem)} |")
+    if section.status != "done":
+        rows.append(f"| {section.name} | | {_INCOMPLETE[section.status]} | {_format_cell(section.problem)} |")
     return rows
 
 
-def shown(figure: Figure) -> str:
-    """The value for a person."""
+def format_value(figure: Figure) -> str:
+    """Format the value of a figure with its unit."""
     value = figure.value
     if value is None:
-        return "not seen"
+        return "not measured"
     if isinstance(value, bool):
         return "yes" if value else "**no**"
     if isinstance(value, str):
-        return _cell(value)
+        return _format_cell(value)
     return f"{value:.2f} times" if figure.unit == "times" else format_amount(value, figure.unit)
 
 
-def _cell(text: str) -> str:
-    """The last line alone, which is what an error says."""
+def _format_cell(text: str) -> str:
+    """Return the last line of `text` for a table cell. The last line of a traceback is the error message."""
     return text.strip().splitlines()[-1].replace("|", "\\|") if text.strip() else ""
 
 

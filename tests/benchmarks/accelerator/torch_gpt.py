@@ -1,11 +1,12 @@
-"""The peer: GPT-2 as nanoGPT has it, or a Llama, in torch, compiled; a player. In a process of its own, without jax.
+"""Worker that trains a GPT-2 (as nanoGPT does) or a Llama with compiled PyTorch, in a process without JAX.
 
     python -m tests.benchmarks.accelerator.torch_gpt SHAPE     (a `Shape` as JSON)
 
-On a GPU bfloat16 by autocast, TF32 for what is left in float32; fused AdamW with decay on matrices, global clip at 1.0;
-random tokens that lie on the device. Attention is torch's own, which takes flash kernels on GPUs.
+On a GPU it computes in bfloat16 by autocast, with TF32 for the remaining float32 matmuls. It uses fused AdamW with
+weight decay on matrices, global-norm clipping at 1.0, and PyTorch's own attention, which selects flash kernels on GPUs.
+The tokens are random and are stored on the device.
 
-Shape legend: B batch, T sequence, D width, N heads, K heads of keys and values, H width of a head.
+Shape legend: B batch, T sequence, D width, N query heads, K key-value heads, H head width.
 """
 
 import json
@@ -16,15 +17,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.benchmarks.accelerator.size import Shape
-from tests.benchmarks.accelerator.turn import Ending, Ready, Seat, Turn
+from tests.benchmarks.accelerator.config import Shape
+from tests.benchmarks.accelerator.worker import Finished, Ready, SliceDone, WorkerConnection
 
-_NUM_BATCHES = 4  # drawn beforehand, and taken again and again
+_NUM_BATCHES = 4  # generated once and reused cyclically
 _ROPE_THETA = 500_000.0
 
 
 class Block(nn.Module):
-    """One pre-norm layer."""
+    """Pre-norm transformer layer."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -57,7 +58,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Returns the mean cross entropy."""
+    """Decoder language model that returns the mean cross entropy."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -85,18 +86,18 @@ class Decoder(nn.Module):
 
 
 def make_norm(shape: Shape) -> nn.Module:
-    """The norm of that family."""
+    """Return the normalisation layer of the model family."""
     return nn.LayerNorm(shape.width) if shape.family == "gpt" else nn.RMSNorm(shape.width, eps=1e-5)
 
 
 def rotate(x: torch.Tensor, cos_TH: torch.Tensor, sin_TH: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, halves of a head as pairs."""
+    """Apply rotary position embeddings to pairs of one element from each half of a head."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos_TH + torch.cat((-second, first), dim=-1) * sin_TH).to(x.dtype)
 
 
 class Loop:
-    """The model, its optimizer and its batches."""
+    """Training loop: a model, its optimizer and its batches."""
 
     def __init__(self, shape: Shape, device: str):
         torch.manual_seed(0)
@@ -119,7 +120,7 @@ class Loop:
         self._step = 0
 
     def step(self) -> None:
-        """One step of the global batch."""
+        """Train for one step on a global batch."""
         batch = self._batches[self._step % _NUM_BATCHES]
         for x_BT, y_BT in batch:
             with torch.autocast("cuda", torch.bfloat16, enabled=self._device == "cuda"):
@@ -130,8 +131,8 @@ class Loop:
         self._optimizer.zero_grad(set_to_none=True)
         self._step += 1
 
-    def turn(self, num_steps: int) -> float:
-        """Seconds of so many steps, the last one waited for."""
+    def run_slice(self, num_steps: int) -> float:
+        """Run `num_steps` steps and wait for the device; return the seconds."""
         started = time.perf_counter()
         for _ in range(num_steps):
             self.step()
@@ -141,14 +142,14 @@ class Loop:
 
 
 def main() -> None:
-    seat = Seat()
+    connection = WorkerConnection()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loop = Loop(Shape(**json.loads(sys.argv[1])), device)
     num_parameters = sum(parameter.numel() for parameter in loop.model.parameters())
-    seat.tell(Ready(num_parameters, version=f"torch {torch.__version__}"))
-    while (num_steps := seat.ask()) is not None:
-        seat.tell(Turn(loop.turn(num_steps)))
-    seat.tell(Ending(torch.cuda.max_memory_allocated() if device == "cuda" else None))
+    connection.send(Ready(num_parameters, version=f"torch {torch.__version__}"))
+    while (num_steps := connection.wait_for_slice()) is not None:
+        connection.send(SliceDone(loop.run_slice(num_steps)))
+    connection.send(Finished(torch.cuda.max_memory_allocated() if device == "cuda" else None))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What is carried along to a machine that has jax, flax, optax and orbax, and can reach no package index.
+"""Bundled dependencies, for a machine that has JAX, Flax, Optax and Orbax but no access to a package index.
 
     python -m tests.benchmarks.accelerator.wheels DIRECTORY [--python 3.12] [--platform manylinux_2_28_x86_64 ...]
 
-downloads the wheels of `CARRIED`, where there is a network; the kit unpacks them with `--wheels DIRECTORY`.
+downloads the wheels of `BUNDLED`, on a machine with network access; the kit unpacks them with `--wheels DIRECTORY`.
 """
 
 import argparse
@@ -12,10 +12,10 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# What such a machine has, with all that these bring (numpy, PyYAML, rich, tensorstore, etils and others).
-THERE = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "pyyaml", "rich")
-# What a run imports beside that: dependencies of the project, and those of theirs that nobody there brings.
-CARRIED = (
+# Installed on such a machine, together with their dependencies (tensorstore, etils and others).
+PREINSTALLED = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "pyyaml", "rich")
+# Dependencies of the project, and their dependencies, that are not installed there.
+BUNDLED = (
     "annotated-doc",
     "annotated-types",
     "array_record",
@@ -34,18 +34,22 @@ CARRIED = (
     "typing-inspection",
     "zstandard",
 )
-# What no command of the kit imports.
-LEFT_OUT = ("wandb", "plotly", "waitress")
+# Dependencies of the project that no command of the kit imports.
+OMITTED = ("wandb", "plotly", "waitress")
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
 def unpack(wheels: Path, target: Path) -> None:
-    """Lay the content of every wheel where it can be imported from. Raises `ValueError` for one of another Python."""
+    """Extract all wheels of the directory `wheels` into `target`, from which they can be imported.
+
+    Raises:
+        ValueError: there are no wheels, or one of them is for another version of Python.
+    """
     found = sorted(wheels.glob("*.whl"))
     if not found:
-        raise ValueError(f"{wheels}: got no *.whl, needs what python -m tests.benchmarks.accelerator.wheels packs")
+        raise ValueError(f"{wheels}: no *.whl; download them with python -m tests.benchmarks.accelerator.wheels")
     for path in found:
-        if not does_fit(path.name):
+        if not is_compatible(path.name):
             raise ValueError(
                 f"{path.name} is for another Python than {sys.version_info.major}.{sys.version_info.minor}"
             )
@@ -53,29 +57,30 @@ def unpack(wheels: Path, target: Path) -> None:
             file.extractall(target)
 
 
-def does_fit(name: str) -> bool:
-    """Whether a wheel of this name is for the Python that runs, by its tags; the platform is not looked at."""
+def is_compatible(name: str) -> bool:
+    """Return True if the tags of a wheel match the version of this interpreter; the platform is not checked."""
     pythons, abi = name.removesuffix(".whl").split("-")[-3:-1]
-    here = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return abi == "abi3" or bool({"py3", here} & set(pythons.split(".")))
+    current = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return abi == "abi3" or bool({"py3", current} & set(pythons.split(".")))
 
 
 def download(directory: Path, python: str, platforms: Sequence[str]) -> None:
-    """Have pip download all that is carried, for another machine; what they need in turn stands in the list."""
+    """Download the wheels of `BUNDLED` with pip, for another machine; the list includes their dependencies."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(directory)]
     command += ["--implementation", "cp", "--python-version", python]
     for platform in platforms:
         command += ["--platform", platform]
-    pydantic, *_ = [path for path in _downloaded(command, "pydantic") if path.name.startswith("pydantic-")]
+    pydantic, *_ = [path for path in _pip_download(command, "pydantic") if path.name.startswith("pydantic-")]
     with zipfile.ZipFile(pydantic) as file:
         metadata = next(name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
         lines = file.read(metadata).decode().splitlines()
-    # pydantic takes one version of its core alone.
+    # Each version of pydantic requires one exact version of pydantic-core.
     core = next(line.split()[-1] for line in lines if line.startswith("Requires-Dist: pydantic-core=="))
-    _downloaded(command, core, *(name for name in CARRIED if name not in ("pydantic", "pydantic-core")))
+    _pip_download(command, core, *(name for name in BUNDLED if name not in ("pydantic", "pydantic-core")))
 
 
-def _downloaded(command: Sequence[str], *names: str) -> list[Path]:
+def _pip_download(command: Sequence[str], *names: str) -> list[Path]:
+    """Run `command` for the packages `names`; return all wheels in its target directory."""
     subprocess.run([*command, *names], check=True)
     return sorted(Path(command[command.index("-d") + 1]).glob("*.whl"))
 
