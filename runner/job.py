@@ -438,6 +438,8 @@ class RestoreableJob:
             attempt.report_moves(run_identity.list_moves(saved), self.step)
             attempt.report_spec_changes(run_identity.list_changes(saved), self.step)
             event, details = "restore", {"tier": found.tier}
+            if found.fetched:
+                details["from_replicas"] = list(found.fetched)
         digest, seconds = compute_fingerprint(self.state), round(time.monotonic() - started, 4)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
         self.on_restored()

@@ -60,6 +60,7 @@ SOME: dict[str, Any] = {
     "checkpoint.fork_from.step": 1,
     "checkpoint.local_directory": "LOCAL",  # directory on this host
     "checkpoint.local_every_steps": 1,
+    "checkpoint.local_replicas": 0,
     "checkpoint.grace_seconds": 30.0,
     "deadlines.step_seconds": 600.0,
     "logging.wandb_entity": "some-team",

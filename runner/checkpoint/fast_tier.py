@@ -4,15 +4,36 @@ Each process keeps the pieces of a step that it needs to restore itself (its *pa
 nothing is waited for. A step counts only if every process still has its part of it: together they choose the newest
 such step, so a host that comes back empty, or with half a step, sends all of them to an older step or to the durable
 directory. A part is written under a temporary name, flushed, and renamed as a whole.
+
+With `checkpoint.local_replicas` other hosts keep copies of each part. A host that comes back empty then gets its parts
+from them, over the hosts' network, and nothing is read from the durable directory.
+
+1. `choose_holders` places the copies in other failure domains: in other slices if there are enough of them, else on
+   other hosts, else in other processes of the same host.
+2. After a part is written, a thread sends it to its holders, file by file in chunks. If a holder cannot be reached, a
+   warning is printed and the next part is tried again. If parts come faster than they can be sent, only the newest of
+   those that wait is sent. Training waits for none of this.
+3. Each process serves one TCP port. A `put` stores a copy: under a temporary name, flushed, and renamed as a whole. A
+   `get` returns a part or a copy. A request must contain a token that process 0 draws at the start.
+4. Before a restore, the processes gather which parts and copies they have. Of the newest steps that can be completed,
+   each process fetches the part that it lacks. From there on it is a part like any other: its bytes and its bits are
+   checked by the restore.
 """
 
 import contextlib
+import hmac
+import json
 import os
+import re
+import secrets
 import shutil
 import socket
-from collections.abc import Callable
+import socketserver
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import jax
 import numpy as np
@@ -20,19 +41,26 @@ import numpy as np
 from runner.checkpoint.blocks import Blocks, read_blocks, write_blocks
 from runner.checkpoint.leaves import Leaves
 from runner.checkpoint.manifest import Manifest
+from runner.console import warn
 from runner.distributed.agreement import Hosts
-from runner.errors import InvalidError
+from runner.errors import InvalidError, format_error
 from runner.records import Key, validate_record
 from runner.spec import Trajectory
 from runner.storage import JsonObject, LocalStore, compute_crc32c, encode_json, parse_number, read_json
 from runner.storage.store import fsync, make_directory
 
 PART_FILE = "part.json"
+_COPIES = "copies"  # subdirectory for copies of the parts of other processes
 NUM_KEPT_STEPS = 2
 _HOST_FILE = "host"  # with the name of the host to which a directory of parts belongs
 _ATTACHMENTS = "companions"  # the key of their names in a part
 _DIGESTS = "companion_digests"  # their CRC-32C, by name; parts of earlier versions have none
 _PART_KEYS = (Key(_ATTACHMENTS, list, "Names."), Key(f"{_DIGESTS}.*", str, "CRC-32C."))
+_CHUNK_BYTES = 2**20
+_SOCKET_SECONDS = 30.0  # without progress, after which a transfer is given up
+_MAX_LINE_BYTES = 2**24
+_FILE_NAME = re.compile(r"([\w%.,=+@~-]+/)?[\w%.,=+@~-]+")
+_TRANSFER_ERRORS = (OSError, ValueError, KeyError, TypeError)
 
 
 class FastTier:
@@ -40,6 +68,7 @@ class FastTier:
 
     def __init__(self, directory: Path):
         self.directory = directory
+        self.pinned_step: int | None = None  # a step that is being sent, and therefore kept
         self._store = LocalStore(directory)
 
     def list_steps(self, is_own: Callable[[Trajectory, int], bool]) -> list[int]:
@@ -65,8 +94,7 @@ class FastTier:
 
     def write(self, manifest: Manifest, blocks: Blocks, attachments: dict[str, bytes]) -> None:
         """Write this process's part of a step, and delete all but the newest `NUM_KEPT_STEPS`. Raises `OSError`."""
-        step = str(manifest.step)
-        temporary = self.directory / f"{step}.tmp"
+        temporary = self.directory / f"{manifest.step}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         table = write_blocks(temporary, "pieces", blocks)
         for name, content in attachments.items():
@@ -75,12 +103,20 @@ class FastTier:
         digests = {name: compute_crc32c(content) for name, content in attachments.items()}
         record = part.to_json() | {_ATTACHMENTS: sorted(attachments), _DIGESTS: digests}
         (temporary / PART_FILE).write_bytes(encode_json(record))
+        self.publish(temporary.name, manifest.step)
+        self.delete_old()
+
+    def publish(self, temporary: str, step: int) -> None:
+        """Make a directory of complete files the part of a step. Raises `OSError`."""
         # On a RAM disk a flush costs nothing. On a disk it makes the part one that a power cut of the host spares.
-        self._store.flush_tree(temporary.name)
-        self._store.remove_tree(step)
-        os.rename(temporary, self.directory / step)
+        self._store.flush_tree(temporary)
+        self._store.remove_tree(str(step))
+        os.rename(self.directory / temporary, self.directory / str(step))
         fsync(self.directory)
-        self._delete(self._list_present()[:-NUM_KEPT_STEPS])
+
+    def delete_old(self) -> None:
+        """Delete all but the newest `NUM_KEPT_STEPS`, and one that is being sent."""
+        self._delete([step for step in self._list_present()[:-NUM_KEPT_STEPS] if step != self.pinned_step])
 
     def read(self, step: int, leaves: Leaves) -> tuple[dict[str, jax.Array], Manifest]:
         """Return the leaves of this process and the manifest of the part.
@@ -115,40 +151,50 @@ class FastTier:
             with contextlib.suppress(OSError):
                 self._store.remove_tree(str(step))
 
-    def find_space_problem(self, part_bytes: int) -> str | None:
-        """Return a message if the disk has no room for `NUM_KEPT_STEPS` parts; None if it has. Raises `OSError`."""
+    def find_space_problem(self, part_bytes: int, num_copies: int) -> str | None:
+        """Return a message if the disk has no room for `NUM_KEPT_STEPS` parts and as many of `num_copies` others.
+
+        Raises `OSError`. Returns None if there is room.
+        """
         make_directory(self.directory)
         # Parts that are there already will be replaced, so their space counts as free.
         own_bytes = sum(self._store.list_sizes("").values())
         free_bytes = shutil.disk_usage(self.directory).free + own_bytes
-        if free_bytes >= NUM_KEPT_STEPS * part_bytes:
+        # One that is being sent is kept beside the newest ones.
+        num_parts = NUM_KEPT_STEPS * (1 + num_copies) + min(num_copies, 1)
+        if free_bytes >= num_parts * part_bytes:
             return None
+        copies = f", and of {num_copies} other processes" if num_copies else ""
         return (
-            f"{self.directory} has room for {free_bytes / 1e9:.3f} GB, needs {NUM_KEPT_STEPS * part_bytes / 1e9:.3f} "
-            f"GB: {NUM_KEPT_STEPS} checkpoints of {part_bytes / 1e9:.3f} GB on this host"
+            f"{self.directory} has room for {free_bytes / 1e9:.3f} GB, needs {num_parts * part_bytes / 1e9:.3f} GB: "
+            f"{NUM_KEPT_STEPS} checkpoints of {part_bytes / 1e9:.3f} GB on this host{copies}"
         )
 
 
-def open_fast_tier(directory: Path, hosts: Hosts, leaves: Leaves) -> FastTier:
+def open_fast_tier(directory: Path, hosts: Hosts, leaves: Leaves, num_replicas: int = 0) -> FastTier:
     """Return the fast tier of this process, with room for its parts. Called on every host.
 
     Args:
         directory: the process's own directory.
         hosts: all processes of the job.
         leaves: abstract arrays with shardings, as they are stored.
+        num_replicas: copies of each part on other hosts.
 
     Raises:
         InvalidError: on every host, if the disk of one cannot hold its parts.
     """
     fast_tier, part_bytes, host = FastTier(directory), 0, socket.gethostname()
     names = hosts.gather(host)
-    _delete_former_parts(directory.parent, host, {str(process) for process, name in enumerate(names) if name == host})
+    own = [process for process, name in enumerate(names) if name == host]
+    # One process of a host takes over what its former numbers have left.
+    adopts = num_replicas > 0 and own[0] == hosts.process_id
+    _clear_former_parts(directory.parent, host, set(map(str, own)), directory / _COPIES if adopts else None)
     for leaf in leaves.values():
         # A process keeps each block that it holds once, however many of its devices have a copy.
         blocks = {str(index) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
         part_bytes += int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize * len(blocks)
     try:
-        problem = fast_tier.find_space_problem(part_bytes)
+        problem = fast_tier.find_space_problem(part_bytes, min(num_replicas, hosts.num_processes - 1))
         (directory / _HOST_FILE).write_text(host)
     except OSError as error:
         problem = f"cannot be written: {error}"
@@ -159,18 +205,362 @@ def open_fast_tier(directory: Path, hosts: Hosts, leaves: Leaves) -> FastTier:
     return fast_tier
 
 
-def _delete_former_parts(directory: Path, host: str, own: set[str]) -> None:
+def _clear_former_parts(directory: Path, host: str, own: set[str], copies: Path | None) -> None:
     """Delete the parts of processes that this host had under other numbers, before the job lost or exchanged a host.
 
     Args:
         directory: directory of the run, with a directory for each process.
         host: name of this host. Where hosts share a disk, those of the others are left alone.
         own: numbers of the processes on this host.
+        copies: directory to which the parts are moved instead, from where the other processes can fetch them.
     """
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if parse_number(path.name) is None or path.name in own:
                 continue
             with contextlib.suppress(OSError, ValueError):
-                if (path / _HOST_FILE).read_text() == host:
-                    shutil.rmtree(path, ignore_errors=True)
+                if (path / _HOST_FILE).read_text() != host:
+                    continue
+                if copies is not None:
+                    former = path / _COPIES
+                    for source in [path, *(former.iterdir() if former.is_dir() else [])]:
+                        _move_parts(source, copies / source.name)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _move_parts(source: Path, target: Path) -> None:
+    """Move the parts in `source` to `target`, except of steps that are there."""
+    for part in source.iterdir():
+        if parse_number(part.name) is not None and not (target / part.name).exists():
+            target.mkdir(parents=True, exist_ok=True)
+            os.rename(part, target / part.name)
+
+
+# Replicas.
+
+
+def choose_holders(places: Sequence[tuple[int | None, str]], count: int) -> list[list[int]]:
+    """Return for each process the `count` processes that hold copies of its parts.
+
+    Args:
+        places: slice and host name of each process; the slice is None if there is only one.
+        count: copies of each part, below the number of processes.
+    """
+    levels: list[list[Any]] = [[slice_index for slice_index, _ in places], [host for _, host in places]]
+    levels.append(list(range(len(places))))
+    # The coarsest domains of which there are enough.
+    domain_of = next(level for level in levels if len(set(level)) > count)
+    domains = list(dict.fromkeys(domain_of))
+    members = {domain: [process for process, own in enumerate(domain_of) if own == domain] for domain in domains}
+    holders = []
+    for process, domain in enumerate(domain_of):
+        place = members[domain].index(process)
+        others = [domains[(domains.index(domain) + offset) % len(domains)] for offset in range(1, count + 1)]
+        holders.append([members[other][place % len(members[other])] for other in others])
+    return holders
+
+
+class Replicas:
+    """Copies that this process holds for others, and its connections to them. Made on every host by `open_replicas`."""
+
+    def __init__(self, fast_tier: FastTier, process_id: int, owners: Sequence[int], token: str, address: str):
+        """Start to serve requests.
+
+        Args:
+            fast_tier: the fast tier of this process.
+            process_id: index of this process.
+            owners: processes of whose parts this process holds copies.
+            token: secret of this start of the job.
+            address: address of this host, by which the others reach it.
+        """
+        self._fast_tier, self._process_id, self._owners, self._token = fast_tier, process_id, owners, token
+        self._addresses: list[tuple[str, int]] = []  # of the server of each process
+        self._holders: Sequence[int] = ()
+        self._failing: set[int] = set()  # holders to which the last transfer failed
+        self._changed = threading.Condition()
+        self._waiting_step: int | None = None
+        self._is_sending = self._is_closing = False
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server_class = type("Server", (socketserver.ThreadingTCPServer,), {"address_family": family})
+        self._server = server_class((address, 0), _make_handler(self._answer))
+        self._server.daemon_threads = True
+        self.address: tuple[str, int] = self._server.server_address[:2]
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="replicas", daemon=True).start()
+
+    def connect(self, addresses: Sequence[tuple[str, int]], holders: Sequence[int]) -> None:
+        """Begin to send parts to `holders`. `addresses` are those of the servers of all processes."""
+        self._addresses, self._holders = [(host, port) for host, port in addresses], holders
+        threading.Thread(target=self._send_parts, name="send replicas", daemon=True).start()
+
+    def send(self, step: int) -> None:
+        """Send this process's part of a step to its holders, in the background."""
+        with self._changed:
+            self._waiting_step = step
+            self._changed.notify()
+
+    def stop_sending(self) -> None:
+        """Drop the part that waits to be sent, and wait until none is being sent."""
+        with self._changed:
+            self._waiting_step = None
+            self._changed.wait_for(lambda: not self._is_sending)
+
+    def fetch_missing(
+        self, hosts: Hosts, is_own: Callable[[Trajectory, int], bool], first_step: int
+    ) -> dict[int, list[int]]:
+        """Complete the newest step of which every process has a part or can get one. Called on every host.
+
+        Args:
+            hosts: all processes of the job.
+            is_own: returns True for a trajectory, saved at a step, that this run continues.
+            first_step: first step that is worth to be fetched.
+
+        Returns:
+            For each step that was completed, the processes that have fetched their part of it.
+        """
+        own = self._fast_tier.list_steps(is_own)
+        copies = [[owner, self._open_copies(owner).list_steps(is_own)] for owner in self._list_copied()]
+        gathered = hosts.gather([own, copies])
+        sources: dict[tuple[int, int], list[int]] = {}  # (process, step) -> processes that have its part
+        for holder, (steps, copies) in enumerate(gathered):
+            for owner, copied in [[holder, steps], *copies]:
+                for step in copied:
+                    sources.setdefault((owner, step), []).append(holder)
+        steps = sorted({step for _, step in sources if step >= first_step}, reverse=True)
+        complete = [step for step in steps if all((process, step) in sources for process in range(hosts.num_processes))]
+        for step in complete[:NUM_KEPT_STEPS]:
+            missing = [process for process in range(hosts.num_processes) if process not in sources[process, step]]
+            if not missing:
+                return {}
+            problem = None
+            if self._process_id in missing:
+                problem = self.fetch(step, sources[self._process_id, step])
+                if problem is not None:
+                    warn(problem)
+            if not any(hosts.gather(problem is not None)):
+                return {step: missing}
+        return {}
+
+    def delete_after(self, step: int) -> None:
+        """Delete copies of steps beyond `step`, and those of processes for which this one is no holder any more."""
+        for owner in self._list_copied():
+            if owner in self._owners:
+                self._open_copies(owner).delete_after(step)
+            else:
+                shutil.rmtree(self._get_directory(owner), ignore_errors=True)
+
+    def close(self) -> None:
+        """Stop to serve and to send."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._server.shutdown()
+        self._server.server_close()
+
+    # Sending.
+
+    def _send_parts(self) -> None:
+        while True:
+            with self._changed:
+                self._is_sending = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_closing or self._waiting_step is not None)
+                if self._is_closing or self._waiting_step is None:
+                    return
+                step, self._waiting_step = self._waiting_step, None
+                self._is_sending, self._fast_tier.pinned_step = True, step
+            for holder in self._holders:
+                try:
+                    self._put(holder, step)
+                    self._failing.discard(holder)
+                except _TRANSFER_ERRORS as error:
+                    if holder not in self._failing and not self._is_closing:
+                        warn(f"step {step} has no replica on process {holder}: {format_error(error)}")
+                    self._failing.add(holder)
+            self._fast_tier.pinned_step = None
+
+    def _put(self, holder: int, step: int) -> None:
+        directory = self._fast_tier.directory / str(step)
+        files = _list_files(directory)
+        with self._request(holder, {"kind": "put", "owner": self._process_id, "step": step, "files": files}) as stream:
+            _send_files(stream, directory, files)
+            _read_answer(stream)
+
+    @contextlib.contextmanager
+    def _request(self, process: int, request: JsonObject) -> Iterator[BinaryIO]:
+        """Connect to a process, send the request, and give the stream."""
+        with (
+            socket.create_connection(self._addresses[process], _SOCKET_SECONDS) as connection,
+            connection.makefile("rwb", buffering=_CHUNK_BYTES) as file,
+        ):
+            stream = cast(BinaryIO, file)
+            _write_line(stream, request | {"token": self._token})
+            yield stream
+
+    def fetch(self, step: int, holders: Sequence[int]) -> str | None:
+        """Get this process's part of a step from one of `holders`. Returns the reason if all of them fail."""
+        problems = []
+        for holder in holders:
+            try:
+                with self._request(holder, {"kind": "get", "owner": self._process_id, "step": step}) as stream:
+                    files = _read_answer(stream)["files"]
+                    _receive_part(stream, self._fast_tier.directory, step, files)
+                return None
+            except _TRANSFER_ERRORS as error:
+                problems.append(f"process {holder}: {format_error(error)}")
+        return f"step {step} could not be fetched from a replica: {'; '.join(problems)}"
+
+    # Serving.
+
+    def _answer(self, stream: BinaryIO) -> None:
+        """Answer one request. Called on a thread of its own."""
+        request = _read_line(stream)
+        if not hmac.compare_digest(str(request.get("token")), self._token):
+            _write_line(stream, {"error": "the token is not that of this start of the job"})
+            return
+        owner, step = int(request["owner"]), int(request["step"])
+        if request["kind"] == "put":
+            if owner not in self._owners:
+                raise ValueError(f"process {self._process_id} holds no copies for process {owner}")
+            copies = self._open_copies(owner)
+            _receive_part(stream, copies.directory, step, request["files"])
+            copies.delete_old()
+            _write_line(stream, {"error": None})
+        else:
+            is_own = owner == self._process_id
+            directory = (self._fast_tier.directory if is_own else self._get_directory(owner)) / str(step)
+            files = _list_files(directory)
+            _write_line(stream, {"error": None, "files": files})
+            _send_files(stream, directory, files)
+
+    def _get_directory(self, owner: int) -> Path:
+        return self._fast_tier.directory / _COPIES / str(owner)
+
+    def _open_copies(self, owner: int) -> FastTier:
+        return FastTier(self._get_directory(owner))
+
+    def _list_copied(self) -> list[int]:
+        """Return the processes of which this one has copies."""
+        try:
+            names = os.listdir(self._fast_tier.directory / _COPIES)
+        except OSError:
+            return []
+        return sorted(owner for owner in map(parse_number, names) if owner is not None)
+
+
+def open_replicas(fast_tier: FastTier, hosts: Hosts, count: int) -> Replicas | None:
+    """Start to serve and to send copies of parts. Called on every host.
+
+    Args:
+        fast_tier: the fast tier of this process.
+        hosts: all processes of the job.
+        count: `checkpoint.local_replicas`. An elastic job has fewer while hosts are missing.
+
+    Returns:
+        None if there are to be no copies.
+
+    Raises:
+        InvalidError: there are too few processes for so many copies.
+    """
+    if count >= hosts.num_processes + hosts.num_missing:
+        raise InvalidError(
+            f"local_replicas: {count} needs at least {count + 1} processes, and the job has {hosts.num_processes}"
+        )
+    count = min(count, hosts.num_processes - 1)
+    if not count:
+        return None
+    places = [
+        (slice_index, str(host))
+        for slice_index, host in hosts.gather(
+            [getattr(jax.local_devices()[0], "slice_index", None), socket.gethostname()]
+        )
+    ]
+    if hosts.is_main and len({host for _, host in places}) <= count:
+        warn(f"checkpoint.local_replicas: all {count + 1} copies of a part are on one host, and are lost with it")
+    holders = choose_holders(places, count)
+    owners = [owner for owner, own in enumerate(holders) if hosts.process_id in own]
+    token = hosts.agree(secrets.token_hex(16))
+    replicas = Replicas(fast_tier, hosts.process_id, owners, token, hosts.liveness.get_own_address())
+    replicas.connect(hosts.gather(list(replicas.address)), holders[hosts.process_id])
+    return replicas
+
+
+# Protocol: a request and its answer are a line of JSON each. Files follow the line that lists them, in its order.
+
+
+def _make_handler(answer: Callable[[BinaryIO], None]) -> type[socketserver.StreamRequestHandler]:
+    class Handler(socketserver.StreamRequestHandler):
+        timeout = _SOCKET_SECONDS
+
+        def handle(self) -> None:
+            with self.request.makefile("rwb", buffering=_CHUNK_BYTES) as stream:
+                try:
+                    answer(stream)
+                except _TRANSFER_ERRORS as error:
+                    with contextlib.suppress(OSError):
+                        _write_line(stream, {"error": format_error(error)})
+
+    return Handler
+
+
+def _write_line(stream: BinaryIO, record: JsonObject) -> None:
+    stream.write(json.dumps(record).encode() + b"\n")
+    stream.flush()
+
+
+def _read_line(stream: BinaryIO) -> JsonObject:
+    line = stream.readline(_MAX_LINE_BYTES)
+    record = json.loads(line) if line.endswith(b"\n") else None
+    if not isinstance(record, dict):
+        raise ValueError("the connection was closed")
+    return record
+
+
+def _read_answer(stream: BinaryIO) -> JsonObject:
+    answer = _read_line(stream)
+    if answer.get("error") is not None:
+        raise ValueError(str(answer["error"]))
+    return answer
+
+
+def _list_files(directory: Path) -> dict[str, int]:
+    """Return the size in bytes of each file of a part, by its name relative to the directory."""
+    paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    if not paths:
+        raise ValueError(f"{directory}: there is no such part")
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
+
+
+def _send_files(stream: BinaryIO, directory: Path, files: Mapping[str, int]) -> None:
+    for name in files:
+        with (directory / name).open("rb") as file:
+            shutil.copyfileobj(file, stream, _CHUNK_BYTES)
+    stream.flush()
+
+
+def _receive_part(stream: BinaryIO, directory: Path, step: int, files: Mapping[str, int]) -> None:
+    """Receive a part as `directory`/`step`. Raises `ValueError` or `OSError`, with nothing left there."""
+    # What a peer sends is data: no name may lead out of the directory, and no size may fill the disk.
+    sizes = {str(name): int(size) for name, size in files.items()}
+    for name in sizes:
+        if not _FILE_NAME.fullmatch(name) or {".", ".."} & set(name.split("/")):
+            raise ValueError(f"a part cannot contain a file {name!r}")
+    directory.mkdir(parents=True, exist_ok=True)
+    if min(sizes.values(), default=0) < 0 or sum(sizes.values()) > shutil.disk_usage(directory).free:
+        raise ValueError(f"{directory} has no room for a part of {sum(sizes.values()):,} bytes")
+    # The thread is in the name because a transfer that was given up may still be writing.
+    temporary = directory / f"{step}.{threading.get_ident()}.tmp"
+    try:
+        for name, size in sizes.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            with (temporary / name).open("wb") as file:
+                left = size
+                while left:
+                    chunk = stream.read(min(left, _CHUNK_BYTES))
+                    if not chunk:
+                        raise ValueError(f"the connection was closed in the middle of {name}")
+                    file.write(chunk)
+                    left -= len(chunk)
+        FastTier(directory).publish(temporary.name, step)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    fsync(directory)

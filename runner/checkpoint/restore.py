@@ -14,8 +14,8 @@ changed and the job refuses to start.
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -23,7 +23,7 @@ import numpy as np
 
 from runner.checkpoint import arrays as readers
 from runner.checkpoint import fingerprint
-from runner.checkpoint.fast_tier import FastTier
+from runner.checkpoint.fast_tier import FastTier, Replicas
 from runner.checkpoint.leaves import (
     decode_leaves,
     encode_leaves,
@@ -73,12 +73,14 @@ class RestoredState:
         manifest: manifest of the checkpoint.
         tier: tier that it was read from.
         attachments: small files that the fast tier stores beside it.
+        fetched: processes whose part of the fast tier came from a replica.
     """
 
     state: Any
     manifest: Manifest
     tier: Tier = "durable"
     attachments: dict[str, bytes] = field(default_factory=dict)
+    fetched: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def restore_newest(
     abstract: Any,
     is_own: Callable[[Trajectory, int], bool],
     find_attachment_problem: AttachmentCheck = lambda _: None,
+    replicas: Replicas | None = None,
 ) -> RestoredState | None:
     """Return the newest state that passes every check; None if nothing was ever committed.
 
@@ -128,6 +131,7 @@ def restore_newest(
         is_own: returns True for a trajectory, saved at a step, that this run continues; parts of another one in the
             fast tier are ignored.
         find_attachment_problem: called on process 0 with the attachments of a state in the fast tier.
+        replicas: copies of the parts of the fast tier on other hosts, if the run has them.
 
     Raises:
         ResumeError: checkpoints exist and none can be restored; nothing was touched.
@@ -139,6 +143,7 @@ def restore_newest(
         finish_retirements(store)
     # Listings of a shared disk may differ between hosts, so all hosts use the one of process 0.
     durable_steps = hosts.agree(list_steps(store) if hosts.is_main else [])
+    fetched = {} if replicas is None else replicas.fetch_missing(hosts, is_own, max(durable_steps, default=0))
     parts = hosts.gather([] if fast_tier is None else fast_tier.list_steps(is_own))
     fast_steps = set.intersection(*(set(own) for own in parts))
     rejected: list[RejectedCheckpoint] = []
@@ -151,8 +156,8 @@ def restore_newest(
         else:
             found = _try_durable(hosts, store, str(step), abstract)
         if isinstance(found, RestoredState):
-            _set_aside(attempt, fast_tier, rejected, step)
-            return found
+            _set_aside(attempt, fast_tier, replicas, rejected, step)
+            return replace(found, fetched=fetched.get(step, ())) if is_fast else found
         rejected.append(found)
     # Nothing was restored. The job may start from step 0 only if nothing was ever committed. The event ledger tells,
     # even if somebody has deleted the directories of the checkpoints.
@@ -166,7 +171,7 @@ def restore_newest(
             f"{store.url}: checkpoints were committed here and none can be restored; nothing was touched. "
             f"Repair one, or use another directory to start over{reasons or chr(10) + '  all are missing'}"
         )
-    _set_aside(attempt, fast_tier, rejected, None)
+    _set_aside(attempt, fast_tier, replicas, rejected, None)
     return None
 
 
@@ -292,11 +297,16 @@ def _find_bits_problem(state: Any, manifest: Manifest) -> str | None:
 
 
 def _set_aside(
-    attempt: Attempt, fast_tier: FastTier | None, rejected: list[RejectedCheckpoint], restored: int | None
+    attempt: Attempt,
+    fast_tier: FastTier | None,
+    replicas: Replicas | None,
+    rejected: list[RejectedCheckpoint],
+    restored: int | None,
 ) -> None:
     """Quarantine committed checkpoints that are bad, delete uncommitted ones, and record both."""
-    if fast_tier is not None:
-        fast_tier.delete_after(-1 if restored is None else restored)
+    for tier in (fast_tier, replicas):
+        if tier is not None:
+            tier.delete_after(-1 if restored is None else restored)
     if not attempt.hosts.is_main:
         return
     store = attempt.store

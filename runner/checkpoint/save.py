@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from runner.checkpoint import fingerprint
 from runner.checkpoint.arrays import WRITE_ERRORS, ArrayWriter, WriteResult, make_writer, verify_read_back
 from runner.checkpoint.blocks import Blocks, copy_to_host
-from runner.checkpoint.fast_tier import FastTier, open_fast_tier
+from runner.checkpoint.fast_tier import FastTier, Replicas, open_fast_tier, open_replicas
 from runner.checkpoint.leaves import (
     Leaves,
     copy_offloaded,
@@ -193,10 +193,12 @@ class Checkpointer:
         self._is_own = is_own or (lambda saved, step: saved == identity)
         self._attempt, self._config, self._identity, self._abstract = attempt, config, identity, abstract
         self._fast_tier: FastTier | None = None
+        self._replicas: Replicas | None = None
         if config.local_directory is not None:
             own_directory = local_directory(config.local_directory) / attempt.run_id / str(attempt.hosts.process_id)
             leaves = encode_leaves(flatten_with_names(abstract))
-            self._fast_tier = open_fast_tier(own_directory, attempt.hosts, leaves)
+            self._fast_tier = open_fast_tier(own_directory, attempt.hosts, leaves, config.local_replicas)
+            self._replicas = open_replicas(self._fast_tier, attempt.hosts, config.local_replicas)
         self._writer = writer or make_writer(attempt.store, attempt.hosts, attempt.run_id)
         self._policy = SavePolicy(config, logging_every_steps, attempt.hosts.agree)
         best = None if config.keep_best is None else config.keep_best.mode
@@ -240,12 +242,16 @@ class Checkpointer:
         Raises:
             ResumeError, StorageError, NewerFormatError: as `restore_newest`.
         """
-        found = restore_newest(self._attempt, self._fast_tier, self._abstract, self._is_own, find_attachment_problem)
+        found = restore_newest(
+            self._attempt, self._fast_tier, self._abstract, self._is_own, find_attachment_problem, self._replicas
+        )
         self._reads_back = found is None
         if found is not None:
             step = found.manifest.step
             self._warn_of_grace(found.manifest.seconds, step)
-            self._attempt.say(f"restored step {step} from the {found.tier} tier")
+            fetched = ", ".join(map(str, found.fetched))
+            source = f", the part of process {fetched} from a replica" if fetched else ""
+            self._attempt.say(f"restored step {step} from the {found.tier} tier{source}")
             self._attempt.report_environment_changes(found.manifest.environment, step)
             self._attempt.lineage.update(found.manifest.lineage or {})
             # A step that is only in the fast tier is not saved yet: it is lost with the machine.
@@ -289,8 +295,7 @@ class Checkpointer:
             contents = SaveContents(manifest.metric, manifest.roll_back_to, manifest.topology, manifest.carry)
             state = self.save(state, step, contents, SaveKind.REQUIRED)
             self.wait_until_committed(step)
-        if self._fast_tier is not None:
-            self._fast_tier.delete_after(step)
+        self._delete_fast_after(step)
         if hosts.is_main:
             for other in later:
                 quarantine(self._attempt, other, f"checkpoint {found.manifest.name}, of step {step}, was loaded")
@@ -312,14 +317,23 @@ class Checkpointer:
         steps = attempt.hosts.run_on_main(lambda: sorted(read_committed(attempt.store)))
         if all(each > step for each in steps):
             return False
-        if self._fast_tier is not None:
-            self._fast_tier.delete_after(step)
+        self._delete_fast_after(step)
         if attempt.hosts.is_main:
             for each in steps:
                 if each > step:
                     quarantine(attempt, each, reason)
         attempt.hosts.barrier()
         return True
+
+    def _delete_fast_after(self, step: int) -> None:
+        """Delete states of the fast tier, and copies of them, of steps after `step`. Called on every host."""
+        if self._replicas is not None:
+            # A copy that arrived after the deletion would outlive it.
+            self._replicas.stop_sending()
+            self._attempt.hosts.barrier()
+            self._replicas.delete_after(step)
+        if self._fast_tier is not None:
+            self._fast_tier.delete_after(step)
 
     def _wait_for_fast_save(self) -> None:
         if self._pending_fast is not None:
@@ -554,6 +568,8 @@ class Checkpointer:
             self._report_fast_failure(manifest.step, failure)
             return
         self._attempt.record("commit", manifest.step, tier="fast", seconds_to_durable=save.seconds)
+        if self._replicas is not None:
+            self._replicas.send(manifest.step)
 
     def _report_fast_failure(self, step: int, failure: Exception) -> None:
         warn(f"step {step} is not in the fast tier: {format_error(failure)}")
@@ -634,6 +650,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Stop the background threads. Call `wait_until_finished` first."""
+        if self._replicas is not None:
+            self._replicas.close()
         self._fast_worker.shutdown()
         self._worker.shutdown()
         self._writer.close()

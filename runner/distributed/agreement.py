@@ -67,6 +67,11 @@ class Liveness:
         closed = {descriptor for descriptor, _ in poll.poll(0)}
         return [process for process, connection in self._peer_sockets.items() if connection.fileno() in closed]
 
+    def get_own_address(self) -> str:
+        """Return the address of this host by which it is connected to the others; that of loopback without any."""
+        connections = list(self._peer_sockets.values())
+        return str(connections[0].getsockname()[0]) if connections else "127.0.0.1"
+
     def find_crashed(self) -> list[int]:
         """Return the processes that have disconnected without announcing it. Does not wait for them. Any thread.
 

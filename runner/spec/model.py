@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     field_serializer,
@@ -236,6 +237,11 @@ class CheckpointConfig(FrozenModel):
     local_every_steps: PositiveInt | None = Field(
         default=None, description="Steps between two saves to local_directory."
     )
+    local_replicas: NonNegativeInt = Field(
+        default=0,
+        description="Copies of each host's part of the fast tier on other hosts, from which a host that comes back "
+        "empty gets it.",
+    )
     grace_seconds: PositiveFloat | None = Field(
         default=None, description="Time that the engine gives after SIGTERM; a save that takes longer causes a warning."
     )
@@ -269,6 +275,8 @@ class CheckpointConfig(FrozenModel):
             )
         if (self.local_directory is None) != (self.local_every_steps is None):
             raise ValueError("local_directory and local_every_steps belong together; give both or none")
+        if self.local_replicas and self.local_directory is None:
+            raise ValueError("local_replicas are copies of the fast tier; give local_directory and local_every_steps")
         if self.local_directory is not None and "://" in self.local_directory:
             raise ValueError(f"local_directory is {self.local_directory}; needs a path on the host's own disk")
         return self

@@ -62,14 +62,16 @@ def run_until(job: Job, happens: Callable[[], bool], what: str) -> list[Attempt]
     return attempts
 
 
-def finish(job: Job) -> dict[str, object]:
+def finish(job: Job, num_processes: int = PROCESSES) -> dict[str, object]:
     """Run to the end; the event of the restore."""
     paceless = job if job.spec == GPT[0] else job.with_options("config.step_seconds=0")
-    attempts = paceless.start_processes(PROCESSES)
+    attempts = paceless.start_processes(num_processes)
     for attempt in attempts:
         attempt.expect(0)
     restores = [event for event in job.events("restore") if event["attempt"] == attempts[0].number]
-    return {key: restores[0][key] for key in ("step", "tier")} if restores else {}
+    return (
+        {key: restores[0][key] for key in ("step", "tier", "from_replicas") if key in restores[0]} if restores else {}
+    )
 
 
 def expected(what: tuple[str, ...] = COUNTER) -> object:
@@ -189,3 +191,60 @@ def test_a_too_small_fast_disk_is_refused_at_startup(tmp_path: Path) -> None:
     assert 0.5 * free_gb < float(found[1]) < 1.5 * free_gb
     assert float(found[2]) >= 2 * 4e12 / 1e9
     assert not job.committed()
+
+
+# Replicas of parts on other hosts.
+
+
+def run_with_replicas(tmp_path: Path, what: tuple[str, ...], num_processes: int) -> tuple[Job, int]:
+    """Run until a step beyond the durable one and all copies of it are there, and kill everything; return that step."""
+    job = make_job(tmp_path, what).with_options("checkpoint.local_replicas=1")
+    attempts = job.start_processes(num_processes)
+
+    def find_copied() -> int:
+        """Return the newest step of which each process has a part and each next one a copy."""
+        steps = [set(list_fast_tier_parts(tmp_path / "fast", process)) for process in range(num_processes)]
+        for process in range(num_processes):
+            holder = (process + 1) % num_processes
+            steps.append({int(path.name) for path in (tmp_path / "fast").glob(f"*/{holder}/copies/{process}/*[0-9]")})
+        return max(set.intersection(*steps), default=0)
+
+    kill_all_when(attempts, lambda: find_copied() > max(21, job.newest()), "copies of a step beyond the durable one")
+    return job, find_copied()
+
+
+@pytest.mark.parametrize(
+    ("what", "process", "num_processes"),
+    [
+        pytest.param(COUNTER, 0, 3, id="counter-0 of 3"),
+        pytest.param(COUNTER, 2, 3, id="counter-2 of 3", marks=pytest.mark.soak),
+        pytest.param(GPT, 1, 2, id="gpt-1 of 2", marks=pytest.mark.soak),
+    ],
+)
+def test_a_host_that_comes_back_empty_gets_its_part_from_a_replica(
+    what: tuple[str, ...], process: int, num_processes: int, tmp_path: Path
+) -> None:
+    job, step = run_with_replicas(tmp_path, what, num_processes)
+    (host,) = (tmp_path / "fast").glob(f"*/{process}")
+    shutil.rmtree(host)
+    assert finish(job, num_processes) == {"step": step, "tier": "fast", "from_replicas": [process]}
+    assert job.outcome() == (make_uninterrupted_counter_run(what[1:]).outcome() if what is COUNTER else expected(what))
+
+
+@pytest.mark.soak
+def test_without_part_and_copy_the_durable_tier_is_read(tmp_path: Path) -> None:
+    job, _ = run_with_replicas(tmp_path, COUNTER, 3)
+    for process in (1, 2):
+        (host,) = (tmp_path / "fast").glob(f"*/{process}")
+        shutil.rmtree(host)
+    durable = job.newest()
+    assert finish(job, 3) == {"step": durable, "tier": "durable"}
+    assert job.outcome() == expected()
+
+
+@pytest.mark.soak
+def test_more_replicas_than_other_processes_are_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path).with_options("checkpoint.local_replicas=2")
+    for attempt in job.start_processes(PROCESSES):
+        attempt.expect(2)
+        assert "local_replicas: 2 needs at least 3 processes, and the job has 2" in attempt.output
