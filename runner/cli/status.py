@@ -160,7 +160,11 @@ def draw(history: History) -> RenderableType:
         ]
         totals = [sum(each.values()) for each in restarts]
         median = f", median of {len(totals)} {format_duration(statistics.median(totals))}" if len(totals) > 1 else ""
-        parts.append(Text(f"last restart {format_duration(totals[-1])} to its first step{median}: {', '.join(times)}"))
+        sources = [attempt.restored_from for attempt in history.attempts if attempt.restored_from is not None]
+        source = f"; restored from the {sources[-1]}" if sources else ""
+        parts.append(
+            Text(f"last restart {format_duration(totals[-1])} to its first step{median}: {', '.join(times)}{source}")
+        )
 
     parts.append(_title(_count("checkpoint", len(history.checkpoints), _MAX_CHECKPOINTS)))
     table = _table("right", "right", "left", "left")

@@ -21,6 +21,7 @@ EVENTS_MAX = 100
 STAGES_MAX = 200
 _FIGURES_MAX = 64
 _MARKS_MAX = 256
+_NAMED_PROCESSES_MAX = 8
 _POINTS_MAX = 2048
 _UNSEEN_MAX = 64
 _STEP_EVENTS = {
@@ -52,6 +53,7 @@ class AttemptEvents:
         restore_seconds: time of the restore or initialization.
         ready: when the state was available.
         resumed_step: step of that state.
+        restored_from: tier from which a checkpoint was restored, with the source of its parts.
         step: last completed step in any event.
         repeated_steps: steps between a step to which the job went back while it ran, and the step that it had reached.
         num_saves: saves that were begun.
@@ -71,6 +73,7 @@ class AttemptEvents:
     restore_seconds: float = 0.0
     ready: float | None = None
     resumed_step: int | None = None
+    restored_from: str | None = None
     step: int | None = None
     repeated_steps: int = 0
     num_saves: int = 0
@@ -260,6 +263,7 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
             case "init" | "fork" | "restore":
                 attempt.restore_seconds, attempt.ready = get_seconds(row, "seconds"), moment
                 attempt.resumed_step = step
+                attempt.restored_from = _format_source(row) if event == "restore" else None
                 if event == "fork":
                     summary.fork = row
                 if step is not None:
@@ -321,6 +325,17 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
         if event in NOTICES:
             summary.notices.append(Notice(moment, number, event, step, to_single_line(NOTICES[event](row))))
     return summary
+
+
+def _format_source(row: JsonObject) -> str:
+    """Return the tier that an event `restore` names, and the processes whose part came from a replica."""
+    if row.get("tier") != "fast":
+        return "durable directory"
+    fetched = row.get("from_replicas")
+    if not isinstance(fetched, list) or not fetched:
+        return "fast tier"
+    names = ", ".join(str(process) for process in fetched[:_NAMED_PROCESSES_MAX] if isinstance(process, int))
+    return f"fast tier, process {names}{' ...' * (len(fetched) > _NAMED_PROCESSES_MAX)} from a replica"
 
 
 def _drop_steps_after(summary: LedgerSummary, step: int) -> None:

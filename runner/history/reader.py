@@ -146,6 +146,7 @@ class HistoryReader:
                 code=outcome.code,
                 reason=outcome.reason,
                 resumed_step=timeline.events.resumed_step,
+                restored_from=timeline.events.restored_from,
                 reached_step=timeline.reached_step,
                 lost_steps=share.lost_steps,
                 gap_seconds=share.gap_seconds,

@@ -52,6 +52,8 @@ class AttemptRecord:
         code: exit code, None if it recorded none.
         reason: reason of a failure.
         resumed_step: step at which it started, 0 for a new state; None if it never had a state.
+        restored_from: `fast tier` or `durable directory`, with the processes whose part came from a replica; None if it
+            restored no checkpoint.
         reached_step: last completed step; None if it never had a state.
         lost_steps: steps that a later attempt repeated.
         gap_seconds: time since the end of the previous attempt, or since the job was first submitted.
@@ -72,6 +74,7 @@ class AttemptRecord:
     code: int | None = None
     reason: str | None = None
     resumed_step: int | None = None
+    restored_from: str | None = None
     reached_step: int | None = None
     lost_steps: int = 0
     gap_seconds: float = 0.0

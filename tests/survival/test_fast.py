@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.history.reader import read_history
+from runner.storage import LocalStore
 from tests.support.job_process import (
     Attempt,
     Job,
@@ -228,6 +230,8 @@ def test_a_host_that_comes_back_empty_gets_its_part_from_a_replica(
     (host,) = (tmp_path / "fast").glob(f"*/{process}")
     shutil.rmtree(host)
     assert finish(job, num_processes) == {"step": step, "tier": "fast", "from_replicas": [process]}
+    attempt = read_history(LocalStore(job.directory)).attempts[-1]
+    assert attempt.restored_from == f"fast tier, process {process} from a replica"
     assert job.outcome() == (make_uninterrupted_counter_run(what[1:]).outcome() if what is COUNTER else expected(what))
 
 
