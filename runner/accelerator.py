@@ -40,12 +40,12 @@ class PeakRates:
     """Peak rates of one chip for dense bfloat16.
 
     Attributes:
-        flops_per_second: Floating-point operations per second.
-        hbm_bytes: Size of its memory.
-        hbm_bytes_per_second: Bandwidth of its memory.
-        interconnect_bytes_per_second: Bandwidth out of one chip over all its links inside a slice, or inside a GPU
+        flops_per_second: floating-point operations per second.
+        hbm_bytes: size of its memory.
+        hbm_bytes_per_second: bandwidth of its memory.
+        interconnect_bytes_per_second: bandwidth out of one chip over all its links inside a slice, or inside a GPU
             node, in one direction.
-        network_bytes_per_second: The chip's share of its host's network between slices or nodes, in one direction.
+        network_bytes_per_second: the chip's share of its host's network between slices or nodes, in one direction.
     """
 
     flops_per_second: float
@@ -60,17 +60,17 @@ class Chip:
     """One kind of accelerator.
 
     Attributes:
-        device_kinds: Prefixes of `device_kind` of its jax devices, in lower case.
-        speeds: Peak rates; None if they depend on the machine.
-        chips_per_host: Chips of one host of a slice with several hosts, or of one GPU node; None if it varies.
-        devices_per_chip: Number of jax devices of one chip.
-        shapes: Chips of a slice -> shape of the slice, as GKE and libtpu write it; None unless it is a TPU.
-        libtpu_name: Prefix of libtpu's topology names; None unless it is a TPU.
-        gke_accelerator: Value of GKE's node label; None if GKE does not offer it.
-        gcloud_prefix: Prefix of the accelerator types of queued resources; None if there are none.
-        gcloud_units_per_chip: Units per chip in the number of such a type, which counts cores for some chips.
-        gcloud_runtime: Software version of its TPU VMs for JAX.
-        matrix_units: Number of matrix units of a chip, and the width of each; None if unknown. A unit of width 128 does
+        device_kinds: prefixes of `device_kind` of its jax devices, in lower case.
+        speeds: peak rates; None if they depend on the machine.
+        chips_per_host: chips of one host of a slice with several hosts, or of one GPU node; None if it varies.
+        devices_per_chip: number of jax devices of one chip.
+        shapes: chips of a slice -> shape of the slice, as GKE and libtpu write it; None unless it is a TPU.
+        libtpu_name: prefix of libtpu's topology names; None unless it is a TPU.
+        gke_accelerator: value of GKE's node label; None if GKE does not offer it.
+        gcloud_prefix: prefix of the accelerator types of queued resources; None if there are none.
+        gcloud_units_per_chip: units per chip in the number of such a type, which counts cores for some chips.
+        gcloud_runtime: software version of its TPU VMs for JAX.
+        matrix_units: number of matrix units of a chip, and the width of each; None if unknown. A unit of width 128 does
             128 x 128 multiplications and additions per cycle. The makers publish no clock: `clock_hertz` follows from
             these and the peak.
         compiler_flags: XLA flags for programs on this chip (see `make_compiler_options`).
@@ -234,7 +234,7 @@ def has_gpu(variables: Mapping[str, str]) -> bool:
     """Return True if JAX might run on a GPU here, as far as that is known without starting it.
 
     Args:
-        variables: Environment variables.
+        variables: environment variables.
     """
     platforms = variables.get("JAX_PLATFORMS", "")
     if platforms and not {"gpu", "cuda", "rocm"} & set(platforms.split(",")):
@@ -246,7 +246,7 @@ def add_deterministic_flags(variables: MutableMapping[str, str]) -> None:
     """Add `DETERMINISTIC_FLAGS` to `XLA_FLAGS`, except flags that are already there. Call it before JAX starts.
 
     Args:
-        variables: Environment variables, which are changed.
+        variables: environment variables, which are changed.
     """
     present = variables.get("XLA_FLAGS", "").split()
     names = {flag.partition("=")[0] for flag in present}
@@ -270,7 +270,7 @@ def make_compiler_options(device_kind: str, variables: Mapping[str, str], progra
 
     Args:
         device_kind: `device_kind` of the jax devices.
-        variables: Environment variables.
+        variables: environment variables.
         program: StableHLO of the program.
     """
     chip = None if _RAGGED in program else find_chip(device_kind)
@@ -287,9 +287,9 @@ class Accelerator:
     """Accelerator for which a job is sized.
 
     Attributes:
-        name: Name of the chip in the catalogue.
-        num_chips: Chips per slice; None for as many as there are.
-        num_slices: Number of slices.
+        name: name of the chip in the catalogue.
+        num_chips: chips per slice; None for as many as there are.
+        num_slices: number of slices.
     """
 
     name: str

@@ -224,15 +224,15 @@ class AttentionShape:
     """Shape of attention on one device: its own examples and heads of sequences that are sharded over `shards` devices.
 
     Attributes:
-        shards: Number of devices over which a sequence is sharded.
-        batch: Examples of the device.
-        length: Positions of a whole sequence.
-        heads: Heads of queries on the device.
-        key_heads: Heads of keys and values on the device.
-        key_width: Width of a head of queries and keys.
-        value_width: Width of a head of values.
-        itemsize: Bytes of an element of keys and values.
-        window: Number of positions that a query attends to; None for its whole past.
+        shards: number of devices over which a sequence is sharded.
+        batch: examples of the device.
+        length: positions of a whole sequence.
+        heads: heads of queries on the device.
+        key_heads: heads of keys and values on the device.
+        key_width: width of a head of queries and keys.
+        value_width: width of a head of values.
+        itemsize: bytes of an element of keys and values.
+        window: number of positions that a query attends to; None for its whole past.
         has_kernel: True if `gather` runs a fused kernel, which keeps tiles of scores on the chip.
     """
 
@@ -287,9 +287,9 @@ def predict_attention_seconds(
     twice, and returns their gradients. A fused kernel avoids the tiles of `gather`.
 
     Args:
-        shape: Shape of the attention of one device.
-        speeds: Peak rates of one device.
-        bytes_per_second: Bandwidth out of one device to the others that share a sequence.
+        shape: shape of the attention of one device.
+        speeds: peak rates of one device.
+        bytes_per_second: bandwidth out of one device to the others that share a sequence.
 
     Returns:
         Seconds by method. `gather` is infinite if the gathered keys and values and their gradients would take more than
@@ -327,7 +327,7 @@ def find_peak_rates(device_kind: str, neighbours: int) -> tuple[PeakRates, float
 
     Args:
         device_kind: `device_kind` of the jax device.
-        neighbours: Number of adjacent devices that communicate.
+        neighbours: number of adjacent devices that communicate.
     """
     chip = find_chip(device_kind)
     if chip is None or chip.speeds is None:

@@ -110,10 +110,6 @@ def take_rows_sorted(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
     return table_VxD[tokens_BxT]
 
 
-def _take_rows_forward(table_VxD: jax.Array, tokens_BxT: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return table_VxD[tokens_BxT], (table_VxD[:, :0], tokens_BxT)
-
-
 def _take_rows_backward(residuals: tuple[jax.Array, jax.Array], gradient_BxTxD: jax.Array) -> tuple[jax.Array, None]:
     empty_Vx0, tokens_BxT = residuals
     tokens_N = tokens_BxT.reshape(-1)
@@ -135,7 +131,7 @@ def _take_rows_backward(residuals: tuple[jax.Array, jax.Array], gradient_BxTxD: 
     return jnp.where(is_present_V[:, None], sums_NxD[last_V], 0).astype(empty_Vx0.dtype), None
 
 
-take_rows_sorted.defvjp(_take_rows_forward, _take_rows_backward)
+take_rows_sorted.defvjp(lambda table, tokens: (table[tokens], (table[:, :0], tokens)), _take_rows_backward)
 
 
 def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None = None) -> jax.Array:

@@ -224,16 +224,12 @@ def _clear_former_parts(directory: Path, host: str, own: set[str], copies: Path 
                 if copies is not None:
                     former = path / _COPIES
                     for source in [path, *(former.iterdir() if former.is_dir() else [])]:
-                        _move_parts(source, copies / source.name)
+                        (copies / source.name).mkdir(parents=True, exist_ok=True)
+                        for part in source.iterdir():
+                            target = copies / source.name / part.name
+                            if parse_number(part.name) is not None and not target.exists():
+                                os.rename(part, target)
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _move_parts(source: Path, target: Path) -> None:
-    """Move the parts in `source` to `target`, except of steps that are there."""
-    for part in source.iterdir():
-        if parse_number(part.name) is not None and not (target / part.name).exists():
-            target.mkdir(parents=True, exist_ok=True)
-            os.rename(part, target / part.name)
 
 
 # Replicas.
@@ -280,11 +276,25 @@ class Replicas:
         self._changed = threading.Condition()
         self._waiting_step: int | None = None
         self._is_sending = self._is_closing = False
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        server_class = type("Server", (socketserver.ThreadingTCPServer,), {"address_family": family})
-        self._server = server_class((address, 0), _make_handler(self._answer))
-        self._server.daemon_threads = True
-        self.address: tuple[str, int] = self._server.server_address[:2]
+        answer = self.answer_request
+
+        class Handler(socketserver.StreamRequestHandler):
+            timeout = _SOCKET_SECONDS
+
+            def handle(self) -> None:
+                with self.request.makefile("rwb", buffering=_CHUNK_BYTES) as stream:
+                    try:
+                        answer(stream)
+                    except _TRANSFER_ERRORS as error:
+                        with contextlib.suppress(OSError):
+                            _write_line(stream, {"error": format_error(error)})
+
+        class Server(socketserver.ThreadingTCPServer):
+            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            daemon_threads = True
+
+        self._server = Server((address, 0), Handler)
+        self.address: tuple[str, int] = (address, self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="replicas", daemon=True).start()
 
     def connect(self, addresses: Sequence[tuple[str, int]], holders: Sequence[int]) -> None:
@@ -368,22 +378,20 @@ class Replicas:
                     return
                 step, self._waiting_step = self._waiting_step, None
                 self._is_sending, self._fast_tier.pinned_step = True, step
+            directory = self._fast_tier.directory / str(step)
             for holder in self._holders:
                 try:
-                    self._put(holder, step)
+                    files = _list_files(directory)
+                    request = {"kind": "put", "owner": self._process_id, "step": step, "files": files}
+                    with self._request(holder, request) as stream:
+                        _send_files(stream, directory, files)
+                        _read_answer(stream)
                     self._failing.discard(holder)
                 except _TRANSFER_ERRORS as error:
                     if holder not in self._failing and not self._is_closing:
                         warn(f"step {step} has no replica on process {holder}: {format_error(error)}")
                     self._failing.add(holder)
             self._fast_tier.pinned_step = None
-
-    def _put(self, holder: int, step: int) -> None:
-        directory = self._fast_tier.directory / str(step)
-        files = _list_files(directory)
-        with self._request(holder, {"kind": "put", "owner": self._process_id, "step": step, "files": files}) as stream:
-            _send_files(stream, directory, files)
-            _read_answer(stream)
 
     @contextlib.contextmanager
     def _request(self, process: int, request: JsonObject) -> Iterator[BinaryIO]:
@@ -411,7 +419,7 @@ class Replicas:
 
     # Serving.
 
-    def _answer(self, stream: BinaryIO) -> None:
+    def answer_request(self, stream: BinaryIO) -> None:
         """Answer one request. Called on a thread of its own."""
         request = _read_line(stream)
         if not hmac.compare_digest(str(request.get("token")), self._token):
@@ -485,21 +493,6 @@ def open_replicas(fast_tier: FastTier, hosts: Hosts, count: int) -> Replicas | N
 
 
 # Protocol: a request and its answer are a line of JSON each. Files follow the line that lists them, in its order.
-
-
-def _make_handler(answer: Callable[[BinaryIO], None]) -> type[socketserver.StreamRequestHandler]:
-    class Handler(socketserver.StreamRequestHandler):
-        timeout = _SOCKET_SECONDS
-
-        def handle(self) -> None:
-            with self.request.makefile("rwb", buffering=_CHUNK_BYTES) as stream:
-                try:
-                    answer(stream)
-                except _TRANSFER_ERRORS as error:
-                    with contextlib.suppress(OSError):
-                        _write_line(stream, {"error": format_error(error)})
-
-    return Handler
 
 
 def _write_line(stream: BinaryIO, record: JsonObject) -> None:

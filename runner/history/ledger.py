@@ -263,7 +263,11 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
             case "init" | "fork" | "restore":
                 attempt.restore_seconds, attempt.ready = get_seconds(row, "seconds"), moment
                 attempt.resumed_step = step
-                attempt.restored_from = _format_source(row) if event == "restore" else None
+                if event == "restore":
+                    fetched = row.get("from_replicas")
+                    names = ", ".join(map(str, fetched[:_NAMED_PROCESSES_MAX])) if isinstance(fetched, list) else ""
+                    source = f", process {to_single_line(names)} from a replica" if names else ""
+                    attempt.restored_from = f"fast tier{source}" if row.get("tier") == "fast" else "durable directory"
                 if event == "fork":
                     summary.fork = row
                 if step is not None:
@@ -325,17 +329,6 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
         if event in NOTICES:
             summary.notices.append(Notice(moment, number, event, step, to_single_line(NOTICES[event](row))))
     return summary
-
-
-def _format_source(row: JsonObject) -> str:
-    """Return the tier that an event `restore` names, and the processes whose part came from a replica."""
-    if row.get("tier") != "fast":
-        return "durable directory"
-    fetched = row.get("from_replicas")
-    if not isinstance(fetched, list) or not fetched:
-        return "fast tier"
-    names = ", ".join(str(process) for process in fetched[:_NAMED_PROCESSES_MAX] if isinstance(process, int))
-    return f"fast tier, process {names}{' ...' * (len(fetched) > _NAMED_PROCESSES_MAX)} from a replica"
 
 
 def _drop_steps_after(summary: LedgerSummary, step: int) -> None:

@@ -66,13 +66,13 @@ class TokenizerFiles:
     """Tokenizer of a run in the form that `transformers` reads.
 
     Attributes:
-        files: Content of the files by name.
-        vocabulary_size: Every id is below it.
-        end: Id that ends every document, if there is one.
-        end_of_turn: Id that ends a completion by the chat template, if there is one.
-        pad: Id for padding, if one is known.
-        problem: Reason why there is no `tokenizer.json`; None if there is one.
-        begin: Id that begins every document, if there is one.
+        files: content of the files by name.
+        vocabulary_size: every id is below it.
+        end: id that ends every document, if there is one.
+        end_of_turn: id that ends a completion by the chat template, if there is one.
+        pad: id for padding, if one is known.
+        problem: reason why there is no `tokenizer.json`; None if there is one.
+        begin: id that begins every document, if there is one.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -230,11 +230,11 @@ class BaseAssets:
     """Assets of published weights.
 
     Attributes:
-        path: Their path or URL.
-        config: Content of `config.json`; None if the run that they are of started from random weights.
-        ids: Special tokens, as `config.json` has them.
-        generation: Content of `generation_config.json`; empty if there is none.
-        files: Tokenizer files by name.
+        path: their path or URL.
+        config: content of `config.json`; None if the run that they are of started from random weights.
+        ids: special tokens, as `config.json` has them.
+        generation: content of `generation_config.json`; empty if there is none.
+        files: tokenizer files by name.
     """
 
     path: str
@@ -322,11 +322,11 @@ class ExportAssets:
     """Assets of the exports of a run.
 
     Attributes:
-        tokenizer: The tokenizer.
-        base: Path or URL of the published weights that the run started from; None if there are none.
-        config: Their `config.json`.
-        ids: Special tokens of the tokenizer, as `config.json` has them.
-        generation: Their `generation_config.json`, if the tokenizer is theirs.
+        tokenizer: the tokenizer.
+        base: path or URL of the published weights that the run started from; None if there are none.
+        config: their `config.json`.
+        ids: special tokens of the tokenizer, as `config.json` has them.
+        generation: their `generation_config.json`, if the tokenizer is theirs.
     """
 
     tokenizer: TokenizerFiles
@@ -368,7 +368,7 @@ def find_assets(data: DataConfig | None, rule: InitFromConfig | None) -> ExportA
     """Return the assets of a run by reading its sources.
 
     Args:
-        data: Data config of the run; None for a job without data.
+        data: data config of the run; None for a job without data.
         rule: `checkpoint.init_from`; None if the run starts from random weights.
 
     Raises:

@@ -75,9 +75,9 @@ class SafetensorsWriter:
     """Safetensors files of some tensors in an existing empty directory on this disk.
 
     Args:
-        directory: The directory.
-        tensors: Type and shape of each tensor, in order.
-        shard_bytes: Size of a file, which only a file with a single tensor may exceed.
+        directory: the directory.
+        tensors: type and shape of each tensor, in order.
+        shard_bytes: size of a file, which only a file with a single tensor may exceed.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[np.dtype, Shape]], shard_bytes: int = SHARD_BYTES):
@@ -112,8 +112,8 @@ class SafetensorsWriter:
         """Write one piece, rounded to the nearest values of the tensor's type.
 
         Args:
-            piece: The piece.
-            values: Its values in the form of the leaf.
+            piece: the piece.
+            values: its values in the form of the leaf.
 
         Raises:
             InvalidError: A value is too large for the type.
@@ -156,7 +156,7 @@ def publish_directory(where: str) -> Iterator[Path]:
     last.
 
     Args:
-        where: Path or URL of the target.
+        where: path or URL of the target.
 
     Raises:
         InvalidError: The target is not empty, or cannot be written. Raised at the start.
@@ -216,13 +216,13 @@ class ExportOptions:
     """Options of an export.
 
     Attributes:
-        dtype: Type of the files; by default that of each leaf.
-        shard_bytes: Size of a file.
-        weights: Weights, as for `open_checkpoint`.
+        dtype: type of the files; by default that of each leaf.
+        shard_bytes: size of a file.
+        weights: weights, as for `open_checkpoint`.
         base: `checkpoint.init_from` of the run, for runs that have not recorded their assets.
-        context: Context length to write; by default that of the published weights that the run started from, if the
+        context: context length to write; by default that of the published weights that the run started from, if the
             model still has their positions, else the sequence length.
-        tokenizer: Directory or URL of another tokenizer.
+        tokenizer: directory or URL of another tokenizer.
     """
 
     dtype: Dtype | None = None
@@ -244,12 +244,12 @@ def export(
     """Write the weights of a checkpoint to `out`, and return their step.
 
     Args:
-        where: Run directory or URL, as for `open_checkpoint`.
-        step: Step, as for `open_checkpoint`.
-        family: Mapping of the job.
-        data: Data config, which determines the tokenizer of a run that has not recorded it.
-        out: Path or URL, at which there is nothing yet.
-        options: Options of the export.
+        where: run directory or URL, as for `open_checkpoint`.
+        step: step, as for `open_checkpoint`.
+        family: mapping of the job.
+        data: data config, which determines the tokenizer of a run that has not recorded it.
+        out: path or URL, at which there is nothing yet.
+        options: options of the export.
 
     Raises:
         InvalidError: The weights cannot be exported in this form. Nothing is then at `out`.
@@ -370,8 +370,8 @@ class _AdaptedModule:
     """Linear module of the files.
 
     Attributes:
-        name: Name of the module.
-        a: A of shape (n R, I).
+        name: name of the module.
+        a: a of shape (n R, I).
         b: B of shape (O, n R).
         number: n.
         is_transposed: True if the weight of the module is (in, out).
@@ -396,13 +396,13 @@ def export_adapter(
     """Write the adapter of a checkpoint to `out`, and return its step.
 
     Args:
-        where: Run directory or URL, as for `open_checkpoint`.
-        step: Step, as for `open_checkpoint`.
-        family: Mapping of the job.
-        out: Path or URL, at which there is nothing yet.
-        base: Name of the base model for `adapter_config.json`.
-        dtype: Type of the files; by default that of the checkpoint.
-        weights: Weights, as for `open_checkpoint`.
+        where: run directory or URL, as for `open_checkpoint`.
+        step: step, as for `open_checkpoint`.
+        family: mapping of the job.
+        out: path or URL, at which there is nothing yet.
+        base: name of the base model for `adapter_config.json`.
+        dtype: type of the files; by default that of the checkpoint.
+        weights: weights, as for `open_checkpoint`.
 
     Raises:
         InvalidError: There is no adapter, or the layout of PEFT cannot express it. Nothing is then at `out`.
@@ -466,8 +466,8 @@ def _build_adapted_modules(
     """Yield the modules that have an adapter, in the order of the table.
 
     Args:
-        pieces: Table of the family.
-        matrices: A and B by the name of the adapted leaf.
+        pieces: table of the family.
+        matrices: a and B by the name of the adapted leaf.
 
     Raises:
         InvalidError: An adapted leaf is not a linear module of a layer.

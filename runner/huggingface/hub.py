@@ -58,7 +58,7 @@ class ModelCardText:
 
     Attributes:
         repository: OWNER/NAME of the repository.
-        license: Identifier of the licence on the Hub, such as apache-2.0; None for a card without a licence.
+        license: identifier of the licence on the Hub, such as apache-2.0; None for a card without a licence.
         base_model: OWNER/NAME of the model from which training started; None to derive it from `init_from`.
     """
 
@@ -72,13 +72,13 @@ class ExportedCheckpoint:
     """Records of a run about the step that is exported.
 
     Attributes:
-        spec: Resolved spec.
-        data: Data config; None for a job that is not a trainer.
-        manifest: Manifest of the checkpoint.
-        rows: Rows of the surviving trajectory up to the step.
-        history: History of the whole run.
-        config: Content of the export's `config.json`.
-        files: Names of the exported files.
+        spec: resolved spec.
+        data: data config; None for a job that is not a trainer.
+        manifest: manifest of the checkpoint.
+        rows: rows of the surviving trajectory up to the step.
+        history: history of the whole run.
+        config: content of the export's `config.json`.
+        files: names of the exported files.
     """
 
     spec: ExecutionSpec

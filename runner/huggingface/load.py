@@ -61,10 +61,10 @@ def read_leaf(store: Store, versions: Mapping[str, Version], sources: Sources, l
     """Read a leaf from its tensors. Every process calls it.
 
     Args:
-        store: Store of the files.
-        versions: Expected version of each file.
-        sources: Pieces of the leaf with their tensors.
-        leaf: Leaf with the shape, type and sharding of the result, and with the values of elements that are not read.
+        store: store of the files.
+        versions: expected version of each file.
+        sources: pieces of the leaf with their tensors.
+        leaf: leaf with the shape, type and sharding of the result, and with the values of elements that are not read.
 
     Raises:
         ChangedError: A file has another version than expected.
@@ -119,12 +119,12 @@ def _fill_piece(
     """Read the parts of a piece that lie in the blocks, each byte range once.
 
     Args:
-        store: Store of the files.
-        version: Expected version of the file.
-        piece: The piece.
-        tensor: Its tensor.
-        blocks: Blocks to fill.
-        run: Map that reads spans one by one or in parallel.
+        store: store of the files.
+        version: expected version of the file.
+        piece: the piece.
+        tensor: its tensor.
+        blocks: blocks to fill.
+        run: map that reads spans one by one or in parallel.
     """
     depth = len(piece.index)
     wanted = []
@@ -168,8 +168,8 @@ def list_byte_spans(
     """Yield the byte ranges of a tensor that contain boxes of it, ascending and without overlaps.
 
     Args:
-        shape: Shape of the tensor.
-        itemsize: Bytes of an element.
+        shape: shape of the tensor.
+        itemsize: bytes of an element.
         boxes: (start, stop) on each axis, for each box.
     """
     ranges = np.concatenate([_list_box_ranges(shape, itemsize, box) for box in boxes])
@@ -277,10 +277,10 @@ def validate_init_from(
     """Validate that a job can start from the weights that its spec names. Reads headers only. Process 0 calls it.
 
     Args:
-        document: Spec, for the position of errors.
+        document: spec, for the position of errors.
         rule: `checkpoint.init_from`; None if the spec names no weights.
-        family: Function that returns the job's mapping to published weights; None if it has none.
-        weights: Function that returns the abstract leaves to fill.
+        family: function that returns the job's mapping to published weights; None if it has none.
+        weights: function that returns the abstract leaves to fill.
 
     Raises:
         InvalidError: The weights do not match; one line for each problem.
@@ -305,11 +305,11 @@ def load_init_from(
     """Return leaves like `weights` with the values that `checkpoint.init_from` names. Every process calls it.
 
     Args:
-        document: Spec, for the position of errors.
+        document: spec, for the position of errors.
         rule: `checkpoint.init_from`.
-        family: Function that returns the job's mapping to published weights; None if it has none.
-        weights: Leaves of the initial state, with its sharding.
-        attempt: The running attempt.
+        family: function that returns the job's mapping to published weights; None if it has none.
+        weights: leaves of the initial state, with its sharding.
+        attempt: the running attempt.
 
     Raises:
         InvalidError: The weights do not match. Raised on every process if one of them finds it.
@@ -388,8 +388,8 @@ def _use_best(
 
     Args:
         path: the path in `checkpoint.init_from`.
-        use: Function of the path; on several hosts, an `InvalidError` of it is raised on all of them.
-        run_on_main: Runs a function on process 0, for all hosts.
+        use: function of the path; on several hosts, an `InvalidError` of it is raised on all of them.
+        run_on_main: runs a function on process 0, for all hosts.
     """
     if split_checkpoint(path)[1] != BEST:
         return use(path)

@@ -25,10 +25,10 @@ class TensorPiece:
     """A tensor of the files or a part of one, and the leaf, or slice of a stacked leaf, that holds its elements.
 
     Attributes:
-        tensor: Name in the files, such as `model.layers.3.mlp.up_proj.weight`.
-        leaf: Dotted name of the leaf below `params`, such as `blocks.mlp_up.kernel`. A name that begins with
+        tensor: name in the files, such as `model.layers.3.mlp.up_proj.weight`.
+        leaf: dotted name of the leaf below `params`, such as `blocks.mlp_up.kernel`. A name that begins with
             `variables.` is a leaf of the state's other variables.
-        index: Index into the leading axes of the leaf: the layer, or the layer and the expert.
+        index: index into the leading axes of the leaf: the layer, or the layer and the expert.
         transpose: True if the file has the last two axes in the other order: (out, in) for a leaf (in, out).
         part: (axis, start, stop) of the file's tensor, if several leaves share it.
     """
@@ -92,8 +92,8 @@ def find_table_problems(pieces: Sequence[TensorPiece], leaves: Mapping[str, Shap
     """Return the problems of a table, one line each. A table without problems has every leaf once and tensors whole.
 
     Args:
-        pieces: The table.
-        leaves: Shape of every leaf of the weights by its name in the state.
+        pieces: the table.
+        leaves: shape of every leaf of the weights by its name in the state.
     """
     problems = []
     by_leaf: dict[str, list[TensorPiece]] = defaultdict(list)
@@ -153,9 +153,9 @@ class TensorMatch:
     """Tensors from which each leaf is read.
 
     Attributes:
-        pieces: For each leaf its pieces with their tensors. A tensor may be shorter in its first axis than the piece,
+        pieces: for each leaf its pieces with their tensors. A tensor may be shorter in its first axis than the piece,
             whose beginning it then is. A piece without a tensor keeps its initial values.
-        notes: Deviations that the spec allows, one line each.
+        notes: deviations that the spec allows, one line each.
     """
 
     pieces: Mapping[str, list[tuple[TensorPiece, TensorLocation | None]]]
@@ -168,9 +168,9 @@ def match_tensors(
     """Find the tensors of each leaf.
 
     Args:
-        published: Weights to read.
-        family: Mapping of the job.
-        shapes: Shapes of the leaves by their names in the state.
+        published: weights to read.
+        family: mapping of the job.
+        shapes: shapes of the leaves by their names in the state.
         rule: `checkpoint.init_from` of the spec, which allows deviations and renames tensors.
 
     Raises:

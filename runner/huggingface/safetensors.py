@@ -64,11 +64,11 @@ class TensorLocation(NamedTuple):
     """Location of a tensor.
 
     Attributes:
-        file: Name of its file.
-        dtype: Name of its type in the format.
-        shape: Its shape.
-        start: First byte in the file.
-        stop: One past the last byte.
+        file: name of its file.
+        dtype: name of its type in the format.
+        shape: its shape.
+        start: first byte in the file.
+        stop: one past the last byte.
     """
 
     file: str
@@ -99,9 +99,9 @@ def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, Tensor
     """Return the tensors of a file by name.
 
     Args:
-        content: Header of the file.
-        file: Name of the file.
-        file_bytes: Its size.
+        content: header of the file.
+        file: name of the file.
+        file_bytes: its size.
 
     Raises:
         ValueError: The header is damaged, or does not match the size of the file.
@@ -181,7 +181,7 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
     """Return the beginning of a file, with prefix and header, and the location of each tensor in the file.
 
     Args:
-        tensors: Type and shape of each tensor, in the order of the file.
+        tensors: type and shape of each tensor, in the order of the file.
     """
     # Readers require the metadata `format: pt`: tensors are named as torch names them.
     record: JsonObject = {METADATA: {"format": "pt"}}
@@ -205,10 +205,10 @@ class PublishedWeights:
     """Weights of a directory or URL in Hugging Face's layout.
 
     Attributes:
-        store: Store of the directory.
-        config: Content of `config.json`.
-        tensors: Tensors by their names in the files.
-        versions: Versions of the files. Later reads refuse another version.
+        store: store of the directory.
+        config: content of `config.json`.
+        tensors: tensors by their names in the files.
+        versions: versions of the files. Later reads refuse another version.
     """
 
     store: Store

@@ -74,8 +74,8 @@ class MetricsFile(Protocol):
         """Keep the rows up to `step` and open the file for more. Called again if a running job loads an earlier step.
 
         Args:
-            step: Step that was restored.
-            tail: Rows of the fast tier, which follow those of the file.
+            step: step that was restored.
+            tail: rows of the fast tier, which follow those of the file.
 
         Returns:
             The row of `step`; None if it has none.
@@ -324,8 +324,8 @@ def _read_content(store: Store, known: Collection[str] = ()) -> tuple[list[str],
     Parts are named in a chain, in which each link is read.
 
     Args:
-        store: Store of the run directory, a bucket.
-        known: Names of parts at which the chain need not be followed any further; the result begins with such a part.
+        store: store of the run directory, a bucket.
+        known: names of parts at which the chain need not be followed any further; the result begins with such a part.
 
     Raises:
         OSError: The store cannot be read.

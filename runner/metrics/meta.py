@@ -68,7 +68,7 @@ def accumulate_sums(meta: Mapping[str, Any], is_stacked: bool) -> Meta:
     """Return the `sums` of all micro-batches, or nothing if `meta` has none.
 
     Args:
-        meta: Meta of one micro-batch, or of several.
+        meta: meta of one micro-batch, or of several.
         is_stacked: True if the first axis of each leaf is the micro-batches.
 
     Raises:
@@ -121,8 +121,8 @@ def validate_meta(meta: Any, reserved: tuple[str, ...] = _RESERVED_NAMES) -> Non
     """Validate that a row can hold the meta of a step.
 
     Args:
-        meta: Return value of a step; its leaves may be tracers.
-        reserved: Names that it must not have.
+        meta: return value of a step; its leaves may be tracers.
+        reserved: names that it must not have.
 
     Raises:
         InvalidError: A name is reserved, or a value has a type or shape that a row does not hold.

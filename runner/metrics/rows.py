@@ -231,8 +231,8 @@ class RowTail(NamedTuple):
     """The newest rows of a file.
 
     Attributes:
-        after: Step of the row before them; None if they are the first.
-        lines: The rows.
+        after: step of the row before them; None if they are the first.
+        lines: the rows.
     """
 
     after: int | None
@@ -263,8 +263,8 @@ def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: in
 
     Args:
         texts: lines of the file; those that are no rows, which damage may leave, are skipped.
-        step: Last step to yield; None for no limit.
-        beyond: Only later steps are yielded.
+        step: last step to yield; None for no limit.
+        beyond: only later steps are yielded.
     """
     for text in texts:
         row = parse_row(text)

@@ -56,9 +56,9 @@ def upload_offline_runs(directory: Path, store: Store, deadline_seconds: float) 
     """Upload the offline runs of wandb, and then remove older ones of the same runs from the bucket.
 
     Args:
-        directory: Local stand-in for the run directory.
-        store: Bucket of the run. Files that it already has are not uploaded again.
-        deadline_seconds: Limit for each file.
+        directory: local stand-in for the run directory.
+        store: bucket of the run. Files that it already has are not uploaded again.
+        deadline_seconds: limit for each file.
 
     Raises:
         OSError: The bucket cannot be reached.

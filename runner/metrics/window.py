@@ -130,10 +130,10 @@ class MetricsWindow:
     """Steps since the last row.
 
     Args:
-        step: Step of that row.
-        carry: Contribution of the steps since that row that an earlier attempt has saved (`MetricsWindow.carry`).
+        step: step of that row.
+        carry: contribution of the steps since that row that an earlier attempt has saved (`MetricsWindow.carry`).
         is_whole: False if there were such steps but their contribution is unknown; the next row then has no mean.
-        policy: Stability policy of the job.
+        policy: stability policy of the job.
     """
 
     def __init__(

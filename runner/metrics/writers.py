@@ -210,10 +210,10 @@ class AsyncMetricWriter:
     """Asynchronous metric writer, a `RowDisplay`.
 
     Args:
-        name: Name of the writer, for `on_failure`.
-        open_writer: Function that opens the writer, called on the thread of the writer.
-        earlier: Function that returns the surviving rows of earlier attempts.
-        on_failure: Function of the name and the reason, called once when the writer is switched off.
+        name: name of the writer, for `on_failure`.
+        open_writer: function that opens the writer, called on the thread of the writer.
+        earlier: function that returns the surviving rows of earlier attempts.
+        on_failure: function of the name and the reason, called once when the writer is switched off.
     """
 
     def __init__(

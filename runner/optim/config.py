@@ -25,8 +25,8 @@ class LibraryEntry:
     """Entry of the library: an optimizer or a schedule.
 
     Attributes:
-        source: Publication or formula.
-        defaults: Keys that this entry uses, but not every entry of the table, with their published defaults.
+        source: publication or formula.
+        defaults: keys that this entry uses, but not every entry of the table, with their published defaults.
         is_elementwise: True if an optimizer updates each element from that element alone, so that the result does not
             depend on how devices share a matrix.
     """

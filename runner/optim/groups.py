@@ -35,10 +35,10 @@ class Parameter:
     """Name, shape and axes of one parameter; a leaf of a tree like that of the parameters.
 
     Attributes:
-        name: Dotted name.
-        shape: Shape of the array.
-        axes: Logical axes, None for an axis without a name.
-        rate_multiplier: Learning-rate multiplier that the model sets; that of the parameter's group comes on top of it.
+        name: dotted name.
+        shape: shape of the array.
+        axes: logical axes, None for an axis without a name.
+        rate_multiplier: learning-rate multiplier that the model sets; that of the parameter's group comes on top of it.
     """
 
     name: str
@@ -113,12 +113,12 @@ class ParameterSettings:
     Frozen parameters are `optax.MaskedNode` in `parameters`, and absent from all other trees.
 
     Attributes:
-        parameters: The trained parameters.
-        decays: Weight decay of each.
-        rates: Learning-rate multiplier of each; None if all are 1.
-        clips: Pairs of a norm and a tree of bools that selects the parameters clipped together to that norm.
-        weight_decay: Weight decay of all matrices; None if groups differ in it.
-        frozen: Dotted names of the frozen parameters.
+        parameters: the trained parameters.
+        decays: weight decay of each.
+        rates: learning-rate multiplier of each; None if all are 1.
+        clips: pairs of a norm and a tree of bools that selects the parameters clipped together to that norm.
+        weight_decay: weight decay of all matrices; None if groups differ in it.
+        frozen: dotted names of the frozen parameters.
     """
 
     parameters: Any
@@ -236,9 +236,9 @@ def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
     """Return a tree of bools that are True for the parameters that a pattern matches.
 
     Args:
-        patterns: Globs of dotted names.
-        parameters: Tree of `Parameter`.
-        key: Spec key that holds the patterns, for the error.
+        patterns: globs of dotted names.
+        parameters: tree of `Parameter`.
+        key: spec key that holds the patterns, for the error.
 
     Raises:
         InvalidError: A pattern matches no parameter.

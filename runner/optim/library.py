@@ -81,10 +81,10 @@ def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule,
     """Return the optimizer `name` with gradient clipping and frozen parameters.
 
     Args:
-        name: Name in the library.
-        config: Its settings.
-        schedule: Learning rate by completed steps.
-        parameters: Tree of `Parameter`.
+        name: name in the library.
+        config: its settings.
+        schedule: learning rate by completed steps.
+        parameters: tree of `Parameter`.
 
     Raises:
         InvalidError: Groups or patterns do not fit the parameters.

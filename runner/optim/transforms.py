@@ -68,9 +68,9 @@ class GaLoreState:
     """State of `project_low_rank`.
 
     Attributes:
-        count: Number of updates so far.
-        projector: Tree with an array (..., S, R) for each projected parameter, and `optax.MaskedNode` for the others.
-        inner: State of the inner optimizer.
+        count: number of updates so far.
+        projector: tree with an array (..., S, R) for each projected parameter, and `optax.MaskedNode` for the others.
+        inner: state of the inner optimizer.
     """
 
     count: jax.Array
@@ -88,11 +88,11 @@ def project_low_rank(
     parameters. Its update is projected back and multiplied by `scale`.
 
     Args:
-        inner: Optimizer of the projected gradients.
-        is_projected: Tree of bools. Parameters with False are passed to `inner` as they are.
+        inner: optimizer of the projected gradients.
+        is_projected: tree of bools. Parameters with False are passed to `inner` as they are.
         rank: R.
-        every_steps: Steps between two updates of the projector.
-        scale: Factor on the update of projected parameters.
+        every_steps: steps between two updates of the projector.
+        scale: factor on the update of projected parameters.
     """
 
     def map_projected(function: Any, *trees: Any) -> Any:
@@ -151,12 +151,12 @@ class ScheduleFreeState:
     """State of `average_schedule_free`.
 
     Attributes:
-        count: Number of updates so far.
-        weight_sum: Sum of the weights of all steps so far.
-        max_rate: Highest learning rate so far.
-        fast: The iterates that the inner optimizer updates, in float32.
-        inner: State of the inner optimizer.
-        b1: Weight of the average in the point where the gradient is taken.
+        count: number of updates so far.
+        weight_sum: sum of the weights of all steps so far.
+        max_rate: highest learning rate so far.
+        fast: the iterates that the inner optimizer updates, in float32.
+        inner: state of the inner optimizer.
+        b1: weight of the average in the point where the gradient is taken.
     """
 
     count: jax.Array

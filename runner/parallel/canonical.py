@@ -94,9 +94,9 @@ class _JaxprBuilder:
         """Add the equations of `jaxpr` and return the atoms of its outputs.
 
         Args:
-            jaxpr: Jaxpr to add.
-            inputs: Atoms of its constants and inputs.
-            names: Name stack of the call, which becomes the prefix of each operation's name; None at the top.
+            jaxpr: jaxpr to add.
+            inputs: atoms of its constants and inputs.
+            names: name stack of the call, which becomes the prefix of each operation's name; None at the top.
         """
         environment: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 

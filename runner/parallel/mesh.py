@@ -90,7 +90,7 @@ def build_logical_axis_rules(own: Sequence[LogicalAxisRule], owner: str) -> tupl
 
     Args:
         own: `logical_axis_rules` of the job's class.
-        owner: Name of the class, for the error.
+        owner: name of the class, for the error.
 
     Raises:
         InvalidError: A rule names an axis that the mesh does not have.
@@ -144,8 +144,8 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     is `data` where possible.
 
     Args:
-        sizes: Devices by axis. Axes that it does not name have size 1.
-        devices: Devices of the mesh; `jax.devices()` by default.
+        sizes: devices by axis. Axes that it does not name have size 1.
+        devices: devices of the mesh; `jax.devices()` by default.
 
     Raises:
         InvalidError: The axes do not divide over the slices.
@@ -208,7 +208,7 @@ def validate_sequence_sharding(mesh: Mesh, sequence_length: int, chunk_positions
     Every device needs two halves of its part of a sequence, since another device may attend for one of them.
 
     Args:
-        mesh: Mesh of the job.
+        mesh: mesh of the job.
         sequence_length: `config.data.sequence_length`.
         chunk_positions: `config.memory.loss_chunk_positions`; None for a loss that is not chunked.
 
@@ -260,10 +260,10 @@ def list_micro_batch_sizes(
     """Return the possible numbers of examples in the micro-batch of a device, largest first.
 
     Args:
-        global_batch_examples: Examples in the batch of a step.
-        micro_batch_examples: Examples in the micro-batch of a device, or `auto` for all divisors of a device's share.
-        num_shards: Devices over which examples are sharded.
-        axes: The axes of these devices, for the error.
+        global_batch_examples: examples in the batch of a step.
+        micro_batch_examples: examples in the micro-batch of a device, or `auto` for all divisors of a device's share.
+        num_shards: devices over which examples are sharded.
+        axes: the axes of these devices, for the error.
 
     Raises:
         InvalidError: The division leaves a remainder. The error names the nearest valid numbers.
@@ -318,8 +318,8 @@ def use_sharding_rules(mesh: Mesh, rules: Sequence[LogicalAxisRule] | None = Non
     """Make `mesh` current, so that logical axis names in a model refer to its axes.
 
     Args:
-        mesh: Mesh to use. While JAX traces, it can only be the mesh of that trace.
-        rules: Rules by which names are resolved; by default the active ones, else `LOGICAL_AXIS_RULES`.
+        mesh: mesh to use. While JAX traces, it can only be the mesh of that trace.
+        rules: rules by which names are resolved; by default the active ones, else `LOGICAL_AXIS_RULES`.
     """
     context: contextlib.AbstractContextManager[object]
     if jax.sharding.get_abstract_mesh() == mesh.abstract_mesh:
@@ -353,8 +353,8 @@ def enter_shard_map(axes: tuple[str, ...], outside: AbstractMesh) -> Iterator[No
     """Set mesh and rules for the body of a `jax.shard_map` over `list_manual_axes(axes)`.
 
     Args:
-        axes: Axes along which each device computes by itself.
-        outside: Mesh under which `jax.shard_map` was called.
+        axes: axes along which each device computes by itself.
+        outside: mesh under which `jax.shard_map` was called.
     """
     if _has_no_other_axes(outside, axes):
         # An empty mesh makes this trace the program of a single device.

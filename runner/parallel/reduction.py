@@ -75,9 +75,9 @@ def run_per_data_shard(
     Inside `function` no sharding may name `data`. Without a deferred all-reduce there is one shard: the whole batch.
 
     Args:
-        function: Function of `whole` and a shard of `batch` that returns (sums, last, own).
-        whole: Pytree that is replicated along `data`.
-        batch: Pytree of (S, B, ...) arrays; B is sharded over `data`.
+        function: function of `whole` and a shard of `batch` that returns (sums, last, own).
+        whole: pytree that is replicated along `data`.
+        batch: pytree of (S, B, ...) arrays; B is sharded over `data`.
 
     Returns:
         The sums over all shards, `last` of the last shard, and `own` of all shards, stacked along a new first axis.
@@ -108,7 +108,7 @@ def list_gradient_shards(mesh: jax.sharding.AbstractMesh, is_ordered: bool) -> l
     """Return the devices that compute the gradients of each shard of a batch, before any sum over shards.
 
     Args:
-        mesh: Mesh of the step.
+        mesh: mesh of the step.
         is_ordered: True if the sums have an order independent of the number of devices.
 
     Returns:
@@ -147,10 +147,10 @@ class ReductionSchedule(NamedTuple):
     """Order in which a device sums consecutive groups with a stack of subtrees.
 
     Attributes:
-        slots: For each group, the slot of the stack that holds the subtree ending with it.
-        merges: For each group, the number of subtrees, from that slot on, that are added to it first, the last one
+        slots: for each group, the slot of the stack that holds the subtree ending with it.
+        merges: for each group, the number of subtrees, from that slot on, that are added to it first, the last one
             first.
-        nodes: The subtrees in the stack at the end.
+        nodes: the subtrees in the stack at the end.
     """
 
     slots: tuple[int, ...]
@@ -168,8 +168,8 @@ def make_reduction_schedule(start: int, stop: int, is_alone: bool = False) -> Re
     """Return the schedule for groups `start` to `stop` - 1.
 
     Args:
-        start: First group of the device.
-        stop: One past the last group of the device.
+        start: first group of the device.
+        stop: one past the last group of the device.
         is_alone: True if these are all groups, so that the device sums up to the root of the tree.
     """
     slots, merges, stack = [], [], list[Node]()
@@ -212,8 +212,8 @@ def compute_held_bytes(num_parameters: int, gathered_itemsize: int, num_groups: 
     """Return the bytes of whole parameters and gradients that a device holds during an order-deterministic step.
 
     Args:
-        num_parameters: Number of parameters.
-        gathered_itemsize: Bytes of an element of the gathered parameters; 0 if parameters are whole anyway.
+        num_parameters: number of parameters.
+        gathered_itemsize: bytes of an element of the gathered parameters; 0 if parameters are whole anyway.
         num_groups: G.
         num_devices: n.
     """
@@ -252,9 +252,9 @@ def run_per_batch_shard(function: Callable[..., Any], whole: Any, batch: Any) ->
     device.
 
     Args:
-        function: Function whose results are the same on all devices.
-        whole: Pytree that every device gets whole.
-        batch: Pytree of arrays that are sharded along their first axis.
+        function: function whose results are the same on all devices.
+        whole: pytree that every device gets whole.
+        batch: pytree of arrays that are sharded along their first axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -284,10 +284,10 @@ def sum_gradients(
     """Sum the gradients of all groups in an order that does not depend on n. Call it inside `run_per_batch_shard`.
 
     Args:
-        add_group: Function of the micro-batches (c, ...) of a group. It returns the sum of their gradients, a pytree
+        add_group: function of the micro-batches (c, ...) of a group. It returns the sum of their gradients, a pytree
             like `zeros`, and other values (c, ...).
-        batch: Micro-batches of this device, (S / n, ...).
-        zeros: Pytree with shapes and types of the gradients.
+        batch: micro-batches of this device, (S / n, ...).
+        zeros: pytree with shapes and types of the gradients.
         num_groups: G.
         num_devices: n.
 
