@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from runner.storage import LocalStore, read_log
-from tests.benchmarks.restart import kill, spawn
+from tests.benchmarks.restart import kill, list_committed_steps, spawn
 from tests.support.job_process import list_common_steps
 
 SOURCES = ("own parts", "a replica", "durable directory")
@@ -67,7 +67,7 @@ def measure(
                 for process in range(num_processes)
             ]
             newest = max(set(steps).intersection(*copies) if num_replicas else steps, default=0)
-            return newest > begun + 2
+            return newest > begun + 2 and bool(list_committed_steps(directory))
 
         while not is_ready():
             assert all(process.poll() is None for process in processes)
