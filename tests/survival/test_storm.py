@@ -1,5 +1,6 @@
 """`launch local` through a storm of random faults: the job ends by itself, with the bits of an undisturbed run."""
 
+import collections
 import contextlib
 import itertools
 import json
@@ -7,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -60,15 +62,19 @@ class Storm:
     chance: random.Random
     slow_disk: Path
     longest_pause_seconds: float
+    fast_tier: Path | None = None
     num_faults: int = 0
 
-    def lose_streams(self) -> None:
+    def inject_fault(self) -> None:
         """Inject one fault; do nothing if no process is alive."""
         time.sleep(self.chance.uniform(0.0, self.longest_pause_seconds))
         pids = children(self.launched.process.pid)
         if not pids:
             return
-        fault = self.chance.choice([self.kill, self.terminate, self.freeze, self.fill_disk, self.slow_down])
+        faults = [self.kill, self.terminate, self.freeze, self.fill_disk, self.slow_down]
+        if self.fast_tier is not None:
+            faults = [*faults, self.lose_host, self.lose_host]
+        fault = self.chance.choice(faults)
         with contextlib.suppress(ProcessLookupError):
             fault(self.chance.choice(pids))
             self.num_faults += 1
@@ -76,6 +82,13 @@ class Storm:
     def kill(self, pid: int) -> None:
         """kill -9."""
         os.kill(pid, signal.SIGKILL)
+
+    def lose_host(self, pid: int) -> None:
+        """kill -9, and the loss of a fast tier; often that of another process, which goes on to write there."""
+        assert self.fast_tier is not None
+        os.kill(pid, signal.SIGKILL)
+        if directories := sorted(self.fast_tier.glob("*/[0-9]")):
+            shutil.rmtree(self.chance.choice(directories), ignore_errors=True)
 
     def terminate(self, pid: int) -> None:
         """SIGTERM."""
@@ -103,18 +116,25 @@ class Storm:
         self.slow_disk.unlink()
 
 
-def weather(job: Job, num_processes: int, num_faults: int, longest_pause_seconds: float, monkeypatch) -> float:
+def weather(
+    job: Job,
+    num_processes: int,
+    num_faults: int,
+    longest_pause_seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
+    fast_tier: Path | None = None,
+) -> float:
     """Run the job through so many faults to its end; the seconds that it took."""
     slow_disk = job.directory.parent / "slow"
     monkeypatch.setenv("SLOW_DISK", str(slow_disk))
     monkeypatch.setenv("PYTHONPATH", str(SICK))
     started = time.monotonic()
     launched = job.launch(num_processes, max_restarts=1000, grace_seconds=30)
-    storm = Storm(launched, random.Random(num_faults), slow_disk, longest_pause_seconds)
+    storm = Storm(launched, random.Random(num_faults), slow_disk, longest_pause_seconds, fast_tier)
     newest, num_in_a_row = 0, 0
     while storm.num_faults < num_faults:
         assert launched.process.poll() is None, launched.report(f"ended after {storm.num_faults} faults")
-        storm.lose_streams()
+        storm.inject_fault()
         num_in_a_row += 1
         if num_in_a_row == FAULTS_IN_A_ROW_MAX:
             launched.wait_until(lambda newest=newest: job.newest() > newest, f"a commit beyond {newest}")
@@ -164,6 +184,22 @@ def test_fifteen_faults_of_a_gpt_on_two_processes(tmp_path, monkeypatch):
     whole = make_uninterrupted_run("specs/gpt_nano.yaml", options, num_processes=2)
     assert job.outcome() == whole.outcome()
     print(f"15 faults: {seconds:.0f} s, undisturbed {at_its_pace(job, whole, 2):.0f} s")
+
+
+@pytest.mark.soak
+def test_thirty_faults_and_lost_hosts_of_four_processes_with_replicas(tmp_path, monkeypatch):
+    options = (
+        *("config.width=4096", "config.total_steps=2500", "checkpoint.every_steps=50"),
+        *(f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=4"),
+        "checkpoint.local_replicas=1",
+    )
+    job = Job("specs/counter.yaml", tmp_path / "run", (*options, "config.step_seconds=0.1"))
+    weather(job, 4, 30, 8.0, monkeypatch, tmp_path / "fast")
+    assert job.result() == make_uninterrupted_counter_run(options[:3]).result()
+    restores = job.events("restore")
+    sources = collections.Counter("replica" if "from_replicas" in each else each["tier"] for each in restores)
+    assert sources["replica"], sources
+    print(f"restores by source: {dict(sources)}")
 
 
 # Kills of a run of three stages, around every border and between.
