@@ -220,6 +220,9 @@ CHIPS = {
     ),
 }
 
+# Names of the catalogue by further names that Google uses. Their numbers count chips, too.
+_OTHER_NAMES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"}
+
 
 # XLA flags with which a program gives the same bits at every start, by JAX platform. On a GPU, XLA chooses kernels by
 # timing them at each compilation, and scatters and the gradient of fused attention add in the order in which threads
@@ -358,6 +361,7 @@ def parse_accelerator(text: str) -> Accelerator | None:
     if text == "any":
         return None
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][a-z0-9]*)(?:-([1-9]\d*))?", text)
-    if match is None or match[2] not in CHIPS or (match[1] and not match[3]):
+    name = "" if match is None else _OTHER_NAMES.get(match[2], match[2])
+    if match is None or name not in CHIPS or (match[1] and not match[3]):
         raise InvalidError(f"got {text!r}, needs any, or [SLICESx]NAME[-CHIPS] with NAME one of {', '.join(CHIPS)}")
-    return Accelerator(match[2], int(match[3]) if match[3] else None, int(match[1] or 1))
+    return Accelerator(name, int(match[3]) if match[3] else None, int(match[1] or 1))

@@ -38,6 +38,14 @@ def test_accelerators_by_name(text, name, number):
     assert parse_accelerator("any") is None
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    {"v5litepod-16": "v5e-16", "2xtrillium-8": "2xv6e-8", "ironwood-64": "tpu7x-64", "v7x-64": "tpu7x-64"}.items(),
+)
+def test_other_names_of_a_chip_are_accepted(text, expected):
+    assert parse_accelerator(text) == parse_accelerator(expected)
+
+
 @pytest.mark.parametrize("text", ["v7e-16", "16", "", "2xv5e", "v5e-16-2", "V5E", "gpu-8", "v5e-", "0xv5e-4", "v5e-0"])
 def test_an_unknown_accelerator_is_rejected_with_the_known_ones(text):
     with pytest.raises(InvalidError, match=r"needs any, or .* one of cpu, v4, v5e"):
