@@ -9,7 +9,8 @@ With `checkpoint.local_replicas` other hosts keep copies of each part. A host th
 from them, over the hosts' network, and nothing is read from the durable directory.
 
 1. `choose_holders` places the copies in other failure domains: in other slices if there are enough of them, else on
-   other hosts, else in other processes of the same host.
+   other hosts, else in other processes of the same host. No copies are made where other processes have the same blocks
+   in their own parts, as data-parallel replicas have.
 2. After a part is written, a thread sends it to its holders, file by file in chunks. If a holder cannot be reached, a
    warning is printed and the next part is tried again. If parts come faster than they can be sent, only the newest of
    those that wait is sent. Training waits for none of this.
@@ -31,7 +32,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -45,7 +46,7 @@ from runner.console import warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, format_error
 from runner.records import Key, validate_record
-from runner.spec import Trajectory
+from runner.spec import Trajectory, hash_record
 from runner.storage import JsonObject, LocalStore, compute_crc32c, encode_json, parse_number, read_json
 from runner.storage.store import fsync, make_directory
 
@@ -171,30 +172,45 @@ class FastTier:
         )
 
 
-def open_fast_tier(directory: Path, hosts: Hosts, leaves: Leaves, num_replicas: int = 0) -> FastTier:
-    """Return the fast tier of this process, with room for its parts. Called on every host.
+def open_fast_tier(
+    directory: Path, hosts: Hosts, leaves: Leaves, num_replicas: int = 0
+) -> tuple[FastTier, "Replicas | None"]:
+    """Open the fast tier of this process, with room for its parts and copies. Called on every host.
 
     Args:
         directory: the process's own directory.
         hosts: all processes of the job.
         leaves: abstract arrays with shardings, as they are stored.
-        num_replicas: copies of each part on other hosts.
+        num_replicas: `checkpoint.local_replicas`. An elastic job has fewer while hosts are missing.
+
+    Returns:
+        The fast tier, and its replicas if there are to be any.
 
     Raises:
-        InvalidError: on every host, if the disk of one cannot hold its parts.
+        InvalidError: on every host, if the disk of one cannot hold its parts, or if the job has too few processes.
     """
+    if num_replicas >= hosts.num_processes + hosts.num_missing:
+        raise InvalidError(
+            f"local_replicas: {num_replicas} needs at least {num_replicas + 1} processes, and the job has "
+            f"{hosts.num_processes}"
+        )
     fast_tier, part_bytes, host = FastTier(directory), 0, socket.gethostname()
-    names = hosts.gather(host)
-    own = [process for process, name in enumerate(names) if name == host]
-    # One process of a host takes over what its former numbers have left.
-    adopts = num_replicas > 0 and own[0] == hosts.process_id
-    _clear_former_parts(directory.parent, host, set(map(str, own)), directory / _COPIES if adopts else None)
-    for leaf in leaves.values():
+    blocks_of: dict[str, list[str]] = {}
+    for name, leaf in leaves.items():
         # A process keeps each block that it holds once, however many of its devices have a copy.
         blocks = {str(index) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
         part_bytes += int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize * len(blocks)
+        blocks_of[name] = sorted(blocks)
+    slice_index = getattr(jax.local_devices()[0], "slice_index", None)
+    places = [ProcessPlace(*each) for each in hosts.gather([slice_index, host, hash_record(blocks_of)])]
+    own = [process for process, place in enumerate(places) if place.host == host]
+    # One process of a host takes over what its former numbers have left.
+    adopts = num_replicas > 0 and own[0] == hosts.process_id
+    _clear_former_parts(directory.parent, host, set(map(str, own)), directory / _COPIES if adopts else None)
+    holders = choose_holders(places, min(num_replicas, hosts.num_processes - 1))
+    owners = [owner for owner, holding in enumerate(holders) if hosts.process_id in holding]
     try:
-        problem = fast_tier.find_space_problem(part_bytes, min(num_replicas, hosts.num_processes - 1))
+        problem = fast_tier.find_space_problem(part_bytes, len(owners))
         (directory / _HOST_FILE).write_text(host)
     except OSError as error:
         problem = f"cannot be written: {error}"
@@ -202,7 +218,16 @@ def open_fast_tier(directory: Path, hosts: Hosts, leaves: Leaves, num_replicas: 
     problem = next((text for text in hosts.gather(problem) if text is not None), None)
     if problem is not None:
         raise InvalidError(problem)
-    return fast_tier
+    if not num_replicas or hosts.num_processes == 1:
+        return fast_tier, None
+    if hosts.is_main and len({place.host for place in places}) <= num_replicas:
+        warn(
+            f"checkpoint.local_replicas: all {num_replicas + 1} copies of a part are on one host, and are lost with it"
+        )
+    token = hosts.agree(secrets.token_hex(16))
+    replicas = Replicas(fast_tier, hosts.process_id, owners, token, hosts.liveness.get_own_address())
+    replicas.connect(hosts.gather(list(replicas.address)), holders[hosts.process_id], places)
+    return fast_tier, replicas
 
 
 def _clear_former_parts(directory: Path, host: str, own: set[str], copies: Path | None) -> None:
@@ -235,29 +260,50 @@ def _clear_former_parts(directory: Path, host: str, own: set[str], copies: Path 
 # Replicas.
 
 
-def choose_holders(places: Sequence[tuple[int | None, str]], count: int) -> list[list[int]]:
-    """Return for each process the `count` processes that hold copies of its parts.
+@dataclass(frozen=True)
+class ProcessPlace:
+    """Place of a process, for the choice of those that hold copies for it.
 
-    Args:
-        places: slice and host name of each process; the slice is None if there is only one.
-        count: copies of each part, below the number of processes.
+    Attributes:
+        slice_index: slice of its devices; None if there is only one.
+        host: name of its host.
+        blocks: digest of the blocks that its part contains.
     """
-    levels: list[list[Any]] = [[slice_index for slice_index, _ in places], [host for _, host in places]]
-    levels.append(list(range(len(places))))
+
+    slice_index: int | None
+    host: str
+    blocks: str
+
+
+def choose_holders(places: Sequence[ProcessPlace], count: int) -> list[list[int]]:
+    """Return for each process the processes to which it sends copies of its parts: `count`, or none.
+
+    A process sends none if as many others have the same blocks in their own parts, as data-parallel replicas have.
+    Process 0 always sends its part, because it alone has the attachments.
+    """
+    hosts = [place.host for place in places]
+    levels: list[list[Any]] = [[place.slice_index for place in places], hosts, list(range(len(places)))]
     # The coarsest domains of which there are enough.
     domain_of = next(level for level in levels if len(set(level)) > count)
     domains = list(dict.fromkeys(domain_of))
     members = {domain: [process for process, own in enumerate(domain_of) if own == domain] for domain in domains}
     holders = []
     for process, domain in enumerate(domain_of):
+        twins = {domain_of[other] for other in find_twins(places, process)} - {domain}
         place = members[domain].index(process)
         others = [domains[(domains.index(domain) + offset) % len(domains)] for offset in range(1, count + 1)]
-        holders.append([members[other][place % len(members[other])] for other in others])
+        is_sending = process == 0 or len(twins) < count
+        holders.append([members[other][place % len(members[other])] for other in others] if is_sending else [])
     return holders
 
 
+def find_twins(places: Sequence[ProcessPlace], process: int) -> list[int]:
+    """Return the other processes whose parts contain the same blocks."""
+    return [other for other, place in enumerate(places) if place.blocks == places[process].blocks and other != process]
+
+
 class Replicas:
-    """Copies that this process holds for others, and its connections to them. Made on every host by `open_replicas`."""
+    """Copies that this process holds for others, and its connections to them. Made by `open_fast_tier`."""
 
     def __init__(self, fast_tier: FastTier, process_id: int, owners: Sequence[int], token: str, address: str):
         """Start to serve requests.
@@ -272,6 +318,7 @@ class Replicas:
         self._fast_tier, self._process_id, self._owners, self._token = fast_tier, process_id, owners, token
         self._addresses: list[tuple[str, int]] = []  # of the server of each process
         self._holders: Sequence[int] = ()
+        self._places: Sequence[ProcessPlace] = ()
         self._failing: set[int] = set()  # holders to which the last transfer failed
         self._changed = threading.Condition()
         self._waiting_step: int | None = None
@@ -297,9 +344,18 @@ class Replicas:
         self.address: tuple[str, int] = (address, self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="replicas", daemon=True).start()
 
-    def connect(self, addresses: Sequence[tuple[str, int]], holders: Sequence[int]) -> None:
-        """Begin to send parts to `holders`. `addresses` are those of the servers of all processes."""
+    def connect(
+        self, addresses: Sequence[tuple[str, int]], holders: Sequence[int], places: Sequence[ProcessPlace]
+    ) -> None:
+        """Begin to send parts to `holders`.
+
+        Args:
+            addresses: addresses of the servers of all processes.
+            holders: processes that hold copies for this one.
+            places: places of all processes.
+        """
         self._addresses, self._holders = [(host, port) for host, port in addresses], holders
+        self._places = places
         threading.Thread(target=self._send_parts, name="send replicas", daemon=True).start()
 
     def send(self, step: int) -> None:
@@ -330,15 +386,19 @@ class Replicas:
         own = self._fast_tier.list_steps(is_own)
         copies = [[owner, self._open_copies(owner).list_steps(is_own)] for owner in self._list_copied()]
         gathered = hosts.gather([own, copies])
-        sources: dict[tuple[int, int], list[int]] = {}  # (process, step) -> processes that have its part
+        # (process, step) -> (holder, owner) of each part on the holder that the process can use
+        sources: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for holder, (steps, copies) in enumerate(gathered):
             for owner, copied in [[holder, steps], *copies]:
-                for step in copied:
-                    sources.setdefault((owner, step), []).append(holder)
+                for process in (owner, *find_twins(self._places, owner)) if owner < hosts.num_processes else ():
+                    # Only a part of process 0 has the attachments.
+                    for step in copied if process == owner or process > 0 else ():
+                        sources.setdefault((process, step), []).append((holder, owner))
         steps = sorted({step for _, step in sources if step >= first_step}, reverse=True)
         complete = [step for step in steps if all((process, step) in sources for process in range(hosts.num_processes))]
         for step in complete[:NUM_KEPT_STEPS]:
-            missing = [process for process in range(hosts.num_processes) if process not in sources[process, step]]
+            everyone = range(hosts.num_processes)
+            missing = [process for process in everyone if (process, process) not in sources[process, step]]
             if not missing:
                 return {}
             problem = None
@@ -404,12 +464,17 @@ class Replicas:
             _write_line(stream, request | {"token": self._token})
             yield stream
 
-    def fetch(self, step: int, holders: Sequence[int]) -> str | None:
-        """Get this process's part of a step from one of `holders`. Returns the reason if all of them fail."""
+    def fetch(self, step: int, sources: Sequence[tuple[int, int]]) -> str | None:
+        """Get this process's part of a step from one of `sources`. Returns the reason if all of them fail.
+
+        Args:
+            step: the step.
+            sources: (holder, owner) of each part that this process can use.
+        """
         problems = []
-        for holder in holders:
+        for holder, owner in sources:
             try:
-                with self._request(holder, {"kind": "get", "owner": self._process_id, "step": step}) as stream:
+                with self._request(holder, {"kind": "get", "owner": owner, "step": step}) as stream:
                     files = _read_answer(stream)["files"]
                     _receive_part(stream, self._fast_tier.directory, step, files)
                 return None
@@ -453,43 +518,6 @@ class Replicas:
         except OSError:
             return []
         return sorted(owner for owner in map(parse_number, names) if owner is not None)
-
-
-def open_replicas(fast_tier: FastTier, hosts: Hosts, count: int) -> Replicas | None:
-    """Start to serve and to send copies of parts. Called on every host.
-
-    Args:
-        fast_tier: the fast tier of this process.
-        hosts: all processes of the job.
-        count: `checkpoint.local_replicas`. An elastic job has fewer while hosts are missing.
-
-    Returns:
-        None if there are to be no copies.
-
-    Raises:
-        InvalidError: there are too few processes for so many copies.
-    """
-    if count >= hosts.num_processes + hosts.num_missing:
-        raise InvalidError(
-            f"local_replicas: {count} needs at least {count + 1} processes, and the job has {hosts.num_processes}"
-        )
-    count = min(count, hosts.num_processes - 1)
-    if not count:
-        return None
-    places = [
-        (slice_index, str(host))
-        for slice_index, host in hosts.gather(
-            [getattr(jax.local_devices()[0], "slice_index", None), socket.gethostname()]
-        )
-    ]
-    if hosts.is_main and len({host for _, host in places}) <= count:
-        warn(f"checkpoint.local_replicas: all {count + 1} copies of a part are on one host, and are lost with it")
-    holders = choose_holders(places, count)
-    owners = [owner for owner, own in enumerate(holders) if hosts.process_id in own]
-    token = hosts.agree(secrets.token_hex(16))
-    replicas = Replicas(fast_tier, hosts.process_id, owners, token, hosts.liveness.get_own_address())
-    replicas.connect(hosts.gather(list(replicas.address)), holders[hosts.process_id])
-    return replicas
 
 
 # Protocol: a request and its answer are a line of JSON each. Files follow the line that lists them, in its order.

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from runner.checkpoint import fingerprint
 from runner.checkpoint.arrays import WRITE_ERRORS, ArrayWriter, WriteResult, make_writer, verify_read_back
 from runner.checkpoint.blocks import Blocks, copy_to_host
-from runner.checkpoint.fast_tier import FastTier, Replicas, open_fast_tier, open_replicas
+from runner.checkpoint.fast_tier import FastTier, Replicas, open_fast_tier
 from runner.checkpoint.leaves import (
     Leaves,
     copy_offloaded,
@@ -197,8 +197,9 @@ class Checkpointer:
         if config.local_directory is not None:
             own_directory = local_directory(config.local_directory) / attempt.run_id / str(attempt.hosts.process_id)
             leaves = encode_leaves(flatten_with_names(abstract))
-            self._fast_tier = open_fast_tier(own_directory, attempt.hosts, leaves, config.local_replicas)
-            self._replicas = open_replicas(self._fast_tier, attempt.hosts, config.local_replicas)
+            self._fast_tier, self._replicas = open_fast_tier(
+                own_directory, attempt.hosts, leaves, config.local_replicas
+            )
         self._writer = writer or make_writer(attempt.store, attempt.hosts, attempt.run_id)
         self._policy = SavePolicy(config, logging_every_steps, attempt.hosts.agree)
         best = None if config.keep_best is None else config.keep_best.mode

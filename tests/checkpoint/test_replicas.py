@@ -8,19 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from runner.checkpoint.fast_tier import FastTier, Replicas, choose_holders, open_fast_tier
+from runner.checkpoint.fast_tier import FastTier, ProcessPlace, Replicas, choose_holders, open_fast_tier
 from runner.distributed.agreement import Hosts
 
-ONE_HOST = [(None, "a")] * 3
-HOSTS = [(None, name) for name in "aabbc"]
-SLICES = [(0, "a"), (0, "b"), (1, "c"), (1, "d")]
+
+def make_places(hosts, slices=None, blocks=None):
+    """Return places from a letter for each process: its host, its slice, and the blocks of its part."""
+    slices, blocks = slices or [None] * len(hosts), blocks or range(len(hosts))
+    return [ProcessPlace(*each) for each in zip(slices, hosts, map(str, blocks), strict=True)]
+
+
 PLACEMENTS = {
-    "processes of one host": (ONE_HOST, 1, [[1], [2], [0]]),
-    "two copies on one host": (ONE_HOST, 2, [[1, 2], [2, 0], [0, 1]]),
-    "hosts of unequal size": (HOSTS, 1, [[2], [3], [4], [4], [0]]),
-    "two copies on three hosts": (HOSTS, 2, [[2, 4], [3, 4], [4, 0], [4, 1], [0, 2]]),
-    "slices": (SLICES, 1, [[2], [3], [0], [1]]),
-    "more copies than other slices": (SLICES, 2, [[1, 2], [2, 3], [3, 0], [0, 1]]),
+    "processes of one host": (make_places("aaa"), 1, [[1], [2], [0]]),
+    "two copies on one host": (make_places("aaa"), 2, [[1, 2], [2, 0], [0, 1]]),
+    "hosts of unequal size": (make_places("aabbc"), 1, [[2], [3], [4], [4], [0]]),
+    "two copies on three hosts": (make_places("aabbc"), 2, [[2, 4], [3, 4], [4, 0], [4, 1], [0, 2]]),
+    "slices": (make_places("abcd", "0011"), 1, [[2], [3], [0], [1]]),
+    "more copies than other slices": (make_places("abcd", "0011"), 2, [[1, 2], [2, 3], [3, 0], [0, 1]]),
+    "no copies": (make_places("abc"), 0, [[], [], []]),
+    "data-parallel replicas": (make_places("abc", blocks="xxx"), 1, [[1], [], []]),
+    "data-parallel replicas on one host": (make_places("aaa", blocks="xxx"), 1, [[1], [], []]),
+    "too few data-parallel replicas": (make_places("abcd", blocks="xyxy"), 2, [[1, 2], [2, 3], [3, 0], [0, 1]]),
+    "enough data-parallel replicas": (make_places("abcd", blocks="xyxy"), 1, [[1], [], [], []]),
+    "data-parallel replicas of the same host": (make_places("aabb", blocks="xxyy"), 1, [[2], [3], [0], [1]]),
+    "data-parallel replicas of the same slice": (make_places("abcd", "0011", "xxyy"), 1, [[2], [3], [0], [1]]),
 }
 
 
@@ -52,7 +63,7 @@ def open_pair(tmp_path: Path):
         for process in range(2)
     ]
     for process, replicas in enumerate(pair):
-        replicas.connect([each.address for each in pair], [1 - process])
+        replicas.connect([each.address for each in pair], [1 - process], make_places("ab"))
     try:
         yield pair
     finally:
@@ -77,10 +88,10 @@ def test_a_part_is_copied_and_comes_back(tmp_path):
         assert read_part(wait_for_copy(tmp_path, 7).parent, 7) == FILES
         # The host of process 0 comes back empty.
         (tmp_path / "0" / "7").rename(tmp_path / "lost")
-        assert first.fetch(7, [1]) is None
+        assert first.fetch(7, [(1, 0)]) is None
         assert read_part(tmp_path / "0", 7) == FILES
-        assert "there is no such part" in first.fetch(9, [1])
-        assert "there is no such part" in second.fetch(7, [0]), "process 0 holds no copy of process 1"
+        assert "there is no such part" in first.fetch(9, [(1, 0)])
+        assert "there is no such part" in second.fetch(7, [(0, 1)]), "process 0 holds no copy of process 1"
     assert not list(tmp_path.glob("**/*.tmp"))
 
 
@@ -152,7 +163,7 @@ def test_a_host_offers_the_parts_that_it_had_under_another_number(tmp_path):
     write_part(tmp_path / "0" / "copies" / "1", 6, {"part.json": b"kept"})
     write_part(tmp_path / "3", 6)
     (tmp_path / "3" / "host").write_text("another host on the same disk")
-    open_fast_tier(tmp_path / "0", Hosts.single_process(), {}, num_replicas=1)
+    open_fast_tier(tmp_path / "0", Hosts.single_process(num_missing=1), {}, num_replicas=1)
     copies = tmp_path / "0" / "copies"
     assert read_part(copies / "2", 6) == read_part(copies / "0", 5) == FILES
     assert read_part(copies / "1", 6) == {"part.json": b"kept"}

@@ -5,7 +5,7 @@ Real processes, two of two devices each, each with a part of its own; machines a
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -198,52 +198,79 @@ def test_a_too_small_fast_disk_is_refused_at_startup(tmp_path: Path) -> None:
 # Replicas of parts on other hosts.
 
 
-def run_with_replicas(tmp_path: Path, what: tuple[str, ...], num_processes: int) -> tuple[Job, int]:
-    """Run until a step beyond the durable one and all copies of it are there, and kill everything; return that step."""
+SHARDED = (*GPT, "topology.mesh={data: 1, fsdp: auto, tensor: 1}")
+
+
+def run_with_replicas(
+    tmp_path: Path, what: tuple[str, ...], num_processes: int, owners: Sequence[int]
+) -> tuple[Job, int]:
+    """Run until all have a part of a step beyond the durable one, and `owners` copies of it; kill and return the step.
+
+    Each of the owners sends its part to the process that follows.
+    """
     job = make_job(tmp_path, what).with_options("checkpoint.local_replicas=1")
     attempts = job.start_processes(num_processes)
 
     def find_copied() -> int:
-        """Return the newest step of which each process has a part and each next one a copy."""
         steps = [set(list_fast_tier_parts(tmp_path / "fast", process)) for process in range(num_processes)]
-        for process in range(num_processes):
+        for process in owners:
             holder = (process + 1) % num_processes
             steps.append({int(path.name) for path in (tmp_path / "fast").glob(f"*/{holder}/copies/{process}/*[0-9]")})
         return max(set.intersection(*steps), default=0)
 
     kill_all_when(attempts, lambda: find_copied() > max(21, job.newest()), "copies of a step beyond the durable one")
+    copied = {path.name for path in (tmp_path / "fast").glob("*/*/copies/*")}
+    assert copied == set(map(str, owners))
     return job, find_copied()
 
 
+def lose(tmp_path: Path, *processes: int) -> None:
+    """Delete all that these processes have in the fast tier."""
+    for process in processes:
+        (host,) = (tmp_path / "fast").glob(f"*/{process}")
+        shutil.rmtree(host)
+
+
 @pytest.mark.parametrize(
-    ("what", "process", "num_processes"),
+    ("what", "process", "num_processes", "owners"),
     [
-        pytest.param(COUNTER, 0, 3, id="counter-0 of 3"),
-        pytest.param(COUNTER, 2, 3, id="counter-2 of 3", marks=pytest.mark.soak),
-        pytest.param(GPT, 1, 2, id="gpt-1 of 2", marks=pytest.mark.soak),
+        # Every process has the whole state of the counter, but process 0 alone has the rows.
+        pytest.param(COUNTER, 0, 3, [0], id="counter-0 of 3"),
+        pytest.param(COUNTER, 2, 3, [0], id="counter-2 of 3", marks=pytest.mark.soak),
+        pytest.param(SHARDED, 0, 2, [0, 1], id="sharded gpt-0 of 2", marks=pytest.mark.soak),
+        pytest.param(SHARDED, 1, 2, [0, 1], id="sharded gpt-1 of 2", marks=pytest.mark.soak),
     ],
 )
 def test_a_host_that_comes_back_empty_gets_its_part_from_a_replica(
-    what: tuple[str, ...], process: int, num_processes: int, tmp_path: Path
+    what: tuple[str, ...], process: int, num_processes: int, owners: list[int], tmp_path: Path
 ) -> None:
-    job, step = run_with_replicas(tmp_path, what, num_processes)
-    (host,) = (tmp_path / "fast").glob(f"*/{process}")
-    shutil.rmtree(host)
+    job, step = run_with_replicas(tmp_path, what, num_processes, owners)
+    lose(tmp_path, process)
     assert finish(job, num_processes) == {"step": step, "tier": "fast", "from_replicas": [process]}
     attempt = read_history(LocalStore(job.directory)).attempts[-1]
     assert attempt.restored_from == f"fast tier, process {process} from a replica"
-    assert job.outcome() == (make_uninterrupted_counter_run(what[1:]).outcome() if what is COUNTER else expected(what))
+    whole = make_uninterrupted_counter_run(what[1:]) if what is COUNTER else make_uninterrupted_run(
+        what[0], what[1:], DEVICES, PROCESSES
+    )  # fmt: skip
+    assert job.outcome() == whole.outcome()
+
+
+@pytest.mark.soak
+def test_two_of_three_empty_hosts_get_the_state_of_the_third(tmp_path: Path) -> None:
+    job, step = run_with_replicas(tmp_path, COUNTER, 3, [0])
+    lose(tmp_path, 1, 2)
+    assert finish(job, 3) == {"step": step, "tier": "fast", "from_replicas": [1, 2]}
+    assert job.outcome() == expected()
 
 
 @pytest.mark.soak
 def test_without_part_and_copy_the_durable_tier_is_read(tmp_path: Path) -> None:
-    job, _ = run_with_replicas(tmp_path, COUNTER, 3)
-    for process in (1, 2):
-        (host,) = (tmp_path / "fast").glob(f"*/{process}")
-        shutil.rmtree(host)
+    job, _ = run_with_replicas(tmp_path, SHARDED, 2, [0, 1])
+    lose(tmp_path, 0)
+    shutil.rmtree(next((tmp_path / "fast").glob("*/1/copies")))
     durable = job.newest()
-    assert finish(job, 3) == {"step": durable, "tier": "durable"}
-    assert job.outcome() == expected()
+    assert finish(job) == {"step": durable, "tier": "durable"}
+    assert job.outcome() == make_uninterrupted_run(SHARDED[0], SHARDED[1:], DEVICES, PROCESSES).outcome()
 
 
 @pytest.mark.soak
