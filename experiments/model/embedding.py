@@ -112,7 +112,7 @@ def take_rows_sorted(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
 
 def _take_rows_backward(residuals: tuple[jax.Array, jax.Array], gradient_BxTxD: jax.Array) -> tuple[jax.Array, None]:
     empty_Vx0, tokens_BxT = residuals
-    tokens_N = tokens_BxT.reshape(-1)
+    tokens_N = tokens_BxT.reshape(-1).astype(jnp.int32)
     order_N = jnp.argsort(tokens_N, stable=True)
     sorted_N = tokens_N[order_N]
     is_first_N = jnp.concatenate([jnp.ones(1, bool), sorted_N[1:] != sorted_N[:-1]])

@@ -11,18 +11,20 @@ from them, over the hosts' network, and nothing is read from the durable directo
 1. `choose_holders` places the copies in other failure domains: in other slices if there are enough of them, else on
    other hosts, else in other processes of the same host. No copies are made where other processes have the same blocks
    in their own parts, as data-parallel replicas have.
-2. After a part is written, a thread sends it to its holders, file by file in chunks. If a holder cannot be reached, a
-   warning is printed and the next part is tried again. If parts come faster than they can be sent, only the newest of
-   those that wait is sent. Training waits for none of this.
+2. When a part is written, a thread sends it to its holders, file by file in chunks, and training waits for none of
+   this. If steps come faster than they can be sent, some are left out, the same ones on all hosts. A step that was sent
+   is kept until the next one has been. If a holder cannot be reached twice in a row, a warning is printed.
 3. Each process serves one TCP port. A `put` stores a copy: under a temporary name, flushed, and renamed as a whole. A
-   `get` returns a part or a copy. A request must contain a token that process 0 draws at the start.
-4. Before a restore, the processes gather which parts and copies they have. Of the newest steps that can be completed,
-   each process fetches the part that it lacks. From there on it is a part like any other: its bytes and its bits are
-   checked by the restore.
+   `get` returns a part or a copy. A request begins with a token that process 0 draws at the start.
+4. Before a restore, the processes gather which parts and copies they have, with the fingerprints of the states. A part
+   counts only if no later attempt has gone back behind it, since a host that was away may still have it. Of the newest
+   steps that can be completed, each process fetches the part that it lacks. From there on it is a part like any other:
+   its bytes and its bits are checked by the restore.
 """
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import os
 import re
@@ -31,6 +33,7 @@ import shutil
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,8 +46,10 @@ from runner.checkpoint.blocks import Blocks, read_blocks, write_blocks
 from runner.checkpoint.leaves import Leaves
 from runner.checkpoint.manifest import Manifest
 from runner.console import warn
+from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
-from runner.errors import InvalidError, format_error
+from runner.distributed.key_value import process_key
+from runner.errors import InvalidError, PeerLostError, format_error
 from runner.records import Key, validate_record
 from runner.spec import Trajectory, hash_record
 from runner.storage import JsonObject, LocalStore, compute_crc32c, encode_json, parse_number, read_json
@@ -58,10 +63,11 @@ _ATTACHMENTS = "companions"  # the key of their names in a part
 _DIGESTS = "companion_digests"  # their CRC-32C, by name; parts of earlier versions have none
 _PART_KEYS = (Key(_ATTACHMENTS, list, "Names."), Key(f"{_DIGESTS}.*", str, "CRC-32C."))
 _CHUNK_BYTES = 2**20
-_SOCKET_SECONDS = 30.0  # without progress, after which a transfer is given up
+_SOCKET_SECONDS = 120.0  # without progress, such as while a part is flushed, after which a transfer is given up
+_ROUND_SECONDS = 7 * 24 * 3600.0  # time to wait for the next round
+_POLL_SECONDS = 0.1
 _MAX_LINE_BYTES = 2**24
 _FILE_NAME = re.compile(r"([\w%.,=+@~-]+/)?[\w%.,=+@~-]+")
-_TRANSFER_ERRORS = (OSError, ValueError, KeyError, TypeError)
 
 
 class FastTier:
@@ -69,16 +75,22 @@ class FastTier:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.pinned_step: int | None = None  # a step that is being sent, and therefore kept
+        self.pinned_steps: set[int] = set()  # steps that are kept beside the newest: sent last, and being sent
         self._store = LocalStore(directory)
 
-    def list_steps(self, is_own: Callable[[Trajectory, int], bool]) -> list[int]:
-        """Return the steps of which this process has a whole part that `is_own` by trajectory and step, ascending."""
-        found = []
+    def list_parts(self, is_own: Callable[[Trajectory, int], bool], last_steps: Mapping[int, int]) -> dict[int, str]:
+        """Return the fingerprint of the state, by step, of each whole part that this run can continue from.
+
+        Args:
+            is_own: returns True for a trajectory, saved at a step, that this run continues.
+            last_steps: for an attempt, the last step of its parts that no later attempt has abandoned.
+        """
+        found = {}
         for step in self._list_present():
             with contextlib.suppress(OSError, ValueError):
-                if is_own(self._read_part(step)[0].identity, step):
-                    found.append(step)
+                part, _ = self._read_part(step)
+                if is_own(part.identity, step) and step <= last_steps.get(part.attempt, step):
+                    found[step] = part.fingerprint
         return found
 
     def _list_present(self) -> list[int]:
@@ -107,17 +119,23 @@ class FastTier:
         self.publish(temporary.name, manifest.step)
         self.delete_old()
 
-    def publish(self, temporary: str, step: int) -> None:
-        """Make a directory of complete files the part of a step. Raises `OSError`."""
+    def publish(
+        self,
+        temporary: str,
+        step: int,
+        guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext(),  # noqa: B008 - it has no state
+    ) -> None:
+        """Make a directory of complete files the part of a step, while `guard` is entered. Raises `OSError`."""
         # On a RAM disk a flush costs nothing. On a disk it makes the part one that a power cut of the host spares.
         self._store.flush_tree(temporary)
-        self._store.remove_tree(str(step))
-        os.rename(self.directory / temporary, self.directory / str(step))
+        with guard:
+            self._store.remove_tree(str(step))
+            os.rename(self.directory / temporary, self.directory / str(step))
         fsync(self.directory)
 
     def delete_old(self) -> None:
-        """Delete all but the newest `NUM_KEPT_STEPS`, and one that is being sent."""
-        self._delete([step for step in self._list_present()[:-NUM_KEPT_STEPS] if step != self.pinned_step])
+        """Delete all but the newest `NUM_KEPT_STEPS` and `pinned_steps`."""
+        self._delete([step for step in self._list_present()[:-NUM_KEPT_STEPS] if step not in self.pinned_steps])
 
     def read(self, step: int, leaves: Leaves) -> tuple[dict[str, jax.Array], Manifest]:
         """Return the leaves of this process and the manifest of the part.
@@ -152,23 +170,27 @@ class FastTier:
             with contextlib.suppress(OSError):
                 self._store.remove_tree(str(step))
 
-    def find_space_problem(self, part_bytes: int, num_copies: int) -> str | None:
-        """Return a message if the disk has no room for `NUM_KEPT_STEPS` parts and as many of `num_copies` others.
+    def find_space_problem(self, part_bytes: int, copied_bytes: int, is_sending: bool) -> str | None:
+        """Return a message if the disk has no room; None if it has. Raises `OSError`.
 
-        Raises `OSError`. Returns None if there is room.
+        Args:
+            part_bytes: size of a part of this process.
+            copied_bytes: size of a part of each process of which this one holds copies, together.
+            is_sending: True if other processes hold copies for this one.
         """
         make_directory(self.directory)
         # Parts that are there already will be replaced, so their space counts as free.
         own_bytes = sum(self._store.list_sizes("").values())
         free_bytes = shutil.disk_usage(self.directory).free + own_bytes
-        # One that is being sent is kept beside the newest ones.
-        num_parts = NUM_KEPT_STEPS * (1 + num_copies) + min(num_copies, 1)
-        if free_bytes >= num_parts * part_bytes:
+        # Besides the newest steps, the two of `pinned_steps` and one that is being written; and one being received.
+        num_parts = NUM_KEPT_STEPS + 3 * is_sending
+        needed_bytes = num_parts * part_bytes + (NUM_KEPT_STEPS + 1) * copied_bytes
+        if free_bytes >= needed_bytes:
             return None
-        copies = f", and of {num_copies} other processes" if num_copies else ""
+        copies = f", and {NUM_KEPT_STEPS + 1} copies of {copied_bytes / 1e9:.3f} GB" if copied_bytes else ""
         return (
-            f"{self.directory} has room for {free_bytes / 1e9:.3f} GB, needs {num_parts * part_bytes / 1e9:.3f} GB: "
-            f"{NUM_KEPT_STEPS} checkpoints of {part_bytes / 1e9:.3f} GB on this host{copies}"
+            f"{self.directory} has room for {free_bytes / 1e9:.3f} GB, needs {needed_bytes / 1e9:.3f} GB: {num_parts} "
+            f"checkpoints of {part_bytes / 1e9:.3f} GB on this host{copies}"
         )
 
 
@@ -202,15 +224,19 @@ def open_fast_tier(
         part_bytes += int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize * len(blocks)
         blocks_of[name] = sorted(blocks)
     slice_index = getattr(jax.local_devices()[0], "slice_index", None)
-    places = [ProcessPlace(*each) for each in hosts.gather([slice_index, host, hash_record(blocks_of)])]
+    gathered = hosts.gather([part_bytes, slice_index, host, hash_record(blocks_of)])
+    places = [ProcessPlace(*place) for _, *place in gathered]
     own = [process for process, place in enumerate(places) if place.host == host]
-    # One process of a host takes over what its former numbers have left.
-    adopts = num_replicas > 0 and own[0] == hosts.process_id
-    _clear_former_parts(directory.parent, host, set(map(str, own)), directory / _COPIES if adopts else None)
+    if not num_replicas:
+        _clear_former_parts(directory.parent, host, set(map(str, own)), None)
+    elif own[0] == hosts.process_id:
+        # One process of a host takes over what its former numbers have left.
+        _clear_former_parts(directory.parent, host, set(map(str, own)), directory / _COPIES)
     holders = choose_holders(places, min(num_replicas, hosts.num_processes - 1))
     owners = [owner for owner, holding in enumerate(holders) if hosts.process_id in holding]
     try:
-        problem = fast_tier.find_space_problem(part_bytes, len(owners))
+        copied_bytes = sum(gathered[owner][0] for owner in owners)
+        problem = fast_tier.find_space_problem(part_bytes, copied_bytes, bool(holders[hosts.process_id]))
         (directory / _HOST_FILE).write_text(host)
     except OSError as error:
         problem = f"cannot be written: {error}"
@@ -221,12 +247,9 @@ def open_fast_tier(
     if not num_replicas or hosts.num_processes == 1:
         return fast_tier, None
     if hosts.is_main and len({place.host for place in places}) <= num_replicas:
-        warn(
-            f"checkpoint.local_replicas: all {num_replicas + 1} copies of a part are on one host, and are lost with it"
-        )
-    token = hosts.agree(secrets.token_hex(16))
-    replicas = Replicas(fast_tier, hosts.process_id, owners, token, hosts.liveness.get_own_address())
-    replicas.connect(hosts.gather(list(replicas.address)), holders[hosts.process_id], places)
+        warn("checkpoint.local_replicas: all copies of a part are on one host, and are lost with it")
+    replicas = Replicas(fast_tier, hosts, owners, hosts.agree(secrets.token_hex(16)))
+    replicas.connect(hosts.gather([hosts.liveness.get_own_address(), replicas.port]), holders, places)
     return fast_tier, replicas
 
 
@@ -303,110 +326,134 @@ def find_twins(places: Sequence[ProcessPlace], process: int) -> list[int]:
 
 
 class Replicas:
-    """Copies that this process holds for others, and its connections to them. Made by `open_fast_tier`."""
+    """Copies that this process holds for others, and its connections to them. Made by `open_fast_tier`.
 
-    def __init__(self, fast_tier: FastTier, process_id: int, owners: Sequence[int], token: str, address: str):
+    Parts are sent in rounds: process 0 chooses a step, all processes send their parts of it, and the next round begins
+    when all have. So all processes have copies of the same steps, however slow the network is. A round, and every
+    request, belongs to a *generation*. `begin_generation` makes those of earlier ones invalid.
+    """
+
+    def __init__(self, fast_tier: FastTier, hosts: Hosts, owners: Sequence[int], token: str):
         """Start to serve requests.
 
         Args:
             fast_tier: the fast tier of this process.
-            process_id: index of this process.
+            hosts: all processes of the job.
             owners: processes of whose parts this process holds copies.
             token: secret of this start of the job.
-            address: address of this host, by which the others reach it.
         """
-        self._fast_tier, self._process_id, self._owners, self._token = fast_tier, process_id, owners, token
+        self._fast_tier, self._hosts, self._owners, self._token = fast_tier, hosts, owners, token
+        self._process_id = hosts.process_id
         self._addresses: list[tuple[str, int]] = []  # of the server of each process
         self._holders: Sequence[int] = ()
         self._places: Sequence[ProcessPlace] = ()
-        self._failing: set[int] = set()  # holders to which the last transfer failed
+        self._num_failures: dict[int, int] = {}  # transfers to a holder that failed, one after another
         self._changed = threading.Condition()
-        self._waiting_step: int | None = None
-        self._is_sending = self._is_closing = False
+        self._waiting_step: int | None = None  # for the next round
+        self._written_step = -1  # the last one of which this process has its part
+        self._generation, self._is_closing = 0, False
         answer = self.answer_request
 
         class Handler(socketserver.StreamRequestHandler):
             timeout = _SOCKET_SECONDS
 
             def handle(self) -> None:
-                with self.request.makefile("rwb", buffering=_CHUNK_BYTES) as stream:
+                # A request comes from the network: nothing in it may end more than its own connection.
+                with contextlib.suppress(OSError), self.request.makefile("rwb", buffering=_CHUNK_BYTES) as stream:
                     try:
                         answer(stream)
-                    except _TRANSFER_ERRORS as error:
-                        with contextlib.suppress(OSError):
-                            _write_line(stream, {"error": format_error(error)})
+                    except Exception as error:  # noqa: BLE001
+                        _write_line(stream, {"error": format_error(error)})
 
-        class Server(socketserver.ThreadingTCPServer):
-            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            daemon_threads = True
-
-        self._server = Server((address, 0), Handler)
-        self.address: tuple[str, int] = (address, self._server.server_address[1])
+        self._server = socketserver.ThreadingTCPServer(("", 0), Handler, bind_and_activate=False)
+        self._server.daemon_threads = True
+        self._server.socket.close()
+        has_both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if has_both else socket.AF_INET
+        self._server.socket = socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=has_both)
+        self.port: int = self._server.socket.getsockname()[1]
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="replicas", daemon=True).start()
 
     def connect(
-        self, addresses: Sequence[tuple[str, int]], holders: Sequence[int], places: Sequence[ProcessPlace]
+        self,
+        addresses: Sequence[tuple[str, int]],
+        holders: Sequence[Sequence[int]],
+        places: Sequence[ProcessPlace],
     ) -> None:
-        """Begin to send parts to `holders`.
+        """Begin to send parts.
 
         Args:
-            addresses: addresses of the servers of all processes.
-            holders: processes that hold copies for this one.
+            addresses: address and port of each process.
+            holders: processes that hold copies, for each process.
             places: places of all processes.
         """
-        self._addresses, self._holders = [(host, port) for host, port in addresses], holders
-        self._places = places
-        threading.Thread(target=self._send_parts, name="send replicas", daemon=True).start()
+        # Another process of a host may know an address by which other hosts reach it, where one knows loopback alone.
+        best: dict[str, str] = {}
+        for place, (address, _) in zip(places, addresses, strict=True):
+            if not ipaddress.ip_address(address).is_loopback:
+                best[place.host] = address
+        self._addresses = [
+            (best.get(place.host, address), port) for place, (address, port) in zip(places, addresses, strict=True)
+        ]
+        self._holders, self._places = holders[self._process_id], places
+        if any(holders):
+            threading.Thread(target=self._send_in_rounds, name="send replicas", daemon=True).start()
 
     def send(self, step: int) -> None:
-        """Send this process's part of a step to its holders, in the background."""
+        """Let the next round be of this step, if this is process 0. Called on every host when it has its part."""
         with self._changed:
-            self._waiting_step = step
-            self._changed.notify()
+            self._waiting_step = self._written_step = step
+            self._changed.notify_all()
 
-    def stop_sending(self) -> None:
-        """Drop the part that waits to be sent, and wait until none is being sent."""
+    def begin_generation(self) -> None:
+        """Make what was not copied until now invalid. Called on every host, before a barrier."""
         with self._changed:
-            self._waiting_step = None
-            self._changed.wait_for(lambda: not self._is_sending)
+            self._generation += 1
+            self._waiting_step, self._written_step = None, -1
+            self._changed.notify_all()
 
     def fetch_missing(
-        self, hosts: Hosts, is_own: Callable[[Trajectory, int], bool], first_step: int
+        self, is_own: Callable[[Trajectory, int], bool], last_steps: Mapping[int, int], first_step: int
     ) -> dict[int, list[int]]:
         """Complete the newest step of which every process has a part or can get one. Called on every host.
 
         Args:
-            hosts: all processes of the job.
             is_own: returns True for a trajectory, saved at a step, that this run continues.
+            last_steps: for an attempt, the last step of its parts that no later attempt has abandoned.
             first_step: first step that is worth to be fetched.
 
         Returns:
             For each step that was completed, the processes that have fetched their part of it.
         """
-        own = self._fast_tier.list_steps(is_own)
-        copies = [[owner, self._open_copies(owner).list_steps(is_own)] for owner in self._list_copied()]
-        gathered = hosts.gather([own, copies])
-        # (process, step) -> (holder, owner) of each part on the holder that the process can use
-        sources: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for holder, (steps, copies) in enumerate(gathered):
-            for owner, copied in [[holder, steps], *copies]:
-                for process in (owner, *find_twins(self._places, owner)) if owner < hosts.num_processes else ():
+        everyone = range(self._hosts.num_processes)
+        own = [[self._process_id, *part] for part in self._fast_tier.list_parts(is_own, last_steps).items()]
+        copies = [
+            [owner, *part]
+            for owner in self._list_copied()
+            for part in self._open_copies(owner).list_parts(is_own, last_steps).items()
+        ]
+        gathered = self._hosts.gather([own, copies])
+        present = {(owner, step, digest) for own, _ in gathered for owner, step, digest in own}
+        # (process, step, fingerprint) -> (holder, owner) of each part on the holder that the process can use
+        sources: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+        for holder, (own, copies) in enumerate(gathered):
+            for owner, step, digest in [*own, *copies]:
+                for process in (owner, *find_twins(self._places, owner)) if owner in everyone else ():
                     # Only a part of process 0 has the attachments.
-                    for step in copied if process == owner or process > 0 else ():
-                        sources.setdefault((process, step), []).append((holder, owner))
-        steps = sorted({step for _, step in sources if step >= first_step}, reverse=True)
-        complete = [step for step in steps if all((process, step) in sources for process in range(hosts.num_processes))]
-        for step in complete[:NUM_KEPT_STEPS]:
-            everyone = range(hosts.num_processes)
-            missing = [process for process in everyone if (process, process) not in sources[process, step]]
+                    if process == owner or process > 0:
+                        sources.setdefault((process, step, digest), []).append((holder, owner))
+        states = sorted({(step, digest) for _, step, digest in sources if step >= first_step}, reverse=True)
+        complete = [state for state in states if all((process, *state) in sources for process in everyone)]
+        for step, digest in complete[:NUM_KEPT_STEPS]:
+            missing = [process for process in everyone if (process, step, digest) not in present]
             if not missing:
                 return {}
             problem = None
             if self._process_id in missing:
-                problem = self.fetch(step, sources[self._process_id, step])
+                problem = self.fetch(step, sources[self._process_id, step, digest])
                 if problem is not None:
                     warn(problem)
-            if not any(hosts.gather(problem is not None)):
+            if not any(self._hosts.gather(problem is not None)):
                 return {step: missing}
         return {}
 
@@ -422,46 +469,75 @@ class Replicas:
         """Stop to serve and to send."""
         with self._changed:
             self._is_closing = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._server.shutdown()
         self._server.server_close()
 
     # Sending.
 
-    def _send_parts(self) -> None:
-        while True:
-            with self._changed:
-                self._is_sending = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_closing or self._waiting_step is not None)
-                if self._is_closing or self._waiting_step is None:
+    def _send_in_rounds(self) -> None:
+        """Send this process's part of the step of each round. Ends with the job."""
+        store, number, last_step = self._hosts.store, 0, -1
+        with contextlib.suppress(PeerLostError):
+            while not self._is_closing:
+                number += 1
+                key = f"{key_value.REPLICA_ROUNDS}/{number}"
+                if self._hosts.is_main:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._is_closing or self._waiting_step is not None)
+                        step, self._waiting_step = self._waiting_step, None
+                        generation = self._generation
+                    store.set(key, [step, generation])
+                    store.delete(f"{key_value.REPLICA_ROUNDS}/{number - 2}")
+                step, generation = store.get(key, _ROUND_SECONDS, "the next round of replicas")
+                if step is None:
                     return
-                step, self._waiting_step = self._waiting_step, None
-                self._is_sending, self._fast_tier.pinned_step = True, step
-            directory = self._fast_tier.directory / str(step)
-            for holder in self._holders:
-                try:
-                    files = _list_files(directory)
-                    request = {"kind": "put", "owner": self._process_id, "step": step, "files": files}
-                    with self._request(holder, request) as stream:
-                        _send_files(stream, directory, files)
-                        _read_answer(stream)
-                    self._failing.discard(holder)
-                except _TRANSFER_ERRORS as error:
-                    if holder not in self._failing and not self._is_closing:
-                        warn(f"step {step} has no replica on process {holder}: {format_error(error)}")
-                    self._failing.add(holder)
-            self._fast_tier.pinned_step = None
+                self._fast_tier.pinned_steps = {last_step, step}
+                self._wait_until_written(step, generation)
+                for holder in self._holders:
+                    self._send(holder, step, generation)
+                last_step = step
+                store.set(process_key(key_value.REPLICAS_SENT, self._process_id), number)
+                while self._hosts.is_main and not self._is_closing:
+                    sent = store.list_values(key_value.REPLICAS_SENT)
+                    if sum(each >= number for each in sent.values()) == self._hosts.num_processes:
+                        break
+                    time.sleep(_POLL_SECONDS)
+
+    def _wait_until_written(self, step: int, generation: int) -> None:
+        """Wait for this process's part of a step, which process 0 may have written sooner."""
+
+        def is_written_or_given_up() -> bool:
+            return self._is_closing or self._generation != generation or self._written_step >= step
+
+        with self._changed:
+            self._changed.wait_for(is_written_or_given_up, _SOCKET_SECONDS)
+
+    def _send(self, holder: int, step: int, generation: int) -> None:
+        directory = self._fast_tier.directory / str(step)
+        try:
+            files = _list_files(directory)
+            request = {"kind": "put", "owner": self._process_id, "step": step, "files": files}
+            with self.request(holder, request | {"generation": generation}) as stream:
+                _send_files(stream, directory, files)
+                _read_answer(stream)
+            self._num_failures[holder] = 0
+        except Exception as error:  # noqa: BLE001 - a failed copy must not end the thread
+            # The first failure may be that of a step which was given up, or of a job that ends.
+            self._num_failures[holder] = number = self._num_failures.get(holder, 0) + 1
+            if number == 2:
+                warn(f"step {step} has no replica on process {holder}: {format_error(error)}")
 
     @contextlib.contextmanager
-    def _request(self, process: int, request: JsonObject) -> Iterator[BinaryIO]:
+    def request(self, process: int, request: JsonObject) -> Iterator[BinaryIO]:
         """Connect to a process, send the request, and give the stream."""
         with (
             socket.create_connection(self._addresses[process], _SOCKET_SECONDS) as connection,
             connection.makefile("rwb", buffering=_CHUNK_BYTES) as file,
         ):
             stream = cast(BinaryIO, file)
-            _write_line(stream, request | {"token": self._token})
+            stream.write(self._token.encode() + b"\n")
+            _write_line(stream, request)
             yield stream
 
     def fetch(self, step: int, sources: Sequence[tuple[int, int]]) -> str | None:
@@ -474,11 +550,10 @@ class Replicas:
         problems = []
         for holder, owner in sources:
             try:
-                with self._request(holder, {"kind": "get", "owner": owner, "step": step}) as stream:
-                    files = _read_answer(stream)["files"]
-                    _receive_part(stream, self._fast_tier.directory, step, files)
+                with self.request(holder, {"kind": "get", "owner": owner, "step": step}) as stream:
+                    _receive_part(stream, self._fast_tier.directory, step, _read_answer(stream)["files"])
                 return None
-            except _TRANSFER_ERRORS as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 problems.append(f"process {holder}: {format_error(error)}")
         return f"step {step} could not be fetched from a replica: {'; '.join(problems)}"
 
@@ -486,24 +561,34 @@ class Replicas:
 
     def answer_request(self, stream: BinaryIO) -> None:
         """Answer one request. Called on a thread of its own."""
+        token = stream.readline(len(self._token) + 1).strip()
+        if not hmac.compare_digest(token, self._token.encode()):
+            raise ValueError("the token is not that of this start of the job")
         request = _read_line(stream)
-        if not hmac.compare_digest(str(request.get("token")), self._token):
-            _write_line(stream, {"error": "the token is not that of this start of the job"})
-            return
         owner, step = int(request["owner"]), int(request["step"])
         if request["kind"] == "put":
             if owner not in self._owners:
                 raise ValueError(f"process {self._process_id} holds no copies for process {owner}")
             copies = self._open_copies(owner)
-            _receive_part(stream, copies.directory, step, request["files"])
+            _receive_part(stream, copies.directory, step, request["files"], self._allow(request["generation"]))
             copies.delete_old()
             _write_line(stream, {"error": None})
         else:
-            is_own = owner == self._process_id
-            directory = (self._fast_tier.directory if is_own else self._get_directory(owner)) / str(step)
+            directory = self._get_directory(owner) / str(step)
+            own_directory = self._fast_tier.directory / str(step)
+            if owner == self._process_id and own_directory.exists():
+                directory = own_directory
             files = _list_files(directory)
             _write_line(stream, {"error": None, "files": files})
             _send_files(stream, directory, files)
+
+    @contextlib.contextmanager
+    def _allow(self, generation: int) -> Iterator[None]:
+        """Keep the generation while a copy is published. Raises `ValueError` if the copy is of an earlier one."""
+        with self._changed:
+            if generation != self._generation:
+                raise ValueError("the step was given up meanwhile")
+            yield
 
     def _get_directory(self, owner: int) -> Path:
         return self._fast_tier.directory / _COPIES / str(owner)
@@ -520,7 +605,8 @@ class Replicas:
         return sorted(owner for owner in map(parse_number, names) if owner is not None)
 
 
-# Protocol: a request and its answer are a line of JSON each. Files follow the line that lists them, in its order.
+# Protocol: a request is the line of the token and a line of JSON, an answer a line of JSON. Files follow the line that
+# lists them, in its order.
 
 
 def _write_line(stream: BinaryIO, record: JsonObject) -> None:
@@ -558,8 +644,22 @@ def _send_files(stream: BinaryIO, directory: Path, files: Mapping[str, int]) -> 
     stream.flush()
 
 
-def _receive_part(stream: BinaryIO, directory: Path, step: int, files: Mapping[str, int]) -> None:
-    """Receive a part as `directory`/`step`. Raises `ValueError` or `OSError`, with nothing left there."""
+def _receive_part(
+    stream: BinaryIO,
+    directory: Path,
+    step: int,
+    files: Mapping[str, int],
+    guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext(),  # noqa: B008 - it has no state
+) -> None:
+    """Receive a part as `directory`/`step`. Raises `ValueError` or `OSError`, with nothing left there.
+
+    Args:
+        stream: connection, from which the content of the files is read.
+        directory: directory of the parts.
+        step: step of the part.
+        files: size in bytes of each file.
+        guard: entered while the part is made visible; what it raises prevents that.
+    """
     # What a peer sends is data: no name may lead out of the directory, and no size may fill the disk.
     sizes = {str(name): int(size) for name, size in files.items()}
     for name in sizes:
@@ -581,7 +681,6 @@ def _receive_part(stream: BinaryIO, directory: Path, step: int, files: Mapping[s
                         raise ValueError(f"the connection was closed in the middle of {name}")
                     file.write(chunk)
                     left -= len(chunk)
-        FastTier(directory).publish(temporary.name, step)
+        FastTier(directory).publish(temporary.name, step, guard)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    fsync(directory)

@@ -62,6 +62,7 @@ Found = TypeVar("Found", "RestoredState", Manifest)
 AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # returns the reason why a job cannot continue
 QUARANTINE = "quarantine"
 _MAX_NAMES = 20  # of checkpoints in a message
+_RESUMING_EVENTS = ("init", "fork", "restore", "load")  # after which an attempt goes on from `step`
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,14 @@ def restore_newest(
         finish_retirements(store)
     # Listings of a shared disk may differ between hosts, so all hosts use the one of process 0.
     durable_steps = hosts.agree(list_steps(store) if hosts.is_main else [])
-    fetched = {} if replicas is None else replicas.fetch_missing(hosts, is_own, max(durable_steps, default=0))
-    parts = hosts.gather([] if fast_tier is None else fast_tier.list_steps(is_own))
-    fast_steps = set.intersection(*(set(own) for own in parts))
+    last_steps, fetched = dict[int, int](), dict[int, list[int]]()
+    if replicas is not None:
+        facts = hosts.agree(find_limits(store, durable_steps) if hosts.is_main else None)
+        last_steps = {int(attempt): step for attempt, step in facts[0]}
+        fetched = replicas.fetch_missing(is_own, last_steps, facts[1])
+    parts = hosts.gather([] if fast_tier is None else list(fast_tier.list_parts(is_own, last_steps).items()))
+    # Parts of one step with other bits are not parts of one state.
+    fast_steps = {step for step, _ in set.intersection(*({(step, bits) for step, bits in own} for own in parts))}
     rejected: list[RejectedCheckpoint] = []
     candidates = [(step, 0) for step in durable_steps] + [(step, 1) for step in fast_steps]
     # Sorted by step, then by tier: the fast tier, marked 1, comes first of equal steps.
@@ -173,6 +179,24 @@ def restore_newest(
         )
     _set_aside(attempt, fast_tier, replicas, rejected, None)
     return None
+
+
+def find_limits(store: Store, durable_steps: list[int]) -> tuple[list[tuple[int, int]], int]:
+    """Return (attempt, last step of it that no later attempt has gone back behind) and the newest committed step.
+
+    Process 0 only.
+    """
+    resumed: dict[int, int] = {}
+    for event in read_log(store, "events"):
+        attempt, step = event.get("attempt"), event.get("step")
+        if event.get("event") in _RESUMING_EVENTS and isinstance(attempt, int) and isinstance(step, int):
+            resumed[attempt] = min(step, resumed.get(attempt, step))
+    limits = [
+        (attempt, min(step for later, step in resumed.items() if later > attempt))
+        for attempt in range(max(resumed, default=0))
+    ]
+    committed = (step for step in sorted(durable_steps, reverse=True) if is_committed(store, str(step)))
+    return limits, next(committed, 0)
 
 
 def load_checkpoint(attempt: Attempt, name: str, abstract: Any) -> RestoredState:
@@ -207,7 +231,10 @@ def _try_fast(
     problem = _gather_first_problem(hosts, problem)
     if problem is None and part is not None:
         state = _unflatten(abstract, arrays)
-        bits_problem = _find_bits_problem(state, part)
+        try:
+            bits_problem = _find_bits_problem(state, part)
+        except fingerprint.ReplicaError as error:  # on every host
+            bits_problem = str(error)
         if bits_problem is None:
             return RestoredState(state, part, "fast", attachments)
         problem = RestoreProblem(bits_problem)

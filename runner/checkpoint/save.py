@@ -330,11 +330,14 @@ class Checkpointer:
         """Delete states of the fast tier, and copies of them, of steps after `step`. Called on every host."""
         if self._replicas is not None:
             # A copy that arrived after the deletion would outlive it.
-            self._replicas.stop_sending()
+            self._replicas.begin_generation()
             self._attempt.hosts.barrier()
             self._replicas.delete_after(step)
         if self._fast_tier is not None:
             self._fast_tier.delete_after(step)
+        if self._replicas is not None:
+            # A host with copies must have deleted them before durable checkpoints are given up.
+            self._attempt.hosts.barrier()
 
     def _wait_for_fast_save(self) -> None:
         if self._pending_fast is not None:

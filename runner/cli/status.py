@@ -155,13 +155,13 @@ def draw(history: History) -> RenderableType:
     if restarts := list_restarts(history.attempts):
         times = [
             f"{bucket.value.replace('_', ' ')} {format_duration(seconds)}"
-            for bucket, seconds in restarts[-1].items()
+            for bucket, seconds in restarts[-1][1].items()
             if seconds >= _MIN_SHOWN_SECONDS
         ]
-        totals = [sum(each.values()) for each in restarts]
+        totals = [sum(seconds.values()) for _, seconds in restarts]
         median = f", median of {len(totals)} {format_duration(statistics.median(totals))}" if len(totals) > 1 else ""
-        sources = [attempt.restored_from for attempt in history.attempts if attempt.restored_from is not None]
-        source = f"; restored from the {sources[-1]}" if sources else ""
+        restored_from = restarts[-1][0].restored_from
+        source = f"; restored from the {restored_from}" if restored_from else ""
         parts.append(
             Text(f"last restart {format_duration(totals[-1])} to its first step{median}: {', '.join(times)}{source}")
         )

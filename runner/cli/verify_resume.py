@@ -105,6 +105,7 @@ class TrialRun:
             "checkpoint.keep_best": "null",
             "checkpoint.local_directory": "null",
             "checkpoint.local_every_steps": "null",
+            "checkpoint.local_replicas": "0",
             "logging.every_steps": 1,
             "logging.wandb": "disabled",
             "logging.tensorboard": "false",

@@ -422,7 +422,7 @@ def list_facts(history: History) -> list[tuple[str, str]]:
 
 def format_restarts(history: History) -> str:
     """Return the time of the last restart up to its first step, and the median of all; nothing without a restart."""
-    totals = [sum(seconds.values()) for seconds in list_restarts(history.attempts)]
+    totals = [sum(seconds.values()) for _, seconds in list_restarts(history.attempts)]
     return f"{format_duration(totals[-1])}, {format_duration(statistics.median(totals))}" if totals else ""
 
 

@@ -24,6 +24,7 @@ while devices are busy. Every wait has a deadline, and its error names the missi
 
 import contextlib
 import ctypes
+import ipaddress
 import select
 import signal
 import socket
@@ -68,9 +69,13 @@ class Liveness:
         return [process for process, connection in self._peer_sockets.items() if connection.fileno() in closed]
 
     def get_own_address(self) -> str:
-        """Return the address of this host by which it is connected to the others; that of loopback without any."""
-        connections = list(self._peer_sockets.values())
-        return str(connections[0].getsockname()[0]) if connections else "127.0.0.1"
+        """Return the address of this host by which it is connected to the others; that of loopback without any.
+
+        Among several it is one that is not of loopback, which processes of the same host may use with each other.
+        """
+        addresses = [connection.getsockname()[0] for connection in self._peer_sockets.values()]
+        found = [ipaddress.ip_address(str(address).partition("%")[0].removeprefix("::ffff:")) for address in addresses]
+        return str(min(found, key=lambda address: address.is_loopback, default="127.0.0.1"))
 
     def find_crashed(self) -> list[int]:
         """Return the processes that have disconnected without announcing it. Does not wait for them. Any thread.

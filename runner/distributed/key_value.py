@@ -28,10 +28,15 @@ VERDICT = "runner/verdict"
 # Overwritten by process 0 at the start of each round of straggler detection. Never deleted: 1 key.
 ROUND = "runner/round"
 
+# Written by process 0, one key per round in which all processes send their part of a step to those that hold copies of
+# it. Process 0 deletes the key of a round when the next one but one begins: at most 3 keys.
+REPLICA_ROUNDS = "runner/replica/round"
+
 # Folders with one key per process, which that process overwrites. Never deleted: P keys each.
 HEARTBEATS = "runner/beat"  # its last heartbeat (watchdog)
 ARRIVALS = "runner/arrival"  # the last round in which it reported its arrival (straggler detection)
 STOP_TICKS = "runner/stop/tick"  # its tick when the stop was requested (preemption)
+REPLICAS_SENT = "runner/replica/sent"  # the last round in which it sent its part (replicas of the fast tier)
 DEPARTURES = "runner/departure"  # its exit code, announced before a clean exit (liveness)
 
 # One name for all barriers: the service counts how often a name was passed, but would keep each new name forever.

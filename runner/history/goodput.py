@@ -151,10 +151,17 @@ def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> 
     return shares
 
 
-def list_restarts(attempts: Sequence[AttemptRecord]) -> list[Seconds]:
-    """Return the seconds by bucket from the end of an attempt to the first step of the next, if that has made one."""
+def list_restarts(attempts: Sequence[AttemptRecord]) -> list[tuple[AttemptRecord, Seconds]]:
+    """Return each attempt that was started again and has made a step.
+
+    With it the seconds by bucket from the end of the attempt before it to that step.
+    """
     return [
-        {TimeBucket.GAP: attempt.gap_seconds} | {bucket: attempt.seconds.get(bucket, 0.0) for bucket in START_BUCKETS}
+        (
+            attempt,
+            {TimeBucket.GAP: attempt.gap_seconds}
+            | {bucket: attempt.seconds.get(bucket, 0.0) for bucket in START_BUCKETS},
+        )
         for attempt in attempts[1:]
         if attempt.resumed_step is not None and (attempt.reached_step or 0) > attempt.resumed_step
     ]

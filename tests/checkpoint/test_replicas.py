@@ -2,14 +2,22 @@
 
 import contextlib
 import json
+import shutil
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from runner.checkpoint import fast_tier as module
 from runner.checkpoint.fast_tier import FastTier, ProcessPlace, Replicas, choose_holders, open_fast_tier
+from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.restore import find_limits
 from runner.distributed.agreement import Hosts
+from runner.storage import LocalStore
+from tests.support.coordinator import MemoryCoordinator
 
 
 def make_places(hosts, slices=None, blocks=None):
@@ -56,24 +64,39 @@ def read_part(directory: Path, step: int) -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def open_pair(tmp_path: Path):
-    """Give the replicas of two processes, each of which holds copies for the other."""
-    pair = [
-        Replicas(FastTier(tmp_path / str(process)), process, [1 - process], "token", "127.0.0.1")
-        for process in range(2)
+def open_processes(tmp_path: Path, num_processes: int = 2, blocks=None):
+    """Give the replicas of processes on different hosts, each of which sends its parts to the next one."""
+    coordinator = MemoryCoordinator(num_processes)
+    hosts = coordinator.hosts()
+    places = make_places("abcdef"[:num_processes], blocks=blocks)
+    holders = choose_holders(places, 1)
+    found = [
+        Replicas(
+            FastTier(tmp_path / str(process)),
+            hosts[process],
+            [owner for owner, own in enumerate(holders) if process in own],
+            "token",
+        )
+        for process in range(num_processes)
     ]
-    for process, replicas in enumerate(pair):
-        replicas.connect([each.address for each in pair], [1 - process], make_places("ab"))
+    for replicas in found:
+        replicas.connect([("127.0.0.1", each.port) for each in found], holders, places)
     try:
-        yield pair
+        yield found
     finally:
-        for replicas in pair:
+        for replicas in found:
             replicas.close()
 
 
-def wait_for_copy(tmp_path: Path, step: int) -> Path:
-    """Return the copy of the part of process 0, once process 1 has it."""
-    path = tmp_path / "1" / "copies" / "0" / str(step)
+def write_state(tmp_path: Path, process: int, step: int, fingerprint: str = "f", attempt: int = 1) -> None:
+    """Write a part of a state by the fast tier itself."""
+    manifest = Manifest(step=step, name=str(step), attempt=attempt, fingerprint=fingerprint)
+    FastTier(tmp_path / str(process)).write(manifest, {"a": [([0], np.full(8, process))]}, {"rows": b"1"})
+
+
+def wait_for_copy(tmp_path: Path, step: int, owner: int = 0, holder: int = 1) -> Path:
+    """Return the copy of a part, once its holder has it."""
+    path = tmp_path / str(holder) / "copies" / str(owner) / str(step)
     deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline
@@ -81,53 +104,175 @@ def wait_for_copy(tmp_path: Path, step: int) -> Path:
     return path
 
 
+def fetch_missing(found: list[Replicas], last_steps: dict[int, int] | None = None, first_step: int = 0) -> dict:
+    """Fetch on all processes at once."""
+    with ThreadPoolExecutor(len(found)) as pool:
+        (result, *others) = pool.map(
+            lambda each: each.fetch_missing(lambda *_: True, last_steps or {}, first_step), found
+        )
+    assert all(each == result for each in others)
+    return result
+
+
 def test_a_part_is_copied_and_comes_back(tmp_path):
-    with open_pair(tmp_path) as (first, second):
-        write_part(tmp_path / "0", 7)
-        first.send(7)
+    with open_processes(tmp_path) as (first, second):
+        for process, replicas in enumerate((first, second)):
+            write_part(tmp_path / str(process), 7)
+            replicas.send(7)
         assert read_part(wait_for_copy(tmp_path, 7).parent, 7) == FILES
         # The host of process 0 comes back empty.
+        wait_for_copy(tmp_path, 7, 1, 0)
         (tmp_path / "0" / "7").rename(tmp_path / "lost")
         assert first.fetch(7, [(1, 0)]) is None
         assert read_part(tmp_path / "0", 7) == FILES
         assert "there is no such part" in first.fetch(9, [(1, 0)])
-        assert "there is no such part" in second.fetch(7, [(0, 1)]), "process 0 holds no copy of process 1"
     assert not list(tmp_path.glob("**/*.tmp"))
 
 
-def test_only_the_newest_copies_are_kept_and_those_beyond_a_step_are_deleted(tmp_path):
-    with open_pair(tmp_path) as (first, second):
-        for step in range(1, 5):
-            write_part(tmp_path / "0", step)
-            first.send(step)
-            copy = wait_for_copy(tmp_path, step)
-            first.stop_sending()
-        assert sorted(path.name for path in copy.parent.iterdir()) == ["3", "4"]
-        write_part(tmp_path / "1" / "copies" / "5", 4)  # of a process for which this one is no holder any more
+def test_a_slow_network_has_copies_of_the_same_steps_everywhere(tmp_path, monkeypatch):
+    send_files = module._send_files
+    monkeypatch.setattr(module, "_send_files", lambda *arguments: (time.sleep(0.2), send_files(*arguments)))
+    with open_processes(tmp_path, 3) as found:
+        for step in range(1, 30):
+            for process in (2, 0, 1):
+                found[process]._fast_tier.write(Manifest(step=step, name=str(step)), {}, {})
+                found[process].send(step)
+                time.sleep(0.02)
+        for process in range(3):
+            wait_for_copy(tmp_path, 29, process, (process + 1) % 3)
+        sent = [
+            sorted(int(path.name) for path in (tmp_path / f"{(process + 1) % 3}" / "copies" / str(process)).iterdir())
+            for process in range(3)
+        ]
+        assert sent[0] == sent[1] == sent[2]
+        assert sent[0][1] - sent[0][0] > 1
+        # What was sent is there to be restored, although newer parts have come since.
+        assert all((tmp_path / str(process) / str(sent[0][0])).exists() for process in range(3))
+
+
+def test_copies_beyond_a_step_and_those_of_other_processes_are_deleted(tmp_path):
+    with open_processes(tmp_path) as (_, second):
+        for step in (3, 4):
+            write_part(tmp_path / "1" / "copies" / "0", step)
+        write_part(tmp_path / "1" / "copies" / "5", 4)
         second.delete_after(3)
-        assert [path.name for path in copy.parent.iterdir()] == ["3"]
+        assert [path.name for path in (tmp_path / "1" / "copies" / "0").iterdir()] == ["3"]
         assert not (tmp_path / "1" / "copies" / "5").exists()
 
 
-def test_a_holder_that_is_gone_is_named_once_and_tried_again(tmp_path, capsys):
-    with open_pair(tmp_path) as (first, second):
+def test_a_copy_of_a_step_that_was_given_up_is_refused(tmp_path):
+    with open_processes(tmp_path) as (first, second):
+        files = {"a": 1}
+        put = {"kind": "put", "owner": 0, "step": 3, "files": files, "generation": 0}
+        with first.request(1, put) as stream:
+            # The step is given up, and its copies are deleted, while the part arrives.
+            second.begin_generation()
+            second.delete_after(2)
+            stream.write(b"x")
+            stream.flush()
+            assert "given up" in json.loads(stream.readline())["error"]
+    assert not list((tmp_path / "1").glob("copies/0/*"))
+
+
+def test_a_holder_that_is_gone_is_named_at_the_second_failure(tmp_path, capsys):
+    with open_processes(tmp_path) as (first, second):
         second.close()
-        for step in (1, 2):
-            write_part(tmp_path / "0", step)
-            first.send(step)
-            time.sleep(0.1)
-            first.stop_sending()
-    lines = capsys.readouterr().err.splitlines()
-    assert ["step 1 has no replica on process 1" in line for line in lines] == [True], lines
+        for step in (1, 2, 3, 4):
+            first._send(1, step, 0)
+            assert ("has no replica on process 1" in capsys.readouterr().err) == (step == 2)
 
 
-PUT = {"token": "token", "kind": "put", "owner": 0, "step": 3}
+LOST = {
+    "nothing": ([], {}),
+    "one process": ([1], {7: [1]}),
+    "process 0": ([0], {7: [0]}),
+    "a process and its holder": ([1, 2], {}),
+}
+
+
+@pytest.mark.parametrize(("lost", "expected"), LOST.values(), ids=LOST)
+def test_a_step_is_completed_if_each_process_can_get_its_part(lost, expected, tmp_path):
+    with open_processes(tmp_path, 3) as found:
+        for process in range(3):
+            write_state(tmp_path, process, 7)
+            found[process].send(7)
+        for process in range(3):
+            wait_for_copy(tmp_path, 7, process, (process + 1) % 3)
+        for process in lost:
+            shutil.rmtree(tmp_path / str(process))
+        assert fetch_missing(found) == expected
+        assert all(
+            (tmp_path / str(process) / "7" / "part.json").exists() for process in range(3) if expected or not lost
+        )
+
+
+def test_hosts_that_have_changed_their_places_use_their_own_copies(tmp_path):
+    with open_processes(tmp_path, 3) as found:
+        for process in range(3):
+            write_state(tmp_path, process, 7)
+            # Each host has become the process of which it had copies.
+            (tmp_path / str(process) / "copies" / str(process)).mkdir(parents=True)
+            (tmp_path / str(process) / "7").rename(tmp_path / str(process) / "copies" / str(process) / "7")
+        assert fetch_missing(found) == {7: [0, 1, 2]}
+
+
+def test_data_parallel_replicas_need_no_copies(tmp_path):
+    with open_processes(tmp_path, 3, blocks="xxx") as found:
+        write_state(tmp_path, 0, 7)
+        write_state(tmp_path, 1, 9)
+        assert fetch_missing(found) == {7: [1, 2]}, "process 0 alone has the attachments"
+
+
+def test_parts_of_one_step_with_other_bits_are_not_combined(tmp_path):
+    with open_processes(tmp_path) as found:
+        write_state(tmp_path, 0, 7, "f")
+        write_state(tmp_path, 1, 7, "g")
+        write_state(tmp_path, 0, 5, "f")
+        (tmp_path / "0" / "copies").mkdir()
+        write_state(tmp_path, 1, 5, "f")
+        shutil.move(tmp_path / "1" / "5", tmp_path / "0" / "copies" / "1" / "5")
+        assert fetch_missing(found) == {5: [1]}
+
+
+def test_parts_behind_which_a_later_attempt_has_gone_back_do_not_count(tmp_path):
+    with open_processes(tmp_path) as found:
+        for step, attempt in ((100, 1), (60, 2)):
+            write_state(tmp_path, 1, step, attempt=attempt)
+            write_state(tmp_path, 0, step, attempt=attempt)
+            shutil.move(tmp_path / "0" / str(step), tmp_path / "1" / "copies" / "0" / str(step))
+        assert fetch_missing(found, {1: 50}) == {60: [0]}
+        assert fetch_missing(found, {1: 50, 2: 50}) == {}
+
+
+def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
+    store = LocalStore(tmp_path)
+    events = [
+        (1, "init", 0),
+        (1, "save", 100),
+        (2, "restore", 90),
+        (2, "load", 50),
+        (3, "restore", 70),
+        (3, "commit", 80),
+    ]
+    lines = [json.dumps({"attempt": attempt, "event": event, "step": step}) for attempt, event, step in events]
+    (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    for step in (70, 80):
+        store.write(f"checkpoints/{step}/manifest.json", Manifest(name=str(step), step=step).encode())
+    store.write("checkpoints/90/arrays.1/x", b"1")  # of a save that was interrupted
+    limits, newest = find_limits(store, [70, 80, 90])
+    assert (dict(limits), newest) == ({0: 0, 1: 50, 2: 70}, 80)
+
+
+PUT = {"token": "token", "kind": "put", "owner": 0, "step": 3, "generation": 0}
 GET = {"token": "token", "kind": "get", "owner": 1, "step": 3}
 BAD_REQUESTS = {
-    "nothing": (b"", "the connection was closed"),
-    "no JSON": (b"\xff\xfe\n", "codec can't decode"),
-    "a number": (b"5\n", "the connection was closed"),
-    "no token": (PUT | {"token": None, "files": {}}, "the token is not"),
+    "nothing": (b"", "the token is not"),
+    "no token": (b"\xff\xfe\n", "the token is not"),
+    "no request": (b"token\n", "the connection was closed"),
+    "no JSON": (b"token\n\xff\xfe\n", "codec can't decode"),
+    "a number": (b"token\n5\n", "the connection was closed"),
+    "a deep request": (b"token\n" + b"[" * 100_000 + b"\n", "recursion"),
+    "files that are no table": (PUT | {"files": [1]}, "attribute"),
     "another token": (GET | {"token": "tokem"}, "the token is not"),
     "an owner without copies here": (PUT | {"owner": 1, "files": {}}, "holds no copies for process 1"),
     "a step that is no number": (PUT | {"step": "../3", "files": {}}, "invalid literal"),
@@ -144,9 +289,12 @@ BAD_REQUESTS = {
 
 @pytest.mark.parametrize(("request_", "reason"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
 def test_a_bad_request_is_refused_and_leaves_nothing(request_, reason, tmp_path):
-    with open_pair(tmp_path) as (_, second):
-        line = request_ if isinstance(request_, bytes) else json.dumps(request_).encode() + b"\n"
-        with socket.create_connection(second.address, 10) as connection:
+    with open_processes(tmp_path) as (_, second):
+        line = request_
+        if not isinstance(request_, bytes):
+            record = dict(request_)
+            line = str(record.pop("token")).encode() + b"\n" + json.dumps(record).encode() + b"\n"
+        with socket.create_connection(("127.0.0.1", second.port), 10) as connection:
             connection.sendall(line)
             connection.shutdown(socket.SHUT_WR)
             answer = json.loads(connection.makefile("rb").read())

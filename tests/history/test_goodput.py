@@ -119,7 +119,8 @@ def test_a_restart_lasts_from_the_end_of_an_attempt_to_the_first_step_of_the_nex
     first = AttemptRecord(1, 0, 60, RunState.KILLED, 60, resumed_step=0, reached_step=9, seconds=seconds)
     stuck = replace(first, number=2, resumed_step=5, reached_step=5)
     second = replace(stuck, number=3, reached_step=20, gap_seconds=4.0)
-    (restart,) = list_restarts([first, stuck, second])
+    ((attempt, restart),) = list_restarts([first, stuck, second])
+    assert attempt is second
     assert sum(restart.values()) == 9
     assert restart[TimeBucket.GAP] == 4
 
