@@ -495,7 +495,7 @@ class Replicas:
                 self._fast_tier.pinned_steps = {last_step, step}
                 self._wait_until_written(step, generation)
                 for holder in self._holders:
-                    self._send(holder, step, generation)
+                    self.send_to_holder(holder, step, generation)
                 last_step = step
                 store.set(process_key(key_value.REPLICAS_SENT, self._process_id), number)
                 while self._hosts.is_main and not self._is_closing:
@@ -513,7 +513,8 @@ class Replicas:
         with self._changed:
             self._changed.wait_for(is_written_or_given_up, _SOCKET_SECONDS)
 
-    def _send(self, holder: int, step: int, generation: int) -> None:
+    def send_to_holder(self, holder: int, step: int, generation: int) -> None:
+        """Send this process's part of a step to one holder. A failure is counted, and reported if it is the second."""
         directory = self._fast_tier.directory / str(step)
         try:
             files = _list_files(directory)

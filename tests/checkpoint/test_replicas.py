@@ -178,7 +178,7 @@ def test_a_holder_that_is_gone_is_named_at_the_second_failure(tmp_path, capsys):
     with open_processes(tmp_path) as (first, second):
         second.close()
         for step in (1, 2, 3, 4):
-            first._send(1, step, 0)
+            first.send_to_holder(1, step, 0)
             assert ("has no replica on process 1" in capsys.readouterr().err) == (step == 2)
 
 

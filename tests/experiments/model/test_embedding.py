@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.model import platform
-from experiments.model.embedding import embed
+from experiments.model.embedding import embed, take_rows_sorted
 from runner.parallel.mesh import make_mesh, use_sharding_rules
 from tests.support.tiny_jobs import format_mesh
 
@@ -76,3 +76,12 @@ def test_a_frequent_token_loses_no_precision_in_bfloat16(gpu_form):
     compiled = trace_gradient({"data": 1}, tokens_BxT, jnp.bfloat16).lower().compile()
     got_VxD = compiled(jnp.zeros((V, D), jnp.bfloat16), gradient_BxTxD)
     np.testing.assert_allclose(np.asarray(got_VxD[7], np.float64), expected_D, rtol=2**-8)
+
+
+def test_tokens_of_a_narrow_type_have_the_same_gradient(gpu_form):
+    tokens_BxT, table_VxD = np.arange(250).reshape(2, 125), jnp.zeros((300, 2))
+    gradients = [
+        jax.grad(lambda table, tokens=tokens: jnp.sum(take_rows_sorted(table, tokens)))(table_VxD)
+        for tokens in (jnp.asarray(tokens_BxT, jnp.uint8), jnp.asarray(tokens_BxT, jnp.int32))
+    ]
+    np.testing.assert_array_equal(*gradients)
