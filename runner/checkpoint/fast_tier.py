@@ -571,7 +571,7 @@ class Replicas:
             if owner not in self._owners:
                 raise ValueError(f"process {self._process_id} holds no copies for process {owner}")
             copies = self._open_copies(owner)
-            _receive_part(stream, copies.directory, step, request["files"], self._allow(request["generation"]))
+            _receive_part(stream, copies.directory, step, request["files"], self.hold_generation(request["generation"]))
             copies.delete_old()
             _write_line(stream, {"error": None})
         else:
@@ -584,7 +584,7 @@ class Replicas:
             _send_files(stream, directory, files)
 
     @contextlib.contextmanager
-    def _allow(self, generation: int) -> Iterator[None]:
+    def hold_generation(self, generation: int) -> Iterator[None]:
         """Keep the generation while a copy is published. Raises `ValueError` if the copy is of an earlier one."""
         with self._changed:
             if generation != self._generation:
