@@ -332,7 +332,7 @@ def test_loading_any_other_name_gives_one_line(tmp_path, name):
         def run(self):
             self.load(name)
 
-    with pytest.raises(InvalidError, match=r"cannot be called|never committed") as caught:
+    with pytest.raises(InvalidError, match=r"as the name of a checkpoint|cannot be called|never committed") as caught:
         make_counter(tmp_path, Lost)()
     assert "\n" not in str(caught.value)
 

@@ -65,7 +65,7 @@ _PART_KEYS = (Key(_ATTACHMENTS, list, "Names."), Key(f"{_DIGESTS}.*", str, "CRC-
 _CHUNK_BYTES = 2**20
 _SOCKET_SECONDS = 120.0  # without progress, such as while a part is flushed, after which a transfer is given up
 _ROUND_SECONDS = 7 * 24 * 3600.0  # time to wait for the next round
-_POLL_SECONDS = 0.1
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 2.0  # between two looks at who has sent its part
 _MAX_LINE_BYTES = 2**24
 _FILE_NAME = re.compile(r"([\w%.,=+@~-]+/)?[\w%.,=+@~-]+")
 
@@ -229,6 +229,7 @@ def open_fast_tier(
     own = [process for process, place in enumerate(places) if place.host == host]
     if not num_replicas:
         _clear_former_parts(directory.parent, host, set(map(str, own)), None)
+        shutil.rmtree(directory / _COPIES, ignore_errors=True)
     elif own[0] == hosts.process_id:
         # One process of a host takes over what its former numbers have left.
         _clear_former_parts(directory.parent, host, set(map(str, own)), directory / _COPIES)
@@ -498,11 +499,13 @@ class Replicas:
                     self.send_to_holder(holder, step, generation)
                 last_step = step
                 store.set(process_key(key_value.REPLICAS_SENT, self._process_id), number)
+                pause_seconds = _MIN_PAUSE_SECONDS
                 while self._hosts.is_main and not self._is_closing:
                     sent = store.list_values(key_value.REPLICAS_SENT)
                     if sum(each >= number for each in sent.values()) == self._hosts.num_processes:
                         break
-                    time.sleep(_POLL_SECONDS)
+                    time.sleep(pause_seconds)
+                    pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
     def _wait_until_written(self, step: int, generation: int) -> None:
         """Wait for this process's part of a step, which process 0 may have written sooner."""

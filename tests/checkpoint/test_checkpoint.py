@@ -482,7 +482,7 @@ def test_an_unusable_fast_tier_state_falls_back_to_the_durable_one(tmp_path):
     assert (found.manifest.step, found.tier) == (1, "durable")
     assert asked == [{"rows": b"1"}] * 2
     assert "its rows are gone" in again.events("fallback")[0]["reason"]
-    assert fast.list_steps(lambda identity, step: identity == {}) == []
+    assert fast.list_parts(lambda identity, step: identity == {}, {}) == {}
 
 
 @pytest.mark.parametrize(("host", "is_deleted"), [("this", True), ("another", False), (None, False)])
