@@ -49,8 +49,6 @@ from runner.train import state as train_state
 from runner.train import step as step_functions
 from runner.train.auxiliary import AuxiliaryState, make_ema, make_noise_scale
 from runner.train.checks import (
-    DeviceFault,
-    ReplayedStep,
     find_known_micro_batch,
     share_ids,
     validate_data_unchanged,
@@ -58,7 +56,7 @@ from runner.train.checks import (
     validate_hosts,
     validate_same_on_all_hosts,
 )
-from runner.train.compile import MEMORY_SHARE, CompiledStep
+from runner.train.compile import MEMORY_SHARE, CompiledStep, DeviceFault, ReplayedStep
 from runner.train.evaluators import Evaluator, Validation, add_averages, make_ema_evaluators
 from runner.train.flops import Flops, Sizing, compute_mfu_per_token_rate, count_forward_flops
 from runner.train.lora import get_model_weights, replace_base

@@ -10,8 +10,8 @@ are three layouts:
 - `ragged`: no gaps. On TPU, by `jax.lax.ragged_dot`. For its gradients libtpu would multiply all slots for each expert,
   and copy all matrices to transpose them, so the backward pass calls JAX's megablox kernels.
 
-The weight of an assignment is applied inside its expert, at the hidden layer. So the backward pass needs no result of
-an expert. Between tokens and slots every array is gathered, in the backward pass too, and never scattered.
+The weight of an assignment is applied at the hidden layer of its expert, so the backward pass needs no result of one.
+Between tokens and slots every array is gathered, in the backward pass too, and never scattered.
 
 Shape legend: M tokens, K experts of a token, A = M * K assignments, E experts, P slots, N blocks of slots, b slots of a
 block, D width, I and O input and output of one matmul.
@@ -181,10 +181,6 @@ def ragged_matmul(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -> 
     return lax.ragged_dot(x_PxI, w_ExIxO, counts_E)
 
 
-def _ragged_forward(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -> tuple[jax.Array, Any]:
-    return ragged_matmul(counts_E, x_PxI, w_ExIxO), (counts_E, x_PxI, w_ExIxO)
-
-
 def _ragged_backward(residuals: Any, dy_PxO: jax.Array) -> tuple[None, jax.Array, jax.Array]:
     counts_E, x_PxI, w_ExIxO = residuals
     kernel = import_for_tpu("jax.experimental.pallas.ops.tpu.megablox.gmm")
@@ -200,7 +196,10 @@ def _ragged_backward(residuals: Any, dy_PxO: jax.Array) -> tuple[None, jax.Array
     return None, dx_PxI[:num_slots], dw_ExIxO
 
 
-ragged_matmul.defvjp(_ragged_forward, _ragged_backward)
+ragged_matmul.defvjp(
+    lambda counts_E, x_PxI, w_ExIxO: (ragged_matmul(counts_E, x_PxI, w_ExIxO), (counts_E, x_PxI, w_ExIxO)),
+    _ragged_backward,
+)
 
 
 def _choose_tile(size: int, most: int) -> int:

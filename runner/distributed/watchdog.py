@@ -15,10 +15,8 @@ and publishes them, so its heartbeat never hides that the training thread hangs.
    every process prints it. If the failure ends the job, the verdict has exit code 1 and follows soon.
 """
 
-import faulthandler
 import math
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -247,11 +245,3 @@ class Watchdog:
         if self._hosts.is_main and self._hosts.num_processes > 1:
             time.sleep(_DELIVERY_SECONDS)  # The store ends with process 0, and the verdict with it.
         end_process(code, line if code == EXIT_FAILED else f"{line}; run the same command again")
-
-
-def format_thread_stacks() -> str:
-    """Return the Python stacks of all threads of this process."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read().decode(errors="replace")

@@ -9,10 +9,12 @@ before the process exits, and leaves a command that takes longer running.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.request
@@ -27,7 +29,6 @@ from runner.distributed.clock import Progress
 from runner.distributed.heartbeat import StragglerReport
 from runner.distributed.preemption import StopNotice
 from runner.distributed.rendezvous import ANNOUNCE_SECONDS
-from runner.distributed.watchdog import format_thread_stacks
 from runner.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
@@ -602,3 +603,11 @@ class IncidentRecorder:
     def _find_owner(self) -> Attempt | None:
         """Return the attempt if it has claimed the directory and no newer one has since."""
         return self.attempt if self.attempt is not None and self.attempt.owns_directory() else None
+
+
+def format_thread_stacks() -> str:
+    """Return the Python stacks of all threads of this process."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")

@@ -8,11 +8,10 @@ entry can be old but not wrong.
 1. Every entry begins with the SHA-256 of its key and its content. A torn or damaged entry, or one under another key, is
    a miss: the program is compiled and the entry replaced.
 2. With `topology.compile_cache: directory` a program that this host lacks is read from `compiled/` in the run's
-   directory when it is requested, one at a time. Once the attempt is claimed, a thread publishes there what this
-   process has used or compiled and no process has published. Names are `<process>.<key>` and written once. On CPUs
-   every process has keys of its own; on accelerators JAX intends the programs of a job to have the same key on every
-   process, so process 0 publishes first. A fenced attempt publishes nothing more; an entry that it had begun to write
-   is still correct, because its name determines its content.
+   directory. Once the attempt is claimed, a thread publishes there what this process has used or compiled and no
+   process has published, as `<process>.<key>`. On CPUs every process has keys of its own. On accelerators JAX intends
+   a program to have the same key on every process, so process 0 publishes first. A fenced attempt publishes nothing
+   more; an entry that it had begun to write is still correct, because its name determines its content.
 3. At most 64 programs of each process are kept: an attempt that lives for ten minutes deletes those that it has not
    used. If the store cannot be reached, a warning is printed and programs are compiled.
 
@@ -55,13 +54,11 @@ class CompileCache:
         """Create the cache; `shared` is the run's directory if programs are shared there."""
         # Programs of all runs on this host are in one place, because the key alone identifies a program.
         self._host = LocalStore(default_cache_directory() / _DIRECTORY)
-        self._path = self._host.root
         self._shared = shared
         self._changed = threading.Condition()
         self._listed: dict[str, list[str]] | None = None  # names in the run's directory, by key
         self._damaged: dict[str, tuple[str, Version]] = {}  # name and version of a damaged entry, by key
-        self._used: set[str] = set()
-        self._unpublished: set[str] = set()
+        self._used, self._unpublished = set[str](), set[str]()
         self._publisher: threading.Thread | None = None
         self._is_open = self._is_closing = False
         self._num_compiled = self._num_found = 0
@@ -90,7 +87,7 @@ class CompileCache:
         # A user who has set up JAX's own cache keeps it.
         if os.environ.get(_ENVIRONMENT):
             return
-        jax.config.update("jax_compilation_cache_dir", str(self._path))
+        jax.config.update("jax_compilation_cache_dir", str(self._host.root))
         if self._shared is not None:
             # XLA's own caches are on this host, and their path would be part of every key.
             jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
@@ -110,10 +107,7 @@ class CompileCache:
         self._is_open = True
 
     def get_counts(self) -> dict[str, int]:
-        """Return the programs compiled and found so far, as details of the event `prepare`.
-
-        Programs too quick to be worth keeping are not counted. Empty where JAX manages the cache itself.
-        """
+        """Return the numbers of kept programs compiled and found so far; empty where JAX manages the cache itself."""
         return {"compiled": self._num_compiled, "from_cache": self._num_found} if self._is_open else {}
 
     def publish(self, raise_if_fenced: Callable[[], None], process: int) -> None:
@@ -148,10 +142,9 @@ class CompileCache:
             self._changed.notify()
 
     def _read_host(self, key: str) -> bytes | None:
-        try:
+        with contextlib.suppress(OSError):
             return _unseal(key, self._host.read(key))
-        except OSError:
-            return None
+        return None
 
     def _fetch(self, shared: Store, key: str) -> bytes | None:
         """Return a program from the run's directory and copy it to this host, or None if there is no good one."""
@@ -225,11 +218,9 @@ class CompileCache:
     def _prune(self, shared: Store, process: int) -> None:
         # Names that begin with a dot are left over from interrupted writes.
         own = [name for name in shared.list_names(_DIRECTORY) if name.startswith((f"{process}.", f".{process}."))]
-        if len(own) <= _MOST_ENTRIES:
-            return
-        for name in own:
-            if name.removeprefix(f"{process}.") not in self._used:
-                shared.remove(f"{_DIRECTORY}/{name}")
+        unused = [name for name in own if name.removeprefix(f"{process}.") not in self._used]
+        for name in unused if len(own) > _MOST_ENTRIES else []:
+            shared.remove(f"{_DIRECTORY}/{name}")
 
 
 def _list_entries(shared: Store) -> dict[str, list[str]]:

@@ -3,24 +3,12 @@
 A job that is sized for other hardware is refused, with options that make a small version of it run on the local
 devices. All hosts must train on the same data, which must not change during the run. The micro-batch size of an earlier
 attempt on the same hardware is used again, because another one would change bits.
-
-**Silent corruption** (`train.replay_every_steps`, `ReplayedStep`). A defective device computes wrong numbers without an
-error. The gradients of a replayed step are computed twice by one compiled program. Where several groups of devices have
-whole copies of the parameters, the second computation gives every shard of the batch to the next group. Digests of the
-gradients of each shard, before any sum over shards, must be equal, because the same program on the same numbers gives
-the same bits. If they differ, the update is not applied, and a third computation on the group after that tells which of
-the two was wrong. The optimizer and the sums over devices are not replayed.
-
-Shape legend: N data shards whose gradients are computed apart, L arrays of gradients.
 """
 
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import jax
-import numpy as np
 
 from runner.accelerator import parse_accelerator
 from runner.checkpoint.fork import find_continued_manifest
@@ -31,15 +19,11 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import SAVE
 from runner.errors import DataError, InvalidError, RetryableError
 from runner.parallel.mesh import AXES, is_mesh_possible
-from runner.parallel.reduction import list_gradient_shards
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec, ForkConfig, Topology
 from runner.spec.imports import format_install, is_extra_installed
 from runner.storage import JsonObject, Store
-from runner.train.compile import CompiledStep, list_trained_names, make_abstract_replay
 from runner.train.setup import TrainSetup
-from runner.train.state import TrainState
-from runner.train.step import COMPARE, DIGEST, UPDATE, Batch, ReplayInputs
 
 
 def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
@@ -173,100 +157,3 @@ def find_known_micro_batch(
     if not record or hardware != {key: record.get(key) for key in hardware} | {"mesh": ones | record.get("mesh", {})}:
         return None
     return record.get("micro_batch_examples") if record.get("stage", 0) == stage_start else None
-
-
-@dataclass(frozen=True)
-class DeviceFault:
-    """Two computations of the same gradients that differ.
-
-    Attributes:
-        parameters: names of the parameters whose gradients differ.
-        devices: devices among which is the one that was wrong.
-    """
-
-    parameters: list[str]
-    devices: list[jax.Device]
-
-    def __str__(self) -> str:
-        count = len(self.parameters) - 1
-        more = f" and {count} more" if count else ""
-        names = ", ".join(f"{device.id} (process {device.process_index})" for device in self.devices)
-        which = f"device {names} is" if len(self.devices) == 1 else f"one of the devices {names} is"
-        return f"the gradient of {self.parameters[0]}{more} differs when it is computed again; {which} defective"
-
-
-class ReplayedStep:
-    """Compiled train step that can compute the gradients of a step again. All calls are made on every process."""
-
-    def __init__(self, compiled: CompiledStep, abstract: TrainState):
-        """Prepare the inputs.
-
-        Args:
-            compiled: step whose layout `is_replayable`.
-            abstract: shape, dtype and sharding of every leaf of the state.
-        """
-        self._run, self._names = compiled.executable, list_trained_names(abstract)
-        mesh = compiled.layout.mesh
-        flat = mesh.devices.flat
-        shards = list_gradient_shards(mesh.abstract_mesh, compiled.layout.is_ordered)
-        self._groups = [[flat[index] for index in shard] for shard in shards]
-        inputs = make_abstract_replay(abstract, compiled.layout)
-        no_digests = _replicate(0, inputs.expected)
-        self._update, self._moved, self._third = (
-            ReplayInputs(_replicate(action, inputs.action), _replicate(shift, inputs.shift), no_digests)
-            for action, shift in ((UPDATE, 0), (DIGEST, 1), (DIGEST, 2))
-        )
-        self._compare = _replicate(COMPARE, inputs.action)
-
-    def run(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
-        """Make a step without replay; returns (state, loss, meta). Does not wait for the device."""
-        state, loss, meta, _ = self._run(state, batch, key, self._update)
-        return state, loss, meta
-
-    def compare(
-        self, state: TrainState, batch: Batch, key: jax.Array
-    ) -> tuple[TrainState, jax.Array, Any, DeviceFault | None]:
-        """Make a step whose gradients are computed twice, and wait for it.
-
-        Returns:
-            (state, loss, meta, None), or the unchanged state and the fault if the gradients differ.
-        """
-        state, _, _, moved = self._run(state, batch, key, self._moved)
-        inputs = ReplayInputs(self._compare, self._update.shift, moved)
-        state, loss, meta, first = self._run(state, batch, key, inputs)
-        first, moved = np.asarray(first), np.asarray(moved)
-        if np.array_equal(first, moved):
-            return state, loss, meta, None
-        state, _, _, third = self._run(state, batch, key, self._third)
-        names = [name for name, differs in zip(self._names, (first != moved).any(axis=0), strict=True) if differs]
-        digests = first, moved, np.asarray(third)
-        devices = [device for group in find_faulty_groups(digests) for device in self._groups[group]]
-        return state, loss, meta, DeviceFault(names, devices)
-
-
-def _replicate(value: int, abstract: Any) -> jax.Array:
-    whole = np.full(abstract.shape, value, abstract.dtype)
-    return jax.make_array_from_callback(whole.shape, abstract.sharding, lambda index: whole[index])
-
-
-def find_faulty_groups(digests: Sequence[np.ndarray]) -> list[int]:
-    """Return the groups of devices among which is the one that made two computations differ.
-
-    Args:
-        digests: uint32 (N, L) of three computations; in number k, group n + k, modulo N, computed shard n. The first
-            two differ.
-    """
-    num_groups = len(digests[0])
-    suspects = []
-    for shard, (first, moved, third) in enumerate(zip(*digests, strict=True)):
-        if np.array_equal(first, moved):
-            continue
-        groups = [(shard + shift) % num_groups for shift in range(3)]
-        if np.array_equal(moved, third):
-            suspects.append({groups[0]})
-        elif np.array_equal(first, third):
-            # On two groups the third computation is on the group of the first, which may be wrong each time.
-            suspects.append({groups[1]} if num_groups > 2 else {*groups})
-        else:
-            suspects.append({*groups})
-    return sorted(set.intersection(*suspects) or set.union(*suspects))

@@ -4,6 +4,15 @@
 steps. Steps are traced, lowered and compiled once, from abstract shapes and ahead of the first step, so that nothing is
 traced again during training. The compiler's own memory figures determine the largest micro-batch that fits in device
 memory. Nothing here knows a model or data.
+
+**Silent corruption** (`train.replay_every_steps`, `ReplayedStep`). A defective device computes wrong numbers without an
+error. The gradients of a replayed step are computed twice by one compiled program. Where several groups of devices have
+whole copies of the parameters, the second computation gives every shard of the batch to the next group. Digests of the
+gradients of each shard, before any sum over shards, must be equal, because the same program on the same numbers gives
+the same bits. If they differ, the update is not applied, and a third computation on the group after that tells which of
+the two was wrong. The optimizer and the sums over devices are not replayed.
+
+Shape legend: N data shards whose gradients are computed apart, L arrays of gradients.
 """
 
 import functools
@@ -17,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -46,7 +56,7 @@ from runner.parallel.reduction import list_gradient_shards
 from runner.train.auxiliary import AuxiliaryState, validate_auxiliary
 from runner.train.loss import target_weights
 from runner.train.state import TrainState, get_shardings, move_to_device, move_to_host
-from runner.train.step import Batch, ReplayInputs, use_replay_inputs
+from runner.train.step import COMPARE, DIGEST, UPDATE, Batch, ReplayInputs, use_replay_inputs
 
 MEMORY_SHARE = 0.9  # share of a device's memory that a step may be planned to use
 _CUDNN_CONFIG = "create_dot_product_attention_backend_config"  # function of JAX that writes the options of a call
@@ -488,3 +498,103 @@ def _parse_needed_temporaries(message: str) -> int | None:
         )
     found = re.search(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGT]?)", message)
     return None if found is None else int(float(found[1]) * 2 ** (10 * " KMGT".index(found[2] or " ")))
+
+
+# Replays.
+
+
+@dataclass(frozen=True)
+class DeviceFault:
+    """Two computations of the same gradients that differ.
+
+    Attributes:
+        parameters: names of the parameters whose gradients differ.
+        devices: devices among which is the one that was wrong.
+    """
+
+    parameters: list[str]
+    devices: list[jax.Device]
+
+    def __str__(self) -> str:
+        count = len(self.parameters) - 1
+        more = f" and {count} more" if count else ""
+        names = ", ".join(f"{device.id} (process {device.process_index})" for device in self.devices)
+        which = f"device {names} is" if len(self.devices) == 1 else f"one of the devices {names} is"
+        return f"the gradient of {self.parameters[0]}{more} differs when it is computed again; {which} defective"
+
+
+class ReplayedStep:
+    """Compiled train step that can compute the gradients of a step again. All calls are made on every process."""
+
+    def __init__(self, compiled: CompiledStep, abstract: TrainState):
+        """Prepare the inputs.
+
+        Args:
+            compiled: step whose layout `is_replayable`.
+            abstract: shape, dtype and sharding of every leaf of the state.
+        """
+        self._run, self._names = compiled.executable, list_trained_names(abstract)
+        mesh = compiled.layout.mesh
+        flat = mesh.devices.flat
+        shards = list_gradient_shards(mesh.abstract_mesh, compiled.layout.is_ordered)
+        self._groups = [[flat[index] for index in shard] for shard in shards]
+        inputs = make_abstract_replay(abstract, compiled.layout)
+        no_digests = _replicate(0, inputs.expected)
+        self._update, self._moved, self._third = (
+            ReplayInputs(_replicate(action, inputs.action), _replicate(shift, inputs.shift), no_digests)
+            for action, shift in ((UPDATE, 0), (DIGEST, 1), (DIGEST, 2))
+        )
+        self._compare = _replicate(COMPARE, inputs.action)
+
+    def run(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
+        """Make a step without replay; returns (state, loss, meta). Does not wait for the device."""
+        state, loss, meta, _ = self._run(state, batch, key, self._update)
+        return state, loss, meta
+
+    def compare(
+        self, state: TrainState, batch: Batch, key: jax.Array
+    ) -> tuple[TrainState, jax.Array, Any, DeviceFault | None]:
+        """Make a step whose gradients are computed twice, and wait for it.
+
+        Returns:
+            (state, loss, meta, None), or the unchanged state and the fault if the gradients differ.
+        """
+        state, _, _, moved = self._run(state, batch, key, self._moved)
+        inputs = ReplayInputs(self._compare, self._update.shift, moved)
+        state, loss, meta, first = self._run(state, batch, key, inputs)
+        first, moved = np.asarray(first), np.asarray(moved)
+        if np.array_equal(first, moved):
+            return state, loss, meta, None
+        state, _, _, third = self._run(state, batch, key, self._third)
+        names = [name for name, differs in zip(self._names, (first != moved).any(axis=0), strict=True) if differs]
+        digests = first, moved, np.asarray(third)
+        devices = [device for group in find_faulty_groups(digests) for device in self._groups[group]]
+        return state, loss, meta, DeviceFault(names, devices)
+
+
+def _replicate(value: int, abstract: Any) -> jax.Array:
+    whole = np.full(abstract.shape, value, abstract.dtype)
+    return jax.make_array_from_callback(whole.shape, abstract.sharding, lambda index: whole[index])
+
+
+def find_faulty_groups(digests: Sequence[np.ndarray]) -> list[int]:
+    """Return the groups of devices among which is the one that made two computations differ.
+
+    Args:
+        digests: uint32 (N, L) of three computations; in number k, group n + k, modulo N, computed shard n. The first
+            two differ.
+    """
+    num_groups = len(digests[0])
+    suspects = []
+    for shard, (first, moved, third) in enumerate(zip(*digests, strict=True)):
+        if np.array_equal(first, moved):
+            continue
+        groups = [(shard + shift) % num_groups for shift in range(3)]
+        if np.array_equal(moved, third):
+            suspects.append({groups[0]})
+        elif np.array_equal(first, third):
+            # On two groups the third computation is on the group of the first, which may be wrong each time.
+            suspects.append({groups[1]} if num_groups > 2 else {*groups})
+        else:
+            suspects.append({*groups})
+    return sorted(set.intersection(*suspects) or set.union(*suspects))

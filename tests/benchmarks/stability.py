@@ -30,7 +30,7 @@ import yaml
 
 from experiments.gpt import PretrainGPT
 from runner import ExecutionSpec
-from runner.train.checks import ReplayedStep
+from runner.train.compile import ReplayedStep
 
 WITHOUT, AGAIN, WITH, REPLAYABLE, REPLAYED = "without", "without, again", "with", "not replayed", "replayed"
 POLICY: dict[str, Any] = {

@@ -181,7 +181,7 @@ def test_a_damaged_shared_entry_is_a_miss_and_is_replaced(damage, make_host, cap
 def test_a_damaged_entry_on_this_disk_is_a_miss_and_is_replaced(damage, make_host) -> None:
     host = make_host(None)
     host.cache.put(KEY, b"program")
-    (path,) = host.cache._path.iterdir()
+    (path,) = host.cache._host.root.iterdir()
     path.write_bytes(damage(path.read_bytes()))
     assert host.cache.get(KEY) is None
     host.cache.put(KEY, b"program")
