@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from runner.checkpoint.fast_tier import validate_replica_count
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.fork import (
     open_parent,
@@ -337,6 +338,8 @@ class RestoreableJob:
         if is_new and self.spec.checkpoint.fork_from is not None:
             with self.document.errors_at("checkpoint.fork_from"):
                 validate_parent_files(hosts, self.spec.checkpoint.fork_from)
+        with self.document.errors_at("checkpoint.local_replicas"):
+            validate_replica_count(self.spec.checkpoint.local_replicas, hosts)
 
         run_identity = self.make_run_identity(identity)
         attempt = claim_attempt(

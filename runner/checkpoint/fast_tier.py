@@ -17,9 +17,9 @@ from them, over the hosts' network, and nothing is read from the durable directo
 3. Each process serves one TCP port. A `put` stores a copy: under a temporary name, flushed, and renamed as a whole. A
    `get` returns a part or a copy. A request begins with a token that process 0 draws at the start.
 4. Before a restore, the processes gather which parts and copies they have, with the fingerprints of the states. A part
-   counts only if no later attempt has gone back behind it, since a host that was away may still have it. Of the newest
-   steps that can be completed, each process fetches the part that it lacks. From there on it is a part like any other:
-   its bytes and its bits are checked by the restore.
+   is ignored if a later attempt has resumed from an earlier step: a host that was away may still have such a part. Each
+   process fetches the part that it lacks of the newest step that can be completed. The restore then checks its bytes
+   and its bits like those of any other part.
 """
 
 import contextlib
@@ -33,7 +33,6 @@ import shutil
 import socket
 import socketserver
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +47,6 @@ from runner.checkpoint.manifest import Manifest
 from runner.console import warn
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
-from runner.distributed.key_value import process_key
 from runner.errors import InvalidError, PeerLostError, format_error
 from runner.records import Key, validate_record
 from runner.spec import Trajectory, hash_record
@@ -64,8 +62,7 @@ _DIGESTS = "companion_digests"  # their CRC-32C, by name; parts of earlier versi
 _PART_KEYS = (Key(_ATTACHMENTS, list, "Names."), Key(f"{_DIGESTS}.*", str, "CRC-32C."))
 _CHUNK_BYTES = 2**20
 _SOCKET_SECONDS = 120.0  # without progress, such as while a part is flushed, after which a transfer is given up
-_ROUND_SECONDS = 7 * 24 * 3600.0  # time to wait for the next round
-_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 2.0  # between two looks at who has sent its part
+_ROUND_SECONDS = 7 * 24 * 3600.0  # time to wait for a round
 _MAX_LINE_BYTES = 2**24
 _FILE_NAME = re.compile(r"([\w%.,=+@~-]+/)?[\w%.,=+@~-]+")
 
@@ -83,7 +80,7 @@ class FastTier:
 
         Args:
             is_own: returns True for a trajectory, saved at a step, that this run continues.
-            last_steps: for an attempt, the last step of its parts that no later attempt has abandoned.
+            last_steps: by attempt, the lowest step from which a later attempt has resumed; its later parts are ignored.
         """
         found = {}
         for step in self._list_present():
@@ -119,16 +116,11 @@ class FastTier:
         self.publish(temporary.name, manifest.step)
         self.delete_old()
 
-    def publish(
-        self,
-        temporary: str,
-        step: int,
-        guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext(),  # noqa: B008 - it has no state
-    ) -> None:
-        """Make a directory of complete files the part of a step, while `guard` is entered. Raises `OSError`."""
+    def publish(self, temporary: str, step: int, guard: contextlib.AbstractContextManager[None] | None = None) -> None:
+        """Make a directory of complete files the part of a step, inside of `guard` if given. Raises `OSError`."""
         # On a RAM disk a flush costs nothing. On a disk it makes the part one that a power cut of the host spares.
         self._store.flush_tree(temporary)
-        with guard:
+        with guard or contextlib.nullcontext():
             self._store.remove_tree(str(step))
             os.rename(self.directory / temporary, self.directory / str(step))
         fsync(self.directory)
@@ -194,6 +186,14 @@ class FastTier:
         )
 
 
+def validate_replica_count(num_replicas: int, hosts: Hosts) -> None:
+    """Raise `InvalidError` if the job has too few processes for `checkpoint.local_replicas`."""
+    if num_replicas >= hosts.num_processes + hosts.num_missing:
+        raise InvalidError(
+            f"{num_replicas} needs at least {num_replicas + 1} processes, and the job has {hosts.num_processes}"
+        )
+
+
 def open_fast_tier(
     directory: Path, hosts: Hosts, leaves: Leaves, num_replicas: int = 0
 ) -> tuple[FastTier, "Replicas | None"]:
@@ -209,13 +209,8 @@ def open_fast_tier(
         The fast tier, and its replicas if there are to be any.
 
     Raises:
-        InvalidError: on every host, if the disk of one cannot hold its parts, or if the job has too few processes.
+        InvalidError: on every host, if the disk of one cannot hold its parts.
     """
-    if num_replicas >= hosts.num_processes + hosts.num_missing:
-        raise InvalidError(
-            f"local_replicas: {num_replicas} needs at least {num_replicas + 1} processes, and the job has "
-            f"{hosts.num_processes}"
-        )
     fast_tier, part_bytes, host = FastTier(directory), 0, socket.gethostname()
     blocks_of: dict[str, list[str]] = {}
     for name, leaf in leaves.items():
@@ -309,29 +304,28 @@ def choose_holders(places: Sequence[ProcessPlace], count: int) -> list[list[int]
     levels: list[list[Any]] = [[place.slice_index for place in places], hosts, list(range(len(places)))]
     # The coarsest domains of which there are enough.
     domain_of = next(level for level in levels if len(set(level)) > count)
-    domains = list(dict.fromkeys(domain_of))
-    members = {domain: [process for process, own in enumerate(domain_of) if own == domain] for domain in domains}
-    holders = []
-    for process, domain in enumerate(domain_of):
-        twins = {domain_of[other] for other in find_twins(places, process)} - {domain}
-        place = members[domain].index(process)
-        others = [domains[(domains.index(domain) + offset) % len(domains)] for offset in range(1, count + 1)]
-        is_sending = process == 0 or len(twins) < count
-        holders.append([members[other][place % len(members[other])] for other in others] if is_sending else [])
+    members: dict[Any, list[int]] = {}
+    domains_with: dict[str, set[Any]] = {}  # by blocks
+    for process, (domain, place) in enumerate(zip(domain_of, places, strict=True)):
+        members.setdefault(domain, []).append(process)
+        domains_with.setdefault(place.blocks, set()).add(domain)
+    domains = list(members)
+    holders: list[list[int]] = [[] for _ in places]
+    for number, own in enumerate(members.values()):
+        others = [members[domains[(number + offset) % len(domains)]] for offset in range(1, count + 1)]
+        for index, process in enumerate(own):
+            # One of the domains with these blocks is its own.
+            if process == 0 or len(domains_with[places[process].blocks]) <= count:
+                holders[process] = [other[index % len(other)] for other in others]
     return holders
-
-
-def find_twins(places: Sequence[ProcessPlace], process: int) -> list[int]:
-    """Return the other processes whose parts contain the same blocks."""
-    return [other for other, place in enumerate(places) if place.blocks == places[process].blocks and other != process]
 
 
 class Replicas:
     """Copies that this process holds for others, and its connections to them. Made by `open_fast_tier`.
 
     Parts are sent in rounds: process 0 chooses a step, all processes send their parts of it, and the next round begins
-    when all have. So all processes have copies of the same steps, however slow the network is. A round, and every
-    request, belongs to a *generation*. `begin_generation` makes those of earlier ones invalid.
+    when all have. So there are copies of the same steps of all processes, however slow the network is. A round and its
+    requests belong to a *generation*. A holder refuses requests of an earlier generation than its own.
     """
 
     def __init__(self, fast_tier: FastTier, hosts: Hosts, owners: Sequence[int], token: str):
@@ -344,7 +338,6 @@ class Replicas:
             token: secret of this start of the job.
         """
         self._fast_tier, self._hosts, self._owners, self._token = fast_tier, hosts, owners, token
-        self._process_id = hosts.process_id
         self._addresses: list[tuple[str, int]] = []  # of the server of each process
         self._holders: Sequence[int] = ()
         self._places: Sequence[ProcessPlace] = ()
@@ -396,18 +389,18 @@ class Replicas:
         self._addresses = [
             (best.get(place.host, address), port) for place, (address, port) in zip(places, addresses, strict=True)
         ]
-        self._holders, self._places = holders[self._process_id], places
+        self._holders, self._places = holders[self._hosts.process_id], places
         if any(holders):
             threading.Thread(target=self._send_in_rounds, name="send replicas", daemon=True).start()
 
     def send(self, step: int) -> None:
-        """Let the next round be of this step, if this is process 0. Called on every host when it has its part."""
+        """Report that this process has its part of a step; process 0 chooses it for the next round. Never waits."""
         with self._changed:
             self._waiting_step = self._written_step = step
             self._changed.notify_all()
 
     def begin_generation(self) -> None:
-        """Make what was not copied until now invalid. Called on every host, before a barrier."""
+        """Invalidate all copies that have not arrived yet. Called on every host, before a barrier."""
         with self._changed:
             self._generation += 1
             self._waiting_step, self._written_step = None, -1
@@ -420,14 +413,14 @@ class Replicas:
 
         Args:
             is_own: returns True for a trajectory, saved at a step, that this run continues.
-            last_steps: for an attempt, the last step of its parts that no later attempt has abandoned.
-            first_step: first step that is worth to be fetched.
+            last_steps: as in `FastTier.list_parts`.
+            first_step: lowest step worth fetching.
 
         Returns:
             For each step that was completed, the processes that have fetched their part of it.
         """
         everyone = range(self._hosts.num_processes)
-        own = [[self._process_id, *part] for part in self._fast_tier.list_parts(is_own, last_steps).items()]
+        own = [[self._hosts.process_id, *part] for part in self._fast_tier.list_parts(is_own, last_steps).items()]
         copies = [
             [owner, *part]
             for owner in self._list_copied()
@@ -435,23 +428,30 @@ class Replicas:
         ]
         gathered = self._hosts.gather([own, copies])
         present = {(owner, step, digest) for own, _ in gathered for owner, step, digest in own}
-        # (process, step, fingerprint) -> (holder, owner) of each part on the holder that the process can use
-        sources: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+        # (holder, owner) of each part or copy, by state with its owner, and with its blocks.
+        of_owner: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+        of_blocks: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
         for holder, (own, copies) in enumerate(gathered):
             for owner, step, digest in [*own, *copies]:
-                for process in (owner, *find_twins(self._places, owner)) if owner in everyone else ():
-                    # Only a part of process 0 has the attachments.
-                    if process == owner or process > 0:
-                        sources.setdefault((process, step, digest), []).append((holder, owner))
-        states = sorted({(step, digest) for _, step, digest in sources if step >= first_step}, reverse=True)
-        complete = [state for state in states if all((process, *state) in sources for process in everyone)]
+                if owner in everyone:
+                    of_owner.setdefault((owner, step, digest), []).append((holder, owner))
+                    of_blocks.setdefault((self._places[owner].blocks, step, digest), []).append((holder, owner))
+
+        def list_sources(process: int, step: int, digest: str) -> list[tuple[int, int]]:
+            """Return (holder, owner) of each part that a process can use as its own."""
+            if process == 0:  # Only its own part has the attachments.
+                return of_owner.get((process, step, digest), [])
+            return of_blocks.get((self._places[process].blocks, step, digest), [])
+
+        states = sorted({(step, digest) for _, step, digest in of_owner if step >= first_step}, reverse=True)
+        complete = [state for state in states if all(list_sources(process, *state) for process in everyone)]
         for step, digest in complete[:NUM_KEPT_STEPS]:
             missing = [process for process in everyone if (process, step, digest) not in present]
             if not missing:
                 return {}
             problem = None
-            if self._process_id in missing:
-                problem = self.fetch(step, sources[self._process_id, step, digest])
+            if self._hosts.process_id in missing:
+                problem = self.fetch(step, list_sources(self._hosts.process_id, step, digest))
                 if problem is not None:
                     warn(problem)
             if not any(self._hosts.gather(problem is not None)):
@@ -467,7 +467,7 @@ class Replicas:
                 shutil.rmtree(self._get_directory(owner), ignore_errors=True)
 
     def close(self) -> None:
-        """Stop to serve and to send."""
+        """Stop serving and sending."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -498,14 +498,7 @@ class Replicas:
                 for holder in self._holders:
                     self.send_to_holder(holder, step, generation)
                 last_step = step
-                store.set(process_key(key_value.REPLICAS_SENT, self._process_id), number)
-                pause_seconds = _MIN_PAUSE_SECONDS
-                while self._hosts.is_main and not self._is_closing:
-                    sent = store.list_values(key_value.REPLICAS_SENT)
-                    if sum(each >= number for each in sent.values()) == self._hosts.num_processes:
-                        break
-                    time.sleep(pause_seconds)
-                    pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+                self._hosts.collect(key_value.replica_folder(number), None, _ROUND_SECONDS)
 
     def _wait_until_written(self, step: int, generation: int) -> None:
         """Wait for this process's part of a step, which process 0 may have written sooner."""
@@ -517,11 +510,11 @@ class Replicas:
             self._changed.wait_for(is_written_or_given_up, _SOCKET_SECONDS)
 
     def send_to_holder(self, holder: int, step: int, generation: int) -> None:
-        """Send this process's part of a step to one holder. A failure is counted, and reported if it is the second."""
+        """Send this process's part of a step to one holder. Warns at the second failure in a row; never raises."""
         directory = self._fast_tier.directory / str(step)
         try:
             files = _list_files(directory)
-            request = {"kind": "put", "owner": self._process_id, "step": step, "files": files}
+            request = {"kind": "put", "owner": self._hosts.process_id, "step": step, "files": files}
             with self.request(holder, request | {"generation": generation}) as stream:
                 _send_files(stream, directory, files)
                 _read_answer(stream)
@@ -572,7 +565,7 @@ class Replicas:
         owner, step = int(request["owner"]), int(request["step"])
         if request["kind"] == "put":
             if owner not in self._owners:
-                raise ValueError(f"process {self._process_id} holds no copies for process {owner}")
+                raise ValueError(f"process {self._hosts.process_id} holds no copies for process {owner}")
             copies = self._open_copies(owner)
             _receive_part(stream, copies.directory, step, request["files"], self.hold_generation(request["generation"]))
             copies.delete_old()
@@ -580,7 +573,7 @@ class Replicas:
         else:
             directory = self._get_directory(owner) / str(step)
             own_directory = self._fast_tier.directory / str(step)
-            if owner == self._process_id and own_directory.exists():
+            if owner == self._hosts.process_id and own_directory.exists():
                 directory = own_directory
             files = _list_files(directory)
             _write_line(stream, {"error": None, "files": files})
@@ -588,7 +581,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def hold_generation(self, generation: int) -> Iterator[None]:
-        """Keep the generation while a copy is published. Raises `ValueError` if the copy is of an earlier one."""
+        """Prevent a new generation while a copy is published. Raises `ValueError` if the copy is of an earlier one."""
         with self._changed:
             if generation != self._generation:
                 raise ValueError("the step was given up meanwhile")
@@ -653,7 +646,7 @@ def _receive_part(
     directory: Path,
     step: int,
     files: Mapping[str, int],
-    guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext(),  # noqa: B008 - it has no state
+    guard: contextlib.AbstractContextManager[None] | None = None,
 ) -> None:
     """Receive a part as `directory`/`step`. Raises `ValueError` or `OSError`, with nothing left there.
 
@@ -662,7 +655,7 @@ def _receive_part(
         directory: directory of the parts.
         step: step of the part.
         files: size in bytes of each file.
-        guard: entered while the part is made visible; what it raises prevents that.
+        guard: entered while the part is made visible; an error that it raises prevents that.
     """
     # What a peer sends is data: no name may lead out of the directory, and no size may fill the disk.
     sizes = {str(name): int(size) for name, size in files.items()}

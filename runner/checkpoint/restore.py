@@ -182,7 +182,7 @@ def restore_newest(
 
 
 def find_limits(store: Store, durable_steps: list[int]) -> tuple[list[tuple[int, int]], int]:
-    """Return (attempt, last step of it that no later attempt has gone back behind) and the newest committed step.
+    """Return (attempt, lowest step from which a later attempt has resumed) of each, and the newest committed step.
 
     Process 0 only.
     """
@@ -191,10 +191,10 @@ def find_limits(store: Store, durable_steps: list[int]) -> tuple[list[tuple[int,
         attempt, step = event.get("attempt"), event.get("step")
         if event.get("event") in _RESUMING_EVENTS and isinstance(attempt, int) and isinstance(step, int):
             resumed[attempt] = min(step, resumed.get(attempt, step))
-    limits = [
-        (attempt, min(step for later, step in resumed.items() if later > attempt))
-        for attempt in range(max(resumed, default=0))
-    ]
+    limits: list[tuple[int, int]] = []
+    for attempt in reversed(range(max(resumed, default=0))):
+        following = limits[-1][1] if limits else resumed[attempt + 1]
+        limits.append((attempt, min(following, resumed.get(attempt + 1, following))))
     committed = (step for step in sorted(durable_steps, reverse=True) if is_committed(store, str(step)))
     return limits, next(committed, 0)
 

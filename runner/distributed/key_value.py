@@ -36,7 +36,6 @@ REPLICA_ROUNDS = "runner/replica/round"
 HEARTBEATS = "runner/beat"  # its last heartbeat (watchdog)
 ARRIVALS = "runner/arrival"  # the last round in which it reported its arrival (straggler detection)
 STOP_TICKS = "runner/stop/tick"  # its tick when the stop was requested (preemption)
-REPLICAS_SENT = "runner/replica/sent"  # the last round in which it sent its part (replicas of the fast tier)
 DEPARTURES = "runner/departure"  # its exit code, announced before a clean exit (liveness)
 
 # One name for all barriers: the service counts how often a name was passed, but would keep each new name forever.
@@ -69,6 +68,14 @@ def save_folder(save: int) -> str:
     over those.
     """
     return f"runner/pieces/{save}"
+
+
+def replica_folder(number: int) -> str:
+    """Return the folder in which each process except 0 reports that it has sent its part in a round.
+
+    Process 0 deletes it when all have, see `Hosts.collect`: at most P keys.
+    """
+    return f"runner/replica/sent/{number}"
 
 
 class CoordinatorClient(Protocol):

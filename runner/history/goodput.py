@@ -152,9 +152,9 @@ def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> 
 
 
 def list_restarts(attempts: Sequence[AttemptRecord]) -> list[tuple[AttemptRecord, Seconds]]:
-    """Return each attempt that was started again and has made a step.
+    """Return (attempt, seconds by bucket) of each restart that made a step.
 
-    With it the seconds by bucket from the end of the attempt before it to that step.
+    The seconds run from the end of the attempt before to that step.
     """
     return [
         (

@@ -11,6 +11,7 @@ import argparse
 import shutil
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 from runner.storage import LocalStore, read_log
@@ -18,6 +19,7 @@ from tests.benchmarks.restart import kill, list_committed_steps, spawn
 from tests.support.job_process import list_common_steps
 
 SOURCES = ("own parts", "a replica", "durable directory")
+_POLL_SECONDS = 0.05
 _STEP_SECONDS = 1.5  # time to send a part before the next one
 
 
@@ -52,6 +54,7 @@ def measure(
     for attempt, source in enumerate(["", *sources], 1):
         processes = spawn("specs/counter.yaml", directory, cache, num_processes, options)
         while not list_events(directory, "init" if attempt == 1 else "restore", attempt):
+            time.sleep(_POLL_SECONDS)
             assert all(process.poll() is None for process in processes)
         if source:
             (restore,) = list_events(directory, "restore", attempt)
@@ -71,6 +74,7 @@ def measure(
             return newest > max(begun + 2, durable) and durable > 0
 
         while not is_ready():
+            time.sleep(_POLL_SECONDS)
             assert all(process.poll() is None for process in processes)
         kill(processes)
         saves = list_events(directory, "save", attempt)
