@@ -23,8 +23,8 @@ from runner.distributed.preemption import StopNotice, end_process
 from runner.distributed.rendezvous import Placement, detect_placement, join_job
 from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, error_from_exit
 from runner.job import RestoreableJob
-from runner.run.attempt import announce_waiting
 from runner.run.logs import drain_log_file, install_log_file
+from runner.run.membership import Membership
 from runner.spec import Document, ExecutionSpec, load_job_class
 
 # Libraries whose own log lines would repeat what the runner reports in one line.
@@ -59,9 +59,12 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     install_log_file()
     # The wait for slow hosts is accounted to its own category, apart from the set-up.
     clock.enter(TimeBucket.DISTRIBUTED_INIT)
-    is_elastic = spec.topology is not None and spec.topology.elastic
-    with announce_waiting(spec, 0 if placement is None else placement.process_id) as announce:
-        hosts = join_job(placement, spec.deadlines, is_elastic, announce)
+    members = None
+    if placement is not None and spec.topology is not None and spec.topology.elastic:
+        members = Membership(spec, placement.process_id)
+    hosts = join_job(placement, spec.deadlines, members)
+    if members is not None:
+        members.close()
     clock.enter(TimeBucket.SET_UP)
     if hosts.num_processes > 1:
         # Only now is it known which process this is.

@@ -13,21 +13,24 @@ continued alone would be one of N silent single-process runs.
    that ends closes them, which the other end notices at once (`agreement.Liveness`).
 3. If processes are missing, the error names them and the job ends with exit code 76 on all processes that joined,
    because a start with fewer processes would be a different job. With `topology.elastic` the job starts with those that
-   joined, renumbered in the same order. A process that comes later goes on asking; with `topology.grow` it says in the
-   run's directory that it waits (`runner.run.attempt`).
+   joined, renumbered in the same order, unless other hosts run it already.
+4. If process 0 is missing in an elastic job, the lowest process that is present takes its role. Processes that cannot
+   reach process 0 find each other by notices in the directory of the run (`Members`), so the run must have begun. Each
+   of them listens, and goes on asking process 0 and the lower ones. Once it reaches one of them, it stops listening,
+   and the processes that have joined it follow.
 """
 
 import contextlib
 import ipaddress
 import json
+import math
 import os
 import re
 import select
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, Self
 
 import jax
 from jax._src import clusters, distributed
@@ -125,9 +128,34 @@ def _find_local_devices() -> tuple[int, ...] | None:
 _RETRY_SECONDS = 0.2
 ANNOUNCE_SECONDS = 3.0
 _ANSWER_SECONDS = 10.0
+_CONNECT_SECONDS = 2.0  # for a process that may have left its notice behind
+_OBSERVATION_SECONDS = 40.0  # which `Members.find_running_attempt` may take
+_ANY_HOST = "192.0.2.1"  # an address of documentation (RFC 5737), reached by the default route
 _MAX_LINE_BYTES = 1 << 20
 
 Connections = dict[int, socket.socket]  # by process
+
+
+class Members(Protocol):
+    """Membership of an elastic job as its directory shows it. Implemented by `runner.run.membership`.
+
+    Attributes:
+        run_id: id of the run in the directory; None while there is none, or it is not known yet.
+    """
+
+    run_id: str | None
+
+    def announce(self, address: str) -> None:
+        """Say from now on that this process waits, and that it accepts others at HOST:PORT. Does not block."""
+
+    def list_addresses(self) -> list[str]:
+        """Return the addresses of the processes before this one that wait, the lowest first."""
+
+    def find_running_attempt(self) -> int | None:
+        """Return the number of the attempt of other hosts that runs or has run during the wait, or None.
+
+        Blocks for up to half a minute.
+        """
 
 
 @dataclass(frozen=True)
@@ -135,7 +163,7 @@ class RendezvousResult:
     """Placement of this process among those that joined, and its connections to them.
 
     Attributes:
-        placement: the placement, renumbered if processes are missing.
+        placement: the placement, renumbered if processes are missing, with the address of its process 0.
         peer_sockets: by process, a connection that closes when it ends: on process 0 to every other process, on the
             others to process 0.
     """
@@ -144,26 +172,32 @@ class RendezvousResult:
     peer_sockets: Connections
 
 
-def wait_for_peers(
-    placement: Placement, deadline_seconds: float, is_elastic: bool, announce: Callable[[], None] = lambda: None
-) -> RendezvousResult:
+def wait_for_peers(placement: Placement, deadline_seconds: float, members: Members | None = None) -> RendezvousResult:
     """Block until every process has joined. Called on every process, before `jax.distributed.initialize`.
 
     Args:
         placement: position of this process.
         deadline_seconds: time for all processes to join.
-        is_elastic: if True, return with the processes that joined before the deadline.
-        announce: called every `ANNOUNCE_SECONDS` while process 0 does not answer.
+        members: membership of an elastic job, which begins with the processes that joined before the deadline; None:
+            all processes must join.
 
     Raises:
-        RetryableError: processes did not join in time, and the message names them; or process 0 cannot be reached.
+        RetryableError: processes did not join in time, and the message names them; or process 0 cannot be reached; or
+            the elastic job runs on other hosts.
     """
     end_seconds = time.monotonic() + deadline_seconds
     if placement.process_id == 0:
-        present, connections = _accept_peers(placement, end_seconds, deadline_seconds, is_elastic)
+        address = placement.coordinator
+        with _Meeting(placement, get_bind_address(placement), members) as meeting:
+            present, connections = meeting.wait_for_all(end_seconds, deadline_seconds)
     else:
-        present, connections = _join_process_0(placement, end_seconds, deadline_seconds, announce)
-    renumbered = replace(placement, num_processes=len(present), process_id=present.index(placement.process_id))
+        present, connections, address = _join_lower_process(placement, end_seconds, deadline_seconds, members)
+    renumbered = replace(
+        placement,
+        coordinator=address,
+        num_processes=len(present),
+        process_id=present.index(placement.process_id),
+    )
     return RendezvousResult(
         renumbered, {present.index(process): connection for process, connection in connections.items()}
     )
@@ -182,46 +216,105 @@ def get_bind_address(placement: Placement) -> str:
     return placement.coordinator
 
 
-def _accept_peers(
-    placement: Placement, end_seconds: float, deadline_seconds: float, is_elastic: bool
-) -> tuple[list[int], Connections]:
-    """Run the rendezvous on process 0; return the processes that joined, in order, and their connections."""
-    num_processes = placement.num_processes
-    peers: Connections = {}
-    with _listen(get_bind_address(placement)) as listener:
-        while not _has_all(peers, num_processes - 1) and (left_seconds := end_seconds - time.monotonic()) > 0:
-            listener.settimeout(left_seconds)
-            with contextlib.suppress(TimeoutError):
-                connection, _ = listener.accept()
-                connection.settimeout(_ANSWER_SECONDS)
-                process = None
-                # A connection that closes early, or that is not from this job (a port scan), must not end the start.
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                    process = int(_receive_line(connection)["process_id"])
-                if process is not None and 0 < process < num_processes:
-                    peers[process] = connection
-                else:
-                    connection.close()
-        _drop_closed(peers)
-        present = [0, *sorted(peers)]
-        missing = [str(process) for process in range(num_processes) if process not in present]
+class _Meeting:
+    """Listener of process 0, or of a process that may take its role, and the processes that have joined it.
+
+    Raises `RetryableError` if it cannot listen.
+
+    Attributes:
+        address: HOST:PORT on which it listens.
+    """
+
+    def __init__(self, placement: Placement, bind_address: str, members: Members | None):
+        self._placement = placement
+        self._members = members
+        self._peers: Connections = {}
+        self._listener = _listen(bind_address)
+        host, _ = _split_address(bind_address)
+        self.address = _join_address(host, self._listener.getsockname()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def accept(self, seconds: float) -> None:
+        """Accept the processes that come within this time, at most until the first has come and no other waits."""
+        while True:
+            self._listener.settimeout(seconds)
+            try:
+                connection, _ = self._listener.accept()
+            except (TimeoutError, BlockingIOError):
+                return
+            seconds = 0.0
+            connection.settimeout(_ANSWER_SECONDS)
+            process = None
+            # A connection that closes early, or that is not from this job (a port scan), must not end the start.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                greeting = _receive_line(connection)
+                # The address of a process that listens for lost ones may have been another job's before.
+                is_own_run = self._placement.process_id == 0 or greeting["run"] == self._get_run_id()
+                process = int(greeting["process_id"]) if is_own_run else None
+            if process is not None and self._placement.process_id < process < self._placement.num_processes:
+                with contextlib.suppress(OSError):  # `_drop_closed` finds one that has ended
+                    _send(connection, {"joined": self._placement.process_id})
+                self._peers[process] = connection
+            else:
+                connection.close()
+
+    def wait_for_all(self, end_seconds: float, deadline_seconds: float) -> tuple[list[int], Connections]:
+        """Wait until all processes have joined, or until the deadline, and `answer`. Process 0 only."""
+        next_seconds = time.monotonic() + ANNOUNCE_SECONDS
+        while not self._has_all() and (left_seconds := end_seconds - time.monotonic()) > 0:
+            self.accept(min(left_seconds, ANNOUNCE_SECONDS))
+            if self._members is not None and time.monotonic() >= next_seconds:
+                # The others may run without this process, which then waits for them to stop.
+                self._members.announce(self._placement.coordinator)
+                next_seconds = math.inf
+        return self.answer(deadline_seconds)
+
+    def answer(self, deadline_seconds: float) -> tuple[list[int], Connections]:
+        """Answer every process that has joined; return the processes, in order, and their connections.
+
+        Raises:
+            RetryableError: the job cannot begin without the processes that are missing.
+        """
+        _drop_closed(self._peers)
+        num_processes, own = self._placement.num_processes, self._placement.process_id
         error = None
-        if missing and not is_elastic:
+        if self._members is not None and len(self._peers) < num_processes - 1:
+            if (attempt := self._members.find_running_attempt()) is not None:
+                error = f"attempt {attempt} runs the job on other hosts; run the same command again to join them"
+            self.accept(0)
+            _drop_closed(self._peers)
+        present = [own, *sorted(self._peers)]
+        missing = [str(process) for process in range(num_processes) if process not in present]
+        if missing and self._members is None:
             who = f"process{'es' * (len(missing) > 1)} {', '.join(missing)} of {num_processes}"
             error = f"{who} did not join within {deadline_seconds:g} s; run the same command again"
-        for connection in peers.values():
+        for connection in self._peers.values():
             with contextlib.suppress(OSError):
                 _send(connection, {"present": present, "error": error})
-    if error is not None:
-        raise RetryableError(error)
-    return present, peers
+        if error is not None:
+            raise RetryableError(error)
+        return present, self._peers
 
+    def dissolve(self) -> None:
+        """Stop listening, and close the connections of the processes that have joined, which ask again elsewhere."""
+        self._listener.close()
+        for connection in self._peers.values():
+            connection.close()
 
-def _has_all(peers: Connections, count: int) -> bool:
-    """Return True if `count` processes have joined and wait; those that have ended since are dropped."""
-    if len(peers) == count:
-        _drop_closed(peers)
-    return len(peers) == count
+    def _get_run_id(self) -> str | None:
+        return None if self._members is None else self._members.run_id
+
+    def _has_all(self) -> bool:
+        """Return True if all processes have joined and wait; those that have ended since are dropped."""
+        count = self._placement.num_processes - 1
+        if len(self._peers) == count:
+            _drop_closed(self._peers)
+        return len(self._peers) == count
 
 
 def _drop_closed(peers: Connections) -> None:
@@ -252,39 +345,99 @@ def _split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _join_process_0(
-    placement: Placement, end_seconds: float, deadline_seconds: float, announce: Callable[[], None]
-) -> tuple[list[int], Connections]:
-    """Run the rendezvous on another process; return the processes that joined, and the connection to process 0."""
-    reason, next_seconds = "no answer", time.monotonic() + ANNOUNCE_SECONDS
+def _join_lower_process(
+    placement: Placement, end_seconds: float, deadline_seconds: float, members: Members | None
+) -> tuple[list[int], Connections, str]:
+    """Run the rendezvous on a process other than 0.
+
+    Returns:
+        The processes that joined, in order; the connections; the address of the process that has the role of process 0.
+    """
+    process_0, meeting, reason = placement.coordinator, None, "no answer"
+    announce_seconds = time.monotonic() + ANNOUNCE_SECONDS
     while (left_seconds := end_seconds - time.monotonic()) > 0:
-        connection = None
-        try:
-            address = _split_address(placement.coordinator)
-            connection = socket.create_connection(address, min(left_seconds, _ANSWER_SECONDS))
-            _send(connection, {"process_id": placement.process_id})
-            connection.settimeout(left_seconds + _ANSWER_SECONDS)
-            answer = _receive_line(connection)
-            error, present = answer["error"], [int(process) for process in answer["present"]]
-            if placement.process_id not in present:
-                raise ValueError("the answer leaves this process out")
-        # Process 0 is not up yet, or is being restarted, or something else has its port for now.
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as failure:
-            reason = f"no {failure} in the answer" if isinstance(failure, KeyError) else str(failure)
-            if connection is not None:
+        for address in [process_0, *([] if members is None else members.list_addresses())]:
+            patience_seconds = _ANSWER_SECONDS if address == process_0 else _CONNECT_SECONDS
+            try:
+                connection = socket.create_connection(_split_address(address), min(left_seconds, patience_seconds))
+            # It is not up yet, or is being restarted.
+            except (OSError, ValueError, OverflowError) as failure:
+                reason = str(failure) if address == process_0 else reason
+                continue
+            try:
+                _ask_to_join(connection, placement.process_id, members)
+                if meeting is not None:
+                    meeting.dissolve()
+                    meeting = None
+                late_seconds = _ANSWER_SECONDS + (0 if members is None else _OBSERVATION_SECONDS)
+                connection.settimeout(max(end_seconds - time.monotonic(), 0) + late_seconds)
+                present = _receive_answer(connection, placement.process_id)
+            # It has ended, or has followed a lower process, or something else has its port for now.
+            except (OSError, ValueError, KeyError, TypeError, OverflowError) as failure:
                 connection.close()
-            if time.monotonic() >= next_seconds:
-                announce()
-                next_seconds = time.monotonic() + ANNOUNCE_SECONDS
+                reason = f"no {failure} in the answer" if isinstance(failure, KeyError) else str(failure)
+                continue
+            return present, {present[0]: connection}, address
+        if members is not None and time.monotonic() >= announce_seconds:
+            if meeting is None:
+                meeting = _Meeting(placement, _join_address(_find_own_host(process_0), 0), members)
+                members.announce(meeting.address)
+            meeting.accept(_RETRY_SECONDS)
+        else:
             time.sleep(_RETRY_SECONDS)
-            continue
-        if error is not None:
-            raise RetryableError(str(error))
-        return present, {0: connection}
+    if meeting is not None and members is not None and members.run_id is not None:
+        with meeting:
+            present, connections = meeting.answer(deadline_seconds)
+        return present, connections, meeting.address
     raise RetryableError(
-        f"process 0 of {placement.num_processes} at {placement.coordinator} could not be reached within "
+        f"process 0 of {placement.num_processes} at {process_0} could not be reached within "
         f"{deadline_seconds:g} s ({reason}); run the same command again"
     )
+
+
+def _ask_to_join(connection: socket.socket, process_id: int, members: Members | None) -> None:
+    """Join the process at the other end, which has the role of process 0 or may take it.
+
+    Raises:
+        ValueError: something else is at the other end. Other errors of sockets and of JSON have the same meaning.
+    """
+    _send(connection, {"process_id": process_id, "run": None if members is None else members.run_id})
+    # It may be waiting for process 0 to accept a connection.
+    connection.settimeout(2 * _ANSWER_SECONDS)
+    if int(_receive_line(connection)["joined"]) >= process_id:
+        raise ValueError("the answer is of no lower process")
+
+
+def _receive_answer(connection: socket.socket, process_id: int) -> list[int]:
+    """Return the processes that have joined, once all have or the deadline of the other end has passed.
+
+    Raises:
+        RetryableError: the job does not begin.
+        ValueError: the answer is not one of the rendezvous. Other errors of sockets and of JSON have the same meaning.
+    """
+    answer = _receive_line(connection)
+    error, present = answer["error"], [int(process) for process in answer["present"]]
+    if process_id not in present:
+        raise ValueError("the answer leaves this process out")
+    if error is not None:
+        raise RetryableError(str(error))
+    return present
+
+
+def _find_own_host(coordinator: str) -> str:
+    """Return the IP address of this host in the network of process 0, or else in that of the default route."""
+    for host in (_split_address(coordinator)[0], _ANY_HOST):
+        # A socket for datagrams that is connected has an address, and sends nothing.
+        with contextlib.suppress(OSError):
+            family, *_, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -292,7 +445,8 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive_line(connection: socket.socket) -> dict[str, Any]:
-    with connection.makefile("rb") as stream:
+    # Without a buffer, which would take the line that follows too.
+    with connection.makefile("rb", buffering=0) as stream:
         line = stream.readline(_MAX_LINE_BYTES)
     if not line.endswith(b"\n"):
         raise ValueError("the connection ended before an answer")
@@ -307,12 +461,7 @@ def _receive_line(connection: socket.socket) -> dict[str, Any]:
 _HEARTBEAT_TIMEOUT_SECONDS = 60
 
 
-def join_job(
-    placement: Placement | None,
-    deadlines: Deadlines,
-    is_elastic: bool = False,
-    announce: Callable[[], None] = lambda: None,
-) -> Hosts:
+def join_job(placement: Placement | None, deadlines: Deadlines, members: Members | None = None) -> Hosts:
     """Join the other processes of the job and start `jax.distributed`.
 
     Called on every process, before any other use of JAX. Blocks until all processes have joined, for at most
@@ -321,15 +470,14 @@ def join_job(
     Args:
         placement: position of this process; None for a single-process job.
         deadlines: deadlines of the spec.
-        is_elastic: if True, the job starts with the processes that joined in time.
-        announce: called every `ANNOUNCE_SECONDS` while process 0 does not answer.
+        members: membership of an elastic job, which begins with the processes that joined in time; else None.
 
     Raises:
-        RetryableError: processes did not join in time; the message names them.
+        RetryableError: processes did not join in time, and the message names them; or the job runs on other hosts.
     """
     if placement is None:
         return Hosts.single_process()
-    result = wait_for_peers(placement, deadlines.start_seconds, is_elastic, announce)
+    result = wait_for_peers(placement, deadlines.start_seconds, members)
     num_missing = placement.num_processes - result.placement.num_processes
     placement = result.placement
     process_id, num_processes = placement.process_id, placement.num_processes

@@ -1,7 +1,7 @@
 """`Attempt`: one start of a job on all its processes, in a directory that it has claimed.
 
 It holds what every part of a running job needs, records how the attempt ends, and reports to the user.
-`IncidentRecorder` stores what the watchdog finds. `announce_waiting` and `WaitingHosts` let an elastic job grow.
+`IncidentRecorder` stores what the watchdog finds.
 
 `Notifier` runs a command, or sends a POST to a URL, on process 0. Each notification is sent on its own thread with a
 deadline. A failure only causes a warning. Training never waits for a notification; `drain` waits for a few seconds
@@ -28,7 +28,6 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.distributed.heartbeat import StragglerReport
 from runner.distributed.preemption import StopNotice
-from runner.distributed.rendezvous import ANNOUNCE_SECONDS
 from runner.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
@@ -38,7 +37,9 @@ from runner.errors import (
     InvalidError,
     MiscountError,
     PreemptedError,
+    RemovedError,
     ResumeError,
+    RetryableError,
     RunnerError,
     StorageError,
     format_error,
@@ -48,15 +49,12 @@ from runner.run.events import EventLog, collect_environment, compare_environment
 from runner.run.fence import Fence, is_unstarted
 from runner.run.layout import RESULT, Owner, read_owner, replace_owner, write_owner
 from runner.run.logs import open_log_file
+from runner.run.membership import WaitingHosts
 from runner.spec import Document, ExecutionSpec, NotifyConfig, Trajectory
-from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, open_store, read_log
+from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
 
 DEADLINE_SECONDS = 30.0
-HOUR_SECONDS, DAY_SECONDS = 3600.0, 86400.0
-WAITING = "waiting"  # files of processes that wait to join
-WAITING_SECONDS = 60.0  # since the last sign of life of a host that waits
-_LOOK_SECONDS = ANNOUNCE_SECONDS
-_REMOVE_SECONDS = 5.0  # for the notice of a process that has joined
+HOUR_SECONDS = 3600.0
 # Events of the ledger that cause a notification, and their names in it.
 NOTIFIED_EVENTS = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
 _MAX_VALUE_CHARACTERS = 60
@@ -237,84 +235,6 @@ def format_end_lines(directory: str, step: int) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def announce_waiting(spec: ExecutionSpec, process_id: int) -> Iterator[Callable[[], None]]:
-    """Give the function by which a process says that it waits to join an elastic job, which has begun without it.
-
-    With `topology.grow: at_save` the function writes `waiting/<process>` anew in the directory of the run, if there is
-    one. The file is removed at the end of the context, when the process has joined. A process that could not join in
-    time is started again by its supervisor, and goes on waiting. Problems with the directory are reported by the job
-    itself.
-    """
-    if spec.topology is None or spec.topology.grow == "never":
-        yield lambda: None
-        return
-    name = f"{WAITING}/{process_id}"
-
-    def announce() -> None:
-        with contextlib.suppress(OSError, InvalidError):
-            store = open_store(str(spec.directory))
-            if read_owner(store) is not None:
-                store.write(name, encode_json({"host": socket.gethostname(), "time": time.time()}))
-
-    def remove() -> None:
-        with contextlib.suppress(OSError, InvalidError):
-            open_store(str(spec.directory)).remove(name)
-
-    yield announce
-    # The others wait for this process, and a notice that is left means nothing: so a slow directory is not waited for.
-    thread = threading.Thread(target=remove, name="remove notice", daemon=True)
-    thread.start()
-    thread.join(_REMOVE_SECONDS)
-
-
-class WaitingHosts:
-    """Hosts that an elastic job has begun without, and that wait to join it. On process 0 only.
-
-    A thread looks at the files in `waiting/`. One whose content changes is of a host that lives, by the clock of this
-    process, and counts for a minute: between two tries to join a host writes nothing. A host that joins and fails soon
-    must not stop the job at every save, so each time that the job has grown within a day doubles the number of saves
-    before it grows again.
-
-    Attributes:
-        num_missing: processes that the job has begun without.
-    """
-
-    def __init__(self, store: Store, num_missing: int):
-        self.num_missing = num_missing
-        self._store = store
-        self._contents: dict[str, bytes] = {}
-        self._seen_seconds: dict[str, float] = {}
-        day_ago = time.time() - DAY_SECONDS
-        times = [event.get("time") for event in read_log(store, "events") if event.get("event") == "grow"]
-        self._num_saves_left = 2 ** sum(isinstance(each, float) and each > day_ago for each in times)
-        self._is_requested = False
-        self._closed = threading.Event()
-        threading.Thread(target=self._look, name="waiting", daemon=True).start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closed.set()
-
-    def is_growth_due(self) -> bool:
-        """Return True, once, if the job should stop to begin again with all hosts. Called after each save."""
-        self._num_saves_left -= 1
-        earliest = time.monotonic() - WAITING_SECONDS
-        num_waiting = sum(seconds > earliest for seconds in list(self._seen_seconds.values()))
-        is_due = not self._is_requested and self._num_saves_left <= 0 and num_waiting >= self.num_missing
-        self._is_requested |= is_due
-        return is_due
-
-    def _look(self) -> None:
-        while not self._closed.wait(_LOOK_SECONDS):
-            with contextlib.suppress(OSError):
-                for name in self._store.list_names(WAITING):
-                    content = self._store.read(f"{WAITING}/{name}")
-                    # The first look cannot tell a file that a dead host has left.
-                    if self._contents.setdefault(name, content) != content:
-                        self._contents[name], self._seen_seconds[name] = content, time.monotonic()
-
-
 @dataclass(frozen=True)
 class Attempt:
     """One start of a job, with what every part of the running job needs. Made by `claim_attempt` on every process.
@@ -407,6 +327,10 @@ class Attempt:
             # The directory belongs to another attempt or is gone, so not even the clock may be written there.
             self.progress.clock.attach_store(None)
             code = error.exit_code
+            if self.hosts.num_missing and not isinstance(error, RemovedError):
+                # Hosts of the job that could not reach these ones go on. They are joined at a later start.
+                code = EXIT_RETRYABLE
+                raise RetryableError(f"{error}; its hosts go on without this one") from error
             raise
         except BaseException as error:
             code, reason = FailedError.exit_code, format_error(error)

@@ -115,7 +115,7 @@ class Topology(FrozenModel):
     mesh: MeshConfig = Field(default=MeshConfig(), description="Axis sizes of the device mesh.")
     elastic: bool = Field(
         default=False,
-        description="Start with the hosts that have joined within deadlines.start_seconds, even if some are missing; "
+        description="Start with the hosts that have joined within deadlines.start_seconds, whichever are missing; "
         "false: exit with 76 then.",
     )
     grow: Literal["never", "at_save"] = Field(

@@ -1,24 +1,63 @@
 """Rendezvous of processes, and the names of missing ones."""
 
 import contextlib
+import itertools
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import pytest
 
+from runner.distributed import rendezvous
 from runner.distributed.rendezvous import Placement, get_bind_address, wait_for_peers
 from runner.errors import RetryableError
 from runner.process import find_free_port
 
 
-def meet_all(present, num_processes, deadline_seconds, is_elastic=False, port=None):
+@dataclass
+class Directory:
+    """Directory of a run, as its processes see it."""
+
+    addresses: dict[int, str] = field(default_factory=dict)
+    run_id: str | None = "run"
+    running_attempt: int | None = None
+
+
+@dataclass
+class FakeMembers:
+    """`Members` of one process."""
+
+    directory: Directory
+    process: int
+    run_id: str | None = None
+
+    def announce(self, address):
+        self.run_id = self.directory.run_id
+        if self.run_id is not None:
+            self.directory.addresses[self.process] = address
+
+    def list_addresses(self):
+        return [address for other, address in sorted(self.directory.addresses.items()) if 0 < other < self.process]
+
+    def find_running_attempt(self):
+        return self.directory.running_attempt
+
+
+def meet_all(present, num_processes, deadline_seconds, is_elastic=False, port=None, directory=None, delays=()):
     """Return the result of each present process: its placement, or the error message."""
     coordinator = f"127.0.0.1:{port or find_free_port()}"
+    directory = directory or Directory()
+    addresses = set()
 
     def one(process):
+        time.sleep(dict(delays).get(process, 0))
+        members = FakeMembers(directory, process) if is_elastic else None
         try:
-            meeting = wait_for_peers(Placement(coordinator, num_processes, process), deadline_seconds, is_elastic)
+            meeting = wait_for_peers(Placement(coordinator, num_processes, process), deadline_seconds, members)
+            addresses.add(meeting.placement.coordinator)
+            assert len(addresses) == 1, "one process 0"
             place = meeting.placement
             assert sorted(meeting.peer_sockets) == ([0] if place.process_id else list(range(1, place.num_processes)))
         except RetryableError as error:
@@ -50,6 +89,86 @@ def test_an_elastic_job_renumbers_the_processes_that_joined():
     assert meet_all([0], 4, 1, is_elastic=True) == [(0, 1)]
 
 
+@pytest.fixture
+def announces_soon(monkeypatch):
+    monkeypatch.setattr(rendezvous, "ANNOUNCE_SECONDS", 0.2)
+
+
+def meet_in_parallel(scenarios):
+    """Return the results of several jobs that begin at the same moment; each consists of arguments of `meet_all`."""
+    with ThreadPoolExecutor(len(scenarios)) as pool:
+        return list(pool.map(lambda arguments: meet_all(is_elastic=True, **arguments), scenarios))
+
+
+def test_the_lowest_process_of_an_elastic_job_takes_the_role_of_process_0(announces_soon):
+    groups = [present for count in (1, 2, 3) for present in itertools.combinations((1, 2, 3), count)]
+    met = meet_in_parallel([{"present": group, "num_processes": 4, "deadline_seconds": 2} for group in groups])
+    assert met == [[(index, len(group)) for index in range(len(group))] for group in groups]
+
+
+def test_processes_follow_one_that_comes_late(announces_soon):
+    """Those that have joined another process leave it for a lower one."""
+    groups = [(group, late) for group in ([0, 1, 2], [1, 2, 3]) for late in group]
+    common = {"num_processes": 4, "deadline_seconds": 3}
+    met = meet_in_parallel([common | {"present": group, "delays": [(late, 1.0)]} for group, late in groups])
+    assert met == [[(0, 3), (1, 3), (2, 3)]] * 6
+
+
+def test_an_elastic_job_does_not_begin_without_process_0_before_there_is_a_run(announces_soon):
+    messages = meet_all([1, 2], 3, 1, is_elastic=True, directory=Directory(run_id=None))
+    assert all("process 0 of 3 at 127.0.0.1:" in message for message in messages)
+    assert all("could not be reached within 1 s" in message for message in messages)
+
+
+def test_an_elastic_job_that_runs_on_other_hosts_does_not_begin_again(announces_soon):
+    common = {"num_processes": 4, "deadline_seconds": 1.5}
+    groups = [(0,), (0, 2), (1,), (1, 2), (2, 1)]
+    met = meet_in_parallel([common | {"present": group, "directory": Directory(running_attempt=7)} for group in groups])
+    message = "attempt 7 runs the job on other hosts; run the same command again to join them"
+    assert met == [[message] * len(group) for group in groups]
+
+
+def test_an_elastic_job_of_all_hosts_begins_at_once(announces_soon):
+    assert meet_all([0, 1], 2, 20, is_elastic=True, directory=Directory(running_attempt=7)) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_notice_of_a_dead_process_keeps_no_process_from_its_role(announces_soon, listens):
+    """Its address may be one on which another program listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stopped = threading.Event()
+
+        def answer():
+            server.settimeout(0.1)
+            while not stopped.is_set():
+                with contextlib.suppress(TimeoutError):
+                    server.accept()[0].close()
+
+        address = f"127.0.0.1:{server.getsockname()[1] if listens else find_free_port()}"
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(answer)
+            try:
+                met = meet_all([2, 3], 4, 2, is_elastic=True, directory=Directory({1: address}))
+            finally:
+                stopped.set()
+    assert met == [(0, 2), (1, 2)]
+
+
+def test_a_process_of_another_run_does_not_join(announces_soon):
+    """The address in a notice may have become one of another job."""
+    directory = Directory()
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(meet_all, [1], 3, 2, True, None, directory)
+        while 1 not in directory.addresses:
+            time.sleep(0.01)
+        host, _, port = directory.addresses[1].rpartition(":")
+        for greeting in (b'{"process_id": 2, "run": "other"}', b'{"process_id": 2}', b'{"process_id": 2, "run": null}'):
+            with socket.create_connection((host, int(port)), 5) as stranger:
+                stranger.sendall(greeting + b"\n")
+                assert stranger.recv(100) == b""
+        assert meeting.result() == [(0, 1)]
+
+
 def join_and_end(port, process):
     """Join as a process that ends while it waits for the answer."""
     deadline = time.monotonic() + 20
@@ -74,7 +193,7 @@ def test_a_process_that_ends_in_the_wait_may_come_again():
     port = find_free_port()
 
     def join(process):
-        return wait_for_peers(Placement(f"127.0.0.1:{port}", 3, process), 20, False).placement.num_processes
+        return wait_for_peers(Placement(f"127.0.0.1:{port}", 3, process), 20).placement.num_processes
 
     def join_again():
         join_and_end(port, 2)
@@ -112,12 +231,16 @@ WRONG_ANSWERS = {
     b"": "the connection ended before an answer",
     b"HTTP/1.0 400 Bad Request\r\n\r\n": "Expecting value",
     b"[0, 1]\n": "the answer is not one of this protocol",
-    b"{}\n": "no 'error' in the answer",
-    b'{"error": null}\n': "no 'present' in the answer",
-    b'{"error": null, "present": 2}\n': "'int' object is not iterable",
-    b'{"error": null, "present": [null]}\n': "int() argument",
-    b'{"error": null, "present": [Infinity]}\n': "cannot convert float infinity to integer",
-    b'{"error": null, "present": [0, 7]}\n': "the answer leaves this process out",
+    b"{}\n": "no 'joined' in the answer",
+    b'{"joined": null}\n': "int() argument",
+    b'{"joined": 1}\n': "the answer is of no lower process",
+    b'{"joined": 0}\n': "the connection ended before an answer",
+    b'{"joined": 0}\n{}\n': "no 'error' in the answer",
+    b'{"joined": 0}\n{"error": null}\n': "no 'present' in the answer",
+    b'{"joined": 0}\n{"error": null, "present": 2}\n': "'int' object is not iterable",
+    b'{"joined": 0}\n{"error": null, "present": [null]}\n': "int() argument",
+    b'{"joined": 0}\n{"error": null, "present": [Infinity]}\n': "cannot convert float infinity to integer",
+    b'{"joined": 0}\n{"error": null, "present": [0, 7]}\n': "the answer leaves this process out",
 }
 
 
@@ -148,4 +271,4 @@ def test_a_host_name_binds_every_interface():
 
 def test_a_port_in_use_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RetryableError, match="cannot listen on"):
-        wait_for_peers(Placement(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0), 1, is_elastic=False)
+        wait_for_peers(Placement(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0), 1)

@@ -1,0 +1,240 @@
+"""Membership of an elastic job (`topology.elastic`), whose hosts may be missing at a start and return later.
+
+The directory of the run is all that hosts can reach when process 0 is missing. A process that cannot reach process 0
+writes `waiting/<process>` there every few seconds, with the address on which it accepts others (`Membership`). The
+lowest process that waits takes the role of process 0 at the deadline of the start (`runner.distributed.rendezvous`).
+
+Two groups of hosts that cannot reach each other must not take turns: each claim of the directory would end the other
+group at its next save. So a group that lacks hosts begins only if no attempt runs in the directory, and none has run
+while the group waited for the others: the hosts of an attempt that has just ended are about to return. The clock of
+the newest attempt tells. If two groups begin at the same moment, the fence ends one of them with 76, and that one then
+waits.
+
+With `topology.grow: at_save` the running job stops at a save once all missing hosts wait (`WaitingHosts`).
+"""
+
+import contextlib
+import socket
+import threading
+import time
+
+from runner.distributed.rendezvous import ANNOUNCE_SECONDS
+from runner.errors import RunnerError
+from runner.run.clock_file import HEARTBEAT_SECONDS, IDLE_SECONDS, decode_clock_file, get_clock_file_name
+from runner.run.fence import Fence
+from runner.run.layout import read_owner
+from runner.spec import ExecutionSpec
+from runner.storage import Store, encode_json, open_store, parse_json, parse_number, read_log
+
+DAY_SECONDS = 86400.0
+WAITING = "waiting"  # files of processes that wait to join
+WAITING_SECONDS = 60.0  # since the last sign of life of a host that waits
+_LOOK_SECONDS = ANNOUNCE_SECONDS
+_FRESH_SECONDS = 10.0  # since the last sign of life of a process that accepts others
+_CLOSE_SECONDS = 5.0  # for the notice of a process that has joined
+_OBSERVE_POLL_SECONDS = 0.5
+_STORE_SECONDS = 10.0  # for a slow directory, when the clock of an attempt is observed
+
+
+class _Notices:
+    """Files in `waiting/`. If the content of one changes, its process is alive.
+
+    Attributes:
+        contents: newest content by name.
+        found_seconds: moment at which a file was first seen, by name and by the monotonic clock.
+        changed_seconds: moment of the last change since then, of those files that have changed.
+    """
+
+    def __init__(self, store: Store):
+        self._store = store
+        self.contents: dict[str, bytes] = {}
+        self.found_seconds: dict[str, float] = {}
+        self.changed_seconds: dict[str, float] = {}
+
+    def look(self) -> None:
+        """Read all files. Raises `OSError` if the directory cannot be read."""
+        for name in self._store.list_names(WAITING):
+            content = self._store.read(f"{WAITING}/{name}")
+            self.found_seconds.setdefault(name, time.monotonic())
+            if self.contents.setdefault(name, content) != content:
+                self.contents[name], self.changed_seconds[name] = content, time.monotonic()
+
+
+class Membership:
+    """Part of one process in the membership of an elastic job, while it waits for process 0. Implements `Members`.
+
+    A thread reads and writes the directory, so that a slow one does not keep this process from joining. Nothing is
+    written where there is no run yet. Problems with the directory are reported by the job itself.
+    """
+
+    def __init__(self, spec: ExecutionSpec, process_id: int):
+        self._spec = spec
+        self._process_id = process_id
+        self._address: str | None = None
+        self._notices: _Notices | None = None
+        self._newest_clock: tuple[int, bytes] | None = None  # of the newest attempt
+        self._running_attempt: int | None = None  # last attempt that has run since this process began to wait
+        self._thread = threading.Thread(target=self._work, name="membership", daemon=True)
+        self._closed = threading.Event()
+        self.run_id: str | None = None
+
+    def announce(self, address: str) -> None:
+        """Say from now on that this process waits, and that it accepts others at HOST:PORT. Does not block."""
+        self._address = address
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Remove the notice of this process, or one that an earlier process of its host has left.
+
+        Called when the process has joined. One that could not join leaves its notice: its supervisor starts another.
+        """
+        self._closed.set()
+        if self._thread.ident is None:
+            self._thread.start()
+        # The others wait for this process, and a notice that is left means nothing: a slow directory is not waited for.
+        self._thread.join(_CLOSE_SECONDS)
+
+    def list_addresses(self) -> list[str]:
+        """Return the addresses of the processes before this one that wait, the lowest first.
+
+        A notice that a dead host has left is among them for the first seconds.
+        """
+        if self._notices is None:
+            return []
+        earliest = time.monotonic() - _FRESH_SECONDS
+        found = {}
+        for name, seconds in list((self._notices.found_seconds | self._notices.changed_seconds).items()):
+            number = parse_number(name)
+            if number is not None and 0 < number < self._process_id and seconds > earliest:
+                with contextlib.suppress(ValueError):
+                    found[number] = parse_json(self._notices.contents[name]).get("address")
+        return [address for _, address in sorted(found.items()) if isinstance(address, str)]
+
+    def find_running_attempt(self) -> int | None:
+        """Return the number of the attempt of other hosts that runs, or has run since this process began to wait.
+
+        None if there is none. Blocks while the clock of the newest attempt is observed.
+        """
+        if self._running_attempt is not None:
+            return self._running_attempt
+        found: list[int] = []
+
+        def observe() -> None:
+            with contextlib.suppress(OSError, RunnerError):
+                store = open_store(str(self._spec.directory))
+                if (number := find_running_attempt(store)) is not None:
+                    found.append(number)
+
+        thread = threading.Thread(target=observe, name="observe", daemon=True)
+        thread.start()
+        thread.join(get_observation_seconds(is_bucket=True) + _STORE_SECONDS)
+        return found[0] if found else None
+
+    def _work(self) -> None:
+        name = f"{WAITING}/{self._process_id}"
+        with contextlib.suppress(OSError, RunnerError):
+            store = open_store(str(self._spec.directory))
+            while not self._closed.is_set():
+                with contextlib.suppress(OSError, RunnerError):
+                    self._look(store, name)
+                self._closed.wait(_LOOK_SECONDS)
+            store.remove(name)
+
+    def _look(self, store: Store, name: str) -> None:
+        owner = read_owner(store)
+        if owner is None:
+            return
+        self.run_id = owner.id
+        notice = {"host": socket.gethostname(), "time": time.time(), "address": self._address}
+        store.write(name, encode_json(notice))
+        number = Fence(store).find_newest()
+        clock = (number, _read_clock(store, number))
+        if self._newest_clock not in (None, clock):
+            self._running_attempt = number
+        self._newest_clock = clock
+        notices = self._notices or _Notices(store)
+        notices.look()
+        self._notices = notices
+
+
+def get_observation_seconds(*, is_bucket: bool) -> float:
+    """Return the time within which the clock of an attempt that runs must advance in its file."""
+    return 2.5 * IDLE_SECONDS if is_bucket else 3 * HEARTBEAT_SECONDS
+
+
+def find_running_attempt(store: Store) -> int | None:
+    """Return the number of the newest attempt if it runs, else None.
+
+    Immediate if the attempt has ended, or if it was one of a process of this machine that is gone. Otherwise its clock
+    is observed for `get_observation_seconds`.
+    """
+    number, deadline = (
+        Fence(store).find_newest(),
+        time.monotonic() + get_observation_seconds(is_bucket=store.root is None),
+    )
+    if not number:
+        return None
+    first = _read_clock(store, number)
+    while True:
+        if Fence(store).find_newest() != number:
+            return number + 1  # begun in this moment
+        content = _read_clock(store, number)
+        with contextlib.suppress(ValueError):
+            record = decode_clock_file(content)
+            if record.reading.code is not None or record.is_process_alive is False:
+                return None
+        if content != first:
+            return number
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_OBSERVE_POLL_SECONDS)
+
+
+def _read_clock(store: Store, number: int) -> bytes:
+    """Return the content of an attempt's clock; empty if there is none yet."""
+    try:
+        return store.read(get_clock_file_name(number))
+    except FileNotFoundError:
+        return b""
+
+
+class WaitingHosts:
+    """Hosts that an elastic job has begun without, and that wait to join it. On process 0 only.
+
+    A thread looks at the files in `waiting/`. One whose content changes is of a host that lives, by the clock of this
+    process, and counts for a minute: between two tries to join a host writes nothing. A host that joins and fails soon
+    must not stop the job at every save, so each time that the job has grown within a day doubles the number of saves
+    before it grows again.
+
+    Attributes:
+        num_missing: processes that the job has begun without.
+    """
+
+    def __init__(self, store: Store, num_missing: int):
+        self.num_missing = num_missing
+        self._notices = _Notices(store)
+        day_ago = time.time() - DAY_SECONDS
+        times = [event.get("time") for event in read_log(store, "events") if event.get("event") == "grow"]
+        self._num_saves_left = 2 ** sum(isinstance(each, float) and each > day_ago for each in times)
+        self._is_requested = False
+        self._closed = threading.Event()
+        threading.Thread(target=self._look, name="waiting", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def is_growth_due(self) -> bool:
+        """Return True, once, if the job should stop to begin again with all hosts. Called after each save."""
+        self._num_saves_left -= 1
+        earliest = time.monotonic() - WAITING_SECONDS
+        num_waiting = sum(seconds > earliest for seconds in list(self._notices.changed_seconds.values()))
+        is_due = not self._is_requested and self._num_saves_left <= 0 and num_waiting >= self.num_missing
+        self._is_requested |= is_due
+        return is_due
+
+    def _look(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            with contextlib.suppress(OSError):
+                self._notices.look()
