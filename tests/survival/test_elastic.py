@@ -87,7 +87,7 @@ def test_an_elastic_job_waits_for_hosts_over_which_its_batch_divides(tmp_path):
 @pytest.mark.parametrize(("num_processes", "lost"), [(2, 1), (3, 2), (2, 0), (3, 0)])
 def test_an_elastic_job_grows_at_a_save_once_its_lost_host_waits(tmp_path, num_processes, lost):
     """Of three processes two go on, and their coordination service has the port that the third one asks."""
-    options = ("topology.elastic=true", "topology.grow=at_save", "deadlines.start_seconds=8")
+    options = ("topology.elastic=true", "topology.grow=at_save", "deadlines.start_seconds=20")
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, *options, "config.step_seconds=0.3", "checkpoint.every_steps=20"))
     placements = make_placements(num_processes)
 
@@ -114,7 +114,7 @@ def test_an_elastic_job_grows_at_a_save_once_its_lost_host_waits(tmp_path, num_p
 @pytest.mark.soak
 def test_of_two_groups_that_cannot_reach_each_other_one_trains_and_the_other_waits(tmp_path):
     """Both begin at the same moment, so that both claim the directory. The fence ends one of them."""
-    options = ("topology.elastic=true", "deadlines.start_seconds=8", "checkpoint.every_steps=10")
+    options = ("topology.elastic=true", "deadlines.start_seconds=15", "checkpoint.every_steps=10")
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, *options, "config.step_seconds=0.2"))
     attempts = job.start_processes(3)
     attempts[0].wait_until(lambda: job.newest() >= 10, "a checkpoint")
