@@ -3,26 +3,42 @@
 Every process gets the same command that the hosts of a pod get. Their output is merged line by line with a prefix each;
 an error that all of them end with is printed once.
 A signal to this process is forwarded to every one of them, and its death ends them (`runner.process`). After 75 and 76
-all are started again together, and this process ends with the job's exit code.
+all are started again together, each in a standby if one waits, and this process ends with the job's exit code. Idle
+standbys get no signals. Lines that a standby prints are shown once it is a process of the job.
 """
 
 import io
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Annotated
 
 import typer
 
-from launch.options import GraceSeconds, LaunchArguments, MaxRestarts, find_grace_seconds, runner_arguments
-from launch.supervisor import Supervisor, combine_exit_codes, find_history, format_summary, read_progress
+from launch.options import (
+    DEFAULT_STANDBY_SECONDS,
+    GraceSeconds,
+    LaunchArguments,
+    MaxRestarts,
+    StandbySeconds,
+    find_grace_seconds,
+    runner_arguments,
+)
+from launch.supervisor import (
+    ProcessStarter,
+    Supervisor,
+    combine_exit_codes,
+    find_history,
+    format_summary,
+    read_progress,
+)
 from runner.console import say
 from runner.errors import EXIT_DONE, EXIT_INVALID, RunnerError
-from runner.process import list_stop_signals, make_environment, start_processes
+from runner.process import list_stop_signals, make_environment, make_placements, start_process
 from runner.spec import CheckpointConfig, load_document, validate_spec
 
 _KNOWN_LINES_MAX = 256
@@ -39,6 +55,7 @@ class LocalArguments(LaunchArguments):
         int | None, typer.Option(min=1, metavar="M", help="Fake M CPU devices in each process.")
     ] = None
     max_restarts: MaxRestarts = 100
+    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     grace_seconds: GraceSeconds = None
 
 
@@ -83,11 +100,19 @@ class MergedOutput:
 class LocalProcesses:
     """The processes of one attempt, and the signals to forward to them."""
 
-    def __init__(self, command: Sequence[str], num_processes: int, environment: dict[str, str], grace_seconds: float):
-        self._command = command
-        self._num_processes = num_processes
-        self._environment = environment
+    def __init__(self, words: Sequence[str], starter: ProcessStarter, grace_seconds: float, standby_seconds: float):
+        """Create the object; call `run` for each attempt.
+
+        Args:
+            words: words after `python` of the command, without placement options.
+            starter: starts the processes and their standbys.
+            grace_seconds: time that the processes have to end after a request to stop.
+            standby_seconds: age of an attempt when its standbys are started; 0 for never.
+        """
+        self._words = words
+        self._starter = starter
         self._grace_seconds = grace_seconds
+        self._standby_seconds = standby_seconds
         self._processes: list[subprocess.Popen[bytes]] = []
         self._have_started = False
         self._postponed: list[int] = []
@@ -119,7 +144,9 @@ class LocalProcesses:
 
     def run(self) -> int:
         """Start all processes, wait for all, and return the job's exit code."""
-        self._processes = start_processes(self._command, self._num_processes, self._environment, subprocess.PIPE)
+        began_seconds = time.monotonic()
+        placements = make_placements(self._starter.num_processes)
+        self._processes = [self._starter.start([*self._words, *placement]) for placement in placements]
         output = MergedOutput()
         readers = [
             threading.Thread(target=output.copy_lines, args=(process, process_id), daemon=True)
@@ -131,7 +158,13 @@ class LocalProcesses:
         # A signal that came while the processes were being started is delivered now.
         while self._postponed:
             self._signal_all(self._postponed.pop(0))
-        codes = _wait_for_all(self._processes)
+
+        def keep_standbys() -> None:
+            # Once a stop is requested, the job will not be started again.
+            if 0 < self._standby_seconds <= time.monotonic() - began_seconds and not self.is_stopping:
+                self._starter.start_standbys()
+
+        codes = _wait_for_all(self._processes, keep_standbys)
         self._have_started = False
         for reader in readers:
             reader.join(timeout=_READ_DEADLINE_SECONDS)
@@ -141,7 +174,7 @@ class LocalProcesses:
 def run(arguments: LocalArguments) -> int:
     """Run the job as several processes, restart all after 75 and 76, and return its exit code."""
     spec, overrides = arguments.spec, arguments.overrides
-    command = [sys.executable, *runner_arguments(spec, overrides)]
+    words = runner_arguments(spec, overrides)
     # Lines must arrive when they are printed: a pipe makes Python buffer them otherwise.
     environment = make_environment(arguments.devices_per_process) | {"PYTHONUNBUFFERED": "1"}
     try:
@@ -149,7 +182,12 @@ def run(arguments: LocalArguments) -> int:
     except RunnerError:  # reported by the job itself
         checkpoint = CheckpointConfig()
     grace_seconds = find_grace_seconds(arguments.grace_seconds, checkpoint)
-    processes = LocalProcesses(command, arguments.processes, environment, grace_seconds)
+    starter = ProcessStarter(
+        arguments.processes,
+        environment,
+        lambda command, variables, inherited: start_process(command, variables, subprocess.PIPE, inherited),
+    )
+    processes = LocalProcesses(words, starter, grace_seconds, arguments.standby_seconds)
     for number in list_stop_signals():
         signal.signal(number, processes.forward_stop)
     signal.signal(signal.SIGQUIT, processes.forward_quit)
@@ -160,6 +198,7 @@ def run(arguments: LocalArguments) -> int:
         arguments.max_restarts,
     )
     code, attempts = supervisor.run()
+    starter.stop_standbys()
     # A job that ran through in one attempt has already said everything in its last line.
     history = find_history(spec, overrides) if len(attempts) > 1 else None
     for line in [] if history is None else format_summary(history):
@@ -167,8 +206,11 @@ def run(arguments: LocalArguments) -> int:
     return code
 
 
-def _wait_for_all(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
-    """Wait for all processes; once one has failed, the others get `LINGER_SECONDS` before they are killed."""
+def _wait_for_all(processes: Sequence["subprocess.Popen[bytes]"], keep_standbys: Callable[[], None]) -> list[int]:
+    """Wait for all processes; once one has failed, the others get `LINGER_SECONDS` before they are killed.
+
+    `keep_standbys` is called about once a second while all of them run.
+    """
     ended = threading.Semaphore(0)
     has_failed = threading.Event()
 
@@ -188,4 +230,6 @@ def _wait_for_all(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
             for process in processes:
                 if process.poll() is None:
                     process.kill()
+        elif num_left == len(processes):
+            keep_standbys()
     return [process.wait() for process in processes]

@@ -9,20 +9,28 @@ has claimed its directory is then no part of a crash loop: a host is missing, or
 host that dies in the last moment of the job is not started again, because the others would not come.
 
 The supervisor reads a job's progress from the job's directory.
+
+While an attempt runs, a supervisor keeps a standby for each of its processes: a process that has imported what the job
+needs and waits for its command line (`runner.cli.run`). A restart takes it, and does not wait for interpreter and
+imports.
 """
 
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from runner.console import say
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE, RunnerError
 from runner.history.reader import read_history
 from runner.history.records import History
-from runner.process import STOP_SIGNALS
+from runner.process import STANDBY_BYTES, STANDBY_VARIABLE, STOP_SIGNALS, read_free_memory_bytes
 from runner.spec import Document, load_document, validate_spec
 from runner.storage import Store, iterate_log, open_store, parse_number
 
@@ -114,6 +122,84 @@ def format_summary(history: History) -> list[str]:
         f"{history.lost_steps} step{'s' * (history.lost_steps != 1)} repeated, goodput {history.goodput:.1%}",
         f"launch: {', '.join(times)}",
     ]
+
+
+@dataclass
+class ProcessStarter:
+    """Starts the processes of a job on this machine, and keeps a standby for each of them.
+
+    A standby has the environment and the open files of the process that it replaces, because one function starts both.
+    Standbys end with the thread that has started them, and when `stop_standbys` is called.
+
+    Attributes:
+        num_processes: number of processes on this machine.
+        variables: environment of all of them.
+        spawn: function that starts a command with an environment and lets it inherit file descriptors.
+    """
+
+    num_processes: int
+    variables: Mapping[str, str]
+    spawn: "Callable[[Sequence[str], Mapping[str, str], Sequence[int]], subprocess.Popen[bytes]]"
+    _standbys: "list[tuple[subprocess.Popen[bytes], int]]" = field(default_factory=list)  # and the pipe to each
+    _is_refused: bool = False
+
+    def start(self, words: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """Return a process that runs `python WORDS`, which are `-m runner` and its arguments.
+
+        It is a standby if one waits, else a new process.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        while self._standbys:
+            process, sender = self._standbys.pop(0)
+            try:
+                with os.fdopen(sender, "wb") as pipe:
+                    pipe.write(json.dumps({"words": words[2:], "variables": {}}).encode() + b"\n")
+            # Somebody has killed it, such as the kernel for want of memory.
+            except BrokenPipeError:
+                process.communicate()
+                continue
+            return process
+        return self.spawn([sys.executable, *words], self.variables, ())
+
+    def start_standbys(self) -> None:
+        """Start the standbys, unless they wait, were refused before, or would take memory that the job may need."""
+        if self._standbys or self._is_refused:
+            return
+        free_bytes, needed_bytes = read_free_memory_bytes(), self.num_processes * STANDBY_BYTES
+        if free_bytes is None or free_bytes < needed_bytes:
+            free = "an unknown amount" if free_bytes is None else f"{free_bytes / 2**30:.2f} GiB"
+            self._refuse(f"{free} of memory is free, needs {needed_bytes / 2**30:.0f} GiB")
+            return
+        try:
+            for _ in range(self.num_processes):
+                receiver, sender = os.pipe()
+                try:
+                    variables = {**self.variables, STANDBY_VARIABLE: str(receiver)}
+                    process = self.spawn([sys.executable, "-m", "runner"], variables, [receiver])
+                except OSError:
+                    os.close(sender)
+                    raise
+                finally:
+                    os.close(receiver)
+                self._standbys.append((process, sender))
+        # A limit on processes or open files, or no memory: the job goes on without.
+        except OSError as error:
+            self._refuse(str(error))
+
+    def stop_standbys(self) -> None:
+        """End all standbys, and wait for them."""
+        while self._standbys:
+            process, sender = self._standbys.pop()
+            os.close(sender)
+            process.kill()
+            process.communicate()
+
+    def _refuse(self, reason: str) -> None:
+        say(f"launch: no standby process: {reason}")
+        self._is_refused = True
+        self.stop_standbys()
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,15 @@ gets it directly, and this process only learns that the end of the job is final.
 would get it twice, and a second signal cuts its last save short. In a container only the first process gets the signal,
 which is this one: with `--forward-signals` it sends it on.
 
-Standby. While the job runs, this process keeps another one that has imported what the job needs and waits for its
-command line (`runner.cli.run`). A restart takes it, and does not wait for interpreter and imports.
+Standby. While the job runs, this process keeps another one that waits to replace it (`launch.supervisor`).
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -31,17 +29,11 @@ from launch.options import (
     StandbySeconds,
     runner_arguments,
 )
-from launch.supervisor import Supervisor, combine_exit_codes, read_progress
+from launch.supervisor import ProcessStarter, Supervisor, combine_exit_codes, read_progress
 from runner.command_line import CommandLine, Coordinator, NumProcesses, ProcessId, validate_placement
 from runner.console import protect_streams, say, warn
 from runner.errors import EXIT_PREEMPTED, EXIT_RETRYABLE, InvalidError
-from runner.process import (
-    STANDBY_VARIABLE,
-    bind_to_parent,
-    format_placement,
-    list_stop_signals,
-    read_free_memory_bytes,
-)
+from runner.process import bind_to_parent, format_placement, list_stop_signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +63,6 @@ class WorkerArguments(LaunchArguments):
 
 
 _POLL_SECONDS = 0.1
-_STANDBY_BYTES = 2**30  # free memory that a standby process needs; it takes about a third of that
 _COMMAND = "SPEC"
 _COMMANDS = CommandLine("launch.worker", "launch-worker", "Run one host's part of a job.", "", default=_COMMAND)
 _COMMANDS.add(
@@ -80,51 +71,6 @@ _COMMANDS.add(
     "Run one host's part of a job, and restart it",
     "those of the job: 0 done, 1 failed, 2 invalid, 75 preempted, 76 retryable after all restarts.",
 )
-
-
-class Standby:
-    """A process that has imported what a job needs, and waits for its command line. It ends with this process."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe = -1
-        self._is_refused = False
-
-    def start(self) -> None:
-        """Start the process, unless it runs, was refused before, or would take memory that the job may need."""
-        if self._process is not None or self._is_refused:
-            return
-        free_bytes = read_free_memory_bytes()
-        if free_bytes is None or free_bytes < _STANDBY_BYTES:
-            free = "an unknown amount" if free_bytes is None else f"{free_bytes / 2**30:.2f} GiB"
-            say(f"launch: no standby process: {free} of memory is free, needs {_STANDBY_BYTES / 2**30:.0f} GiB")
-            self._is_refused = True
-            return
-        try:
-            receiver, self._pipe = os.pipe()
-            with os.fdopen(receiver, "rb"):
-                os.set_inheritable(receiver, True)
-                variables = os.environ | {STANDBY_VARIABLE: str(receiver)}
-                command = bind_to_parent([sys.executable, "-m", "runner"])
-                self._process = subprocess.Popen(command, env=variables, close_fds=False)
-        # A limit on processes or open files, or no memory: the job goes on without.
-        except OSError as error:
-            say(f"launch: no standby process: {error}")
-            self._is_refused = True
-            if self._pipe >= 0:
-                os.close(self._pipe)
-
-    def take(self, words: Sequence[str]) -> "subprocess.Popen[bytes] | None":
-        """Return the process, which from now on runs this command line; None if there is none."""
-        (process, self._process), (sender, self._pipe) = (self._process, None), (self._pipe, -1)
-        if process is None:
-            return None
-        try:
-            with os.fdopen(sender, "wb") as pipe:
-                pipe.write(json.dumps(words).encode() + b"\n")
-        except BrokenPipeError:
-            return None
-        return process
 
 
 def main(given: Sequence[str]) -> int:
@@ -136,7 +82,6 @@ def main(given: Sequence[str]) -> int:
         return error.exit_code
     assert isinstance(arguments, WorkerArguments)
     words = [*runner_arguments(arguments.spec, arguments.overrides), *arguments.placement]
-    standby = Standby()
     signals: list[int] = []
     for number in list_stop_signals():
         # The handler only notes the signal, so that the job gets each of them once: forwarded below, or its own.
@@ -145,12 +90,19 @@ def main(given: Sequence[str]) -> int:
     # The job prints its stacks at this signal, which a terminal sends to both.
     signal.signal(signal.SIGQUIT, lambda number, frame: None)
 
-    def start() -> int:
+    def spawn(
+        command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int]
+    ) -> "subprocess.Popen[bytes]":
         # The job inherits open files: a lock that the engine's script holds lasts until the job itself has ended.
-        # A standby has begun with `-m runner` already.
-        process = standby.take(words[2:])
+        for descriptor in inherited:
+            os.set_inheritable(descriptor, True)
+        return subprocess.Popen(bind_to_parent(command), env=variables, close_fds=False)
+
+    starter = ProcessStarter(1, os.environ, spawn)
+
+    def start() -> int:
         try:
-            process = process or subprocess.Popen(bind_to_parent([sys.executable, *words]), close_fds=False)
+            process = starter.start(words)
         except OSError as error:
             say(f"launch: the job cannot be started: {error}")
             return EXIT_RETRYABLE
@@ -159,8 +111,8 @@ def main(given: Sequence[str]) -> int:
             for number in signals[num_forwarded:] if arguments.forward_signals else []:
                 process.send_signal(number)
                 num_forwarded += 1
-            if 0 < arguments.standby_seconds <= time.monotonic() - began_seconds:
-                standby.start()
+            if 0 < arguments.standby_seconds <= time.monotonic() - began_seconds and not signals:
+                starter.start_standbys()
             time.sleep(_POLL_SECONDS)
         return combine_exit_codes([process.returncode])
 
@@ -172,6 +124,7 @@ def main(given: Sequence[str]) -> int:
         has_peers=True,
     )
     code, _ = supervisor.run()
+    starter.stop_standbys()
     # A host that is shut down while its job waits for a peer, or for its restart, is not a failure of the job.
     return EXIT_PREEMPTED if signals and code == EXIT_RETRYABLE else code
 

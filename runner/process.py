@@ -20,6 +20,7 @@ from typing import IO, NoReturn
 
 # Environment variable of a process that waits for its command line: the file descriptor from which it comes.
 STANDBY_VARIABLE = "RUNNER_STANDBY"
+STANDBY_BYTES = 2**30  # free memory that such a process needs; it takes about a third of that
 # Environment variable with the path of a file to which a process adds its host if one of its devices is defective; and
 # the variable in which SLURM gives the host its name.
 FAULTY_HOSTS_VARIABLE, _NODE_VARIABLE = "RUNNER_FAULTY_HOSTS", "SLURMD_NODENAME"
@@ -30,7 +31,8 @@ STOP_SIGNALS = (*INSISTENT_SIGNALS, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR
 # Sent once for each thread of the parent that dies, so it must not be insistent; and `nohup` does not ignore it.
 _DEATH_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
-_CONTAINER = Path("/sys/fs/cgroup")  # of version 2
+_CONTAINER = Path("/sys/fs/cgroup")  # control groups of version 2; the first one is that of a container
+_OWN_GROUP = Path("/proc/self/cgroup")
 _NUM_FAKED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 _THREADS_PER_FAKED_DEVICE = 4
 _PORTS = range(20_000, 30_000)  # below the ephemeral ports that systems assign to connections
@@ -73,7 +75,7 @@ def count_cpus() -> int:
 def read_memory_bytes() -> int:
     """Return the memory of this machine, or of this container if that has less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read_container_limit()
+    limit = _read_limit(_CONTAINER)
     return total if limit is None else min(total, limit)
 
 
@@ -82,18 +84,22 @@ def read_free_memory_bytes() -> int | None:
     try:
         available = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
         free = [1024 * int(available[1])] if available else []
-        if (limit := _read_container_limit()) is not None:
-            # Files that were read count as used, and are dropped when a process needs the memory.
-            files = re.search(r"^inactive_file (\d+)$", (_CONTAINER / "memory.stat").read_text(), re.MULTILINE)
-            free.append(limit - int((_CONTAINER / "memory.current").read_text()) + (int(files[1]) if files else 0))
+        # A batch system limits a job by a control group of its own, in which that of this process is nested.
+        own = re.search(r"^0::/(.*)$", _OWN_GROUP.read_text(), re.MULTILINE) if _OWN_GROUP.exists() else None
+        group = _CONTAINER / (own[1] if own else "")
+        for each in [group, *group.parents][: len(group.relative_to(_CONTAINER).parts) + 1]:
+            if (limit := _read_limit(each)) is not None:
+                # Files that were read count as used, and are dropped when a process needs the memory.
+                files = re.search(r"^inactive_file (\d+)$", (each / "memory.stat").read_text(), re.MULTILINE)
+                free.append(limit - int((each / "memory.current").read_text()) + (int(files[1]) if files else 0))
     except (OSError, ValueError):
         return None
     return min(free, default=None)
 
 
-def _read_container_limit() -> int | None:
-    """Return the memory that this container may use; None if it has no limit."""
-    limit = _CONTAINER / "memory.max"
+def _read_limit(group: Path) -> int | None:
+    """Return the memory that a control group may use; None if it has no limit."""
+    limit = group / "memory.max"
     return int(text) if limit.exists() and (text := limit.read_text().strip()).isdecimal() else None
 
 
@@ -161,28 +167,34 @@ def format_placement(coordinator: str, num_processes: int, process_id: int | str
 def start_processes(
     command: Sequence[str], num_processes: int, variables: Mapping[str, str], output: int | IO[bytes]
 ) -> list[subprocess.Popen[bytes]]:
-    """Start the command in every process of a job.
+    """Start the command, without placement options, in every process of a job; see `start_process`."""
+    placements = make_placements(num_processes)
+    return [start_process([*command, *placement], variables, output) for placement in placements]
 
-    Each process has its own session: a Ctrl-C on the terminal reaches only the caller, who forwards signals. Call this
-    from a thread that lives as long as the processes should, because they end with it (see `bind_to_parent`).
+
+def start_process(
+    command: Sequence[str], variables: Mapping[str, str], output: int | IO[bytes], inherited: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start one process of a job.
+
+    It has its own session: a Ctrl-C on the terminal reaches only the caller, who forwards signals. Call this from a
+    thread that lives as long as the process should, because it ends with that (see `bind_to_parent`).
 
     Args:
-        command: the command, without placement options.
-        num_processes: number of processes.
-        variables: their environment.
-        output: destination of their output, `subprocess.PIPE` or a file.
+        command: the command.
+        variables: its environment.
+        output: destination of its output, `subprocess.PIPE` or a file.
+        inherited: further file descriptors that it gets.
     """
-    return [
-        subprocess.Popen(
-            bind_to_parent([*command, *placement]),
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        for placement in make_placements(num_processes)
-    ]
+    return subprocess.Popen(
+        bind_to_parent(command),
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=inherited,
+    )
 
 
 def bind_to_parent(command: Sequence[str]) -> list[str]:

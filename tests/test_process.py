@@ -125,3 +125,20 @@ def test_a_bound_command_keeps_arguments_environment_and_exit_code():
     started = subprocess.Popen(words, env={"PLACE": "here"}, stdout=subprocess.PIPE, text=True)
     assert started.communicate()[0] == f"['a b', '--', '#c'] here {started.pid}\n"
     assert started.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [("0::/job/step", 500), ("0::/job", 500), ("0::/", 900), ("0::/other", 900), ("4:memory:/job", 900), ("", 900)],
+)
+def test_free_memory_is_that_of_the_tightest_control_group(own, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_CONTAINER", tmp_path)
+    monkeypatch.setattr(process, "_OWN_GROUP", tmp_path / "own")
+    (tmp_path / "own").write_text(f"1:cpu:/a\n{own}\n")
+    (tmp_path / "job/step").mkdir(parents=True)
+    groups = {"": ("1000", 200, 100), "job": ("600", 110, 10), "job/step": ("max", 0, 0)}
+    for name, (limit, current, files) in groups.items():
+        (tmp_path / name / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / name / "memory.current").write_text(f"{current}\n")
+        (tmp_path / name / "memory.stat").write_text(f"anon 7\ninactive_file {files}\n")
+    assert process.read_free_memory_bytes() == expected

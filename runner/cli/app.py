@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -148,6 +149,9 @@ def run_program() -> int:
     descriptor = os.environ.pop(STANDBY_VARIABLE, None)
     if descriptor is None:
         return main(sys.argv[1:], Clock.since_process_start())
+    # An idle standby ends at Ctrl-C without a traceback, and writes no core at SIGQUIT. Handlers replace both later.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     _import("runner.trainer")  # which brings almost all that a job needs until its first step
     sys.argv[1:] = _import("runner.cli.run").wait_for_arguments(int(descriptor))
     # The time of this process begins now.

@@ -21,7 +21,7 @@ from runner.distributed import preemption
 from runner.distributed.clock import Clock, TimeBucket
 from runner.distributed.preemption import StopNotice, end_process
 from runner.distributed.rendezvous import Placement, detect_placement, join_job
-from runner.errors import EXIT_DONE, EXIT_FAILED, PeerLostError, RunnerError, error_from_exit
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, error_from_exit
 from runner.job import RestoreableJob
 from runner.run.logs import drain_log_file, install_log_file
 from runner.run.membership import Membership
@@ -96,17 +96,25 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
 
 
 def wait_for_arguments(descriptor: int) -> list[str]:
-    """Wait for the words of a command line, which come as a line of JSON, and return them.
+    """Wait for a line of JSON with the words of a command line, and return them.
 
-    The caller has imported what a job needs. If a module has been changed since, the process executes the command line
-    from the beginning instead. If the pipe is closed, the supervisor has ended, and so does this process.
+    The line is an object with `words` and with `variables`, which are added to the environment first: those that the
+    supervisor sets anew for each start. The caller has imported what a job needs. If a module has been changed since,
+    the process executes the command line from the beginning instead.
+
+    An empty line ends the process with 0, and so does a closed pipe with 76, since the supervisor has ended. The codes
+    differ because a supervisor must not take a line that was lost for the end of the job.
     """
     sources = _read_source_times()
     with os.fdopen(descriptor, "rb") as pipe:
         line = pipe.readline()
     if not line.endswith(b"\n"):
-        sys.exit(EXIT_DONE)
-    words: list[str] = json.loads(line)
+        end_process(EXIT_RETRYABLE)
+    if not line.strip():
+        end_process(EXIT_DONE)
+    message = json.loads(line)
+    words: list[str] = message["words"]
+    os.environ.update(message["variables"])
     if _read_source_times() != sources:
         os.execv(sys.executable, [sys.executable, "-m", "runner", *words])
     return words

@@ -1,8 +1,8 @@
 """Time from kill -9 to the first new step by phase, relative to a hand-written program.
 
 The hand-written program is the floor of a restart. Floor and restart are measured in pairs, with a warm compile cache
-or, with `--cold`, with an empty one. With `--standby` the restart takes a process that waits ready, as that of
-`launch.worker` does; the floor has none.
+or, with `--cold`, with an empty one. With `--standby` the restart takes processes that wait ready, as those of
+supervisors do; the floor has none.
 
     python -m tests.benchmarks.restart [--rounds 5] [--spec specs/gpt_nano.yaml] [--processes 1] [--cold] [--standby]
 """
@@ -20,9 +20,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
-from launch.worker import Standby
+from launch.supervisor import ProcessStarter
 from runner.process import find_free_port, make_placements
 from runner.storage import LocalStore, parse_lines, read_log
 
@@ -39,24 +38,30 @@ STANDBY_SECONDS = 10  # for the imports of a standby
 Processes = list["subprocess.Popen[bytes]"]
 
 
+def make_starter(num_processes: int, cache: Path) -> ProcessStarter:
+    """Return the starter of the processes of a job, whose output is dropped."""
+    quiet = subprocess.DEVNULL
+    return ProcessStarter(
+        num_processes,
+        os.environ | {"RUNNER_CACHE": str(cache)},
+        lambda command, variables, inherited: subprocess.Popen(
+            command, env=variables, stdout=quiet, stderr=quiet, pass_fds=inherited
+        ),
+    )
+
+
 def spawn(
     spec: str,
     directory: Path,
     cache: Path,
     num_processes: int,
     options: Sequence[str] = (),
-    standbys: Sequence[Standby] = (),
+    starter: ProcessStarter | None = None,
 ) -> Processes:
-    """Start the runner on every host, with a row for every step and additional `options`, in `standbys` if given."""
-    command = [sys.executable, "-m", "runner", spec]
-    command += ["--set", f"directory={directory}", "--set", "logging.every_steps=1", *options]
-    commands = [[*command, *placement] for placement in make_placements(num_processes)]
-    environment = os.environ | {"RUNNER_CACHE": str(cache)}
-    quiet = subprocess.DEVNULL
-    taken = [standby.take(words[3:]) for standby, words in zip(standbys, commands, strict=False)]
-    return [process for process in taken if process is not None] or [
-        subprocess.Popen(words, env=environment, stdout=quiet, stderr=quiet) for words in commands
-    ]
+    """Start the runner on every host, with a row for every step and additional `options`, by `starter` if given."""
+    words = ["-m", "runner", spec, "--set", f"directory={directory}", "--set", "logging.every_steps=1", *options]
+    starter = starter or make_starter(num_processes, cache)
+    return [starter.start([*words, *placement]) for placement in make_placements(num_processes)]
 
 
 def kill(processes: Processes) -> None:
@@ -83,11 +88,10 @@ def list_committed_steps(directory: Path) -> list[int]:
 def measure(spec: str, scratch: Path, num_processes: int, cold: bool, has_standby: bool = False) -> dict[str, float]:
     """Kill and restart a run once; return the seconds of each phase."""
     directory, cache = scratch / "run", scratch / "cache"
-    standbys = [Standby() for _ in range(num_processes if has_standby else 0)]
-    with mock.patch.dict(os.environ, RUNNER_CACHE=str(cache)):
-        for standby in standbys:
-            standby.start()
-    time.sleep(STANDBY_SECONDS if has_standby else 0)
+    starter = make_starter(num_processes, cache)
+    if has_standby:
+        starter.start_standbys()
+        time.sleep(STANDBY_SECONDS)
     processes = spawn(spec, directory, cache, num_processes)
     while not list_committed_steps(directory):
         time.sleep(0.001)
@@ -98,7 +102,7 @@ def measure(spec: str, scratch: Path, num_processes: int, cold: bool, has_standb
     restored = list_committed_steps(directory)[-1]
     old_file = (directory / "metrics.jsonl").stat().st_ino
     spawned = time.time()
-    processes = spawn(spec, directory, cache, num_processes, standbys=standbys)
+    processes = spawn(spec, directory, cache, num_processes, starter=starter)
     attempt = max(int(path.name) for path in (directory / "attempts").glob("*[0-9]")) + 1
 
     def read_event_times() -> dict[str, float]:

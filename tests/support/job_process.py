@@ -142,10 +142,13 @@ class Job:
             ]
         )
 
-    def launch(self, num_processes: int, max_restarts: int = 0, grace_seconds: int = 60) -> "Attempt":
+    def launch(
+        self, num_processes: int, max_restarts: int = 0, grace_seconds: int = 60, standby_seconds: int = 0
+    ) -> "Attempt":
         """Start `python -m launch local`; `devices` is per process."""
         layout = ["--processes", str(num_processes), "--devices-per-process", str(self.devices)]
         layout += ["--max-restarts", str(max_restarts), "--grace-seconds", str(grace_seconds)]
+        layout += ["--standby-seconds", str(standby_seconds)]
         return Attempt(self, ["launch", "local", *self.arguments, *layout], devices=1)
 
     def finish(self) -> "Attempt":
