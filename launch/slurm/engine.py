@@ -2,9 +2,10 @@
 
 Renders a script for sbatch (its options, the variables of `batch_script.sh`, and that program below them) and submits
 it. SLURM itself requeues a job whose node has failed, and one that it preempts. It knows no exit codes, so the script
-acts on them: it requeues the job after 75, and restarts it in the same allocation after 76.
+acts on them: it requeues the job after 75, and restarts it in the same allocation after 76, in a standby if one waits.
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -16,11 +17,14 @@ from typing import Annotated, ClassVar
 import typer
 
 from launch.options import (
+    DEFAULT_STANDBY_SECONDS,
+    SUBMIT_TIME_VARIABLE,
     DryRun,
     GraceSeconds,
     LaunchArguments,
     MaxRestarts,
     Nodes,
+    StandbySeconds,
     find_grace_seconds,
     read_program,
     runner_arguments,
@@ -61,6 +65,7 @@ class SlurmArguments(LaunchArguments):
     output: Annotated[str, typer.Option(metavar="PATH", help="Log of all starts.")] = "%x-%j.log"
     grace_seconds: GraceSeconds = None
     max_restarts: MaxRestarts = 100
+    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     python: Annotated[str, typer.Option(metavar="PATH", show_default="this one", help="Python of the nodes.")] = (
         sys.executable
     )
@@ -185,6 +190,8 @@ def render(spec: ExecutionSpec, allocation: Allocation, arguments: SlurmArgument
     optional = {"time": arguments.time, "partition": arguments.partition, "account": arguments.account}
     options += [f"--{name}={value}" for name, value in optional.items() if value is not None]
     command = [arguments.python, *runner_arguments(arguments.spec, arguments.overrides)]
+    # A standby gets what follows `python -m runner`, and the variable that the script sets anew at each restart.
+    line = json.dumps({"variables": {SUBMIT_TIME_VARIABLE: "@submit_time@"}, "words": command[3:]})
     lines = [
         "#!/bin/bash",
         "# Rendered by python -m launch slurm: the same command on every node, again and again until it is done.",
@@ -192,10 +199,12 @@ def render(spec: ExecutionSpec, allocation: Allocation, arguments: SlurmArgument
         "set -u",
         f"name={spec.name}",
         f"command=({' '.join(map(_quote, command))})",
+        f"standby_line={_quote(line)}",
         f"step_options=({shlex.join(step_options)})",
         f"max_restarts={arguments.max_restarts}",
         f"num_nodes={allocation.num_nodes}",
         f"num_spare_nodes={arguments.spare_nodes}",
+        f"standby_seconds={arguments.standby_seconds}",
     ]
     return "\n".join(lines) + "\n\n" + read_program(__package__, "batch_script.sh")
 

@@ -18,10 +18,12 @@
 set -u
 name=gpt2_124m
 command=(/opt/env/bin/python -m runner specs/gpt2_124m.yaml --set topology.accelerator=h100-16 --set 'directory=/data/it'"'"'s here')
+standby_line='{"variables": {"RUNNER_SUBMITTED": "@submit_time@"}, "words": ["specs/gpt2_124m.yaml", "--set", "topology.accelerator=h100-16", "--set", "directory=/data/it'"'"'s here"]}'
 step_options=(--label --kill-on-bad-exit=0 --wait=120)
 max_restarts=7
 num_nodes=2
 num_spare_nodes=0
+standby_seconds=30
 
 export PYTHONUNBUFFERED=1
 # The time in the queue counts too: before the first start or, after a requeue, since that.
@@ -37,9 +39,26 @@ export RUNNER_FAULTY_HOSTS=$PWD/$name-$SLURM_JOB_ID.faulty
 # failure (202) and an invalid job (201), which only a person can fix, rank above 76, 75 and 0. A process that was
 # killed is started again. SLURM signals this shell together with the command, which the shell has to outlive.
 run_task='
-trap : TERM HUP USR1 USR2
-"$@"
-code=$?
+is_told=0
+trap "is_told=1" TERM HUP USR1 USR2
+if [[ $0 == standby ]]; then
+  # It has imported what the job needs, and waits on descriptor 3 for a line with arguments and submit time. If there is
+  # no memory for it, or something has killed it before the line, this shell waits, and starts a process for the line.
+  code=137
+  has_memory="from runner.process import *; print((read_free_memory_bytes() or 0) >= STANDBY_BYTES)"
+  if [[ $("$1" -c "$has_memory") == True ]]; then
+    RUNNER_STANDBY=3 "$@" 3<&0 </dev/null
+    code=$?
+  fi
+  # The line is the only one, so nothing is read here once the process has got it. An empty one ends a standby.
+  if [[ $is_told == 0 ]] && read -r line; then
+    code=0
+    [[ -z $line ]] || { RUNNER_STANDBY=3 "$@" 3<<<"$line" </dev/null; code=$?; }
+  fi
+else
+  "$@"
+  code=$?
+fi
 case $code in
   0 | 75 | 76) exit $code ;;
   129 | 130 | 131 | 134 | 137 | 138 | 140 | 143) exit 76 ;;
@@ -65,6 +84,7 @@ on_sigterm() {
 
 requeue() {
   trap '' TERM HUP USR1 USR2
+  end_standby ''
   for pause_seconds in 0 10 30 60; do
     sleep "$pause_seconds"
     scontrol requeue "$SLURM_JOB_ID" && exit "$code"
@@ -106,7 +126,50 @@ use_nodes() {
   node_options=(--nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$(paste -sd, <<<"$nodes")")
 }
 
-nodes='' node_options=()
+# Start the standby of the attempt that begins now: after a while, a step whose tasks read one line from a pipe. Only
+# this script holds the writing end, so they also end when the script has ended.
+start_standby() {
+  local directory holder reader
+  ((standby_seconds > 0)) && directory=$(mktemp -d) || return
+  # A named pipe that is open for both blocks no further opening.
+  mkfifo "$directory/pipe" && exec {holder}<>"$directory/pipe" &&
+    exec {standby_pipe}>"$directory/pipe" {reader}<"$directory/pipe" {holder}>&- && {
+    {
+      read -r -t "$standby_seconds"
+      # Anything but a timeout is the end of the attempt.
+      (($? > 128)) || exit
+      exec srun "${step_options[@]}" --overlap "${node_options[@]}" bash -c "$run_task" standby "${command[@]:0:3}"
+    } <&"$reader" {reader}<&- {standby_pipe}>&- &
+    standby_pid=$!
+    exec {reader}<&-
+  }
+  rm -rf -- "$directory"
+}
+
+# Let the standby's step run the command, if it waits on the nodes of the next start; fails if it does not.
+take_standby() {
+  # In the first seconds of its life the step may not have begun.
+  if [[ $nodes == "$former_nodes" ]] && ((age_seconds > standby_seconds + 1)) && kill -0 "$standby_pid" 2>/dev/null; then
+    srun_pid=$standby_pid
+    end_standby "${standby_line/@submit_time@/$RUNNER_SUBMITTED}"
+  else
+    end_standby ''
+    return 1
+  fi
+}
+
+# Write a line to the standby, if there is one, and close the pipe. Fails if the standby has ended.
+end_standby() {
+  local status=1
+  if [[ -n $standby_pid ]]; then
+    (printf '%s\n' "$1" >&"$standby_pipe") 2>/dev/null && status=0  # a subshell, which may get SIGPIPE
+    exec {standby_pipe}>&-
+    former_standby_pid=$standby_pid standby_pid=''
+  fi
+  return "$status"
+}
+
+nodes='' node_options=() standby_pid='' former_standby_pid='' standby_pipe='' former_nodes='' age_seconds=0
 ((num_spare_nodes == 0)) || use_nodes "$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
 is_ending=0 is_told=0 num_quick_ends=0 pause_seconds=0
 trap on_sigterm TERM HUP USR1 USR2
@@ -117,8 +180,11 @@ while :; do
   if [[ $is_ending == 1 || $is_told == 1 ]]; then  # in the pause
     code=75
   else
-    srun "${step_options[@]}" "${node_options[@]}" bash -c "$run_task" task "${command[@]}" &
-    srun_pid=$!
+    take_standby || {
+      srun "${step_options[@]}" "${node_options[@]}" bash -c "$run_task" task "${command[@]}" &
+      srun_pid=$!
+    }
+    start_standby
     while :; do
       was_interrupted=0
       wait "$srun_pid"
@@ -126,6 +192,7 @@ while :; do
       [[ $was_interrupted == 1 ]] || break
     done
   fi
+  age_seconds=$((SECONDS - began_seconds))
   case $code in
     0 | 75) ;;
     202) code=1 ;;
@@ -148,7 +215,7 @@ while :; do
     say "ended with $code after $max_restarts restarts; --max-restarts allows no more"
     break
   fi
-  num_quick_ends=$((SECONDS - began_seconds < quick_seconds ? num_quick_ends + 1 : 1))
+  num_quick_ends=$((age_seconds < quick_seconds ? num_quick_ends + 1 : 1))
   pause_seconds=$((1 << num_quick_ends - 1))
   restart="ended with $code; restart $num_restarts of $max_restarts"
   former_nodes=$nodes
@@ -159,5 +226,6 @@ while :; do
   [[ $nodes == "$former_nodes" ]] && which="the same nodes" || which=$(paste -sd, <<<"$nodes")
   say "$restart, on $which in $pause_seconds s"
 done
+end_standby '' && timeout 10 tail --pid="$former_standby_pid" --sleep-interval=0.1 --follow /dev/null  # or SLURM kills it
 rm -f -- "$restarts_file" "$RUNNER_FAULTY_HOSTS"
 exit "$code"

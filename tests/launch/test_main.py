@@ -15,7 +15,7 @@ REQUIRED_OPTIONS = {"local": [], "slurm": [], "jobset": ["--image", "registry/jo
 OPTIONS = {
     "local": "--set --processes --devices-per-process --max-restarts --standby-seconds --grace-seconds",
     "slurm": "--set --nodes --spare-nodes --gpus-per-node --cpus-per-task --time --partition --account --output "
-    "--grace-seconds --max-restarts --python --sbatch-option --dry-run",
+    "--grace-seconds --max-restarts --standby-seconds --python --sbatch-option --dry-run",
     "jobset": "--set --image --dry-run --name --namespace --nodes --cpu --memory --spot --node-selector --max-restarts "
     "--standby-seconds --grace-seconds --workdir --env --env-from-secret --volume-claim --service-account "
     "--priority-class",

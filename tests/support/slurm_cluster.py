@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from runner.process import read_creation_ticks
 from tests.support.simulated_devices import environment
 
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -122,16 +123,23 @@ class SlurmCluster:
         words = self.command("scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def find_task_pid(self, job_id: str, process_id: int) -> int:
-        """Return the pid of the runner process of a task."""
+    def find_runner_pids(self, job_id: str, process_id: int) -> list[int]:
+        """Return the pids of the runner processes of a task, the oldest first: its trainer, and then its standby."""
         wanted = {f"SLURM_JOB_ID={job_id}".encode(), f"SLURM_PROCID={process_id}".encode()}
+        ages: dict[int, int] = {}
         for path in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if path.name.isdecimal() and wanted <= set((path / "environ").read_bytes().split(b"\0")):
                     words = (path / "cmdline").read_bytes().split(b"\0")
-                    if words[1:3] == [b"-m", b"runner"]:
-                        return int(path.name)
-        raise AssertionError(f"no process is task {process_id} of job {job_id}")
+                    if words[1:3] == [b"-m", b"runner"] and (ticks := read_creation_ticks(int(path.name))) is not None:
+                        ages[int(path.name)] = ticks
+        return sorted(ages, key=ages.__getitem__)
+
+    def find_task_pid(self, job_id: str, process_id: int) -> int:
+        """Return the pid of the trainer of a task."""
+        pids = self.find_runner_pids(job_id, process_id)
+        assert pids, f"no process is task {process_id} of job {job_id}"
+        return pids[0]
 
     def report(self) -> str:
         """Return the queue, the nodes and the last lines of all logs."""

@@ -1,6 +1,7 @@
 """The SLURM batch script: its content, and its behaviour after each exit code, with fake SLURM commands."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -130,8 +131,9 @@ echo "$(basename "$0") $*" >>"$CALLS/calls"
 COMMANDS = {
     "srun": RECORD_CALL
     + """[[ $* != *" true" ]] || exec test ! -e "$CALLS/dead_$(sed -E 's/.*--nodelist=([^ ]+) .*/\\1/' <<<"$*")"
+[[ ! ( $* == *" --overlap "* && -e $CALLS/overlap_fails ) ]] || exit 1
 while [[ $1 != bash ]]; do shift; done
-"$@" &
+"$@" <&0 &
 task=$!
 trap 'echo "srun SIGTERM" >>"$CALLS/calls"' TERM
 wait $task; code=$?
@@ -148,6 +150,13 @@ exit $code
     "sinfo": RECORD_CALL + 'cat "$CALLS/nodes"\n',
     "sleep": RECORD_CALL + '[[ ! -e $CALLS/pauses ]] || read -rt 30 <>"$CALLS/pipe"\n',
     "python": """#!/bin/bash
+[[ $1 != -c ]] || exec echo $([[ -e $CALLS/no_memory ]] && echo False || echo True)
+if [[ -v RUNNER_STANDBY ]]; then
+  echo $$ >>"$CALLS/standbys"
+  read -r line <&3 || { echo 76 >>"$CALLS/standby_codes"; exit 76; }
+  [[ -n $line ]] || { echo 0 >>"$CALLS/standby_codes"; exit 0; }
+  echo "$line" >>"$CALLS/lines"
+fi
 printf '%s\\n' "$@" >"$CALLS/arguments"
 echo "$RUNNER_SUBMITTED" >"$CALLS/environment"
 trap 'echo told >>"$CALLS/told"' TERM HUP USR1 USR2
@@ -190,7 +199,7 @@ class FakeSlurm:
     def start(self, *codes: int, num_restarts: int = 0) -> subprocess.Popen[str]:
         """Start the script as SLURM does; its command exits with these codes in turn, then with the last one."""
         self.write("code", "\n".join(map(str, codes)))
-        for name in ("calls", "told", "task_pids", "starts"):
+        for name in ("calls", "told", "task_pids", "starts", "standbys", "standby_codes", "lines"):
             (self.directory / name).unlink(missing_ok=True)
         variables = dict(os.environ, CALLS=str(self.directory), SLURM_JOB_ID="42", SLURM_JOB_NODELIST="n[1-2]")
         variables["PATH"] = f"{self.directory}/bin:{variables['PATH']}"
@@ -446,6 +455,106 @@ def test_a_failing_requeue_is_retried_and_then_reported(slurm):
     assert output.splitlines()[-1] == "launch: cannot requeue job 42; requeue it by hand"
     assert slurm.calls("scontrol") == ["requeue 42"] * 4
     assert slurm.calls("sleep") == ["0", "10", "30", "60"]
+
+
+# A standby.
+
+
+class StandbyScript:
+    """The script of a job whose first attempt has run for longer than its standby needs to wait."""
+
+    def __init__(self, slurm: FakeSlurm, has_standby: bool = True, seconds: int = 1):
+        self.slurm, script = slurm, slurm.directory / "script.sh"
+        script.write_text(script.read_text().replace("standby_seconds=30", f"standby_seconds={seconds}"))
+        slurm.write("waits", "")
+        self.process = slurm.start(0)
+        began = time.monotonic()
+        slurm.wait_until(lambda: slurm.read("task_pids"))
+        if has_standby:
+            slurm.wait_until(lambda: slurm.read("standbys"))
+        time.sleep(max(began + 3.5 - time.monotonic(), 0))
+
+    def kill_command(self) -> tuple[int, str]:
+        """Kill the command, whose successor ends at once; return the script's exit code and last line."""
+        (self.slurm.directory / "waits").unlink()
+        self.kill(self.slurm.read("task_pids")[0].split()[0])
+        output, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
+        return self.process.returncode, output.splitlines(keepends=True)[-1]  # bash tells of the kill
+
+    def kill(self, pid: str) -> None:
+        os.kill(int(pid), signal.SIGKILL)
+
+    def num_steps(self) -> int:
+        return sum(call.startswith("--label ") for call in self.slurm.calls("srun"))
+
+
+def assert_took_the_line(slurm: FakeSlurm) -> None:
+    (line,) = map(json.loads, slurm.read("lines"))
+    spec = str(slurm.directory / "my specs" / "gpt nano.yaml")
+    assert line["words"] == [spec, "--set", "directory=a b/$HOME/it's"]
+    assert time.time() - 60 < int(line["variables"]["RUNNER_SUBMITTED"]) <= time.time()
+
+
+def test_a_restart_takes_the_standby(slurm):
+    script = StandbyScript(slurm)
+    assert script.kill_command() == (0, HERE.format(1, 1))
+    assert_took_the_line(slurm)
+    assert script.num_steps() == 2
+    assert len(slurm.read("standbys")) == len(slurm.read("starts")) == 1
+
+
+def test_a_killed_standby_is_replaced_by_a_process_that_gets_its_line(slurm):
+    script = StandbyScript(slurm)
+    script.kill(slurm.read("standbys")[0])
+    assert script.kill_command() == (0, HERE.format(1, 1))
+    assert_took_the_line(slurm)
+    assert script.num_steps() == 2
+    assert len(slurm.read("standbys")) == 2
+
+
+def test_a_standby_without_memory_begins_with_its_line(slurm):
+    slurm.write("no_memory", "")
+    script = StandbyScript(slurm, has_standby=False)
+    assert slurm.read("standbys") == []
+    assert script.kill_command() == (0, HERE.format(1, 1))
+    assert_took_the_line(slurm)
+    assert script.num_steps() == 2
+
+
+@pytest.mark.parametrize("cause", ["age", "off", "step", "nodes"])
+def test_a_restart_without_a_usable_standby_starts_a_step(slurm, cause):
+    if cause == "step":
+        slurm.write("overlap_fails", "")
+    if cause == "nodes":
+        script = slurm.directory / "script.sh"
+        script.write_text(script.read_text().replace("num_spare_nodes=0", "num_spare_nodes=1"))
+        slurm.write("nodes", "n1 allocated\nn2 allocated")
+    script = StandbyScript(slurm, has_standby=cause == "nodes", seconds={"age": 30, "off": 0}.get(cause, 1))
+    slurm.write("nodes", "n2 allocated")
+    code, output = script.kill_command()
+    where = "n2" if cause == "nodes" else "the same nodes"
+    assert (code, output) == (0, HERE.replace("the same nodes", where).format(1, 1))
+    assert slurm.read("lines") == []
+    assert script.num_steps() == {"age": 2, "off": 2}.get(cause, 3)
+    assert slurm.read("standby_codes") == (["0"] if cause == "nodes" else [])
+    assert slurm.read("arguments")[:2] == ["-m", "runner"]
+    assert len(slurm.read("arguments")) == 5
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_standby_ends_with_the_script(slurm, is_killed):
+    script = StandbyScript(slurm)
+    if is_killed:
+        script.process.kill()
+    else:
+        script.process.send_signal(signal.SIGTERM)
+        slurm.wait_until(lambda: slurm.read("told"))
+    slurm.write("may_end", "")
+    slurm.write("told", "")
+    script.process.communicate(timeout=DEADLINE_SECONDS)
+    slurm.wait_until(lambda: slurm.read("standby_codes"))
+    # A line that is lost must not look like the end of the job.
+    assert slurm.read("standby_codes") == ["76" if is_killed else "0"]
 
 
 # Submission.
