@@ -20,7 +20,7 @@ from typing import IO, NoReturn
 
 # Environment variable of a process that waits for its command line: the file descriptor from which it comes.
 STANDBY_VARIABLE = "RUNNER_STANDBY"
-STANDBY_BYTES = 2**30  # free memory that such a process needs; it takes about a third of that
+STANDBY_BYTES = 2**30  # free memory that such a process needs; it takes about a quarter of that
 # Environment variable with the path of a file to which a process adds its host if one of its devices is defective; and
 # the variable in which SLURM gives the host its name.
 FAULTY_HOSTS_VARIABLE, _NODE_VARIABLE = "RUNNER_FAULTY_HOSTS", "SLURMD_NODENAME"

@@ -135,10 +135,11 @@ start_standby() {
   rm -rf -- "$directory"
 }
 
-# Let the standby's step run the command, if it waits on the nodes of the next start; fails if it does not.
+# Let the standby's step run the command, if it waits on the nodes of the next start; fails if it does not, also if the
+# step has ended.
 take_standby() {
   # In the first seconds of its life the step may not have begun.
-  if [[ $nodes == "$former_nodes" ]] && ((age_seconds > standby_seconds + 1)) && kill -0 "$standby_pid" 2>/dev/null; then
+  if [[ $nodes == "$former_nodes" ]] && ((age_seconds > standby_seconds + 1)); then
     srun_pid=$standby_pid
     end_standby "${standby_line/@submit_time@/$RUNNER_SUBMITTED}"
   else

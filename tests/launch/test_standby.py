@@ -220,6 +220,24 @@ def test_a_standby_that_cannot_be_started_is_left_out(what, monkeypatch, capsys)
     assert starter.start(["-c", ""]).communicate() == (b"", None)
 
 
+def test_a_standby_has_the_environment_of_a_new_process():
+    def spawn(command, variables, inherited):
+        words = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+        return start_process(words, variables, subprocess.PIPE, inherited)
+
+    starter = ProcessStarter(1, {"HOME": "/here", "XLA_FLAGS": "--a=1 --b"}, spawn)
+    starter.start_standbys()
+    environments = []
+    for _ in ("standby", "new"):
+        process = starter.start(["-m", "runner", "spec.yaml"])
+        process.stdout.readline()
+        environments.append(set(Path(f"/proc/{process.pid}/environ").read_text().split("\0")))
+        process.kill()
+    (line,) = environments[0] - environments[1]
+    assert line.startswith(STANDBY_VARIABLE)
+    assert environments[1] <= environments[0]
+
+
 def test_all_standbys_end_if_one_cannot_be_started(monkeypatch, capsys):
     started = []
 

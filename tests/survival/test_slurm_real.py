@@ -83,6 +83,70 @@ class SlurmJob:
         return self.cluster.job(self.id)
 
 
+def test_restarts_take_the_standby_of_each_task(cluster: SlurmCluster, tmp_path: Path) -> None:
+    options = ("config.total_steps=600", "config.step_seconds=0.1", "checkpoint.every_steps=10")
+    spec = str(job_process.ROOT / "specs" / "counter.yaml")
+    undisturbed = job_process.Job(spec, tmp_path / "undisturbed", (*options, "config.step_seconds=0"), devices=1)
+    undisturbed.launch(num_processes=2).expect(0, job_process.WHOLE_RUN_DEADLINE_SECONDS)
+    job = job_process.Job(spec, tmp_path / "run", options, devices=1)
+    submitted = SlurmJob(cluster, job, tmp_path / "work", "--nodes", "2", "--standby-seconds", "3")
+
+    def await_standbys(attempt: int) -> list[list[int]]:
+        """Wait until an attempt has committed and its standbys wait; return trainer and standby of each task."""
+        submitted.await_commit(attempt)
+
+        def find() -> list[list[int]]:
+            return [cluster.find_runner_pids(submitted.id, process_id) for process_id in range(2)]
+
+        submitted.wait_until(lambda: all(len(pids) == 2 for pids in find()), "a standby of each task")
+        pids = find()
+        submitted.wait_until(lambda: all(is_idle(standby) for _, standby in pids), "idle standbys")
+        return pids
+
+    def find_main(attempt: int) -> int:
+        return int(json.loads((job.directory / "attempts" / str(attempt)).read_bytes())["pid"])
+
+    (main, standby), (other, other_standby) = await_standbys(attempt=1)
+    assert find_main(1) == main
+    os.kill(other, signal.SIGKILL)
+    (main, second_standby), (other, other_second_standby) = await_standbys(attempt=2)
+    assert (main, other) == (standby, other_standby) == (find_main(2), other_standby), submitted.report()
+    # The standby of one task has been killed: its shell starts a process.
+    os.kill(other_second_standby, signal.SIGKILL)
+    os.kill(main, signal.SIGKILL)
+    submitted.await_commit(attempt=3)
+    assert find_main(3) == second_standby, submitted.report()
+    assert cluster.find_task_pid(submitted.id, 1) not in (other, other_second_standby)
+    # The queue ends a standby.
+    (main, standby), (other, other_standby) = await_standbys(attempt=3)
+    cluster.command("scontrol", "requeue", submitted.id)
+    submitted.await_restart(1)
+    submitted.await_commit(attempt=4)
+    assert find_main(4) not in (main, standby)
+    assert not {main, standby, other, other_standby} & set(cluster.find_runner_pids(submitted.id, 0))
+    *_, (last, standby) = await_standbys(attempt=4)
+    end = submitted.await_end()
+    assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "1"), submitted.report()
+    assert is_dead(last)
+    assert is_dead(standby)
+    assert job.outcome() == undisturbed.outcome()
+    first, second, third, _ = job.events("start")
+    assert first["submitted"] < second["submitted"] < third["submitted"] <= third["began"] + 1
+    # Nothing is said of a standby that has ended unused.
+    tail = submitted.log.read_text().rpartition("counter: done")[2]
+    assert "error" not in tail, submitted.report()
+
+
+def is_idle(pid: int) -> bool:
+    """Return True if a process has slept for a while."""
+    readings = []
+    for _ in range(4):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        readings.append((state, fields[10:12]))
+        time.sleep(0.25)
+    return all(reading == ("S", readings[0][1]) for reading in readings)
+
+
 def test_slurm_requeues_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     spec = str(job_process.ROOT / "specs" / "gpt_nano.yaml")
@@ -149,70 +213,6 @@ def test_spare_nodes_replace_lost_ones_without_the_queue(tmp_path: Path) -> None
     restarts = re.findall(r"launch: ended with 76; restart (\d) of 100, on (\S+) in", submitted.log.read_text())
     expected = [(str(number), f"{nodes[0]},{nodes[number + 1]}") for number in range(1, 4)]
     assert restarts == expected, submitted.report()
-
-
-def test_restarts_take_the_standby_of_each_task(cluster: SlurmCluster, tmp_path: Path) -> None:
-    options = ("config.total_steps=600", "config.step_seconds=0.1", "checkpoint.every_steps=10")
-    spec = str(job_process.ROOT / "specs" / "counter.yaml")
-    undisturbed = job_process.Job(spec, tmp_path / "undisturbed", (*options, "config.step_seconds=0"), devices=1)
-    undisturbed.launch(num_processes=2).expect(0, job_process.WHOLE_RUN_DEADLINE_SECONDS)
-    job = job_process.Job(spec, tmp_path / "run", options, devices=1)
-    submitted = SlurmJob(cluster, job, tmp_path / "work", "--nodes", "2", "--standby-seconds", "3")
-
-    def await_standbys(attempt: int) -> list[list[int]]:
-        """Wait until an attempt has committed and its standbys wait; return trainer and standby of each task."""
-        submitted.await_commit(attempt)
-
-        def find() -> list[list[int]]:
-            return [cluster.find_runner_pids(submitted.id, process_id) for process_id in range(2)]
-
-        submitted.wait_until(lambda: all(len(pids) == 2 for pids in find()), "a standby of each task")
-        pids = find()
-        submitted.wait_until(lambda: all(is_idle(standby) for _, standby in pids), "idle standbys")
-        return pids
-
-    def find_main(attempt: int) -> int:
-        return int(json.loads((job.directory / "attempts" / str(attempt)).read_bytes())["pid"])
-
-    (main, standby), (other, other_standby) = await_standbys(attempt=1)
-    assert find_main(1) == main
-    os.kill(other, signal.SIGKILL)
-    (main, second_standby), (other, other_second_standby) = await_standbys(attempt=2)
-    assert (main, other) == (standby, other_standby) == (find_main(2), other_standby), submitted.report()
-    # The standby of one task has been killed: its shell starts a process.
-    os.kill(other_second_standby, signal.SIGKILL)
-    os.kill(main, signal.SIGKILL)
-    submitted.await_commit(attempt=3)
-    assert find_main(3) == second_standby, submitted.report()
-    assert cluster.find_task_pid(submitted.id, 1) not in (other, other_second_standby)
-    # The queue ends a standby.
-    (main, standby), (other, other_standby) = await_standbys(attempt=3)
-    cluster.command("scontrol", "requeue", submitted.id)
-    submitted.await_restart(1)
-    submitted.await_commit(attempt=4)
-    assert find_main(4) not in (main, standby)
-    assert not {main, standby, other, other_standby} & set(cluster.find_runner_pids(submitted.id, 0))
-    *_, (last, standby) = await_standbys(attempt=4)
-    end = submitted.await_end()
-    assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "1"), submitted.report()
-    assert is_dead(last)
-    assert is_dead(standby)
-    assert job.outcome() == undisturbed.outcome()
-    first, second, third, _ = job.events("start")
-    assert first["submitted"] < second["submitted"] < third["submitted"] <= third["began"] + 1
-    # Nothing is said of a standby that has ended unused.
-    tail = submitted.log.read_text().rpartition("counter: done")[2]
-    assert "error" not in tail, submitted.report()
-
-
-def is_idle(pid: int) -> bool:
-    """Return True if a process has slept for a while."""
-    readings = []
-    for _ in range(4):
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        readings.append((state, fields[10:12]))
-        time.sleep(0.25)
-    return all(reading == ("S", readings[0][1]) for reading in readings)
 
 
 def test_a_time_limit_preempts_and_scancel_ends_a_job(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from tests.support.job_process import (
     make_uninterrupted_counter_run,
     make_uninterrupted_run,
 )
+from tests.support.leftover import list_children
 from tests.support.same_bits import SAME_BITS_OPTIONS
 from tests.support.tiny_jobs import get_job_name, make_gpt_document
 from tests.test_values import TrainLookup
@@ -62,6 +63,7 @@ class Storm:
     chance: random.Random
     slow_disk: Path
     longest_pause_seconds: float
+    num_processes: int
     fast_tier: Path | None = None
     num_faults: int = 0
 
@@ -96,7 +98,9 @@ class Storm:
 
     def freeze(self, pid: int) -> None:
         """Stop the process for a while; some never continue where peers can notice it."""
-        is_for_good = len(children(self.launched.process.pid)) > 1 and self.chance.random() < 0.5
+        # A frozen standby would be waited for at the rendezvous.
+        trainers = list_children(self.launched.process.pid)[: self.num_processes]
+        is_for_good = len(trainers) > 1 and pid in trainers and self.chance.random() < 0.5
         os.kill(pid, signal.SIGSTOP)
         if not is_for_good:
             time.sleep(self.chance.uniform(0.0, SHORT_FREEZE_SECONDS))
@@ -123,14 +127,15 @@ def weather(
     longest_pause_seconds: float,
     monkeypatch: pytest.MonkeyPatch,
     fast_tier: Path | None = None,
+    standby_seconds: int = 0,
 ) -> float:
     """Run the job through so many faults to its end; the seconds that it took."""
     slow_disk = job.directory.parent / "slow"
     monkeypatch.setenv("SLOW_DISK", str(slow_disk))
     monkeypatch.setenv("PYTHONPATH", str(SICK))
     started = time.monotonic()
-    launched = job.launch(num_processes, max_restarts=1000, grace_seconds=30)
-    storm = Storm(launched, random.Random(num_faults), slow_disk, longest_pause_seconds, fast_tier)
+    launched = job.launch(num_processes, max_restarts=1000, grace_seconds=30, standby_seconds=standby_seconds)
+    storm = Storm(launched, random.Random(num_faults), slow_disk, longest_pause_seconds, num_processes, fast_tier)
     newest, num_in_a_row = 0, 0
     while storm.num_faults < num_faults:
         assert launched.process.poll() is None, launched.report(f"ended after {storm.num_faults} faults")
@@ -162,7 +167,7 @@ COUNTER = ("config.width=64", "checkpoint.every_steps=10")
 def test_a_few_faults(tmp_path, monkeypatch):
     steps = ("config.total_steps=1000",)
     job = Job("specs/counter.yaml", tmp_path / "run", (*COUNTER, *steps, "config.step_seconds=0.02"))
-    weather(job, 1, 3, 1.0, monkeypatch)
+    weather(job, 1, 3, 1.0, monkeypatch, standby_seconds=1)
     assert job.result() == make_uninterrupted_counter_run((*COUNTER, *steps)).result()
 
 
@@ -180,7 +185,7 @@ def test_a_hundred_faults(tmp_path, monkeypatch):
 def test_fifteen_faults_of_a_gpt_on_two_processes(tmp_path, monkeypatch):
     options = ("config.train.total_steps=2000", "checkpoint.every_steps=20", "logging.every_steps=100")
     job = Job("specs/gpt_nano.yaml", tmp_path / "run", options, devices=1)
-    seconds = weather(job, 2, 15, 20.0, monkeypatch)
+    seconds = weather(job, 2, 15, 20.0, monkeypatch, standby_seconds=2)
     whole = make_uninterrupted_run("specs/gpt_nano.yaml", options, num_processes=2)
     assert job.outcome() == whole.outcome()
     print(f"15 faults: {seconds:.0f} s, undisturbed {at_its_pace(job, whole, 2):.0f} s")

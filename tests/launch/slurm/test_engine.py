@@ -463,11 +463,11 @@ def test_a_failing_requeue_is_retried_and_then_reported(slurm):
 class StandbyScript:
     """The script of a job whose first attempt has run for longer than its standby needs to wait."""
 
-    def __init__(self, slurm: FakeSlurm, has_standby: bool = True, seconds: int = 1):
+    def __init__(self, slurm: FakeSlurm, has_standby: bool = True, seconds: int = 1, code: int = 0):
         self.slurm, script = slurm, slurm.directory / "script.sh"
         script.write_text(script.read_text().replace("standby_seconds=30", f"standby_seconds={seconds}"))
         slurm.write("waits", "")
-        self.process = slurm.start(0)
+        self.process = slurm.start(code)
         began = time.monotonic()
         slurm.wait_until(lambda: slurm.read("task_pids"))
         if has_standby:
@@ -541,10 +541,10 @@ def test_a_restart_without_a_usable_standby_starts_a_step(slurm, cause):
     assert len(slurm.read("arguments")) == 5
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_a_standby_ends_with_the_script(slurm, is_killed):
-    script = StandbyScript(slurm)
-    if is_killed:
+@pytest.mark.parametrize("code", [0, 75, None])
+def test_a_standby_ends_with_the_script(slurm, code):
+    script = StandbyScript(slurm, code=code or 0)
+    if code is None:
         script.process.kill()
     else:
         script.process.send_signal(signal.SIGTERM)
@@ -554,7 +554,7 @@ def test_a_standby_ends_with_the_script(slurm, is_killed):
     script.process.communicate(timeout=DEADLINE_SECONDS)
     slurm.wait_until(lambda: slurm.read("standby_codes"))
     # A line that is lost must not look like the end of the job.
-    assert slurm.read("standby_codes") == ["76" if is_killed else "0"]
+    assert slurm.read("standby_codes") == ["76" if code is None else "0"]
 
 
 # Submission.
