@@ -140,8 +140,9 @@ class ProcessStarter:
     num_processes: int
     variables: Mapping[str, str]
     spawn: "Callable[[Sequence[str], Mapping[str, str], Sequence[int]], subprocess.Popen[bytes]]"
-    _standbys: "list[tuple[subprocess.Popen[bytes], int]]" = field(default_factory=list)  # and the pipe to each
-    _is_refused: bool = False
+    # Each with the pipe to it.
+    _standbys: "list[tuple[subprocess.Popen[bytes], int]]" = field(default_factory=list, init=False)
+    _is_refused: bool = field(default=False, init=False)
 
     def start(self, words: Sequence[str]) -> "subprocess.Popen[bytes]":
         """Return a process that runs `python WORDS`, which are `-m runner` and its arguments.
