@@ -7,7 +7,8 @@
 #   which takes minutes, if too few nodes are healthy, or if the command has ended at once several times. Any other code
 #   ends it.
 # - With spare nodes the command runs on some of the job's nodes. SLURM then takes a node that fails out of the job, and
-#   lets the others go on. A node that the command itself found to be defective gets no more work.
+#   lets the others go on. A node that the command itself found to be defective gets no more work, and a requeued job
+#   excludes it.
 # - If SLURM itself is ending the job, as the job's state says, the script waits for the tasks and does nothing else.
 # - While the command runs, a second step waits on the same nodes: the standby. A restart on these nodes takes it.
 #
@@ -76,10 +77,29 @@ requeue() {
   end_standby ''
   for pause_seconds in 0 10 30 60; do
     sleep "$pause_seconds"
-    scontrol requeue "$SLURM_JOB_ID" && exit "$code"
+    scontrol requeue "$SLURM_JOB_ID" && {
+      exclude_faulty_nodes
+      exit "$code"
+    }
   done
   say "cannot requeue job $SLURM_JOB_ID; requeue it by hand"
   exit "$code"
+}
+
+# Keep the job off its faulty nodes, besides those that it excludes already. SLURM changes the excluded nodes of pending
+# jobs alone. The job is one after the requeue, and this script has SLURM's KillWait until it is killed.
+exclude_faulty_nodes() {
+  local faulty excluded
+  faulty=$(grep -sxE '[A-Za-z0-9._-]+' "$RUNNER_FAULTY_HOSTS" | sort -u | paste -sd,)
+  [[ -n $faulty ]] || return
+  excluded=$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o ' ExcNodeList=[^ ]*')
+  excluded=${excluded#*=}
+  [[ -z $excluded || $excluded == '(null)' ]] || faulty=$excluded,$faulty
+  if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$faulty"; then
+    say "the queue gives the job other nodes than $faulty"
+  else
+    say "cannot exclude $faulty from job $SLURM_JOB_ID"
+  fi
 }
 
 # Print the nodes of the job that are neither draining, not responding nor down; with spare nodes only those on which

@@ -2,21 +2,27 @@
 
 Processes of `specs/counter.yaml` are killed, and started again after nothing, the parts of the last process, or the
 whole fast tier were deleted. The script prints the median seconds of a restore by source with their ratios, and the
-seconds for which a fast save blocks the loop with and without replicas.
+seconds for which a fast save blocks the loop with and without replicas. With `--bucket` the durable directory is in an
+emulator of S3, each of whose requests takes so many milliseconds longer.
 
-    python -m tests.benchmarks.replicas [--megabytes 500] [--processes 2] [--rounds 3]
+    python -m tests.benchmarks.replicas [--megabytes 500] [--processes 2] [--rounds 3] [--bucket 20]
 """
 
 import argparse
+import contextlib
+import itertools
 import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from runner.storage import LocalStore, read_log
-from tests.benchmarks.restart import kill, list_committed_steps, spawn
+import pytest
+
+from runner.storage import open_store, read_log
+from tests.benchmarks.restart import kill, spawn
 from tests.support.job_process import list_common_steps
+from tests.support.object_stores import Faults, route_stores_to, start_backend
 
 SOURCES = ("own parts", "a replica", "durable directory")
 _POLL_SECONDS = 0.05
@@ -37,18 +43,17 @@ def make_options(scratch: Path, megabytes: int, num_replicas: int) -> list[str]:
     return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
-def list_events(directory: Path, event: str, attempt: int) -> list[dict[str, object]]:
-    """Return the events of one kind of an attempt."""
-    return [
-        row for row in read_log(LocalStore(directory), "events") if (row["event"], row["attempt"]) == (event, attempt)
-    ]
+def list_events(directory: str, event: str, attempt: int | None = None) -> list[dict[str, object]]:
+    """Return the events of one kind, of one attempt or of all."""
+    rows = read_log(open_store(directory), "events")
+    return [row for row in rows if row["event"] == event and attempt in (None, row["attempt"])]
 
 
 def measure(
-    scratch: Path, megabytes: int, num_processes: int, num_replicas: int
+    directory: str, scratch: Path, megabytes: int, num_processes: int, num_replicas: int
 ) -> tuple[dict[str, float], list[float]]:
     """Return the seconds of a restore by source, and those for which fast saves blocked the loop."""
-    directory, fast, cache = scratch / "run", scratch / "fast", scratch / "cache"
+    fast, cache = scratch / "fast", scratch / "cache"
     options, restores, blocked = make_options(scratch, megabytes, num_replicas), dict[str, float](), list[float]()
     sources = [source for source in SOURCES if num_replicas or source != "a replica"]
     for attempt, source in enumerate(["", *sources], 1):
@@ -70,7 +75,8 @@ def measure(
                 for process in range(num_processes)
             ]
             newest = max(set(steps).intersection(*copies) if num_replicas else steps, default=0)
-            durable = max(list_committed_steps(directory), default=0)
+            commits = [commit for commit in list_events(directory, "commit") if commit.get("tier") != "fast"]
+            durable = max((int(str(commit["step"])) for commit in commits), default=0)
             return newest > max(begun + 2, durable) and durable > 0
 
         while not is_ready():
@@ -94,13 +100,20 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bucket", type=float, metavar="MS", help="latency of a bucket that holds the run")
     parsed = parser.parse_args()
     restores: dict[str, list[float]] = {source: [] for source in SOURCES}
     blocked: dict[int, list[float]] = {0: [], 1: []}
-    for _ in range(parsed.rounds):
-        for num_replicas in blocked:
+    with contextlib.ExitStack() as stack:
+        backend = None
+        if parsed.bucket is not None:
+            backend = stack.enter_context(start_backend("s3"))
+            route_stores_to(stack.enter_context(pytest.MonkeyPatch.context()), backend)
+            backend.proxy.faults = Faults(latency_seconds=parsed.bucket / 1000)
+        for number, num_replicas in itertools.product(range(parsed.rounds), blocked):
             with tempfile.TemporaryDirectory() as scratch:
-                found, seconds = measure(Path(scratch), parsed.megabytes, parsed.processes, num_replicas)
+                directory = f"{scratch}/run" if backend is None else backend.url(f"{number}-{num_replicas}")
+                found, seconds = measure(directory, Path(scratch), parsed.megabytes, parsed.processes, num_replicas)
             blocked[num_replicas] += seconds
             if num_replicas:
                 for source, value in found.items():

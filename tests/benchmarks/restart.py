@@ -52,7 +52,7 @@ def make_starter(num_processes: int, cache: Path) -> ProcessStarter:
 
 def spawn(
     spec: str,
-    directory: Path,
+    directory: Path | str,
     cache: Path,
     num_processes: int,
     options: Sequence[str] = (),

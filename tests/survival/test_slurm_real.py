@@ -256,3 +256,31 @@ def test_special_characters_reach_a_job_unchanged(cluster: SlurmCluster, tmp_pat
     saved = read_spec(job.directory / "spec.yaml")
     assert (saved.project, saved.group, saved.seed) == (json.loads(project), group, 1)
     assert not list(tmp_path.rglob("pwned"))
+
+
+def test_a_requeued_job_excludes_its_faulty_nodes(tmp_path: Path) -> None:
+    """The first node is excluded by the user, the second is faulty, and SLURM has no other choice than the third."""
+    nodes = [f"127.0.0.{number}" for number in range(1, 4)]
+    options = ("config.total_steps=300", "config.step_seconds=0.1", "checkpoint.every_steps=10")
+    job = job_process.Job(str(job_process.ROOT / "specs" / "counter.yaml"), tmp_path / "run", options, devices=1)
+    (tmp_path / "slurm").mkdir()
+    cluster = SlurmCluster(tmp_path / "slurm", nodes)
+    try:
+        submitted = SlurmJob(cluster, job, tmp_path / "work", "--nodes", "1", f"--sbatch-option=--exclude={nodes[0]}")
+        submitted.await_commit(attempt=1)
+        first = cluster.job(submitted.id)["NodeList"]
+        # As the process on a node with a defective device does.
+        (tmp_path / "work" / f"counter-{submitted.id}.faulty").write_text(f"{first}\n$(touch {tmp_path}/run/no)\n")
+        os.kill(cluster.find_task_pid(submitted.id, 0), signal.SIGKILL)
+        submitted.await_commit(attempt=2)
+        second = cluster.job(submitted.id)
+        excluded = cluster.command("scontrol", "show", "hostnames", second["ExcNodeList"]).split()
+        end = submitted.await_end()
+    finally:
+        cluster.stop()
+    assert {first, second["NodeList"]} == {nodes[1], nodes[2]}
+    assert {*excluded} == {nodes[0], first}
+    assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1"), submitted.report()
+    log = submitted.log.read_text()
+    assert "launch: the queue gives the job other nodes than" in log, log
+    assert job.events("done")
