@@ -254,7 +254,8 @@ class _Meeting:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 greeting = _receive_line(connection)
                 # The address of a process that listens for lost ones may have been another job's before.
-                is_own_run = self._placement.process_id == 0 or greeting["run"] == self._get_run_id()
+                run_id = None if self._members is None else self._members.run_id
+                is_own_run = self._placement.process_id == 0 or greeting["run"] == run_id
                 process = int(greeting["process_id"]) if is_own_run else None
             if process is not None and self._placement.process_id < process < self._placement.num_processes:
                 with contextlib.suppress(OSError):  # `_drop_closed` finds one that has ended
@@ -305,9 +306,6 @@ class _Meeting:
         self._listener.close()
         for connection in self._peers.values():
             connection.close()
-
-    def _get_run_id(self) -> str | None:
-        return None if self._members is None else self._members.run_id
 
     def _has_all(self) -> bool:
         """Return True if all processes have joined and wait; those that have ended since are dropped."""
