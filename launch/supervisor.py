@@ -18,6 +18,7 @@ imports.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,7 +70,8 @@ class JobProgress(NamedTuple):
 
     Attributes:
         newest_step: step of the last commit; None if there is none, or the directory cannot be read.
-        newest_attempt: number of the newest attempt; 0 if there is none, None if the directory cannot be read.
+        newest_attempt: number of the newest attempt, of an elastic job the newest one in which this host took part; 0
+            if there is none, None if the directory cannot be read.
         is_done: True if the newest attempt has reached the end of this spec.
         num_commits: number of commits, also of steps to which the run has gone back since.
     """
@@ -92,12 +94,15 @@ def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
         return JobProgress()
     steps = [row["step"] for row in rows if row.get("event") == "commit" and type(row.get("step")) is int]
     # A claim without events is of an attempt that has ended before its first one.
+    hosts = {row["attempt"]: row.get("hosts") for row in rows if row.get("event") == "start"}
+    others = {claim for claim, names in hosts.items() if isinstance(names, list) and socket.gethostname() not in names}
+    own = [claim for claim in claims if claim not in others]
     newest, digest = max([0, *claims, *(row["attempt"] for row in rows)]), document.compute_digest()
     # A run may be extended after its end; earlier versions did not write the digest.
     is_done = any(
         row.get("event") == "done" and row["attempt"] == newest and row.get("spec", digest) == digest for row in rows
     )
-    return JobProgress(steps[-1] if steps else None, max(claims, default=0), is_done, len(steps))
+    return JobProgress(steps[-1] if steps else None, max(own, default=0), is_done, len(steps))
 
 
 def find_history(spec: str, overrides: Sequence[str]) -> History | None:

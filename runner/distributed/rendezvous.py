@@ -130,7 +130,9 @@ ANNOUNCE_SECONDS = 3.0
 _ANSWER_SECONDS = 10.0
 _CONNECT_SECONDS = 2.0  # for a process that may have left its notice behind
 _OBSERVATION_SECONDS = 40.0  # which `Members.find_running_attempt` may take
-_ANY_HOST = "192.0.2.1"  # an address of documentation (RFC 5737), reached by the default route
+_ANY_HOSTS = ("192.0.2.1", "2001:db8::1")  # addresses of documentation (RFC 5737, 3849), reached by the default route
+_MEETING_PERIODS = 4  # of ANNOUNCE_SECONDS, in which others find a process that listens
+_MAX_MEETINGS = 5
 _MAX_LINE_BYTES = 1 << 20
 
 Connections = dict[int, socket.socket]  # by process
@@ -145,8 +147,8 @@ class Members(Protocol):
 
     run_id: str | None
 
-    def announce(self, address: str) -> None:
-        """Say from now on that this process waits, and that it accepts others at HOST:PORT. Does not block."""
+    def announce(self, address: str | None) -> None:
+        """Say from now on that this process waits, and whether it accepts others at HOST:PORT. Does not block."""
 
     def list_addresses(self) -> list[str]:
         """Return the addresses of the processes before this one that wait, the lowest first."""
@@ -154,7 +156,7 @@ class Members(Protocol):
     def find_running_attempt(self) -> int | None:
         """Return the number of the attempt of other hosts that runs or has run during the wait, or None.
 
-        Blocks for up to half a minute.
+        Blocks for at most `_OBSERVATION_SECONDS`. Raises `RetryableError` if the directory does not answer.
         """
 
 
@@ -177,7 +179,8 @@ def wait_for_peers(placement: Placement, deadline_seconds: float, members: Membe
 
     Args:
         placement: position of this process.
-        deadline_seconds: time for all processes to join.
+        deadline_seconds: time for all processes to join. An elastic job whose processes are missing takes up to
+            `_OBSERVATION_SECONDS` longer.
         members: membership of an elastic job, which begins with the processes that joined before the deadline; None:
             all processes must join.
 
@@ -285,10 +288,16 @@ class _Meeting:
         num_processes, own = self._placement.num_processes, self._placement.process_id
         error = None
         if self._members is not None and len(self._peers) < num_processes - 1:
-            if (attempt := self._members.find_running_attempt()) is not None:
-                error = f"attempt {attempt} runs the job on other hosts; run the same command again to join them"
+            try:
+                attempt = self._members.find_running_attempt()
+            except RetryableError as failure:
+                error = str(failure)
+            else:
+                if attempt is not None:
+                    error = f"attempt {attempt} runs the job on other hosts; run the same command again to join them"
             self.accept(0)
             _drop_closed(self._peers)
+            error = None if self._has_all() else error
         present = [own, *sorted(self._peers)]
         missing = [str(process) for process in range(num_processes) if process not in present]
         if missing and self._members is None:
@@ -335,7 +344,7 @@ def _listen(address: str) -> socket.socket:
         # All processes of a large job connect at the same moment, hence the long backlog.
         return socket.create_server((host, port), family=family, backlog=4096, dualstack_ipv6=is_any)
     except OSError as error:
-        raise RetryableError(f"process 0 cannot listen on {address}: {error}") from error
+        raise RetryableError(f"cannot listen on {address} for the other processes: {error}") from error
 
 
 def _split_address(address: str) -> tuple[str, int]:
@@ -353,6 +362,8 @@ def _join_lower_process(
     """
     process_0, meeting, reason = placement.coordinator, None, "no answer"
     announce_seconds = time.monotonic() + ANNOUNCE_SECONDS
+    answer_seconds = _ANSWER_SECONDS + (0 if members is None else _OBSERVATION_SECONDS)
+    num_meetings = 0
     while (left_seconds := end_seconds - time.monotonic()) > 0:
         for address in [process_0, *([] if members is None else members.list_addresses())]:
             patience_seconds = _ANSWER_SECONDS if address == process_0 else _CONNECT_SECONDS
@@ -363,12 +374,17 @@ def _join_lower_process(
                 reason = str(failure) if address == process_0 else reason
                 continue
             try:
+                # A process that may take the role of process 0 accepts others between its attempts to reach that.
+                connection.settimeout(left_seconds + answer_seconds if members is None else 2 * _ANSWER_SECONDS)
                 _ask_to_join(connection, placement.process_id, members)
                 if meeting is not None:
                     meeting.dissolve()
                     meeting = None
-                late_seconds = _ANSWER_SECONDS + (0 if members is None else _OBSERVATION_SECONDS)
-                connection.settimeout(max(end_seconds - time.monotonic(), 0) + late_seconds)
+                if members is not None:
+                    # A job that runs without both processes grows once it knows of both.
+                    select.select([connection], [], [], max(announce_seconds - time.monotonic(), 0))
+                    members.announce(None)
+                connection.settimeout(max(end_seconds - time.monotonic(), 0) + answer_seconds)
                 present = _receive_answer(connection, placement.process_id)
             # It has ended, or has followed a lower process, or something else has its port for now.
             except (OSError, ValueError, KeyError, TypeError, OverflowError) as failure:
@@ -376,13 +392,19 @@ def _join_lower_process(
                 reason = f"no {failure} in the answer" if isinstance(failure, KeyError) else str(failure)
                 continue
             return present, {present[0]: connection}, address
-        if members is not None and time.monotonic() >= announce_seconds:
-            if meeting is None:
-                meeting = _Meeting(placement, _join_address(_find_own_host(process_0), 0), members)
-                members.announce(meeting.address)
-            meeting.accept(_RETRY_SECONDS)
-        else:
+        is_due = members is not None and time.monotonic() >= announce_seconds
+        if members is not None and is_due and meeting is None and num_meetings < _MAX_MEETINGS:
+            host = _find_own_host(process_0)
+            if host is not None:
+                num_meetings += 1
+                meeting = _Meeting(placement, _join_address(host, 0), members)
+                # Others need time to find it, also after the deadline, if a process that this one had joined is lost.
+                end_seconds = max(end_seconds, time.monotonic() + _MEETING_PERIODS * ANNOUNCE_SECONDS)
+            members.announce(None if meeting is None else meeting.address)
+        if meeting is None:
             time.sleep(_RETRY_SECONDS)
+        else:
+            meeting.accept(_RETRY_SECONDS)
     if meeting is not None and members is not None and members.run_id is not None:
         with meeting:
             present, connections = meeting.answer(deadline_seconds)
@@ -400,8 +422,6 @@ def _ask_to_join(connection: socket.socket, process_id: int, members: Members | 
         ValueError: something else is at the other end. Other errors of sockets and of JSON have the same meaning.
     """
     _send(connection, {"process_id": process_id, "run": None if members is None else members.run_id})
-    # It may be waiting for process 0 to accept a connection.
-    connection.settimeout(2 * _ANSWER_SECONDS)
     if int(_receive_line(connection)["joined"]) >= process_id:
         raise ValueError("the answer is of no lower process")
 
@@ -422,16 +442,20 @@ def _receive_answer(connection: socket.socket, process_id: int) -> list[int]:
     return present
 
 
-def _find_own_host(coordinator: str) -> str:
-    """Return the IP address of this host in the network of process 0, or else in that of the default route."""
-    for host in (_split_address(coordinator)[0], _ANY_HOST):
+def _find_own_host(coordinator: str) -> str | None:
+    """Return the IP address of this host in the network of process 0, or else in that of the default route, if any."""
+    process_0, _ = _split_address(coordinator)
+    for host in (process_0, *_ANY_HOSTS):
         # A socket for datagrams that is connected has an address, and sends nothing.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             family, *_, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
+                own = str(probe.getsockname()[0])
+                # A host may know its own name as an address of loopback, which no other host can reach.
+                if not ipaddress.ip_address(own).is_loopback or own == process_0 or process_0 == "localhost":
+                    return own
+    return None
 
 
 def _join_address(host: str, port: int) -> str:
@@ -462,8 +486,7 @@ _HEARTBEAT_TIMEOUT_SECONDS = 60
 def join_job(placement: Placement | None, deadlines: Deadlines, members: Members | None = None) -> Hosts:
     """Join the other processes of the job and start `jax.distributed`.
 
-    Called on every process, before any other use of JAX. Blocks until all processes have joined, for at most
-    `deadlines.start_seconds`.
+    Called on every process, before any other use of JAX. Blocks until all processes have joined, see `wait_for_peers`.
 
     Args:
         placement: position of this process; None for a single-process job.

@@ -254,6 +254,7 @@ class Attempt:
             and empty if the run is no fork.
         notifier: notifications about the run; silent except on process 0.
         waiting: hosts that wait to join; None unless the job may grow by them, and on other processes than 0.
+        is_elastic: True if the job may run without some of its hosts.
     """
 
     number: int
@@ -269,6 +270,7 @@ class Attempt:
     lineage: JsonObject = field(default_factory=dict)
     notifier: Notifier = field(default_factory=lambda: Notifier(None, {}))
     waiting: WaitingHosts | None = None
+    is_elastic: bool = False
 
     def say(self, line: str) -> None:
         """Print a line. By default processes other than process 0 show only warnings, and log this line."""
@@ -327,7 +329,8 @@ class Attempt:
             # The directory belongs to another attempt or is gone, so not even the clock may be written there.
             self.progress.clock.attach_store(None)
             code = error.exit_code
-            if self.hosts.num_missing and not isinstance(error, RemovedError):
+            is_split = self.hosts.num_missing or self.hosts.liveness.find_disconnected()
+            if self.is_elastic and is_split and not isinstance(error, RemovedError):
                 # Hosts of the job that could not reach these ones go on. They are joined at a later start.
                 code = EXIT_RETRYABLE
                 raise RetryableError(f"{error}; its hosts go on without this one") from error
@@ -481,6 +484,7 @@ def claim_attempt(
         environment,
         notifier=notifier,
         waiting=waiting,
+        is_elastic=spec.topology is not None and spec.topology.elastic,
     )
 
 

@@ -19,8 +19,8 @@ import threading
 import time
 
 from runner.distributed.rendezvous import ANNOUNCE_SECONDS
-from runner.errors import RunnerError
-from runner.run.clock_file import HEARTBEAT_SECONDS, IDLE_SECONDS, decode_clock_file, get_clock_file_name
+from runner.errors import InvalidError, RetryableError, RunnerError, StorageError
+from runner.run.clock_file import FLUSH_SECONDS, IDLE_SECONDS, decode_clock_file, get_clock_file_name
 from runner.run.fence import Fence
 from runner.run.layout import read_owner
 from runner.spec import ExecutionSpec
@@ -32,32 +32,46 @@ WAITING_SECONDS = 60.0  # since the last sign of life of a host that waits
 _LOOK_SECONDS = ANNOUNCE_SECONDS
 _FRESH_SECONDS = 10.0  # since the last sign of life of a process that accepts others
 _CLOSE_SECONDS = 5.0  # for the notice of a process that has joined
+# Within it the clock of an attempt that runs must have reached the directory, also by a network's file system.
+_OBSERVE_SECONDS = 2.5 * max(FLUSH_SECONDS, IDLE_SECONDS)
 _OBSERVE_POLL_SECONDS = 0.5
+_MAX_LOWER = 16  # processes below its own whose notices a process reads; one that is alive is enough
 _STORE_SECONDS = 10.0  # for a slow directory, when the clock of an attempt is observed
 
 
 class _Notices:
-    """Files in `waiting/`. If the content of one changes, its process is alive.
+    """Files in `waiting/`, each of one process. If the content of a file changes, its process is alive.
 
     Attributes:
-        contents: newest content by name.
-        found_seconds: moment at which a file was first seen, by name and by the monotonic clock.
+        contents: newest content by process.
+        found_seconds: moment at which a file was first seen, by process and by the monotonic clock.
         changed_seconds: moment of the last change since then, of those files that have changed.
     """
 
     def __init__(self, store: Store):
         self._store = store
-        self.contents: dict[str, bytes] = {}
-        self.found_seconds: dict[str, float] = {}
-        self.changed_seconds: dict[str, float] = {}
+        self.contents: dict[int, bytes] = {}
+        self.found_seconds: dict[int, float] = {}
+        self.changed_seconds: dict[int, float] = {}
 
-    def look(self) -> None:
-        """Read all files. Raises `OSError` if the directory cannot be read."""
-        for name in self._store.list_names(WAITING):
-            content = self._store.read(f"{WAITING}/{name}")
-            self.found_seconds.setdefault(name, time.monotonic())
-            if self.contents.setdefault(name, content) != content:
-                self.contents[name], self.changed_seconds[name] = content, time.monotonic()
+    def look(self, below: int | None = None) -> None:
+        """Read the files of all processes, or the lowest files of those `below` a number.
+
+        Raises `OSError` if the directory cannot be listed.
+        """
+        # Other names are of files that are being written.
+        found = (parse_number(name) for name in self._store.list_names(WAITING))
+        processes = sorted(process for process in found if process is not None)
+        if below is not None:
+            processes = [process for process in processes if 0 < process < below][:_MAX_LOWER]
+        for process in processes:
+            with contextlib.suppress(OSError):  # one that has joined removes its file
+                content = self._store.read(f"{WAITING}/{process}")
+                is_changed = self.contents.get(process, content) != content
+                self.contents[process] = content
+                self.found_seconds.setdefault(process, time.monotonic())
+                if is_changed:
+                    self.changed_seconds[process] = time.monotonic()
 
 
 class Membership:
@@ -78,8 +92,8 @@ class Membership:
         self._closed = threading.Event()
         self.run_id: str | None = None
 
-    def announce(self, address: str) -> None:
-        """Say from now on that this process waits, and that it accepts others at HOST:PORT. Does not block."""
+    def announce(self, address: str | None) -> None:
+        """Say from now on that this process waits, and whether it accepts others at HOST:PORT. Does not block."""
         self._address = address
         if self._thread.ident is None:
             self._thread.start()
@@ -104,75 +118,74 @@ class Membership:
             return []
         earliest = time.monotonic() - _FRESH_SECONDS
         found = {}
-        for name, seconds in list((self._notices.found_seconds | self._notices.changed_seconds).items()):
-            number = parse_number(name)
-            if number is not None and 0 < number < self._process_id and seconds > earliest:
+        for process, seconds in list((self._notices.found_seconds | self._notices.changed_seconds).items()):
+            if seconds > earliest:
                 with contextlib.suppress(ValueError):
-                    found[number] = parse_json(self._notices.contents[name]).get("address")
+                    found[process] = parse_json(self._notices.contents[process]).get("address")
         return [address for _, address in sorted(found.items()) if isinstance(address, str)]
 
     def find_running_attempt(self) -> int | None:
         """Return the number of the attempt of other hosts that runs, or has run since this process began to wait.
 
         None if there is none. Blocks while the clock of the newest attempt is observed.
+
+        Raises:
+            StorageError: the directory does not answer.
         """
         if self._running_attempt is not None:
             return self._running_attempt
-        found: list[int] = []
+        found: list[int | None] = []
 
         def observe() -> None:
-            with contextlib.suppress(OSError, RunnerError):
-                store = open_store(str(self._spec.directory))
-                if (number := find_running_attempt(store)) is not None:
-                    found.append(number)
+            # The job itself reports what is wrong with a directory that is no valid one.
+            with contextlib.suppress(OSError, RetryableError):
+                try:
+                    found.append(find_running_attempt(open_store(str(self._spec.directory))))
+                except InvalidError:
+                    found.append(None)
 
         thread = threading.Thread(target=observe, name="observe", daemon=True)
         thread.start()
-        thread.join(get_observation_seconds(is_bucket=True) + _STORE_SECONDS)
-        return found[0] if found else None
+        thread.join(_OBSERVE_SECONDS + _STORE_SECONDS)
+        if not found:
+            raise StorageError(
+                f"{self._spec.directory} does not tell whether an attempt runs; run the same command again"
+            )
+        return found[0]
 
     def _work(self) -> None:
         name = f"{WAITING}/{self._process_id}"
         with contextlib.suppress(OSError, RunnerError):
             store = open_store(str(self._spec.directory))
+            notices = _Notices(store)
             while not self._closed.is_set():
                 with contextlib.suppress(OSError, RunnerError):
-                    self._look(store, name)
+                    self._look(store, name, notices)
                 self._closed.wait(_LOOK_SECONDS)
             store.remove(name)
 
-    def _look(self, store: Store, name: str) -> None:
+    def _look(self, store: Store, name: str, notices: _Notices) -> None:
         owner = read_owner(store)
         if owner is None:
             return
-        self.run_id = owner.id
+        self.run_id, self._notices = owner.id, notices
         notice = {"host": socket.gethostname(), "time": time.time(), "address": self._address}
         store.write(name, encode_json(notice))
+        notices.look(below=self._process_id)
         number = Fence(store).find_newest()
         clock = (number, _read_clock(store, number))
         if self._newest_clock not in (None, clock):
             self._running_attempt = number
         self._newest_clock = clock
-        notices = self._notices or _Notices(store)
-        notices.look()
-        self._notices = notices
-
-
-def get_observation_seconds(*, is_bucket: bool) -> float:
-    """Return the time within which the clock of an attempt that runs must advance in its file."""
-    return 2.5 * IDLE_SECONDS if is_bucket else 3 * HEARTBEAT_SECONDS
 
 
 def find_running_attempt(store: Store) -> int | None:
     """Return the number of the newest attempt if it runs, else None.
 
     Immediate if the attempt has ended, or if it was one of a process of this machine that is gone. Otherwise its clock
-    is observed for `get_observation_seconds`.
+    is observed for `_OBSERVE_SECONDS`.
     """
-    number, deadline = (
-        Fence(store).find_newest(),
-        time.monotonic() + get_observation_seconds(is_bucket=store.root is None),
-    )
+    number, deadline = Fence(store).find_newest(), time.monotonic() + _OBSERVE_SECONDS
     if not number:
         return None
     first = _read_clock(store, number)

@@ -1,6 +1,7 @@
 """Rendezvous of processes, and the names of missing ones."""
 
 import contextlib
+import ipaddress
 import itertools
 import socket
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from runner.distributed import rendezvous
 from runner.distributed.rendezvous import Placement, get_bind_address, wait_for_peers
-from runner.errors import RetryableError
+from runner.errors import RetryableError, StorageError
 from runner.process import find_free_port
 
 
@@ -20,9 +21,10 @@ from runner.process import find_free_port
 class Directory:
     """Directory of a run, as its processes see it."""
 
-    addresses: dict[int, str] = field(default_factory=dict)
+    addresses: dict[int, str | None] = field(default_factory=dict)
     run_id: str | None = "run"
     running_attempt: int | None = None
+    problem: str = ""
 
 
 @dataclass
@@ -39,9 +41,12 @@ class FakeMembers:
             self.directory.addresses[self.process] = address
 
     def list_addresses(self):
-        return [address for other, address in sorted(self.directory.addresses.items()) if 0 < other < self.process]
+        waiting = sorted(self.directory.addresses.items())
+        return [address for other, address in waiting if address is not None and 0 < other < self.process]
 
     def find_running_attempt(self):
+        if self.directory.problem:
+            raise StorageError(self.directory.problem)
         return self.directory.running_attempt
 
 
@@ -126,6 +131,47 @@ def test_an_elastic_job_that_runs_on_other_hosts_does_not_begin_again(announces_
     met = meet_in_parallel([common | {"present": group, "directory": Directory(running_attempt=7)} for group in groups])
     message = "attempt 7 runs the job on other hosts; run the same command again to join them"
     assert met == [[message] * len(group) for group in groups]
+
+
+def test_an_elastic_job_does_not_begin_if_its_directory_does_not_tell_who_runs(announces_soon):
+    common = {"num_processes": 4, "deadline_seconds": 1.5}
+    met = meet_in_parallel(
+        [common | {"present": group, "directory": Directory(problem="503")} for group in [(0, 2), (1, 2)]]
+    )
+    assert met == [["503", "503"]] * 2
+
+
+def test_processes_that_lose_the_one_that_they_have_joined_meet_again(announces_soon):
+    """Their deadline has passed when process 1 leaves them for process 0, which comes late."""
+    coordinator, directory = f"127.0.0.1:{find_free_port()}", Directory()
+    deadlines_seconds = {0: 3.0, 1: 3.0, 2: 1.5, 3: 1.5}
+
+    def join(process):
+        time.sleep(2.2 if process == 0 else 0)
+        members = FakeMembers(directory, process)
+        placement = Placement(coordinator, 4, process)
+        met = wait_for_peers(placement, deadlines_seconds[process], members).placement
+        return met.process_id, met.num_processes, met.coordinator
+
+    with ThreadPoolExecutor(4) as pool:
+        met = list(pool.map(join, range(4)))
+    assert [place[:2] for place in met] == [(index, 4) for index in range(4)]
+    assert {place[2] for place in met} == {coordinator}
+
+
+def test_a_process_that_waits_at_another_says_that_it_waits(announces_soon):
+    """So that a job that runs without both grows once both wait."""
+    directory = Directory(running_attempt=7)
+    meet_all([0, 2], 4, 1.5, is_elastic=True, directory=directory)
+    assert {*directory.addresses} == {0, 2}
+    assert directory.addresses[2] is None
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname(), "no-such-host.invalid", "192.0.2.7"])
+def test_an_address_of_loopback_is_announced_only_where_process_0_has_one(name):
+    host = rendezvous._find_own_host(f"{name}:80")
+    is_loopback = host is not None and ipaddress.ip_address(host).is_loopback
+    assert is_loopback == (name in ("localhost", "127.0.0.1"))
 
 
 def test_an_elastic_job_of_all_hosts_begins_at_once(announces_soon):

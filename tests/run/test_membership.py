@@ -13,7 +13,7 @@ import pytest
 
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Clock
-from runner.errors import FencedError, RemovedError, RetryableError, RunnerError
+from runner.errors import FencedError, RemovedError, RetryableError, RunnerError, StorageError
 from runner.run import attempt as attempt_module
 from runner.run import membership
 from runner.run.clock_file import start_clock_file
@@ -115,7 +115,7 @@ def test_each_growth_within_a_day_doubles_the_saves_before_the_next(
     rows = [{"event": "grow", "time": moment} for moment in times] + [{"event": "grow"}, {"event": "save", "time": NOW}]
     store.write("events.jsonl", b"".join(attempt_module.encode_json(row).replace(b"\n", b"") + b"\n" for row in rows))
     with watch(store, 1) as hosts:
-        hosts._notices.changed_seconds["1"] = time.monotonic()
+        hosts._notices.changed_seconds[1] = time.monotonic()
         # A second save before the processes have agreed on the stop is no second growth.
         assert [hosts.is_growth_due() for _ in range(save + 2)] == [False] * (save - 1) + [True, False, False]
 
@@ -179,6 +179,40 @@ def test_processes_that_wait_find_the_lower_ones(store: LocalStore, monkeypatch:
     assert list_waiting(store) == []
 
 
+def test_files_that_are_being_written_are_no_notices(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they, or files that are gone since they were listed, keep the others from being read."""
+    monkeypatch.setattr(membership, "_LOOK_SECONDS", 0.02)
+    (store.root / WAITING / "1.d").mkdir(parents=True)
+    (store.root / WAITING / "2").mkdir()
+    names = store.list_names(WAITING)
+    monkeypatch.setattr(LocalStore, "list_names", lambda self, prefix: [*names, "3", ".4.5e.tmp", "4"])
+    member, lower = make_member(store, 6), make_member(store, 4)
+    lower.announce("10.0.0.4:80")
+    member.announce("10.0.0.6:80")
+    assert wait_until(lambda: member.list_addresses() == ["10.0.0.4:80"])
+    assert member._notices is not None
+    assert {*member._notices.contents} == {4}
+    for each in (member, lower):
+        each.close()
+
+
+@pytest.mark.parametrize("error", [TimeoutError("no answer"), StorageError("503")])
+def test_a_directory_that_does_not_answer_lets_no_group_begin(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(membership, "find_running_attempt", fail)
+    with pytest.raises(StorageError, match="does not tell whether an attempt runs"):
+        make_member(store, 1).find_running_attempt()
+    monkeypatch.setattr(membership, "find_running_attempt", lambda store: time.sleep(5))
+    monkeypatch.setattr(membership, "_OBSERVE_SECONDS", 0.1)
+    monkeypatch.setattr(membership, "_STORE_SECONDS", 0.1)
+    with pytest.raises(StorageError, match="does not tell whether an attempt runs"):
+        make_member(store, 1).find_running_attempt()
+
+
 # Notices that other programs, versions or damage may leave, of which none is an address.
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"address": 3}', b'{"address": null}', b"[" * 99999, b"\xff"])
 def test_a_notice_without_an_address_is_left_out(
@@ -228,6 +262,7 @@ def begin_attempt(store: LocalStore) -> Clock:
 
 def test_an_attempt_runs_while_its_clock_advances(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "_OBSERVE_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(membership, "_OBSERVE_SECONDS", 3.0)
     assert find_running_attempt(store) is None
     clock = begin_attempt(store)
     assert find_running_attempt(store) == 1
@@ -239,7 +274,7 @@ def test_an_attempt_runs_while_its_clock_advances(store: LocalStore, monkeypatch
     killed.attach_store(None)
     began = time.monotonic()
     assert find_running_attempt(store) is None
-    assert time.monotonic() - began >= membership.get_observation_seconds(is_bucket=False)
+    assert time.monotonic() - began >= 3.0
     # A claim whose clock does not exist yet.
     assert Fence(store).claim() == 3
     assert find_running_attempt(store) is None
@@ -251,6 +286,7 @@ def test_an_attempt_that_has_run_while_a_process_waited_counts(
 ) -> None:
     """Its hosts are about to return."""
     monkeypatch.setattr(membership, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(membership, "_OBSERVE_SECONDS", 3.0)
     clock, member = begin_attempt(store), make_member(store, 1)
     member.announce("10.0.0.1:80")
     assert wait_until(lambda: member._running_attempt == 1)
@@ -279,13 +315,12 @@ def test_an_attempt_that_begins_while_another_is_observed_runs(store: LocalStore
 def test_a_group_of_an_elastic_job_that_another_has_fenced_waits(
     store: LocalStore, num_missing: int, raised: type[RunnerError]
 ) -> None:
-    attempt = make_attempt(store)
-    hosts = Hosts.single_process(num_missing)
-    with pytest.raises(raised) as caught, dataclasses.replace(attempt, hosts=hosts).record_outcome():
+    attempt = dataclasses.replace(make_attempt(store), hosts=Hosts.single_process(num_missing), is_elastic=True)
+    with pytest.raises(raised) as caught, attempt.record_outcome():
         raise FencedError("attempt 2 has taken over")
     assert "attempt 2 has taken over" in str(caught.value)
     assert caught.value.exit_code == (76 if num_missing else 1)
-    with pytest.raises(RemovedError), dataclasses.replace(attempt, hosts=hosts).record_outcome():
+    with pytest.raises(RemovedError), attempt.record_outcome():
         raise RemovedError("the directory is gone")
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,21 @@ def test_a_directory_that_cannot_be_read_has_no_progress(tmp_path):
     assert progress.newest_step is None
     assert progress.newest_attempt is None
     assert not progress.is_done
+
+
+# Hosts of the start event of attempt 2, which claims the directory; and the newest attempt in which this host took part.
+@pytest.mark.parametrize(
+    ("hosts", "newest"),
+    [(None, 2), ([], 1), (["other"], 1), (["other", socket.gethostname()], 2), ("other", 2), (7, 2)],
+)
+def test_attempts_of_other_hosts_are_no_crashes_of_this_one(tmp_path, hosts, newest):
+    for attempt in (1, 2):
+        (tmp_path / "attempts").mkdir(exist_ok=True)
+        (tmp_path / "attempts" / str(attempt)).write_text("{}")
+    row = {"attempt": 2, "event": "start"} | ({} if hosts is None else {"hosts": hosts})
+    (tmp_path / "events.jsonl").write_text(json.dumps(row) + "\n")
+    progress = supervisor.read_progress(str(ROOT / "specs" / "counter.yaml"), [f"directory={tmp_path}"])
+    assert progress.newest_attempt == newest
 
 
 def test_failures_with_progress_are_not_a_crash_loop():
