@@ -140,7 +140,7 @@ def test_a_directory_that_cannot_be_read_has_no_progress(tmp_path):
     assert not progress.is_done
 
 
-# Hosts of the start event of attempt 2, which claims the directory; and the newest attempt in which this host took part.
+# Hosts of the start event of attempt 2, and the newest attempt in which this host took part.
 @pytest.mark.parametrize(
     ("hosts", "newest"),
     [(None, 2), ([], 1), (["other"], 1), (["other", socket.gethostname()], 2), ("other", 2), (7, 2)],
