@@ -278,7 +278,8 @@ class RestoreableJob:
             with progress.report_phase(SET_UP):
                 incidents.attempt = self.claim_directory(hosts, stop, progress)
 
-            with self.attempt.record_outcome():
+            # A failure is recorded only if it is one: a collective that fails with a lost peer is the end of that peer.
+            with self.attempt.record_outcome(), watchdog.explain_errors():
                 try:
                     self.prepare_and_restore()
                     self.run()

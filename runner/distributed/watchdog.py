@@ -15,11 +15,12 @@ and publishes them, so its heartbeat never hides that the training thread hangs.
    every process prints it. If the failure ends the job, the verdict has exit code 1 and follows soon.
 """
 
+import contextlib
 import math
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -87,6 +88,7 @@ class Watchdog:
         self._reporter: threading.Thread | None = None  # thread of the newest callback that is no verdict
         self._is_silent = False
         self._suspects_peer = False  # a collective has failed here
+        self._has_waited = False  # for the cause of an error
         self._last_warning = ""
         self._num_beats = 0
         self._last_beats: dict[int, tuple[int, float]] = {}  # process -> (number of its last beat, time it was seen)
@@ -100,17 +102,32 @@ class Watchdog:
         return self.progress
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._hosts.num_processes > 1 and error is not None:
-            # If a peer's death caused the error, the watchdog's thread ends this process during the wait and names the
-            # peer. JAX raises a failed collective as one of several types.
-            is_suspect = isinstance(error, (jax.errors.JaxRuntimeError, PeerLostError)) or "Gloo" in str(error)
-            if is_suspect or not isinstance(error, RunnerError):
-                warn(f"{format_error(error)}; waiting for a report of a lost peer")
-                self._suspects_peer = is_suspect
-                time.sleep(_DIAGNOSIS_SECONDS if is_suspect else 3 * _POLL_SECONDS)
+        if error is not None:
+            self._wait_for_verdict(error)
         self._is_over.set()
         self.progress.has_arrived.set()
         self._hosts.liveness.set_abort_callback(None)
+
+    @contextlib.contextmanager
+    def explain_errors(self) -> Iterator[None]:
+        """Let an error leave the context only if no lost peer has caused it."""
+        try:
+            yield
+        except BaseException as error:
+            self._wait_for_verdict(error)
+            raise
+
+    def _wait_for_verdict(self, error: BaseException) -> None:
+        """Wait once for the watchdog, which ends this process and names the peer if a lost one is the cause."""
+        # JAX raises a failed collective as one of several types.
+        is_suspect = isinstance(error, (jax.errors.JaxRuntimeError, PeerLostError)) or "Gloo" in str(error)
+        is_explained = isinstance(error, RunnerError) and not is_suspect
+        if self._hosts.num_processes == 1 or is_explained or self._has_waited:
+            return
+        self._has_waited = True
+        warn(f"{format_error(error)}; waiting for a report of a lost peer")
+        self._suspects_peer = is_suspect
+        time.sleep(_DIAGNOSIS_SECONDS if is_suspect else 3 * _POLL_SECONDS)
 
     def stop_reports(self) -> None:
         """Call nothing but `on_verdict` from now on, so that the record of the end is the last one."""

@@ -288,6 +288,7 @@ def test_faults_of_an_elastic_job_on_six_hosts_change_no_bit(tmp_path, monkeypat
     assert owners == sorted(owners)
     assert len({step for _, step in owners}) == len(owners)
     assert job.result() == whole.result()
+    assert not [failure for failure in job.events("failed") if failure["code"] == 1]
     sizes = collections.Counter(start["processes"] for start in job.events("start"))
     assert len(sizes) > 1, sizes
     print(f"{dict(cluster.counts)} in {time.monotonic() - began:.0f} s, attempts by hosts: {dict(sizes)}")
