@@ -364,7 +364,7 @@ class PretrainGPT(BaseTrainer):
         return GPT(
             config.model,
             self.vocabulary_size,
-            config.data.sequence_length,
+            config.data.tokens_per_example,
             precision.params,
             precision.compute,
             config.memory,
@@ -392,7 +392,7 @@ class PretrainGPT(BaseTrainer):
 
     def family(self) -> GPT2Files:
         """Return the layout of the weights in Hugging Face's files."""
-        model, length = self.config.model, self.config.data.sequence_length
+        model, length = self.config.model, self.config.data.tokens_per_example
         return GPT2Files(model.layers, model.heads, model.width, self.vocabulary_size, length, model.dropout)
 
     def flops_per_token(self, train_setup: TrainSetup) -> Flops:
@@ -406,7 +406,7 @@ class PretrainGPT(BaseTrainer):
             layer_parameters=12 * model.width**2,
             output_parameters=self.vocabulary_size * model.width,
             attention_width=model.width,
-            attended_keys=self.config.data.sequence_length / 2,
+            attended_keys=self.config.data.tokens_per_example / 2,
             remat=memory.remat,
             last_parameters=4 * model.width**2,
         )
@@ -423,7 +423,7 @@ class PretrainGPT(BaseTrainer):
             layers=model.layers,
             width=model.width,
             output_width=self.vocabulary_size,
-            sequence_length=self.config.data.sequence_length,
+            sequence_length=self.config.data.tokens_per_example,
             itemsize=jnp.dtype(self.config.precision.compute).itemsize,
             memory=self.config.memory,
             sizes=sizes,
@@ -434,4 +434,4 @@ class PretrainGPT(BaseTrainer):
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
         """Return the memory options that `plan --search` may vary."""
-        return list_memory_choices(self.config.data.sequence_length)
+        return list_memory_choices(self.config.data.tokens_per_example)

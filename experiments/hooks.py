@@ -54,7 +54,7 @@ class SampleText(Observer):
 
     def _make_evaluator(self, weights: Any) -> SampleEvaluator:
         job, options = self.job.config, self.config
-        data, length, dtype = job.data, job.data.sequence_length, job.precision.compute
+        data, length, dtype = job.data, job.data.tokens_per_example, job.precision.compute
         codec = load_data_codec(data)
         prompts = [(text, encode_prompt(codec, text) or [find_start_token(codec, data)]) for text in options.prompts]
         mesh = jax.tree.leaves(weights["params"])[0].sharding.mesh

@@ -26,10 +26,20 @@ from pydantic import (
 from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from runner.run.events import ROLL_BACKS_MAX
-from runner.spec import Auto, FrozenModel, JobConfig, Trajectory, is_below
+from runner.spec import Auto, FrozenModel, JobConfig, Trajectory, is_below, is_class_path
 from runner.spec.document import dump_yaml
 
 DEFAULT_SOURCE = "python-stdlib"
+Unit = Literal["tokens", "examples"]  # in which the length of a run is counted: examples where the data are arrays
+# Keys that only data of tokens, and models of text, read.
+_TOKEN_KEYS = ("tokenizer", "document_separator", "packing", "cache_bytes")
+_TEXT_KEYS = (
+    "eval.bits_per_byte",
+    "eval.multiple_choice",
+    "eval.samples",
+    "memory.loss_chunk_positions",
+    "memory.row_attention",
+)
 # Names of sources, validation sets and tasks become parts of the keys of metrics.jsonl, hence no dot and no slash.
 SOURCE_NAME = r"^[A-Za-z0-9_-]+$"
 TOTAL_KEYS = ("train.total_steps", "train.total_tokens", "train.total_epochs")
@@ -95,18 +105,18 @@ ModelConfigType = TypeVar("ModelConfigType", bound=ModelConfig)
 
 
 class TokenSource(FrozenModel):
-    """Source of tokens."""
+    """Source of tokens, or of examples of arrays."""
 
     source: str = Field(
         min_length=1,
         description="Origin of the tokens: `python-stdlib` (Python's own library, present on every machine); a path, a "
         "gs://, s3:// or az:// URL or a glob of text files or of token files, of this runner or another tool; the "
         "directory or URL of a corpus or of an MDS data set (with its index.json); or `module:Class`, a custom "
-        "`Source`.",
+        "`Source`, or without `sequence_length` a data set whose examples are dicts of arrays.",
     )
     options: dict[str, str | int | float | bool] = Field(
         default={},
-        description="Keyword arguments of a custom source class; for MDS `column` (default `tokens`) and `dtype`, for "
+        description="Keyword arguments of a custom class; for MDS `column` (default `tokens`) and `dtype`, for "
         "ArrayRecord `dtype`, the type of the ids; for Parquet and Arrow `column` (default `input_ids`) and `mask`.",
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
@@ -135,7 +145,7 @@ class MixtureSource(TokenSource):
 
 
 class DataConfig(TokenSource):
-    """Tokens to train on."""
+    """Tokens, or examples of arrays, to train on."""
 
     source: str = Field(
         default=DEFAULT_SOURCE, min_length=1, description=TokenSource.model_fields["source"].description
@@ -148,7 +158,11 @@ class DataConfig(TokenSource):
         default="none",
         description="Text between two text files: nothing (one file runs into the next), a newline, or a zero byte.",
     )
-    sequence_length: PositiveInt = Field(description="Tokens per example (sequence).")
+    sequence_length: PositiveInt | None = Field(
+        default=None,
+        description="Tokens per example (sequence). Required for tokens; null where `source` names a data set whose "
+        "examples are dicts of arrays.",
+    )
     packing: Literal["concatenate", "documents", "pad"] = Field(
         default="concatenate",
         description="Content of one example: a stretch of the concatenated tokens, cut anywhere (concatenate); whole "
@@ -158,7 +172,7 @@ class DataConfig(TokenSource):
         default=0.05,
         ge=0,
         lt=1,
-        description="Share of the tokens held out for validation, taken from the end of each source.",
+        description="Share of the tokens (or examples) held out for validation, taken from the end of each source.",
     )
     validation: dict[str, TokenSource] = Field(
         default={}, description="Further validation sets by name, each a source that is read in order."
@@ -176,6 +190,52 @@ class DataConfig(TokenSource):
         if self.mixture:
             return self.mixture
         return [MixtureSource(name="train", **{key: getattr(self, key) for key in TokenSource.model_fields})]
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if the data are tokens, False if their examples are dicts of arrays."""
+        return self.sequence_length is not None
+
+    @property
+    def unit(self) -> Unit:
+        """Unit in which the length of a run is counted."""
+        return "tokens" if self.has_tokens else "examples"
+
+    @property
+    def units_per_example(self) -> int:
+        """Tokens of an example; 1 where the examples themselves are counted."""
+        return self.sequence_length or 1
+
+    @property
+    def tokens_per_example(self) -> int:
+        """Tokens of an example, `sequence_length`. Raises `InvalidError` if the data are no tokens."""
+        if self.sequence_length is None:
+            raise InvalidError("missing key data.sequence_length: this job trains on tokens")
+        return self.sequence_length
+
+    @model_validator(mode="after")
+    def _validate_kind(self) -> "DataConfig":
+        """Refuse data of arrays from anything but a class, and with keys that only tokens need."""
+        if self.has_tokens:
+            return self
+        if not all(is_class_path(source.source) for source in self.sources):
+            raise ValueError("missing key sequence_length")
+        for name, source in self.validation.items():
+            if not is_class_path(source.source):
+                raise ValueError(
+                    f"validation.{name}.source={source.source}: without sequence_length the data are arrays; name a "
+                    "class with such examples, as module:Class"
+                )
+        sections = {"": self, **{f"validation.{name}.": source for name, source in self.validation.items()}}
+        sections |= {f"mixture.{index}.": source for index, source in enumerate(self.mixture)}
+        for prefix, section in sections.items():
+            for key in ("dtype", "train_on", *(() if prefix else _TOKEN_KEYS)):
+                if (value := getattr(section, key)) != type(section).model_fields[key].default:
+                    raise ValueError(
+                        f"{prefix}{key}={value}: nothing reads it, as data without sequence_length are arrays; leave "
+                        "it out, or set sequence_length for tokens"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _validate_train_on(self) -> "DataConfig":
@@ -399,35 +459,35 @@ class StageStart(NamedTuple):
 
     Attributes:
         step: steps completed before it.
-        tokens: tokens consumed before it.
-        tokens_per_step: tokens of each step in it.
+        units: tokens consumed before it, or examples where the data are arrays.
+        units_per_step: tokens (or examples) of each step in it.
     """
 
     step: int
-    tokens: int
-    tokens_per_step: int
+    units: int
+    units_per_step: int
 
 
-def locate_stages(batch_examples: int, sequence_length: int, stages: Iterable[StageConfig]) -> list[StageStart]:
+def locate_stages(batch_examples: int, units_per_example: int, stages: Iterable[StageConfig]) -> list[StageStart]:
     """Return the beginning of a run and that of each of its stages.
 
     Args:
         batch_examples: global batch of the run before its first stage.
-        sequence_length: sequence length before the first stage.
+        units_per_example: sequence length before the first stage; 1 where the data are arrays.
         stages: stages in order.
     """
-    sizes = {"train.global_batch_examples": batch_examples, "data.sequence_length": sequence_length}
-    starts = [StageStart(0, 0, batch_examples * sequence_length)]
+    sizes = {"train.global_batch_examples": batch_examples, "data.sequence_length": units_per_example}
+    starts = [StageStart(0, 0, batch_examples * units_per_example)]
     for stage in stages:
-        step, tokens, tokens_per_step = starts[-1]
+        step, units, units_per_step = starts[-1]
         # A value of a wrong type is reported when the config of the stage is validated.
         sizes |= {key: value for key in sizes if isinstance(value := stage.set.get(key), int) and value > 0}
         if stage.from_step is not None:
             start = stage.from_step
         else:
             assert stage.from_tokens is not None, "a stage has one of the two"
-            start = step - (tokens - stage.from_tokens) // tokens_per_step
-        starts.append(StageStart(start, tokens + (start - step) * tokens_per_step, math.prod(sizes.values())))
+            start = step - (units - stage.from_tokens) // units_per_step
+        starts.append(StageStart(start, units + (start - step) * units_per_step, math.prod(sizes.values())))
     return starts
 
 
@@ -745,7 +805,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     """Config of a `BaseTrainer` job."""
 
     model: ModelConfigType = Field(description="Architecture of the experiment's model.")
-    data: DataConfig = Field(description="Tokens to train on.")
+    data: DataConfig = Field(description="Tokens, or examples of arrays, to train on.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Optimizer.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning-rate schedule.")
     train: TrainConfig = Field(description="Length of the run and size of its batches.")
@@ -776,22 +836,22 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     )
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step before the first stage."""
-        return self.train.global_batch_examples * self.data.sequence_length
+    def units_per_step(self) -> int:
+        """Tokens of one optimizer step before the first stage; examples where the data are arrays."""
+        return self.train.global_batch_examples * self.data.units_per_example
 
     def list_starts(self, num_stages: int | None = None) -> list[StageStart]:
         """Return the beginning of the run and those of its first `num_stages` stages, by default of all of them."""
-        return locate_stages(self.train.global_batch_examples, self.data.sequence_length, self.stages[:num_stages])
+        return locate_stages(self.train.global_batch_examples, self.data.units_per_example, self.stages[:num_stages])
 
     def find_stage(self, step: int) -> int:
         """Return the number of the stage that makes the step after `step` completed ones; 0: the config itself."""
         return bisect([start.step for start in self.list_starts()[1:]], step) if self.stages else 0
 
-    def count_tokens(self, step: int) -> int:
-        """Return the number of tokens that training has consumed after `step` steps."""
+    def count_units(self, step: int) -> int:
+        """Return the number of tokens (`data.unit`) that training has consumed after `step` steps."""
         start = self.list_starts()[self.find_stage(max(step - 1, 0))]
-        return start.tokens + (step - start.step) * start.tokens_per_step
+        return start.units + (step - start.step) * start.units_per_step
 
     @property
     def total_steps(self) -> int:
@@ -813,7 +873,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             return total_steps
         if total_tokens is not None:
             start = self.list_starts(num_stages)[-1]
-            return start.step - (start.tokens - total_tokens) // start.tokens_per_step
+            return start.step - (start.units - total_tokens) // start.units_per_step
         raise InvalidError(
             f"total_epochs={self.train.total_epochs:g} cannot be converted to steps before the data are read; use "
             "total_steps or total_tokens with code that needs the total, such as a custom schedule"
@@ -947,8 +1007,33 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return frozenset(keys)
 
     @model_validator(mode="after")
+    def _validate_no_tokens(self) -> "TrainerConfig[ModelConfigType]":
+        """Refuse keys that count tokens or are about text, if the data are arrays."""
+        if self.data.has_tokens:
+            return self
+        reason = "the data are arrays (no data.sequence_length)"
+        if self.train.total_tokens is not None:
+            raise ValueError(f"train.total_tokens={self.train.total_tokens}: {reason}; use train.total_steps")
+        if self.train.batch_ramp is not None and self.train.batch_ramp.over_tokens is not None:
+            raise ValueError(
+                f"train.batch_ramp.over_tokens={self.train.batch_ramp.over_tokens}: {reason}; use over_steps"
+            )
+        for index, stage in enumerate(self.stages):
+            if stage.from_tokens is not None:
+                raise ValueError(f"stages.{index}.from_tokens={stage.from_tokens}: {reason}; use from_step")
+            if "train.total_tokens" in stage.set:
+                raise ValueError(f"stages.{index}.set: train.total_tokens: {reason}; use train.total_steps")
+        for key in _TEXT_KEYS:
+            section, _, name = key.partition(".")
+            if not self.is_default(key):
+                value = getattr(getattr(self, section), name)
+                text = value if isinstance(value, str | int) else "..."
+                raise ValueError(f"{key}={text}: nothing reads it, as {reason}; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _expand_batch_ramp(self) -> "TrainerConfig[ModelConfigType]":
-        # It comes first, so that the rules below see the batch of the first step.
+        # It comes before the rules below, so that they see the batch of the first step.
         ramp = self.train.batch_ramp
         if ramp is None:
             return self
@@ -989,9 +1074,9 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     def _validate_sections_together(self) -> "TrainerConfig[ModelConfigType]":
         tokens = self.train.total_tokens
         # Such a budget is rounded up to one step, far more than was asked for.
-        if tokens is not None and tokens < self.tokens_per_step:
+        if tokens is not None and tokens < self.units_per_step:
             batch, length = self.train.global_batch_examples, self.data.sequence_length
-            step = f"{batch} examples x {length} tokens = {self.tokens_per_step}"
+            step = f"{batch} examples x {length} tokens = {self.units_per_step}"
             raise ValueError(f"train.total_tokens={tokens} is less than one step of {step}")
         if self.train.total_epochs is not None and self.data.mixture:
             raise ValueError(
@@ -1010,7 +1095,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             raise ValueError(
                 "ema.evaluate: there is no validation set; set data.validation_fraction or data.validation"
             )
-        chunk, length = self.memory.loss_chunk_positions, self.data.sequence_length
+        chunk, length = self.memory.loss_chunk_positions, self.data.units_per_example
         if chunk is not None and length % chunk:
             # The message names the nearest divisor on either side.
             divisors = [size for size in range(1, length + 1) if length % size == 0]

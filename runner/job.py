@@ -275,6 +275,7 @@ class RestoreableJob:
                     say(f"{self.spec.name}: done, nothing to do{self.describe_stop()}")
                 return
 
+            progress.describe_wait = self.describe_wait
             with progress.report_phase(SET_UP):
                 incidents.attempt = self.claim_directory(hosts, stop, progress)
 
@@ -327,6 +328,13 @@ class RestoreableJob:
         """Return the step of the newest committed checkpoint, or 0. Process 0 only."""
         manifest = read_newest_manifest(self.store)
         return 0 if manifest is None else manifest.step
+
+    def describe_wait(self) -> str:
+        """Return the call of a user's code that has not returned, for the report of a hang; by default empty.
+
+        Called on another thread, so it must not wait for anything.
+        """
+        return ""
 
     def claim_directory(self, hosts: Hosts, stop: StopNotice, progress: Progress) -> Attempt:
         """Check everything that can be checked, then claim the next attempt, which fences every earlier one."""

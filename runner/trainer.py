@@ -1,4 +1,6 @@
-"""BaseTrainer: a RestoreableJob that trains a Flax model on tokens. It composes state, step, data, hooks and metrics.
+"""BaseTrainer: a RestoreableJob that trains a Flax model. It composes state, step, data, hooks and metrics.
+
+The data are tokens, or examples that are dicts of arrays, such as images and labels (`config.data`).
 
 An experiment defines the model (`model`), and may override the loss (`forward`), the optimizer, the schedule or the
 evaluation. All methods are called on every host. `BaseTrainer.run` is the training loop.
@@ -24,10 +26,11 @@ from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
-from runner.data import TRAIN, DataPosition, Dataset, Ranges, SeekablePrefetcher, get_batch_fields, has_targets
+from runner.data import TRAIN, DataPosition, Dataset, Ranges, SeekablePrefetcher, has_targets
+from runner.data.array_examples import describe_slowest_read
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE
-from runner.errors import DeviceError, DivergedError, PhaseError, ResumeError
+from runner.errors import DeviceError, DivergedError, InvalidError, PhaseError, ResumeError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
@@ -63,7 +66,7 @@ from runner.train.lora import get_model_weights, replace_base
 from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
 from runner.train.report import Report
-from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder
+from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder, get_tokens
 from runner.train.stability import (
     Skips,
     complete_roll_backs,
@@ -161,6 +164,7 @@ class BaseTrainer(RestoreableJob):
             rules=build_logical_axis_rules(self.logical_axis_rules, type(self).__name__),
             identify_base=functools.partial(identify_adapter_base, self.document, spec, self.config, self.store),
             learning_rate_multiplier=self.learning_rate_multiplier,
+            model_inputs=self.model_inputs,
             stage=self.make_stage_context(0),
         )
         self._stage_number = 0
@@ -174,28 +178,45 @@ class BaseTrainer(RestoreableJob):
     def model(self) -> nn.Module:
         """Return the Flax module; called as `module(x_BxT, deterministic=...)`, it returns logits (B, T, V).
 
-        If sequences hold several documents it is also called with `segments=` and `positions=` (B, T), so that
+        Where the data are arrays, it is called with the arguments of `model_inputs` and may return anything. If
+        sequences hold several documents it is also called with `segments=` and `positions=` (B, T), so that
         positions attend only within their segment. A module without these arguments is then refused.
         """
         raise NotImplementedError
 
     @classmethod
+    def model_inputs(cls, batch: Batch) -> tuple[Any, ...]:
+        """Return the positional arguments of the model for a batch (B, ...); by default `x`. Pure.
+
+        The model is initialised with them. A job whose data are arrays overrides this, and uses it in `forward`.
+        """
+        return get_tokens(batch)
+
+    @classmethod
     def forward(
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (loss summed over the real target tokens of a micro-batch, meta). Pure.
+        """Return (loss summed over the real targets of a micro-batch, meta). Pure.
+
+        This default is the cross-entropy of tokens. A job whose data are arrays overrides it.
 
         Args:
             apply_fn: `apply` of the model.
             params: parameters of the model.
             batch: `x`, `y` and `padding_mask` (B, T), further fields that the data declare (see `runner.train.loss`; it
-                is an error not to read one), and `example` (B), the index of each example in the step.
+                is an error not to read one), and `example` (B), the index of each example in the step. If the data are
+                arrays: their fields (B, ...), and `padding_mask` (B), True for a real example.
             key: key of the step; None: deterministic. Fold `example` into it to make random numbers independent of the
                 split into micro-batches. This default draws one key per micro-batch.
 
-        A forward that masks targets itself returns their count as meta `token_count`. Meta `statistics` are summed for
+        A forward that counts targets in another way returns their number as meta `target_count` (or `token_count`).
+        Otherwise each real position is one, or each real example of arrays. Meta `statistics` are summed for
         `update_variables`.
         """
+        if missing := sorted({"x", "y"} - {*batch}):
+            names = ", ".join(sorted({*batch} - {"example"}))
+            reason = f"the data's batches hold {names} and no {missing[0]}"
+            raise InvalidError(f"{reason}; override forward of {cls.__name__}, which returns the loss of such a batch")
         rngs = None if key is None else {"dropout": jax.random.fold_in(key, batch["example"][0])}
         documents = document_arguments(apply_fn, batch)
         logits_BxTxV = apply_fn({"params": params}, batch["x"], **documents, deterministic=key is None, rngs=rngs)
@@ -238,11 +259,11 @@ class BaseTrainer(RestoreableJob):
     def flops_per_token(self, train_setup: TrainSetup) -> Flops:
         """Return the FLOPs of a train step for one token, counted in the traced `forward`. Replace it by a formula.
 
-        Raises `ValueError` if `forward` calls kernels that cannot be counted.
+        Where the data are arrays, they are those of one example. Raises `ValueError` if `forward` calls kernels that
+        cannot be counted.
         """
-        return count_forward_flops(
-            self.forward, train_setup, get_batch_fields(self.config.data), self.config.data.sequence_length
-        )
+        fields, units = self.setup_builder.fields, self.config.data.units_per_example
+        return count_forward_flops(self.forward, train_setup, fields, units)
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:
         """Return the memory and traffic of a token on a mesh of these sizes (devices by axis); by default unknown."""
@@ -258,7 +279,7 @@ class BaseTrainer(RestoreableJob):
     def train_step(
         cls, state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
-        """Make one optimizer step over a batch (S, B, T); returns (state, loss, meta). Pure."""
+        """Make one optimizer step over a batch (S, B, ...); returns (state, loss, meta). Pure."""
         config = cls._get_config()
         options = step_functions.StepOptions(
             update_variables=cls.update_variables,
@@ -272,7 +293,7 @@ class BaseTrainer(RestoreableJob):
 
     @classmethod
     def val_step(cls, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Return (loss_sum, token_count, last_meta) over a batch (S, B, T). Pure; reads no `opt_state`."""
+        """Return (loss_sum, token_count, last_meta) over a batch (S, B, ...). Pure; reads no `opt_state`."""
         config = cls._get_config()
         num_groups = None if config is None else config.train.same_bits_devices
         return step_functions.val_step(cls.forward, state, batch, num_groups=num_groups)
@@ -283,7 +304,7 @@ class BaseTrainer(RestoreableJob):
         return getattr(cls, "config", None)
 
     def batch(self, slice: str = "train", step: int | None = None) -> Batch:
-        """Return the global (S, B, T) batch after `step` completed steps, by default those of this job.
+        """Return the global (S, B, ...) batch after `step` completed steps, by default those of this job.
 
         `slice` is `train` or the name of a validation set. Raises `ValueError` for any other, and `PhaseError` before
         the job is compiled.
@@ -536,7 +557,7 @@ class BaseTrainer(RestoreableJob):
 
     @property
     def vocabulary_size(self) -> int:
-        """Vocabulary size of the spec, or that of the data if the spec says `auto`."""
+        """Vocabulary size of the spec, or that of the data if the spec says `auto`; 0 if the data are arrays."""
         return self.setup_builder.vocabulary_size
 
     # Stages.
@@ -764,6 +785,10 @@ class BaseTrainer(RestoreableJob):
             self._stage_number = self.config.find_stage(max(step - 1, 0))
         known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.start)
         self.stage.builder.validate_steps(self.stage.train_setup, known)
+
+    def describe_wait(self) -> str:
+        """Return the example of the data that is being read for longest."""
+        return describe_slowest_read()
 
     def prepare(self) -> None:
         """Compile the train step with the largest micro-batch that fits, by the compiler's own memory figures."""

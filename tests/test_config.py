@@ -91,7 +91,7 @@ def test_a_token_budget_is_rounded_up_to_whole_steps(tokens: int, steps: int) ->
     config = validate_contract(
         "config.train.total_steps=null", f"config.train.total_tokens={tokens}", "config.schedule.warmup_steps=0"
     )
-    assert config.tokens_per_step == 16 * 256
+    assert config.units_per_step == 16 * 256
     assert config.total_steps == steps
 
 

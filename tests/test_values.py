@@ -94,6 +94,7 @@ SOME: dict[str, Any] = {
     "config.eval.multiple_choice.*.limit": 1,
     "config.eval.samples.every_steps": 1,
     "config.memory.loss_chunk_positions": 8,
+    "config.data.sequence_length": 16,
     "config.data.cache_bytes": 1 << 16,
     "config.data.mixture.*.max_epochs": 1000.0,
     "hooks.*.name": "early",
@@ -252,6 +253,7 @@ SEPARATE_CASES = [
     ("topology", None),
     *(("checkpoint.fork_from.step", value) for value in (OPEN, "newest", "best")),
     ("config.optimizer.learning_rate", None),
+    ("config.data.sequence_length", None),  # data of arrays
 ]  # need another job, and have their own tests
 
 

@@ -285,7 +285,7 @@ class PretrainDecoder(BaseTrainer):
 
     def family(self) -> DecoderFiles:
         """Return the layout of the weights in Hugging Face's files."""
-        return DecoderFiles(self.config.model, self.vocabulary_size, self.config.data.sequence_length)
+        return DecoderFiles(self.config.model, self.vocabulary_size, self.config.data.tokens_per_example)
 
     @classmethod
     def forward(
@@ -342,7 +342,7 @@ class PretrainDecoder(BaseTrainer):
 
         For sequences of several documents this is an upper bound: no implementation skips other documents.
         """
-        config, memory, length = self.config.model, self.config.memory, self.config.data.sequence_length
+        config, memory, length = self.config.model, self.config.memory, self.config.data.tokens_per_example
         # A window longer than the sequence is full attention.
         windows = [min(config.get_window(kind) or length, length) for kind in config.layer_kinds]
         keys = [window - window**2 / (2 * length) for window in windows]
@@ -409,7 +409,7 @@ class PretrainDecoder(BaseTrainer):
             layers=config.layers,
             width=config.width,
             output_width=self.vocabulary_size,
-            sequence_length=self.config.data.sequence_length,
+            sequence_length=self.config.data.tokens_per_example,
             itemsize=jnp.dtype(self.config.precision.compute).itemsize,
             memory=self.config.memory,
             sizes=sizes,
@@ -423,4 +423,4 @@ class PretrainDecoder(BaseTrainer):
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
         """Return the memory options that `plan --search` may vary."""
-        return list_memory_choices(self.config.data.sequence_length)
+        return list_memory_choices(self.config.data.tokens_per_example)

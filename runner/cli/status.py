@@ -234,8 +234,9 @@ def _draw_summary(history: History) -> Text:
         plan.append(f"next: stage {number + 1} from step {_describe_stage(stages[number], ahead)}")
 
     quality = []
-    if (tokens := get_float(history.row, "train/tokens")) is not None:
-        quality.append(f"{format_amount(tokens)} tokens")
+    unit, per_second, per_second_per_device = speed.rate
+    if (consumed := get_float(history.row, f"train/{unit}")) is not None:
+        quality.append(f"{format_amount(consumed)} {unit}")
     if (loss := get_float(history.row, "train/loss")) is not None:
         quality.append(f"loss {loss:.4f}")
     for key, name in POLICY_COUNTS.items():
@@ -251,10 +252,10 @@ def _draw_summary(history: History) -> Text:
     pace = []
     if speed.step_seconds is not None:
         pace.append(f"{speed.step_seconds:.3g} s per step")
-    if speed.tokens_per_second is not None:
-        pace.append(f"{format_amount(speed.tokens_per_second)} tokens/s")
-    if speed.tokens_per_second_per_device is not None:
-        pace.append(f"{format_amount(speed.tokens_per_second_per_device)} tokens/s per device")
+    if per_second is not None:
+        pace.append(f"{format_amount(per_second)} {unit}/s")
+    if per_second_per_device is not None:
+        pace.append(f"{format_amount(per_second_per_device)} {unit}/s per device")
     if speed.mfu is not None:
         pace.append(f"MFU {speed.mfu:.1%}")
     lines = ["  ".join(progress), *plan, *("  ".join(words) for words in (quality, own, pace) if words)]

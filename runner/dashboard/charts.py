@@ -19,7 +19,7 @@ BINS_MAX = 1000  # of a series, each with at most two points
 BROKEN_MAX = 100  # values of a series that are not finite
 SERIES_MAX = 40  # of a run; a job of its own may log any number of them
 TIME = "perf/time"
-_AXES = ("step", "train/tokens", TIME, "perf/attempt")
+_AXES = ("step", "train/tokens", "train/examples", TIME, "perf/attempt")
 
 
 class Point(NamedTuple):
@@ -178,6 +178,7 @@ _GRADIENTS = Chart("Gradient norm by module", "norm before clipping", has_any_sc
 _PARAMETERS = Chart("Parameter norm", "norm", has_any_scale=True)
 _RATE = Chart("Learning rate", "per step")
 _THROUGHPUT = Chart("Throughput", "tokens / s", is_smoothed=True)
+_EXAMPLES = Chart("Examples per second", "examples / s", is_smoothed=True)
 _MFU = Chart("Model FLOPs utilisation", "share of the devices' peak", form="share", is_smoothed=True)
 _STEP_TIME = Chart("Step time", "seconds")
 _MEMORY = Chart("Peak device memory", "GiB", factor=1 / (1 << 30))
@@ -188,8 +189,8 @@ _HIGH_LOSS = Chart("Steps with a high loss", "in succession")
 _MIXTURE = Chart("Mixture of the data", "share of the tokens drawn so far", form="stack")
 _EPOCHS = Chart("Epochs of each source", "passes over the source")
 CHARTS = (
-    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _MFU, _STEP_TIME, _MEMORY, _NOISE, _SKIPPED, _ROLL_BACKS,
-    _HIGH_LOSS, _MIXTURE, _EPOCHS, _GRADIENTS, _PARAMETERS,
+    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _MEMORY, _NOISE, _SKIPPED,
+    _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS, _GRADIENTS, _PARAMETERS,
 )  # fmt: skip
 
 # Keys of the rows, the chart that shows them, and the name of their series.
@@ -215,6 +216,7 @@ _SERIES = tuple(
         ("train/param_norm/(.+)", _PARAMETERS, "{}"),
         ("train/learning_rate", _RATE, "learning rate"),
         ("perf/tokens_per_second", _THROUGHPUT, "all devices"),
+        ("perf/examples_per_second", _EXAMPLES, "all devices"),
         ("perf/mfu", _MFU, "all devices"),
         ("perf/step_seconds_median", _STEP_TIME, "median"),
         ("perf/step_seconds_p95", _STEP_TIME, "95th percentile"),
@@ -223,7 +225,7 @@ _SERIES = tuple(
         ("train/skipped_updates", _SKIPPED, "training"),
         ("train/roll_backs", _ROLL_BACKS, "training"),
         ("train/high_loss_steps", _HIGH_LOSS, "training"),
-        ("data/(.+)/tokens", _MIXTURE, "{}"),
+        ("data/(.+)/(?:tokens|examples)", _MIXTURE, "{}"),
         ("data/(.+)/epochs", _EPOCHS, "{}"),
     )
 )

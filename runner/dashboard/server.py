@@ -311,7 +311,9 @@ def _build_line(run: DiscoveredRun, history: History) -> JsonObject:
     best, share = history.best_validation, len(losses) / _TREND_MAX
     trend = losses if share <= 1 else [losses[int(index * share)] for index in range(_TREND_MAX)]
     total = "" if history.total_steps is None else f" / {history.total_steps:,}"
-    speed = format_number(history.speed.tokens_per_second, ",.0f")
+    unit, per_second, _ = history.speed.rate
+    # The column counts tokens.
+    speed = format_number(per_second, ",.0f") + (f" {unit}" if unit != "tokens" else "")
     return {
         "id": run.id,
         "name": _make_title(run),
@@ -336,6 +338,7 @@ _PROMETHEUS = (
     ("loss", "gauge", "loss", "Training loss of the newest row."),
     ("validation_loss", "gauge", "validation_loss", "Newest validation loss."),
     ("tokens_per_second", "gauge", "tokens_per_second", "Throughput over the newest rows."),
+    ("examples_per_second", "gauge", "examples_per_second", "Throughput of a run whose data are arrays."),
     ("mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation."),
     ("goodput_ratio", "gauge", "goodput", "Share of the wall time that was spent on steps of the final trajectory."),
     ("restarts_total", "counter", "restarts", "Attempts after the first one."),

@@ -230,6 +230,7 @@ def summarize(history: History) -> JsonObject:
         "validation_loss": history.validation[-1][1] if history.validation else None,
         "best_validation_loss": None if best is None else best[1],
         "tokens_per_second": speed.tokens_per_second,
+        "examples_per_second": speed.examples_per_second,
         "mfu": speed.mfu,
         "left_seconds": speed.left_seconds,
         "goodput": history.goodput if history.wall_seconds > 0 else None,
@@ -284,10 +285,12 @@ def _build_tiles(history: History) -> list[JsonObject]:
         trend = [round_value(value) for value in values[:: max(len(values) // _TILE_POINTS_MAX, 1)]]
         tiles.append({"label": name[:1].upper() + name[1:], "value": text, "note": "", "trend": trend})
 
-    if speed.tokens_per_second is not None:
-        per_device = format_number(speed.tokens_per_second_per_device, ",.0f")
+    unit, per_second, per_second_per_device = speed.rate
+    if per_second is not None:
+        per_device = format_number(per_second_per_device, ",.0f")
         note = f"{per_device} per device" if per_device else ""
-        tiles.append({"label": "Tokens / s", "value": format_number(speed.tokens_per_second, ",.0f"), "note": note})
+        label = f"{unit.capitalize()} / s"
+        tiles.append({"label": label, "value": format_number(per_second, ",.0f"), "note": note})
     step_time = "" if speed.step_seconds is None else f"{speed.step_seconds:.3g} s per step"
     if speed.mfu is not None:
         tiles.append({"label": "MFU", "value": format_number(speed.mfu, ".1%"), "note": step_time, "share": speed.mfu})
@@ -384,6 +387,7 @@ def _build_goodput(
 def list_facts(history: History) -> list[tuple[str, str]]:
     """Return the main facts of a run as pairs of name and text; the text is empty where it is unknown."""
     row, speed = history.row, history.speed
+    unit, per_second, per_second_per_device = speed.rate
     # An empty text leaves the fact out of the page.
     of_total = "" if history.total_steps is None else f" of {history.total_steps:,}"
     best = history.best_validation
@@ -398,13 +402,13 @@ def list_facts(history: History) -> list[tuple[str, str]]:
         ("state", format_state(history)),
         ("steps", f"{history.step:,}{of_total}"),
         ("stage", format_stage(history)),
-        ("tokens", format_number(get_int(row, "train/tokens"), ",.0f")),
+        (unit, format_number(get_int(row, f"train/{unit}"), ",.0f")),
         ("loss", format_number(get_float(row, "train/loss"), ".4f")),
         ("validation loss", "" if newest is None else f"{newest[1]:.4f} at step {newest[0]:,}"),
         ("best validation loss", "" if best is None else f"{best[1]:.4f} at step {best[0]:,}"),
         *((name, text) for _, name, text in _list_own_figures(history)),
-        ("tokens / s", format_number(speed.tokens_per_second, ",.0f")),
-        ("tokens / s / device", format_number(speed.tokens_per_second_per_device, ",.0f")),
+        (f"{unit} / s", format_number(per_second, ",.0f")),
+        (f"{unit} / s / device", format_number(per_second_per_device, ",.0f")),
         ("model FLOPs utilisation", format_number(speed.mfu, ".1%")),
         ("seconds per step", format_number(speed.step_seconds, ".4g")),
         ("time left", format_duration(speed.left_seconds)),

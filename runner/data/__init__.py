@@ -1,4 +1,4 @@
-"""Data pipeline: tokens, from files on this host or in a bucket, to the batch of a step.
+"""Data pipeline: tokens, from files on this host or in a bucket, or examples of arrays, to the batch of a step.
 
 **A batch is a pure function of (seed, step).** Example i of step k is example `k * global_batch_examples + i` of an
 endless stream with random access in O(1), so checkpoints contain no iterator state. The package does not depend on
@@ -17,6 +17,7 @@ Importing the package imports jax and grain (half a second and more): do so when
 - `readers`: readers of byte ranges, and the cache of derived files
 - `remote`: reader of objects in a bucket, cache of ranges, whole copies
 - `packing`: examples: token windows, packed documents, padded documents
+- `array_examples`: examples of a data set of arrays, such as images
 - `token_headers`: recognition of token files by their first bytes
 - `token_files`: token files as one long sequence
 - `corpus`: corpus of shards with an index
@@ -34,7 +35,7 @@ Importing the package imports jax and grain (half a second and more): do so when
 
 from runner.data.batches import DataPosition, Prefetcher, SeekablePrefetcher, has_targets, load_global_batch
 from runner.data.dataset import TRAIN, Dataset, Ranges, get_batch_fields, load_dataset, load_validation_set
-from runner.data.packing import Sequences
+from runner.data.packing import Fields, FieldSpec, Sequences
 from runner.data.source import Source
 from runner.data.source_files import is_available
 from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer
@@ -46,6 +47,8 @@ __all__ = [
     "CharacterTokenizer",
     "DataPosition",
     "Dataset",
+    "FieldSpec",
+    "Fields",
     "Prefetcher",
     "Ranges",
     "SeekablePrefetcher",

@@ -1,7 +1,8 @@
 """Batches: the examples of a step as global arrays, prefetched on a thread.
 
-Shape legend: S gradient accumulation steps, B examples of one global micro-batch, T sequence length. Example i of a
-step is at [i // B, i % B]. The examples of a step therefore depend only on S * B, not on devices or hosts.
+Shape legend: S gradient accumulation steps, B examples of one global micro-batch. An array has the shape (S, B, ...),
+with the shape of an example of its field behind: (S, B, T) for sequences of T tokens. Example i of a step is at
+[i // B, i % B]. The examples of a step therefore depend only on S * B, not on devices or hosts.
 
 There is no iterator state to checkpoint: the batch of any step is computed from the step number (`DataPosition`).
 """
@@ -68,7 +69,7 @@ class DataPosition:
 def load_global_batch(
     dataset: Dataset, split: str, step: int, *, accumulate_steps: int, micro_batch: int, sharding: Sharding
 ) -> dict[str, jax.Array]:
-    """Return the global batch that follows `step` others: (S, B, T) for each field.
+    """Return the global batch that follows `step` others: (S, B, ...) for each field.
 
     Called on every host. Each host reads only the sequences of its own devices, and each of them once, even if several
     devices hold replicas or parts of it.
@@ -79,15 +80,17 @@ def load_global_batch(
         step: number of batches before this one: of the training split, that of `BaseTrainer.get_data_step`.
         accumulate_steps: S.
         micro_batch: B.
-        sharding: sharding of all arrays of the batch.
+        sharding: sharding of all arrays of the batch, by their leading axes.
 
     Raises:
         ValueError: there is no such split.
     """
     dataset.validate_split(split)
-    shape = S, B, _ = accumulate_steps, micro_batch, dataset.sequence_length
+    S, B = accumulate_steps, micro_batch
     examples_SxB = np.arange(S * B).reshape(S, B)
-    indices = sharding.addressable_devices_indices_map(shape).values()
+    # All fields are sharded alike over S and B, so any of them shows which examples this host has.
+    anyone = next(iter(dataset.fields.values()))
+    indices = sharding.addressable_devices_indices_map((S, B, *anyone.shape)).values()
     # Sorted indices, within the step, of the examples on devices of this host. With context parallelism several devices
     # hold parts of one sequence, which `unique` counts once.
     local = np.unique(np.concatenate([examples_SxB[index[:2]].ravel() for index in indices if index is not None]))
@@ -104,11 +107,11 @@ def load_global_batch(
 
     def get_shard(field: str, index: tuple[slice, ...]) -> np.ndarray:
         # `sequences` holds the local examples only, so global indices are mapped to their ranks among these.
-        return sequences[field][np.searchsorted(local, examples_SxB[index[:2]])][:, :, index[2]]
+        return sequences[field][np.searchsorted(local, examples_SxB[index[:2]])][:, :, *index[2:]]
 
     return {
-        field: jax.make_array_from_callback(shape, sharding, functools.partial(get_shard, field))
-        for field in dataset.fields
+        name: jax.make_array_from_callback((S, B, *field.shape), sharding, functools.partial(get_shard, name))
+        for name, field in dataset.fields.items()
     }
 
 
@@ -120,7 +123,7 @@ def has_targets(dataset: Dataset, batch: Mapping[str, jax.Array], step: int, bat
 
     Args:
         dataset: data set of the batch.
-        batch: global batch (S, B, T) that `load_global_batch` has made of it.
+        batch: global batch that `load_global_batch` has made of it.
         step: number of batches before it.
         batch_examples: S * B.
     """

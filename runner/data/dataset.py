@@ -1,8 +1,8 @@
 """Data set as the trainer sees it: examples by index, independent of devices, steps and micro-batches.
 
-`load_dataset` opens the sources of a spec, splits each into training and validation tokens, packs both into examples,
-and makes the training order of each source. `Dataset.read` then reads any range of the endless training stream, without
-iterating over what precedes it.
+`load_dataset` opens the sources of a spec, splits each into training and validation tokens and packs both into
+examples, or splits its examples if they are arrays, and makes the training order of each source. `Dataset.read` then
+reads any range of the endless training stream, without iterating over what precedes it.
 """
 
 import hashlib
@@ -15,20 +15,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from runner.data.array_examples import ArrayExamples, ArraySource, open_array_source
 from runner.data.corpus import LOSS_WEIGHT
 from runner.data.open_source import TextTokens, load_source_class, open_source, validate_shared_keys
-from runner.data.packing import DOCUMENT_FIELDS, PACKINGS, TOKEN_FIELDS, Examples, Fields, Sequences
-from runner.data.sampling import LocalShuffle, Mixture, TokenSplit, probe_order, split_tokens
+from runner.data.packing import (
+    DOCUMENT_DTYPES,
+    PACKINGS,
+    TOKEN_DTYPES,
+    Examples,
+    Fields,
+    Sequences,
+    TokenDtypes,
+    describe_fields,
+    make_token_fields,
+)
+from runner.data.sampling import LocalShuffle, Mixture, TokenSplit, probe_order, split_examples, split_tokens
 from runner.data.source import Source
-from runner.data.source_files import is_class_path
 from runner.data.token_files import IdRange, TokenFiles
 from runner.data.tokenizers import Tokenizer
 from runner.errors import DataError
-from runner.spec import hash_record
+from runner.spec import hash_record, is_class_path
 from runner.storage import JsonObject, default_cache_directory
 
 if TYPE_CHECKING:
-    from runner.config import DataConfig, TokenSource
+    from runner.config import DataConfig, TokenSource, Unit
 
 
 TRAIN, VALIDATION = "train", "validation"
@@ -38,25 +48,30 @@ _SAMPLE_EXAMPLES, _SAMPLE_RUN_EXAMPLES = 128, 16
 
 
 def get_batch_fields(config: "DataConfig") -> Fields:
-    """Return the dtypes of the arrays of a batch by name. Each array has one value per token. Reads no data.
+    """Return the arrays of a batch by name, without the axes (S, B).
 
-    `x` is the input, `y` the token after it, `padding_mask` is True where the target is real. If an example may hold
-    several documents, `segment` numbers them from 1 (0: padding), and `position` restarts in each. `loss_weight` exists
-    if only completion tokens count in the loss. The fields of a user-defined source are added to these.
+    Data of arrays are opened, and their first example says what it holds. `padding_mask` is True for a real example.
+
+    Tokens are not read. Each of their arrays has one value per token. `x` is the input, `y` the token after it,
+    `padding_mask` is True where the target is real. If an example may hold several documents, `segment` numbers them
+    from 1 (0: padding), and `position` restarts in each. `loss_weight` exists if only completion tokens count in the
+    loss. The fields of a user-defined source are added to these.
 
     Raises:
-        DataError: a user-defined source declares one of the first five names.
+        DataError: a user-defined source declares one of the first five names, or data of arrays cannot be opened.
     """
-    fields = dict(TOKEN_FIELDS if config.packing == "concatenate" else DOCUMENT_FIELDS)
+    if not config.has_tokens:
+        return ArrayExamples(open_array_source(config.sources[0]), 0, 0).fields
+    dtypes: TokenDtypes = TOKEN_DTYPES if config.packing == "concatenate" else DOCUMENT_DTYPES
     if any(token_source.train_on == "answers" for token_source in config.sources):
-        fields[LOSS_WEIGHT] = np.float32
+        dtypes = {**dtypes, LOSS_WEIGHT: np.float32}
     for token_source in config.sources:
         if is_class_path(token_source.source):
             own = load_source_class(token_source).fields
-            if taken := sorted({*DOCUMENT_FIELDS} & {*own}):
+            if taken := sorted({*DOCUMENT_DTYPES} & {*own}):
                 raise DataError(f"data.source={token_source.source}: declares the reserved field {taken[0]}; rename it")
-            fields |= own
-    return fields
+            dtypes = {**dtypes, **own}
+    return make_token_fields(dtypes, config.tokens_per_example)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,24 +80,24 @@ class TrainSource:
 
     Attributes:
         label: key and name in the spec, for messages.
-        num_tokens: number of training tokens.
+        num_units: number of training tokens, or of examples if they are arrays.
         max_epochs: limit of the spec, or None.
         content: digest of what the examples are; sources with the same digest have the same examples.
         first_example: examples of its endless stream that earlier stages of the run have taken.
-        tokens_before: tokens that earlier stages have taken of the sources of this name.
+        units_before: tokens (or examples) that earlier stages have taken of the sources of this name.
         is_restarted: True if an earlier stage had the same tokens in other examples.
     """
 
     name: str
     label: str
-    source: Source
-    num_tokens: int
+    source: Source | ArraySource
+    num_units: int
     examples: Examples
     order: Sequence[int]
     max_epochs: float | None
     content: str = ""
     first_example: int = 0
-    tokens_before: int = 0
+    units_before: int = 0
     is_restarted: bool = False
 
     def read(self, indices: np.ndarray) -> Sequences:
@@ -96,13 +111,13 @@ class SourceShare:
     """Contribution of a source to the first examples of a run.
 
     Attributes:
-        tokens: tokens that are read, those of earlier stages included.
+        units: tokens (or examples) that are read, those of earlier stages included.
         epochs: passes over the source, with what was passed over.
         bytes_fetched: bytes that all hosts together fetch for it, if nothing is cached.
     """
 
     name: str
-    tokens: int
+    units: int
     epochs: float
     bytes_fetched: int
 
@@ -113,26 +128,29 @@ class Dataset:
 
     Attributes:
         source: names in the spec, for messages.
-        fields: dtypes of the arrays of a batch (`get_batch_fields`).
-        tokenizer: tokenizer of text; None for token ids, which were made elsewhere.
+        unit: `tokens`, or `examples` if the data are arrays.
+        units_per_example: tokens of an example; 1 if the data are arrays.
+        fields: arrays of a batch (`get_batch_fields`).
+        tokenizer: tokenizer of text; None for token ids, which were made elsewhere, and for arrays.
         train_sources: sources of the training stream, in the proportions of the mixture.
         validation: examples of the validation splits and of further sets, by name.
     """
 
     source: str
-    sequence_length: int
+    unit: "Unit"
+    units_per_example: int
     fields: Fields
     fingerprint: str
     tokenizer: Tokenizer | None
     train_sources: Sequence[TrainSource]
     validation: Mapping[str, Examples]
-    _sources: Mapping[str, Source]  # sources of training and validation by their labels
+    _sources: Mapping[str, Source | ArraySource]  # sources of training and validation by their labels
     _mixture: Mixture
 
     @property
-    def num_train_tokens(self) -> int:
-        """Number of training tokens in all sources."""
-        return sum(train.num_tokens for train in self.train_sources)
+    def num_train_units(self) -> int:
+        """Number of training tokens (or examples) in all sources."""
+        return sum(train.num_units for train in self.train_sources)
 
     @property
     def num_train_examples(self) -> int:
@@ -146,7 +164,10 @@ class Dataset:
 
     @property
     def vocabulary_size(self) -> int:
-        """Exclusive upper bound of the training ids. May read all token files, if their ids are not known yet."""
+        """Exclusive upper bound of the training ids; 0 if the data are arrays.
+
+        May read all token files, if their ids are not known yet.
+        """
         return max(train.source.vocabulary_size for train in self.train_sources)
 
     def check(self) -> None:
@@ -192,7 +213,7 @@ class Dataset:
             if share > MISSING_TARGETS_SHARE:
                 lines.append(
                     f"{label}: {share:.0%} of {len(indices)} sampled sequences have no target, because their "
-                    f"prompts are longer than sequence_length={self.sequence_length}; steps without a target train "
+                    f"prompts are longer than sequence_length={self.units_per_example}; steps without a target train "
                     "nothing; use longer sequences, or leave such dialogues out"
                 )
         return lines
@@ -233,21 +254,21 @@ class Dataset:
         """
         # The order is that of the first stage that had the source, since it may depend on the share of the batch.
         left: dict[tuple[str, int], tuple[Sequence[int], int]] = {}
-        tokens: dict[str, int] = {}
+        units: dict[str, int] = {}
         known: set[str] = set()
         for dataset, num_examples, passed_over in earlier:
             counts = dataset._mixture.count_examples(num_examples)
             for key, train, count in zip(dataset._list_contents(), dataset.train_sources, counts, strict=True):
                 left[key] = train.order, train.first_example + count
                 known.add(train.source.fingerprint)
-            tokens |= {share.name: share.tokens for share in dataset.compute_shares(num_examples, passed_over)}
+            units |= {share.name: share.units for share in dataset.compute_shares(num_examples, passed_over)}
         continued = []
         for key, train in zip(self._list_contents(), self.train_sources, strict=True):
             order, first = left.get(key, (train.order, 0))
             is_restarted = key not in left and train.source.fingerprint in known
-            before = tokens.get(train.name, 0)
+            before = units.get(train.name, 0)
             continued.append(
-                replace(train, order=order, first_example=first, tokens_before=before, is_restarted=is_restarted)
+                replace(train, order=order, first_example=first, units_before=before, is_restarted=is_restarted)
             )
         return replace(self, train_sources=continued)
 
@@ -261,7 +282,7 @@ class Dataset:
 
         Examples in the ranges `passed_over` count in epochs, which say how far a source has got, and are not read.
         """
-        T, count_examples = self.sequence_length, self._mixture.count_examples
+        length, count_examples = self.units_per_example, self._mixture.count_examples
         positions = count_examples(num_examples)
         counts = np.array(positions, object)
         for first, end in passed_over:
@@ -269,29 +290,29 @@ class Dataset:
         return [
             SourceShare(
                 train.name,
-                tokens=train.tokens_before + count * T,
+                units=train.units_before + count * length,
                 epochs=(train.first_example + position) / train.examples.num_examples,
-                bytes_fetched=count * (T + 1) * train.source.bytes_fetched_per_token,
+                bytes_fetched=count * (length + 1) * train.source.bytes_fetched_per_token,
             )
             for train, position, count in zip(self.train_sources, positions, counts.tolist(), strict=True)
         ]
 
     def compute_metrics(self, num_examples: int, passed_over: Ranges = ()) -> dict[str, float]:
-        """Return tokens and epochs of each source as `compute_shares` does, for a row of `metrics.jsonl`.
+        """Return tokens (or examples) and epochs of each source as `compute_shares` does, for a row of `metrics.jsonl`.
 
         Empty if there is one source.
         """
         shares = self.compute_shares(num_examples, passed_over) if len(self.train_sources) > 1 else []
-        tokens = {f"data/{share.name}/tokens": share.tokens for share in shares}
-        return tokens | {f"data/{share.name}/epochs": share.epochs for share in shares}
+        units = {f"data/{share.name}/{self.unit}": share.units for share in shares}
+        return units | {f"data/{share.name}/epochs": share.epochs for share in shares}
 
     def validate_epochs(self, num_examples: int) -> None:
         """Raise DataError if a run of `num_examples` would exceed the `max_epochs` of a source."""
         for train, share in zip(self.train_sources, self.compute_shares(num_examples), strict=True):
             if train.max_epochs is not None and share.epochs > train.max_epochs:
                 raise DataError(
-                    f"{train.label}: the run takes {share.tokens:,} tokens of it, {share.epochs:.4g} epochs of its "
-                    f"{train.examples.num_examples * self.sequence_length:,}; max_epochs={train.max_epochs:g} is "
+                    f"{train.label}: the run takes {share.units:,} {self.unit} of it, {share.epochs:.4g} epochs of its "
+                    f"{train.examples.num_examples * self.units_per_example:,}; max_epochs={train.max_epochs:g} is "
                     "the limit: give it less weight, or train for fewer steps"
                 )
 
@@ -302,10 +323,10 @@ class Dataset:
             raise ValueError(f"got {name!r}, needs {' or '.join(map(repr, names))}")
 
     def read(self, split: str, first: int, count: int) -> Sequences:
-        """Return examples `first .. first + count` of a split, each field of shape (count, T).
+        """Return examples `first .. first + count` of a split, each field of shape (count, *shape of the field).
 
         The training split is an endless shuffled stream. A validation set is in order, and beyond its last example
-        everything is padding, so that a loss weighted by real tokens counts each validation target exactly once.
+        everything is padding, so that a loss weighted by real targets counts each validation target exactly once.
 
         Raises:
             ValueError: there is no such split.
@@ -313,10 +334,11 @@ class Dataset:
         """
         assert first >= 0
         self.validate_split(split)
-        T = self.sequence_length
         if split != TRAIN:
             examples = self.validation.get(split)
-            sequences = {name: np.zeros((count, T), dtype) for name, dtype in self.fields.items()}
+            sequences = {
+                name: np.full((count, *field.shape), field.padding, field.dtype) for name, field in self.fields.items()
+            }
             num_real = min(count, max(0, examples.num_examples - first)) if examples is not None else 0
             if examples is not None and num_real:
                 for name, values in self._add_weights(examples.read(np.arange(first, first + num_real))).items():
@@ -325,7 +347,7 @@ class Dataset:
         if len(self.train_sources) == 1:
             return self.train_sources[0].read(np.arange(first, first + count))
         # One read for each source of the mixture, whose examples are then scattered over the batch.
-        sequences = {name: np.empty((count, T), dtype) for name, dtype in self.fields.items()}
+        sequences = {name: np.empty((count, *field.shape), field.dtype) for name, field in self.fields.items()}
         sources, indices = self._mixture.locate(first, count)
         for source in np.unique(sources):
             rows = np.flatnonzero(sources == source)
@@ -337,7 +359,7 @@ class Dataset:
         """Add a loss weight of 1 for each real target, if this source has no weights and another source has."""
         if LOSS_WEIGHT in sequences or LOSS_WEIGHT not in self.fields:
             return sequences
-        return sequences | {LOSS_WEIGHT: sequences["padding_mask"].astype(self.fields[LOSS_WEIGHT])}
+        return sequences | {LOSS_WEIGHT: sequences["padding_mask"].astype(self.fields[LOSS_WEIGHT].dtype)}
 
 
 def load_dataset(
@@ -362,14 +384,16 @@ def load_dataset(
         OSError: a bucket does not answer.
     """
     cache_directory = default_cache_directory() if cache_directory is None else cache_directory
-    make_examples = PACKINGS[config.packing]
-    sources: dict[str, Source] = {}
+    sources: dict[str, Source | ArraySource] = {}
     train_sources: list[TrainSource] = []
     validation: dict[str, Examples] = {}
 
-    def open_labelled(label: str, token_source: "TokenSource") -> Source:
+    def open_labelled(label: str, token_source: "TokenSource") -> Source | ArraySource:
         try:
-            sources[label] = open_source(token_source, config, cache_directory, vocabulary_size)
+            if config.has_tokens:
+                sources[label] = open_source(token_source, config, cache_directory, vocabulary_size)
+            else:
+                sources[label] = open_array_source(token_source)
         except DataError as error:
             # The messages of `open_source` name `data.source`. Prefix the key of an entry of `mixture` or `validation`.
             key = label.partition("=")[0]
@@ -386,13 +410,18 @@ def load_dataset(
         )
         source = open_labelled(label, token_source)
         try:
-            train_split, validation_split = split_tokens(
-                len(source), validation_fraction=config.validation_fraction, sequence_length=config.sequence_length
-            )
+            if isinstance(source, ArraySource):
+                train_split, validation_split = split_examples(len(source), config.validation_fraction)
+            else:
+                train_split, validation_split = split_tokens(
+                    len(source),
+                    validation_fraction=config.validation_fraction,
+                    sequence_length=config.tokens_per_example,
+                )
         except DataError as error:
             raise DataError(f"{label}: {error}") from error
         # Validation tokens are split off before packing, so that no training example contains one.
-        examples = make_examples(source, train_split)
+        examples = _make_examples(source, config, train_split)
         if not examples.num_examples:
             raise DataError(f"{label}: no document has two tokens; a document needs a token and the one after it")
         # In a mixture the seed of a source is derived from its name, so that the orders of the sources are independent.
@@ -414,14 +443,15 @@ def load_dataset(
             )
         )
         if validation_split.num_tokens:
-            validation[token_source.name if config.mixture else VALIDATION] = make_examples(source, validation_split)
+            name = token_source.name if config.mixture else VALIDATION
+            validation[name] = _make_examples(source, config, validation_split)
     # The sets in `data.validation` are used whole, without a split.
     for name, validation_source in config.validation.items():
         source = open_labelled(f"data.validation.{name}={validation_source.source}", validation_source)
         if not source.bytes_fetched_per_token:
             _ = source.fingerprint  # with which `check` compares files on a disk that were possibly replaced
-        validation[name] = make_examples(source, TokenSplit(0, len(source), config.sequence_length))
-    validate_shared_keys(config, sources.values())
+        validation[name] = _make_examples(source, config, TokenSplit(0, len(source), config.units_per_example))
+    validate_shared_keys(config, [source for source in sources.values() if isinstance(source, Source)])
     fields = get_batch_fields(config)
     _validate_examples(
         fields,
@@ -430,10 +460,9 @@ def load_dataset(
     )
 
     # The fingerprint covers everything that the training examples depend on. Validation does not affect training.
-    content: JsonObject = {
-        "sequence_length": config.sequence_length,
-        "validation_fraction": config.validation_fraction,
-    }
+    content: JsonObject = {"validation_fraction": config.validation_fraction}
+    if config.has_tokens:
+        content["sequence_length"] = config.sequence_length
     if config.mixture:
         content["mixture"] = [
             [token_source.name, token_source.weight, _describe_content(train)]
@@ -443,7 +472,8 @@ def load_dataset(
         content |= _describe_content(train_sources[0])
     return Dataset(
         source=" + ".join(token_source.source for token_source in config.sources),
-        sequence_length=config.sequence_length,
+        unit=config.unit,
+        units_per_example=config.units_per_example,
         fields=fields,
         fingerprint=hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
         tokenizer=next((source.tokenizer for source in sources.values() if isinstance(source, TextTokens)), None),
@@ -454,8 +484,18 @@ def load_dataset(
     )
 
 
+def _make_examples(source: Source | ArraySource, config: "DataConfig", split: TokenSplit) -> Examples:
+    """Return the examples in a part of a source."""
+    if isinstance(source, ArraySource):
+        return ArrayExamples(source, split.start, split.num_tokens)
+    return PACKINGS[config.packing](source, split)
+
+
 def _describe_content(train: TrainSource) -> JsonObject:
     """Return the values of one source that enter the fingerprint of the data set."""
+    if isinstance(train.source, ArraySource):
+        order = probe_order(train.order, num_windows=train.examples.num_examples)
+        return {"arrays": train.source.fingerprint, "num_examples": len(train.source), "order": order}
     text = train.source if isinstance(train.source, TextTokens) else None
     content = {
         "tokens": train.source.fingerprint,
@@ -479,7 +519,7 @@ def _describe_content(train: TrainSource) -> JsonObject:
 def load_validation_set(
     config: "DataConfig", name: str, token_source: "TokenSource", *, vocabulary_size: int
 ) -> Dataset:
-    """Return all tokens of one source, in order, as the validation set `name` of a data set without training data.
+    """Return all of one source, in order, as the validation set `name` of a data set without training data.
 
     Called on every host. In dialogues the completion tokens count, unless `token_source` says otherwise.
 
@@ -497,13 +537,21 @@ def load_validation_set(
         update={"mixture": [], **{key: getattr(token_source, key) for key in type(token_source).model_fields}}
     )
     label = f"data.source={token_source.source}"
-    source = open_source(token_source, config, default_cache_directory(), vocabulary_size, default_train_on="answers")
-    examples = PACKINGS[config.packing](source, TokenSplit(0, len(source), config.sequence_length))
-    fields = {**get_batch_fields(config), **source.fields}
+    source: Source | ArraySource
+    if config.has_tokens:
+        directory = default_cache_directory()
+        source = open_source(token_source, config, directory, vocabulary_size, default_train_on="answers")
+        own_fields = make_token_fields(source.fields, config.tokens_per_example)
+    else:
+        source = open_array_source(token_source)
+        own_fields = source.fields
+    examples = _make_examples(source, config, TokenSplit(0, len(source), config.units_per_example))
+    fields = {**get_batch_fields(config), **own_fields}
     _validate_examples(fields, {label: examples})
     dataset = Dataset(
         token_source.source,
-        config.sequence_length,
+        config.unit,
+        config.units_per_example,
         fields,
         fingerprint="",
         tokenizer=None,
@@ -523,6 +571,9 @@ def _validate_examples(fields: Fields, sets: Mapping[str, Examples]) -> None:
     """
     weights = {LOSS_WEIGHT: fields[LOSS_WEIGHT]} if LOSS_WEIGHT in fields else {}
     for label, examples in sets.items():
+        if isinstance(examples, ArrayExamples) and examples.fields != fields:
+            found, needed = describe_fields(examples.fields), describe_fields(fields)
+            raise DataError(f"{label}: its examples hold {found}; those of the first source hold {needed}")
         if {**weights, **examples.fields} != dict(fields):
             raise DataError(f"{label}: has the fields {', '.join(examples.fields)}, needs {', '.join(fields)}")
         if not examples.num_examples:

@@ -29,14 +29,13 @@ from runner.data.source_files import (
     SourceFiles,
     find_corpus,
     find_source,
-    is_class_path,
     read_source_file,
 )
 from runner.data.tables import open_tables
 from runner.data.token_files import DocumentFiles, TokenSequence, open_token_files
 from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
 from runner.errors import DataError, InvalidError
-from runner.spec import load_class
+from runner.spec import is_class_path, load_class
 from runner.storage import JsonObject
 
 if TYPE_CHECKING:
@@ -234,7 +233,7 @@ def open_source(
         DataError: the source is empty, cannot be read, cannot serve `config.packing`, or does not read one of its keys.
         OSError: a bucket does not answer.
     """
-    cache = CacheSettings(cache_directory, config.cache_bytes, config.sequence_length + 1)
+    cache = CacheSettings(cache_directory, config.cache_bytes, config.tokens_per_example + 1)
     source: Source
     if is_class_path(token_source.source):
         _validate_unread_keys(token_source, "is a class", "dtype", "train_on")
@@ -348,5 +347,6 @@ def load_source_class(token_source: "TokenSource") -> type[Source]:
     try:
         source_class: type[Source] = load_class(token_source.source, Source)
     except InvalidError as error:
-        raise DataError(f"data.source={token_source.source}: {error}") from error
+        hint = "; for a data set of arrays, leave data.sequence_length out" if "not a subclass" in str(error) else ""
+        raise DataError(f"data.source={token_source.source}: {error}{hint}") from error
     return source_class

@@ -31,11 +31,29 @@ from runner.data.readers import run_in_parallel
 from runner.data.sampling import LocalShuffle, ShuffledOrder, TokenSplit
 from runner.data.source import Source
 
-Sequences = dict[str, np.ndarray]
-Fields = Mapping[str, type[np.generic]]
+Sequences = dict[str, np.ndarray]  # by field, of shape (number of examples, *shape of the field)
 
-TOKEN_FIELDS: Fields = {"x": np.int32, "y": np.int32, "padding_mask": np.bool_}
-DOCUMENT_FIELDS: Fields = {**TOKEN_FIELDS, "segment": np.int32, "position": np.int32}
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """Array of a batch.
+
+    Attributes:
+        dtype: its type.
+        shape: shape of the array of one example: (T,) for tokens.
+        padding: value of its elements in an example that is padding.
+    """
+
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    padding: float = 0
+
+
+Fields = Mapping[str, FieldSpec]
+TokenDtypes = Mapping[str, type[np.generic]]  # dtypes of values per token, by field
+
+TOKEN_DTYPES: TokenDtypes = {"x": np.int32, "y": np.int32, "padding_mask": np.bool_}
+DOCUMENT_DTYPES: TokenDtypes = {**TOKEN_DTYPES, "segment": np.int32, "position": np.int32}
 BLOCK_POSITIONS = 1 << 19  # positions in all examples of a block; the documents of a block are packed together
 BLOCK_EXAMPLES_MIN = 64
 # Tokens of a block as a percentage of its positions. The free positions let nearly all documents stay whole.
@@ -46,12 +64,24 @@ PLAN_ROUNDS = 16
 PLANS_BYTES_MAX = 1 << 30
 
 
+def describe_fields(fields: Fields) -> str:
+    """Return names, dtypes and shapes of arrays, for messages: `image float32 28x28, label int32`."""
+    return ", ".join(
+        f"{name} {field.dtype} {'x'.join(map(str, field.shape))}".rstrip() for name, field in sorted(fields.items())
+    )
+
+
+def make_token_fields(dtypes: TokenDtypes, sequence_length: int) -> Fields:
+    """Return the fields of examples with one value per token."""
+    return {name: FieldSpec(np.dtype(dtype), (sequence_length,)) for name, dtype in dtypes.items()}
+
+
 class Examples(Protocol):
-    """Examples of one range of tokens. Immutable, and safe to read from several threads."""
+    """Examples of one range of tokens, or of a data set of arrays. Immutable, and safe to read from several threads."""
 
     @property
     def fields(self) -> Fields:
-        """Dtypes of the arrays of an example by name."""
+        """Arrays of an example by name."""
 
     @property
     def num_examples(self) -> int:
@@ -62,7 +92,7 @@ class Examples(Protocol):
         """Digest of the assignment of tokens to examples; empty for `TokenWindows`, which the split determines."""
 
     def read(self, indices: np.ndarray) -> Sequences:
-        """Return the examples with these indices, each field of shape (len(indices), T)."""
+        """Return the examples with these indices, each field of shape (len(indices), *shape of the field)."""
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
         """Return the endless training order: every index once in each epoch, with random access in O(1).
@@ -80,7 +110,7 @@ class TokenWindows:
 
     def __init__(self, source: Source, split: TokenSplit):
         self._source, self._split = source, split
-        self.fields: Fields = {**TOKEN_FIELDS, **source.fields}
+        self.fields = make_token_fields({**TOKEN_DTYPES, **source.fields}, split.sequence_length)
         self.num_examples = split.num_windows
 
     def read(self, indices: np.ndarray) -> Sequences:
@@ -110,7 +140,7 @@ class _DocumentExamples:
 
     def __init__(self, source: Source, split: TokenSplit):
         self._source, self._split = source, split
-        self.fields: Fields = {**DOCUMENT_FIELDS, **source.fields}
+        self.fields = make_token_fields({**DOCUMENT_DTYPES, **source.fields}, split.sequence_length)
 
     def get_spans(self, index: int) -> np.ndarray:
         """Return the spans that an example holds, in order, of shape (n, 2)."""
@@ -133,7 +163,7 @@ class _DocumentExamples:
     def _fill(self, spans_of_examples: Sequence[np.ndarray]) -> Sequences:
         """Return one sequence for each array of spans. Padding is 0 in every field."""
         T, num_examples = self._split.sequence_length, len(spans_of_examples)
-        sequences = {name: np.zeros((num_examples, T), dtype) for name, dtype in self.fields.items()}
+        sequences = {name: np.zeros((num_examples, T), field.dtype) for name, field in self.fields.items()}
         if not sum(map(len, spans_of_examples)):
             return sequences
         starts, lengths = np.concatenate(spans_of_examples).T

@@ -35,7 +35,10 @@ GROUP_BLOCKS = 64  # smallest number of blocks that `LocalShuffle` mixes within 
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """The tokens `start .. start + num_tokens` of a source, cut into windows of `sequence_length` + 1."""
+    """The tokens `start .. start + num_tokens` of a source, cut into windows of `sequence_length` + 1.
+
+    Of a data set of arrays: its examples, with a length of 1.
+    """
 
     start: int
     num_tokens: int
@@ -72,6 +75,19 @@ def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length
             f"use a fraction of at least {(sequence_length + 2) / num_tokens:.2g}, or 0 for no validation"
         )
     return train, validation
+
+
+def split_examples(num_examples: int, validation_fraction: float) -> tuple[TokenSplit, TokenSplit]:
+    """Return the training examples (the head) and the last `validation_fraction` of them. See `split_tokens`."""
+    # The boundary is part of a run's identity, as that of tokens is.
+    num_train = int(num_examples * (1 - validation_fraction))
+    if not num_train or (validation_fraction and num_train == num_examples):
+        split = "validation" if num_train else "training"
+        raise DataError(
+            f"the {split} split has no example: data.validation_fraction={validation_fraction:g} of {num_examples:,} "
+            f"are set aside; use more examples, or a {'larger' if num_train else 'smaller'} fraction"
+        )
+    return TokenSplit(0, num_train, 1), TokenSplit(num_train, num_examples - num_train, 1)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 
 from runner.data.corpus_index import INDEX
 from runner.errors import DataError, InvalidError
+from runner.spec import is_class_path
 from runner.storage import DeniedError, FileInfo, Store, Version, open_store, parse_json, validate_url
 
 PYTHON_STDLIB = "python-stdlib"
@@ -297,11 +298,6 @@ def matches_glob(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     if patterns[0] == "**":
         return matches_glob(parts[1:], patterns)
     return fnmatch.fnmatchcase(parts[0], patterns[0]) and matches_glob(parts[1:], patterns[1:])
-
-
-def is_class_path(name: str) -> bool:
-    """Return True if `name` is `module:Class`, a source class of the user's own, and no file of that name exists."""
-    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None and not os.path.exists(name)
 
 
 def is_available(name: str) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from runner.process import read_age_seconds
@@ -250,6 +250,7 @@ class Progress:
         awaited_step: a step whose completion another thread wants to learn of at once, or None.
         has_arrived: set when the awaited step is completed.
         failure: the failure on this process alone, or None.
+        describe_wait: function that returns what this process waits for in a user's code; empty if nothing.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -260,6 +261,7 @@ class Progress:
         self.awaited_step: int | None = None
         self.has_arrived = threading.Event()
         self.failure: LocalFailure | None = None
+        self.describe_wait: Callable[[], str] = str
 
     def report_step(self, step: int) -> None:
         """Report that `step` is completed, or that the loop starts after it. Training thread only."""

@@ -41,6 +41,7 @@ class Heartbeat:
         suspects_peer: True if a collective has failed there.
         failure: message of a failure there alone, while it waits for the others; empty if there is none.
         is_end: True if that failure ends the job.
+        waits_for: call of a user's code that has not returned yet; empty if there is none.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Heartbeat:
     suspects_peer: bool
     failure: str = ""
     is_end: bool = False
+    waits_for: str = ""
 
 
 class HealthVerdict(NamedTuple):
@@ -133,6 +135,8 @@ def format_diagnosis(beats: dict[int, Heartbeat], unresponsive: dict[int, str]) 
         is_single = len(processes) == 1
         name, verb = _format_processes(processes, beat if is_single else None), "is" if is_single else "are"
         parts.append(f"{name} {verb} {phase} for {beat.seconds:.0f} s{'' if is_in_time else ', past the deadline'}")
+    waits = [(process, beat.waits_for) for process, beat in sorted(beats.items()) if beat.waits_for]
+    parts += [f"on process {process} {text}" if len(beats) > 1 else text for process, text in waits]
     parts += [beat.failure for _, beat in sorted(beats.items()) if beat.failure]
     return "the job cannot continue: " + "; ".join(parts)
 

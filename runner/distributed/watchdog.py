@@ -198,6 +198,7 @@ class Watchdog:
             suspects_peer=self._suspects_peer,
             failure="" if failure is None else failure.line,
             is_end=failure is not None and failure.is_end,
+            waits_for=progress.describe_wait(),
         )
 
     def _exchange_beats(self, beat: Heartbeat) -> None:

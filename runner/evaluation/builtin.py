@@ -147,7 +147,7 @@ class EvaluationTasks:
         # Tasks with batches of one size share a compiled program.
         scorers = {
             size: LikelihoodScorer(
-                context.model, context.mesh, self.config.data.sequence_length, size, context.is_stopping
+                context.model, context.mesh, self.config.data.tokens_per_example, size, context.is_stopping
             )
             for size in set(sizes)
         }
@@ -162,7 +162,7 @@ class EvaluationTasks:
         samples = self.config.eval.samples
         if samples is None:
             return []
-        length, dtype = self.config.data.sequence_length, self.config.precision.compute
+        length, dtype = self.config.data.tokens_per_example, self.config.precision.compute
         num_ids = context.vocabulary_size if self.codec is None else self.codec.tokenizer.vocabulary_size
         return [
             SampleEvaluator(
@@ -219,7 +219,7 @@ class LeadingExamples:
 
     @property
     def fields(self) -> Fields:
-        """Dtypes of the arrays of an example by name."""
+        """Arrays of an example by name."""
         return self.examples.fields
 
     def read(self, numbers: np.ndarray) -> Sequences:
@@ -257,7 +257,7 @@ class EvaluationData:
             return ValidationSize(0, None, "its tokens do not count alike")
         num_targets = num_bytes = 0
         num_examples = self.dataset.validation[name].num_examples
-        chunk_examples = max(1, _DECODED_TOKENS // self.dataset.sequence_length)
+        chunk_examples = max(1, _DECODED_TOKENS // self.dataset.units_per_example)
         for first in range(0, num_examples, chunk_examples):
             sequences = self.dataset.read(name, first, min(chunk_examples, num_examples - first))
             # Only targets count: the first token of a sequence is predicted from nothing.

@@ -30,11 +30,12 @@ from runner.data import ByteTokenizer, Tokenizer
 from runner.data.corpus_index import INDEX, CorpusIndex
 from runner.data.open_source import SEPARATORS, load_text
 from runner.data.remote import CacheSettings
-from runner.data.source_files import find_corpus, find_source, is_class_path, wrap_source_errors
+from runner.data.source_files import find_corpus, find_source, wrap_source_errors
 from runner.data.tokenizers import BatchTokenizer, load_tokenizer
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
 from runner.parallel.mesh import count_batch_shards, use_sharding_rules
+from runner.spec import is_class_path
 from runner.storage import JsonObject, default_cache_directory, open_store
 from runner.train.evaluators import TEXT_MAX_CHARACTERS, EvaluationMetrics
 

@@ -54,6 +54,7 @@ from runner.history.records import (
     to_json,
 )
 from runner.metrics.file import read_sample
+from runner.metrics.rows import find_unit
 from runner.records import INT_MAX, STEP_MAX
 from runner.run.clock_file import decode_clock_file, get_clock_file_name
 from runner.run.events import ENVIRONMENT_KEYS
@@ -414,8 +415,8 @@ def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tup
             StageRecord(
                 number=len(found) + 1,
                 from_step=start.step,
-                tokens=start.tokens if has_tokens else None,
-                tokens_per_step=start.tokens_per_step if has_tokens else None,
+                tokens=start.units if has_tokens else None,
+                tokens_per_step=start.units_per_step if has_tokens else None,
                 changes=tuple(apply_stage(config, stage.set)),
                 why=to_single_line(stage.why or ""),
                 began=get_time(event) if get_step(event) == start.step else None,
@@ -503,14 +504,15 @@ def _find_total_steps(timelines: Sequence[AttemptTimeline], spec: JsonObject) ->
 def _compute_throughput(sample: Sequence[JsonObject], attempt: AttemptRecord, total_steps: int | None) -> Throughput:
     """Return the throughput over the newest rows of the newest attempt, or else over its whole loop."""
     row = sample[-1] if sample else {}
+    unit = find_unit(row)
     newest = [each for each in sample[-_SPEED_ROWS:] if each.get("perf/attempt") == attempt.number]
-    seconds, tokens = (_compute_increase(newest, key) for key in ("perf/time", "train/tokens"))
-    reported, mfu = get_float(row, "perf/tokens_per_second"), get_float(row, "perf/mfu")
-    step_seconds, tokens_per_second = None, reported
+    seconds, increase = (_compute_increase(newest, key) for key in ("perf/time", f"train/{unit}"))
+    reported, mfu = get_float(row, f"perf/{unit}_per_second"), get_float(row, "perf/mfu")
+    step_seconds, per_second = None, reported
     # Differences of clock times include stalls between rows, which a person who waits for the run has to wait for too.
     if seconds:
         step_seconds = seconds / (newest[-1]["step"] - newest[0]["step"])
-        tokens_per_second = tokens / seconds if tokens else reported
+        per_second = increase / seconds if increase else reported
     elif attempt.reached_step is not None and attempt.reached_step > (attempt.resumed_step or 0):
         loop_seconds = sum(attempt.seconds[bucket] for bucket in _LOOP)
         step_seconds = loop_seconds / (attempt.reached_step - (attempt.resumed_step or 0))
@@ -518,11 +520,12 @@ def _compute_throughput(sample: Sequence[JsonObject], attempt: AttemptRecord, to
     if step_seconds is not None and total_steps is not None:
         left_seconds = step_seconds * max(total_steps - (attempt.reached_step or 0), 0)
     per_device = None
-    if tokens_per_second is not None and attempt.num_devices:
-        per_device = tokens_per_second / attempt.num_devices
-    if mfu and reported and tokens_per_second:
-        mfu *= tokens_per_second / reported  # The row's MFU is that of its own interval.
-    return Throughput(step_seconds, tokens_per_second, per_device, mfu, left_seconds)
+    if per_second is not None and attempt.num_devices:
+        per_device = per_second / attempt.num_devices
+    if mfu and reported and per_second:
+        mfu *= per_second / reported  # The row's MFU is that of its own interval.
+    rates = {f"{unit}_per_second": per_second, f"{unit}_per_second_per_device": per_device}
+    return Throughput(step_seconds, mfu=mfu, left_seconds=left_seconds, **rates)
 
 
 def _compute_increase(rows: Sequence[JsonObject], key: str) -> float | None:

@@ -190,6 +190,8 @@ class Throughput:
         step_seconds: duration of a step; of a job without rows, over its newest attempt.
         tokens_per_second: of the newest row, if rows have no time.
         tokens_per_second_per_device: likewise.
+        examples_per_second: of a run whose rows count examples instead of tokens.
+        examples_per_second_per_device: likewise.
         mfu: model FLOPs utilization, likewise.
         left_seconds: estimated time to the last step, if the run is alive.
     """
@@ -199,6 +201,15 @@ class Throughput:
     tokens_per_second_per_device: float | None = None
     mfu: float | None = None
     left_seconds: float | None = None
+    examples_per_second: float | None = None
+    examples_per_second_per_device: float | None = None
+
+    @property
+    def rate(self) -> tuple[str, float | None, float | None]:
+        """Unit that the rows count, and its number per second on all devices and on each."""
+        if self.examples_per_second is not None:
+            return "examples", self.examples_per_second, self.examples_per_second_per_device
+        return "tokens", self.tokens_per_second, self.tokens_per_second_per_device
 
 
 @dataclass(frozen=True)

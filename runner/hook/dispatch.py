@@ -59,7 +59,7 @@ _SLOW_SECONDS, _SLOW_STEPS = 1.0, 10.0  # a call that takes longer than both is 
 _INT_MAX_DIGITS = 300
 _VERDICT_METHODS = ("on_row", "on_evaluation")
 _RESULT_KEYS = (
-    *("step", "tokens", "train_loss", "val_loss", "fingerprint"),
+    *("step", "tokens", "examples", "train_loss", "val_loss", "fingerprint"),
     *("stopped_by", "stopped_because", "stopped_rule"),
 )
 

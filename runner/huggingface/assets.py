@@ -24,13 +24,13 @@ from runner.data.chat import ChatTemplate, get_token_text, read_template
 from runner.data.corpus_index import INDEX as CORPUS_INDEX
 from runner.data.corpus_index import CorpusIndex, read_tokenizer
 from runner.data.open_source import TextTokens, open_source
-from runner.data.source_files import find_corpus, find_source, is_class_path
+from runner.data.source_files import find_corpus, find_source
 from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.huggingface.safetensors import CONFIG_FILE
 from runner.records import Key
 from runner.run.layout import FORMAT, DamagedRecordError, read_record
-from runner.spec import InitFromConfig
+from runner.spec import InitFromConfig, is_class_path
 from runner.storage import (
     JsonObject,
     Store,
@@ -106,7 +106,7 @@ def _make_source_tokenizer(source: TokenSource, config: DataConfig) -> Tokenizer
     """Return the tokenizer of one source; None if the source holds ids and does not name a tokenizer."""
     if is_class_path(source.source):
         return None
-    length = config.sequence_length
+    length = config.tokens_per_example
     # A corpus records its own tokenizer, whatever the spec says.
     corpus = find_corpus(source.source)
     if corpus is not None:

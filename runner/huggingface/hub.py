@@ -162,7 +162,8 @@ def _list_facts(checkpoint: ExportedCheckpoint, generates_text: bool) -> Iterabl
     yield "parameters", f"{sum(math.prod(shape) for shape in weights):,}"
     if data is not None:
         yield "data", ", ".join(f"`{_escape(_hide_directories(source))}`" for source in _list_sources(data))
-        yield "tokens of an example", f"{data.sequence_length:,}"
+        if data.sequence_length is not None:
+            yield "tokens of an example", f"{data.sequence_length:,}"
         has_tokenizer = TOKENIZER in checkpoint.files
         if has_tokenizer or generates_text:
             yield "tokenizer", f"`{TOKENIZER}`" if has_tokenizer else f"not here as `{TOKENIZER}`"

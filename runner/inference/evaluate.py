@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 from runner.checkpoint.manifest import read_committed
 from runner.config import TokenSource
 from runner.console import warn
-from runner.data import Dataset, get_batch_fields, load_validation_set
-from runner.data.packing import Fields
+from runner.data import Dataset, Fields, load_validation_set
 from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import StopNotice
 from runner.errors import DataError, InvalidError, format_error
@@ -190,7 +189,7 @@ class Scorer:
 def make_evaluation_context(run: ReadOnlyRun) -> tuple[EvaluationContext, Any]:
     """Return the context of the run's model on the available devices, and its abstract weights there."""
     job, mesh = run.job, _make_mesh(run)
-    layout = _make_batch_layout(run, mesh, get_batch_fields(job.config.data))
+    layout = _make_batch_layout(run, mesh, job.setup_builder.fields)
     abstract = job.weights(job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed)).abstract_state)
     size = layout.micro_batch_examples
     return EvaluationContext(job.model(), mesh, size, job.vocabulary_size, lambda: False), abstract
@@ -221,8 +220,7 @@ def _make_batch_layout(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLay
         size for size in range(1, shard_examples + 1) if shard_examples % size == 0 and size <= max(1, largest)
     )
     is_ordered = train.same_bits_devices is not None
-    length = run.job.config.data.sequence_length
-    return BatchLayout(mesh, shard_examples * num_shards, micro_batch, length, fields, is_ordered)
+    return BatchLayout(mesh, shard_examples * num_shards, micro_batch, fields, is_ordered)
 
 
 def make_record(score: Score, sizes: Mapping[str, ValidationSize], is_language_model: bool = True) -> JsonObject:

@@ -43,11 +43,11 @@ class HarnessModel(LM):
     def __init__(self, run: ReadOnlyRun):
         super().__init__()
         job, (context, self.abstract) = run.job, make_evaluation_context(run)
-        infer_vocabulary_size(context.model, make_variables(self.abstract), job.config.data.sequence_length)
+        infer_vocabulary_size(context.model, make_variables(self.abstract), job.config.data.tokens_per_example)
         self._codec = load_data_codec(job.config.data)
         self._start_token = find_start_token(self._codec, job.config.data)
         self._encode = partial(encode_prompt, self._codec)
-        self._length = job.config.data.sequence_length
+        self._length = job.config.data.tokens_per_example
         self._weights: Any = None
         self._likelihood = LikelihoodScorer(
             context.model, context.mesh, self._length, context.sequences_per_device, context.is_stopping

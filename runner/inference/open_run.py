@@ -254,7 +254,12 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     checkpoint = run.find_checkpoint(request.step)
     run = run.at_step(parse_step(checkpoint))
     job = run.job
-    data, length = job.config.data, job.config.data.sequence_length
+    data, length = job.config.data, job.config.data.units_per_example
+    if not data.has_tokens:
+        raise InvalidError(
+            f"{run.store.url}: its job {job.spec.job} trains no language model, as its data are arrays; evaluate shows "
+            "its metrics"
+        )
     text, shown, ends, no_text = request.prompt, request.prompt, [], ""
     assets: ExportAssets | None = None
     if request.is_chat:

@@ -26,6 +26,7 @@ from flax import struct
 from runner.errors import InvalidError
 
 SUMS, GRAD_NORM, TOKEN_COUNT = "sums", "grad_norm", "token_count"
+TARGET_COUNT = "target_count"  # other name under which `forward` may return the token count
 ACCURACY = "accuracy"  # among the sums of an evaluation: weight of the targets that are predicted correctly
 # With a stability policy: updates skipped so far, and those skipped one after another up to this step.
 SKIPPED_UPDATES, CONSECUTIVE_SKIPS = "skipped_updates", "consecutive_skips"
@@ -33,7 +34,7 @@ SKIPPED_UPDATES, CONSECUTIVE_SKIPS = "skipped_updates", "consecutive_skips"
 ROLL_BACKS, HIGH_LOSS_STEPS = "roll_backs", "high_loss_steps"
 REPLAY_DIGESTS = "replay_digests"  # digests of the gradients of a step that can be replayed; never in a row
 LIST_MAX = 64
-_RESERVED_NAMES = ("loss", "loss_mean", "learning_rate", "tokens")  # the runner's own names below `train/`
+RESERVED_NAMES = ("loss", "loss_mean", "learning_rate", "tokens")  # the runner's own names below `train/`
 _REQUIREMENT = f"a row needs a scalar, such as a mean, an array of one axis of 1 to {LIST_MAX} numbers, or a histogram"
 
 Meta = Mapping[str, Any]
@@ -117,7 +118,7 @@ def replace_sums_by_means(meta: Mapping[str, Any], token_count: Any) -> Meta:
 # While the step is traced.
 
 
-def validate_meta(meta: Any, reserved: tuple[str, ...] = _RESERVED_NAMES) -> None:
+def validate_meta(meta: Any, reserved: tuple[str, ...] = RESERVED_NAMES) -> None:
     """Validate that a row can hold the meta of a step.
 
     Args:

@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
+from runner.config import Unit
 from runner.console import escape_unprintable
 from runner.records import STEP_MAX, Key
 from runner.storage import JsonObject, encode_line, parse_json, parse_line
@@ -75,12 +76,14 @@ ROW_KEYS = (
     Key("train/param_norm", float, "Global norm of the parameters before this step; see `config.metrics.norms`."),
     Key("train/param_norm/<group>", float, "Norm of the parameters of one module, or of one parameter."),
     Key("train/tokens", int, "Tokens consumed since step 0: step x global batch x sequence length.", "tokens"),
+    Key("train/examples", int, "Examples consumed since step 0, where the data are arrays instead of tokens."),
     Key(
         "perf/tokens_per_second",
         float,
         "Throughput since the previous row, without the time of evaluation.",
         "tokens / s",
     ),
+    Key("perf/examples_per_second", float, "The same where the data are arrays.", "examples / s"),
     Key(
         "perf/mfu",
         float,
@@ -106,6 +109,7 @@ ROW_KEYS = (
     Key("perf/time", float, "Time at which the row was written, by the clock of process 0.", "Unix seconds"),
     Key("perf/attempt", int, "Number of the attempt that computed this step."),
     Key("data/<name>/tokens", int, "Tokens drawn from a source of a mixture since step 0.", "tokens"),
+    Key("data/<name>/examples", int, "Examples drawn from a source of a mixture since step 0, where they are arrays."),
     Key("data/<name>/epochs", float, "Passes of the run over a source of a mixture."),
     Key(
         "val/loss",
@@ -181,12 +185,18 @@ POLICY_COUNTS = {
 }
 
 
+def find_unit(row: Row) -> Unit:
+    """Return the unit in which a row counts the progress of the run."""
+    return "examples" if "train/tokens" not in row and "train/examples" in row else "tokens"
+
+
 def list_own_metrics(row: Row) -> Row:
     """Return the metrics of a row besides its losses, speed and norms, by names for people: those of the job itself."""
     own: Row = {}
+    count = f"train/{find_unit(row)}"
     for key, value in row.items():
         kind, _, name = key.partition("/")
-        if key in ("step", "val/loss") or kind in ("perf", "data") or (key in POLICY_COUNTS and not value):
+        if key in ("step", "val/loss", count) or kind in ("perf", "data") or (key in POLICY_COUNTS and not value):
             continue
         if kind == "train" and name.partition("/")[0] not in _TRAIN_NAMES:
             own[name] = value
@@ -278,7 +288,7 @@ def parse_row(text: bytes) -> Row | None:
     row = parse_line(text) or {}
     found, loss = row.get("step"), row.get("train/loss")
     # Rows without a loss: of a step without a target, of an evaluation before the first step, of another job.
-    has_mark = "perf/time" in row or (found == 0 and "train/tokens" in row)
+    has_mark = "perf/time" in row or (found == 0 and f"train/{find_unit(row)}" in row)
     is_row = type(loss) in (int, float) or (loss is None and has_mark)
     # `type` and not `isinstance`, since True is an int. A step without bound would hide all rows after it.
     return row if type(found) is int and is_row and 0 <= found <= STEP_MAX else None

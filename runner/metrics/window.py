@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 
-from runner.config import StabilityConfig
+from runner.config import StabilityConfig, Unit
 from runner.errors import DivergedError
 from runner.metrics.meta import (
     CONSECUTIVE_SKIPS,
@@ -211,16 +211,16 @@ class MetricsWindow:
             return None
         return {_LOSS_SUM: self._loss_sum, _WEIGHT: self._weight} if self._is_whole else None
 
-    def close(self, count_tokens: Callable[[int], int]) -> Row:
+    def close(self, count_units: Callable[[int], int], unit: Unit = "tokens") -> Row:
         """Return the row of the newest step, and begin the next window.
 
-        `count_tokens` returns the tokens that the run has consumed after a number of steps.
+        `count_units` returns the tokens (or examples, by `unit`) that the run has consumed after a number of steps.
         """
         self.fetch()
         assert self._last is not None, "a row needs a step"
         step, loss, values = self._last
         seconds = time.monotonic() - self._since_seconds
-        tokens = count_tokens(step) - count_tokens(self._since_step)
+        units = count_units(step) - count_units(self._since_step)
         loss_mean = self._loss_sum / self._weight if self._weight else None
         mean = {"train/loss_mean": loss_mean} if self._is_whole else {}
         self._since_step, self._last = step, None
@@ -235,8 +235,8 @@ class MetricsWindow:
             "train/loss": loss,
             **mean,
             **first,
-            "train/tokens": count_tokens(step),
-            "perf/tokens_per_second": tokens / max(seconds, 1e-9),
+            f"train/{unit}": count_units(step),
+            f"perf/{unit}_per_second": units / max(seconds, 1e-9),
             **{f"train/{name}": value for name, value in values.items()},
         }
 

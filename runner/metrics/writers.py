@@ -43,7 +43,7 @@ from runner.console import say, warn
 from runner.errors import format_error
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import RowValue, find_bins
-from runner.metrics.rows import Row, RowTail, format_metrics, list_own_metrics
+from runner.metrics.rows import Row, RowTail, find_unit, format_metrics, list_own_metrics
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import LocalStore, Store, default_cache_directory
@@ -287,8 +287,9 @@ def _format_row(row: Row) -> str:
         f"{name} {'-' if row[key] is None else format(row[key], '.4f')}" for name, key in keys.items() if key in row
     ]
     parts += format_metrics(list_own_metrics(row))
-    if row.get("perf/tokens_per_second"):
-        parts.append(f"{row['perf/tokens_per_second']:,.0f} tokens/s")
+    unit = find_unit(row)
+    if speed := row.get(f"perf/{unit}_per_second"):
+        parts.append(f"{speed:,.0f} {unit}/s")
     return "  ".join(parts)
 
 
@@ -325,31 +326,31 @@ class LiveProgress:
 class PlainProgress:
     """One line per row, for logs; a `RowDisplay`."""
 
-    def __init__(self, count_tokens: Callable[[int], int], total_steps: int):
-        self._count_tokens = count_tokens
+    def __init__(self, count_units: Callable[[int], int], total_steps: int):
+        self._count_units = count_units
         self._total_steps = total_steps
 
     def show(self, row: Row) -> None:
         """Print step, loss, speed and remaining time."""
-        speed = row.get("perf/tokens_per_second")
-        tokens = self._count_tokens(self._total_steps) - self._count_tokens(row["step"])
-        left = f"  {tokens / speed:.0f} s left" if speed else ""
+        speed = row.get(f"perf/{find_unit(row)}_per_second")
+        units = self._count_units(self._total_steps) - self._count_units(row["step"])
+        left = f"  {units / speed:.0f} s left" if speed else ""
         say(f"step {row['step']}/{self._total_steps}  {_format_row(row)}{left}")
 
     def close(self) -> None:
         """Do nothing: every line is printed."""
 
 
-def make_progress(spec: ExecutionSpec, total_steps: int, step: int, count_tokens: Callable[[int], int]) -> RowDisplay:
+def make_progress(spec: ExecutionSpec, total_steps: int, step: int, count_units: Callable[[int], int]) -> RowDisplay:
     """Return a progress bar if standard output is a terminal and logs are text, plain lines otherwise."""
     # A program that calls a job itself may have no standard output.
     if sys.stdout is not None and sys.stdout.isatty() and spec.logging.format == "text":
         return LiveProgress(spec.name, total_steps, step, Console())
-    return PlainProgress(count_tokens, total_steps)
+    return PlainProgress(count_units, total_steps)
 
 
 def open_displays(
-    attempt: Attempt, spec: ExecutionSpec, total_steps: int, count_tokens: Callable[[int], int], step: int
+    attempt: Attempt, spec: ExecutionSpec, total_steps: int, count_units: Callable[[int], int], step: int
 ) -> list[RowDisplay]:
     """Return the displays that the spec names, for an attempt that continues from `step`."""
 
@@ -365,7 +366,7 @@ def open_displays(
         writer: MetricWriter = importlib.import_module("runner.metrics.wandb").WandbWriter(spec, attempt)
         return writer
 
-    displays: list[RowDisplay] = [make_progress(spec, total_steps, step, count_tokens)]
+    displays: list[RowDisplay] = [make_progress(spec, total_steps, step, count_units)]
     if spec.logging.tensorboard:
         open_tensorboard = functools.partial(TensorBoardWriter, attempt.store, attempt.run_id, attempt.number)
         displays.append(AsyncMetricWriter("tensorboard", open_tensorboard, read_earlier, report_failure))

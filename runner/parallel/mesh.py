@@ -182,9 +182,12 @@ def split_axes_over_slices(sizes: Mapping[str, int], num_slices: int) -> list[in
     return outer
 
 
-def make_batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of (S, B, T) batches: B over data x fsdp x expert, T over sequence."""
-    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, "sequence"))
+def make_batch_sharding(mesh: Mesh, has_sequences: bool = True) -> NamedSharding:
+    """Return the sharding of (S, B, T) batches: B over data x fsdp x expert, T over sequence.
+
+    Without sequences, in batches of arrays (S, B, ...), only B is sharded.
+    """
+    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, *(["sequence"] if has_sequences else [])))
 
 
 def make_abstract_mesh(sizes: Mapping[str, int]) -> Any:
@@ -202,20 +205,27 @@ def format_batch_axes(mesh: Mesh) -> str:
     return " x ".join(axis for axis in BATCH_AXES if axis in _ALWAYS_SHOWN or mesh.shape[axis] > 1)
 
 
-def validate_sequence_sharding(mesh: Mesh, sequence_length: int, chunk_positions: int | None) -> None:
+def validate_sequence_sharding(mesh: Mesh, sequence_length: int | None, chunk_positions: int | None) -> None:
     """Validate that sequences and the chunks of their loss divide over the `sequence` axis.
 
     Every device needs two halves of its part of a sequence, since another device may attend for one of them.
 
     Args:
         mesh: mesh of the job.
-        sequence_length: `config.data.sequence_length`.
+        sequence_length: `config.data.sequence_length`; None if the data are arrays, which have no sequences.
         chunk_positions: `config.memory.loss_chunk_positions`; None for a loss that is not chunked.
 
     Raises:
         InvalidError: They do not divide.
     """
     number = int(mesh.shape["sequence"])
+    if sequence_length is None:
+        if number > 1:
+            raise InvalidError(
+                f"topology.mesh.sequence={number} shards sequences of tokens, and the data are arrays; make it 1, and "
+                "use data or fsdp"
+            )
+        return
     # `share` is the number of positions of one device.
     share, rest = divmod(sequence_length, number)
     if number > 1 and (rest or share % 2):

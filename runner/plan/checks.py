@@ -12,6 +12,7 @@ from typing import Any
 
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.data import Dataset
+from runner.data.packing import describe_fields
 from runner.errors import RunnerError
 from runner.huggingface.load import validate_init_from
 from runner.job import RestoreableJob
@@ -169,7 +170,7 @@ def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dat
 
 
 def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: int) -> DataCheck:
-    """Check the data: load them, compare their tokens with the budget, and read one host's part of the first batch."""
+    """Check the data: load them, compare their size with the budget, and read one host's part of the first batch."""
     section = Section("data")
     began = time.perf_counter()
     dataset, can_build_step = load_data(setup_builder, findings)
@@ -192,10 +193,12 @@ def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: 
     for part, share in zip(dataset.train_sources, shares, strict=True):
         of = f" of {part.name}" if len(shares) > 1 else ""
         section.add(f"source{of}", part.label.partition("=")[2], "text", "counted", "reached")
-        note = "of sequence_length tokens"
+        has_tokens = dataset.unit == "tokens"
+        note = "of sequence_length tokens" if has_tokens else describe_fields(dataset.fields)
         section.add(f"training examples{of}", part.examples.num_examples, "", "counted", note)
-        section.add(f"training tokens{of}", part.num_tokens, "", "counted")
-        section.add(f"epochs{of}", share.epochs, "", "counted", f"{taken_by} {share.tokens:,} tokens")
+        if has_tokens:
+            section.add(f"training tokens{of}", part.num_units, "", "counted")
+        section.add(f"epochs{of}", share.epochs, "", "counted", f"{taken_by} {share.units:,} {dataset.unit}")
     for name, examples in dataset.validation.items():
         title = f"{name} examples" if name == "validation" else f"validation examples of {name}"
         section.add(title, examples.num_examples, "", "counted")

@@ -269,7 +269,7 @@ class Predictor:
         """Return the cost of a step with `micro_batch` examples per device in a micro-batch."""
         config = self.job.config
         chip = self.accelerator.chip
-        tokens = micro_batch * config.data.sequence_length / sizes["sequence"]
+        tokens = micro_batch * config.data.units_per_example / sizes["sequence"]
         sizing = self.job.sizing(sizes)
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         accumulate_steps = config.train.global_batch_examples // (micro_batch * shards)
@@ -302,7 +302,7 @@ class Predictor:
 
         # Work and memory of a device.
         # The FLOPs of a step are the same on every mesh.
-        executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.tokens_per_step
+        executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.units_per_step
         gathered_bytes = weights.shared + weights.of_experts / sizes["expert"]
         # Offloaded leaves are read and written on the device too.
         state_bytes = state.state_bytes + state.offloaded_bytes
@@ -331,7 +331,7 @@ def build_abstract(setup_builder: TrainSetupBuilder, sizes: MeshSizes) -> TrainS
 
     Its shapes are found with a shorter sequence where its own takes long to trace.
     """
-    length = setup_builder.config.data.sequence_length
+    length = setup_builder.config.data.units_per_example
     traced_length = math.gcd(length, _LONG_SEQUENCE) if length > _LONG_SEQUENCE else length
     return setup_builder.build_on_mesh(
         make_abstract_mesh(dict(sizes)), jax.eval_shape(lambda: jax.random.key(setup_builder.seed)), traced_length

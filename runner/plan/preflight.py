@@ -135,7 +135,7 @@ def _make_trainer_sections(
 ) -> list[Section]:
     # A job whose shapes do not depend on its data gets the first estimate before the data are read. Problems are
     # reported later, in their place.
-    is_independent_of_data = job.setup_builder.has_vocabulary_size and job.config.train.total_epochs is None
+    is_independent_of_data = not job.setup_builder.needs_data
     if machine is not None and is_independent_of_data:
         with contextlib.suppress(InvalidError):
             warn(format_first_estimate(job, build_first_setup(job, machine), machine))
@@ -201,7 +201,7 @@ def _make_trainer_sections(
         roofline, times = report.make_roofline_section(config, flops, program, machine, num_steps)
         sections += [report.make_flops_section(job.config, flops), roofline]
         step_seconds = None if times is None else times.step_seconds
-        model_flops = flops.per_token * job.config.tokens_per_step
+        model_flops = flops.per_token * job.config.units_per_step
 
     if request.is_profile:
         forecast = forecast_program(program, machine)
@@ -234,7 +234,8 @@ def make_stage_sections(
     with findings.collect():
         uses_config_rates = job.setup_builder.optimizer_choice.uses_config_rates(job.stages[0].config)
         report.add_courses(whole, job.stages, job.schedules if uses_config_rates else None)
-    whole.add("tokens", job.config.count_tokens(job.config.total_steps), "", "counted", label="tokens of the run")
+    unit = job.config.data.unit
+    whole.add(unit, job.config.count_units(job.config.total_steps), "", "counted", label=f"{unit} of the run")
     for line in format_rounded_starts(job.config, job.stages):
         findings.warnings.append(line)
     sections = [whole]

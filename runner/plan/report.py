@@ -165,7 +165,7 @@ class EarlyEstimate:
         job = self.predictor.job
         num_experts = job.sizing(dict(self.sizes)).num_experts
         found = []
-        for sizes in list_near_meshes(dict(self.sizes), job.config.data.sequence_length, num_experts):
+        for sizes in list_near_meshes(dict(self.sizes), job.config.data.units_per_example, num_experts):
             if not self.predictor.list_micro_batches(dict(sizes)):
                 continue
             abstract_state = self.predictor.shard_state(sizes)
@@ -286,9 +286,9 @@ def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Secti
     axes = format_batch_axes(layout.mesh)
     product = f"{layout.micro_batch_examples} examples x {shards} devices ({axes}) x {layout.micro_batches_per_device}"
     section.add("micro-batch x devices x accumulation", f"{product} = {train.global_batch_examples}", "text", "counted")
-    section.add("tokens in a step", config.tokens_per_step, "", "counted")
+    section.add(f"{config.data.unit} in a step", config.units_per_step, "", "counted")
     section.add("steps", config.total_steps, "", "counted")
-    section.add("tokens of the run", config.count_tokens(config.total_steps), "", "counted")
+    section.add(f"{config.data.unit} of the run", config.count_units(config.total_steps), "", "counted")
     return section
 
 
@@ -323,15 +323,15 @@ def draw_course(values: np.ndarray) -> str:
 def add_stage(section: Section, job: BaseTrainer, stage: RunStage) -> None:
     """Add length, tokens and sources of one stage of a run."""
     steps, config = stage.stop - stage.start, job.config
-    tokens = config.count_tokens(stage.stop) - config.count_tokens(stage.start)
+    unit, units = config.data.unit, config.count_units(stage.stop) - config.count_units(stage.start)
     section.add("from step", stage.start, "", "counted", stage.why)
     section.add("steps", steps, "", "counted")
-    section.add("tokens in a step", stage.config.tokens_per_step, "", "counted")
-    section.add("tokens of the stage", tokens, "", "counted")
+    section.add(f"{unit} in a step", stage.config.units_per_step, "", "counted")
+    section.add(f"{unit} of the stage", units, "", "counted")
     dataset = job.get_stage_dataset(stage.number)
     shares = [dataset.compute_shares(0), dataset.compute_shares(*job.count_stage_examples(stage.number))]
     for before, after in zip(*shares, strict=True):
-        note = f"the stage takes {after.tokens - before.tokens:,} tokens, from epoch {before.epochs:.4g} on"
+        note = f"the stage takes {after.units - before.units:,} {unit}, from epoch {before.epochs:.4g} on"
         section.add(f"epochs of {after.name}", after.epochs - before.epochs, "", "counted", note)
 
 
@@ -372,11 +372,11 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
 def make_flops_section(config: TrainerConfig, flops: Flops) -> Section:
     """Return the section of the model's FLOPs, by formula."""
     section = Section("FLOPs")
-    tokens = config.tokens_per_step
-    per_token, per_step = "model FLOPs per token", "model FLOPs per step"
-    section.add("of the model per token", flops.per_token, "FLOP", "counted", flops.formula, label=per_token)
-    section.add("of the model per step", flops.per_token * tokens, "FLOP", "counted", label=per_step)
-    recomputed = flops.recomputed_per_token * tokens
+    units, unit = config.units_per_step, config.data.unit.removesuffix("s")
+    per_unit, per_step = f"model FLOPs per {unit}", "model FLOPs per step"
+    section.add(f"of the model per {unit}", flops.per_token, "FLOP", "counted", flops.formula, label=per_unit)
+    section.add("of the model per step", flops.per_token * units, "FLOP", "counted", label=per_step)
+    recomputed = flops.recomputed_per_token * units
     note = "by activation checkpointing, and by attention in its backward pass"
     section.add("computed again per step", recomputed, "FLOP", "counted", note, label="recomputed FLOPs per step")
     return section
@@ -401,7 +401,7 @@ def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProg
     """Return the work of one device in a step."""
     sizes, abstract = program.train_setup.mesh_sizes, program.train_setup.abstract_state
     # Recomputation takes time, but it does not count for MFU.
-    executed = (flops.per_token + flops.recomputed_per_token) * config.tokens_per_step
+    executed = (flops.per_token + flops.recomputed_per_token) * config.units_per_step
     # Before a matmul the parameters are gathered over every axis but `tensor`.
     gathered = count_elements(abstract.params) / sizes["tensor"]
     passes = 3 if config.memory.remat == "layers" else 2
@@ -451,14 +451,14 @@ def make_roofline_section(
     step_seconds = times.step_seconds
     note = f"bound by {times.bound}, if everything overlaps"
     section.add("lowest step time", step_seconds, "seconds", "assumed", note)
-    tokens = config.tokens_per_step
-    section.add("tokens/s", tokens / step_seconds, "", "assumed")
+    units = config.units_per_step
+    section.add(f"{config.data.unit}/s", units / step_seconds, "", "assumed")
     run_seconds = step_seconds * (config.total_steps if num_steps is None else num_steps)
     label = "time of the run" if num_steps is None else "time of the stage"
     section.add("time to the end", run_seconds, "seconds", "assumed", "without restarts", label=label)
     # MFU is per chip, which may show several devices.
     chips = program.train_setup.mesh.size / machine.accelerator.chip.devices_per_chip
-    mfu = flops.per_token * tokens / (step_seconds * chips * speeds.flops_per_second)
+    mfu = flops.per_token * units / (step_seconds * chips * speeds.flops_per_second)
     note = "model FLOPs over peak FLOPs, without recomputation"
     section.add("MFU there", mfu, "share", "assumed", note, label="MFU at that step time")
     return section, times

@@ -144,7 +144,7 @@ class Search:
         predictors = [Predictor(variant.job, variant.flops, accelerator) for variant in variants]
         # The size of the state depends on the mesh alone, so one variant measures it for all.
         first = predictors[0]
-        length, num_experts = first.job.config.data.sequence_length, first.job.sizing(dict(SINGLE_DEVICE)).num_experts
+        length, num_experts = first.job.config.data.units_per_example, first.job.sizing(dict(SINGLE_DEVICE)).num_experts
         candidates: list[Candidate] = []
         for mesh in iter_meshes(accelerator.num_devices or 1, length, num_experts):
             # A mesh that every variant rejects is skipped, which saves the work of sharding the state.

@@ -176,6 +176,7 @@ RESULT_KEYS = (
         "Digest of the bits of the whole state, 32 hexadecimal digits; independent of the topology.",
     ),
     Key("tokens", int, "Tokens consumed since step 0; trainers only.", "tokens"),
+    Key("examples", int, "Examples consumed since step 0, instead of tokens where a trainer's data are arrays."),
     Key("train_loss", float | None, "`train/loss` of the last row of metrics; trainers only.", "nats"),
     Key(
         "val_loss",

@@ -26,7 +26,7 @@ from runner.spec.document import (
     make_document,
     parse_document,
 )
-from runner.spec.imports import list_former_paths, load_class, load_job_class
+from runner.spec.imports import is_class_path, list_former_paths, load_attribute, load_class, load_job_class
 from runner.spec.model import (
     JOB_PATTERN,
     MAX_PROFILE_STEPS,
@@ -90,9 +90,11 @@ __all__ = [
     "flatten",
     "hash_record",
     "is_below",
+    "is_class_path",
     "is_one_of",
     "json_schema",
     "list_former_paths",
+    "load_attribute",
     "load_class",
     "load_document",
     "load_job_class",

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -68,11 +69,34 @@ def load_job_class(document: Document, base: type) -> type:
         return load_class(document.data["job"], base)
 
 
+def is_class_path(name: str) -> bool:
+    """Return True if `name` is `module:Class`, the name of a class or function, and no file has this name."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None and not os.path.exists(name)
+
+
 def load_class(text: str, base: type) -> type:
     """Import `module:Class`, a subclass of `base`.
 
     Raises:
         InvalidError: there is no such class, or importing the module failed.
+    """
+    found = load_attribute(text, lambda value: isinstance(value, type) and issubclass(value, base))
+    if not (isinstance(found, type) and issubclass(found, base)):
+        others = [
+            name
+            for name, value in vars(sys.modules[text.partition(":")[0]]).items()
+            if isinstance(value, type) and issubclass(value, base) and name != base.__name__
+        ]
+        hint = suggest_choices(text.partition(":")[2], others)
+        raise InvalidError(f"{text} is not a subclass of {base.__name__}{hint}")
+    return found
+
+
+def load_attribute(text: str, fits: Callable[[object], bool]) -> object:
+    """Import `module:Name` and return the attribute. Only names whose value `fits` are suggested for a wrong one.
+
+    Raises:
+        InvalidError: there is no such name, or importing the module failed.
     """
     module_name, _, class_name = text.partition(":")
     # A console script does not have the working directory on its path, and the user's module is there.
@@ -82,14 +106,10 @@ def load_class(text: str, base: type) -> type:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything, and it ends here
         raise InvalidError(_describe_import_error(module_name, error)) from None
-    found = getattr(module, class_name, None)
-    # Only classes that would be accepted are suggested.
-    fitting = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
+    found: object = getattr(module, class_name, None)
     if found is None:
+        fitting = [name for name, value in vars(module).items() if fits(value)]
         raise InvalidError(f"module {module_name} has no {class_name}{suggest_choices(class_name, fitting)}")
-    if not (isinstance(found, type) and issubclass(found, base)):
-        others = [name for name in fitting if name != base.__name__]
-        raise InvalidError(f"{text} is not a subclass of {base.__name__}{suggest_choices(class_name, others)}")
     return found
 
 

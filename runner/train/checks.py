@@ -29,7 +29,7 @@ from runner.train.setup import TrainSetup
 def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
     """Return the `--set` options that make a trainer's spec run on `num_devices` local devices."""
     # Small enough for a laptop: what matters is that the same code runs.
-    length = min(config.data.sequence_length, 128)
+    length = min(config.data.units_per_example, 128)
     total = f"total_tokens={100 * num_devices * length}" if config.train.total_tokens else "total_steps=100"
     data = config.data
     is_missing = not all(is_available(token_source.source) for token_source in data.sources)
@@ -41,7 +41,7 @@ def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerC
         f"config.train.global_batch_examples={num_devices}": True,
         f"config.train.{total}": True,
         "config.train.total_epochs=null": config.train.total_epochs is not None,
-        f"config.data.sequence_length={length}": length != config.data.sequence_length,
+        f"config.data.sequence_length={length}": length != config.data.units_per_example,
         "config.memory.loss_chunk_positions=null": length % (config.memory.loss_chunk_positions or 1) != 0,
         "config.data.source=python-stdlib": is_missing and not data.mixture,
         "config.data.mixture=[]": is_missing and bool(data.mixture),

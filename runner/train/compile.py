@@ -30,15 +30,21 @@ import numpy as np
 import optax
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from runner.accelerator import is_gpu_deterministic, make_compiler_options
 from runner.checkpoint.fingerprint import format_leaf_name
 from runner.checkpoint.leaves import find_form_problems, is_on_host, make_strongly_typed
 from runner.config import TrainerConfig
-from runner.data import Dataset, get_batch_fields, load_global_batch
+from runner.data import Dataset, Fields, get_batch_fields, load_global_batch
 from runner.errors import InvalidError, StateError
-from runner.metrics.meta import REPLAY_DIGESTS, TOKEN_COUNT, Meta, replace_sums_by_means, validate_meta
+from runner.metrics.meta import (
+    REPLAY_DIGESTS,
+    RESERVED_NAMES,
+    TOKEN_COUNT,
+    Meta,
+    replace_sums_by_means,
+    validate_meta,
+)
 from runner.optim.groups import split_frozen
 from runner.optim.library import find_injected_rate
 from runner.parallel.canonical import canonicalise
@@ -75,8 +81,7 @@ class BatchLayout:
         mesh: device mesh.
         global_batch_examples: examples of an optimizer step.
         micro_batch_examples: examples of a micro-batch per device.
-        sequence_length: tokens of a sequence, T.
-        fields: dtype of each array of a batch by name, as the data declare them; all are (S, B, T).
+        fields: arrays of a batch by name, as the data declare them: (S, B, T) for tokens, (S, B, ...) for others.
         is_ordered: True if sums have an order independent of the number of devices (`train.same_bits_devices`): then
             each micro-batch is placed on one device, and a device computes its micro-batches one after another.
         is_replayable: True if the gradients of a step can be compared with another computation of them
@@ -86,8 +91,7 @@ class BatchLayout:
     mesh: Mesh
     global_batch_examples: int
     micro_batch_examples: int
-    sequence_length: int
-    fields: Mapping[str, DTypeLike]
+    fields: Fields
     is_ordered: bool = False
     is_replayable: bool = False
 
@@ -97,11 +101,16 @@ class BatchLayout:
         return self.micro_batch_examples * (1 if self.is_ordered else count_batch_shards(self.mesh))
 
     @property
+    def has_sequences(self) -> bool:
+        """True if every array is (S, B, T), so that context parallelism can shard T."""
+        return all(len(field.shape) == 1 for field in self.fields.values())
+
+    @property
     def sharding(self) -> NamedSharding:
-        """Sharding of (S, B, T) batches: over B, or over S if each device has its own micro-batches (`is_ordered`)."""
+        """Sharding of (S, B, ...) batches: over B, or over S where each device has micro-batches of its own."""
         if self.is_ordered:
             return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
-        return make_batch_sharding(self.mesh)
+        return make_batch_sharding(self.mesh, self.has_sequences)
 
     @property
     def accumulate_steps(self) -> int:
@@ -114,13 +123,15 @@ class BatchLayout:
         return self.global_batch_examples // (self.micro_batch_examples * count_batch_shards(self.mesh))
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shape, dtype and sharding of a (S, B, T) batch."""
-        shape = (self.accumulate_steps, self.micro_batch, self.sequence_length)
-        sharding = self.sharding
-        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in self.fields.items()}
+        """Return shape, dtype and sharding of a (S, B, ...) batch."""
+        leading, sharding = (self.accumulate_steps, self.micro_batch), self.sharding
+        return {
+            name: jax.ShapeDtypeStruct((*leading, *field.shape), field.dtype, sharding=sharding)
+            for name, field in self.fields.items()
+        }
 
     def batch(self, dataset: Dataset, slice: str, step: int) -> dict[str, jax.Array]:
-        """Return the (S, B, T) batch of a split after `step` completed steps. Called on every host."""
+        """Return the (S, B, ...) batch of a split after `step` completed steps. Called on every host."""
         return load_global_batch(
             dataset,
             slice,
@@ -134,16 +145,21 @@ class BatchLayout:
         """Return the total target weight of a batch; None if it is the same for all batches. To be traced."""
         if "padding_mask" not in self.fields or not {"segment", "loss_weight"} & {*self.fields}:
             return None
+        if not self.has_sequences:  # examples of arrays, of which a training batch is full
+            return None
         return jnp.sum(target_weights(batch), dtype=jnp.float32)
 
 
-def list_batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | None = None) -> list[BatchLayout]:
+def list_batch_layouts(
+    config: TrainerConfig, mesh: Mesh, micro_batch: int | None = None, fields: Fields | None = None
+) -> list[BatchLayout]:
     """Return every split of the global batch over `mesh` that the config allows, the largest micro-batch first.
 
     Args:
         config: config of the trainer.
         mesh: device mesh.
         micro_batch: examples per device of the only split to return, if the config allows it.
+        fields: arrays of a batch; None: those of `get_batch_fields`.
 
     Raises:
         InvalidError: no split exists, or sequences do not divide over the devices that share one; the error has the
@@ -169,13 +185,11 @@ def list_batch_layouts(config: TrainerConfig, mesh: Mesh, micro_batch: int | Non
     is_ordered = train.same_bits_devices is not None
     if train.same_bits_devices is not None:
         validate_same_bits_mesh(mesh, train.same_bits_devices)
-    fields = get_batch_fields(data)
     layout = BatchLayout(
         mesh,
         train.global_batch_examples,
         sizes[0],
-        data.sequence_length,
-        fields,
+        get_batch_fields(data) if fields is None else fields,
         is_ordered,
         is_replayable=train.replay_every_steps is not None,
     )
@@ -246,7 +260,7 @@ def trace_train_step(
             raise StateError(
                 f"train_step must return a state of the same leaves, shapes and types as it takes{problems}"
             )
-        validate_meta(meta)
+        validate_meta(meta, RESERVED_NAMES if layout.has_sequences else (*RESERVED_NAMES, "examples"))
         # The count is part of this program, since a program of its own would be launched every step.
         count = None if TOKEN_COUNT in meta else layout.compute_target_weight(batch)
         counted = {} if count is None else {TOKEN_COUNT: count}

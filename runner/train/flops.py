@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from runner.accelerator import find_chip
 from runner.config import MemoryConfig
+from runner.data import Fields
 from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup
 from runner.train.state import bind_variables, get_variables
@@ -37,7 +38,7 @@ KERNEL_PREFIXES = ("pallas_call", "ffi_call", "dot_product_attention_", "ragged_
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a train step for one token.
+    """FLOPs of a train step for one token, or for one example where the data are arrays.
 
     Attributes:
         per_token: FLOPs of the forward and backward pass, each operation once.
@@ -161,27 +162,30 @@ def _count_runs(name: str, params: dict[str, Any]) -> int:
 
 
 def count_forward_flops(
-    forward: Callable[..., Any], train_setup: TrainSetup, fields: Mapping[str, Any], length: int
+    forward: Callable[..., Any], train_setup: TrainSetup, fields: Fields, units_per_example: int
 ) -> Flops:
-    """Count the FLOPs of a train step for one token of sequences of `length` tokens, in the traced `forward`.
+    """Count the FLOPs of a train step in the traced `forward`, for one token, or one example if that is the unit.
 
-    `fields` are the dtypes of the arrays of a batch by name. Raises `ValueError` for kernels that cannot be counted.
+    `fields` are the arrays of a batch by name. Raises `ValueError` for kernels that cannot be counted.
     """
     abstract = train_setup.abstract_state
     # Shapes without shardings, since the count is of the global program.
     state = merge_adapter(abstract).params, get_variables(abstract)
     params, variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-    batch = {name: jax.ShapeDtypeStruct((1, length), dtype) for name, dtype in fields.items()}
+    batch = {name: jax.ShapeDtypeStruct((1, *field.shape), field.dtype) for name, field in fields.items()}
     batch["example"] = jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def loss(params: Any, variables: Any, batch: Any) -> jax.Array:
         return forward(bind_variables(abstract.apply_fn, variables), params, batch, None)[0]
 
-    return count_train_flops(loss, params, variables, batch, num_tokens=length, platform="cpu")
+    return count_train_flops(loss, params, variables, batch, num_tokens=units_per_example, platform="cpu")
 
 
 def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], train_setup: TrainSetup) -> float:
-    """Return the MFU (model FLOPs over the devices' peak) of one token per second; 0 if the peak is unknown."""
+    """Return the MFU (model FLOPs over the devices' peak) of one token per second; 0 if the peak is unknown.
+
+    Where the data are arrays, it is that of one example per second.
+    """
     mesh = train_setup.mesh
     chip = find_chip(mesh.devices.flat[0].device_kind)
     if chip is None or chip.speeds is None:

@@ -24,7 +24,7 @@ from runner.train.evaluators import Evaluator, EvaluatorSchedule
 from runner.train.profiler import Profiler
 
 GIVEN_UP_MAX = 500  # rows in the record of a roll-back
-GIVEN_UP_KEYS = ("step", "train/tokens", "perf/time", "train/loss")
+GIVEN_UP_KEYS = ("step", "train/tokens", "train/examples", "perf/time", "train/loss")
 
 
 class Report(JobReport):
@@ -52,7 +52,7 @@ class Report(JobReport):
             spec: resolved spec.
             config: config of the trainer, with its total in steps.
             evaluators: evaluators of the weights.
-            mfu_per_token_rate: MFU of one token per second; 0 if unknown.
+            mfu_per_token_rate: MFU of one token (or example, by the unit of the data) per second; 0 if unknown.
             get_data_metrics: function that returns the metrics of the data at a step.
             after_row: function called after each row; slow work that the first steps do not need can begin there.
             is_language_model: False for a model that writes no text.
@@ -123,7 +123,7 @@ class Report(JobReport):
         metrics = self._evaluations.evaluate(weights, step)
         self.restart_clock()
         if metrics is not None:
-            self._append({"step": 0, "train/tokens": 0, **metrics})
+            self._append({"step": 0, f"train/{self._config.data.unit}": 0, **metrics})
         return metrics is not None
 
     # Rows during training.
@@ -148,7 +148,7 @@ class Report(JobReport):
 
     def _open_displays(self, step: int) -> list[RowDisplay]:
         config = self._config
-        return open_displays(self._attempt, self._spec, config.total_steps, config.count_tokens, step)
+        return open_displays(self._attempt, self._spec, config.total_steps, config.count_units, step)
 
     def add_step(self, step: int, loss: jax.Array, meta: Meta) -> None:
         """Add the results of step `step`. Waits for the device only if a profile starts or ends at this step."""
@@ -168,9 +168,10 @@ class Report(JobReport):
         Raises `DivergedError` as `MetricsWindow.fetch` does.
         """
         # Closing the window fetches losses and meta, which waits for the device.
-        row = self.window.close(self._config.count_tokens) | self._get_data_metrics(step)
+        unit = self._config.data.unit
+        row = self.window.close(self._config.count_units, unit) | self._get_data_metrics(step)
         if self._mfu_per_token_rate:
-            row["perf/mfu"] = row["perf/tokens_per_second"] * self._mfu_per_token_rate
+            row["perf/mfu"] = row[f"perf/{unit}_per_second"] * self._mfu_per_token_rate
         row |= {} if self._timer is None else self._timer.pop_percentiles()
         peak_bytes = read_peak_memory_bytes()
         row |= {} if peak_bytes is None else {"perf/peak_bytes": peak_bytes}
@@ -245,10 +246,10 @@ class Report(JobReport):
     # Results.
 
     def result(self, step: int) -> JsonObject:
-        """Return the number of tokens, and the losses of the newest row."""
+        """Return the number of tokens (or examples), and the losses of the newest row."""
         row: Row = self._attempt.hosts.agree(self.get_newest_row())
-        tokens = self._config.count_tokens(step)
-        return {"tokens": tokens, "train_loss": row.get("train/loss"), "val_loss": row.get("val/loss")}
+        units = {self._config.data.unit: self._config.count_units(step)}
+        return units | {"train_loss": row.get("train/loss"), "val_loss": row.get("val/loss")}
 
     def format_next_steps(self) -> Sequence[str]:
         """Return a line with a command for the trained model."""

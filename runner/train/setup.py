@@ -7,7 +7,7 @@ ones, or those of an abstract TPU topology, in `plan`.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from runner.checkpoint.leaves import make_strongly_typed
 from runner.config import AdapterConfig, TrainerConfig
-from runner.data import DataPosition, Dataset, load_dataset
+from runner.data import DataPosition, Dataset, Fields, get_batch_fields, load_dataset
 from runner.errors import InvalidError
 from runner.optim.groups import Parameter, describe_parameters, get_default_multiplier
 from runner.optim.library import update_in_float32
@@ -157,10 +157,20 @@ class TrainSetup:
         return compile_lowered(lowered, layout)[0]
 
 
+def get_tokens(batch: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Return the inputs of a model of tokens: `x`. Raises `InvalidError` if the data have no such field."""
+    if "x" not in batch:
+        names = ", ".join(sorted(batch))
+        raise InvalidError(
+            f"the data's batches hold {names} and no x; override model_inputs to return the arguments of the model"
+        )
+    return (batch["x"],)
+
+
 def build_train_setup(
     model: nn.Module,
     sharded_init: Callable[..., tuple[Any, Any]],
-    example: jax.ShapeDtypeStruct,
+    fields: Fields,
     make_optimizer: Callable[[Any], optax.GradientTransformation],
     schedule: optax.Schedule | None,
     mesh: Mesh,
@@ -170,14 +180,15 @@ def build_train_setup(
     compute: str = "float32",
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES,
     offload_optimizer: bool = False,
+    model_inputs: Callable[[Any], tuple[Any, ...]] = get_tokens,
 ) -> TrainSetup:
     """Build the setup of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
     Args:
         model: Flax module.
-        sharded_init: function of (model, key, tokens, mesh=..., deterministic=...) that returns the variables and their
-            shardings.
-        example: shape and dtype of the tokens that the model is traced with to find its shapes.
+        sharded_init: function of (model, key, *inputs, mesh=..., deterministic=...) that returns the variables and
+            their shardings.
+        fields: arrays of a batch. The model is traced with one example to find its shapes.
         make_optimizer: function from a tree of `Parameter` to the optax transformation.
         schedule: learning rate by completed steps, or None.
         mesh: device mesh.
@@ -187,10 +198,12 @@ def build_train_setup(
         compute: dtype of activations, in which an adapter is merged.
         rules: logical axis rules of the model.
         offload_optimizer: True to keep the arrays of the optimizer state in pinned host memory.
+        model_inputs: function from a batch (B, ...) to the positional arguments of the model.
     """
 
     def init(init_function: Callable[..., Any], key: jax.Array, **options: Any) -> Any:
-        return init_function(key, jax.numpy.zeros(example.shape, example.dtype), deterministic=True, **options)
+        example = {name: jnp.zeros((1, *field.shape), field.dtype) for name, field in fields.items()}
+        return init_function(key, *model_inputs(example), deterministic=True, **options)
 
     # 1. Shapes and shardings of the model's variables, from `model.init`, which needs no devices. A custom sharded_init
     # chooses its own, so it is traced as well.
@@ -204,7 +217,8 @@ def build_train_setup(
         return variables
 
     boxed = jax.eval_shape(functools.partial(init, init_model), key)
-    num_logits = [shape[2] for shape in returned if len(shape) == 3 and shape[:2] == example.shape]
+    tokens_shape = (1, *fields["x"].shape) if "x" in fields else ()
+    num_logits = [shape[2] for shape in returned if len(shape) == 3 and shape[:2] == tokens_shape]
     shapes, shardings = nn.unbox(boxed), train_state.compute_variable_shardings(boxed, mesh, rules)
     if sharded_init is not train_state.sharded_init:
         shapes, shardings = _trace_sharded_init(init_sharded, key, mesh, rules)
@@ -302,6 +316,7 @@ class TrainSetupBuilder:
         rules: logical axis rules.
         identify_base: function that returns the trajectory keys of the frozen weights of an adapter, which it may read.
         learning_rate_multiplier: function that returns a parameter's learning-rate multiplier.
+        model_inputs: function from a batch (B, ...) to the positional arguments of the model.
         stage: dependence of a stage on the stages before it; None for a run without stages.
     """
 
@@ -319,6 +334,7 @@ class TrainSetupBuilder:
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
     identify_base: Callable[[], Trajectory] = dict
     learning_rate_multiplier: Callable[[Parameter], float] = get_default_multiplier
+    model_inputs: Callable[[Any], tuple[Any, ...]] = get_tokens
     stage: "StageContext | None" = None
 
     @functools.cached_property
@@ -353,6 +369,11 @@ class TrainSetupBuilder:
         return dataset
 
     @functools.cached_property
+    def fields(self) -> Fields:
+        """Arrays of a batch. Data of arrays are opened for them; tokens are not read."""
+        return get_batch_fields(self.config.data) if self.config.data.has_tokens else self.dataset.fields
+
+    @functools.cached_property
     def data_position(self) -> DataPosition:
         """Position in the data by step, with the stretches that the spec passes over."""
         return DataPosition.from_ranges(self.config.train.skip_steps)
@@ -368,7 +389,7 @@ class TrainSetupBuilder:
 
     @functools.cached_property
     def vocabulary_size(self) -> int:
-        """Vocabulary size of the spec, or that of the data if the spec says `auto`."""
+        """Vocabulary size of the spec, or that of the data if the spec says `auto`; 0 if the data are arrays."""
         if self.has_vocabulary_size:
             return int(self.config.model.vocabulary_size)
         known = None if self.stage is None else self.stage.get_vocabulary_size
@@ -381,8 +402,9 @@ class TrainSetupBuilder:
 
     @property
     def needs_data(self) -> bool:
-        """True if the train step depends on the data: on their vocabulary size, or on their number of examples."""
-        return not self.has_vocabulary_size or self.config.train.total_epochs is not None
+        """True if the train step depends on the data: on their arrays, vocabulary size, or number of examples."""
+        data_has_tokens, is_in_epochs = self.config.data.has_tokens, self.config.train.total_epochs is not None
+        return not data_has_tokens or not self.has_vocabulary_size or is_in_epochs
 
     def validate_keys_read(self) -> None:
         """Raise `InvalidError` with a line for each key that optimizer and schedule do not read, or that they miss.
@@ -410,13 +432,15 @@ class TrainSetupBuilder:
 
     def validate_batch(self, mesh: Mesh) -> None:
         """Raise `SpecError` unless the batches divide over a mesh, so that this shows before the data are read."""
+        fields = self.fields
         with self.document.errors_at("config.train"):
-            layouts = list_batch_layouts(self.config, mesh)
+            layouts = list_batch_layouts(self.config, mesh, fields=fields)
         with self.document.errors_at("config.eval"):
             make_val_layout(self.config, layouts[-1])
 
     def fits(self, num_devices: int) -> bool:
         """Return True if mesh and batches divide over this number of devices."""
+        _ = self.fields  # an error of the data is no error of the mesh
         try:
             self.validate_batch(make_abstract_mesh(resolve_mesh_sizes(self.topology.mesh, num_devices)))
         except InvalidError:
@@ -463,10 +487,13 @@ class TrainSetupBuilder:
                 )
                 return self.optimizer_choice.build_optimizer(self.config, schedule, parameters)
 
+        fields = self.fields
+        if example_length is not None and config.data.has_tokens:
+            fields = get_batch_fields(config.data.model_copy(update={"sequence_length": example_length}))
         return build_train_setup(
             model=self.model(),
             sharded_init=self.sharded_init,
-            example=jax.ShapeDtypeStruct((1, example_length or self.config.data.sequence_length), jnp.int32),
+            fields=fields,
             make_optimizer=make_optimizer,
             schedule=schedule,
             mesh=mesh,
@@ -476,11 +503,12 @@ class TrainSetupBuilder:
             compute=self.config.precision.compute,
             rules=self.rules,
             offload_optimizer=self.config.memory.offload_optimizer,
+            model_inputs=self.model_inputs,
         )
 
     def get_largest_layout(self, train_setup: TrainSetup, micro_batch: int | None = None) -> BatchLayout:
         """Return the split that `compile` tries first: the one with the largest micro-batch that the spec allows."""
-        return list_batch_layouts(self.config, train_setup.mesh, micro_batch)[0]
+        return list_batch_layouts(self.config, train_setup.mesh, micro_batch, self.fields)[0]
 
     def trace(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step with the largest micro-batch, which shows errors in it at little cost."""
@@ -488,7 +516,7 @@ class TrainSetupBuilder:
 
     def is_language_model(self, train_setup: TrainSetup) -> bool:
         """Return True if the model returns logits over the ids of the data: its loss is then in nats a token."""
-        return (train_setup.num_logits or 0) >= self.vocabulary_size
+        return self.config.data.has_tokens and (train_setup.num_logits or 0) >= self.vocabulary_size
 
     def validate_tasks(self, train_setup: TrainSetup) -> None:
         """Raise `SpecError` if the spec asks a model for text that is no language model."""
@@ -518,7 +546,7 @@ class TrainSetupBuilder:
         """
         # Outside of `errors_at`, because an error in the step is no error of the key `topology`.
         self.trace(train_setup, micro_batch)
-        layouts = list_batch_layouts(self.config, train_setup.mesh, micro_batch)
+        layouts = list_batch_layouts(self.config, train_setup.mesh, micro_batch, self.fields)
         with self.document.errors_at("topology"):
             return train_setup.compile_to_fit(self.train_step, layouts, limit_bytes)
 
@@ -529,7 +557,8 @@ class TrainSetupBuilder:
 
     def compile_smallest(self, train_setup: TrainSetup) -> CompiledStep:
         """Compile the train step with the smallest micro-batch, whether it fits or not."""
-        return train_setup.compile_train(self.train_step, list_batch_layouts(self.config, train_setup.mesh)[-1])
+        layouts = list_batch_layouts(self.config, train_setup.mesh, fields=self.fields)
+        return train_setup.compile_train(self.train_step, layouts[-1])
 
     def resolve_spec(self, spec: ExecutionSpec, train_setup: TrainSetup, layout: BatchLayout | None) -> ExecutionSpec:
         """Return `spec` with mesh, vocabulary size and, if there is a layout, micro-batch filled in."""

@@ -175,9 +175,9 @@ def format_rounded_starts(config: TrainerConfig[Any], stages: Sequence[RunStage]
     """Return a line for each stage whose start in tokens lies inside of a step, and is therefore rounded up."""
     return [
         f"{stage.key}: {entry.from_tokens:,} tokens are reached within step {start.step}, so the stage begins after "
-        f"it, at {start.tokens:,} tokens"
+        f"it, at {start.units:,} tokens"
         for stage, entry, start in zip(stages[1:], config.stages, config.list_starts()[1:], strict=True)
-        if entry.from_tokens is not None and start.tokens != entry.from_tokens
+        if entry.from_tokens is not None and start.units != entry.from_tokens
     ]
 
 
@@ -295,19 +295,19 @@ def compute_run_rates(
     totals: Trajectory = {key: trajectory.get(f"config.{key}") for key in TOTAL_KEYS}
     if not any(totals.values()):
         totals = {key: getattr(config.train, key.partition(".")[2]) for key in TOTAL_KEYS}
-    start = tokens = tokens_per_step = 0
+    start = units = units_per_step = 0
     for piece in split_trajectory(trajectory):
         prefix = "config.schedule."
         values = {key.removeprefix(prefix): value for key, value in piece.keys.items() if key.startswith(prefix)}
-        tokens += (piece.start - start) * tokens_per_step
+        units += (piece.start - start) * units_per_step
         start, batch = piece.start, piece.keys["config.train.global_batch_examples"]
-        tokens_per_step = batch * piece.keys["config.data.sequence_length"]
+        units_per_step = batch * (piece.keys.get("config.data.sequence_length") or 1)
         if given := {key: piece.keys[f"config.{key}"] for key in TOTAL_KEYS if key in piece.values}:
             totals = given
         if (steps := totals.get("train.total_steps")) is not None:
             total = steps
         elif (budget := totals.get("train.total_tokens")) is not None:
-            total = start - (tokens - budget) // tokens_per_step
+            total = start - (units - budget) // units_per_step
         else:
             total = math.ceil(Fraction(str(totals["train.total_epochs"])) * get_num_examples() / batch)
         sets_rate = piece.start == 0 or "optimizer.learning_rate" in piece.values

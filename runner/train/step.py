@@ -7,9 +7,10 @@ accumulated in float32, whatever the type of the parameters. Frozen parameters g
 for them.
 
 `padding_mask` marks the real target tokens, and `loss_weight`, if the data have it, weighs them. Their total is known
-before `forward` is called, so the loss of each micro-batch is divided by it immediately. A forward that masks targets
-itself returns the count as meta `token_count`; then the sums are divided at the end. Its meta `statistics` are summed
-(see `runner.train.state`), and so are `sums` (see `runner.metrics.meta`); other meta is that of the last micro-batch.
+before `forward` is called, so the loss of each micro-batch is divided by it immediately. A forward that counts targets
+itself returns their number as meta `target_count` or `token_count`; then the sums are divided at the end. Its meta
+`statistics` are summed (see `runner.train.state`), and so are `sums` (see `runner.metrics.meta`); other meta is that of
+the last micro-batch. In a batch of arrays each real example is a target, unless `forward` counts them.
 
 A step whose batch has no target moves nothing: parameters, variables, moments, averages and auxiliary states stay as
 they are, and only `step` and the counts by which schedules are read go on (`skip_step`). Only data whose targets have
@@ -49,6 +50,7 @@ from runner.metrics.meta import (
     GRAD_NORM,
     REPLAY_DIGESTS,
     SUMS,
+    TARGET_COUNT,
     TOKEN_COUNT,
     Meta,
     accumulate_sums,
@@ -169,7 +171,7 @@ def train_step(
     Args:
         forward: loss of a micro-batch, see `Forward`.
         state: train state.
-        batch: arrays (S, B, T) by name, as the data declare them.
+        batch: arrays (S, B, ...) by name, as the data declare them.
         key: random key of this step.
         accumulate_steps: S.
         options: settings of the step; None: all defaults.
@@ -186,6 +188,7 @@ def train_step(
             number of real target tokens.
     """
     options = StepOptions() if options is None else options
+    forward = _rename_target_count(forward)
     S, _ = _get_leading_shape(batch)
     assert accumulate_steps == S, f"batch has S={S}, not {accumulate_steps}"
     # These checks run while the step is traced, so they cost nothing in a training step.
@@ -320,12 +323,12 @@ def _count_step(state: TrainState) -> TrainState:
 def val_step(
     forward: Forward, state: TrainState, batch: Batch, num_groups: int | None = None
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Evaluate the loss over a batch (S, B, T), without dropout.
+    """Evaluate the loss over a batch (S, B, ...), without dropout.
 
     Args:
         forward: loss of a micro-batch, see `Forward`.
         state: train state, whose optimizer state is not read.
-        batch: arrays (S, B, T) by name.
+        batch: arrays (S, B, ...) by name.
         num_groups: as in `StepOptions`; any number selects the fixed order of sums.
 
     Returns:
@@ -333,6 +336,7 @@ def val_step(
         The count is the total target weight of the batch, or the one that `forward` returns. Meta is that of the last
         micro-batch, except for its `sums`: they are totals, so that the caller can add those of further batches.
     """
+    forward = _rename_target_count(forward)
     if num_groups is not None:
         return _val_step_in_order(forward, state, batch)
     apply_fn = bind_variables(state.apply_fn, get_variables(state))
@@ -556,6 +560,17 @@ def _replace_arrays(state: TrainState, params: Any, variables: Any) -> TrainStat
 
 
 # Batches and meta.
+
+
+def _rename_target_count(forward: Forward) -> Forward:
+    """Return `forward` with the `target_count` of its meta, if there is one, as `token_count`."""
+
+    @functools.wraps(forward)
+    def renamed(*arguments: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        loss_sum, meta = forward(*arguments)
+        return loss_sum, {TOKEN_COUNT if name == TARGET_COUNT else name: value for name, value in meta.items()}
+
+    return renamed
 
 
 def _get_leading_shape(batch: Batch) -> tuple[int, int]:

@@ -27,7 +27,7 @@ def test_y_is_the_token_after_x_and_training_has_no_padding(tmp_path: Path) -> N
 
 def test_an_epoch_trains_each_target_of_the_split_exactly_once(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    assert (dataset.num_train_tokens, dataset.num_train_examples) == (800, 99)
+    assert (dataset.num_train_units, dataset.num_train_examples) == (800, 99)
     for epoch in range(2):
         y = dataset.read("train", epoch * 99, 99)["y"]
         assert sorted(y.ravel()) == list(range(1, 793))
@@ -149,7 +149,7 @@ def test_unknown_split_names_are_rejected(tmp_path: Path, name: Any) -> None:
 
 def test_the_standard_library_is_a_dataset_without_user_files(tmp_path: Path) -> None:
     dataset = load("python-stdlib", cache=tmp_path, sequence_length=256, validation_fraction=0.05)
-    assert dataset.num_train_tokens > 5_000_000
+    assert dataset.num_train_units > 5_000_000
     assert dataset.tokenizer is not None
     text = dataset.tokenizer.decode(dataset.read("train", 0, 64)["x"].ravel())
     assert "self" in text

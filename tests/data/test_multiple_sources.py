@@ -59,7 +59,7 @@ def test_each_source_is_read_in_its_own_order_epoch_by_epoch(tmp_path: Path) -> 
 
 def test_a_mixture_of_one_source_has_its_whole_share(tmp_path: Path) -> None:
     whole = load_mixture(tmp_path, mixture=make_mixture(tmp_path)[:1])
-    assert [share.tokens for share in whole.compute_shares(100)] == [100 * T]
+    assert [share.units for share in whole.compute_shares(100)] == [100 * T]
 
 
 def test_metrics_report_the_share_of_each_source(tmp_path: Path) -> None:

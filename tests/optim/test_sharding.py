@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from experiments.model import with_axes
+from runner.data.packing import make_token_fields
 from runner.optim.config import OPTIMIZERS, OptimizerConfig
 from runner.optim.groups import Parameter, describe_parameters
 from runner.optim.library import make_optimizer
@@ -41,8 +42,8 @@ def make_train_setup(name, sizes, devices):
     config = OptimizerConfig(name=name, learning_rate=0.1, **keys)
     make = functools.partial(make_optimizer, name, config, optax.constant_schedule(0.1))
     mesh = make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)), devices)
-    example = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return build_train_setup(ParameterModel(), sharded_init, example, make, None, mesh, jax.random.key(0))
+    fields = make_token_fields({"x": np.int32}, 1)
+    return build_train_setup(ParameterModel(), sharded_init, fields, make, None, mesh, jax.random.key(0))
 
 
 def run_training(train_setup, steps=4):

@@ -73,7 +73,7 @@ def summarise_program(job: BaseTrainer, program: CompiledProgram) -> dict[str, A
         for name, leaf in flatten_with_names({"params": program.train_setup.abstract_state.params}).items()
     }
     return {
-        "tokens": layout.micro_batch_examples * layout.sequence_length,
+        "tokens": layout.micro_batch_examples * layout.fields["x"].shape[0],
         "vocabulary": job.vocabulary_size,
         "parameters": {name: [layers[name], *shape] for name, shape in shapes.items()},
         "gathered": sorted(gathered),

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from runner.accelerator import CHIPS
+from runner.data import FieldSpec
+from runner.data.packing import make_token_fields
 from runner.errors import InvalidError
 from runner.train.compile import (
     BatchLayout,
@@ -118,15 +121,25 @@ def test_the_error_states_memory_needed_and_available(limit_gib):
 
 
 def test_the_layout_splits_the_global_batch_over_devices_and_micro_batches():
-    fields = {"x": jnp.int32, "weight": jnp.float32}
-    layout = BatchLayout(make_full_mesh(2, 2, 2), 96, micro_batch_examples=3, sequence_length=16, fields=fields)
+    fields = make_token_fields({"x": np.int32, "weight": np.float32}, 16)
+    layout = BatchLayout(make_full_mesh(2, 2, 2), 96, micro_batch_examples=3, fields=fields)
     assert (layout.micro_batch, layout.accumulate_steps) == (12, 8)
     assert {leaf.shape for leaf in layout.abstract_batch().values()} == {(8, 12, 16)}
-    assert {name: leaf.dtype for name, leaf in layout.abstract_batch().items()} == fields
+    assert {name: leaf.dtype for name, leaf in layout.abstract_batch().items()} == {"x": np.int32, "weight": np.float32}
+
+
+def test_arrays_of_any_rank_are_split_over_their_examples_alone():
+    fields = {"image": FieldSpec(np.dtype(np.uint8), (28, 28, 3)), "padding_mask": FieldSpec(np.dtype(np.bool_), ())}
+    layout = BatchLayout(make_full_mesh(2, 2, 2), 96, micro_batch_examples=3, fields=fields)
+    batch = layout.abstract_batch()
+    assert {name: leaf.shape for name, leaf in batch.items()} == {"image": (8, 12, 28, 28, 3), "padding_mask": (8, 12)}
+    assert {leaf.sharding.shard_shape(leaf.shape)[:2] for leaf in batch.values()} == {(8, 3)}
+    assert layout.compute_target_weight({}) is None
 
 
 def test_programs_are_compiled_with_the_flags_of_their_chip(monkeypatch):
-    lowered, layout = jax.jit(jnp.sin).lower(1.0), BatchLayout(make_full_mesh(8, 1, 1), 8, 1, 16, {"x": jnp.int32})
+    fields = make_token_fields({"x": np.int32}, 16)
+    lowered, layout = jax.jit(jnp.sin).lower(1.0), BatchLayout(make_full_mesh(8, 1, 1), 8, 1, fields)
     assert compile_lowered(lowered, layout)[1] == {}
     flagged = replace(CHIPS["cpu"], compiler_flags=("--xla_cpu_enable_fast_math=false",))
     monkeypatch.setitem(CHIPS, "cpu", flagged)

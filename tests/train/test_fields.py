@@ -12,8 +12,9 @@ from flax import linen as nn
 
 from runner import BaseTrainer
 from runner.data import get_batch_fields
+from runner.data.packing import make_token_fields
 from runner.errors import InvalidError
-from runner.train import compile
+from runner.train import setup
 from runner.train.state import make_state
 from tests.support.tiny_jobs import make_gpt
 
@@ -151,8 +152,8 @@ class TextJob(BaseTrainer):
 
 
 def test_a_model_without_document_arguments_is_rejected_before_the_run_starts(tmp_path, monkeypatch):
-    declared = {"segment": np.int32, "position": np.int32}
-    monkeypatch.setattr(compile, "get_batch_fields", lambda config: get_batch_fields(config) | declared)
+    declared = make_token_fields({"segment": np.int32, "position": np.int32}, 16)
+    monkeypatch.setattr(setup, "get_batch_fields", lambda config: get_batch_fields(config) | declared)
     job = make_gpt(tmp_path / "run", TextJob, **{"config.model": {}})
     with pytest.raises(InvalidError, match="PlainModel takes no segments"):
         job()

@@ -43,7 +43,7 @@ def test_saved_rows_are_continued_unless_a_later_attempt_went_back(store: Store,
     assert crashed.find_problem(kept) is None
     crashed.resume(4, kept)
     assert [row["step"] for row in read_rows(store)] == [1, 2, 3, 4]
-    tokens = 4 * make_gpt(tmp_path / "job").config.tokens_per_step
+    tokens = 4 * make_gpt(tmp_path / "job").config.units_per_step
     assert crashed.result(4) == {"tokens": tokens, "train_loss": 0.25, "val_loss": None}
     assert crashed.metric("train/loss", 4) == 0.25
     assert crashed.metric("train/loss", 3) is None

@@ -559,7 +559,7 @@ def test_tokens_of_a_run_are_the_sum_over_its_stages(tmp_path: Path) -> None:
     stages = [{"from_tokens": 500, "set": {"train.global_batch_examples": 16}}]
     run = job(tmp_path / "run", stages, **{"config.train": {"global_batch_examples": 8, "total_tokens": 2000}})
     # Four steps of 128 tokens, and then six of 256, rounded up.
-    assert [run.config.count_tokens(step) for step in (0, 3, 4, 5, 10)] == [0, 384, 512, 768, 2048]
+    assert [run.config.count_units(step) for step in (0, 3, 4, 5, 10)] == [0, 384, 512, 768, 2048]
     assert (run.stages[1].start, run.total_steps, run.stages[0].config.total_steps) == (4, 10, 16)
     assert format_rounded_starts(run.config, run.stages) == [
         "config.stages.0: 500 tokens are reached within step 4, so the stage begins after it, at 512 tokens"

@@ -1,0 +1,288 @@
+"""Data sets of arrays: a class of the user's own whose examples are dicts of NumPy arrays, such as images and labels.
+
+`data.source: module:Class` names it; it is called with the keys of `data.options`. A function that returns a data set,
+such as a `grain.MapDataset`, works too. The data set has `__len__` and `__getitem__(index)`, which returns a dict of
+arrays or numbers. It is immutable: an index has the same example on every host and in every attempt. Two attributes are
+optional: `fingerprint`, a text that identifies the data, and `padding`, the value by field that fills the examples
+behind the end of a validation set (0 by default).
+
+The first example declares the fields, and every other one must have the same names, dtypes and shapes. 64-bit numbers
+become 32-bit ones, as devices have no others.
+"""
+
+import errno
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import math
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import numpy as np
+
+from runner.console import warn
+from runner.data.packing import FieldSpec, Sequences
+from runner.data.readers import run_in_parallel
+from runner.data.sampling import ShuffledOrder
+from runner.data.source import Source
+from runner.errors import DataError, InvalidError, RetryableError, format_error
+from runner.spec import load_attribute
+
+if TYPE_CHECKING:
+    from runner.config import TokenSource
+
+PADDING_MASK = "padding_mask"  # True for a real example
+RESERVED_FIELDS = (PADDING_MASK, "example", "loss_weight")
+LENGTH_MAX = 1 << 48  # a data set that repeats itself has a length near the largest integer
+SLOW_SECONDS = 10.0  # for one example, above which a run warns
+_SHOWN_SECONDS = 1.0  # of a read, from which on the report of a hang names it
+_SAMPLE_EXAMPLES = 16  # in the fingerprint
+_PASSING = (errno.EIO, errno.ESTALE)  # of a remote disk, which may answer again
+
+# Examples that are being read in this process: number of the call -> (class and index, start by the monotonic clock).
+_reads_in_progress: dict[int, tuple[str, float]] = {}
+_call_numbers = itertools.count()
+
+
+class RandomAccessExamples(Protocol):
+    """Data set of the user's own. `__getitem__` is called from several threads at once."""
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        """Return an example as arrays or numbers by field."""
+
+
+def describe_slowest_read() -> str:
+    """Return the example whose read has been in progress for longest, and for how long; empty if all are fast.
+
+    For the report of a job that hangs. Any thread.
+    """
+    # A copy of the dictionary is atomic, while other threads add to it and remove from it.
+    reads = list(_reads_in_progress.copy().values())
+    name, since_seconds = min(reads, key=lambda read: read[1], default=("", math.inf))
+    seconds = time.monotonic() - since_seconds
+    return f"{name} has been read for {seconds:.0f} s" if seconds > _SHOWN_SECONDS else ""
+
+
+class ArraySource:
+    """Data set of the user's own, each of whose examples is validated when it is read. Thread-safe.
+
+    Attributes:
+        name: key and name in the spec, for messages.
+        fields: arrays of an example, without the padding mask.
+        fingerprint: digest of the fields, the length, the user's fingerprint, and of a sample of the examples.
+        vocabulary_size: 0, as arrays are no ids.
+        bytes_fetched_per_token: 0; what the data set reads is not known.
+        bytes_copied: 0, likewise.
+    """
+
+    vocabulary_size = bytes_fetched_per_token = bytes_copied = 0
+
+    def __init__(self, examples: RandomAccessExamples, name: str, class_name: str):
+        """Read a sample of the examples.
+
+        Raises:
+            DataError: the data set has no examples, or one of the sample is invalid or is not the same when it is read
+                again.
+        """
+        self._examples, self.name, self._class_name = examples, name, class_name
+        self._has_warned = False
+        try:
+            self._length = len(examples)
+        except Exception as error:
+            raise DataError(f"{name}: __len__ raised {format_error(error)}") from error
+        if not self._length:
+            raise DataError(f"{name}: is empty: it holds 0 examples")
+        if self._length > LENGTH_MAX:
+            raise DataError(
+                f"{name}: has {self._length:,} examples; a run repeats its data itself, so leave out repeat"
+            )
+        first = self._load(0)
+        padding = getattr(examples, "padding", {})
+        if not isinstance(padding, Mapping) or not all(isinstance(value, int | float) for value in padding.values()):
+            raise DataError(f"{name}: padding is {padding!r}; needs a dict with a number by field")
+        if unknown := sorted({*padding} - {*first}):
+            raise DataError(f"{name}: padding names {unknown[0]}, and its examples hold {', '.join(first)}")
+        self.fields: dict[str, FieldSpec] = {}
+        for field, array in first.items():
+            value = padding.get(field, 0)
+            if array.dtype.kind in "biu" and np.asarray(value).astype(array.dtype) != value:
+                raise DataError(f"{name}: padding of {field} is {value!r}, which is no {array.dtype}")
+            self.fields[field] = FieldSpec(array.dtype, array.shape, value)
+        # Of random examples no batch could be made a second time.
+        again = self.read(np.array([0]))
+        if any(again[field][0].tobytes() != array.tobytes() for field, array in first.items()):
+            raise DataError(
+                f"{name}: example 0 has other values when it is read again; derive random numbers from the index"
+            )
+        self._user_fingerprint = self._get_user_fingerprint()
+        sample = np.unique(np.linspace(0, self._length - 1, _SAMPLE_EXAMPLES).astype(np.int64))
+        declared = {field: [str(spec.dtype), spec.shape] for field, spec in self.fields.items()}
+        digest = hashlib.sha256(json.dumps([self._user_fingerprint, self._length, declared], sort_keys=True).encode())
+        for field, arrays in sorted(self.read(sample).items()):
+            digest.update(field.encode() + arrays.tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def check(self) -> None:
+        """Raise `DataError` if the length or the user's fingerprint has changed since the start."""
+        if len(self._examples) != self._length or self._get_user_fingerprint() != self._user_fingerprint:
+            raise DataError(
+                f"{self.name}: its fingerprint or length changed since the job started; its examples must never change"
+            )
+
+    def validate_vocabulary(self, size: int) -> None:
+        """Do nothing: arrays are no ids."""
+
+    def _get_user_fingerprint(self) -> str:
+        fingerprint = getattr(self._examples, "fingerprint", "")
+        if not isinstance(fingerprint, str):
+            raise DataError(f"{self.name}: fingerprint is {fingerprint!r}; needs a text")
+        return fingerprint
+
+    def read(self, indices: np.ndarray) -> Sequences:
+        """Return the examples with these indices, read on several threads.
+
+        Raises:
+            DataError: an example is not like the first one, or cannot be read; the error names it.
+            RetryableError: the network or storage of the data set does not answer.
+        """
+        calls = [functools.partial(self._load, index) for index in np.asarray(indices).tolist()]
+        examples = run_in_parallel(calls)
+        return {
+            name: np.stack([example[name] for example in examples])
+            if examples
+            else np.zeros((0, *field.shape), field.dtype)
+            for name, field in self.fields.items()
+        }
+
+    def _load(self, index: int) -> dict[str, np.ndarray]:
+        """Return one example, validated; the first one is compared with nothing."""
+        call, began = next(_call_numbers), time.monotonic()
+        _reads_in_progress[call] = f"example {index} of {self._class_name}", began
+        try:
+            example = self._examples[index]
+        except Exception as error:
+            # Libraries raise OSError without a number for broken files, so only these are of the network or a disk.
+            is_passing = isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in _PASSING
+            kind = RetryableError if is_passing else DataError
+            raise kind(f"{self.name}: example {index}: __getitem__ raised {format_error(error)}") from error
+        finally:
+            del _reads_in_progress[call]
+        seconds = time.monotonic() - began
+        if seconds > SLOW_SECONDS and not self._has_warned:
+            self._has_warned = True
+            warn(f"{self.name}: example {index} took {seconds:.0f} s to read; steps wait for their slowest example")
+        declared = getattr(self, "fields", None)
+        if not isinstance(example, Mapping) or not example:
+            raise self._make_error(index, f"is {_describe(example)}, needs a dict of arrays by field")
+        if declared is None and (taken := [name for name in RESERVED_FIELDS if name in example]):
+            raise self._make_error(index, f"has the reserved field {taken[0]}; rename it")
+        if declared is not None and {*example} != {*declared}:
+            missing, other = sorted({*declared} - {*example}), sorted(map(str, {*example} - {*declared}))
+            found = f"has no {missing[0]}" if missing else f"has the field {other[0]}"
+            raise self._make_error(index, f"{found}, and the first example holds {', '.join(declared)}")
+        arrays = {}
+        for name, value in example.items():
+            array = self._convert(index, name, value)
+            if declared is not None and (array.dtype, array.shape) != (declared[name].dtype, declared[name].shape):
+                first = f"{declared[name].dtype} of shape {declared[name].shape}"
+                found = f"{array.dtype} of shape {array.shape}"
+                raise self._make_error(index, f"{name} is {found}, and that of the first example is {first}")
+            arrays[name] = array
+        return arrays
+
+    def _convert(self, index: int, name: object, value: object) -> np.ndarray:
+        """Return a value of an example as an array of a type that devices have."""
+        if not isinstance(name, str) or not name.isidentifier():
+            raise self._make_error(index, f"has a field named {name!r}; use a name of letters, digits and _")
+        if not isinstance(value, np.ndarray | np.generic | bool | int | float):
+            raise self._make_error(index, f"{name} is {_describe(value)}, needs an array or a number")
+        array = np.asarray(value)
+        is_number = jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
+        if not is_number or array.dtype.kind == "c":
+            raise self._make_error(index, f"{name} is {array.dtype}, needs integers, real numbers or booleans")
+        narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+        if array.dtype.kind in "iu" and narrow.dtype != array.dtype and (narrow != array).any():
+            raise self._make_error(index, f"{name} holds {array.dtype} beyond {narrow.dtype}, the widest of a device")
+        return narrow
+
+    def _make_error(self, index: int, reason: str) -> DataError:
+        return DataError(f"{self.name}: example {index}: {reason}")
+
+
+def _describe(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+class ArrayExamples:
+    """Examples `start .. start + num_examples` of a data set of arrays, with a padding mask."""
+
+    fingerprint = ""
+
+    def __init__(self, source: ArraySource, start: int, num_examples: int):
+        self._source, self._start, self.num_examples = source, start, num_examples
+        self.fields = {**source.fields, PADDING_MASK: FieldSpec(np.dtype(np.bool_), ())}
+
+    def read(self, indices: np.ndarray) -> Sequences:
+        """Read the examples; all of them are real."""
+        arrays = self._source.read(self._start + np.asarray(indices, np.int64))
+        return {**arrays, PADDING_MASK: np.ones(len(indices), np.bool_)}
+
+    def make_order(self, seed: int, batch_examples: Fraction) -> ShuffledOrder:
+        """Return a shuffle of all examples, the same for every batch size."""
+        return ShuffledOrder(self.num_examples, seed)
+
+
+# Open data sets by class and options, so that stages and validation sets of a run share the memory of one.
+_opened: weakref.WeakValueDictionary[tuple[object, str], ArraySource] = weakref.WeakValueDictionary()
+_opening = threading.Lock()
+
+
+def open_array_source(token_source: "TokenSource") -> ArraySource:
+    """Open the data set that `module:Class` names, or use the open one. Called on every host.
+
+    Raises:
+        DataError: there is no such class, it makes no data set, or its first examples are invalid.
+    """
+    name = f"data.source={token_source.source}"
+    try:
+        make = load_attribute(token_source.source, callable)
+    except InvalidError as error:
+        raise DataError(f"{name}: {error}") from error
+    if isinstance(make, type) and issubclass(make, Source):
+        raise DataError(f"{name}: is a Source of tokens, and data.sequence_length is missing; set it")
+    if not callable(make):
+        raise DataError(f"{name}: is {_describe(make)}; name a class, or a function that returns a data set")
+    # The arguments are bound before the call, so that a TypeError inside the class is not taken for bad options.
+    try:
+        inspect.signature(make).bind(**token_source.options)
+    except TypeError as error:
+        raise DataError(f"{name}: data.options: {error}") from error
+    key = make, json.dumps(token_source.options, sort_keys=True)
+    with _opening:
+        source = _opened.get(key)
+        if source is None:
+            try:
+                examples = make(**token_source.options)
+            except RetryableError:
+                raise
+            except Exception as error:
+                raise DataError(f"{name}: opening it raised {format_error(error)}") from error
+            if missing := [method for method in ("__len__", "__getitem__") if not hasattr(examples, method)]:
+                raise DataError(
+                    f"{name}: {type(examples).__name__} has no {missing[0]}; needs random access to examples"
+                )
+            source = _opened[key] = ArraySource(examples, name, token_source.source)
+    return source
