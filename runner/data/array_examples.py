@@ -103,9 +103,7 @@ class ArraySource:
         if not self._length:
             raise DataError(f"{name}: is empty: it holds 0 examples")
         if self._length > LENGTH_MAX:
-            raise DataError(
-                f"{name}: has {self._length:,} examples; a run repeats its data itself, so leave out repeat"
-            )
+            raise DataError(f"{name}: has {self._length:,} examples; leave out repeat: a run repeats its data itself")
         first = self._load(0)
         padding = getattr(examples, "padding", {})
         if not isinstance(padding, Mapping) or not all(isinstance(value, int | float) for value in padding.values()):
@@ -186,7 +184,8 @@ class ArraySource:
             warn(f"{self.name}: example {index} took {seconds:.0f} s to read; steps wait for their slowest example")
         declared = getattr(self, "fields", None)
         if not isinstance(example, Mapping) or not example:
-            raise self._make_error(index, f"is {_describe(example)}, needs a dict of arrays by field")
+            found = "empty" if isinstance(example, Mapping) else _describe(example)
+            raise self._make_error(index, f"is {found}, needs a dict of arrays by field")
         if declared is None and (taken := [name for name in RESERVED_FIELDS if name in example]):
             raise self._make_error(index, f"has the reserved field {taken[0]}; rename it")
         if declared is not None and {*example} != {*declared}:
@@ -281,8 +280,7 @@ def open_array_source(token_source: "TokenSource") -> ArraySource:
             except Exception as error:
                 raise DataError(f"{name}: opening it raised {format_error(error)}") from error
             if missing := [method for method in ("__len__", "__getitem__") if not hasattr(examples, method)]:
-                raise DataError(
-                    f"{name}: {type(examples).__name__} has no {missing[0]}; needs random access to examples"
-                )
+                kind = type(examples).__name__
+                raise DataError(f"{name}: {kind} has no {missing[0]}; a data set of arrays needs random access")
             source = _opened[key] = ArraySource(examples, name, token_source.source)
     return source

@@ -571,10 +571,12 @@ def _validate_examples(fields: Fields, sets: Mapping[str, Examples]) -> None:
     """
     weights = {LOSS_WEIGHT: fields[LOSS_WEIGHT]} if LOSS_WEIGHT in fields else {}
     for label, examples in sets.items():
-        if isinstance(examples, ArrayExamples) and examples.fields != fields:
+        if isinstance(examples, ArrayExamples):
+            # The padding of the first source is that of all.
             found, needed = describe_fields(examples.fields), describe_fields(fields)
-            raise DataError(f"{label}: its examples hold {found}; those of the first source hold {needed}")
-        if {**weights, **examples.fields} != dict(fields):
+            if found != needed:
+                raise DataError(f"{label}: its examples hold {found}; those of the first source hold {needed}")
+        elif {**weights, **examples.fields} != dict(fields):
             raise DataError(f"{label}: has the fields {', '.join(examples.fields)}, needs {', '.join(fields)}")
         if not examples.num_examples:
             raise DataError(f"{label}: holds less than one example; use more tokens or a shorter data.sequence_length")

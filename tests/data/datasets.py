@@ -109,6 +109,14 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "documents": lambda directory: {"source": write_documents(directory / "text", 200, 2), "packing": "documents"},
     "answers": lambda directory: {"source": _write_dialogues(directory), "packing": "documents", "train_on": "answers"},
     "tables": lambda directory: {"source": _write_tables(directory), "packing": "documents", "train_on": "answers"},
+    "arrays": lambda directory: {"source": "tests.support.arrays:Images", "sequence_length": None},
+    "array_mixture": lambda directory: {
+        "mixture": [
+            {"name": "many", "source": "tests.support.arrays:Images", "weight": 2.5},
+            {"name": "few", "source": "tests.support.arrays:make_grain_images", "options": {"examples": 50}},
+        ],
+        "sequence_length": None,
+    },
     "pad": lambda directory: {"source": write_documents(directory / "text", 80, 2), "packing": "pad"},
 }
 

@@ -28,6 +28,7 @@ from runner.parallel.mesh import AXES, make_mesh
 from runner.run.compile_cache import CompileCache
 from runner.storage import LocalStore, parse_lines, read_json
 from tests.support import simulated_devices
+from tests.support.arrays import CountBright
 
 CompileCache().open()
 
@@ -122,13 +123,13 @@ def make_counter(directory: Path, job_class: type[Counter] = Counter, **changes:
     return job_class(ExecutionSpec.model_validate(merge(document, changes)))
 
 
-class RecordingGPT(PretrainGPT):
-    """GPT that records a digest of every training sequence, by step and index in the global batch."""
+class RecordingTrainer(BaseTrainer):
+    """Trainer that records a digest of every training example, by step and index in the global batch."""
 
     def batch(self, slice="train", step=None):
         batch = super().batch(slice, step)
         if slice == "train":
-            S, B, _ = batch["x"].shape
+            S, B, *_ = batch["padding_mask"].shape
             rows: dict[int, str] = {}
             for shards in zip(*(batch[field].addressable_shards for field in sorted(batch)), strict=True):
                 micros, examples = range(S)[shards[0].index[0]], range(B)[shards[0].index[1]]
@@ -140,6 +141,14 @@ class RecordingGPT(PretrainGPT):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(rows))
         return batch
+
+
+class RecordingGPT(RecordingTrainer, PretrainGPT):
+    """GPT that records its training sequences."""
+
+
+class RecordingCountBright(RecordingTrainer, CountBright):
+    """Trainer on arrays that records its training examples."""
 
 
 def read_recorded_rows(directory: Path, step: int) -> dict[str, str]:
