@@ -1027,8 +1027,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             section, _, name = key.partition(".")
             if not self.is_default(key):
                 value = getattr(getattr(self, section), name)
-                text = value if isinstance(value, str | int) else "..."
-                raise ValueError(f"{key}={text}: nothing reads it, as {reason}; leave it out")
+                shown = f"={value}" if isinstance(value, str | int) else ""
+                raise ValueError(f"{key}{shown}: is for text, and {reason}; leave it out")
         return self
 
     @model_validator(mode="after")

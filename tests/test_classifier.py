@@ -18,7 +18,7 @@ from runner.history.ledger import LedgerSummary, apply_events
 from runner.history.reader import read_history
 from runner.metrics.writers import LiveProgress
 from runner.storage import JsonObject, LocalStore, parse_lines
-from tests.support.images import CHANGES, Classify
+from tests.support.images import CHANGES, Classify, RateText
 from tests.support.tiny_jobs import make_gpt, make_gpt_document
 
 TERMS_OF_TEXT = re.compile(r"\bnats\b|perplexity|\bbytes?\b|\btext\b|tokenizer|\bsample\b", re.IGNORECASE)
@@ -56,8 +56,8 @@ def test_the_console_shows_its_own_metrics(trained: tuple[Path, str]) -> None:
     run, printed = trained
     row = get_newest_row(run)
     own = f"accuracy {row['train/accuracy']:.4g}  val accuracy {row['val/accuracy']:.4g}  "
-    assert re.search(rf"step 6/6  loss [\d.]+  val [\d.]+  {re.escape(own)}[\d,]+ tokens/s", printed)
-    assert "token_count" not in printed
+    assert re.search(rf"step 6/6  loss [\d.]+  val [\d.]+  {re.escape(own)}[\d,]+ examples/s", printed)
+    assert "token" not in printed
     assert not TERMS_OF_TEXT.search(printed.replace(str(run), ""))
 
 
@@ -136,13 +136,16 @@ def test_sample_rejects_a_classifier_in_one_line(run: Path, capfd: pytest.Captur
 
 def test_text_tasks_are_rejected_before_an_attempt_is_claimed(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"eval\.samples.*language model"):
-        make_gpt(tmp_path / "run", Classify, **CHANGES | {"config.eval": SAMPLES})()
+        make_gpt(tmp_path / "run", RateText, **{"config.model": {}, "config.eval": SAMPLES})()
     assert not (tmp_path / "run").exists()
+    with pytest.raises(SpecError, match=r"eval\.samples: is for text, and the data are arrays"):
+        make_gpt(tmp_path / "run", Classify, **CHANGES | {"config.eval": SAMPLES})
 
 
 def test_plan_rejects_text_tasks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "spec.yaml"
-    spec.write_text(yaml.safe_dump(make_gpt_document(tmp_path / "run", **CHANGES | {"config.eval": SAMPLES})))
+    changes = {"job": "tests.support.images:RateText", "config.model": {}, "config.eval": SAMPLES}
+    spec.write_text(yaml.safe_dump(make_gpt_document(tmp_path / "run", **changes)))
     code, out, _ = capture_command(capfd, "plan", spec)
     assert code == 2
     assert "needs a language model" in out
@@ -151,7 +154,11 @@ def test_plan_rejects_text_tasks(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 def test_status_and_report_show_its_own_metrics(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     accuracy = get_newest_row(run)["val/accuracy"]
-    assert f"val accuracy {accuracy:.4g}" in capture_command(capfd, "status", run)[1]
+    status = capture_command(capfd, "status", run)[1]
+    assert f"val accuracy {accuracy:.4g}" in status
+    assert re.search(r"^96 examples ", status, re.MULTILINE)
+    assert re.search(r"examples/s  .* examples/s per device", status)
+    assert "token" not in status
     history = read_history(LocalStore(run))
     assert history.figures["val/accuracy"] == accuracy
     assert not history.is_language_model
@@ -163,6 +170,10 @@ def test_status_and_report_show_its_own_metrics(run: Path, capfd: pytest.Capture
     tiles = {tile["label"]: tile["value"] for tile in data["runs"][0]["tiles"]}
     assert tiles["Validation accuracy"] == f"{accuracy:.1%}"
     assert ["validation accuracy", f"{accuracy:.1%}"] in data["runs"][0]["facts"]
+    assert ["examples", "96"] in data["runs"][0]["facts"]
+    assert "Examples / s" in tiles
+    assert "Examples per second" in {chart["title"] for chart in data["charts"]}
+    assert not any("token" in name.lower() for name, _ in data["runs"][0]["facts"])
 
 
 def test_metrics_of_repeated_steps_are_dropped() -> None:

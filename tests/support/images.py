@@ -1,6 +1,6 @@
-"""A trainer that is no language model: it tells bright images from dark ones, and counts images instead of tokens."""
+"""A trainer that is no language model: it tells bright images from dark ones, on a data set of arrays."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -9,47 +9,40 @@ import numpy as np
 import optax
 
 from runner import BaseTrainer
-from runner.data import Source
 
 PIXELS, SHADES, IMAGES = 16, 4, 512
 CHANGES: dict[str, Any] = {
     "job": "tests.support.images:Classify",
     "config.model": {},
-    "config.data": {"source": "tests.support.images:Images", "sequence_length": PIXELS, "validation_fraction": 0.1},
+    "config.data": {"source": "tests.support.images:Images", "validation_fraction": 0.1},
     "config.optimizer.learning_rate": 0.03,
     "config.train.total_steps": 6,
     "config.eval": {"every_steps": 3, "batches": 2},
 }
 
 
-class Images(Source):
-    """Images of a few pixels, one after another; each pixel knows whether its image is bright."""
+class Images:
+    """Images of a few pixels, each with a label that tells whether it is bright."""
 
-    vocabulary_size = SHADES
     fingerprint = "images"
-    fields: ClassVar = {"label": np.int32}
 
     def __init__(self) -> None:
-        self.shades = np.random.default_rng(0).integers(0, SHADES, (IMAGES, PIXELS))
+        self.shades = np.random.default_rng(0).integers(0, SHADES, (IMAGES, PIXELS), np.int32)
         self.labels = (self.shades.mean(axis=1) > (SHADES - 1) / 2).astype(np.int32)
 
     def __len__(self) -> int:
-        return IMAGES * PIXELS
+        return IMAGES
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.shades.ravel()[start:stop]
-
-    def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
-        # A batch holds a field where the token is the target, so the first target has the label of its image.
-        return np.repeat(self.labels, PIXELS)[start:stop]
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"shades": self.shades[index], "label": self.labels[index]}
 
 
 class Classifier(nn.Module):
     """Logits of an image, one for each class."""
 
     @nn.compact
-    def __call__(self, x_BxT: jax.Array, *, deterministic: bool) -> jax.Array:
-        return nn.Dense(2)(jax.nn.one_hot(x_BxT, SHADES).reshape(x_BxT.shape[0], -1))
+    def __call__(self, shades_BxP: jax.Array, *, deterministic: bool) -> jax.Array:
+        return nn.Dense(2)(jax.nn.one_hot(shades_BxP, SHADES).reshape(len(shades_BxP), -1))
 
 
 class Classify(BaseTrainer):
@@ -59,13 +52,37 @@ class Classify(BaseTrainer):
         return Classifier()
 
     @classmethod
+    def model_inputs(cls, batch: Any) -> tuple[jax.Array, ...]:
+        return (batch["shades"],)
+
+    @classmethod
     def forward(cls, apply_fn: Any, params: Any, batch: Any, key: Any) -> tuple[jax.Array, dict[str, Any]]:
-        logits_BxC = apply_fn({"params": params}, batch["x"], deterministic=key is None)
-        label_B, is_real_B = batch["label"][:, 0], batch["padding_mask"][:, 0]
+        logits_BxC = apply_fn({"params": params}, batch["shades"], deterministic=key is None)
+        label_B, is_real_B = batch["label"], batch["padding_mask"]
         loss_B = optax.softmax_cross_entropy_with_integer_labels(logits_BxC, label_B)
         num_images = jnp.sum(is_real_B, dtype=jnp.float32)
         num_right = jnp.sum(is_real_B & (logits_BxC.argmax(-1) == label_B), dtype=jnp.float32)
-        return jnp.sum(loss_B * is_real_B), {"token_count": num_images, "sums": {"accuracy": (num_right, num_images)}}
+        return jnp.sum(loss_B * is_real_B), {"target_count": num_images, "sums": {"accuracy": (num_right, num_images)}}
+
+
+class RateText(BaseTrainer):
+    """Trainer on tokens whose model returns one number for a sequence, so that it writes no text."""
+
+    def model(self) -> nn.Module:
+        return Rating()
+
+    @classmethod
+    def forward(cls, apply_fn: Any, params: Any, batch: Any, key: Any) -> tuple[jax.Array, dict[str, Any]]:
+        rating_B = apply_fn({"params": params}, batch["x"], deterministic=key is None)
+        return jnp.sum(jnp.square(rating_B - batch["y"][:, -1])), {"token_count": jnp.float32(len(rating_B))}
+
+
+class Rating(nn.Module):
+    """Number for a sequence."""
+
+    @nn.compact
+    def __call__(self, x_BxT: jax.Array, *, deterministic: bool) -> jax.Array:
+        return nn.Dense(1)(x_BxT.astype(jnp.float32))[:, 0]
 
 
 class Bright:
