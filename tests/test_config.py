@@ -201,6 +201,55 @@ def test_an_invalid_config_is_rejected_in_one_line(overrides: list[str], message
     assert str(caught.value) == message
 
 
+ARRAYS = ("data={source: 'experiments.vit:Patterns'}",)
+
+
+def test_data_without_a_sequence_length_are_arrays() -> None:
+    config = validate_contract(*(f"config.{override}" for override in ARRAYS))
+    assert (config.data.has_tokens, config.data.unit, config.units_per_step) == (False, "examples", 16)
+    assert (config.count_units(7), config.total_steps) == (7 * 16, 500)
+    with pytest.raises(InvalidError, match="this job trains on tokens"):
+        _ = config.data.tokens_per_example
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["data={source: python-stdlib}"],
+            "config.data.*: missing key sequence_length",
+        ),
+        (["data={mixture: [{name: a, source: 'b:C'}, {name: b, source: c.bin}]}"], "missing key sequence_length"),
+        (["data.tokenizer=characters"], "tokenizer=characters: nothing reads it, as data without sequence_length"),
+        (["data.document_separator=nul"], "document_separator=nul: nothing reads it"),
+        (["data.packing=pad"], "packing=pad: nothing reads it"),
+        (["data.cache_bytes=9"], "cache_bytes=9: nothing reads it"),
+        (["data.train_on=all"], "train_on=all: nothing reads it"),
+        (["data={mixture: [{name: a, source: 'b:C', dtype: uint16}]}"], r"mixture\.0\.dtype=uint16: nothing reads it"),
+        (["data.validation={a: {source: 'b:C', train_on: all}}"], r"validation\.a\.train_on=all: nothing reads it"),
+        (
+            ["data.validation={a: text.txt}"],
+            r"validation\.a\.source=text\.txt: without seq",
+        ),
+        (
+            ["train.total_steps=null", "train.total_tokens=9000"],
+            r"total_tokens=9000: .* use train\.total_steps",
+        ),
+        (["train.batch_ramp={from_examples: 8, increments: 1, over_tokens: 99}"], "over_tokens=99: .* use over_steps"),
+        (["stages=[{from_tokens: 99, set: {optimizer.b1: 0.5}}]"], r"stages\.0\.from_tokens=99: .* use from_step"),
+        (["stages=[{from_step: 9, set: {train.total_tokens: 99}}]"], r"stages\.0\.set: train\.total_tokens: .*"),
+        (["eval.bits_per_byte=true"], r"eval\.bits_per_byte=True: is for text, and the data are arrays"),
+        (["eval.samples={prompts: [a]}"], r"eval\.samples: is for text"),
+        (["eval.multiple_choice=[{name: a, path: b}]"], r"eval\.multiple_choice: is for text"),
+        (["memory.loss_chunk_positions=8"], r"memory\.loss_chunk_positions=8: is for text"),
+        (["memory.row_attention=ring"], r"memory\.row_attention=ring: is for text"),
+    ],
+)
+def test_a_key_of_tokens_is_refused_for_arrays(overrides: list[str], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        validate_contract(*(f"config.{override}" for override in (*ARRAYS, *overrides)))
+
+
 def test_the_largest_decay_that_fits_is_accepted() -> None:
     assert validate_contract("config.schedule.name=wsd", "config.schedule.decay_steps=400").schedule.decay_steps == 400
 
