@@ -85,9 +85,7 @@ class MatchCaptions(BaseTrainer):
         return batch["image"], batch["caption"]
 
     @classmethod
-    def forward(
-        cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, Any]]:
+    def forward(cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """Return the cross-entropy of captions by image and of images by caption, halved, and correct captions."""
         image_BxE, caption_BxE, scale = apply_fn(
             {"params": params}, *cls.model_inputs(batch), deterministic=key is None

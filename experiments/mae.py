@@ -100,9 +100,7 @@ class ReconstructImages(BaseTrainer):
         return patch_BxTxC, draw_orders(jax.random.key(0) if key is None else key, example_B, patch_BxTxC.shape[1])
 
     @classmethod
-    def forward(
-        cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, Any]]:
+    def forward(cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """Return the squared error of hidden patches, each a target, and the hidden pixels whose sign is right."""
         patch_BxTxC, order_BxT = cls.model_inputs(batch, key)
         found_BxTxC = apply_fn({"params": params}, patch_BxTxC, order_BxT, deterministic=key is None)

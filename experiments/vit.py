@@ -25,9 +25,10 @@ from runner.train.step import Batch
 class Patterns:
     """Grey images of noisy stripes in one of `classes` directions. An image is a function of its index alone."""
 
-    def __init__(self, examples: int = 4096, size: int = 16, classes: int = 8, noise: float = 1.5):
-        self.examples, self.size, self.classes, self.noise = examples, size, classes, noise
-        self.fingerprint = f"stripes {size} {classes} {noise}"
+    def __init__(self, examples: int = 4096, size: int = 16, classes: int = 8, noise: float = 1.5, waves: float = 2.0):
+        self.examples, self.size, self.classes = examples, size, classes
+        self.noise, self.waves = noise, waves
+        self.fingerprint = f"stripes {size} {classes} {noise} {waves}"
 
     def __len__(self) -> int:
         return self.examples
@@ -36,9 +37,9 @@ class Patterns:
         """Return `image` (H, W, 1) and its `label`."""
         random, label = np.random.default_rng(index), index % self.classes
         rows, columns = np.mgrid[: self.size, : self.size] / self.size
-        angle, frequency, phase = np.pi * label / self.classes, random.uniform(2, 4), random.uniform(0, 2 * np.pi)
-        waves = np.sin(2 * np.pi * frequency * (columns * np.cos(angle) + rows * np.sin(angle)) + phase)
-        image = waves + self.noise * random.standard_normal(waves.shape)
+        waves, phase = self.waves * random.uniform(1, 2), random.uniform(0, 2 * np.pi)
+        distance = columns * np.cos(np.pi * label / self.classes) + rows * np.sin(np.pi * label / self.classes)
+        image = np.sin(2 * np.pi * waves * distance + phase) + self.noise * random.standard_normal(distance.shape)
         return {"image": image[..., None].astype(np.float32), "label": label}
 
 
@@ -108,9 +109,7 @@ class ClassifyImages(BaseTrainer):
         return (batch["image"],)
 
     @classmethod
-    def forward(
-        cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, Any]]:
+    def forward(cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """Return the summed cross-entropy of the labels, and the images that are classified correctly."""
         logits_BxK = apply_fn({"params": params}, batch["image"], deterministic=key is None).astype(jnp.float32)
         label_B, is_real_B = batch["label"], batch["padding_mask"]

@@ -10,10 +10,12 @@ from tests.support.arrays import CHANGES
 from tests.support.job_process import Job, has_state, make_uninterrupted_run, saving
 from tests.support.tiny_jobs import make_gpt_document
 
-EXAMPLES = ("vit_nano",)
+EXAMPLES = {
+    "vit_nano": "config.model.layers=1",
+    "mae_nano": "config.model.layers=1",
+    "clip_nano": "config.model.group=4",
+}
 OPTIONS = (
-    "config.model.layers=1",
-    "config.model.width=16",
     "config.train={total_steps: 40, global_batch_examples: 16, micro_batch_examples: 4}",
     "config.schedule.warmup_steps=4",
     "config.eval={every_steps: 20, batches: 2}",
@@ -23,12 +25,14 @@ OPTIONS = (
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] * (name != "vit_nano")) for name in EXAMPLES])
-def spec(request: pytest.FixtureRequest) -> str:
-    return f"specs/{request.param}.yaml"
+def example(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...]]:
+    """Return the spec of an example, and options that make it small."""
+    return f"specs/{request.param}.yaml", (*OPTIONS, EXAMPLES[request.param])
 
 
-def test_kills_and_stops_change_no_bit_and_no_row(spec: str, tmp_path: Path) -> None:
-    job = Job(spec, tmp_path / "run", OPTIONS)
+def test_kills_and_stops_change_no_bit_and_no_row(example: tuple[str, tuple[str, ...]], tmp_path: Path) -> None:
+    spec, options = example
+    job = Job(spec, tmp_path / "run", options)
     attempt = job.start()
     attempt.wait_until(lambda: job.newest() >= 8, "step 8")
     attempt.kill()
@@ -38,11 +42,15 @@ def test_kills_and_stops_change_no_bit_and_no_row(spec: str, tmp_path: Path) -> 
     stopped.expect(75)
     job.start().kill_during(saving)
     job.finish()
-    assert job.outcome() == make_uninterrupted_run(spec, OPTIONS).outcome()
+    assert job.outcome() == make_uninterrupted_run(spec, options).outcome()
 
 
-def test_two_processes_and_another_split_give_the_bits_of_one(spec: str, tmp_path: Path) -> None:
-    options = (*OPTIONS, "config.train.same_bits_devices=4")
+@pytest.mark.soak
+def test_two_processes_and_another_split_give_the_bits_of_one(
+    example: tuple[str, tuple[str, ...]], tmp_path: Path
+) -> None:
+    spec, options = example
+    options = (*options, "config.train.same_bits_devices=4")
     job = Job(spec, tmp_path / "run", options)
     for devices, processes, step in ((1, 2, 8), (1, 1, 16), (4, 1, 24)):
         place = Job(spec, job.directory, options, devices)

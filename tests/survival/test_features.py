@@ -100,6 +100,7 @@ FEATURES = {
         ),
     ),
     "replay": Feature(GPT, ("topology.mesh={data: auto}", "config.train.replay_every_steps=5"), devices=(4, 2)),
+    "arrays": Feature("specs/vit_nano.yaml", (CUT, "config.data.sequence_length=null", "config.ema={decays: [0.9]}")),
     "noise": Feature(GPT, (CUT, "config.model.neftune_alpha=5.0", "config.model.dropout=0.1")),
 }
 pytestmark = pytest.mark.soak
