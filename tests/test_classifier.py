@@ -142,6 +142,23 @@ def test_text_tasks_are_rejected_before_an_attempt_is_claimed(tmp_path: Path) ->
         make_gpt(tmp_path / "run", Classify, **CHANGES | {"config.eval": SAMPLES})
 
 
+def test_plan_counts_examples(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump(make_gpt_document(tmp_path / "run", **CHANGES)))
+    code, out, _ = capture_command(capfd, "plan", spec)
+    assert (code, out.splitlines()[-1]) == (0, "would run")
+    for figure in (r"examples in a step +16", r"examples of the run +96", r"model FLOPs per example +768"):
+        assert re.search(rf"^  {figure} ", out, re.MULTILINE), figure
+    assert re.search(r"training examples +460 +counted: label int32, padding_mask bool, shades int32 16$", out, re.M)
+    assert "token" not in out.lower()
+
+
+def test_evaluate_refuses_data_with_other_arrays(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = capture_command(capfd, "evaluate", run, "--data", "tests.support.arrays:Images")
+    assert code == 2
+    assert "its examples hold image float32 4x4x1," in err
+
+
 def test_plan_rejects_text_tasks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "spec.yaml"
     changes = {"job": "tests.support.images:RateText", "config.model": {}, "config.eval": SAMPLES}

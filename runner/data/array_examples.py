@@ -10,6 +10,7 @@ The first example declares the fields, and every other one must have the same na
 become 32-bit ones, as devices have no others.
 """
 
+import collections
 import errno
 import functools
 import hashlib
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 PADDING_MASK = "padding_mask"  # True for a real example
 RESERVED_FIELDS = (PADDING_MASK, "example", "loss_weight")
 LENGTH_MAX = 1 << 48  # a data set that repeats itself has a length near the largest integer
+ALONE_SECONDS = 0.005  # of reading on one thread, after which others help
 SLOW_SECONDS = 10.0  # for one example, above which a run warns
 _SHOWN_SECONDS = 1.0  # of a read, from which on the report of a hang names it
 _SAMPLE_EXAMPLES = 16  # in the fingerprint
@@ -150,14 +152,18 @@ class ArraySource:
         return fingerprint
 
     def read(self, indices: np.ndarray) -> Sequences:
-        """Return the examples with these indices, read on several threads.
+        """Return the examples with these indices, read on several threads unless they are read fast.
 
         Raises:
             DataError: an example is not like the first one, or cannot be read; the error names it.
             RetryableError: the network or storage of the data set does not answer.
         """
-        calls = [functools.partial(self._load, index) for index in np.asarray(indices).tolist()]
-        examples = run_in_parallel(calls)
+        began, left = time.monotonic(), collections.deque(np.asarray(indices).tolist())
+        examples = []
+        # Threads that compute in Python hinder each other, so examples in memory are read here.
+        while left and time.monotonic() - began < ALONE_SECONDS:
+            examples.append(self._load(left.popleft()))
+        examples += run_in_parallel([functools.partial(self._load, index) for index in left])
         return {
             name: np.stack([example[name] for example in examples])
             if examples

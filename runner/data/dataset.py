@@ -532,7 +532,9 @@ def load_validation_set(
     Raises:
         DataError: the source cannot serve the config, or a model of this vocabulary.
     """
-    # The keys of this source replace those of the training data, except for packing and sequence length.
+    # Arrays must be those of the training data. Fields of tokens follow from the keys of this source, which replace
+    # those of the training data, except for packing and sequence length.
+    fields = {} if config.has_tokens else dict(get_batch_fields(config))
     config = config.model_copy(
         update={"mixture": [], **{key: getattr(token_source, key) for key in type(token_source).model_fields}}
     )
@@ -541,12 +543,10 @@ def load_validation_set(
     if config.has_tokens:
         directory = default_cache_directory()
         source = open_source(token_source, config, directory, vocabulary_size, default_train_on="answers")
-        own_fields = make_token_fields(source.fields, config.tokens_per_example)
+        fields = {**get_batch_fields(config), **make_token_fields(source.fields, config.tokens_per_example)}
     else:
         source = open_array_source(token_source)
-        own_fields = source.fields
     examples = _make_examples(source, config, TokenSplit(0, len(source), config.units_per_example))
-    fields = {**get_batch_fields(config), **own_fields}
     _validate_examples(fields, {label: examples})
     dataset = Dataset(
         token_source.source,

@@ -240,6 +240,15 @@ def test_an_example_that_hangs_is_described(tmp_path: Path) -> None:
     assert describe_slowest_read() == ""
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_threads_change_no_example(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr("runner.data.array_examples.ALONE_SECONDS", seconds)
+    dataset, images = load(), Images()
+    assert (dataset.read("validation", 0, 41)["image"] == np.stack([images[164 + i]["image"] for i in range(41)])).all()
+    with pytest.raises(DataError, match=BAD_EXAMPLES["raises"][1]):
+        load(f"{MODULE}:Bad", options={"kind": "raises"}, validation_fraction=0.0).read("train", 0, 40)
+
+
 def test_a_slow_example_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = load(options={"seed": 8})
     monkeypatch.setattr("runner.data.array_examples.SLOW_SECONDS", 0.0)
