@@ -1,5 +1,7 @@
 """Diagnosis of a stalled job from heartbeats."""
 
+import dataclasses
+
 import pytest
 
 from runner.distributed.clock import DATA, STEP
@@ -29,6 +31,14 @@ def test_a_diagnosis_names_unresponsive_and_overdue_processes_and_all_phases():
         "process 3 (n7) is in evaluation at step 41 for 90 s, past the deadline; processes 0, 2 are in step 42 for 3 s"
     )
     assert format_diagnosis({}, {5: "has died"}) == "the job cannot continue: process 5 has died"
+
+
+def test_a_diagnosis_names_the_read_that_does_not_return():
+    text = "example 7 of images:Images has been read for 61 s"
+    reading = dataclasses.replace(make_heartbeat(41, "data", 61.0, is_overdue=True), waits_for=text)
+    line = "process {} (n7) is in data at step 41 for 61 s, past the deadline; "
+    assert format_diagnosis({0: reading}, {}).endswith(f"{line.format(0)}{text}")
+    assert format_diagnosis({0: make_heartbeat(41), 1: reading}, {}).endswith(f"; on process 1 {text}")
 
 
 HOOK, EVALUATOR = "hook A in on_row at step 3 on process 1: E", "evaluator B at step 3: E on process 1"
