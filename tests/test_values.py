@@ -252,8 +252,8 @@ INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 SEPARATE_CASES = [
     ("topology", None),
     *(("checkpoint.fork_from.step", value) for value in (OPEN, "newest", "best")),
-    ("config.optimizer.learning_rate", None),
     ("config.data.sequence_length", None),  # data of arrays
+    ("config.optimizer.learning_rate", None),
 ]  # need another job, and have their own tests
 
 
