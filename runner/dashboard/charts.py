@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from runner.history.ledger import get_int, get_time
-from runner.metrics.rows import Row
+from runner.metrics.rows import Row, find_unit
 from runner.storage import JsonObject
 
 BINS_MAX = 1000  # of a series, each with at most two points
 BROKEN_MAX = 100  # values of a series that are not finite
 SERIES_MAX = 40  # of a run; a job of its own may log any number of them
 TIME = "perf/time"
-_AXES = ("step", "train/tokens", "train/examples", TIME, "perf/attempt")
+_AXES = ("step", TIME, "perf/attempt")  # and the unit that a row counts
 
 
 class Point(NamedTuple):
@@ -301,8 +301,9 @@ def _list_points(row: Row) -> list[tuple[str, Point]]:
     """Return the numbers of a row that can be drawn, by key. A value that was not finite is null in the row."""
     tokens, seconds = get_int(row, "train/tokens"), get_time(row, TIME)
     points = []
+    axes = (*_AXES, f"train/{find_unit(row)}")
     for key, value in row.items():
-        if key in _AXES or isinstance(value, bool) or not isinstance(value, int | float | None):
+        if key in axes or isinstance(value, bool) or not isinstance(value, int | float | None):
             continue
         try:
             number = float("nan") if value is None else float(value)

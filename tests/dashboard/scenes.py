@@ -83,7 +83,7 @@ def make_synthetic_run(
         loss = 1.6 + 1e-4 / rate * 0.2 + 9 * math.exp(-step / 90 * (rate / 1e-3) ** 0.3) + numbers.gauss(0, 0.05)
         row = {"step": step, "train/loss": loss, "train/loss_mean": loss + 0.01, "train/grad_norm": 3 / (1 + step / 30),
                "train/learning_rate": rate * min(step / 100, 1.0),
-               "train/tokens": stage.tokens + (step - stage.step) * stage.tokens_per_step,
+               "train/tokens": stage.units + (step - stage.step) * stage.units_per_step,
                "perf/tokens_per_second": 874_000 + numbers.gauss(0, 9000), "perf/mfu": 0.52 + numbers.gauss(0, 0.004),
                "perf/step_seconds_median": 0.6, "perf/step_seconds_p95": 0.64, "perf/peak_bytes": 13_958_643_712,
                "perf/time": moment, "perf/attempt": attempt, "train/router_z": 0.1, "train/accuracy": 0.3}  # fmt: skip
