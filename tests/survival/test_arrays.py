@@ -16,9 +16,9 @@ EXAMPLES = {
     "clip_nano": "config.model.group=4",
 }
 OPTIONS = (
-    "config.train={total_steps: 24, global_batch_examples: 16, micro_batch_examples: 4}",
+    "config.train={total_steps: 60, global_batch_examples: 16, micro_batch_examples: 4}",
     "config.schedule.warmup_steps=4",
-    "config.eval={every_steps: 12, batches: 2}",
+    "config.eval={every_steps: 20, batches: 2}",
     "checkpoint.every_steps=4",
     "logging.every_steps=5",
 )
