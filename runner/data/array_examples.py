@@ -108,7 +108,9 @@ class ArraySource:
             raise DataError(f"{name}: has {self._length:,} examples; leave out repeat: a run repeats its data itself")
         first = self._load(0)
         padding = getattr(examples, "padding", {})
-        if not isinstance(padding, Mapping) or not all(isinstance(value, int | float) for value in padding.values()):
+        if not isinstance(padding, Mapping) or not all(
+            isinstance(value, int | float | np.number | np.bool_) for value in padding.values()
+        ):
             raise DataError(f"{name}: padding is {padding!r}; needs a dict with a number by field")
         if unknown := sorted({*padding} - {*first}):
             raise DataError(f"{name}: padding names {unknown[0]}, and its examples hold {', '.join(first)}")
@@ -117,7 +119,7 @@ class ArraySource:
             value = padding.get(field, 0)
             if array.dtype.kind in "biu" and np.asarray(value).astype(array.dtype) != value:
                 raise DataError(f"{name}: padding of {field} is {value!r}, which is no {array.dtype}")
-            self.fields[field] = FieldSpec(array.dtype, array.shape, value)
+            self.fields[field] = FieldSpec(array.dtype, array.shape, float(value))
         # Of random examples no batch could be made a second time.
         again = self.read(np.array([0]))
         if any(again[field][0].tobytes() != array.tobytes() for field, array in first.items()):
@@ -218,7 +220,7 @@ class ArraySource:
         is_number = jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
         if not is_number or array.dtype.kind == "c":
             raise self._make_error(index, f"{name} is {array.dtype}, needs integers, real numbers or booleans")
-        narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+        narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")), copy=False)
         if array.dtype.kind in "iu" and narrow.dtype != array.dtype and (narrow != array).any():
             raise self._make_error(index, f"{name} holds {array.dtype} beyond {narrow.dtype}, the widest of a device")
         return narrow

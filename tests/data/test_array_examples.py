@@ -265,15 +265,23 @@ def test_a_server_that_does_not_answer_may_answer_later(tmp_path: Path) -> None:
 
 def test_bfloat16_and_booleans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     bfloat16 = np.dtype(arrays.jnp.bfloat16)
-    example = {"wide": np.float64(1.5), "narrow": np.zeros(2, bfloat16), "flag": True, "byte": np.uint8(3)}
+    example = {
+        "wide": np.float64(1.5),
+        "big": np.array([7], ">i2"),
+        "narrow": np.zeros(2, bfloat16),
+        "flag": True,
+        "byte": np.uint8(3),
+    }
     monkeypatch.setattr(Images, "__getitem__", lambda images, index: example)
     monkeypatch.setattr(Images, "padding", {"wide": float("nan")})
     found = load(options={"seed": 9}).read("validation", 40, 2)
     assert {name: str(array.dtype) for name, array in found.items()} == {
         "wide": "float32",
+        "big": "int16",
         "narrow": "bfloat16",
         "flag": "bool",
         "byte": "uint8",
         "padding_mask": "bool",
     }
     assert np.isnan(found["wide"]).tolist() == [False, True]
+    assert found["big"][0] == 7
