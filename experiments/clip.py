@@ -90,7 +90,8 @@ class MatchCaptions(BaseTrainer):
         image_BxE, caption_BxE, scale = apply_fn(
             {"params": params}, *cls.model_inputs(batch), deterministic=key is None
         )
-        B, G = len(image_BxE), min(cls.config.model.group, len(image_BxE))
+        # A single example without a key is that of which `plan` counts the FLOPs.
+        B, G = len(image_BxE), 1 if len(image_BxE) == 1 and key is None else cls.config.model.group
         if B % G:
             raise InvalidError(f"config.model.group={G} does not divide a micro-batch of {B}; use a divisor")
         image, caption, bytes_NxGxT = (x.reshape(B // G, G, -1) for x in (image_BxE, caption_BxE, batch["caption"]))

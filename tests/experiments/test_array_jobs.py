@@ -1,0 +1,61 @@
+"""The examples on data of arrays: their loss does not depend on the split of the batch, nor on padding."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner import BaseTrainer
+from runner.errors import InvalidError
+from runner.spec import load_document, load_job_class, validate_spec
+from tests.support.tiny_jobs import ROOT, read_rows
+
+SMALL = {"vit_nano": "config.model.layers=1", "mae_nano": "config.model.layers=1", "clip_nano": "config.model.group=4"}
+
+
+def make_job(name: str, directory: Path, *options: str) -> BaseTrainer:
+    """Return the job of a shipped spec for two steps of 32 examples, the last of them evaluated."""
+    train = "{total_steps: 2, global_batch_examples: 32}"
+    settings = (f"directory={directory}", f"config.train={train}", "config.schedule={}", "config.eval.batches=1")
+    document = load_document(ROOT / "specs" / f"{name}.yaml", (*settings, "logging.every_steps=1", *options))
+    job: BaseTrainer = load_job_class(document, BaseTrainer)(validate_spec(document), document)
+    return job
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_split_of_the_batch_changes_a_loss_by_rounding_alone(name: str, tmp_path: Path) -> None:
+    rows = []
+    for mesh, micro_batch in (("{data: 8}", 4), ("{data: 2, fsdp: 4}", 4), ("{data: 1, tensor: 8}", 32)):
+        options = f"topology.mesh={mesh}", f"config.train.micro_batch_examples={micro_batch}", SMALL[name]
+        job = make_job(name, tmp_path / f"{len(rows)}", *options)
+        job()
+        rows.append(read_rows(tmp_path / f"{len(rows)}"))
+    for other in rows[1:]:
+        for one, same in zip(rows[0], other, strict=True):
+            for key in ("train/loss", "train/accuracy", "train/grad_norm"):
+                np.testing.assert_allclose(one[key], same[key], rtol=2e-4, err_msg=key)
+        np.testing.assert_allclose(rows[0][-1]["val/loss"], other[-1]["val/loss"], rtol=2e-4)
+
+
+def test_padding_changes_no_metric(tmp_path: Path) -> None:
+    """The whole set of 30 examples, in batches of different sizes."""
+    found = []
+    for size in (32, 64):
+        options = (
+            "config.eval.batches=10",
+            f"config.eval.global_batch_examples={size}",
+            "config.data.options.examples=600",
+        )
+        make_job(
+            "clip_nano", tmp_path / f"{size}", *options, "config.data.options.examples=600", "config.model.group=4"
+        )()
+        found.append(read_rows(tmp_path / f"{size}")[-1])
+    np.testing.assert_allclose(found[0]["val/loss"], found[1]["val/loss"], rtol=1e-5)
+    assert found[0]["val/accuracy"] == pytest.approx(found[1]["val/accuracy"], rel=1e-6)
+
+
+@pytest.mark.parametrize("group", [3, 8])
+def test_groups_of_captions_must_stay_whole(tmp_path: Path, group: int) -> None:
+    """Each of eight devices has a micro-batch of 4."""
+    with pytest.raises(InvalidError, match=rf"config\.model\.group={group} does not divide a micro-batch of"):
+        make_job("clip_nano", tmp_path / "run", f"config.model.group={group}", "config.train.micro_batch_examples=4")()
