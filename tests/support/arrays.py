@@ -81,6 +81,16 @@ class Bad(Images):
         return change(super().__getitem__(index)) if index == 6 else super().__getitem__(index)
 
 
+class Named(Images):
+    """Images and labels under the names that the default `forward` reads."""
+
+    padding: ClassVar = {}
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        example = super().__getitem__(index)
+        return {"x": example["image"], "y": example["label"]}
+
+
 class Stubborn(Images):
     """Images of which one hangs, or cannot be reached, until a file exists."""
 

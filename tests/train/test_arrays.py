@@ -129,6 +129,19 @@ def test_a_forward_may_count_targets_itself(tmp_path: Path) -> None:
     assert rows[0] != [row["train/loss"] for row in read_rows(plain.store.root)]
 
 
+class Classifier(BaseTrainer):
+    def model(self) -> nn.Module:
+        return Bright()
+
+
+def test_a_classifier_of_x_and_y_overrides_nothing(tmp_path: Path) -> None:
+    job = run(tmp_path / "run", Classifier, **{"config.data.source": "tests.support.arrays:Named"})
+    rows, own = read_rows(job.store.root), run(tmp_path / "own")
+    for row, other in zip(rows, read_rows(own.store.root), strict=True):
+        assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-6)
+        assert row.get("val/accuracy", 0.0) == pytest.approx(other.get("val/accuracy", 0.0), rel=1e-6)
+
+
 class NoInputs(BaseTrainer):
     def model(self) -> nn.Module:
         return Bright()
