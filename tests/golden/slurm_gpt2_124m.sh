@@ -87,10 +87,29 @@ requeue() {
   end_standby ''
   for pause_seconds in 0 10 30 60; do
     sleep "$pause_seconds"
-    scontrol requeue "$SLURM_JOB_ID" && exit "$code"
+    scontrol requeue "$SLURM_JOB_ID" && {
+      exclude_faulty_nodes
+      exit "$code"
+    }
   done
   say "cannot requeue job $SLURM_JOB_ID; requeue it by hand"
   exit "$code"
+}
+
+# Keep the job off its faulty nodes, besides those that it excludes already. SLURM changes the excluded nodes of pending
+# jobs alone. The job is one after the requeue, and this script has SLURM's KillWait until it is killed.
+exclude_faulty_nodes() {
+  local faulty excluded
+  faulty=$(grep -sxE '[A-Za-z0-9._-]+' "$RUNNER_FAULTY_HOSTS" | sort -u | paste -sd,)
+  [[ -n $faulty ]] || return
+  excluded=$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o ' ExcNodeList=[^ ]*')
+  excluded=${excluded#*=}
+  [[ -z $excluded || $excluded == '(null)' ]] || faulty=$excluded,$faulty
+  if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$faulty"; then
+    say "the queue gives the job other nodes than $faulty"
+  else
+    say "cannot exclude $faulty from job $SLURM_JOB_ID"
+  fi
 }
 
 # Print the nodes of the job that are neither draining, not responding nor down; with spare nodes only those on which
