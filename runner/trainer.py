@@ -58,6 +58,7 @@ from runner.train.checks import (
     validate_hardware,
     validate_hosts,
     validate_same_on_all_hosts,
+    validate_same_program,
 )
 from runner.train.compile import MEMORY_SHARE, CompiledStep, DeviceFault, ReplayedStep
 from runner.train.evaluators import Evaluator, Validation, add_averages, make_ema_evaluators
@@ -798,6 +799,7 @@ class BaseTrainer(RestoreableJob):
         fork = self.spec.checkpoint.fork_from
         known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.start)
         self.compiled = self.stage.compile(self._limit_bytes, known)
+        validate_same_program(self.compiled.digest, hosts)
         examples = self.compiled.layout.micro_batch_examples
         given: JsonObject = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
         # Pages that read only files learn of it here.

@@ -24,6 +24,7 @@ TABLES = {"row": ROW_KEYS, "event": EVENT_KEYS, "result": RESULT_KEYS, "manifest
 BUCKET_KEYS = {"shards", "shards.*.start", "shards.*.shape", "shards.*.pieces"}
 CHECKOUT_KEYS = {"environment.commit", "environment.dirty"}
 ACCELERATOR_KEYS = {"perf/mfu", "perf/peak_bytes"}  # unknown for CPUs
+ARRAY_KEYS = {"train/examples", "perf/examples_per_second", "examples"}  # see tests/train/test_arrays.py
 NORM_KEYS = {"train/param_norm"}
 AUXILIARY_KEYS = {"train/noise_scale", "train/skipped_updates", "train/roll_backs", "train/high_loss_steps"}
 ZOMBIE_KEYS = {"void", "contested"}
@@ -111,15 +112,15 @@ def test_each_key_of_a_table_is_unique_and_documented(table: tuple[Key, ...]) ->
 def test_the_rows_of_a_run_have_the_keys_of_the_table(trained_run: Path) -> None:
     rows = parse_lines((trained_run / "metrics.jsonl").read_bytes())
     of_names = {name for name in list_names(ROW_KEYS) if "<" in name}  # of sets, groups, sources and forward's meta
-    absent = of_names | ACCELERATOR_KEYS | NORM_KEYS | AUXILIARY_KEYS
+    absent = of_names | ACCELERATOR_KEYS | NORM_KEYS | AUXILIARY_KEYS | ARRAY_KEYS
     assert collect_keys(ROW_KEYS, rows) == list_names(ROW_KEYS) - absent
 
 
 def test_a_result_has_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:
     results = [json.loads((directory / "result.json").read_text()) for directory in (trained_run, counter_run)]
-    assert collect_keys(RESULT_KEYS, results[:1]) == list_names(RESULT_KEYS) - HOOK_KEYS
+    assert collect_keys(RESULT_KEYS, results[:1]) == list_names(RESULT_KEYS) - HOOK_KEYS - ARRAY_KEYS
     of_trainers = {key.name for key in RESULT_KEYS if "trainers only" in key.meaning}
-    assert collect_keys(RESULT_KEYS, results[1:]) == list_names(RESULT_KEYS) - of_trainers - HOOK_KEYS
+    assert collect_keys(RESULT_KEYS, results[1:]) == list_names(RESULT_KEYS) - of_trainers - HOOK_KEYS - ARRAY_KEYS
 
 
 def test_a_manifest_has_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:

@@ -85,6 +85,7 @@ class Watchdog:
         self._on_verdict, self._on_straggler, self._on_progress = on_verdict, on_straggler, on_progress
         self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
+        self._reporting = threading.Lock()  # over the two below
         self._reporter: threading.Thread | None = None  # thread of the newest callback that is no verdict
         self._is_silent = False
         self._suspects_peer = False  # a collective has failed here
@@ -131,9 +132,10 @@ class Watchdog:
 
     def stop_reports(self) -> None:
         """Call nothing but `on_verdict` from now on, so that the record of the end is the last one."""
-        self._is_silent = True
-        if self._reporter is not None:
-            self._reporter.join(_CALLBACK_SECONDS)
+        with self._reporting:
+            self._is_silent, reporter = True, self._reporter
+        if reporter is not None:
+            reporter.join(_CALLBACK_SECONDS)
 
     def _run(self) -> None:
         next_seconds = time.monotonic()
@@ -180,9 +182,10 @@ class Watchdog:
 
     def _report(self, callback: Callable[[Any], None], argument: Any) -> None:
         """Call a function that writes to the directory on a thread, unless the one before has not returned yet."""
-        if not self._is_silent and (self._reporter is None or not self._reporter.is_alive()):
-            self._reporter = threading.Thread(target=callback, args=(argument,), name="incident", daemon=True)
-            self._reporter.start()
+        with self._reporting:
+            if not self._is_silent and (self._reporter is None or not self._reporter.is_alive()):
+                self._reporter = threading.Thread(target=callback, args=(argument,), name="incident", daemon=True)
+                self._reporter.start()
 
     def _make_beat(self) -> Heartbeat:
         progress = self.progress

@@ -45,7 +45,14 @@ from runner.errors import (
     format_error,
 )
 from runner.run.clock_file import start_clock_file
-from runner.run.events import EventLog, collect_environment, compare_environments, read_submit_time
+from runner.run.events import (
+    EventLog,
+    collect_environment,
+    collect_versions,
+    compare_environments,
+    read_submit_time,
+    validate_versions,
+)
 from runner.run.fence import Fence, is_unstarted
 from runner.run.layout import RESULT, Owner, read_owner, replace_owner, write_owner
 from runner.run.logs import open_log_file
@@ -455,6 +462,8 @@ def claim_attempt(
         except OSError as error:
             raise StorageError(f"{store.url} cannot be written: {error}") from error
 
+    places = hosts.gather([socket.gethostname(), collect_versions()])
+    validate_versions(places)
     run_id, number = hosts.run_on_main(claim_directory)
     fence.join(number)
     # From here on the directory is this attempt's, and what was held back may be written: log lines, clock, events.
@@ -466,8 +475,7 @@ def claim_attempt(
     notifier = Notifier(spec.logging.notify if hosts.is_main else None, payload)
     notifier.report_frequent_preemption(lambda: read_log(store, "events"))
     events = EventLog(log, number, hosts.process_id, notifier.on_event)
-    host_names = hosts.gather(socket.gethostname())
-    environment = collect_environment(job_class, host_names) if hosts.is_main else {}
+    environment = collect_environment(job_class, [name for name, _ in places]) if hosts.is_main else {}
     waiting = None
     if hosts.is_main and hosts.num_missing and spec.topology is not None and spec.topology.grow == "at_save":
         waiting = WaitingHosts(store, hosts.num_missing)

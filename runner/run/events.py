@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -92,6 +92,23 @@ def collect_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def validate_versions(places: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Raise `InvalidError` if a process has another version of Python or of a distribution than process 0.
+
+    Args:
+        places: host name and `collect_versions` of each process.
+    """
+    main_host, needed = places[0]
+    for process, (host, versions) in enumerate(places):
+        for name in sorted({*needed, *versions}):
+            found, other = versions.get(name, "none"), needed.get(name, "none")
+            if found != other:
+                raise InvalidError(
+                    f"process {process} on {host} has {name} {found}, process 0 on {main_host} has {other}; give every "
+                    "host the same image"
+                )
 
 
 def find_commit(job_class: type) -> JsonObject:

@@ -123,6 +123,16 @@ def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str
         )
 
 
+def validate_same_program(digest: str, hosts: Hosts) -> None:
+    """Raise `InvalidError` on every host if one of them has traced another program of the step than process 0."""
+    digests = hosts.gather(digest)
+    if different := [process for process, other in enumerate(digests) if other != digests[0]]:
+        raise InvalidError(
+            f"processes {different} have another program of the step than process 0: their code, environment or "
+            "arguments differ; give every host the same image and command"
+        )
+
+
 def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
     """Raise `DataError` if a token file has changed since the start. Called before a state is saved.
 

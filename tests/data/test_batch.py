@@ -50,6 +50,7 @@ CASES = [
     pytest.param(kind, *split, marks=() if kind in ("tokens", "arrays") or split == SPLITS[0] else pytest.mark.soak)
     for kind in KINDS
     for split in SPLITS
+    if kind != "arrays" or len(split[2]) < 6  # which have no sequences to shard
 ]
 
 
@@ -57,8 +58,6 @@ CASES = [
 def test_a_step_holds_the_same_examples_on_every_mesh_and_split(
     dataset: Dataset, S: int, B: int, sharding: tuple
 ) -> None:
-    if dataset.unit == "examples" and len(sharding) > 5:
-        pytest.skip("arrays have no sequences to shard")
     for split in ("train", *dataset.validation):
         batch = load_global_batch(
             dataset, split, 1, accumulate_steps=S, micro_batch=B, sharding=make_sharding(*sharding)

@@ -1,10 +1,12 @@
 """Ledger events: all written events are in the table; environments are recorded, and changes reported."""
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 
 import runner
 from runner.checkpoint.manifest import seal
+from runner.errors import InvalidError
 from runner.run import events
 from runner.run.events import EVENT_KEYS, EVENTS
 from runner.storage import LocalStore, read_log
@@ -131,6 +134,26 @@ def test_versions_are_the_installed_ones() -> None:
     found = events.collect_versions()
     assert {"python", "jax", "jaxlib"} <= set(found) <= {"python", "jax", "jaxlib", "runner", "libtpu"}
     assert all(isinstance(version, str) and version for version in found.values())
+
+
+SAME = {"python": "3.12.1", "jax": "0.11.2", "runner": "0.9.0"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "problem"),
+    [
+        ([SAME], ""),
+        ([SAME, dict(reversed(SAME.items())), SAME], ""),
+        ([SAME, SAME, SAME | {"jax": "0.11.1"}], "process 2 on h2 has jax 0.11.1, process 0 on h0 has 0.11.2"),
+        ([SAME, SAME | {"python": "3.12.2"}], "process 1 on h1 has python 3.12.2, process 0 on h0 has 3.12.1"),
+        ([SAME, SAME | {"libtpu": "0.0.9"}], "process 1 on h1 has libtpu 0.0.9, process 0 on h0 has none"),
+        ([SAME, {"python": "3.12.1", "jax": "0.11.2"}], "process 1 on h1 has runner none, process 0 on h0 has 0.9.0"),
+    ],
+)
+def test_processes_with_other_versions_are_refused(versions: list[dict[str, str]], problem: str) -> None:
+    places = [(f"h{process}", each) for process, each in enumerate(versions)]
+    with pytest.raises(InvalidError, match=re.escape(problem)) if problem else contextlib.nullcontext():
+        events.validate_versions(places)
 
 
 def test_the_commit_is_that_of_the_jobs_checkout(checkout: Path) -> None:

@@ -89,6 +89,15 @@ class EvaluatedBigramTrainer(BigramTrainer):
         return [*self.builtin_evaluators, TableEvaluator(3)]
 
 
+class OtherCodeTrainer(BigramTrainer):
+    """Trainer whose loss has another factor on process 1, as from an image with other code."""
+
+    @classmethod
+    def forward(cls, apply_fn: Any, params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Meta]:
+        loss_sum, _ = super().forward(apply_fn, params, batch, key)
+        return loss_sum * (1.0 + jax.process_index()), {}
+
+
 class FailingEvaluator:
     """Evaluator that raises on process 1 while the other processes wait in a collective."""
 

@@ -287,3 +287,11 @@ def test_incomplete_process_options_are_refused(tmp_path: Path) -> None:
     attempt = Attempt(job, ["runner", *job.arguments, "--coordinator", "127.0.0.1:1"], devices=1)
     attempt.expect(2)
     assert "give all three or none" in attempt.output
+
+
+def test_a_process_with_other_code_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    job = Job(NANO_SPEC, tmp_path / "run", (*NANO, "job=tests.support.bigram:OtherCodeTrainer"))
+    for attempt in job.start_processes(2):
+        attempt.expect(2)
+        assert "processes [1] have another program of the step than process 0" in attempt.output, attempt.output
+    assert job.committed() == []
