@@ -1021,6 +1021,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         for index, stage in enumerate(self.stages):
             if stage.from_tokens is not None:
                 raise ValueError(f"stages.{index}.from_tokens={stage.from_tokens}: {reason}; use from_step")
+            if "data.sequence_length" in stage.set:
+                raise ValueError(f"stages.{index}.set: data.sequence_length: {reason}; begin another run with tokens")
             if "train.total_tokens" in stage.set:
                 raise ValueError(f"stages.{index}.set: train.total_tokens: {reason}; use train.total_steps")
         for key in _TEXT_KEYS:

@@ -222,6 +222,12 @@ class BaseTrainer(RestoreableJob):
         documents = document_arguments(apply_fn, batch)
         logits_BxTxV = apply_fn({"params": params}, batch["x"], **documents, deterministic=key is None, rngs=rngs)
         targets = batch["y"], target_weights(batch)
+        shapes = logits_BxTxV.shape[:-1], *(each.shape for each in targets)
+        if len({*shapes}) > 1:
+            raise InvalidError(
+                f"logits of shape {logits_BxTxV.shape} do not fit targets y of shape {shapes[1]} with weights of shape "
+                f"{shapes[2]}; override forward of {cls.__name__}, or give the data and the model other shapes"
+            )
         loss_sum, _ = cross_entropy_sum(logits_BxTxV, *targets)
         meta: dict[str, Any] = {} if key is not None else {SUMS: {ACCURACY: count_correct(logits_BxTxV, *targets)}}
         return loss_sum, meta

@@ -18,6 +18,7 @@ import inspect
 import itertools
 import json
 import math
+import socket
 import threading
 import time
 import weakref
@@ -33,7 +34,7 @@ from runner.data.packing import FieldSpec, Sequences
 from runner.data.readers import run_in_parallel
 from runner.data.sampling import ShuffledOrder
 from runner.data.source import Source
-from runner.errors import DataError, InvalidError, RetryableError, format_error
+from runner.errors import DataError, InvalidError, RetryableError, RunnerError, format_error
 from runner.spec import load_attribute
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ ALONE_SECONDS = 0.005  # of reading on one thread, after which others help
 SLOW_SECONDS = 10.0  # for one example, above which a run warns
 _SHOWN_SECONDS = 1.0  # of a read, from which on the report of a hang names it
 _SAMPLE_EXAMPLES = 16  # in the fingerprint
-_PASSING = (errno.EIO, errno.ESTALE)  # of a remote disk, which may answer again
+# Of a network or of a remote disk, which may answer again.
+_PASSING = (errno.EIO, errno.ESTALE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 
 # Examples that are being read in this process: number of the call -> (class and index, start by the monotonic clock).
 _reads_in_progress: dict[int, tuple[str, float]] = {}
@@ -75,6 +77,18 @@ def describe_slowest_read() -> str:
     return f"{name} has been read for {seconds:.0f} s" if seconds > _SHOWN_SECONDS else ""
 
 
+def make_read_error(error: BaseException, text: str) -> RunnerError:
+    """Return the error to raise for one of a user's data set: retryable if a network or a remote disk has caused it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # Libraries raise OSError without a number for broken files, so only these are of the network or a disk.
+        is_of_network = isinstance(cause, RetryableError | ConnectionError | TimeoutError | socket.gaierror)
+        if is_of_network or getattr(cause, "errno", None) in _PASSING:
+            return RetryableError(f"{text} raised {format_error(error)}")
+        cause = cause.__cause__ or cause.__context__
+    return DataError(f"{text} raised {format_error(error)}")
+
+
 class ArraySource:
     """Data set of the user's own, each of whose examples is validated when it is read. Thread-safe.
 
@@ -98,15 +112,13 @@ class ArraySource:
         """
         self._examples, self.name, self._class_name = examples, name, class_name
         self._has_warned = False
-        try:
-            self._length = len(examples)
-        except Exception as error:
-            raise DataError(f"{name}: __len__ raised {format_error(error)}") from error
+        self._length = self._get_length()
         if not self._length:
             raise DataError(f"{name}: is empty: it holds 0 examples")
         if self._length > LENGTH_MAX:
             raise DataError(f"{name}: has {self._length:,} examples; leave out repeat: a run repeats its data itself")
-        first = self._load(0)
+        aliased = self._load(0)
+        first = {field: array.copy() for field, array in aliased.items()}
         padding = getattr(examples, "padding", {})
         if not isinstance(padding, Mapping) or not all(
             isinstance(value, int | float | np.number | np.bool_) for value in padding.values()
@@ -117,10 +129,15 @@ class ArraySource:
         self.fields: dict[str, FieldSpec] = {}
         for field, array in first.items():
             value = padding.get(field, 0)
-            if array.dtype.kind in "biu" and np.asarray(value).astype(array.dtype) != value:
+            with np.errstate(all="ignore"):
+                held = np.asarray(value).astype(array.dtype)
+            if (array.dtype.kind in "biu" and held != value) or (np.isfinite(value) and not np.isfinite(held)):
                 raise DataError(f"{name}: padding of {field} is {value!r}, which is no {array.dtype}")
             self.fields[field] = FieldSpec(array.dtype, array.shape, float(value))
         # Of random examples no batch could be made a second time.
+        self._load(self._length - 1)
+        if any(first[field].tobytes() != array.tobytes() for field, array in aliased.items()):
+            raise DataError(f"{name}: example 0 is overwritten when another one is read; return a copy of its arrays")
         again = self.read(np.array([0]))
         if any(again[field][0].tobytes() != array.tobytes() for field, array in first.items()):
             raise DataError(
@@ -138,8 +155,13 @@ class ArraySource:
         return self._length
 
     def check(self) -> None:
-        """Raise `DataError` if the length or the user's fingerprint has changed since the start."""
-        if len(self._examples) != self._length or self._get_user_fingerprint() != self._user_fingerprint:
+        """Raise if the length or the user's fingerprint has changed since the start.
+
+        Raises:
+            DataError: it has changed.
+            RetryableError: the network or storage of the data set does not answer.
+        """
+        if self._get_length() != self._length or self._get_user_fingerprint() != self._user_fingerprint:
             raise DataError(
                 f"{self.name}: its fingerprint or length changed since the job started; its examples must never change"
             )
@@ -147,8 +169,20 @@ class ArraySource:
     def validate_vocabulary(self, size: int) -> None:
         """Do nothing: arrays are no ids."""
 
+    def _get_length(self) -> int:
+        try:
+            return len(self._examples)
+        except Exception as error:
+            raise make_read_error(error, f"{self.name}: __len__") from error
+
     def _get_user_fingerprint(self) -> str:
-        fingerprint = getattr(self._examples, "fingerprint", "")
+        examples = self._examples
+        # A property that raises is no missing fingerprint.
+        has_fingerprint = hasattr(type(examples), "fingerprint") or "fingerprint" in getattr(examples, "__dict__", {})
+        try:
+            fingerprint: object = getattr(examples, "fingerprint") if has_fingerprint else ""  # noqa: B009
+        except Exception as error:
+            raise make_read_error(error, f"{self.name}: fingerprint") from error
         if not isinstance(fingerprint, str):
             raise DataError(f"{self.name}: fingerprint is {fingerprint!r}; needs a text")
         return fingerprint
@@ -160,18 +194,19 @@ class ArraySource:
             DataError: an example is not like the first one, or cannot be read; the error names it.
             RetryableError: the network or storage of the data set does not answer.
         """
-        began, left = time.monotonic(), collections.deque(np.asarray(indices).tolist())
-        examples = []
+        began, left = time.monotonic(), collections.deque(enumerate(np.asarray(indices).tolist()))
+        arrays = {name: np.empty((len(left), *field.shape), field.dtype) for name, field in self.fields.items()}
+
+        def load_into(row: int, index: int) -> None:
+            # Copied at once, since the data set may use the memory of an example for the next one.
+            for name, array in self._load(index).items():
+                arrays[name][row] = array
+
         # Threads that compute in Python hinder each other, so examples in memory are read here.
         while left and time.monotonic() - began < ALONE_SECONDS:
-            examples.append(self._load(left.popleft()))
-        examples += run_in_parallel([functools.partial(self._load, index) for index in left])
-        return {
-            name: np.stack([example[name] for example in examples])
-            if examples
-            else np.zeros((0, *field.shape), field.dtype)
-            for name, field in self.fields.items()
-        }
+            load_into(*left.popleft())
+        run_in_parallel([functools.partial(load_into, *place) for place in left])
+        return arrays
 
     def _load(self, index: int) -> dict[str, np.ndarray]:
         """Return one example, validated; the first one is compared with nothing."""
@@ -180,10 +215,7 @@ class ArraySource:
         try:
             example = self._examples[index]
         except Exception as error:
-            # Libraries raise OSError without a number for broken files, so only these are of the network or a disk.
-            is_passing = isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in _PASSING
-            kind = RetryableError if is_passing else DataError
-            raise kind(f"{self.name}: example {index}: __getitem__ raised {format_error(error)}") from error
+            raise make_read_error(error, f"{self.name}: example {index}: __getitem__") from error
         finally:
             del _reads_in_progress[call]
         seconds = time.monotonic() - began
@@ -218,10 +250,16 @@ class ArraySource:
             raise self._make_error(index, f"{name} is {_describe(value)}, needs an array or a number")
         array = np.asarray(value)
         is_number = jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
-        if not is_number or array.dtype.kind == "c":
+        if not is_number or array.dtype.kind in "cm" or (array.dtype.kind == "f" and array.dtype.itemsize > 8):
             raise self._make_error(index, f"{name} is {array.dtype}, needs integers, real numbers or booleans")
-        narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")), copy=False)
-        if array.dtype.kind in "iu" and narrow.dtype != array.dtype and (narrow != array).any():
+        with np.errstate(over="ignore"):
+            narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")), copy=False)
+        is_lost: Any = False
+        if array.dtype.kind in "iu" and narrow.dtype != array.dtype:
+            is_lost = narrow != array
+        elif array.dtype.kind == "f" and narrow.dtype != array.dtype:
+            is_lost = np.isinf(narrow) & np.isfinite(array)
+        if np.any(is_lost):
             raise self._make_error(index, f"{name} holds {array.dtype} beyond {narrow.dtype}, the widest of a device")
         return narrow
 
@@ -253,7 +291,7 @@ class ArrayExamples:
 
 
 # Open data sets by class and options, so that stages and validation sets of a run share the memory of one.
-_opened: weakref.WeakValueDictionary[tuple[object, str], ArraySource] = weakref.WeakValueDictionary()
+_opened: weakref.WeakValueDictionary[tuple[str, int, str], ArraySource] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 
 
@@ -275,18 +313,16 @@ def open_array_source(token_source: "TokenSource") -> ArraySource:
     # The arguments are bound before the call, so that a TypeError inside the class is not taken for bad options.
     try:
         inspect.signature(make).bind(**token_source.options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise DataError(f"{name}: data.options: {error}") from error
-    key = make, json.dumps(token_source.options, sort_keys=True)
+    key = token_source.source, id(make), json.dumps(token_source.options, sort_keys=True)
     with _opening:
         source = _opened.get(key)
         if source is None:
             try:
                 examples = make(**token_source.options)
-            except RetryableError:
-                raise
             except Exception as error:
-                raise DataError(f"{name}: opening it raised {format_error(error)}") from error
+                raise make_read_error(error, f"{name}: opening it") from error
             if missing := [method for method in ("__len__", "__getitem__") if not hasattr(examples, method)]:
                 kind = type(examples).__name__
                 raise DataError(f"{name}: {kind} has no {missing[0]}; a data set of arrays needs random access")

@@ -23,7 +23,7 @@ import optax
 from runner.checkpoint.leaves import format_type, list_leaf_names
 from runner.config import TOTAL_KEYS, TrainerConfig, list_stage_keys
 from runner.data import Dataset
-from runner.errors import SpecError, suggest_choices
+from runner.errors import InvalidError, SpecError, format_error, suggest_choices
 from runner.optim.config import ScheduleConfig
 from runner.run.fence import RunIdentity
 from runner.spec import Document, Trajectory, flatten, is_below, validate_config
@@ -414,8 +414,17 @@ class RunningStage:
         """
         self.builder.validate_keys_read()
         self.builder.make_mesh(devices)
-        if not any(is_below(f"config.{key}", _STATE_KEYS) for key in self.plan.values):
+        data = self.builder.config.data
+        changes_arrays = not data.has_tokens and any(is_below(f"config.{key}", ("data",)) for key in self.plan.values)
+        if not changes_arrays and not any(is_below(f"config.{key}", _STATE_KEYS) for key in self.plan.values):
             return
+        if changes_arrays:
+            # The fields of the data are other ones, perhaps, and the job's code reads them.
+            with self.plan.document.errors_at("config"):
+                try:
+                    self.builder.trace(self.train_setup)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise InvalidError(f"its step cannot be traced with its data: {format_error(error)}") from error
         former, own = (
             {
                 name: format_type(leaf.dtype, leaf.shape)

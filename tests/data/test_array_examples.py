@@ -1,5 +1,8 @@
 """Data sets of arrays: their examples are validated, split and ordered like tokens."""
 
+import dataclasses
+import errno
+import socket
 import sys
 import threading
 import time
@@ -12,7 +15,7 @@ import pytest
 from runner.config import DataConfig, TokenSource
 from runner.data import Dataset, Source, load_dataset, load_validation_set
 from runner.data.array_examples import describe_slowest_read
-from runner.errors import DataError, RetryableError
+from runner.errors import DataError, RetryableError, StorageError
 from tests.support import arrays
 from tests.support.arrays import BAD_EXAMPLES, Images
 
@@ -110,6 +113,93 @@ def test_a_bad_example_is_named(kind: str) -> None:
     assert str(caught.value).startswith(f"data.source={MODULE}:Bad: example 6")
 
 
+class Refilled(Images):
+    """Every example is in the same memory."""
+
+    buffer = np.zeros((4, 4, 1), np.float32)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.buffer[:] = super().__getitem__(index)["image"]
+        return {"image": self.buffer, "label": 0}
+
+
+class Remote(Images):
+    """Data set that fails in one of its places."""
+
+    def __init__(self, place: str, kind: str):
+        super().__init__()
+        self.place, self.kind = place, kind
+        self.fail_at("constructor")
+
+    def fail_at(self, place: str) -> None:
+        if self.place == place:
+            raise ERRORS[self.kind][0]
+
+    def __len__(self) -> int:
+        self.fail_at("length")
+        return super().__len__()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.fail_at("example")
+        return super().__getitem__(index)
+
+    @property
+    def fingerprint(self) -> str:
+        self.fail_at("fingerprint")
+        return "remote"
+
+    @fingerprint.setter
+    def fingerprint(self, name: str) -> None:
+        pass
+
+
+def wrap(cause: Exception) -> Exception:
+    """Return an error of a library that another one has caused."""
+    error = RuntimeError("request failed")
+    error.__cause__ = cause
+    return error
+
+
+ERRORS: dict[str, tuple[Exception, type[Exception]]] = {
+    "reset": (ConnectionResetError("reset"), RetryableError),
+    "time": (TimeoutError("late"), RetryableError),
+    "name": (socket.gaierror(-3, "no name"), RetryableError),
+    "route": (OSError(errno.EHOSTUNREACH, "no route"), RetryableError),
+    "stale": (OSError(errno.ESTALE, "stale"), RetryableError),
+    "storage": (StorageError("503"), RetryableError),
+    "caused": (wrap(wrap(ConnectionRefusedError("refused"))), RetryableError),
+    "file": (FileNotFoundError(errno.ENOENT, "gone"), DataError),
+    "bug": (ZeroDivisionError("a bug"), DataError),
+    "missing": (AttributeError("no such attribute"), DataError),
+}
+
+
+@pytest.mark.parametrize("place", ["constructor", "length", "example", "fingerprint"])
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_network_that_fails_is_no_mistake_in_the_data(place: str, kind: str) -> None:
+    with pytest.raises(ERRORS[kind][1], match=r"raised ") as caught:
+        load(f"{HERE}:Remote", options={"place": place, "kind": kind})
+    assert type(caught.value) is ERRORS[kind][1]
+    assert f"data.source={HERE}:Remote" in str(caught.value)
+
+
+@dataclasses.dataclass
+class Factory:
+    """Callable that has no hash."""
+
+    examples: int
+
+    def __call__(self) -> Images:
+        return Images(self.examples)
+
+
+make_few = Factory(30)
+
+
+def test_any_callable_may_make_the_data_set() -> None:
+    assert load(f"{HERE}:make_few").num_train_examples == 24
+
+
 class Nothing(Images):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {}
@@ -170,6 +260,7 @@ class Tokens(Source):
             {},
             "example 0 has other values when it is read again; derive random numbers",
         ),
+        (f"{HERE}:Refilled", {}, r"example 0 is overwritten when another one is read; return a copy"),
         (f"{HERE}:Endless", {}, r"has 9,\d\d\d,.* examples; leave out repeat"),
         (f"{HERE}:Countless", {}, "Countless has no __len__; a data set of arrays needs random access"),
         (f"{HERE}:Padded", {}, "padding names mask, and its examples hold image, label, index"),

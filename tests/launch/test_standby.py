@@ -114,10 +114,10 @@ def list_open_files():
 @pytest.mark.parametrize(
     ("engine", "num_processes", "num_killed"),
     [
-        pytest.param("local", 1, 0, marks=SOAK),
+        ("local", 1, 0),
         pytest.param("local", 1, 1, marks=SOAK),
         pytest.param("local", 2, 0, marks=SOAK),
-        ("local", 2, 1),
+        pytest.param("local", 2, 1, marks=SOAK),
         pytest.param("launch.worker", 1, 0, marks=SOAK),
         pytest.param("launch.worker", 1, 1, marks=SOAK),
     ],
@@ -148,7 +148,8 @@ def test_every_restart_takes_standbys(num_processes, tmp_path):
     run.finish()
 
 
-@pytest.mark.parametrize("is_changed", [True, pytest.param(False, marks=SOAK)])
+@SOAK
+@pytest.mark.parametrize("is_changed", [True, False])
 def test_a_standby_begins_again_if_its_modules_have_changed(is_changed, tmp_path):
     module = tmp_path / "sitecustomize.py"
     module.write_text("import sys\nif 'runner' in sys.orig_argv: print('begun', flush=True)\n")

@@ -63,6 +63,12 @@ BAD_EXAMPLES: dict[str, tuple[Any, str]] = {
     "complex": (lambda example: example | {"label": np.complex64(1)}, r"example 6: label is complex64, needs integers"),
     "text": (lambda example: example | {"label": np.array("a")}, r"example 6: label is <U1, needs integers"),
     "list": (lambda example: example | {"label": [1]}, r"example 6: label is a list, needs an array or a number"),
+    "duration": (lambda example: example | {"label": np.timedelta64(1, "s")}, r"6: label is timedelta64\[s\], needs"),
+    "wide float": (lambda example: example | {"label": np.longdouble(1)}, r"example 6: label is float128, needs"),
+    "huge float": (
+        lambda example: example | {"image": example["image"].astype(np.float64) * 1e300},
+        r"example 6: image holds float64 beyond float32",
+    ),
     "large": (lambda example: example | {"label": 1 << 40}, r"example 6: label holds int64 beyond int32"),
 }
 
@@ -89,6 +95,14 @@ class Named(Images):
     def __getitem__(self, index: int) -> dict[str, Any]:
         example = super().__getitem__(index)
         return {"x": example["image"], "y": example["label"]}
+
+
+class NamedColumn(Named):
+    """Labels of shape (1,), which the default `forward` cannot compare with logits."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        example = super().__getitem__(index)
+        return example | {"y": np.array([example["y"]])}
 
 
 class Stubborn(Images):

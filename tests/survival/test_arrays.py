@@ -24,7 +24,7 @@ OPTIONS = (
 )
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] * (name != "vit_nano")) for name in EXAMPLES])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.soak) for name in EXAMPLES])
 def example(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...]]:
     """Return the spec of an example, and options that make it small."""
     return f"specs/{request.param}.yaml", (*OPTIONS, EXAMPLES[request.param])
@@ -77,6 +77,7 @@ def test_a_bad_example_ends_the_job_with_2_and_its_index(tmp_path: Path) -> None
     assert "Traceback" not in attempt.output
 
 
+@pytest.mark.soak
 def test_changed_data_are_refused_on_resume(tmp_path: Path) -> None:
     changed = tmp_path / "changed"
     job = make_job(tmp_path, "Changing", changed=str(changed), at=204)
@@ -107,6 +108,7 @@ def test_an_example_that_hangs_is_named_and_the_job_ends_with_76(tmp_path: Path,
     assert has_state(finished[0])
 
 
+@pytest.mark.soak
 def test_a_server_that_does_not_answer_ends_the_job_with_76(tmp_path: Path) -> None:
     job = make_job(tmp_path, "Stubborn", until=str(tmp_path / "until"), at=100, is_unreachable=True)
     attempt = job.start()

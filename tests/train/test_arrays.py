@@ -188,3 +188,27 @@ def test_a_job_that_does_not_fit_its_arrays_is_refused_at_the_start(
     with pytest.raises((InvalidError, SpecError), match=message):
         run(tmp_path / "run", job_class, **changes)
     assert not (tmp_path / "run").exists()
+
+
+def test_targets_of_another_shape_than_the_logits_are_refused(tmp_path: Path) -> None:
+    """They would be broadcast, and every label compared with every image."""
+    message = r"logits of shape \(\d+, 2\) do not fit targets y of shape \(\d+, 1\) with weights of shape \(\d+,\)"
+    with pytest.raises(InvalidError, match=message):
+        run(tmp_path / "run", Classifier, **{"config.data.source": "tests.support.arrays:NamedColumn"})
+
+
+# Data of a stage, and how it is refused before the first step.
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data.options": {"size": 5}}, r"changes the shape of the state.* float32\[16,2\] would become .*\[25,2\]"),
+        ({"data.source": "tests.support.arrays:Named"}, r"its step cannot be traced with its data: KeyError: 'image'"),
+        ({"data.sequence_length": 16}, r"data.sequence_length: the data are arrays"),
+    ],
+)
+def test_a_stage_with_data_that_do_not_fit_is_refused_at_the_start(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidError, match=message):
+        run(tmp_path / "run", **{"config.stages": [{"from_step": 3, "set": values}]})
+    assert not (tmp_path / "run" / "attempts").exists()
