@@ -90,7 +90,12 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FEATURES)
+DAILY = ("epochs", "replay", "stages")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.soak) for name in FEATURES]
+)
 def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path: Path, name: str) -> None:
     whole = run(tmp_path / "whole", **FEATURES[name])
     stop_after(make_gpt(tmp_path / "parts", CountBright, **CHANGES | FEATURES[name]), 3)
