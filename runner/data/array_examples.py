@@ -112,6 +112,7 @@ class ArraySource:
         """
         self._examples, self.name, self._class_name = examples, name, class_name
         self._has_warned = False
+        self.fields: dict[str, FieldSpec] = {}  # empty until the first example is read, which declares them
         self._length = self._get_length()
         if not self._length:
             raise DataError(f"{name}: is empty: it holds 0 examples")
@@ -126,7 +127,6 @@ class ArraySource:
             raise DataError(f"{name}: padding is {padding!r}; needs a dict with a number by field")
         if unknown := sorted({*padding} - {*first}):
             raise DataError(f"{name}: padding names {unknown[0]}, and its examples hold {', '.join(first)}")
-        self.fields: dict[str, FieldSpec] = {}
         for field, array in first.items():
             value = padding.get(field, 0)
             with np.errstate(all="ignore"):
@@ -134,20 +134,19 @@ class ArraySource:
             if (array.dtype.kind in "biu" and held != value) or (np.isfinite(value) and not np.isfinite(held)):
                 raise DataError(f"{name}: padding of {field} is {value!r}, which is no {array.dtype}")
             self.fields[field] = FieldSpec(array.dtype, array.shape, float(value))
-        # Of random examples no batch could be made a second time.
-        self._load(self._length - 1)
+        indices = np.unique(np.linspace(0, self._length - 1, _SAMPLE_EXAMPLES).astype(np.int64))
+        sample = self.read(indices)
         if any(first[field].tobytes() != array.tobytes() for field, array in aliased.items()):
             raise DataError(f"{name}: example 0 is overwritten when another one is read; return a copy of its arrays")
-        again = self.read(np.array([0]))
-        if any(again[field][0].tobytes() != array.tobytes() for field, array in first.items()):
+        # Of random examples no batch could be made a second time.
+        if any(sample[field][0].tobytes() != array.tobytes() for field, array in first.items()):
             raise DataError(
                 f"{name}: example 0 has other values when it is read again; derive random numbers from the index"
             )
         self._user_fingerprint = self._get_user_fingerprint()
-        sample = np.unique(np.linspace(0, self._length - 1, _SAMPLE_EXAMPLES).astype(np.int64))
         declared = {field: [str(spec.dtype), spec.shape] for field, spec in self.fields.items()}
         digest = hashlib.sha256(json.dumps([self._user_fingerprint, self._length, declared], sort_keys=True).encode())
-        for field, arrays in sorted(self.read(sample).items()):
+        for field, arrays in sorted(sample.items()):
             digest.update(field.encode() + arrays.tobytes())
         self.fingerprint = digest.hexdigest()
 
@@ -222,20 +221,20 @@ class ArraySource:
         if seconds > SLOW_SECONDS and not self._has_warned:
             self._has_warned = True
             warn(f"{self.name}: example {index} took {seconds:.0f} s to read; steps wait for their slowest example")
-        declared = getattr(self, "fields", None)
+        declared = self.fields
         if not isinstance(example, Mapping) or not example:
             found = "empty" if isinstance(example, Mapping) else _describe(example)
             raise self._make_error(index, f"is {found}, needs a dict of arrays by field")
-        if declared is None and (taken := [name for name in RESERVED_FIELDS if name in example]):
+        if not declared and (taken := [name for name in RESERVED_FIELDS if name in example]):
             raise self._make_error(index, f"has the reserved field {taken[0]}; rename it")
-        if declared is not None and {*example} != {*declared}:
+        if declared and {*example} != {*declared}:
             missing, other = sorted({*declared} - {*example}), sorted(map(str, {*example} - {*declared}))
             found = f"has no {missing[0]}" if missing else f"has the field {other[0]}"
             raise self._make_error(index, f"{found}, and the first example holds {', '.join(declared)}")
         arrays = {}
         for name, value in example.items():
             array = self._convert(index, name, value)
-            if declared is not None and (array.dtype, array.shape) != (declared[name].dtype, declared[name].shape):
+            if declared and (array.dtype, array.shape) != (declared[name].dtype, declared[name].shape):
                 first = f"{declared[name].dtype} of shape {declared[name].shape}"
                 found = f"{array.dtype} of shape {array.shape}"
                 raise self._make_error(index, f"{name} is {found}, and that of the first example is {first}")
@@ -254,13 +253,11 @@ class ArraySource:
             raise self._make_error(index, f"{name} is {array.dtype}, needs integers, real numbers or booleans")
         with np.errstate(over="ignore"):
             narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")), copy=False)
-        is_lost: Any = False
-        if array.dtype.kind in "iu" and narrow.dtype != array.dtype:
-            is_lost = narrow != array
-        elif array.dtype.kind == "f" and narrow.dtype != array.dtype:
-            is_lost = np.isinf(narrow) & np.isfinite(array)
-        if np.any(is_lost):
-            raise self._make_error(index, f"{name} holds {array.dtype} beyond {narrow.dtype}, the widest of a device")
+        if narrow.dtype != array.dtype:
+            is_lost = narrow != array if array.dtype.kind in "iu" else np.isinf(narrow) & np.isfinite(array)
+            if is_lost.any():
+                reason = f"{name} holds {array.dtype} beyond {narrow.dtype}, the widest of a device"
+                raise self._make_error(index, reason)
         return narrow
 
     def _make_error(self, index: int, reason: str) -> DataError:

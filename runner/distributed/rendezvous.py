@@ -131,8 +131,8 @@ _ANSWER_SECONDS = 10.0
 _CONNECT_SECONDS = 2.0  # for a process that may have left its notice behind
 _OBSERVATION_SECONDS = 40.0  # which `Members.find_running_attempt` may take
 _ANY_HOSTS = ("192.0.2.1", "2001:db8::1")  # addresses of documentation (RFC 5737, 3849), reached by the default route
-_MEETING_PERIODS = 4  # of ANNOUNCE_SECONDS, in which others find a process that listens
-_MAX_MEETINGS = 5
+_LISTEN_PERIODS = 4  # of ANNOUNCE_SECONDS, in which others find a process that listens
+_MAX_LISTENERS = 5
 _MAX_LINE_BYTES = 1 << 20
 
 Connections = dict[int, socket.socket]  # by process
@@ -148,7 +148,10 @@ class Members(Protocol):
     run_id: str | None
 
     def announce(self, address: str | None) -> None:
-        """Say from now on that this process waits, and whether it accepts others at HOST:PORT. Does not block."""
+        """Publish from now on that this process waits, and the HOST:PORT at which others can join it, if any.
+
+        Does not block.
+        """
 
     def list_addresses(self) -> list[str]:
         """Return the addresses of the processes before this one that wait, the lowest first."""
@@ -191,8 +194,8 @@ def wait_for_peers(placement: Placement, deadline_seconds: float, members: Membe
     end_seconds = time.monotonic() + deadline_seconds
     if placement.process_id == 0:
         address = placement.coordinator
-        with _Meeting(placement, get_bind_address(placement), members) as meeting:
-            present, connections = meeting.wait_for_all(end_seconds, deadline_seconds)
+        with _Listener(placement, get_bind_address(placement), members) as listener:
+            present, connections = listener.wait_for_all(end_seconds, deadline_seconds)
     else:
         present, connections, address = _join_lower_process(placement, end_seconds, deadline_seconds, members)
     renumbered = replace(
@@ -219,7 +222,7 @@ def get_bind_address(placement: Placement) -> str:
     return placement.coordinator
 
 
-class _Meeting:
+class _Listener:
     """Listener of process 0, or of a process that may take its role, and the processes that have joined it.
 
     Raises `RetryableError` if it cannot listen.
@@ -310,7 +313,7 @@ class _Meeting:
             raise RetryableError(error)
         return present, self._peers
 
-    def dissolve(self) -> None:
+    def abandon(self) -> None:
         """Stop listening, and close the connections of the processes that have joined, which ask again elsewhere."""
         self._listener.close()
         for connection in self._peers.values():
@@ -360,10 +363,10 @@ def _join_lower_process(
     Returns:
         The processes that joined, in order; the connections; the address of the process that has the role of process 0.
     """
-    process_0, meeting, reason = placement.coordinator, None, "no answer"
+    process_0, listener, reason = placement.coordinator, None, "no answer"
     announce_seconds = time.monotonic() + ANNOUNCE_SECONDS
     answer_seconds = _ANSWER_SECONDS + (0 if members is None else _OBSERVATION_SECONDS)
-    num_meetings = 0
+    num_listeners = 0
     while (left_seconds := end_seconds - time.monotonic()) > 0:
         for address in [process_0, *([] if members is None else members.list_addresses())]:
             patience_seconds = _ANSWER_SECONDS if address == process_0 else _CONNECT_SECONDS
@@ -377,9 +380,9 @@ def _join_lower_process(
                 # A process that may take the role of process 0 accepts others between its attempts to reach that.
                 connection.settimeout(left_seconds + answer_seconds if members is None else 2 * _ANSWER_SECONDS)
                 _ask_to_join(connection, placement.process_id, members)
-                if meeting is not None:
-                    meeting.dissolve()
-                    meeting = None
+                if listener is not None:
+                    listener.abandon()
+                    listener = None
                 if members is not None:
                     # A job that runs without both processes grows once it knows of both.
                     select.select([connection], [], [], max(announce_seconds - time.monotonic(), 0))
@@ -392,23 +395,23 @@ def _join_lower_process(
                 reason = f"no {failure} in the answer" if isinstance(failure, KeyError) else str(failure)
                 continue
             return present, {present[0]: connection}, address
-        is_due = members is not None and time.monotonic() >= announce_seconds
-        if members is not None and is_due and meeting is None and num_meetings < _MAX_MEETINGS:
+        is_due = listener is None and num_listeners < _MAX_LISTENERS and time.monotonic() >= announce_seconds
+        if members is not None and is_due:
             host = _find_own_host(process_0)
             if host is not None:
-                num_meetings += 1
-                meeting = _Meeting(placement, _join_address(host, 0), members)
+                num_listeners += 1
+                listener = _Listener(placement, _join_address(host, 0), members)
                 # Others need time to find it, also after the deadline, if a process that this one had joined is lost.
-                end_seconds = max(end_seconds, time.monotonic() + _MEETING_PERIODS * ANNOUNCE_SECONDS)
-            members.announce(None if meeting is None else meeting.address)
-        if meeting is None:
+                end_seconds = max(end_seconds, time.monotonic() + _LISTEN_PERIODS * ANNOUNCE_SECONDS)
+            members.announce(None if listener is None else listener.address)
+        if listener is None:
             time.sleep(_RETRY_SECONDS)
         else:
-            meeting.accept(_RETRY_SECONDS)
-    if meeting is not None and members is not None and members.run_id is not None:
-        with meeting:
-            present, connections = meeting.answer(deadline_seconds)
-        return present, connections, meeting.address
+            listener.accept(_RETRY_SECONDS)
+    if listener is not None and members is not None and members.run_id is not None:
+        with listener:
+            present, connections = listener.answer(deadline_seconds)
+        return present, connections, listener.address
     raise RetryableError(
         f"process 0 of {placement.num_processes} at {process_0} could not be reached within "
         f"{deadline_seconds:g} s ({reason}); run the same command again"

@@ -93,7 +93,10 @@ class Membership:
         self.run_id: str | None = None
 
     def announce(self, address: str | None) -> None:
-        """Say from now on that this process waits, and whether it accepts others at HOST:PORT. Does not block."""
+        """Publish from now on that this process waits, and the HOST:PORT at which others can join it, if any.
+
+        Does not block.
+        """
         self._address = address
         if self._thread.ident is None:
             self._thread.start()
@@ -185,19 +188,18 @@ def find_running_attempt(store: Store) -> int | None:
     Immediate if the attempt has ended, or if it was one of a process of this machine that is gone. Otherwise its clock
     is observed for `_OBSERVE_SECONDS`.
     """
-    number, deadline = Fence(store).find_newest(), time.monotonic() + _OBSERVE_SECONDS
-    if not number:
-        return None
-    first = _read_clock(store, number)
+    deadline, first = time.monotonic() + _OBSERVE_SECONDS, None
     while True:
-        if Fence(store).find_newest() != number:
-            return number + 1  # begun in this moment
+        number = Fence(store).find_newest()
+        if not number:
+            return None
         content = _read_clock(store, number)
         with contextlib.suppress(ValueError):
             record = decode_clock_file(content)
             if record.reading.code is not None or record.is_process_alive is False:
                 return None
-        if content != first:
+        first = first or (number, content)
+        if (number, content) != first:
             return number
         if time.monotonic() >= deadline:
             return None

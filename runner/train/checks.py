@@ -115,9 +115,7 @@ def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str
     `name` says what was digested. Hosts with other data would make another batch, and hosts with other questions would
     run another number of evaluation steps, which would deadlock in a collective.
     """
-    digests = hosts.gather(digest)
-    different = [process for process, other in enumerate(digests) if other != digests[0]]
-    if different:
+    if different := list_different_processes(digest, hosts):
         raise DataError(
             f"{prefix}processes {different} read other {name} than process 0; give every host the same files"
         )
@@ -125,12 +123,17 @@ def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str
 
 def validate_same_program(digest: str, hosts: Hosts) -> None:
     """Raise `InvalidError` on every host if one of them has traced another program of the step than process 0."""
-    digests = hosts.gather(digest)
-    if different := [process for process, other in enumerate(digests) if other != digests[0]]:
+    if different := list_different_processes(digest, hosts):
         raise InvalidError(
             f"processes {different} have another program of the step than process 0: their code, environment or "
             "arguments differ; give every host the same image and command"
         )
+
+
+def list_different_processes(digest: str, hosts: Hosts) -> list[int]:
+    """Return the processes whose digest differs from that of process 0. Called on every host."""
+    digests = hosts.gather(digest)
+    return [process for process, other in enumerate(digests) if other != digests[0]]
 
 
 def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
