@@ -20,7 +20,15 @@ A step of weight decay on a hidden matrix is not divided by m, as in the paper's
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from experiments.model.layers import INIT_STDDEV
 from experiments.model.moe import MoeConfig
@@ -33,6 +41,7 @@ from runner.spec import Auto, FrozenModel
 from runner.storage import JsonObject
 
 AXIS_LIMIT = 1 << 31
+EXTRA_STAGE = "extra"  # module of the layers that predict further positions
 _MUP_OPTIMIZER = "adamw"  # the optimizer that the table's column is for
 _UNSCALED_SECTIONS = ("latent", "moe")  # they add matrices whose other widths the table does not cover
 
@@ -156,7 +165,7 @@ class DecoderConfig(WidthScaledConfig):
     """
 
     model_config = ConfigDict(json_schema_extra=_require_preset_or_sizes)
-    stage_keys: ClassVar[tuple[str, ...]] = ("rope", "window_rope", "neftune_alpha")
+    stage_keys: ClassVar[tuple[str, ...]] = ("rope", "window_rope", "neftune_alpha", "extra_prediction_weight")
 
     preset: str | None = Field(
         default=None,
@@ -222,6 +231,14 @@ class DecoderConfig(WidthScaledConfig):
     )
     z_loss: NonNegativeFloat = Field(
         default=0.0, description="Weight of the squared log-denominator of the softmax in the training loss."
+    )
+    extra_predictions: NonNegativeInt = Field(
+        default=0,
+        description="Further positions that are predicted in training, each by a layer of its own (multi-token "
+        "prediction, DeepSeek-V3).",
+    )
+    extra_prediction_weight: NonNegativeFloat = Field(
+        default=0.1, description="Weight in the training loss of the mean loss of these predictions."
     )
     vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto: that of the data set.")
     layer_loop: Literal["scan", "unroll"] = Field(
@@ -336,27 +353,34 @@ class DecoderConfig(WidthScaledConfig):
         return number * (self.num_input_matrices + 1) * self.expert_width * self.width
 
     @property
+    def num_trained_layers(self) -> int:
+        """Layers of a training step, with those that predict further positions."""
+        return self.layers + self.extra_predictions
+
+    @property
     def layer_matmul_parameters(self) -> float:
-        """Parameters of the matmuls that process a token in one layer; the mean over layers where they differ."""
+        """Parameters of the matmuls that process a token in one layer; the mean over trained layers."""
         if self.latent is not None:
             attention = self.latent.count_matmul_parameters(self.heads, self.width)
         else:
             attention = 2 * (self.heads + self.key_heads) * self.head_size * self.width
         mlp = (self.num_input_matrices + 1) * self.mlp_width * self.width
+        projections = self.extra_predictions * 2 * self.width**2 / self.num_trained_layers
         if self.moe is None:
-            return attention + mlp
+            return attention + mlp + projections
         experts = self.expert_matmul_parameters + self.moe.experts * self.width  # the second term is the router
         dense = self.moe.dense_layers
-        return attention + (dense * mlp + (self.layers - dense) * experts) / self.layers
+        sparse = self.num_trained_layers - dense
+        return attention + (dense * mlp + sparse * experts) / self.num_trained_layers + projections
 
     @property
     def mean_hidden_width(self) -> float:
-        """Hidden width that processes a token, of an MLP or of its experts together; the mean over layers."""
+        """Hidden width that processes a token, of an MLP or of its experts together; the mean over trained layers."""
         if self.moe is None:
             return self.mlp_width
         sparse = (self.moe.experts_per_token + self.moe.shared_experts) * self.expert_width
         dense = self.moe.dense_layers
-        return (dense * self.mlp_width + (self.layers - dense) * sparse) / self.layers
+        return (dense * self.mlp_width + (self.num_trained_layers - dense) * sparse) / self.num_trained_layers
 
     @property
     def layer_kinds(self) -> list[LayerKind]:
@@ -370,6 +394,11 @@ class DecoderConfig(WidthScaledConfig):
             return self._make_stages(0, self.layers, "", False)
         dense = self.moe.dense_layers
         return [*self._make_stages(0, dense, "dense_", False), *self._make_stages(dense, self.layers, "", True)]
+
+    @property
+    def extra_stage(self) -> Stage:
+        """Layers that predict further positions, each like the last layer of the decoder."""
+        return Stage(EXTRA_STAGE, (self.layer_kinds[-1],), self.extra_predictions, self.moe is not None)
 
     def _make_stages(self, first: int, stop: int, prefix: str, is_sparse: bool) -> list[Stage]:
         """Return the stages of the layers from `first` up to but not including `stop`."""

@@ -30,6 +30,7 @@ class ConfigFormat(NamedTuple):
     read: Callable[[Mapping[str, Any]], Json]  # the keys of a DecoderConfig that are not common to all families
     epsilon: float = 1e-6  # default of rms_norm_eps
     is_tied: bool = False  # default of tie_word_embeddings
+    has_extra_predictions: bool = False  # files hold the layers of `extra_predictions` after the others
 
 
 def parse_config_json(config: Mapping[str, Any]) -> DecoderConfig:
@@ -472,7 +473,10 @@ def _read_deepseek_v2(config: Mapping[str, Any]) -> Json:
 
 
 def _write_deepseek_v3(config: DecoderConfig) -> Json:
-    interleaved = {"rope_interleave": config.rope.pairs == "neighbours", "num_nextn_predict_layers": 0}
+    interleaved = {
+        "rope_interleave": config.rope.pairs == "neighbours",
+        "num_nextn_predict_layers": config.extra_predictions,
+    }
     return _write_deepseek(config) | interleaved
 
 
@@ -504,7 +508,13 @@ FAMILIES: dict[str, ConfigFormat] = {
         ConfigFormat("gemma2", "Gemma2ForCausalLM", _write_gemma2, _read_gemma2, is_tied=True),
         ConfigFormat("gemma3_text", "Gemma3ForCausalLM", _write_gemma3, _read_gemma3, is_tied=True),
         ConfigFormat("deepseek_v2", "DeepseekV2ForCausalLM", _write_deepseek_v2, _read_deepseek_v2),
-        ConfigFormat("deepseek_v3", "DeepseekV3ForCausalLM", _write_deepseek_v3, _read_deepseek_v3),
+        ConfigFormat(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            _write_deepseek_v3,
+            _read_deepseek_v3,
+            has_extra_predictions=True,
+        ),
         ConfigFormat("smollm3", "SmolLM3ForCausalLM", _write_smollm3, _read_smollm3, is_tied=True),
     )
 }

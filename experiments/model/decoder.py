@@ -3,9 +3,10 @@
 The module owns the architecture and the logical name of every parameter axis. It knows no mesh: names become mesh axes
 by the rules of the caller, and without rules every annotation is a no-op.
 
-Shape legend: B batch, T sequence, V vocabulary, D width, E experts.
+Shape legend: B batch, T sequence, V vocabulary, D width, E experts, K extra predictions.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,10 +27,25 @@ from experiments.model.attention_layer import (
     make_norm,
     residual_stddev,
 )
-from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage, mup_rate_factor
+from experiments.model.config import (
+    EXTRA_STAGE,
+    DecoderConfig,
+    DecoderTrainerConfig,
+    LayerKind,
+    Stage,
+    mup_rate_factor,
+)
 from experiments.model.embedding import EmbeddingNoise, embed, evaluated_loss_sum_of, loss_sum_of, unembed
 from experiments.model.huggingface import DecoderFiles
-from experiments.model.layers import INIT_STDDEV, GatedMLP, constrain_stream, rematerialised, save_stream, with_axes
+from experiments.model.layers import (
+    INIT_STDDEV,
+    Dense,
+    GatedMLP,
+    constrain_stream,
+    rematerialised,
+    save_stream,
+    with_axes,
+)
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, router_metrics, update_biases
 from experiments.model.rotary import rotation_at
 from runner import BaseTrainer
@@ -49,6 +65,8 @@ from runner.train.loss import document_arguments, target_weights
 from runner.train.setup import TrainSetup
 from runner.train.state import STATISTICS
 from runner.train.step import Batch
+
+EXTRA_LOSSES = "extra_losses"  # among the statistics
 
 
 class Block(nn.Module):
@@ -113,6 +131,45 @@ class PatternRepetition(nn.Module):
         return x_BxTxD, (new, {name: statistics for name, (_, statistics) in results.items()})
 
 
+class ExtraPrediction(nn.Module):
+    """Layer that predicts one position further ahead than the one before it (DeepSeek-V3, 2024, section 2.2).
+
+    Its input is projected from the normalised output of the layers so far, and the normalised embedding of the last
+    token that the layers before it have predicted.
+    """
+
+    config: DecoderConfig
+    stage: Stage
+    precision: ComputePrecision
+    memory: MemoryConfig
+    is_in_line: bool
+
+    @nn.compact
+    def __call__(
+        self, x_BxTxD: jax.Array, info: SequenceInfo, inputs: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, tuple[jax.Array, dict[str, Statistics]]]:
+        """Return the normalised output for the next layer of this kind and for the loss, and statistics of experts.
+
+        Args:
+            x_BxTxD: normalised output of the layers so far.
+            info: properties of the sequences.
+            inputs: embeddings (B, T, D), and the positions (B, T) for which these are of the same document.
+        """
+        embeddings_BxTxD, real_BxT = inputs
+        config, (layer_name,) = self.config, list_layer_names(self.stage.kinds)
+        norm = functools.partial(make_norm, config=config, precision=self.precision)
+        both_BxTx2D = jnp.concatenate([norm("embedding_norm")(embeddings_BxTxD), norm("input_norm")(x_BxTxD)], axis=-1)
+        # The columns of the kernel are not sharded, so each device projects its own positions of the stream.
+        axes = ("embed", "latent")
+        project = Dense(config.width, axes, config.hidden_stddev, *self.precision, has_bias=False, name="projection")
+        block = rematerialised(Block, self.memory.remat, is_in_line=self.is_in_line)
+        options = (self.precision, self.stage.is_sparse, self.memory.row_attention)
+        layer = block(config, self.stage.kinds[0], *options, name=layer_name)
+        x_BxTxD, (_, statistics) = layer(constrain_stream(project(both_BxTx2D)), info._replace(real=real_BxT), None)
+        x_BxTxD = norm("output_norm")(x_BxTxD)
+        return x_BxTxD, (x_BxTxD, {layer_name: statistics})
+
+
 class Decoder(nn.Module):
     """A decoder for sequences of any length.
 
@@ -141,7 +198,8 @@ class Decoder(nn.Module):
     ) -> Any:
         """Return logits of the next token, or the loss.
 
-        Where layers have experts, their statistics are sown in the collection `statistics`, by stage and layer.
+        Where layers have experts, their statistics are sown in the collection `statistics`, by stage and layer. So are,
+        with extra predictions, their summed losses and weights, by the distance of the predicted position.
 
         Args:
             tokens_BxT: ids.
@@ -182,28 +240,33 @@ class Decoder(nn.Module):
         if config.embedding_scale != 1:
             scale = math.sqrt(config.width) if config.embedding_scale == "sqrt_width" else config.embedding_scale
             x_BxTxD = x_BxTxD * jnp.asarray(scale, x_BxTxD.dtype)
+        embeddings_BxTxD = x_BxTxD
         new_cache, statistics = {}, {}
         for stage in config.stages:
             stage_cache = None if cache is None else cache[stage.name]
             x_BxTxD, results = self._make_layers(stage)(x_BxTxD, info, stage_cache)
             new_cache[stage.name], statistics[stage.name] = results
 
+        x_BxTxD = make_norm("final_norm", config, ComputePrecision(self.param_dtype, self.compute_dtype))(x_BxTxD)
+        extra_KxBxTxD, is_training = None, targets is not None and not deterministic
+        if config.extra_predictions and (is_training or self.is_initializing()):
+            extra_KxBxTxD, statistics[EXTRA_STAGE] = self._predict_further(x_BxTxD, embeddings_BxTxD, info)
+
         # Statistics of all layers with experts, and what their routers add to the loss of each token of a sequence.
         router_loss_B: jax.Array | None = None
-        sparse = {stage.name: statistics[stage.name] for stage in config.stages if stage.is_sparse}
+        sparse = {name: layers for name, layers in statistics.items() if any(layers.values())}
         if sparse:
             layers = [layer for stage in sparse.values() for layer in stage.values()]
             router_loss_B = jnp.asarray(sum(jnp.sum(layer.pop("loss_B"), axis=0) for layer in layers))
-            if not self.is_initializing():
-                self.sow(STATISTICS, STATISTICS, sparse, reduce_fn=lambda _, new: new, init_fn=lambda: None)
-
-        x_BxTxD = make_norm("final_norm", config, ComputePrecision(self.param_dtype, self.compute_dtype))(x_BxTxD)
-        if config.width_ratio != 1:
-            x_BxTxD = x_BxTxD * jnp.asarray(config.width_ratio, x_BxTxD.dtype)
+            self._sow_statistics(sparse)
 
         def compute_logits(weights_VxD: jax.Array, x_BxTxD: jax.Array) -> jax.Array:
             return unembed(weights_VxD, x_BxTxD, config.logit_softcap)
 
+        def scale_output(x: jax.Array) -> jax.Array:
+            return x if config.width_ratio == 1 else x * jnp.asarray(config.width_ratio, x.dtype)
+
+        x_BxTxD = scale_output(x_BxTxD)
         if targets is not None:
             z_loss = 0.0 if deterministic else config.z_loss
             chunk = self.memory.loss_chunk_positions
@@ -211,12 +274,45 @@ class Decoder(nn.Module):
                 return evaluated_loss_sum_of(self, compute_logits, head_VxD, x_BxTxD, targets, chunk)
             loss_sum = loss_sum_of(compute_logits, head_VxD, x_BxTxD, targets, chunk_positions=chunk, z_loss=z_loss)
             # An evaluation reports the cross entropy alone, so that runs with and without experts compare.
-            if deterministic or router_loss_B is None:
+            if deterministic:
+                return loss_sum
+            if extra_KxBxTxD is not None:
+                losses, weights = [], []
+                for index, extra_BxTxD in enumerate(extra_KxBxTxD):
+                    y_BxT, weight_BxT = (_shift_within_documents(leaf, segments, 1 + index) for leaf in targets)
+                    arguments = compute_logits, head_VxD, scale_output(extra_BxTxD), (y_BxT, weight_BxT)
+                    losses.append(loss_sum_of(*arguments, chunk_positions=chunk))
+                    weights.append(jnp.sum(weight_BxT, dtype=jnp.float32))
+                losses_K = jnp.stack(losses)
+                figures = {"loss_K": jax.lax.stop_gradient(losses_K), "weight_K": jnp.stack(weights)}
+                self._sow_statistics({EXTRA_LOSSES: figures})
+                loss_sum += config.extra_prediction_weight * jnp.mean(losses_K)
+            if router_loss_B is None:
                 return loss_sum
             # Weighted by the targets of each sequence, so that the split into micro-batches changes nothing.
             return loss_sum + jnp.sum(router_loss_B * jnp.sum(targets[1], axis=1, dtype=jnp.float32))
         logits_BxTxV = compute_logits(head_VxD, x_BxTxD)
         return logits_BxTxV if cache is None else (logits_BxTxV, new_cache)
+
+    def _predict_further(
+        self, x_BxTxD: jax.Array, embeddings_BxTxD: jax.Array, info: SequenceInfo
+    ) -> tuple[jax.Array, dict[str, Statistics]]:
+        """Return the outputs that predict the next K positions, (K, B, T, D), and the statistics of their layers."""
+        stage = self.config.extra_stage
+        is_in_line = self.config.layer_loop == "unroll" or stage.repeats == 1
+        distances = range(1, 1 + stage.repeats)
+        embeddings = [jnp.roll(embeddings_BxTxD, -distance, axis=1) for distance in distances]
+        real = [_shift_within_documents(info.real, info.segments, distance) for distance in distances]
+        module = _stack_layers(ExtraPrediction, stage.repeats, is_in_line)
+        options = ComputePrecision(self.param_dtype, self.compute_dtype), self.memory, is_in_line
+        _, outputs = module(self.config, stage, *options, name=stage.name)(
+            x_BxTxD, info, (jnp.stack(embeddings), jnp.stack(real))
+        )
+        return outputs
+
+    def _sow_statistics(self, statistics: Mapping[str, Any]) -> None:
+        if not self.is_initializing():
+            self.sow(STATISTICS, STATISTICS, statistics, reduce_fn=lambda old, new: old | new, init_fn=dict)
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
@@ -232,15 +328,7 @@ class Decoder(nn.Module):
     def _make_layers(self, stage: Stage) -> Any:
         """Return the layers of a stage, with parameters stacked over the repetitions of its pattern."""
         is_in_line = self.config.layer_loop == "unroll" or stage.repeats == 1
-        return nn.scan(
-            PatternRepetition,
-            variable_axes={"params": 0, BALANCE: 0},
-            in_axes=(nn.broadcast, 0),
-            split_rngs={"params": True},
-            length=stage.repeats,
-            unroll=stage.repeats if is_in_line else 1,
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )(
+        return _stack_layers(PatternRepetition, stage.repeats, is_in_line)(
             self.config,
             stage.kinds,
             ComputePrecision(self.param_dtype, self.compute_dtype),
@@ -249,6 +337,27 @@ class Decoder(nn.Module):
             stage.is_sparse,
             name=stage.name,
         )
+
+
+def _stack_layers(module: type[nn.Module], repeats: int, is_in_line: bool) -> Any:
+    """Return `module`, whose second argument is the same for all layers, repeated with stacked parameters."""
+    return nn.scan(
+        module,
+        variable_axes={"params": 0, BALANCE: 0},
+        in_axes=(nn.broadcast, 0),
+        split_rngs={"params": True},
+        length=repeats,
+        unroll=repeats if is_in_line else 1,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+
+
+def _shift_within_documents(values_BxT: jax.Array, segments_BxT: jax.Array | None, distance: int) -> jax.Array:
+    """Return the value `distance` positions further ahead, and 0 beyond the end of a document."""
+    is_inside = jnp.arange(values_BxT.shape[1]) < values_BxT.shape[1] - distance
+    if segments_BxT is not None:
+        is_inside = is_inside & (segments_BxT == jnp.roll(segments_BxT, -distance, axis=1))
+    return jnp.where(is_inside, jnp.roll(values_BxT, -distance, axis=1), jnp.zeros((), values_BxT.dtype))
 
 
 def _find_real_tokens(
@@ -307,24 +416,30 @@ class PretrainDecoder(BaseTrainer):
 
     @classmethod
     def update_variables(cls, variables: Any, statistics: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """Return the next biases of the routers, and metrics of each layer that has experts."""
+        """Return the next biases of the routers, and metrics of extra predictions and of layers that have experts."""
         config, moe = cls.config.model, cls.config.model.moe
-        assert moe is not None, "only layers with experts have statistics"
+        metrics = {}
+        if EXTRA_LOSSES in statistics:
+            losses = statistics[EXTRA_LOSSES]
+            means_K = losses["loss_K"] / jnp.maximum(losses["weight_K"], 1)
+            metrics = {f"extra_loss/{1 + index}": means_K[index] for index in range(config.extra_predictions)}
+        if moe is None:
+            return variables, metrics
         # Statistics are stacked by stage and layer name; metrics are named by the number of the layer.
         places = [
             (statistics[stage.name][name], repeat)
-            for stage in config.stages
+            for stage in [*config.stages, config.extra_stage]
             if stage.is_sparse
             for repeat in range(stage.repeats)
             for name in list_layer_names(stage.kinds)
         ]
         # Layers without experts come first, so the others are numbered from the end.
-        first = config.layers - len(places)
+        first = config.num_trained_layers - len(places)
         by_layer = {
             first + number: {name: leaf[repeat] for name, leaf in layer.items()}
             for number, (layer, repeat) in enumerate(places)
         }
-        metrics = router_metrics(by_layer, moe)
+        metrics |= router_metrics(by_layer, moe)
         if BALANCE not in variables:
             return variables, metrics
 
@@ -344,13 +459,14 @@ class PretrainDecoder(BaseTrainer):
         """
         config, memory, length = self.config.model, self.config.memory, self.config.data.tokens_per_example
         # A window longer than the sequence is full attention.
-        windows = [min(config.get_window(kind) or length, length) for kind in config.layer_kinds]
+        kinds = [*config.layer_kinds, *config.extra_stage.kinds * config.extra_predictions]
+        windows = [min(config.get_window(kind) or length, length) for kind in kinds]
         keys = [window - window**2 / (2 * length) for window in windows]
         has_post_norm = config.norm != "pre"  # its gradient needs the result of the layer's last matmul
         flops = compute_transformer_flops(
-            layers=config.layers,
+            layers=config.num_trained_layers,
             layer_parameters=config.layer_matmul_parameters,
-            output_parameters=self.vocabulary_size * config.width,
+            output_parameters=(1 + config.extra_predictions) * self.vocabulary_size * config.width,
             attention_width=config.heads * config.head_size,
             value_width=config.heads * config.value_size,
             attended_keys=sum(keys) / len(keys),
@@ -376,7 +492,7 @@ class PretrainDecoder(BaseTrainer):
             return 0.0
         matrices = config.num_input_matrices + (memory.remat == "dots" and config.norm != "pre")
         parameters = moe.experts_per_token * matrices * config.expert_width * config.width
-        return 2.0 * (config.layers - moe.dense_layers) * parameters
+        return 2.0 * (config.num_trained_layers - moe.dense_layers) * parameters
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:
         """Return the memory and communication of a token by formula.
@@ -403,10 +519,10 @@ class PretrainDecoder(BaseTrainer):
             # In rounds the backward pass sends tokens once more instead of keeping them; fixed slots are all sent,
             # filled or not.
             journeys = 5 if moe.capacity_factor is None else 4 * moe.capacity_factor
-            num_layers = config.layers - moe.dense_layers
+            num_layers = config.num_trained_layers - moe.dense_layers
             experts = ExpertSizing(moe.experts, moe.experts_per_token, num_layers, expert_parameters, journeys)
         return compute_transformer_sizing(
-            layers=config.layers,
+            layers=config.num_trained_layers,
             width=config.width,
             output_width=self.vocabulary_size,
             sequence_length=self.config.data.tokens_per_example,

@@ -7,7 +7,9 @@ family.
 
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from experiments.model.config import DecoderConfig
@@ -50,6 +52,13 @@ _NORMS = {
 _QUERY_KEY_NORMS = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
 _QUERY_LATENT_NORM = {"attention.query_norm": "self_attn.q_a_layernorm"}
 _KEY_VALUE_LATENT_NORM = {"attention.key_value_norm": "self_attn.kv_a_layernorm"}
+# Layers of extra predictions have these beside the parts of a layer.
+_EXTRA_PARTS = {
+    "embedding_norm.scale": "enorm",
+    "input_norm.scale": "hnorm",
+    "projection.kernel": "eh_proj",
+    "output_norm.scale": "shared_head.norm",
+}
 # Module of the experts, and names of an expert's matrices, by whether attention has norms. Mixtral is the only family
 # with experts that has none there.
 _EXPERTS = {
@@ -82,7 +91,25 @@ class DecoderFiles(Family):
                     module = f"{stage.name}.layer_{number}"
                     pieces += self._list_layer_pieces(f"model.layers.{layer}", module, repeat, stage.is_sparse)
                     layer += 1
+        stage = self._config.extra_stage
+        for repeat in range(stage.repeats):
+            tensors, leaves = f"model.layers.{layer + repeat}", f"{stage.name}.layer_0"
+            extra = self._list_layer_pieces(tensors, leaves, repeat, stage.is_sparse)
+            extra += [
+                TensorPiece(f"{tensors}.{tensor}.weight", f"{stage.name}.{part}", (repeat,), part.endswith("kernel"))
+                for part, tensor in _EXTRA_PARTS.items()
+            ]
+            pieces += extra if self._has_extra_files else [replace(piece, tensor="") for piece in extra]
         return pieces
+
+    def copies(self) -> Mapping[str, str]:
+        """Return the embedding and the head, which extra predictions share, as files repeat them in each such layer."""
+        if not (self._config.extra_predictions and self._has_extra_files):
+            return {}
+        head = "model.embed_tokens.weight" if self._config.tied_embedding else "lm_head.weight"
+        shared = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": head}
+        layers = range(self._config.layers, self._config.num_trained_layers)
+        return {f"model.layers.{layer}.{name}": tensor for layer in layers for name, tensor in shared.items()}
 
     def config(self) -> Json:
         """Return the config.json of the decoder's family.
@@ -110,15 +137,24 @@ class DecoderFiles(Family):
     def known_as(self, tensor: str) -> str | None:
         """Return the tensor's name in `pieces`, or None to skip it.
 
-        Old files also contain the frequencies of rotary positions, and some a second copy of the embedding as the head.
-        Models that also read images have further parts, which are skipped, and prefix the names of the decoder.
+        Layers of extra predictions are skipped if the decoder has none. Old files also contain the frequencies of
+        rotary positions, and some a second copy of the embedding as the head. Models that also read images have further
+        parts, which are skipped, and prefix the names of the decoder.
         """
         if tensor.startswith(_IMAGE_PARTS):
             return None
         prefix = next((each for each in _TEXT_PREFIXES if tensor.startswith(each)), "")
         tensor = _TEXT_PREFIXES.get(prefix, "") + tensor.removeprefix(prefix)
-        is_repeated = tensor == "lm_head.weight" and self._config.tied_embedding
+        is_repeated = (tensor == "lm_head.weight" and self._config.tied_embedding) or tensor in self.copies()
+        layer = re.match(r"model\.layers\.(\d+)\.", tensor)
+        if layer is not None and int(layer[1]) >= self._config.layers and not self._config.extra_predictions:
+            return None  # files of DeepSeek V3 have such layers, which decoding one token at a time does not need
         return None if is_repeated or tensor.endswith(".rotary_emb.inv_freq") else tensor
+
+    @functools.cached_property
+    def _has_extra_files(self) -> bool:
+        """True if files of the decoder's family hold the layers of extra predictions."""
+        return bool(self._families) and FAMILIES[self._families[0]].has_extra_predictions
 
     @functools.cached_property
     def _families(self) -> list[str]:

@@ -17,7 +17,7 @@ import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -343,6 +343,12 @@ def _plan_tensors(
     problems = find_table_problems(pieces, shapes)
     if problems:
         raise InvalidError("\n".join(f"checkpoint {checkpoint} is not of this model: {line}" for line in problems))
+    left_out = sorted({piece.leaf_name for piece in pieces if not piece.tensor})
+    if left_out:
+        warn(f"{len(left_out)} leaves are left out, which files of this family do not hold: {left_out[0]}, ...")
+    copies = family.copies()
+    pieces = [piece for piece in pieces if piece.tensor]
+    pieces += [replace(piece, tensor=copy) for copy in copies for piece in pieces if piece.tensor == copies[copy]]
     by_leaf: dict[str, list[TensorPiece]] = defaultdict(list)
     dtypes: dict[str, np.dtype] = {}
     for piece in pieces:
@@ -419,7 +425,7 @@ def export_adapter(
             names = [name for pair in pairs.values() for name in pair]
             arrays = {name: np.asarray(array) for name, array in read_named_leaves(store, manifest, names)}
             matrices = {name: (arrays[a], arrays[b]) for name, (a, b) in pairs.items()}
-            modules = list(_build_adapted_modules(family.pieces(), matrices))
+            modules = list(_build_adapted_modules([piece for piece in family.pieces() if piece.tensor], matrices))
             tensors: dict[str, np.ndarray] = {}
             for module in modules:
                 tensors[f"{_PREFIX}{module.name}.lora_A.weight"] = module.a

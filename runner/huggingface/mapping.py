@@ -25,7 +25,8 @@ class TensorPiece:
     """A tensor of the files or a part of one, and the leaf, or slice of a stacked leaf, that holds its elements.
 
     Attributes:
-        tensor: name in the files, such as `model.layers.3.mlp.up_proj.weight`.
+        tensor: name in the files, such as `model.layers.3.mlp.up_proj.weight`. Empty if the family's files have no such
+            tensor: an export leaves the leaf out, and an import leaves its initial values.
         leaf: dotted name of the leaf below `params`, such as `blocks.mlp_up.kernel`. A name that begins with
             `variables.` is a leaf of the state's other variables.
         index: index into the leading axes of the leaf: the layer, or the layer and the expert.
@@ -61,6 +62,13 @@ class Family(Protocol):
         first is `model_type`; vocabulary and context length are none.
         """
 
+    def copies(self) -> Mapping[str, str]:
+        """Return the tensors that files hold a second time: the name of each copy, and of the tensor in `pieces`.
+
+        Called after `pieces`. An export writes them, an import skips them. By default there are none.
+        """
+        return {}
+
     def known_as(self, tensor: str) -> str | None:
         """Return the name in `pieces` of a tensor of published files; None if no model reads it, such as a mask.
 
@@ -79,6 +87,8 @@ def compute_tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Sh
     """Return the shape of every tensor, from the shapes of the leaves by their names in the state."""
     shapes: dict[str, Shape] = {}
     for piece in pieces:
+        if not piece.tensor:
+            continue
         shape = list(compute_piece_shape(piece, leaves[piece.leaf_name]))
         if piece.part is not None:
             axis, _, stop = piece.part
@@ -100,7 +110,8 @@ def find_table_problems(pieces: Sequence[TensorPiece], leaves: Mapping[str, Shap
     by_tensor: dict[str, list[TensorPiece]] = defaultdict(list)
     for piece in pieces:
         by_leaf[piece.leaf_name].append(piece)
-        by_tensor[piece.tensor].append(piece)
+        if piece.tensor:
+            by_tensor[piece.tensor].append(piece)
     problems += [f"{name}: no piece has this leaf" for name in leaves.keys() - by_leaf.keys()]
     problems += [f"{name}: the weights have no such leaf" for name in by_leaf.keys() - leaves.keys()]
     of_leaves = {name: _find_leaf_problems(by_leaf[name], leaves[name]) for name in by_leaf.keys() & leaves.keys()}
@@ -207,7 +218,7 @@ def match_tensors(
         raise InvalidError("\n".join(f"{published.store.url}: {line}" for line in sorted(problems)))
     by_leaf: dict[str, list[tuple[TensorPiece, TensorLocation | None]]] = defaultdict(list)
     for piece in pieces:
-        by_leaf[piece.leaf_name].append((piece, sources[piece.tensor]))
+        by_leaf[piece.leaf_name].append((piece, sources.get(piece.tensor)))
     return TensorMatch(by_leaf, tuple(sorted(notes)))
 
 

@@ -85,6 +85,28 @@ def test_an_exported_config_describes_the_same_decoder(name):
     assert files.differences(found) == files.differences(written) == []
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
+def test_files_hold_extra_predictions_where_the_family_has_them(name):
+    found = json.loads((FIXTURES / name / "config.json").read_text())
+    without = parse_config_json(found)
+    files = parse_config(without.model_copy(update={"extra_predictions": 2}))
+    first = without.layers
+    extra = [piece for piece in files.pieces() if piece.leaf.startswith(("extra.", "variables.balance.extra."))]
+    layers = {piece.tensor.rpartition("layers.")[2].partition(".")[0] for piece in extra}
+    if name == "llama":
+        assert layers == {""}
+        assert files.copies() == {}
+        assert files.config() == parse_config(without).config()
+        return
+    assert layers == {str(first), str(first + 1)}
+    assert files.config()["num_nextn_predict_layers"] == 2
+    assert files.copies()[f"model.layers.{first}.shared_head.head.weight"] == "lm_head.weight"
+    assert all(files.known_as(copy) is None for copy in files.copies())
+    names = {piece.tensor for piece in extra}
+    assert all(files.known_as(tensor) == tensor for tensor in names)
+    assert {parse_config(without).known_as(tensor) for tensor in names} == {None}
+
+
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_part_of_a_multimodal_model_is_imported(prefix, tmp_path):
     text = json.loads((FIXTURES / "gemma3" / "config.json").read_text())

@@ -18,13 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pydantic import ValidationError
 
 from experiments.model.config import DecoderConfig
-from experiments.model.decoder import Decoder, PretrainDecoder
+from experiments.model.decoder import EXTRA_LOSSES, Decoder, PretrainDecoder
 from experiments.model.huggingface import DecoderFiles
 from experiments.model.presets import PRESETS
 from runner.config import MemoryConfig
 from runner.errors import InvalidError
 from runner.parallel.mesh import BATCH_AXES, use_sharding_rules
-from runner.train.state import compute_variable_shardings
+from runner.train.state import STATISTICS, compute_variable_shardings
 from tests.experiments.test_documents import (
     LENGTHS,
     NUM_DOCUMENTS,
@@ -72,7 +72,8 @@ LATENT = {
     "bias": {"query_key_value": True},
     "query_scale": 0.4,
 }
-FAMILIES = {"everything": ALL_FEATURES, "llama": LLAMA, "olmo": OLMO, "latent": LATENT}
+FURTHER = LLAMA | {"extra_predictions": 2, "extra_prediction_weight": 0.5}
+FAMILIES = {"everything": ALL_FEATURES, "llama": LLAMA, "olmo": OLMO, "latent": LATENT, "further": FURTHER}
 MODELS = {name: keys | {"heads": 8} for name, keys in FAMILIES.items()}
 LLAMA3_SCALING = {"name": "llama3", "factor": 2.0, "original_positions": 8}
 TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
@@ -254,6 +255,32 @@ def test_a_chunked_loss_equals_that_of_all_logits(name, remat):
     np.testing.assert_allclose(compiled(make_params(name))[0], expected, rtol=1e-5)
     shapes = [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())]
     assert max(math.prod(shape) for shape in shapes if VOCABULARY in shape) < TOKENS_BxT.size * VOCABULARY
+
+
+def test_extra_predictions_see_no_token_after_their_input():
+    """The target at position 10 is predicted one and two positions further ahead, from tokens up to position 10."""
+    model, weights_BxT = make_decoder(MODELS["further"]), np.zeros(TOKENS_BxT.shape, np.float32)
+    weights_BxT[:, 10] = 1
+
+    @jax.jit
+    def compute_losses(tokens_BxT):
+        targets = np.roll(TOKENS_BxT, -1, axis=1), weights_BxT
+        _, sown = model.apply(
+            jax.device_put(make_params("further")),
+            tokens_BxT,
+            targets=targets,
+            deterministic=False,
+            mutable=[STATISTICS],
+        )
+        return sown[STATISTICS][STATISTICS][EXTRA_LOSSES]
+
+    expected = compute_losses(TOKENS_BxT)
+    np.testing.assert_array_equal(expected["weight_K"], 2)
+    for position, is_seen in {8: True, 9: True, 10: True, 11: False, 12: False}.items():
+        tokens_BxT = TOKENS_BxT.copy()
+        tokens_BxT[:, position] = (tokens_BxT[:, position] + 1) % VOCABULARY
+        changed_K = compute_losses(tokens_BxT)["loss_K"] != expected["loss_K"]
+        np.testing.assert_array_equal(changed_K, is_seen)
 
 
 # Packed documents and sharding.

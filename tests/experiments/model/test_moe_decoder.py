@@ -34,6 +34,7 @@ BIASES = EXPERTS | {"gate": "sigmoid", "shared_experts": 1, "bias_rate": 0.01}
 MODELS = {
     "biases": {"moe": BIASES, "latent": LATENT, "key_value_heads": "auto"},  # like DeepSeek-V3
     "capacity": {"moe": EXPERTS | {"capacity_factor": 1.0}},
+    "further": {"moe": BIASES, "extra_predictions": 2, "extra_prediction_weight": 8.0},
 }
 PATTERN = {"layer_pattern": ["window", "full"], "window": 9}  # its first period ends among the layers with experts
 
