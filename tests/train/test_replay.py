@@ -116,7 +116,13 @@ def make_job(directory: Path, **changes: Any) -> BaseTrainer:
     return make_gpt(directory, FaultyLookup, **BASE | changes)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+DAILY_MESHES = ("data", "same bits")
+DAILY_FAULTS = (("data", 5), ("two devices share a shard", 3), ("same bits", 5))
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=() if mesh in DAILY_MESHES else pytest.mark.soak) for mesh in MESHES]
+)
 def test_replays_change_no_bit(mesh: str, tmp_path: Path) -> None:
     make_job(tmp_path / "replayed", **MESHES[mesh])()
     make_job(tmp_path / "plain", **MESHES[mesh] | {"config.train.replay_every_steps": None})()
@@ -143,7 +149,10 @@ def expect_fault(job: BaseTrainer) -> dict[str, Any]:
     return [event for event in read_log(job.store, "events") if event["event"] == "device_fault"][-1]
 
 
-@pytest.mark.parametrize(("mesh", "place"), PERSISTENT)
+@pytest.mark.parametrize(
+    ("mesh", "place"),
+    [pytest.param(*fault, marks=() if fault in DAILY_FAULTS else pytest.mark.soak) for fault in PERSISTENT],
+)
 def test_a_defective_device_is_named_and_its_updates_are_lost(mesh: str, place: int, tmp_path: Path) -> None:
     stop_after(make_job(tmp_path / "run", **MESHES[mesh]), 5)
     Fault.place = place
