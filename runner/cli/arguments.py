@@ -67,6 +67,9 @@ class PlanArguments:
         typer.Option(metavar="auto", help="Find the smallest slice that finishes the run within --hours."),
     ] = None
     hours: Annotated[float | None, typer.Option(metavar="H", help="Time limit of the run, for --chips auto.")] = None
+    minutes: Annotated[
+        float | None, typer.Option(metavar="M", help="With --search or --chips: compile nothing more after this time.")
+    ] = None
     is_profile: Annotated[
         bool, typer.Option("--profile", help="List the operations of the step with their time and memory.")
     ] = False
@@ -81,6 +84,8 @@ class PlanArguments:
     def __post_init__(self) -> None:
         if (self.chips is None) != (self.hours is None) or (self.hours is not None and not self.hours > 0):
             raise InvalidError("--chips auto needs --hours H, a positive number, and --hours needs --chips auto")
+        if self.minutes is not None and not (self.minutes > 0 and (self.is_search or self.hours is not None)):
+            raise InvalidError("--minutes M needs a positive number, and --search or --chips auto")
         if (self.trace is not None or self.against is not None) and not self.is_profile:
             raise InvalidError("--trace FILE and --against RUN need --profile")
         if self.is_profile and (self.is_search or self.hours is not None):

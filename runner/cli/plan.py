@@ -1,6 +1,7 @@
 """Commands that examine a spec without running its job: plan, schema."""
 
 import json
+import math
 
 from runner.cli.arguments import PlanArguments, SchemaArguments
 from runner.config import TrainerConfig
@@ -23,6 +24,7 @@ def print_plan(arguments: PlanArguments) -> int:
             as_json=arguments.as_json,
             is_search=arguments.is_search,
             hours=arguments.hours,
+            minutes=math.inf if arguments.minutes is None else arguments.minutes,
             is_profile=arguments.is_profile,
             trace=None if arguments.trace is None else local_directory(arguments.trace),
             against=arguments.against,

@@ -95,15 +95,7 @@ def load_global_batch(
     # hold parts of one sequence, which `unique` counts once.
     local = np.unique(np.concatenate([examples_SxB[index[:2]].ravel() for index in indices if index is not None]))
 
-    # Adjacent examples are read together, because a bucket answers one request for many sequences about as fast as a
-    # request for one.
-    first = step * S * B
-    runs = np.split(local, np.flatnonzero(np.diff(local) > 1) + 1)
-    parts = [dataset.read(split, first + int(run[0]), len(run)) for run in runs]
-    if len(parts) == 1:
-        sequences = parts[0]
-    else:
-        sequences = {field: np.concatenate([part[field] for part in parts]) for field in parts[0]}
+    sequences = dataset.read_numbers(split, step * S * B + local)
 
     def get_shard(field: str, index: tuple[slice, ...]) -> np.ndarray:
         # `sequences` holds the local examples only, so global indices are mapped to their ranks among these.

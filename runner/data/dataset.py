@@ -323,32 +323,41 @@ class Dataset:
             raise ValueError(f"got {name!r}, needs {' or '.join(map(repr, names))}")
 
     def read(self, split: str, first: int, count: int) -> Sequences:
-        """Return examples `first .. first + count` of a split, each field of shape (count, *shape of the field).
+        """Return examples `first .. first + count` of a split, see `read_numbers`."""
+        assert first >= 0
+        return self.read_numbers(split, np.arange(first, first + count))
 
-        The training split is an endless shuffled stream. A validation set is in order, and beyond its last example
-        everything is padding, so that a loss weighted by real targets counts each validation target exactly once.
+    def read_numbers(self, split: str, numbers: np.ndarray) -> Sequences:
+        """Return the examples with these numbers (N,), ascending; each field has the shape (N, *shape of the field).
+
+        All of them are requested together, because a bucket answers one request for many sequences about as fast as a
+        request for one. The training split is an endless shuffled stream. A validation set is in order, and beyond its
+        last example everything is padding, so that a loss weighted by real targets counts each validation target
+        exactly once.
 
         Raises:
             ValueError: there is no such split.
             DataError: a file has changed, or an id is invalid.
         """
-        assert first >= 0
         self.validate_split(split)
+        count = len(numbers)
         if split != TRAIN:
             examples = self.validation.get(split)
             sequences = {
                 name: np.full((count, *field.shape), field.padding, field.dtype) for name, field in self.fields.items()
             }
-            num_real = min(count, max(0, examples.num_examples - first)) if examples is not None else 0
+            num_real = 0 if examples is None else int(np.searchsorted(numbers, examples.num_examples))
             if examples is not None and num_real:
-                for name, values in self._add_weights(examples.read(np.arange(first, first + num_real))).items():
+                for name, values in self._add_weights(examples.read(numbers[:num_real])).items():
                     sequences[name][:num_real] = values
             return sequences
         if len(self.train_sources) == 1:
-            return self.train_sources[0].read(np.arange(first, first + count))
+            return self.train_sources[0].read(numbers)
         # One read for each source of the mixture, whose examples are then scattered over the batch.
         sequences = {name: np.empty((count, *field.shape), field.dtype) for name, field in self.fields.items()}
-        sources, indices = self._mixture.locate(first, count)
+        runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+        located = [self._mixture.locate(int(run[0]), len(run)) for run in runs]
+        sources, indices = (np.concatenate(parts) for parts in zip(*located, strict=True))
         for source in np.unique(sources):
             rows = np.flatnonzero(sources == source)
             for name, values in self._add_weights(self.train_sources[source].read(indices[rows])).items():

@@ -150,9 +150,10 @@ def _list_facts(checkpoint: ExportedCheckpoint, generates_text: bool) -> Iterabl
     """Yield the lines of the card's table, (name, value)."""
     spec, data, manifest = checkpoint.spec, checkpoint.data, checkpoint.manifest
     yield "step", f"{manifest.step:,}"
-    tokens = _find_newest(checkpoint.rows, "train/tokens")
-    if tokens is not None:
-        yield "tokens", f"{int(tokens):,}"
+    for unit in ("tokens", "examples"):
+        number = _find_newest(checkpoint.rows, f"train/{unit}")
+        if number is not None:
+            yield unit, f"{int(number):,}"
     for name, key in (("training loss", "train/loss"), ("validation loss", "val/loss")):
         loss = _find_newest(checkpoint.rows, key)
         if loss is not None:

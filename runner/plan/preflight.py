@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from runner.train.stages import RunningStage, format_rounded_starts
 from runner.trainer import BaseTrainer
 
 _NUM_LARGEST_ARRAYS = 5
+_NUM_SHOWN = 3  # candidates that are shown before they are compiled
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class PlanRequest:
         as_json: print JSON instead of a table.
         is_search: rank meshes, micro-batches and the job's own settings.
         hours: time in which the run must end, to choose the chips too.
+        minutes: time for the compilations of a search.
         is_profile: add the forecast of the step, op by op.
         trace: file for the schedule, for Perfetto.
         against: directory of a run to compare the forecast with.
@@ -60,6 +63,7 @@ class PlanRequest:
     as_json: bool = False
     is_search: bool = False
     hours: float | None = None
+    minutes: float = math.inf
     is_profile: bool = False
     trace: Path | None = None
     against: str | None = None
@@ -344,12 +348,17 @@ def _search(request: PlanRequest) -> int:
     if request.hours is None:
         machine = open_machine(accelerator)
         candidates = search.list_candidates(search.list_variants(), accelerator, machine.hbm_bytes)
+        start = search.make_start(accelerator, machine.hbm_bytes)
     else:
         # The largest machine is opened first: see `open_machine`.
         open_machine(Accelerator(accelerator.name, accelerator.chip.slice_sizes[-1]))
         accelerator, candidates = find_smallest_slice(search, accelerator, request.hours)
-        machine = open_machine(accelerator)
-    found, dropped = search.compile_best(candidates, machine)
+        machine, start = open_machine(accelerator), None
+    for candidate in candidates[:_NUM_SHOWN]:
+        predicted = candidate.prediction
+        seconds, needed = format_amount(predicted.rank[0], "seconds"), format_amount(predicted.needed_bytes, "bytes")
+        warn(f"by arithmetic: {seconds} a step, {needed} per device: {candidate.describe()}")
+    found, dropped = search.compile_best(candidates, machine, start, request.minutes)
     # JSON lists only the candidates that fit.
     if request.as_json:
         content = [
@@ -380,17 +389,16 @@ def _format_search(
 ) -> list[str]:
     lines = [f"{accelerator}: {num_candidates} candidates fit by arithmetic; best when compiled by {machine.compiler}:"]
     for number, compiled in enumerate(found, 1):
-        step, bound = format_amount(compiled.times.step_seconds, "seconds"), compiled.times.bound
-        needed = format_amount(compiled.needed_bytes, "bytes")
-        settings = " ".join(compiled.candidate.overrides)
-        seconds = compiled.forecast_seconds
-        forecast = "" if seconds is None else f"forecast {format_amount(seconds, 'seconds')}, "
-        lines.append(
-            f"  {number}. {forecast}lowest step time {step} (bound by {bound}), {needed} per device: {settings}"
-        )
+        lines.append(f"  {number}. {compiled.describe()}")
     lines += [f"  does not fit: {line}" for line in dropped]
     if not found:
         return [*lines, "", "nothing fits: use more chips, or a smaller global batch, model or sequence"]
+    spec = next((compiled for compiled in found if compiled.candidate.is_spec), None)
+    if spec is found[0]:
+        return [*lines, "", "nothing that was compiled is faster than the spec as it is"]
+    if spec is not None:
+        share = 1 - found[0].rank_seconds / spec.rank_seconds
+        lines += ["", f"a step of the first takes {share:.1%} less time than one of the spec as it is"]
     # The best settings as a part of the spec.
     tree: dict[str, Any] = {"topology": {"accelerator": str(accelerator)}}
     for key, value in found[0].candidate.settings.items():

@@ -5,20 +5,27 @@
 2. Drop by arithmetic what cannot fit (state by its shapes and shardings, activations by the job's own formula), and
    predict the least step time of the rest from matmuls, memory traffic and the collectives of the mesh. The state is
    traced once and resharded for each mesh, so some thousand predictions take seconds.
-3. Compile the best few, drop those that do not fit, and rank the rest by the compiled program: by the compiler's
-   estimates of its ops where it writes them (`profile`), else by the roofline.
+3. Compile the spec as it is and the best few, drop those that do not fit, and rank the rest by the compiled program: by
+   the compiler's estimates of its ops where it writes them (`profile`), else by the roofline.
 """
 
 import itertools
+import operator
 import sys
+import time
 from dataclasses import dataclass
+from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 from runner.accelerator import Accelerator
+from runner.console import warn
 from runner.errors import InvalidError
+from runner.parallel.mesh import resolve_mesh_sizes
 from runner.plan import checks, report
 from runner.plan.checks import Findings, load_data
-from runner.plan.mesh import MeshSizes, iter_meshes
+from runner.plan.figures import format_amount
+from runner.plan.mesh import MeshSizes, iter_meshes, order_sizes
 from runner.plan.prediction import SINGLE_DEVICE, Prediction, Predictor, build_abstract
 from runner.plan.profile import forecast_step_seconds
 from runner.plan.program import TYPICAL_SHARE, CompiledProgram, Roofline, TargetMachine, compile_program
@@ -35,16 +42,17 @@ Choices = tuple[tuple[str, Any], ...]  # values of the job's own settings by dot
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the job, with its prediction."""
+    """One way to run the job, with its prediction; `is_spec` marks the spec as it is."""
 
     mesh: MeshSizes
     choices: Choices
     prediction: Prediction
+    is_spec: bool = False
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sort key: least step time first, and of equals the one with less time on all resources together."""
-        return self.prediction.times.rank
+        """Sort key, see `Prediction.rank`."""
+        return self.prediction.rank
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -57,8 +65,12 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        """Settings as `--set` takes them."""
-        return [_format_override(key, value) for key, value in self.settings.items()]
+        """Settings as `--set` takes them; none for the spec as it is."""
+        return [] if self.is_spec else [_format_override(key, value) for key, value in self.settings.items()]
+
+    def describe(self) -> str:
+        """Return the settings for a line of the report."""
+        return "the spec as it is" if self.is_spec else " ".join(self.overrides)
 
 
 def _format_override(key: str, value: Any) -> str:
@@ -87,6 +99,14 @@ class CompiledCandidate:
     def rank_seconds(self) -> float:
         """Step time that it is ranked by: the forecast, else the roofline."""
         return self.times.step_seconds if self.forecast_seconds is None else self.forecast_seconds
+
+    def describe(self) -> str:
+        """Return step time, memory and settings for a line of the report."""
+        step, bound = format_amount(self.times.step_seconds, "seconds"), self.times.bound
+        needed, seconds = format_amount(self.needed_bytes, "bytes"), self.forecast_seconds
+        forecast = "" if seconds is None else f"forecast {format_amount(seconds, 'seconds')}, "
+        settings = self.candidate.describe()
+        return f"{forecast}lowest step time {step} (bound by {bound}), {needed} per device: {settings}"
 
 
 @dataclass(frozen=True)
@@ -156,14 +176,44 @@ class Search:
                 candidates += [Candidate(mesh, variant.choices, prediction) for prediction in fitting]
         return sorted(candidates, key=lambda candidate: candidate.rank)
 
+    def make_start(self, accelerator: Accelerator, hbm_bytes: int) -> Candidate | None:
+        """Return the spec as it is, with its prediction; None if its mesh does not fit the accelerator."""
+        job = self.open_job([])
+        try:
+            mesh = order_sizes(resolve_mesh_sizes(job.topology.mesh, accelerator.num_devices or 1))
+            flops = job.flops_per_token(build_abstract(job.setup_builder, SINGLE_DEVICE))
+        except (InvalidError, ValueError):
+            return None
+        predictor = Predictor(job, flops, accelerator)
+        micro_batches, wanted = predictor.list_micro_batches(dict(mesh)), job.config.train.micro_batch_examples
+        if not micro_batches:
+            return None
+        state = predictor.measure_state(predictor.shard_state(mesh))
+        predictions = [predictor.predict(dict(mesh), size, state) for size in micro_batches if wanted in ("auto", size)]
+        limit_bytes = hbm_bytes * MEMORY_SHARE
+        fitting = [prediction for prediction in predictions if prediction.needed_bytes <= limit_bytes]
+        if not predictions:
+            return None
+        get_value = operator.attrgetter(*job.search_space())
+        values = get_value(SimpleNamespace(config=job.config))
+        choices = tuple(zip(job.search_space(), values if len(job.search_space()) > 1 else (values,), strict=True))
+        return Candidate(mesh, choices, (fitting or predictions[-1:])[0], is_spec=True)
+
     def compile_best(
-        self, candidates: list[Candidate], machine: TargetMachine
+        self, candidates: list[Candidate], machine: TargetMachine, start: Candidate | None = None, minutes: float = inf
     ) -> tuple[list[CompiledCandidate], list[str]]:
-        """Compile the best few candidates.
+        """Compile the best few candidates, and print each result as it comes.
+
+        Args:
+            candidates: candidates that may fit, best first.
+            machine: machine to compile for.
+            start: the spec as it is, which is compiled first, so that the result is never slower.
+            minutes: after this time no further candidate is compiled, once one fits.
 
         Returns:
             Candidates that fit, best first, and a line for each that does not.
         """
+        end_seconds = time.monotonic() + 60 * minutes
         limit_bytes = machine.hbm_bytes * MEMORY_SHARE
         compiled: list[CompiledCandidate] = []
         dropped: dict[Candidate, str] = {}
@@ -182,14 +232,21 @@ class Search:
                 needed_bytes = candidate.prediction.needed_bytes if machine.is_faked else program.step.memory.needed
                 times = times or candidate.prediction.times
                 compiled.append(CompiledCandidate(candidate, program, times, needed_bytes, seconds))
+                warn(f"compiled: {compiled[-1].describe()}")
             except InvalidError as error:
-                dropped[candidate] = f"{' '.join(candidate.overrides)}: {str(error).partition(';')[0]}"
+                dropped[candidate] = f"{candidate.describe()}: {str(error).partition(';')[0]}"
+                warn(f"does not fit: {dropped[candidate]}")
                 needed_bytes = getattr(error.__cause__, "needed_bytes", 0)
                 last = excess.get(candidate.choices, 1.0)
                 excess[candidate.choices] = max(1.1 * last, needed_bytes / candidate.prediction.working_bytes)
 
+        if start is not None:
+            compile_candidate(start)
+            candidates = [each for each in candidates if each.settings != start.settings]
+        most = _NUM_COMPILED + len(compiled)
         for candidate in candidates:
-            if len(compiled) == _NUM_COMPILED or len(compiled) + len(dropped) == _NUM_TRIED:
+            is_late = time.monotonic() >= end_seconds and bool(compiled)
+            if len(compiled) == most or len(compiled) + len(dropped) == _NUM_TRIED or is_late:
                 break
             predicted = candidate.prediction
             if predicted.state_bytes + excess.get(candidate.choices, 1.0) * predicted.working_bytes <= limit_bytes:

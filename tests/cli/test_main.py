@@ -43,7 +43,7 @@ REQUIRED_ARGUMENTS = {
 }
 OPTIONS = {
     (): "--set --profile --coordinator --num-processes --process-id",
-    ("plan",): "--set --topology --search --chips --hours --json --profile --trace --against",
+    ("plan",): "--set --topology --search --chips --hours --minutes --json --profile --trace --against",
     ("status",): "--json --watch",
     ("lineage",): "--json",
     ("report",): "-o --output",

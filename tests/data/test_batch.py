@@ -72,14 +72,14 @@ def test_a_step_holds_the_same_examples_on_every_mesh_and_split(
 def test_replicated_sequences_are_read_once_and_in_one_call(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: Counter[int] = Counter()
     calls: list[int] = []
-    read_dataset = Dataset.read
+    read_dataset = Dataset.read_numbers
 
-    def counted(self: Dataset, split: str, first: int, count: int) -> object:
-        reads.update(range(first, first + count))
-        calls.append(count)
-        return read_dataset(self, split, first, count)
+    def counted(self: Dataset, split: str, numbers: np.ndarray) -> object:
+        reads.update(numbers.tolist())
+        calls.append(len(numbers))
+        return read_dataset(self, split, numbers)
 
-    monkeypatch.setattr(Dataset, "read", counted)
+    monkeypatch.setattr(Dataset, "read_numbers", counted)
     load_global_batch(dataset, "train", 3, accumulate_steps=2, micro_batch=8, sharding=make_sharding(2, 2, 2))
     assert reads == Counter(range(48, 64))
     assert calls == [16]
@@ -107,13 +107,13 @@ from tests.data.datasets import load_kind
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", int(sys.argv[2]), int(sys.argv[3]))
 dataset = load_kind(sys.argv[4], Path(sys.argv[5]))
 read = []
-read_dataset = Dataset.read
+read_dataset = Dataset.read_numbers
 
-def record(self, split, first, count):
-    read.extend(range(first, first + count))
-    return read_dataset(self, split, first, count)
+def record(self, split, numbers):
+    read.extend(numbers.tolist())
+    return read_dataset(self, split, numbers)
 
-Dataset.read = record
+Dataset.read_numbers = record
 sharding = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec(None, "data"))
 batch = load_global_batch(dataset, "train", 5, accumulate_steps=2, micro_batch=4, sharding=sharding)
 held = {name: [shard.data[:, 0].tolist() for shard in array.addressable_shards] for name, array in batch.items()}

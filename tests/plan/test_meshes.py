@@ -189,6 +189,37 @@ def test_a_search_over_five_axes_finds_meshes_along_each(spec, axis):
     assert [one.rank for one in candidates] == sorted(one.rank for one in candidates)
 
 
+def test_the_spec_as_it_is_is_a_candidate():
+    accelerator = parse_accelerator("v5e-8")
+    assert accelerator is not None
+    settings = {"topology.accelerator": "v5e-8", "topology.mesh": "{data: auto, tensor: 2}"}
+    words = [f"{key}={value}" for key, value in settings.items()]
+    found = Search("specs/llama_nano.yaml", (*words, "config.train.micro_batch_examples=4"))
+    start = found.make_start(accelerator, 16 * 2**30)
+    assert start is not None
+    assert start.overrides == []
+    assert start.settings == {
+        "topology.mesh": ONES | {"data": 4, "tensor": 2},
+        "config.train.micro_batch_examples": 4,
+        "config.memory.remat": "none",
+        "config.memory.loss_chunk_positions": None,
+    }
+    # A layer waits for what goes over `tensor`, and for no gradient.
+    assert start.rank[0] == start.prediction.times.step_seconds + start.prediction.exposed_seconds
+    assert start.prediction.exposed_seconds > 0
+    (same,) = (
+        candidate
+        for candidate in found.list_candidates(found.list_variants(), accelerator, 16 * 2**30)
+        if candidate.settings == start.settings
+    )
+    assert same.prediction == start.prediction
+    others = Search("specs/llama_nano.yaml", (words[0], "topology.mesh={data: 8}"))
+    alone = others.make_start(accelerator, 16 * 2**30)
+    assert alone is not None
+    assert alone.prediction.exposed_seconds == 0
+    assert Search("specs/llama_nano.yaml", (words[0], "topology.mesh={data: 3}")).make_start(accelerator, 2**30) is None
+
+
 def test_the_search_for_same_bits_keeps_micro_batch_and_order():
     _, found = make_predictor("config.train.same_bits_devices=64", "config.train.micro_batch_examples=2")
     assert (

@@ -623,7 +623,7 @@
       { title: "steps", key: "step", of: (run) => run.values.step, show: (run) => count(run.values.step) },
       { title: "loss", key: "loss", of: (run) => run.values.loss, show: (run) => fixed(run.values.loss) },
       { title: "best validation", key: "best_validation_loss", of: (run) => run.values.best_validation_loss, show: (run) => fixed(run.values.best_validation_loss) },
-      { title: "tokens / s", key: "tokens_per_second", of: (run) => run.values.tokens_per_second, show: (run) => number(run.values.tokens_per_second) },
+      { title: "tokens / s", key: "tokens_per_second", of: (run) => run.values.tokens_per_second ?? run.values.examples_per_second, show: (run) => number(run.values.tokens_per_second ?? run.values.examples_per_second) + (run.values.examples_per_second === null ? "" : " examples") },
       { title: "MFU", key: "mfu", of: (run) => run.values.mfu, show: (run) => share100(run.values.mfu) },
       { title: "goodput", key: "goodput", of: (run) => run.values.goodput, show: (run) => share100(run.values.goodput) },
     ];
