@@ -45,18 +45,19 @@ def parse_config_json(config: Mapping[str, Any]) -> DecoderConfig:
     family = FAMILIES[name]
     heads = config.get("num_attention_heads")
     try:
+        own = family.read(config)
         common = {
             "layers": config["num_hidden_layers"],
             "width": config["hidden_size"],
             "heads": heads,
             "key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or "auto",
-            "mlp_width": config["intermediate_size"],
+            "mlp_width": own.get("mlp_width") or config["intermediate_size"],
             "norm_epsilon": config.get("rms_norm_eps", family.epsilon),
             "tied_embedding": config.get("tie_word_embeddings", family.is_tied),
         }
         # The family comes last, since it may replace a common key by its own meaning of it.
-        return DecoderConfig(**common | family.read(config))
+        return DecoderConfig(**common | own)
     except KeyError as error:
         raise InvalidError(f"{error.args[0]}: is missing from config.json") from None
     except ValidationError as error:
@@ -353,15 +354,103 @@ def _write_qwen3_moe(config: DecoderConfig) -> Json:
 
 
 def _read_qwen3_moe(config: Mapping[str, Any]) -> Json:
+    experts = _read_experts(config, 128, 8, config.get("norm_topk_prob", False))
+    return _read_qwen3(config) | _read_dense_layers(config, experts["moe"], 768)
+
+
+def _read_dense_layers(config: Mapping[str, Any], moe: Json, default: int) -> Json:
+    """Return the `moe` section and the widths of Qwen's models; `default` is the family's width of an expert."""
     dense = config.get("mlp_only_layers") or []
     if sorted(dense) != list(range(len(dense))) or config.get("decoder_sparse_step", 1) != 1:
         raise InvalidError("moe.dense_layers: layers without experts must be the first ones in this decoder")
-    width = config.get("moe_intermediate_size", 768)
-    keys = _read_experts(config, 128, 8, config.get("norm_topk_prob", False))
+    width = config.get("moe_intermediate_size", default)
     # Without dense layers `mlp_width` is the width of an expert, and no second width is needed.
     if not dense:
-        return _read_qwen3(config) | keys | {"mlp_width": width}
-    return _read_qwen3(config) | {"moe": keys["moe"] | {"dense_layers": len(dense), "expert_width": width}}
+        return {"moe": moe, "mlp_width": width}
+    return {"moe": moe | {"dense_layers": len(dense), "expert_width": width}}
+
+
+_LINEAR_KEYS = {
+    "linear_num_key_heads": ("key_heads", 16),
+    "linear_num_value_heads": ("value_heads", 32),
+    "linear_key_head_dim": ("key_head_dim", 128),
+    "linear_value_head_dim": ("value_head_dim", 128),
+    "linear_conv_kernel_dim": ("conv_width", 4),
+}
+
+
+def _write_hybrid(config: DecoderConfig) -> Json:
+    """Return what Qwen3-Next and Qwen3.5 share."""
+    types = ["linear_attention" if kind == "linear" else "full_attention" for kind in config.layer_kinds]
+    rope = _write_rope(config.rope) | {"partial_rotary_factor": config.rope.fraction}
+    keys = _write_activation(config) | rope | {"attention_bias": config.bias.query_key_value, "layer_types": types}
+    if config.linear is not None:
+        keys |= {name: getattr(config.linear, key) for name, (key, _) in _LINEAR_KEYS.items()}
+    return keys
+
+
+def _read_hybrid(config: Mapping[str, Any], projections: str) -> Json:
+    interval = config.get("full_attention_interval", 4)
+    types = config.get("layer_types") or [
+        "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
+        for layer in range(config["num_hidden_layers"])
+    ]
+    kinds: list[LayerKind] = ["linear" if kind == "linear_attention" else "full" for kind in types]
+    linear = {key: config.get(name, default) for name, (key, default) in _LINEAR_KEYS.items()}
+    rope, bias = config.get("rope_parameters") or {}, config.get("attention_bias", False)
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    return {
+        "head_dim": config.get("head_dim") or 256,
+        "mlp": _read_activation(config, "hidden_act", "silu"),
+        "norm_offset": True,
+        "query_key_norm": "head",
+        "attention_gate": True,
+        "bias": {"query_key_value": bias, "attention_out": bias},
+        "rope": _read_rope(config, 10_000.0) | {"fraction": fraction},
+        "layer_pattern": _find_pattern(kinds),
+        "linear": linear | {"projections": projections} if "linear" in kinds else None,
+    }
+
+
+def _write_shared_expert(config: DecoderConfig) -> Json:
+    """Return the keys of routed experts and of the gated shared one."""
+    written = _write_experts(config, {name: key for name, key in _EXPERT_KEYS.items() if key != "normalise_gates"})
+    widths = {"shared_expert_intermediate_size": config.shared_width, "moe_intermediate_size": config.expert_width}
+    return written | widths
+
+
+def _read_shared_expert(config: Mapping[str, Any], experts: int, per_token: int, is_normalised: bool) -> Json:
+    """Return the `moe` section with a gated shared expert; `experts` and `per_token` are the family's defaults."""
+    moe = _read_experts(config, experts, per_token, is_normalised)["moe"]
+    width = config.get("shared_expert_intermediate_size", 512)
+    return _read_dense_layers(config, moe | {"shared_experts": 1, "shared_gate": True, "shared_width": width}, 512)
+
+
+def _write_qwen3_next(config: DecoderConfig) -> Json:
+    dense = 0 if config.moe is None else config.moe.dense_layers
+    gates = {"norm_topk_prob": config.moe is None or config.moe.normalise_gates}
+    layers = {"mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
+    experts = {"num_experts": 0} if config.moe is None else _write_shared_expert(config)
+    return _write_hybrid(config) | layers | gates | experts
+
+
+def _read_qwen3_next(config: Mapping[str, Any]) -> Json:
+    keys = _read_hybrid(config, "fused")
+    if config.get("num_experts", 512) == 0:
+        return keys
+    return keys | _read_shared_expert(config, 512, 10, config.get("norm_topk_prob", True))
+
+
+def _read_qwen3_5(config: Mapping[str, Any]) -> Json:
+    return _read_hybrid(config, "separate")
+
+
+def _write_qwen3_5_moe(config: DecoderConfig) -> Json:
+    return _write_hybrid(config) | _write_shared_expert(config)
+
+
+def _read_qwen3_5_moe(config: Mapping[str, Any]) -> Json:
+    return _read_hybrid(config, "separate") | _read_shared_expert(config, 256, 8, True)
 
 
 def _write_olmoe(config: DecoderConfig) -> Json:
@@ -506,5 +595,8 @@ FAMILIES: dict[str, ConfigFormat] = {
         ConfigFormat("deepseek_v2", "DeepseekV2ForCausalLM", _write_deepseek_v2, _read_deepseek_v2),
         ConfigFormat("deepseek_v3", "DeepseekV3ForCausalLM", _write_deepseek_v3, _read_deepseek_v3),
         ConfigFormat("smollm3", "SmolLM3ForCausalLM", _write_smollm3, _read_smollm3, is_tied=True),
+        ConfigFormat("qwen3_next", "Qwen3NextForCausalLM", _write_qwen3_next, _read_qwen3_next),
+        ConfigFormat("qwen3_5_text", "Qwen3_5ForCausalLM", _write_hybrid, _read_qwen3_5),
+        ConfigFormat("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _write_qwen3_5_moe, _read_qwen3_5_moe),
     )
 }

@@ -27,6 +27,7 @@ from experiments.model.attention_layer import (
     residual_stddev,
 )
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage, mup_rate_factor
+from experiments.model.delta_net import GatedDeltaNet
 from experiments.model.embedding import EmbeddingNoise, embed, evaluated_loss_sum_of, loss_sum_of, unembed
 from experiments.model.huggingface import DecoderFiles
 from experiments.model.layers import INIT_STDDEV, GatedMLP, constrain_stream, rematerialised, save_stream, with_axes
@@ -67,7 +68,9 @@ class Block(nn.Module):
         """Return the stream after the layer, the new cache, and statistics of experts (empty for an MLP)."""
         config, stddev = self.config, residual_stddev(self.config)
         form = Attention if config.latent is None else LatentAttention
-        attention = form(config, self.kind, self.precision, self.row_attention, name="attention")
+        attention: nn.Module = form(config, self.kind, self.precision, self.row_attention, name="attention")
+        if self.kind == "linear":
+            attention = GatedDeltaNet(config, self.precision, name="delta_net")
         y_BxTxD, cache = attention(self._norm("attention_norm", "pre", x_BxTxD), info, cache)
         x_BxTxD += self._norm("attention_post_norm", "post", y_BxTxD)
         x_BxTxD = save_stream(x_BxTxD)
@@ -136,6 +139,7 @@ class Decoder(nn.Module):
         positions: jax.Array | None = None,
         cache: Any = None,
         start: jax.Array | None = None,
+        count: jax.Array | None = None,
         examples: jax.Array | None = None,
         deterministic: bool,
     ) -> Any:
@@ -152,6 +156,8 @@ class Decoder(nn.Module):
             cache: from `init_cache`, or from the previous call.
             start: position of the first token, if there is a cache. Tokens are at `start` to start + T - 1, and attend
                 to those that were cached before them.
+            count: number of tokens that are not padding at the end, if there is a cache; None: all. Linear layers read
+                only these.
             examples: (B), place of each example in the step, which its noise depends on.
             deterministic: True leaves out noise, `z_loss` and the losses of routers.
 
@@ -175,7 +181,7 @@ class Decoder(nn.Module):
             kind: None if rope is None else rotation_at(positions, rope, config.rotary_size)
             for kind, rope in ropes.items()
         }
-        info = SequenceInfo(rotations, segments, _find_real_tokens(tokens_BxT, targets, segments), start)
+        info = SequenceInfo(rotations, segments, _find_real_tokens(tokens_BxT, targets, segments), start, count)
 
         x_BxTxD = embed(embedding_VxD, tokens_BxT)
         x_BxTxD = EmbeddingNoise(config.neftune_alpha, deterministic, name="embedding_noise")(x_BxTxD, examples)
@@ -223,8 +229,8 @@ class Decoder(nn.Module):
         """Return an empty cache for `batch` sequences of at most `length` tokens."""
         return {
             stage.name: {
-                name: make_cache(self.config, (stage.repeats, batch, length), dtype)
-                for name in list_layer_names(stage.kinds)
+                name: make_cache(self.config, kind, (stage.repeats, batch, length), dtype)
+                for name, kind in zip(list_layer_names(stage.kinds), stage.kinds, strict=True)
             }
             for stage in self.config.stages
         }
@@ -344,8 +350,8 @@ class PretrainDecoder(BaseTrainer):
         """
         config, memory, length = self.config.model, self.config.memory, self.config.data.tokens_per_example
         # A window longer than the sequence is full attention.
-        windows = [min(config.get_window(kind) or length, length) for kind in config.layer_kinds]
-        keys = [window - window**2 / (2 * length) for window in windows]
+        windows = [min(config.get_window(kind) or length, length) for kind in config.layer_kinds if kind != "linear"]
+        keys = [window - window**2 / (2 * length) for window in windows] + [0.0] * config.layer_kinds.count("linear")
         has_post_norm = config.norm != "pre"  # its gradient needs the result of the layer's last matmul
         flops = compute_transformer_flops(
             layers=config.layers,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.model.config import DecoderConfig
+from experiments.model.config import DecoderConfig, LayerKind
 from experiments.model.config_json import FAMILIES, ConfigFormat, Json, find_text_config, parse_config_json
 from experiments.model.moe import BALANCE
 from runner.errors import InvalidError
@@ -30,8 +30,8 @@ _LATENT_QUERY_MATMULS = {  # by whether queries have a latent
     False: {"attention.query": "self_attn.q_proj"},
     True: {"attention.query_down": "self_attn.q_a_proj", "attention.query_up": "self_attn.q_b_proj"},
 }
-_COMMON_MATMULS = {
-    "attention.out": "self_attn.o_proj",
+_OUT_MATMUL = {"attention.out": "self_attn.o_proj"}
+_MLP_MATMULS = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
@@ -56,9 +56,17 @@ _EXPERTS = {
     False: ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     True: ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
+# Parts of a linear layer. The convolution is one tensor, and so may projections be, which our leaves share.
+_LINEAR_MATMULS = {
+    "fused": {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba"},
+    "separate": {"gate": "in_proj_z", "beta": "in_proj_b", "decay": "in_proj_a"},
+}
+_LINEAR_VECTORS = {"a_log": "A_log", "dt_bias": "dt_bias", "norm.scale": "norm.weight"}
+_PREDICTION_PART = "mtp."  # further layers that predict further tokens
 # Names in models that also read images: prefixes of the decoder, and the parts for images.
 _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_IMAGE_PARTS += ("visual.", "model.visual.")
 
 
 class DecoderFiles(Family):
@@ -78,9 +86,9 @@ class DecoderFiles(Family):
         layer = 0
         for stage in self._config.stages:
             for repeat in range(stage.repeats):
-                for number in range(len(stage.kinds)):
+                for number, kind in enumerate(stage.kinds):
                     module = f"{stage.name}.layer_{number}"
-                    pieces += self._list_layer_pieces(f"model.layers.{layer}", module, repeat, stage.is_sparse)
+                    pieces += self._list_layer_pieces(f"model.layers.{layer}", module, repeat, kind, stage.is_sparse)
                     layer += 1
         return pieces
 
@@ -111,9 +119,10 @@ class DecoderFiles(Family):
         """Return the tensor's name in `pieces`, or None to skip it.
 
         Old files also contain the frequencies of rotary positions, and some a second copy of the embedding as the head.
-        Models that also read images have further parts, which are skipped, and prefix the names of the decoder.
+        Models that also read images have further parts, which are skipped, and prefix the names of the decoder. Layers
+        that predict further tokens are skipped too.
         """
-        if tensor.startswith(_IMAGE_PARTS):
+        if tensor.startswith((*_IMAGE_PARTS, _PREDICTION_PART)):
             return None
         prefix = next((each for each in _TEXT_PREFIXES if tensor.startswith(each)), "")
         tensor = _TEXT_PREFIXES.get(prefix, "") + tensor.removeprefix(prefix)
@@ -125,24 +134,31 @@ class DecoderFiles(Family):
         """Families that give the same decoder back when what is written of it is read."""
         return [name for name in FAMILIES if not self._compare(self._make_config_json(FAMILIES[name]))]
 
-    def _list_layer_pieces(self, tensors: str, leaves: str, index: int, is_sparse: bool) -> list[TensorPiece]:
+    def _list_layer_pieces(
+        self, tensors: str, leaves: str, index: int, kind: LayerKind, is_sparse: bool
+    ) -> list[TensorPiece]:
         """Return the pieces of one layer.
 
         Args:
             tensors: prefix of the layer's tensors.
             leaves: prefix of the layer's parameters.
             index: place of the layer in the stacked parameters.
+            kind: kind of the layer.
             is_sparse: True if the layer has experts instead of an MLP.
         """
         config, has_gate = self._config, self._config.mlp != "squared_relu"
-        if config.latent is None:
-            matmuls = _HEAD_MATMULS | _COMMON_MATMULS
+        attention_norms: dict[str, str] = {}
+        pieces = []
+        if kind == "linear":
+            matmuls = _MLP_MATMULS
+            pieces += self._list_linear_pieces(f"{tensors}.linear_attn", f"{leaves}.delta_net", index)
+        elif config.latent is None:
+            matmuls = _HEAD_MATMULS | _OUT_MATMUL | _MLP_MATMULS
             attention_norms = _QUERY_KEY_NORMS if config.query_key_norm else {}
         else:
             has_query_latent = config.latent.query_rank is not None
-            matmuls = _LATENT_QUERY_MATMULS[has_query_latent] | _LATENT_MATMULS | _COMMON_MATMULS
+            matmuls = _LATENT_QUERY_MATMULS[has_query_latent] | _LATENT_MATMULS | _OUT_MATMUL | _MLP_MATMULS
             attention_norms = _KEY_VALUE_LATENT_NORM | (_QUERY_LATENT_NORM if has_query_latent else {})
-        pieces = []
         for part, tensor in matmuls.items():
             if (part == "mlp.gate" and not has_gate) or (is_sparse and part.startswith("mlp.")):
                 continue
@@ -154,8 +170,10 @@ class DecoderFiles(Family):
         if not is_sparse:
             return pieces
 
-        moe, (block, names) = config.moe, _EXPERTS[bool(attention_norms)]
+        has_norms = config.latent is not None or config.query_key_norm is not None
+        moe, (block, names) = config.moe, _EXPERTS[has_norms]
         assert moe is not None, "a sparse layer has experts"
+        shared = "shared_expert" if moe.shared_gate else "shared_experts"
         tensors, leaves = f"{tensors}.{block}", f"{leaves}.moe"
         pieces.append(TensorPiece(f"{tensors}.gate.weight", f"{leaves}.router", (index,), transpose=True))
         if moe.bias_rate is not None:
@@ -168,9 +186,34 @@ class DecoderFiles(Family):
                 tensor = f"{tensors}.experts.{expert}.{name}.weight"
                 pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index, expert), transpose=True))
             if moe.shared_experts:
-                tensor = f"{tensors}.shared_experts.{name}.weight"
+                tensor = f"{tensors}.{shared}.{name}.weight"
                 pieces.append(TensorPiece(tensor, f"{leaves}.shared.{leaf}.kernel", (index,), transpose=True))
+        if moe.shared_gate:
+            gate = f"{tensors}.shared_expert_gate.weight"
+            pieces.append(TensorPiece(gate, f"{leaves}.shared_gate", (index,), transpose=True))
         return pieces
+
+    def _list_linear_pieces(self, tensors: str, leaves: str, index: int) -> list[TensorPiece]:
+        """Return the pieces of one linear layer, without its norm and MLP."""
+        linear = self._config.linear
+        assert linear is not None, "a linear layer needs config.model.linear"
+        matmuls = _LINEAR_MATMULS[linear.projections] | {"out": "out_proj"}
+        pieces = [
+            TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.kernel", (index,), transpose=True)
+            for part, tensor in matmuls.items()
+        ]
+        start = 0
+        for part, width in {"query": linear.key_width, "key": linear.key_width, "value": linear.value_width}.items():
+            place = (0, start, start + width)
+            pieces.append(TensorPiece(f"{tensors}.conv1d.weight", f"{leaves}.{part}_conv", (index,), part=place))
+            if linear.projections == "separate":
+                tensor = f"{tensors}.in_proj_qkv.weight"
+                pieces.append(TensorPiece(tensor, f"{leaves}.{part}.kernel", (index,), True, place))
+            start += width
+        vectors = [
+            TensorPiece(f"{tensors}.{name}", f"{leaves}.{leaf}", (index,)) for leaf, name in _LINEAR_VECTORS.items()
+        ]
+        return pieces + vectors
 
     def _make_config_json(self, family: ConfigFormat) -> Json:
         """Return the config.json of this decoder as a member of `family`, whether or not it belongs there."""
@@ -219,6 +262,7 @@ def _has_bias(config: DecoderConfig, part: str) -> bool:
 def _canonicalise(config: DecoderConfig) -> Json:
     """Return everything that the result depends on, with `auto` resolved: equal for configs that compute the same."""
     same = ("layers", "width", "heads", "mlp_width", "mlp", "norm", "norm_epsilon", "norm_offset", "query_key_norm")
+    same += ("attention_gate",)
     kinds = config.layer_kinds
     scale = 1 / math.sqrt(config.head_size) if config.query_scale == "auto" else config.query_scale
     embedding = math.sqrt(config.width) if config.embedding_scale == "sqrt_width" else config.embedding_scale
@@ -228,11 +272,13 @@ def _canonicalise(config: DecoderConfig) -> Json:
         experts = config.moe.model_dump(exclude={"auxiliary_loss", "router_z_loss", "bias_rate"})
         if config.moe.groups_per_token == config.moe.groups:  # a token's experts come from all groups, however many
             experts |= {"groups": 1, "groups_per_token": 1, "group_score": "max"}
-        experts |= {"expert_width": config.expert_width, "has_biases": config.moe.bias_rate is not None}
+        experts |= {"expert_width": config.expert_width, "shared_width": config.shared_width}
+        experts |= {"has_biases": config.moe.bias_rate is not None}
     return {key: getattr(config, key) for key in same} | {
         "key_value_heads": config.key_heads,
         "head_dim": config.head_size,
         "latent": config.latent and config.latent.model_dump(),
+        "linear": config.linear and config.linear.model_dump(),
         "bias": config.bias.model_dump(),
         "layer_pattern": kinds,
         "window": config.window,

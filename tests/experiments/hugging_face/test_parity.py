@@ -32,9 +32,14 @@ def parse_config(config, sequence_length=64):
 def stack_params(tensors, files):
     """Stack tensors into parameters, and check that each tensor is used once."""
     slices = {}
-    left = dict(tensors)
+    left = {(name, None): tensor for name, tensor in tensors.items()}
+    parts = {(piece.tensor, piece.part) for piece in files.pieces() if piece.part is not None}
+    for name, (axis, start, stop) in parts:
+        tensor = tensors[name]
+        left.pop((name, None), None)
+        left[name, (axis, start, stop)] = tensor.take(range(start, stop), axis)
     for piece in files.pieces():
-        tensor = left.pop(piece.tensor)
+        tensor = left.pop((piece.tensor, piece.part))
         slices.setdefault(piece.leaf, {})[piece.index] = tensor.T if piece.transpose else tensor
     assert left == {}
     params = {}
