@@ -168,11 +168,6 @@ class LinearConfig(FrozenModel):
         """Numbers that a token is projected to: queries, keys, values, output gates, and two for each state."""
         return 2 * (self.key_width + self.value_width + self.value_heads)
 
-    @property
-    def state_flops(self) -> int:
-        """FLOPs of a token in one forward pass: its key and its query read each state, and its value is added."""
-        return 6 * self.key_head_dim * self.value_width
-
     @model_validator(mode="after")
     def _validate_heads(self) -> "LinearConfig":
         if self.value_heads % self.key_heads:

@@ -27,7 +27,7 @@ from experiments.model.attention_layer import (
     residual_stddev,
 )
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage, mup_rate_factor
-from experiments.model.delta_net import GatedDeltaNet
+from experiments.model.delta_net import GatedDeltaNet, count_rule_bytes, count_rule_flops
 from experiments.model.embedding import EmbeddingNoise, embed, evaluated_loss_sum_of, loss_sum_of, unembed
 from experiments.model.huggingface import DecoderFiles
 from experiments.model.layers import INIT_STDDEV, GatedMLP, constrain_stream, rematerialised, save_stream, with_axes
@@ -346,7 +346,8 @@ class PretrainDecoder(BaseTrainer):
     def flops_per_token(self, train_setup: TrainSetup) -> Flops:
         """Return FLOPs by formula: causal attention as half of its square, a window as its mean over the sequence.
 
-        For sequences of several documents this is an upper bound: no implementation skips other documents.
+        Linear layers count with their matmuls and the delta rule in chunks. For sequences of several documents this is
+        an upper bound: no implementation skips other documents.
         """
         config, memory, length = self.config.model, self.config.memory, self.config.data.tokens_per_example
         # A window longer than the sequence is full attention.
@@ -362,6 +363,7 @@ class PretrainDecoder(BaseTrainer):
             attended_keys=sum(keys) / len(keys),
             remat=memory.remat,
             last_parameters=0 if has_post_norm else config.mean_hidden_width * config.width,
+            state_flops=0 if config.linear is None else config.linear_share * count_rule_flops(config.linear),
         )
         recomputed = flops.recomputed_per_token + self._count_recomputed_expert_flops(train_setup)
         return replace(flops, recomputed_per_token=recomputed)
@@ -390,7 +392,7 @@ class PretrainDecoder(BaseTrainer):
         A layer saves its input and the stream between attention and MLP, both sharded like the stream, and after every
         norm its result in that sharding; two normalised copies of the gathered stream, and latents with their norms;
         and queries, keys, values, attention's result and the hidden layers that process a token, sharded by heads or
-        columns.
+        columns. Linear layers count with their share of the layers.
         """
         config, moe, latent, tensor = (
             self.config.model,
@@ -400,12 +402,24 @@ class PretrainDecoder(BaseTrainer):
         )
         query, values = config.heads * config.head_size, config.heads * config.value_size
         keys = config.key_heads * (config.head_size + config.value_size)
+        # With gates also these, and the result that they are applied to.
+        projected, mixed = query + keys, values
+        if config.attention_gate:
+            projected, mixed = projected + query, mixed + values
+        working = 0.0
+        if config.linear is not None:
+            # The mean over layers; a linear layer keeps its result before the norm and after it, both in float32.
+            share, width = config.linear_share, config.linear.value_width
+            wide = 2 * 4 / jnp.dtype(self.config.precision.compute).itemsize * width
+            projected += share * (config.linear.projected_width - projected)
+            mixed += share * (wide + width - mixed)
+            working = count_rule_bytes(config.linear) / tensor
         latents = 0 if latent is None else (latent.query_rank or 0) + latent.cached_width
         norms = {"pre": 2, "post": 2, "both": 4}[config.norm]
         hidden, matrices = config.mean_hidden_width, config.num_input_matrices
         experts = NO_EXPERTS
         if moe is not None:
-            expert_parameters = config.expert_matmul_parameters // (moe.experts_per_token + moe.shared_experts)
+            expert_parameters = (matrices + 1) * config.expert_width * config.width
             # In rounds the backward pass sends tokens once more instead of keeping them; fixed slots are all sent,
             # filled or not.
             journeys = 5 if moe.capacity_factor is None else 4 * moe.capacity_factor
@@ -421,9 +435,10 @@ class PretrainDecoder(BaseTrainer):
             sizes=sizes,
             kept=2 * config.width
             + 2 * latents
-            + (norms * config.width + query + values + keys + (matrices + 1) * hidden) / tensor,
-            kept_of_dots=latents + (3 * config.width + query + keys + matrices * hidden) / tensor,
+            + (norms * config.width + projected + mixed + (matrices + 1) * hidden) / tensor,
+            kept_of_dots=latents + (3 * config.width + projected + matrices * hidden) / tensor,
             keys_and_values=keys,
+            working_bytes=working,
             experts=experts,
         )
 

@@ -39,9 +39,10 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from experiments.model.attention_layer import ComputePrecision, DeltaCache, SequenceInfo, residual_stddev
-from experiments.model.config import DecoderConfig
+from experiments.model.config import DecoderConfig, LinearConfig
 from experiments.model.layers import (
     FromHeads,
+    Residuals,
     RMSNorm,
     ToHeads,
     constrain,
@@ -265,13 +266,13 @@ def apply_delta_rule(
     # Each correction is computed from those before it in its chunk.
     overlap = _einsum("nbkcp,nbksp->nbkcs", k_NxBxKxCxP, k_NxBxKxCxP)[:, :, :, None] * decay_NxBxKxRxCxC
     system_NxBxKxRxCxC = jnp.where(jnp.tri(C, k=-1, dtype=bool), beta_NxBxKxRxC[..., None] * overlap, 0)
-    inverse_NxBxKxRxCxC = invert_unit_triangular(system_NxBxKxRxCxC)
+    inverse_NxBxKxRxCxC = invert_unit_triangular(jax.lax.stop_gradient(system_NxBxKxRxCxC))
     scores = _einsum("nbkcp,nbksp->nbkcs", q_NxBxKxCxP, k_NxBxKxCxP)[:, :, :, None] * decay_NxBxKxRxCxC
 
     def read_chunk(S: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, beta, since, up_to, inverse, scores = chunk
+        q, k, v, beta, since, up_to, system, inverse, scores = chunk
         known = since[..., None] * _einsum("bkcp,bkrpw->bkrcw", k, S)
-        correction = _einsum("bkrcs,bkrsw->bkrcw", inverse, beta[..., None] * (v - known))
+        correction = _solve(system, inverse, beta[..., None] * (v - known))
         o = since[..., None] * _einsum("bkcp,bkrpw->bkrcw", q, S) + _einsum("bkrcs,bkrsw->bkrcw", scores, correction)
         S = since[..., -1:, None] * S + _einsum("bkcp,bkrcw->bkrpw", k, up_to[..., None] * correction)
         return S, o
@@ -279,11 +280,31 @@ def apply_delta_rule(
     if states_BxKxRxPxW is None:
         states_BxKxRxPxW = jnp.zeros((B, K, R, k_BxTxKxP.shape[-1], W), jnp.float32)
     chunks = (q_NxBxKxCxP, k_NxBxKxCxP, v_NxBxKxRxCxW, beta_NxBxKxRxC, since_NxBxKxRxC, up_to_NxBxKxRxC)
-    states_BxKxRxPxW, o_NxBxKxRxCxW = jax.lax.scan(read_chunk, states_BxKxRxPxW, (*chunks, inverse_NxBxKxRxCxC, scores))
+    states_BxKxRxPxW, o_NxBxKxRxCxW = jax.lax.scan(
+        read_chunk, states_BxKxRxPxW, (*chunks, system_NxBxKxRxCxC, inverse_NxBxKxRxCxC, scores)
+    )
     return o_NxBxKxRxCxW.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, K, R, W)[:, :T], states_BxKxRxPxW
 
 
-@jax.custom_vjp
+def count_rule_flops(linear: LinearConfig) -> float:
+    """Return the FLOPs of the delta rule for a token, in one forward pass of a layer whose sequences are whole chunks.
+
+    A state is read by a key and by a query, and a key writes to it. In a chunk a token's key and query meet all keys,
+    its correction and its result are sums over all values, and blocks of the inverse are joined.
+    """
+    states = 6 * linear.key_head_dim * linear.value_width
+    inverse = 2 * linear.value_heads * (CHUNK**2 - 1) / 3
+    return states + 4 * CHUNK * (linear.key_width + linear.value_width) + inverse
+
+
+def count_rule_bytes(linear: LinearConfig) -> float:
+    """Return the bytes of a token that exist while the delta rule of one layer is computed with its gradient.
+
+    Scores, their decays, the triangular system and its inverse are as wide as a chunk, and each chunk has states.
+    """
+    return 4.0 * (6 * CHUNK * linear.value_heads + 2 * linear.key_head_dim * linear.value_width / CHUNK)
+
+
 def invert_unit_triangular(system: jax.Array) -> jax.Array:
     """Return the inverse of 1 + `system` (..., C, C), which is strictly lower triangular; C is a power of two.
 
@@ -303,11 +324,27 @@ def invert_unit_triangular(system: jax.Array) -> jax.Array:
     return inverse[..., 0, :, :]
 
 
-def _invert_backward(inverse: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
-    return (-_einsum("...ji,...jk,...lk->...il", inverse, gradient, inverse),)
+@jax.custom_vjp
+def _solve(system: jax.Array, inverse: jax.Array, right: jax.Array) -> jax.Array:
+    """Return the solution u of (1 + `system`) u = `right`, with the inverse at hand.
+
+    The gradient of the system is an outer product of the solution; that of its inverse would be two products more.
+    """
+    return _einsum("bkrcs,bkrsw->bkrcw", inverse, right)
 
 
-invert_unit_triangular.defvjp(lambda system: (inverse := invert_unit_triangular(system), inverse), _invert_backward)
+def _solve_forward(system: jax.Array, inverse: jax.Array, right: jax.Array) -> tuple[jax.Array, Residuals]:
+    solution = _solve(system, inverse, right)
+    return solution, (inverse, solution)
+
+
+def _solve_backward(residuals: Residuals, gradient: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+    inverse, solution = residuals
+    of_right = _einsum("bkrcs,bkrcw->bkrsw", inverse, gradient)
+    return -_einsum("bkrcw,bkrsw->bkrcs", of_right, solution), None, of_right
+
+
+_solve.defvjp(_solve_forward, _solve_backward)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)

@@ -111,7 +111,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "num_experts": 0, "full_attention_interval": 2}
         | {"partial_rotary_factor": 1.0, "rope_scaling": YARN | ORIGINAL, **THETA},
     ),
-    "qwen3_5-all-linear": ("qwen3_5_text", LINEAR_ATTENTION | {"layer_types": ["linear_attention"] * 2}),
+    "qwen3_5-tied": (
+        "qwen3_5_text",
+        LINEAR_ATTENTION | {"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": True},
+    ),
     "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 2.0, "num_hidden_layers": 7, "sliding_window": 3}),
 }
 DAILY = [name for name in CASES if "-" not in name]
