@@ -73,7 +73,7 @@ class SequenceInfo(NamedTuple):
     segments: jax.Array | None  # (B, T), of sequences that hold several documents; 0 is padding
     real: jax.Array  # (B, T), bool: not padding
     start: jax.Array | None  # position of the first token, if there is a cache
-    count: jax.Array | None = None  # tokens of a call with a cache that are real; None: all
+    num_real: jax.Array | None = None  # tokens of a call with a cache that are real; None: all
 
 
 class ComputePrecision(NamedTuple):

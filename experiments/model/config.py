@@ -245,8 +245,8 @@ class DecoderConfig(WidthScaledConfig):
         default=["full"],
         min_length=1,
         description="Kinds of layers, repeated to the last layer: attention to the whole sequence (full), to the last "
-        "`window` positions (window), or to the whole sequence without rotary positions (no_rope), or linear layers "
-        "(linear).",
+        "`window` positions (window), or to the whole sequence without rotary positions (no_rope); or no attention but "
+        "a gated delta net (linear).",
     )
     linear: LinearConfig | None = Field(default=None, description="Linear layers of layer_pattern; null: none.")
     window: PositiveInt | None = Field(
@@ -413,14 +413,15 @@ class DecoderConfig(WidthScaledConfig):
     @property
     def layer_matmul_parameters(self) -> float:
         """Parameters of the matmuls that process a token in one layer; the mean over layers where they differ."""
+        attention: float
         if self.latent is not None:
             attention = self.latent.count_matmul_parameters(self.heads, self.width)
         else:
             queries = self.heads * (2 if self.attention_gate else 1)
             attention = (queries + self.heads + 2 * self.key_heads) * self.head_size * self.width
         if self.linear is not None:
-            linear = (self.linear.projected_width + self.linear.value_width) * self.width
-            attention += (linear - attention) * self.linear_share
+            linear, share = (self.linear.projected_width + self.linear.value_width) * self.width, self.linear_share
+            attention = share * linear + (1 - share) * attention
         mlp = (self.num_input_matrices + 1) * self.mlp_width * self.width
         if self.moe is None:
             return attention + mlp

@@ -403,10 +403,8 @@ class PretrainDecoder(BaseTrainer):
         query, values = config.heads * config.head_size, config.heads * config.value_size
         keys = config.key_heads * (config.head_size + config.value_size)
         # With gates also these, and the result that they are applied to.
-        projected, mixed = query + keys, values
-        if config.attention_gate:
-            projected, mixed = projected + query, mixed + values
-        working = 0.0
+        has_gate, working = config.attention_gate, 0.0
+        projected, mixed = float(query + keys + has_gate * query), float(values + has_gate * values)
         if config.linear is not None:
             # The mean over layers; a linear layer keeps its result before the norm and after it, both in float32.
             share, width = config.linear_share, config.linear.value_width

@@ -30,12 +30,11 @@ convolution reads, C positions of a chunk, N chunks.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from experiments.model.attention_layer import ComputePrecision, DeltaCache, SequenceInfo, residual_stddev
@@ -97,7 +96,7 @@ class GatedDeltaNet(nn.Module):
             x_BxTxKxI = jnp.concatenate([project("query", P), project("key", P), project("value", R * W)], axis=-1)
             z_BxTxKxRW, b_BxTxKxR, a_BxTxKxR = project("gate", R * W), project("beta", R), project("decay", R)
 
-        def parameter(name: str, init: Initializer, *shape: int) -> jax.Array:
+        def parameter(name: str, init: Any, *shape: int) -> jax.Array:
             axes = ("heads", "conv_input", "conv")[: len(shape)]
             value = self.param(name, with_axes(init, *axes), shape, self.precision.params)
             return value.astype(jnp.float32)
@@ -118,7 +117,7 @@ class GatedDeltaNet(nn.Module):
             # A sequence begins with an empty state, whatever the cache held before.
             before = DeltaCache(*(jnp.where(info.start == 0, 0, leaf) for leaf in cache))
             inputs_BxSxKxI = jnp.concatenate([before.inputs.astype(x_BxTxKxI.dtype), x_BxTxKxI], axis=1)
-            count = T if info.count is None else info.count
+            count = T if info.num_real is None else info.num_real
             is_real_T = jnp.arange(T) < count
             arrays = (x_BxTxKxI, b_BxTxKxR, a_BxTxKxR, weights, None)
             o_BxTxKxRW, states = _read_sequence(P, *arrays, before, is_real_T)
@@ -277,13 +276,11 @@ def apply_delta_rule(
         S = since[..., -1:, None] * S + _einsum("bkcp,bkrcw->bkrpw", k, up_to[..., None] * correction)
         return S, o
 
-    if states_BxKxRxPxW is None:
-        states_BxKxRxPxW = jnp.zeros((B, K, R, k_BxTxKxP.shape[-1], W), jnp.float32)
+    zeros = jnp.zeros((B, K, R, k_BxTxKxP.shape[-1], W), jnp.float32)
+    states = zeros if states_BxKxRxPxW is None else states_BxKxRxPxW
     chunks = (q_NxBxKxCxP, k_NxBxKxCxP, v_NxBxKxRxCxW, beta_NxBxKxRxC, since_NxBxKxRxC, up_to_NxBxKxRxC)
-    states_BxKxRxPxW, o_NxBxKxRxCxW = jax.lax.scan(
-        read_chunk, states_BxKxRxPxW, (*chunks, system_NxBxKxRxCxC, inverse_NxBxKxRxCxC, scores)
-    )
-    return o_NxBxKxRxCxW.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, K, R, W)[:, :T], states_BxKxRxPxW
+    states, o_NxBxKxRxCxW = jax.lax.scan(read_chunk, states, (*chunks, system_NxBxKxRxCxC, inverse_NxBxKxRxCxC, scores))
+    return o_NxBxKxRxCxW.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, K, R, W)[:, :T], states
 
 
 def count_rule_flops(linear: LinearConfig) -> float:

@@ -65,8 +65,9 @@ _LINEAR_VECTORS = {"a_log": "A_log", "dt_bias": "dt_bias", "norm.scale": "norm.w
 _PREDICTION_PART = "mtp."  # further layers that predict further tokens
 # Names in models that also read images: prefixes of the decoder, and the parts for images.
 _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
-_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-_IMAGE_PARTS += ("visual.", "model.visual.")
+_IMAGE_PARTS = tuple(
+    f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
+)
 
 
 class DecoderFiles(Family):
@@ -261,8 +262,8 @@ def _has_bias(config: DecoderConfig, part: str) -> bool:
 
 def _canonicalise(config: DecoderConfig) -> Json:
     """Return everything that the result depends on, with `auto` resolved: equal for configs that compute the same."""
-    same = ("layers", "width", "heads", "mlp_width", "mlp", "norm", "norm_epsilon", "norm_offset", "query_key_norm")
-    same += ("attention_gate",)
+    same = ["layers", "width", "heads", "mlp_width", "mlp", "norm", "norm_epsilon", "norm_offset", "query_key_norm"]
+    same += ["attention_gate"]
     kinds = config.layer_kinds
     scale = 1 / math.sqrt(config.head_size) if config.query_scale == "auto" else config.query_scale
     embedding = math.sqrt(config.width) if config.embedding_scale == "sqrt_width" else config.embedding_scale
