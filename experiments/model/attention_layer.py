@@ -13,7 +13,6 @@ and keys, S positions of a cache. For latents: Q width of the queries' latent, C
 head that is not rotated, R rotated part, W width of a head of values.
 """
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from experiments.model.layers import (
     Matrix,
     RMSNorm,
     ToHeads,
+    apply_gate,
     constrain,
     flatten_tokens,
     gather_stream,
@@ -135,7 +135,7 @@ class Attention(nn.Module):
             cache = LayerCache(_update(cache.keys, k_BxTxKxH, info.start), _update(cache.values, v_BxTxKxH, info.start))
             a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, info.start, **options).astype(q_BxTxNxH.dtype)
         if gate_BxTxNxH is not None:
-            a_BxTxNxH = _apply_gate(a_BxTxNxH, gate_BxTxNxH)
+            a_BxTxNxH = apply_gate(jax.nn.sigmoid, a_BxTxNxH, gate_BxTxNxH)
         axes, has_bias = ("heads", "embed"), config.bias.attention_out
         out = FromHeads(D, axes, residual_stddev(config), *self.precision, has_bias, name="out")
         return out(a_BxTxNxH), cache
@@ -239,12 +239,6 @@ class LatentAttention(nn.Module):
 
     def _dense(self, name: str, features: int, axes: tuple[str, str], has_bias: bool = False) -> Dense:
         return Dense(features, axes, INIT_STDDEV, *self.precision, has_bias, name=name)
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _apply_gate(a_BxTxNxH: jax.Array, gate_BxTxNxH: jax.Array) -> jax.Array:
-    """Return attention's result times the sigmoid of its gates; only the two are kept for the backward pass."""
-    return a_BxTxNxH * jax.nn.sigmoid(gate_BxTxNxH)
 
 
 def make_norm(name: str, config: DecoderConfig, precision: ComputePrecision, axis: str = "embed") -> RMSNorm:

@@ -168,14 +168,6 @@ class LinearConfig(FrozenModel):
         """Numbers that a token is projected to: queries, keys, values, output gates, and two for each state."""
         return 2 * (self.key_width + self.value_width + self.value_heads)
 
-    @model_validator(mode="after")
-    def _validate_heads(self) -> "LinearConfig":
-        if self.value_heads % self.key_heads:
-            raise ValueError(
-                f"value_heads={self.value_heads} does not divide over key_heads={self.key_heads}; use a multiple"
-            )
-        return self
-
 
 class Stage(NamedTuple):
     """Stacked layers: a sequence of kinds that repeats."""
@@ -340,6 +332,11 @@ class DecoderConfig(WidthScaledConfig):
         if ("linear" in self.layer_pattern) != (self.linear is not None):
             both = "linear is set, and layer_pattern has no linear layer that reads it; leave it out"
             raise ValueError(both if self.linear else "layer_pattern has linear layers; set `linear`, their heads")
+        if self.linear is not None and self.linear.value_heads % self.linear.key_heads:
+            raise ValueError(
+                f"linear.value_heads={self.linear.value_heads} does not divide over key_heads={self.linear.key_heads}; "
+                "use a multiple"
+            )
 
         # Windows.
         if "window" in self.layer_pattern and self.window is None:

@@ -380,16 +380,20 @@ _LINEAR_KEYS = {
 
 
 def _write_hybrid(config: DecoderConfig) -> Json:
-    """Return what Qwen3-Next and Qwen3.5 share."""
+    """Return the keys of Qwen3-Next, and of Qwen3.5 with and without experts."""
     types = ["linear_attention" if kind == "linear" else "full_attention" for kind in config.layer_kinds]
     rope = _write_rope(config.rope) | {"partial_rotary_factor": config.rope.fraction}
     keys = _write_activation(config) | rope | {"attention_bias": config.bias.query_key_value, "layer_types": types}
     if config.linear is not None:
         keys |= {name: getattr(config.linear, key) for name, (key, _) in _LINEAR_KEYS.items()}
-    return keys
+    if config.moe is None:
+        return keys | {"num_experts": 0}
+    dense = {"mlp_only_layers": list(range(config.moe.dense_layers)), "decoder_sparse_step": 1}
+    widths = {"moe_intermediate_size": config.expert_width, "shared_expert_intermediate_size": config.shared_width}
+    return keys | _write_experts(config, _EXPERT_KEYS) | dense | widths
 
 
-def _read_hybrid(config: Mapping[str, Any], projections: str) -> Json:
+def _read_hybrid(config: Mapping[str, Any]) -> Json:
     interval = config.get("full_attention_interval", 4)
     types = config.get("layer_types") or [
         "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
@@ -397,9 +401,10 @@ def _read_hybrid(config: Mapping[str, Any], projections: str) -> Json:
     ]
     kinds: list[LayerKind] = ["linear" if kind == "linear_attention" else "full" for kind in types]
     linear = {key: config.get(name, default) for name, (key, default) in _LINEAR_KEYS.items()}
+    linear["projections"] = "fused" if config["model_type"] == "qwen3_next" else "separate"
     rope, bias = config.get("rope_parameters") or {}, config.get("attention_bias", False)
     fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
-    return {
+    keys = {
         "head_dim": config.get("head_dim") or 256,
         "mlp": _read_activation(config, "hidden_act", "silu"),
         "norm_offset": True,
@@ -408,49 +413,15 @@ def _read_hybrid(config: Mapping[str, Any], projections: str) -> Json:
         "bias": {"query_key_value": bias, "attention_out": bias},
         "rope": _read_rope(config, 10_000.0) | {"fraction": fraction},
         "layer_pattern": _find_pattern(kinds),
-        "linear": linear | {"projections": projections} if "linear" in kinds else None,
+        "linear": linear if "linear" in kinds else None,
     }
-
-
-def _write_shared_expert(config: DecoderConfig) -> Json:
-    """Return the keys of routed experts and of the gated shared one."""
-    written = _write_experts(config, {name: key for name, key in _EXPERT_KEYS.items() if key != "normalise_gates"})
-    widths = {"shared_expert_intermediate_size": config.shared_width, "moe_intermediate_size": config.expert_width}
-    return written | widths
-
-
-def _read_shared_expert(config: Mapping[str, Any], experts: int, per_token: int, is_normalised: bool) -> Json:
-    """Return the `moe` section with a gated shared expert; `experts` and `per_token` are the family's defaults."""
-    moe = _read_experts(config, experts, per_token, is_normalised)["moe"]
-    width = config.get("shared_expert_intermediate_size", 512)
-    return _read_dense_layers(config, moe | {"shared_experts": 1, "shared_gate": True, "shared_width": width}, 512)
-
-
-def _write_qwen3_next(config: DecoderConfig) -> Json:
-    dense = 0 if config.moe is None else config.moe.dense_layers
-    gates = {"norm_topk_prob": config.moe is None or config.moe.normalise_gates}
-    layers = {"mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
-    experts = {"num_experts": 0} if config.moe is None else _write_shared_expert(config)
-    return _write_hybrid(config) | layers | gates | experts
-
-
-def _read_qwen3_next(config: Mapping[str, Any]) -> Json:
-    keys = _read_hybrid(config, "fused")
-    if config.get("num_experts", 512) == 0:
+    experts, per_token = (512, 10) if config["model_type"] == "qwen3_next" else (256, 8)
+    if config["model_type"] == "qwen3_5_text" or config.get("num_experts") == 0:
         return keys
-    return keys | _read_shared_expert(config, 512, 10, config.get("norm_topk_prob", True))
-
-
-def _read_qwen3_5(config: Mapping[str, Any]) -> Json:
-    return _read_hybrid(config, "separate")
-
-
-def _write_qwen3_5_moe(config: DecoderConfig) -> Json:
-    return _write_hybrid(config) | _write_shared_expert(config)
-
-
-def _read_qwen3_5_moe(config: Mapping[str, Any]) -> Json:
-    return _read_hybrid(config, "separate") | _read_shared_expert(config, 256, 8, True)
+    moe = _read_experts(config, experts, per_token, config.get("norm_topk_prob", True))["moe"]
+    moe |= {"shared_experts": 1, "shared_gate": True}
+    moe["shared_width"] = config.get("shared_expert_intermediate_size", 512)
+    return keys | _read_dense_layers(config, moe, 512)
 
 
 def _write_olmoe(config: DecoderConfig) -> Json:
@@ -595,8 +566,8 @@ FAMILIES: dict[str, ConfigFormat] = {
         ConfigFormat("deepseek_v2", "DeepseekV2ForCausalLM", _write_deepseek_v2, _read_deepseek_v2),
         ConfigFormat("deepseek_v3", "DeepseekV3ForCausalLM", _write_deepseek_v3, _read_deepseek_v3),
         ConfigFormat("smollm3", "SmolLM3ForCausalLM", _write_smollm3, _read_smollm3, is_tied=True),
-        ConfigFormat("qwen3_next", "Qwen3NextForCausalLM", _write_qwen3_next, _read_qwen3_next),
-        ConfigFormat("qwen3_5_text", "Qwen3_5ForCausalLM", _write_hybrid, _read_qwen3_5),
-        ConfigFormat("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _write_qwen3_5_moe, _read_qwen3_5_moe),
+        ConfigFormat("qwen3_next", "Qwen3NextForCausalLM", _write_hybrid, _read_hybrid),
+        ConfigFormat("qwen3_5_text", "Qwen3_5ForCausalLM", _write_hybrid, _read_hybrid),
+        ConfigFormat("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _write_hybrid, _read_hybrid),
     )
 }

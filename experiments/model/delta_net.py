@@ -44,6 +44,7 @@ from experiments.model.layers import (
     Residuals,
     RMSNorm,
     ToHeads,
+    apply_gate,
     constrain,
     flatten_tokens,
     gather_stream,
@@ -101,16 +102,25 @@ class GatedDeltaNet(nn.Module):
             value = self.param(name, with_axes(init, *axes), shape, self.precision.params)
             return value.astype(jnp.float32)
 
-        # A filter for each input, in the form of published files: (inputs, 1, L).
+        def init_rates(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+            # Uniform rates of decay, as in published models.
+            return jnp.log(jax.random.uniform(key, shape, jnp.float32, *DECAY_RATES)).astype(dtype)
+
         init, widths = nn.initializers.normal(L**-0.5), {"query": P, "key": P, "value": R * W}
+        # A filter for each input, in the form of published files: (inputs, 1, L).
         taps = [parameter(f"{name}_conv", init, K * width, 1, L).reshape(K, width, L) for name, width in widths.items()]
         weights = DeltaWeights(
             jnp.concatenate(taps, axis=1),
-            parameter("a_log", _init_log_uniform, K * R).reshape(K, R),
+            parameter("a_log", init_rates, K * R).reshape(K, R),
             parameter("dt_bias", nn.initializers.ones, K * R).reshape(K, R),
         )
         if cache is None:
-            age_BxT = None if info.segments is None else _count_document_tokens(info.segments)
+            age_BxT = None
+            if info.segments is not None:
+                # Tokens of its document before each token.
+                is_border_BxT = info.segments[:, 1:] != info.segments[:, :-1]
+                first_BxT = jnp.where(jnp.pad(is_border_BxT, ((0, 0), (1, 0))), jnp.arange(T), 0)
+                age_BxT = jnp.arange(T) - jax.lax.cummax(first_BxT, axis=1)
             o_BxTxKxRW, _ = _read_sequence(P, x_BxTxKxI, b_BxTxKxR, a_BxTxKxR, weights, age_BxT)
         else:
             assert info.start is not None, "a call with a cache needs start"
@@ -127,7 +137,7 @@ class GatedDeltaNet(nn.Module):
 
         shape = (B, T, K * R, W)
         norm = RMSNorm(config.norm_epsilon, "head_dim", False, self.precision.params, jnp.float32, name="norm")
-        y_BxTxNxW = _apply_output_gate(norm(o_BxTxKxRW.reshape(shape)), z_BxTxKxRW.reshape(shape))
+        y_BxTxNxW = apply_gate(jax.nn.silu, norm(o_BxTxKxRW.reshape(shape)), z_BxTxKxRW.reshape(shape))
         y_BxTxNxW = constrain(y_BxTxNxW, "batch", "sequence", "heads", "head_dim")
         return FromHeads(D, ("heads", "embed"), residual_stddev(config), *self.precision, False, name="out")(
             y_BxTxNxW
@@ -271,7 +281,7 @@ def apply_delta_rule(
     def read_chunk(S: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, v, beta, since, up_to, system, inverse, scores = chunk
         known = since[..., None] * _einsum("bkcp,bkrpw->bkrcw", k, S)
-        correction = _solve(system, inverse, beta[..., None] * (v - known))
+        correction = solve_unit_triangular(system, inverse, beta[..., None] * (v - known))
         o = since[..., None] * _einsum("bkcp,bkrpw->bkrcw", q, S) + _einsum("bkrcs,bkrsw->bkrcw", scores, correction)
         S = since[..., -1:, None] * S + _einsum("bkcp,bkrcw->bkrpw", k, up_to[..., None] * correction)
         return S, o
@@ -322,17 +332,12 @@ def invert_unit_triangular(system: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _solve(system: jax.Array, inverse: jax.Array, right: jax.Array) -> jax.Array:
+def solve_unit_triangular(system: jax.Array, inverse: jax.Array, right: jax.Array) -> jax.Array:
     """Return the solution u of (1 + `system`) u = `right`, with the inverse at hand.
 
     The gradient of the system is an outer product of the solution; that of its inverse would be two products more.
     """
     return _einsum("bkrcs,bkrsw->bkrcw", inverse, right)
-
-
-def _solve_forward(system: jax.Array, inverse: jax.Array, right: jax.Array) -> tuple[jax.Array, Residuals]:
-    solution = _solve(system, inverse, right)
-    return solution, (inverse, solution)
 
 
 def _solve_backward(residuals: Residuals, gradient: jax.Array) -> tuple[jax.Array, None, jax.Array]:
@@ -341,22 +346,6 @@ def _solve_backward(residuals: Residuals, gradient: jax.Array) -> tuple[jax.Arra
     return -_einsum("bkrcw,bkrsw->bkrcs", of_right, solution), None, of_right
 
 
-_solve.defvjp(_solve_forward, _solve_backward)
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _apply_output_gate(o_BxTxNxW: jax.Array, z_BxTxNxW: jax.Array) -> jax.Array:
-    """Return the result times the SiLU of the gates, in the dtype of the gates."""
-    return (o_BxTxNxW * jax.nn.silu(z_BxTxNxW.astype(jnp.float32))).astype(z_BxTxNxW.dtype)
-
-
-def _count_document_tokens(segments_BxT: jax.Array) -> jax.Array:
-    """Return how many tokens of its document come before each token."""
-    places_BxT = jnp.broadcast_to(jnp.arange(segments_BxT.shape[1]), segments_BxT.shape)
-    is_first_BxT = jnp.pad(segments_BxT[:, 1:] != segments_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return places_BxT - jax.lax.cummax(jnp.where(is_first_BxT, places_BxT, 0), axis=1)
-
-
-def _init_log_uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Return logarithms of uniform rates of decay, as in published models."""
-    return jnp.log(jax.random.uniform(key, shape, jnp.float32, *DECAY_RATES)).astype(dtype)
+solve_unit_triangular.defvjp(
+    lambda *arrays: (solution := solve_unit_triangular(*arrays), (arrays[1], solution)), _solve_backward
+)

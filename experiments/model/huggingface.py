@@ -152,7 +152,19 @@ class DecoderFiles(Family):
         pieces = []
         if kind == "linear":
             matmuls = _MLP_MATMULS
-            pieces += self._list_linear_pieces(f"{tensors}.linear_attn", f"{leaves}.delta_net", index)
+            linear, theirs, ours = config.linear, f"{tensors}.linear_attn", f"{leaves}.delta_net"
+            assert linear is not None, "a linear layer needs config.model.linear"
+            for part, tensor in (_LINEAR_MATMULS[linear.projections] | {"out": "out_proj"}).items():
+                pieces.append(TensorPiece(f"{theirs}.{tensor}.weight", f"{ours}.{part}.kernel", (index,), True))
+            for part, tensor in _LINEAR_VECTORS.items():
+                pieces.append(TensorPiece(f"{theirs}.{tensor}", f"{ours}.{part}", (index,)))
+            stop = 0
+            for part, width in (("query", linear.key_width), ("key", linear.key_width), ("value", linear.value_width)):
+                place, stop = (0, stop, stop + width), stop + width
+                pieces.append(TensorPiece(f"{theirs}.conv1d.weight", f"{ours}.{part}_conv", (index,), part=place))
+                if linear.projections == "separate":
+                    tensor = f"{theirs}.in_proj_qkv.weight"
+                    pieces.append(TensorPiece(tensor, f"{ours}.{part}.kernel", (index,), True, place))
         elif config.latent is None:
             matmuls = _HEAD_MATMULS | _OUT_MATMUL | _MLP_MATMULS
             attention_norms = _QUERY_KEY_NORMS if config.query_key_norm else {}
@@ -193,28 +205,6 @@ class DecoderFiles(Family):
             gate = f"{tensors}.shared_expert_gate.weight"
             pieces.append(TensorPiece(gate, f"{leaves}.shared_gate", (index,), transpose=True))
         return pieces
-
-    def _list_linear_pieces(self, tensors: str, leaves: str, index: int) -> list[TensorPiece]:
-        """Return the pieces of one linear layer, without its norm and MLP."""
-        linear = self._config.linear
-        assert linear is not None, "a linear layer needs config.model.linear"
-        matmuls = _LINEAR_MATMULS[linear.projections] | {"out": "out_proj"}
-        pieces = [
-            TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.kernel", (index,), transpose=True)
-            for part, tensor in matmuls.items()
-        ]
-        start = 0
-        for part, width in {"query": linear.key_width, "key": linear.key_width, "value": linear.value_width}.items():
-            place = (0, start, start + width)
-            pieces.append(TensorPiece(f"{tensors}.conv1d.weight", f"{leaves}.{part}_conv", (index,), part=place))
-            if linear.projections == "separate":
-                tensor = f"{tensors}.in_proj_qkv.weight"
-                pieces.append(TensorPiece(tensor, f"{leaves}.{part}.kernel", (index,), True, place))
-            start += width
-        vectors = [
-            TensorPiece(f"{tensors}.{name}", f"{leaves}.{leaf}", (index,)) for leaf, name in _LINEAR_VECTORS.items()
-        ]
-        return pieces + vectors
 
     def _make_config_json(self, family: ConfigFormat) -> Json:
         """Return the config.json of this decoder as a member of `family`, whether or not it belongs there."""

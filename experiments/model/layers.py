@@ -441,6 +441,12 @@ def activate(activation: Activation, first: jax.Array, second: jax.Array | None 
     return gate * second
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0,))
+def apply_gate(activation: Callable[[jax.Array], jax.Array], x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Return `x` times the activation of its gates, in their dtype; only the two are kept for the backward pass."""
+    return (x * activation(gate.astype(x.dtype))).astype(gate.dtype)
+
+
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gelu(x: jax.Array) -> jax.Array:
     """Return tanh-approximated GELU; only `x` is kept for the backward pass."""

@@ -94,14 +94,10 @@ class MoeConfig(FrozenModel):
     )
 
     @model_validator(mode="after")
-    def _validate_shared(self) -> "MoeConfig":
+    def _validate_experts(self) -> "MoeConfig":
         if not self.shared_experts and (self.shared_gate or self.shared_width != "auto"):
             key = "shared_gate" if self.shared_gate else "shared_width"
             raise ValueError(f"{key} is set, and there are no shared experts; leave it out, or set shared_experts")
-        return self
-
-    @model_validator(mode="after")
-    def _validate_groups(self) -> "MoeConfig":
         if self.experts % self.groups:
             raise ValueError(f"experts={self.experts} does not divide over groups={self.groups}; use a divisor")
         if self.groups_per_token > self.groups:

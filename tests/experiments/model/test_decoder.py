@@ -180,7 +180,7 @@ def test_axis_names_distinguish_matrices_from_vectors(name):
         ({"linear": HYBRID["linear"]}, "linear is set, and layer_pattern has no linear layer that reads it"),
         (
             {"layer_pattern": ["linear"], "linear": HYBRID["linear"] | {"value_heads": 12}},
-            "value_heads=12 does not divide over key_heads=8; use a multiple",
+            "linear.value_heads=12 does not divide over key_heads=8; use a multiple",
         ),
         ({"rope": {"fraction": 0.3}}, "rope.fraction=0.3 rotates 2.4 of the 8 elements of a head"),
         ({"attention_gate": True, "query_key_norm": "whole"}, "attention_gate is not supported with query_key_norm"),
