@@ -113,6 +113,7 @@ SOME: dict[str, Any] = {
     "config.model.embedding_scale": 2.0,
     "config.model.base_width": 8,
     "config.model.moe.expert_width": 24,
+    "config.model.moe.shared_width": 12,
     "config.model.moe.capacity_factor": 1.0,
     "config.model.moe.bias_rate": 0.01,
 }
@@ -171,7 +172,14 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.stability.skip_update.loss_above", None): {"config.stability.skip_update.grad_norm_above": {}},
     ("config.schedule.decay_steps", OPEN): {"config.schedule.name": "wsd"},
     ("config.model.preset", OPEN): {"config.model.key_value_heads": 1},
-    ("config.model.base_width", OPEN): {"config.model.latent": None, "config.model.moe": None},
+    ("config.model.base_width", OPEN): {
+        "config.model.latent": None,
+        "config.model.linear": None,
+        "config.model.moe": None,
+    },
+    ("config.model.attention_gate", True): {"config.model.query_key_norm": None, "config.model.latent": None},
+    ("config.model.moe.shared_width", OPEN): {"config.model.moe.shared_experts": 1},
+    ("config.model.moe.shared_gate", True): {"config.model.moe.shared_experts": 1},
     ("config.model.window", OPEN): {"config.model.layer_pattern": ["window"]},
     ("config.train.same_bits_devices", OPEN): {
         "config.train.micro_batch_examples": 1,
@@ -209,6 +217,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
     "config.eval.samples.": {"config.eval.samples.prompts": ["7 8"], "config.eval.samples.tokens": 2},
     "config.model.window_rope.": {"config.model.layer_pattern": ["window"], "config.model.window": 4},
+    "config.model.linear.": {
+        "config.model.layer_pattern": ["linear"],
+        **{f"config.model.linear.{key}": 2 for key in ("key_heads", "value_heads", "key_head_dim", "value_head_dim")},
+    },
     "config.model.latent.": {
         **{
             "config.model.key_value_heads": "auto",

@@ -118,7 +118,7 @@ def causal_attention(
         window = None
     options: AttentionOptions = {"window": window, "softcap": softcap, "scale": scale}
     rotating = None
-    if rotation is not None and pairs == "halves":
+    if rotation is not None and pairs == "halves" and 2 * rotation.cos.shape[-1] == q_BxTxNxH.shape[-1]:
         rotating = _find_rotating_implementation(q_BxTxNxH, v_BxTxKxW, softcap)
     if rotation is not None and rotating is None:
         q_BxTxNxH, k_BxTxKxH = (rotate(x, rotation, pairs) for x in (q_BxTxNxH, k_BxTxKxH))

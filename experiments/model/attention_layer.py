@@ -31,6 +31,7 @@ from experiments.model.layers import (
     Matrix,
     RMSNorm,
     ToHeads,
+    apply_gate,
     constrain,
     flatten_tokens,
     gather_stream,
@@ -55,7 +56,14 @@ class LatentCache(NamedTuple):
     latents: jax.Array  # (B, S, 1, C + R)
 
 
-Cache = LayerCache | LatentCache
+class DeltaCache(NamedTuple):
+    """State of one linear layer, or of several stacked ones, after the tokens that it has read."""
+
+    inputs: jax.Array  # (B, conv_width - 1, K, I): the last inputs of the convolution
+    states: jax.Array  # (B, K, R, P, W), float32
+
+
+Cache = LayerCache | LatentCache | DeltaCache
 
 
 class SequenceInfo(NamedTuple):
@@ -65,6 +73,7 @@ class SequenceInfo(NamedTuple):
     segments: jax.Array | None  # (B, T), of sequences that hold several documents; 0 is padding
     real: jax.Array  # (B, T), bool: not padding
     start: jax.Array | None  # position of the first token, if there is a cache
+    num_real: jax.Array | None = None  # tokens of a call with a cache that are real; None: all
 
 
 class ComputePrecision(NamedTuple):
@@ -74,8 +83,18 @@ class ComputePrecision(NamedTuple):
     compute: DTypeLike
 
 
-def make_cache(config: DecoderConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Cache:
-    """Return an empty cache of stacked layers; `shape` is (layers, B, S)."""
+def make_cache(config: DecoderConfig, kind: LayerKind, shape: tuple[int, ...], dtype: DTypeLike) -> Cache:
+    """Return an empty cache of stacked layers of one kind; `shape` is (layers, B, S)."""
+    linear = config.linear
+    if kind == "linear" and linear is not None:
+        K, R, P, W = (
+            linear.key_heads,
+            linear.value_heads // linear.key_heads,
+            linear.key_head_dim,
+            linear.value_head_dim,
+        )
+        inputs = jnp.zeros((*shape[:2], linear.conv_width - 1, K, 2 * P + R * W), dtype)
+        return DeltaCache(inputs, jnp.zeros((*shape[:2], K, R, P, W), jnp.float32))
     if config.latent is not None:
         return LatentCache(jnp.zeros((*shape, 1, config.latent.cached_width), dtype))
     shape = (*shape, config.key_heads, config.head_size)
@@ -100,8 +119,8 @@ class Attention(nn.Module):
         validate_head_sharding(N)
         # Flattened once for the three projections, so that the backward pass keeps one copy and not three.
         x_BTxD = flatten_tokens(gather_stream(x_BxTxD))
-        q_BxTxNxH, k_BxTxKxH = self._heads("query", N, x_BTxD, (B, T)), self._heads("key", K, x_BTxD, (B, T))
-        v_BxTxKxH = self._heads("value", K, x_BTxD, (B, T))
+        q_BxTxNxH, gate_BxTxNxH = self._heads("query", N, x_BTxD, (B, T))
+        (k_BxTxKxH, _), (v_BxTxKxH, _) = (self._heads(name, K, x_BTxD, (B, T)) for name in ("key", "value"))
 
         options = _make_options(config, self.kind)
         if cache is None:
@@ -115,24 +134,34 @@ class Attention(nn.Module):
             q_BxTxNxH, k_BxTxKxH = (_rotate(x, info, config, self.kind) for x in (q_BxTxNxH, k_BxTxKxH))
             cache = LayerCache(_update(cache.keys, k_BxTxKxH, info.start), _update(cache.values, v_BxTxKxH, info.start))
             a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, info.start, **options).astype(q_BxTxNxH.dtype)
+        if gate_BxTxNxH is not None:
+            a_BxTxNxH = apply_gate(jax.nn.sigmoid, a_BxTxNxH, gate_BxTxNxH)
         axes, has_bias = ("heads", "embed"), config.bias.attention_out
         out = FromHeads(D, axes, residual_stddev(config), *self.precision, has_bias, name="out")
         return out(a_BxTxNxH), cache
 
-    def _heads(self, name: str, num_heads: int, x_BTxD: jax.Array, token_shape: tuple[int, int]) -> jax.Array:
-        """Return queries, keys or values, (B, T, N, H); queries and keys normalised as the config says."""
-        config, features = self.config, num_heads * self.config.head_size
+    def _heads(
+        self, name: str, num_heads: int, x_BTxD: jax.Array, token_shape: tuple[int, int]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return queries, keys or values, (B, T, N, H), and the gates of queries if the config has them.
+
+        Queries and keys are normalised as the config says.
+        """
+        config, has_gate = self.config, self.config.attention_gate and name == "query"
+        features = num_heads * config.head_size * (2 if has_gate else 1)
         options = (features, ("embed", "heads"), config.hidden_stddev, *self.precision, config.bias.query_key_value)
         norm = "none" if name == "value" else config.query_key_norm
         if norm == "whole":
             # The norm runs over all heads, so the product is not split into heads before it.
             x_BTxNH = Dense(*options, name=name)(x_BTxD)
             x_BTxNH = make_norm(f"{name}_norm", config, self.precision, "heads")(x_BTxNH)
-            return _constrain_heads(x_BTxNH.reshape(*token_shape, num_heads, -1))
-        x_BxTxNxH = ToHeads(*options, num_heads, name=name)(x_BTxD, token_shape)
+            return _constrain_heads(x_BTxNH.reshape(*token_shape, num_heads, -1)), None
+        x_BxTxNxH, gate_BxTxNxH = ToHeads(*options, num_heads, name=name)(x_BTxD, token_shape), None
+        if has_gate:
+            x_BxTxNxH, gate_BxTxNxH = jnp.split(x_BxTxNxH, 2, axis=-1)
         if norm == "head":
             x_BxTxNxH = make_norm(f"{name}_norm", config, self.precision, "head_dim")(x_BxTxNxH)
-        return x_BxTxNxH
+        return x_BxTxNxH, gate_BxTxNxH
 
 
 class LatentAttention(nn.Module):

@@ -1,8 +1,9 @@
 """Configuration of a decoder: the keys of `config.model`, what they imply, and how its layers are stacked.
 
-A layer is of one kind: `full` attends to the whole sequence, `window` to the last positions of it, and `no_rope` to the
-whole sequence without rotary positions. The kinds follow a pattern that repeats to the last layer. The layers of one
-repetition are compiled together, and their parameters are stacked over the repetitions.
+A layer is of one kind: `full` attends to the whole sequence, `window` to the last positions of it, `no_rope` to the
+whole sequence without rotary positions, and `linear` reads it into a state of constant size (`delta_net`). The kinds
+follow a pattern that repeats to the last layer. The layers of one repetition are compiled together, and their
+parameters are stacked over the repetitions.
 
 mu-P. With `base_width` the learning rate that suits a narrow decoder suits a wide one. The rules are table 8 of Tensor
 Programs V (arXiv:2203.03466), column for Adam, relative to a model of `base_width`, at which nothing changes. With
@@ -43,9 +44,9 @@ from runner.storage import JsonObject
 AXIS_LIMIT = 1 << 31
 EXTRA_STAGE = "extra"  # module of the layers that predict further positions
 _MUP_OPTIMIZER = "adamw"  # the optimizer that the table's column is for
-_UNSCALED_SECTIONS = ("latent", "moe")  # they add matrices whose other widths the table does not cover
+_UNSCALED_SECTIONS = ("latent", "linear", "moe")  # they add matrices whose other widths the table does not cover
 
-LayerKind = Literal["full", "window", "no_rope"]
+LayerKind = Literal["full", "window", "no_rope", "linear"]
 
 
 def validate_axes(section: FrozenModel, prefix: str = "") -> None:
@@ -143,6 +144,40 @@ class LatentConfig(FrozenModel):
         return query + self.cached_width * width + up + values * width
 
 
+class LinearConfig(FrozenModel):
+    """Linear layers: gated delta nets (Yang et al., 2024), as in Qwen3-Next."""
+
+    key_heads: PositiveInt = Field(description="Heads of queries and of keys; topology.mesh.tensor must divide them.")
+    value_heads: PositiveInt = Field(
+        description="Heads of values, each with a state; value_heads / key_heads of them share a head of keys."
+    )
+    key_head_dim: PositiveInt = Field(description="Width of a head of queries and keys.")
+    value_head_dim: PositiveInt = Field(description="Width of a head of values.")
+    conv_width: PositiveInt = Field(
+        default=4, description="Positions that the convolution of queries, keys and values reads, its own included."
+    )
+    projections: Literal["fused", "separate"] = Field(
+        default="fused",
+        description="Two projections of the input, which hold the parts of each head of keys together (Qwen3-Next), or "
+        "one for each part (Qwen3.5). Both compute the same.",
+    )
+
+    @property
+    def key_width(self) -> int:
+        """Width of all heads of keys."""
+        return self.key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of all heads of values."""
+        return self.value_heads * self.value_head_dim
+
+    @property
+    def projected_width(self) -> int:
+        """Numbers that a token is projected to: queries, keys, values, output gates, and two for each state."""
+        return 2 * (self.key_width + self.value_width + self.value_heads)
+
+
 class Stage(NamedTuple):
     """Stacked layers: a sequence of kinds that repeats."""
 
@@ -201,13 +236,20 @@ class DecoderConfig(WidthScaledConfig):
     query_key_norm: Literal["head", "whole"] | None = Field(
         default=None, description="Normalise queries and keys, each head by itself or all heads together; null: off."
     )
+    attention_gate: bool = Field(
+        default=False,
+        description="Multiply attention's result by the sigmoid of gates, which the query projection makes beside the "
+        "queries.",
+    )
     bias: Biases = Field(default=Biases(), description="Matmuls that have a bias.")
     layer_pattern: list[LayerKind] = Field(
         default=["full"],
         min_length=1,
         description="Kinds of layers, repeated to the last layer: attention to the whole sequence (full), to the last "
-        "`window` positions (window), or to the whole sequence without rotary positions (no_rope).",
+        "`window` positions (window), or to the whole sequence without rotary positions (no_rope); or no attention but "
+        "a gated delta net (linear).",
     )
+    linear: LinearConfig | None = Field(default=None, description="Linear layers of layer_pattern; null: none.")
     window: PositiveInt | None = Field(
         default=None, description="Positions that a query of a window layer attends to, its own included."
     )
@@ -274,15 +316,22 @@ class DecoderConfig(WidthScaledConfig):
             )
         joined = {"heads x head size": self.heads * max(self.head_size, self.value_size)}
         if self.moe is not None:
-            joined["moe.shared_experts x width"] = self.moe.shared_experts * (
-                self.mlp_width if self.moe.expert_width == "auto" else self.moe.expert_width
-            )
+            joined["moe.shared_experts x width"] = self.shared_width
+        if self.linear is not None:
+            joined["linear's heads x head size"] = self.linear.projected_width
         for name, size in joined.items():
             if size >= AXIS_LIMIT:
                 raise ValueError(f"{name}={size} is too large for an axis; needs less than {AXIS_LIMIT}")
         if self.rotary_size % 2:
             key = "head_dim" if self.latent is None else "latent.rotary_head_dim"
             raise ValueError(f"{key}={self.rotary_size} is odd; rotary positions need pairs, use an even number")
+        for name, rope in (("rope", self.rope), ("window_rope", self.window_rope)):
+            rotated = 0.0 if rope is None else round(rope.fraction * self.rotary_size, 6)
+            if rotated % 2:
+                raise ValueError(
+                    f"{name}.fraction={rope and rope.fraction} rotates {rotated:g} of the {self.rotary_size} elements "
+                    "of a head; rotary positions need pairs, make it an even number"
+                )
         if self.heads % self.key_heads:
             raise ValueError(f"heads={self.heads} does not divide over key_value_heads={self.key_heads}; use a divisor")
 
@@ -291,6 +340,20 @@ class DecoderConfig(WidthScaledConfig):
         given = [f"{key}={getattr(self, key)}" for key, default in defaults.items() if getattr(self, key) != default]
         if self.latent is not None and given:
             raise ValueError(f"{given[0]} contradicts `latent`, which defines the heads itself; leave out one of them")
+
+        if self.attention_gate and (self.latent is not None or self.query_key_norm == "whole"):
+            other = "latent" if self.latent is not None else "query_key_norm=whole"
+            raise ValueError(f"attention_gate is not supported with {other}; leave out one of them")
+
+        # Linear layers.
+        if ("linear" in self.layer_pattern) != (self.linear is not None):
+            both = "linear is set, and layer_pattern has no linear layer that reads it; leave it out"
+            raise ValueError(both if self.linear else "layer_pattern has linear layers; set `linear`, their heads")
+        if self.linear is not None and self.linear.value_heads % self.linear.key_heads:
+            raise ValueError(
+                f"linear.value_heads={self.linear.value_heads} does not divide over key_heads={self.linear.key_heads}; "
+                "use a multiple"
+            )
 
         # Windows.
         if "window" in self.layer_pattern and self.window is None:
@@ -316,6 +379,15 @@ class DecoderConfig(WidthScaledConfig):
     def expert_width(self) -> int:
         """Hidden width of one expert."""
         return self.mlp_width if self.moe is None or self.moe.expert_width == "auto" else self.moe.expert_width
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden width of all shared experts together."""
+        if self.moe is None:
+            return 0
+        return self.moe.shared_experts * (
+            self.expert_width if self.moe.shared_width == "auto" else self.moe.shared_width
+        )
 
     @property
     def key_heads(self) -> int:
@@ -349,8 +421,8 @@ class DecoderConfig(WidthScaledConfig):
         """Parameters of the experts that process a token in one layer."""
         if self.moe is None:
             return 0
-        number = self.moe.experts_per_token + self.moe.shared_experts
-        return number * (self.num_input_matrices + 1) * self.expert_width * self.width
+        hidden = self.moe.experts_per_token * self.expert_width + self.shared_width
+        return hidden * (self.num_input_matrices + 1) * self.width
 
     @property
     def num_trained_layers(self) -> int:
@@ -360,15 +432,21 @@ class DecoderConfig(WidthScaledConfig):
     @property
     def layer_matmul_parameters(self) -> float:
         """Parameters of the matmuls that process a token in one layer; the mean over trained layers."""
+        attention: float
         if self.latent is not None:
             attention = self.latent.count_matmul_parameters(self.heads, self.width)
         else:
-            attention = 2 * (self.heads + self.key_heads) * self.head_size * self.width
+            queries = self.heads * (2 if self.attention_gate else 1)
+            attention = (queries + self.heads + 2 * self.key_heads) * self.head_size * self.width
+        if self.linear is not None:
+            linear, share = (self.linear.projected_width + self.linear.value_width) * self.width, self.linear_share
+            attention = share * linear + (1 - share) * attention
         mlp = (self.num_input_matrices + 1) * self.mlp_width * self.width
         projections = self.extra_predictions * 2 * self.width**2 / self.num_trained_layers
         if self.moe is None:
             return attention + mlp + projections
         experts = self.expert_matmul_parameters + self.moe.experts * self.width  # the second term is the router
+        experts += self.moe.shared_gate * self.width
         dense = self.moe.dense_layers
         sparse = self.num_trained_layers - dense
         return attention + (dense * mlp + sparse * experts) / self.num_trained_layers + projections
@@ -378,14 +456,24 @@ class DecoderConfig(WidthScaledConfig):
         """Hidden width that processes a token, of an MLP or of its experts together; the mean over trained layers."""
         if self.moe is None:
             return self.mlp_width
-        sparse = (self.moe.experts_per_token + self.moe.shared_experts) * self.expert_width
+        sparse = self.moe.experts_per_token * self.expert_width + self.shared_width
         dense = self.moe.dense_layers
         return (dense * self.mlp_width + (self.num_trained_layers - dense) * sparse) / self.num_trained_layers
+
+    @property
+    def linear_share(self) -> float:
+        """Share of linear layers among trained layers."""
+        return self.trained_kinds.count("linear") / self.num_trained_layers
 
     @property
     def layer_kinds(self) -> list[LayerKind]:
         """Kind of every layer, first to last."""
         return [self.layer_pattern[layer % len(self.layer_pattern)] for layer in range(self.layers)]
+
+    @property
+    def trained_kinds(self) -> list[LayerKind]:
+        """Kind of every layer of a training step, those that predict further positions last."""
+        return [*self.layer_kinds, *self.extra_stage.kinds * self.extra_predictions]
 
     @property
     def stages(self) -> list[Stage]:
@@ -414,7 +502,7 @@ class DecoderConfig(WidthScaledConfig):
 
     def get_rope(self, kind: LayerKind) -> Rope | None:
         """Return the rotary positions of such a layer."""
-        if kind == "no_rope":
+        if kind in ("no_rope", "linear"):
             return None
         return self.window_rope or self.rope if kind == "window" else self.rope
 

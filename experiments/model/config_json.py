@@ -9,7 +9,7 @@ all families, and add a `ConfigFormat` to `FAMILIES`.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -19,6 +19,8 @@ from runner.errors import InvalidError, suggest_choices
 from runner.storage import JsonObject
 
 Json = JsonObject
+# Form in which files hold layers of `extra_predictions`: after the others, or one of them as `mtp`; "" is not at all.
+ExtraFiles = Literal["", "layers", "mtp"]
 
 
 class ConfigFormat(NamedTuple):
@@ -30,7 +32,7 @@ class ConfigFormat(NamedTuple):
     read: Callable[[Mapping[str, Any]], Json]  # the keys of a DecoderConfig that are not common to all families
     epsilon: float = 1e-6  # default of rms_norm_eps
     is_tied: bool = False  # default of tie_word_embeddings
-    has_extra_predictions: bool = False  # files hold the layers of `extra_predictions` after the others
+    extra_files: ExtraFiles = ""
 
 
 def parse_config_json(config: Mapping[str, Any]) -> DecoderConfig:
@@ -46,18 +48,19 @@ def parse_config_json(config: Mapping[str, Any]) -> DecoderConfig:
     family = FAMILIES[name]
     heads = config.get("num_attention_heads")
     try:
+        own = family.read(config)
         common = {
             "layers": config["num_hidden_layers"],
             "width": config["hidden_size"],
             "heads": heads,
             "key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or "auto",
-            "mlp_width": config["intermediate_size"],
+            "mlp_width": own.get("mlp_width") or config["intermediate_size"],
             "norm_epsilon": config.get("rms_norm_eps", family.epsilon),
             "tied_embedding": config.get("tie_word_embeddings", family.is_tied),
         }
         # The family comes last, since it may replace a common key by its own meaning of it.
-        return DecoderConfig(**common | family.read(config))
+        return DecoderConfig(**common | own)
     except KeyError as error:
         raise InvalidError(f"{error.args[0]}: is missing from config.json") from None
     except ValidationError as error:
@@ -354,15 +357,74 @@ def _write_qwen3_moe(config: DecoderConfig) -> Json:
 
 
 def _read_qwen3_moe(config: Mapping[str, Any]) -> Json:
+    experts = _read_experts(config, 128, 8, config.get("norm_topk_prob", False))
+    return _read_qwen3(config) | _read_dense_layers(config, experts["moe"], 768)
+
+
+def _read_dense_layers(config: Mapping[str, Any], moe: Json, default: int) -> Json:
+    """Return the `moe` section and the widths of Qwen's models; `default` is the family's width of an expert."""
     dense = config.get("mlp_only_layers") or []
     if sorted(dense) != list(range(len(dense))) or config.get("decoder_sparse_step", 1) != 1:
         raise InvalidError("moe.dense_layers: layers without experts must be the first ones in this decoder")
-    width = config.get("moe_intermediate_size", 768)
-    keys = _read_experts(config, 128, 8, config.get("norm_topk_prob", False))
+    width = config.get("moe_intermediate_size", default)
     # Without dense layers `mlp_width` is the width of an expert, and no second width is needed.
     if not dense:
-        return _read_qwen3(config) | keys | {"mlp_width": width}
-    return _read_qwen3(config) | {"moe": keys["moe"] | {"dense_layers": len(dense), "expert_width": width}}
+        return {"moe": moe, "mlp_width": width}
+    return {"moe": moe | {"dense_layers": len(dense), "expert_width": width}}
+
+
+_LINEAR_KEYS = {
+    "linear_num_key_heads": ("key_heads", 16),
+    "linear_num_value_heads": ("value_heads", 32),
+    "linear_key_head_dim": ("key_head_dim", 128),
+    "linear_value_head_dim": ("value_head_dim", 128),
+    "linear_conv_kernel_dim": ("conv_width", 4),
+}
+
+
+def _write_hybrid(config: DecoderConfig) -> Json:
+    """Return the keys of Qwen3-Next, and of Qwen3.5 with and without experts."""
+    types = ["linear_attention" if kind == "linear" else "full_attention" for kind in config.layer_kinds]
+    rope = _write_rope(config.rope) | {"partial_rotary_factor": config.rope.fraction}
+    keys = _write_activation(config) | rope | {"attention_bias": config.bias.query_key_value, "layer_types": types}
+    if config.linear is not None:
+        keys |= {name: getattr(config.linear, key) for name, (key, _) in _LINEAR_KEYS.items()}
+    if config.moe is None:
+        return keys | {"num_experts": 0}
+    dense = {"mlp_only_layers": list(range(config.moe.dense_layers)), "decoder_sparse_step": 1}
+    widths = {"moe_intermediate_size": config.expert_width, "shared_expert_intermediate_size": config.shared_width}
+    return keys | _write_experts(config, _EXPERT_KEYS) | dense | widths
+
+
+def _read_hybrid(config: Mapping[str, Any]) -> Json:
+    interval = config.get("full_attention_interval", 4)
+    types = config.get("layer_types") or [
+        "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
+        for layer in range(config["num_hidden_layers"])
+    ]
+    kinds: list[LayerKind] = ["linear" if kind == "linear_attention" else "full" for kind in types]
+    linear = {key: config.get(name, default) for name, (key, default) in _LINEAR_KEYS.items()}
+    linear["projections"] = "fused" if config["model_type"] == "qwen3_next" else "separate"
+    rope, bias = config.get("rope_parameters") or {}, config.get("attention_bias", False)
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    keys = {
+        "head_dim": config.get("head_dim") or 256,
+        "mlp": _read_activation(config, "hidden_act", "silu"),
+        "norm_offset": True,
+        "query_key_norm": "head",
+        "attention_gate": True,
+        "bias": {"query_key_value": bias, "attention_out": bias},
+        "rope": _read_rope(config, 10_000.0) | {"fraction": fraction},
+        "layer_pattern": _find_pattern(kinds),
+        "linear": linear if "linear" in kinds else None,
+    }
+    experts, per_token = (512, 10) if config["model_type"] == "qwen3_next" else (256, 8)
+    if config["model_type"] == "qwen3_5_text" or config.get("num_experts") == 0:
+        return keys
+    moe = _read_experts(config, experts, per_token, config.get("norm_topk_prob", True))["moe"]
+    moe |= {"shared_experts": 1, "shared_gate": True}
+    moe["shared_width"] = config.get("shared_expert_intermediate_size", 512)
+    return keys | _read_dense_layers(config, moe, 512)
 
 
 def _write_olmoe(config: DecoderConfig) -> Json:
@@ -513,8 +575,11 @@ FAMILIES: dict[str, ConfigFormat] = {
             "DeepseekV3ForCausalLM",
             _write_deepseek_v3,
             _read_deepseek_v3,
-            has_extra_predictions=True,
+            extra_files="layers",
         ),
         ConfigFormat("smollm3", "SmolLM3ForCausalLM", _write_smollm3, _read_smollm3, is_tied=True),
+        ConfigFormat("qwen3_next", "Qwen3NextForCausalLM", _write_hybrid, _read_hybrid, extra_files="mtp"),
+        ConfigFormat("qwen3_5_text", "Qwen3_5ForCausalLM", _write_hybrid, _read_hybrid, extra_files="mtp"),
+        ConfigFormat("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _write_hybrid, _read_hybrid, extra_files="mtp"),
     )
 }

@@ -35,6 +35,7 @@ from experiments.model.config import (
     Stage,
     mup_rate_factor,
 )
+from experiments.model.delta_net import GatedDeltaNet, count_rule_bytes, count_rule_flops
 from experiments.model.embedding import EmbeddingNoise, embed, evaluated_loss_sum_of, loss_sum_of, unembed
 from experiments.model.huggingface import DecoderFiles
 from experiments.model.layers import (
@@ -85,7 +86,9 @@ class Block(nn.Module):
         """Return the stream after the layer, the new cache, and statistics of experts (empty for an MLP)."""
         config, stddev = self.config, residual_stddev(self.config)
         form = Attention if config.latent is None else LatentAttention
-        attention = form(config, self.kind, self.precision, self.row_attention, name="attention")
+        attention: nn.Module = form(config, self.kind, self.precision, self.row_attention, name="attention")
+        if self.kind == "linear":
+            attention = GatedDeltaNet(config, self.precision, name="delta_net")
         y_BxTxD, cache = attention(self._norm("attention_norm", "pre", x_BxTxD), info, cache)
         x_BxTxD += self._norm("attention_post_norm", "post", y_BxTxD)
         x_BxTxD = save_stream(x_BxTxD)
@@ -193,6 +196,7 @@ class Decoder(nn.Module):
         positions: jax.Array | None = None,
         cache: Any = None,
         start: jax.Array | None = None,
+        count: jax.Array | None = None,
         examples: jax.Array | None = None,
         deterministic: bool,
     ) -> Any:
@@ -210,6 +214,8 @@ class Decoder(nn.Module):
             cache: from `init_cache`, or from the previous call.
             start: position of the first token, if there is a cache. Tokens are at `start` to start + T - 1, and attend
                 to those that were cached before them.
+            count: number of tokens that are not padding at the end, if there is a cache; None: all. Linear layers read
+                only these.
             examples: (B), place of each example in the step, which its noise depends on.
             deterministic: True leaves out noise, `z_loss` and the losses of routers.
 
@@ -233,7 +239,7 @@ class Decoder(nn.Module):
             kind: None if rope is None else rotation_at(positions, rope, config.rotary_size)
             for kind, rope in ropes.items()
         }
-        info = SequenceInfo(rotations, segments, _find_real_tokens(tokens_BxT, targets, segments), start)
+        info = SequenceInfo(rotations, segments, _find_real_tokens(tokens_BxT, targets, segments), start, count)
 
         x_BxTxD = embed(embedding_VxD, tokens_BxT)
         x_BxTxD = EmbeddingNoise(config.neftune_alpha, deterministic, name="embedding_noise")(x_BxTxD, examples)
@@ -319,8 +325,8 @@ class Decoder(nn.Module):
         """Return an empty cache for `batch` sequences of at most `length` tokens."""
         return {
             stage.name: {
-                name: make_cache(self.config, (stage.repeats, batch, length), dtype)
-                for name in list_layer_names(stage.kinds)
+                name: make_cache(self.config, kind, (stage.repeats, batch, length), dtype)
+                for name, kind in zip(list_layer_names(stage.kinds), stage.kinds, strict=True)
             }
             for stage in self.config.stages
         }
@@ -455,13 +461,14 @@ class PretrainDecoder(BaseTrainer):
     def flops_per_token(self, train_setup: TrainSetup) -> Flops:
         """Return FLOPs by formula: causal attention as half of its square, a window as its mean over the sequence.
 
-        For sequences of several documents this is an upper bound: no implementation skips other documents.
+        Linear layers count with their matmuls and the delta rule in chunks. For sequences of several documents this is
+        an upper bound: no implementation skips other documents.
         """
         config, memory, length = self.config.model, self.config.memory, self.config.data.tokens_per_example
         # A window longer than the sequence is full attention.
-        kinds = [*config.layer_kinds, *config.extra_stage.kinds * config.extra_predictions]
-        windows = [min(config.get_window(kind) or length, length) for kind in kinds]
-        keys = [window - window**2 / (2 * length) for window in windows]
+        kinds = config.trained_kinds
+        windows = [min(config.get_window(kind) or length, length) for kind in kinds if kind != "linear"]
+        keys = [window - window**2 / (2 * length) for window in windows] + [0.0] * kinds.count("linear")
         has_post_norm = config.norm != "pre"  # its gradient needs the result of the layer's last matmul
         flops = compute_transformer_flops(
             layers=config.num_trained_layers,
@@ -472,6 +479,7 @@ class PretrainDecoder(BaseTrainer):
             attended_keys=sum(keys) / len(keys),
             remat=memory.remat,
             last_parameters=0 if has_post_norm else config.mean_hidden_width * config.width,
+            state_flops=0 if config.linear is None else config.linear_share * count_rule_flops(config.linear),
         )
         recomputed = flops.recomputed_per_token + self._count_recomputed_expert_flops(train_setup)
         return replace(flops, recomputed_per_token=recomputed)
@@ -500,7 +508,7 @@ class PretrainDecoder(BaseTrainer):
         A layer saves its input and the stream between attention and MLP, both sharded like the stream, and after every
         norm its result in that sharding; two normalised copies of the gathered stream, and latents with their norms;
         and queries, keys, values, attention's result and the hidden layers that process a token, sharded by heads or
-        columns.
+        columns. Linear layers count with their share of the layers.
         """
         config, moe, latent, tensor = (
             self.config.model,
@@ -510,12 +518,22 @@ class PretrainDecoder(BaseTrainer):
         )
         query, values = config.heads * config.head_size, config.heads * config.value_size
         keys = config.key_heads * (config.head_size + config.value_size)
+        # With gates also these, and the result that they are applied to.
+        has_gate, working = config.attention_gate, 0.0
+        projected, mixed = float(query + keys + has_gate * query), float(values + has_gate * values)
+        if config.linear is not None:
+            # The mean over layers; a linear layer keeps its result before the norm and after it, both in float32.
+            share, width = config.linear_share, config.linear.value_width
+            wide = 2 * 4 / jnp.dtype(self.config.precision.compute).itemsize * width
+            projected += share * (config.linear.projected_width - projected)
+            mixed += share * (wide + width - mixed)
+            working = count_rule_bytes(config.linear) / tensor
         latents = 0 if latent is None else (latent.query_rank or 0) + latent.cached_width
         norms = {"pre": 2, "post": 2, "both": 4}[config.norm]
         hidden, matrices = config.mean_hidden_width, config.num_input_matrices
         experts = NO_EXPERTS
         if moe is not None:
-            expert_parameters = config.expert_matmul_parameters // (moe.experts_per_token + moe.shared_experts)
+            expert_parameters = (matrices + 1) * config.expert_width * config.width
             # In rounds the backward pass sends tokens once more instead of keeping them; fixed slots are all sent,
             # filled or not.
             journeys = 5 if moe.capacity_factor is None else 4 * moe.capacity_factor
@@ -531,9 +549,10 @@ class PretrainDecoder(BaseTrainer):
             sizes=sizes,
             kept=2 * config.width
             + 2 * latents
-            + (norms * config.width + query + values + keys + (matrices + 1) * hidden) / tensor,
-            kept_of_dots=latents + (3 * config.width + query + keys + matrices * hidden) / tensor,
+            + (norms * config.width + projected + mixed + (matrices + 1) * hidden) / tensor,
+            kept_of_dots=latents + (3 * config.width + projected + matrices * hidden) / tensor,
             keys_and_values=keys,
+            working_bytes=working,
             experts=experts,
         )
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from experiments.model.config import DecoderConfig
-from experiments.model.config_json import FAMILIES, ConfigFormat, Json, find_text_config, parse_config_json
+from experiments.model.config import DecoderConfig, LayerKind
+from experiments.model.config_json import FAMILIES, ConfigFormat, ExtraFiles, Json, find_text_config, parse_config_json
 from experiments.model.moe import BALANCE
 from runner.errors import InvalidError
 from runner.huggingface.mapping import Family, TensorPiece
@@ -32,8 +32,8 @@ _LATENT_QUERY_MATMULS = {  # by whether queries have a latent
     False: {"attention.query": "self_attn.q_proj"},
     True: {"attention.query_down": "self_attn.q_a_proj", "attention.query_up": "self_attn.q_b_proj"},
 }
-_COMMON_MATMULS = {
-    "attention.out": "self_attn.o_proj",
+_OUT_MATMUL = {"attention.out": "self_attn.o_proj"}
+_MLP_MATMULS = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
@@ -52,12 +52,20 @@ _NORMS = {
 _QUERY_KEY_NORMS = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
 _QUERY_LATENT_NORM = {"attention.query_norm": "self_attn.q_a_layernorm"}
 _KEY_VALUE_LATENT_NORM = {"attention.key_value_norm": "self_attn.kv_a_layernorm"}
-# Layers of extra predictions have these beside the parts of a layer.
-_EXTRA_PARTS = {
-    "embedding_norm.scale": "enorm",
-    "input_norm.scale": "hnorm",
-    "projection.kernel": "eh_proj",
-    "output_norm.scale": "shared_head.norm",
+# Layers of extra predictions have these beside the parts of a layer, where {} stands for the layer.
+_EXTRA_FILES = {
+    "layers": {
+        "embedding_norm.scale": "{}.enorm.weight",
+        "input_norm.scale": "{}.hnorm.weight",
+        "projection.kernel": "{}.eh_proj.weight",
+        "output_norm.scale": "{}.shared_head.norm.weight",
+    },
+    "mtp": {
+        "embedding_norm.scale": "mtp.pre_fc_norm_embedding.weight",
+        "input_norm.scale": "mtp.pre_fc_norm_hidden.weight",
+        "projection.kernel": "mtp.fc.weight",
+        "output_norm.scale": "mtp.norm.weight",
+    },
 }
 # Module of the experts, and names of an expert's matrices, by whether attention has norms. Mixtral is the only family
 # with experts that has none there.
@@ -65,9 +73,17 @@ _EXPERTS = {
     False: ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     True: ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
+# Parts of a linear layer. The convolution is one tensor, and so may projections be, which our leaves share.
+_LINEAR_MATMULS = {
+    "fused": {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba"},
+    "separate": {"gate": "in_proj_z", "beta": "in_proj_b", "decay": "in_proj_a"},
+}
+_LINEAR_VECTORS = {"a_log": "A_log", "dt_bias": "dt_bias", "norm.scale": "norm.weight"}
 # Names in models that also read images: prefixes of the decoder, and the parts for images.
 _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
-_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_IMAGE_PARTS = tuple(
+    f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
+)
 
 
 class DecoderFiles(Family):
@@ -87,24 +103,25 @@ class DecoderFiles(Family):
         layer = 0
         for stage in self._config.stages:
             for repeat in range(stage.repeats):
-                for number in range(len(stage.kinds)):
+                for number, kind in enumerate(stage.kinds):
                     module = f"{stage.name}.layer_{number}"
-                    pieces += self._list_layer_pieces(f"model.layers.{layer}", module, repeat, stage.is_sparse)
+                    pieces += self._list_layer_pieces(f"model.layers.{layer}", module, repeat, kind, stage.is_sparse)
                     layer += 1
-        stage = self._config.extra_stage
+        stage, form = self._config.extra_stage, self._extra_files
         for repeat in range(stage.repeats):
-            tensors, leaves = f"model.layers.{layer + repeat}", f"{stage.name}.layer_0"
-            extra = self._list_layer_pieces(tensors, leaves, repeat, stage.is_sparse)
+            names = _EXTRA_FILES[form or "layers"]
+            tensors = "mtp.layers.0" if form == "mtp" else f"model.layers.{layer + repeat}"
+            extra = self._list_layer_pieces(tensors, f"{stage.name}.layer_0", repeat, stage.kinds[0], stage.is_sparse)
             extra += [
-                TensorPiece(f"{tensors}.{tensor}.weight", f"{stage.name}.{part}", (repeat,), part.endswith("kernel"))
-                for part, tensor in _EXTRA_PARTS.items()
+                TensorPiece(tensor.format(tensors), f"{stage.name}.{part}", (repeat,), part.endswith("kernel"))
+                for part, tensor in names.items()
             ]
-            pieces += extra if self._has_extra_files else [replace(piece, tensor="") for piece in extra]
+            pieces += [piece if form else replace(piece, tensor="") for piece in extra]
         return pieces
 
     def copies(self) -> Mapping[str, str]:
         """Return the embedding and the head, which extra predictions share, as files repeat them in each such layer."""
-        if not (self._config.extra_predictions and self._has_extra_files):
+        if not self._config.extra_predictions or self._extra_files != "layers":
             return {}
         head = "model.embed_tokens.weight" if self._config.tied_embedding else "lm_head.weight"
         shared = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": head}
@@ -147,38 +164,59 @@ class DecoderFiles(Family):
         tensor = _TEXT_PREFIXES.get(prefix, "") + tensor.removeprefix(prefix)
         is_repeated = (tensor == "lm_head.weight" and self._config.tied_embedding) or tensor in self.copies()
         layer = re.match(r"model\.layers\.(\d+)\.", tensor)
-        if layer is not None and int(layer[1]) >= self._config.layers and not self._config.extra_predictions:
-            return None  # files of DeepSeek V3 have such layers, which decoding one token at a time does not need
+        is_extra = tensor.startswith("mtp.") or (layer is not None and int(layer[1]) >= self._config.layers)
+        if is_extra and not (self._config.extra_predictions and self._extra_files):
+            return None  # decoding one token at a time does not need them
         return None if is_repeated or tensor.endswith(".rotary_emb.inv_freq") else tensor
 
     @functools.cached_property
-    def _has_extra_files(self) -> bool:
-        """True if files of the decoder's family hold the layers of extra predictions."""
-        return bool(self._families) and FAMILIES[self._families[0]].has_extra_predictions
+    def _extra_files(self) -> ExtraFiles:
+        """Form in which files of the decoder's family hold its layers of extra predictions; "" if they do not."""
+        form = FAMILIES[self._families[0]].extra_files if self._families else ""
+        return "" if form == "mtp" and self._config.extra_predictions > 1 else form
 
     @functools.cached_property
     def _families(self) -> list[str]:
         """Families that give the same decoder back when what is written of it is read."""
         return [name for name in FAMILIES if not self._compare(self._make_config_json(FAMILIES[name]))]
 
-    def _list_layer_pieces(self, tensors: str, leaves: str, index: int, is_sparse: bool) -> list[TensorPiece]:
+    def _list_layer_pieces(
+        self, tensors: str, leaves: str, index: int, kind: LayerKind, is_sparse: bool
+    ) -> list[TensorPiece]:
         """Return the pieces of one layer.
 
         Args:
             tensors: prefix of the layer's tensors.
             leaves: prefix of the layer's parameters.
             index: place of the layer in the stacked parameters.
+            kind: kind of the layer.
             is_sparse: True if the layer has experts instead of an MLP.
         """
         config, has_gate = self._config, self._config.mlp != "squared_relu"
-        if config.latent is None:
-            matmuls = _HEAD_MATMULS | _COMMON_MATMULS
+        attention_norms: dict[str, str] = {}
+        pieces = []
+        if kind == "linear":
+            matmuls = _MLP_MATMULS
+            linear, theirs, ours = config.linear, f"{tensors}.linear_attn", f"{leaves}.delta_net"
+            assert linear is not None, "a linear layer needs config.model.linear"
+            for part, tensor in (_LINEAR_MATMULS[linear.projections] | {"out": "out_proj"}).items():
+                pieces.append(TensorPiece(f"{theirs}.{tensor}.weight", f"{ours}.{part}.kernel", (index,), True))
+            for part, tensor in _LINEAR_VECTORS.items():
+                pieces.append(TensorPiece(f"{theirs}.{tensor}", f"{ours}.{part}", (index,)))
+            stop = 0
+            for part, width in (("query", linear.key_width), ("key", linear.key_width), ("value", linear.value_width)):
+                place, stop = (0, stop, stop + width), stop + width
+                pieces.append(TensorPiece(f"{theirs}.conv1d.weight", f"{ours}.{part}_conv", (index,), part=place))
+                if linear.projections == "separate":
+                    tensor = f"{theirs}.in_proj_qkv.weight"
+                    pieces.append(TensorPiece(tensor, f"{ours}.{part}.kernel", (index,), True, place))
+        elif config.latent is None:
+            matmuls = _HEAD_MATMULS | _OUT_MATMUL | _MLP_MATMULS
             attention_norms = _QUERY_KEY_NORMS if config.query_key_norm else {}
         else:
             has_query_latent = config.latent.query_rank is not None
-            matmuls = _LATENT_QUERY_MATMULS[has_query_latent] | _LATENT_MATMULS | _COMMON_MATMULS
+            matmuls = _LATENT_QUERY_MATMULS[has_query_latent] | _LATENT_MATMULS | _OUT_MATMUL | _MLP_MATMULS
             attention_norms = _KEY_VALUE_LATENT_NORM | (_QUERY_LATENT_NORM if has_query_latent else {})
-        pieces = []
         for part, tensor in matmuls.items():
             if (part == "mlp.gate" and not has_gate) or (is_sparse and part.startswith("mlp.")):
                 continue
@@ -190,8 +228,10 @@ class DecoderFiles(Family):
         if not is_sparse:
             return pieces
 
-        moe, (block, names) = config.moe, _EXPERTS[bool(attention_norms)]
+        has_norms = config.latent is not None or config.query_key_norm is not None
+        moe, (block, names) = config.moe, _EXPERTS[has_norms]
         assert moe is not None, "a sparse layer has experts"
+        shared = "shared_expert" if moe.shared_gate else "shared_experts"
         tensors, leaves = f"{tensors}.{block}", f"{leaves}.moe"
         pieces.append(TensorPiece(f"{tensors}.gate.weight", f"{leaves}.router", (index,), transpose=True))
         if moe.bias_rate is not None:
@@ -204,8 +244,11 @@ class DecoderFiles(Family):
                 tensor = f"{tensors}.experts.{expert}.{name}.weight"
                 pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index, expert), transpose=True))
             if moe.shared_experts:
-                tensor = f"{tensors}.shared_experts.{name}.weight"
+                tensor = f"{tensors}.{shared}.{name}.weight"
                 pieces.append(TensorPiece(tensor, f"{leaves}.shared.{leaf}.kernel", (index,), transpose=True))
+        if moe.shared_gate:
+            gate = f"{tensors}.shared_expert_gate.weight"
+            pieces.append(TensorPiece(gate, f"{leaves}.shared_gate", (index,), transpose=True))
         return pieces
 
     def _make_config_json(self, family: ConfigFormat) -> Json:
@@ -254,7 +297,8 @@ def _has_bias(config: DecoderConfig, part: str) -> bool:
 
 def _canonicalise(config: DecoderConfig) -> Json:
     """Return everything that the result depends on, with `auto` resolved: equal for configs that compute the same."""
-    same = ("layers", "width", "heads", "mlp_width", "mlp", "norm", "norm_epsilon", "norm_offset", "query_key_norm")
+    same = ["layers", "width", "heads", "mlp_width", "mlp", "norm", "norm_epsilon", "norm_offset", "query_key_norm"]
+    same += ["attention_gate"]
     kinds = config.layer_kinds
     scale = 1 / math.sqrt(config.head_size) if config.query_scale == "auto" else config.query_scale
     embedding = math.sqrt(config.width) if config.embedding_scale == "sqrt_width" else config.embedding_scale
@@ -264,11 +308,13 @@ def _canonicalise(config: DecoderConfig) -> Json:
         experts = config.moe.model_dump(exclude={"auxiliary_loss", "router_z_loss", "bias_rate"})
         if config.moe.groups_per_token == config.moe.groups:  # a token's experts come from all groups, however many
             experts |= {"groups": 1, "groups_per_token": 1, "group_score": "max"}
-        experts |= {"expert_width": config.expert_width, "has_biases": config.moe.bias_rate is not None}
+        experts |= {"expert_width": config.expert_width, "shared_width": config.shared_width}
+        experts |= {"has_biases": config.moe.bias_rate is not None}
     return {key: getattr(config, key) for key in same} | {
         "key_value_heads": config.key_heads,
         "head_dim": config.head_size,
         "latent": config.latent and config.latent.model_dump(),
+        "linear": config.linear and config.linear.model_dump(),
         "bias": config.bias.model_dump(),
         "layer_pattern": kinds,
         "window": config.window,

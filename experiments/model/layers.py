@@ -197,12 +197,12 @@ def num_shards(name: str) -> int:
     return num_devices(spec[0]) if spec else 1
 
 
-def validate_head_sharding(num_heads: int) -> None:
+def validate_head_sharding(num_heads: int, key: str = "heads") -> None:
     """Raise `InvalidError` if the heads do not divide over the devices that share them, on the caller's mesh."""
     if num_heads % num_shards("heads"):
         sizes = ", ".join(f"{axis} {size}" for axis, size in jax.sharding.get_abstract_mesh().shape.items())
         raise InvalidError(
-            f"config.model.heads={num_heads} does not divide over the devices that share the heads (mesh: {sizes}); "
+            f"config.model.{key}={num_heads} does not divide over the devices that share the heads (mesh: {sizes}); "
             "make topology.mesh.tensor a divisor of it"
         )
 
@@ -439,6 +439,12 @@ def activate(activation: Activation, first: jax.Array, second: jax.Array | None 
     assert second is not None, "a gated MLP has two input projections"
     gate = jax.nn.silu(first) if activation == "swiglu" else jax.nn.gelu(first, approximate=True)
     return gate * second
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0,))
+def apply_gate(activation: Callable[[jax.Array], jax.Array], x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Return `x` times the activation of its gates, in their dtype; only the two are kept for the backward pass."""
+    return (x * activation(gate.astype(x.dtype))).astype(gate.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)

@@ -57,6 +57,12 @@ class MoeConfig(FrozenModel):
     experts_per_token: PositiveInt = Field(description="Routed experts that process a token (top-k).")
     expert_width: PositiveInt | Auto = Field(default="auto", description="Hidden width of one expert; auto: mlp_width.")
     shared_experts: NonNegativeInt = Field(default=0, description="Additional experts that process every token.")
+    shared_width: PositiveInt | Auto = Field(
+        default="auto", description="Hidden width of one shared expert; auto: expert_width."
+    )
+    shared_gate: bool = Field(
+        default=False, description="Multiply the shared experts' result by the sigmoid of a projection of the token."
+    )
     dense_layers: NonNegativeInt = Field(default=0, description="Number of first layers with an MLP instead.")
     gate: Literal["softmax", "sigmoid"] = Field(
         default="softmax", description="Function that turns the router's scores into gates."
@@ -88,7 +94,10 @@ class MoeConfig(FrozenModel):
     )
 
     @model_validator(mode="after")
-    def _validate_groups(self) -> "MoeConfig":
+    def _validate_experts(self) -> "MoeConfig":
+        if not self.shared_experts and (self.shared_gate or self.shared_width != "auto"):
+            key = "shared_gate" if self.shared_gate else "shared_width"
+            raise ValueError(f"{key} is set, and there are no shared experts; leave it out, or set shared_experts")
         if self.experts % self.groups:
             raise ValueError(f"experts={self.experts} does not divide over groups={self.groups}; use a divisor")
         if self.groups_per_token > self.groups:
@@ -250,9 +259,16 @@ class MixtureOfExperts(nn.Module):
 
         y_BxTxD = compute_experts(x_BxTxD, routing, weights, config, self.activation)
         if config.shared_experts:
-            width = config.shared_experts * self.expert_width
+            own = self.expert_width if config.shared_width == "auto" else config.shared_width
             types = self.param_dtype, self.compute_dtype
-            y_BxTxD += GatedMLP(width, self.activation, self.out_stddev, False, *types, name="shared")(x_BxTxD)
+            shared = GatedMLP(
+                config.shared_experts * own, self.activation, self.out_stddev, False, *types, name="shared"
+            )
+            shared_BxTxD = shared(x_BxTxD)
+            if config.shared_gate:
+                gate_Dx1 = self._param("shared_gate", INIT_STDDEV, (D, 1), ("embed", "gate")).astype(self.compute_dtype)
+                shared_BxTxD *= jax.nn.sigmoid(x_BxTxD @ gate_Dx1)
+            y_BxTxD += shared_BxTxD
         return y_BxTxD, _compute_statistics(logits_BxTxE, routing, real_BxT, config)
 
     def _param(self, name: str, stddev: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:

@@ -72,6 +72,15 @@ def _olmo2(*sizes: int) -> Keys:
     return _sizes(*sizes) | norms | {"rope": {"theta": 500_000.0}, "vocabulary_size": 100_352}
 
 
+def _qwen3_next(*sizes: int, **moe: Any) -> Keys:
+    linear = {"key_heads": 16, "value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
+    layers = {"layer_pattern": ["linear"] * 3 + ["full"], "linear": linear, "attention_gate": True}
+    norms = {"norm_epsilon": 1e-6, "norm_offset": True, "query_key_norm": "head"}
+    rope = {"theta": 10_000_000.0, "fraction": 0.25}
+    experts = {"shared_experts": 1, "shared_gate": True, **moe}
+    return _sizes(*sizes) | layers | norms | {"head_dim": 256, "rope": rope, "moe": experts, "vocabulary_size": 151_936}
+
+
 def _olmoe(*sizes: int, experts: int) -> Keys:
     moe = {"experts": experts, "experts_per_token": 8, "normalise_gates": False}
     return _sizes(*sizes) | {"query_key_norm": "whole", "moe": moe, "vocabulary_size": 50_304}
@@ -159,6 +168,7 @@ PRESETS: dict[str, Keys] = {
         vocabulary_size=32_000,
     ),
     "qwen3_30b_a3b": _qwen3(48, 2048, 32, 4, 768, moe={"experts": 128, "experts_per_token": 8}),
+    "qwen3_next_80b_a3b": _qwen3_next(48, 2048, 16, 2, 512, experts=512, experts_per_token=10),
     "olmoe_1b_7b": _olmoe(16, 2048, 16, 16, 1024, experts=64),
     "deepseek_v2_lite": _deepseek2(
         *(27, 2048, 16, 10_944), query_rank=None, mscale=0.707, experts=64, expert_width=1408

@@ -78,6 +78,9 @@ class Rope(FrozenModel):
         default="halves",
         description="Elements that rotate together: the two halves of a head, or neighbours (0 and 1, 2 and 3, ...).",
     )
+    fraction: PositiveFloat = Field(
+        default=1.0, le=1.0, description="Share of a head that is rotated: its first elements."
+    )
 
 
 class Rotation(NamedTuple):
@@ -127,8 +130,8 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def rotation_at(positions_BxT: jax.Array, rope: Rope, head_dim: int) -> Rotation:
-    """Return the cosines and sines at these positions, float32."""
-    radians_F, factor = frequencies(rope, head_dim)
+    """Return the cosines and sines at these positions, float32; `head_dim` is the width that `rope` is a part of."""
+    radians_F, factor = frequencies(rope, round(rope.fraction * head_dim))
     angles_BxTx1xF = (positions_BxT[..., None].astype(jnp.float32) * radians_F)[:, :, None]
     return Rotation(jnp.cos(angles_BxTx1xF) * factor, jnp.sin(angles_BxTx1xF) * factor)
 
@@ -137,8 +140,12 @@ def rotate(x_BxTxNxH: jax.Array, rotation: Rotation, pairs: Pairs = "halves") ->
     """Return `x` rotated, in its own dtype; the rotation is computed in float32.
 
     Neighbouring pairs are returned as halves. Queries and keys are permuted alike, so scores do not change, and the
-    elements need not be put back.
+    elements need not be put back. Elements behind the rotated part of a head stay as they are.
     """
+    width = 2 * rotation.cos.shape[-1]
+    if width < x_BxTxNxH.shape[-1]:
+        rotated_BxTxNxR = rotate(x_BxTxNxH[..., :width], rotation, pairs)
+        return jnp.concatenate([rotated_BxTxNxR, x_BxTxNxH[..., width:]], axis=-1)
     if pairs == "neighbours":
         x_BxTxNxH = jnp.concatenate([x_BxTxNxH[..., 0::2], x_BxTxNxH[..., 1::2]], axis=-1)
     if rotates_by_matmul():

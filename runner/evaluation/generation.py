@@ -13,6 +13,7 @@ are nearly equal.
 Shape legend: B batch, T tokens, V vocabulary.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -274,8 +275,12 @@ class CachedDecoder:
         self._make_cache = lambda: model.init_cache(count_batch_shards(mesh), num_positions, dtype)
         self._weights, self._cache = weights, None if weights is None else self._make_cache()
 
+        # Padding must not enter a state, as it enters a cache of keys, where the next tokens overwrite it.
+        takes_count = "count" in inspect.signature(type(model).__call__).parameters
+
         def step(weights: Any, cache: Any, tokens_BxT: jax.Array, start: jax.Array, last: jax.Array) -> Any:
-            logits_BxTxV, cache = model.apply(weights, tokens_BxT, cache=cache, start=start, deterministic=True)
+            more = {"count": last + 1} if takes_count else {}
+            logits_BxTxV, cache = model.apply(weights, tokens_BxT, cache=cache, start=start, **more, deterministic=True)
             return replicate(logits_BxTxV[0, last].astype(jnp.float32), mesh), cache
 
         self._step = jax.jit(step, donate_argnums=1)

@@ -62,6 +62,7 @@ def compute_transformer_flops(
     remat: Literal["none", "dots", "layers"] = "none",
     last_parameters: float = 0,
     is_attention_recomputed: bool = True,
+    state_flops: float = 0,
 ) -> Flops:
     """Compute the FLOPs of a decoder: 6 per matmul parameter, 12 per attended key and unit of attention width.
 
@@ -80,17 +81,21 @@ def compute_transformer_flops(
         remat: activations that are kept of a layer: all, the results of its dense matmuls, or its input.
         last_parameters: parameters of the last matmul of a layer.
         is_attention_recomputed: True if attention itself computes its scores again in the backward pass.
+        state_flops: FLOPs of a token for the state of linear attention, in one forward pass; the mean over layers. It
+            is recomputed in the backward pass.
     """
     score = 2 * attention_width  # FLOPs of one key's scores over all heads
     value = score if value_width is None else 2 * value_width  # of its weighted values
     matmuls = 6 * (layers * layer_parameters + output_parameters)
-    per_token = matmuls + 3 * layers * (score + value) * attended_keys
+    per_token = matmuls + 3 * layers * ((score + value) * attended_keys + state_flops)
     attention = (0 if remat == "none" else score + value) + (score if is_attention_recomputed else 0)
     again = 2 * (layer_parameters - last_parameters) if remat == "layers" else 0
-    recomputed = layers * (again + attention * attended_keys)
+    states = state_flops * (1 if remat == "none" else 2)
+    recomputed = layers * (again + attention * attended_keys + states)
     formula = (
         f"6 x ({layers} layers x {layer_parameters:,.0f} matmul parameters + {output_parameters:,} of the output "
         f"matmul) + 12 x {layers} layers x {(score + value) / 4:,.0f} wide x {attended_keys:,g} keys a query "
+        f"{f'+ 3 x {layers} layers x {state_flops:,.0f} of linear attention ' if state_flops else ''}"
         f"= {per_token:,.0f}, lookups not counted"
     )
     return Flops(per_token, recomputed, formula)
@@ -257,6 +262,7 @@ def compute_transformer_sizing(
     kept_of_dots: float,
     keys_and_values: int,
     experts: ExpertSizing = NO_EXPERTS,
+    working_bytes: float = 0,
 ) -> Sizing:
     """Compute the sizes of a decoder: activations kept by layers, logits that exist at the same time, and traffic.
 
@@ -272,6 +278,7 @@ def compute_transformer_sizing(
         kept_of_dots: activations that it keeps with `remat: dots`.
         keys_and_values: width of all heads of keys and of values together.
         experts: experts of the decoder.
+        working_bytes: further bytes of a token that exist while one layer is computed.
     """
     tensor, own_positions = sizes["tensor"], sequence_length / sizes["sequence"]
     kept_of_layer = {"none": kept, "dots": kept_of_dots, "layers": width / tensor}[memory.remat]
@@ -283,7 +290,7 @@ def compute_transformer_sizing(
     rounds = 3 + is_recomputed  # keys and values forward and backward, and their gradients
     journeys = experts.journeys + 2 * is_recomputed  # a recomputed layer sends tokens there and back once more
     return Sizing(
-        activation_bytes_per_token=itemsize * (layers * kept_of_layer + kept) + logits,
+        activation_bytes_per_token=itemsize * (layers * kept_of_layer + kept) + working_bytes + logits,
         head_bytes=output_width * width * (itemsize + (4 if is_chunked else itemsize)) / tensor,
         tensor_bytes_per_token=reductions * layers * width * itemsize,
         sequence_bytes_per_token=rounds * layers * keys_and_values * itemsize / tensor,

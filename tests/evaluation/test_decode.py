@@ -56,6 +56,12 @@ MODELS = {
             "bias_rate": 0.1,
         }
     ),
+    "decoder with linear layers": make_decoder_model(
+        layers=3,
+        layer_pattern=["linear", "full"],
+        window=None,
+        linear={"key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 4},
+    ),
     "decoder with latents": make_decoder_model(
         key_value_heads="auto",
         latent={"query_rank": 12, "key_value_rank": 16, "plain_head_dim": 8, "rotary_head_dim": 4, "value_head_dim": 6},

@@ -31,6 +31,15 @@ LATENT = ROUTED | {
 MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
 DENSE_FIRST = EXPERTS | {"moe_intermediate_size": 12, "mlp_only_layers": [0], "num_hidden_layers": 3}
 
+LINEAR_ATTENTION = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "partial_rotary_factor": 0.5,
+}
+SHARED_EXPERT = EXPERTS | {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_scaling": LLAMA3 | ORIGINAL, **THETA}),
     "mistral": ("mistral", {"sliding_window": 5}),
@@ -48,6 +57,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", EXPERTS | {"head_dim": 4, "num_key_value_heads": 4}),
     "deepseek_v2": ("deepseek_v2", LATENT | {"q_lora_rank": None, "rope_scaling": YARN | ORIGINAL | MSCALE}),
     "deepseek_v3": ("deepseek_v3", LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}),
+    "qwen3_next": ("qwen3_next", LINEAR_ATTENTION | SHARED_EXPERT | {"num_hidden_layers": 4}),
+    "qwen3_5": ("qwen3_5_text", LINEAR_ATTENTION | {"full_attention_interval": 2}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR_ATTENTION | SHARED_EXPERT | {"full_attention_interval": 2}),
     # These are compared only with the live library.
     "llama-ungrouped": ("llama", UNGROUPED),
     "llama-linear": ("llama", {"rope_scaling": LINEAR, **THETA}),
@@ -86,6 +98,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 2, "rope_interleave": False},
     ),
     "deepseek_v2-dense": ("deepseek_v2", LATENT | {"q_lora_rank": 8, "first_k_dense_replace": 2}),
+    "qwen3_next-dense-first": (
+        "qwen3_next",
+        LINEAR_ATTENTION
+        | SHARED_EXPERT
+        | {"mlp_only_layers": [0], "num_hidden_layers": 5, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "qwen3_next-ungrouped": (
+        "qwen3_next",
+        LINEAR_ATTENTION
+        | UNGROUPED
+        | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "num_experts": 0, "full_attention_interval": 2}
+        | {"partial_rotary_factor": 1.0, "rope_scaling": YARN | ORIGINAL, **THETA},
+    ),
+    "qwen3_5-tied": (
+        "qwen3_5_text",
+        LINEAR_ATTENTION | {"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": True},
+    ),
     "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 2.0, "num_hidden_layers": 7, "sliding_window": 3}),
 }
 DAILY = [name for name in CASES if "-" not in name]

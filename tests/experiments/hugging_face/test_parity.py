@@ -5,6 +5,7 @@ Shape legend: B batch, T sequence, V vocabulary.
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -32,9 +33,14 @@ def parse_config(config, sequence_length=64):
 def stack_params(tensors, files):
     """Stack tensors into parameters, and check that each tensor is used once."""
     slices = {}
-    left = dict(tensors)
+    left = {(name, None): tensor for name, tensor in tensors.items()}
+    parts = {(piece.tensor, piece.part) for piece in files.pieces() if piece.part is not None}
+    for name, (axis, start, stop) in parts:
+        tensor = tensors[name]
+        left.pop((name, None), None)
+        left[name, (axis, start, stop)] = tensor.take(range(start, stop), axis)
     for piece in files.pieces():
-        tensor = left.pop(piece.tensor)
+        tensor = left.pop((piece.tensor, piece.part))
         slices.setdefault(piece.leaf, {})[piece.index] = tensor.T if piece.transpose else tensor
     assert left == {}
     params = {}
@@ -64,7 +70,7 @@ def test_every_family_has_a_fixture():
     assert {CASES[name][0] for name in DAILY} == set(FAMILIES)
 
 
-SOAK_CASES = ("mistral", "qwen3", "smollm3", "olmoe")  # other families cover their parts
+SOAK_CASES = ("mistral", "qwen3", "smollm3", "olmoe", "qwen3_5", "qwen3_5_moe")  # other families cover their parts
 
 
 @pytest.mark.parametrize(
@@ -85,26 +91,32 @@ def test_an_exported_config_describes_the_same_decoder(name):
     assert files.differences(found) == files.differences(written) == []
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
-def test_files_hold_extra_predictions_where_the_family_has_them(name):
-    found = json.loads((FIXTURES / name / "config.json").read_text())
-    without = parse_config_json(found)
-    files = parse_config(without.model_copy(update={"extra_predictions": 2}))
-    first = without.layers
+@pytest.mark.parametrize(
+    ("name", "number", "places"),
+    [
+        ("deepseek_v3", 2, {"model.layers.3", "model.layers.4"}),
+        ("qwen3_next", 1, {"mtp"}),
+        ("qwen3_next", 2, {""}),
+        ("llama", 2, {""}),
+    ],
+)
+def test_files_hold_extra_predictions_where_the_family_has_them(name, number, places):
+    without = parse_config_json(json.loads((FIXTURES / name / "config.json").read_text()))
+    files = parse_config(without.model_copy(update={"extra_predictions": number}))
     extra = [piece for piece in files.pieces() if piece.leaf.startswith(("extra.", "variables.balance.extra."))]
-    layers = {piece.tensor.rpartition("layers.")[2].partition(".")[0] for piece in extra}
-    if name == "llama":
-        assert layers == {""}
+    names = {piece.tensor for piece in extra}
+    assert {tensor if tensor == "" else re.match(r"mtp|model\.layers\.\d+", tensor)[0] for tensor in names} == places
+    assert {piece.index[0] for piece in extra} == {*range(number)}
+    if places == {""}:
         assert files.copies() == {}
         assert files.config() == parse_config(without).config()
         return
-    assert layers == {str(first), str(first + 1)}
-    assert files.config()["num_nextn_predict_layers"] == 2
-    assert files.copies()[f"model.layers.{first}.shared_head.head.weight"] == "lm_head.weight"
-    assert all(files.known_as(copy) is None for copy in files.copies())
-    names = {piece.tensor for piece in extra}
     assert all(files.known_as(tensor) == tensor for tensor in names)
     assert {parse_config(without).known_as(tensor) for tensor in names} == {None}
+    if name == "deepseek_v3":
+        assert files.config()["num_nextn_predict_layers"] == 2
+        assert files.copies()["model.layers.3.shared_head.head.weight"] == "lm_head.weight"
+    assert all(files.known_as(copy) is None for copy in files.copies())
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

@@ -73,7 +73,19 @@ LATENT = {
     "query_scale": 0.4,
 }
 FURTHER = LLAMA | {"extra_predictions": 2, "extra_prediction_weight": 0.5}
-FAMILIES = {"everything": ALL_FEATURES, "llama": LLAMA, "olmo": OLMO, "latent": LATENT, "further": FURTHER}
+# Linear layers beside gated attention that rotates a part of each head.
+HYBRID = LLAMA | {
+    "layers": 5,
+    "head_dim": 8,
+    "layer_pattern": ["linear", "linear", "full"],
+    "linear": {"key_heads": 8, "value_heads": 16, "key_head_dim": 4, "value_head_dim": 6},
+    "attention_gate": True,
+    "query_key_norm": "head",
+    "norm_offset": True,
+    "rope": {"theta": 100.0, "fraction": 0.5},
+}
+FAMILIES = {"everything": ALL_FEATURES, "llama": LLAMA, "olmo": OLMO, "latent": LATENT}
+FAMILIES |= {"hybrid": HYBRID, "further": FURTHER}
 MODELS = {name: keys | {"heads": 8} for name, keys in FAMILIES.items()}
 LLAMA3_SCALING = {"name": "llama3", "factor": 2.0, "original_positions": 8}
 TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
@@ -148,7 +160,8 @@ def test_axis_names_distinguish_matrices_from_vectors(name):
     boxed = init_boxed_params(make_decoder(MODELS[name]))["params"]
     for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
         assert len(box.names) == box.value.ndim
-        assert set(box.names) <= {"vocab", "embed", "heads", "head_dim", "latent", "mlp", "layers"}
+        others = {"conv_input", "conv"} if path[-1].key.endswith("_conv") else set()
+        assert set(box.names) <= {"vocab", "embed", "heads", "head_dim", "latent", "mlp", "layers"} | others
         assert (len(set(box.names) - {"layers"}) == 2) == (path[-1].key in ("kernel", "embedding", "head"))
 
 
@@ -165,6 +178,14 @@ def test_axis_names_distinguish_matrices_from_vectors(name):
             "latent.rotary_head_dim=3 is odd; rotary positions need pairs",
         ),
         ({"layer_pattern": ["window"]}, "layer_pattern has window layers; set window"),
+        ({"layer_pattern": ["linear"]}, "layer_pattern has linear layers; set `linear`, their heads"),
+        ({"linear": HYBRID["linear"]}, "linear is set, and layer_pattern has no linear layer that reads it"),
+        (
+            {"layer_pattern": ["linear"], "linear": HYBRID["linear"] | {"value_heads": 12}},
+            "linear.value_heads=12 does not divide over key_heads=8; use a multiple",
+        ),
+        ({"rope": {"fraction": 0.3}}, "rope.fraction=0.3 rotates 2.4 of the 8 elements of a head"),
+        ({"attention_gate": True, "query_key_norm": "whole"}, "attention_gate is not supported with query_key_norm"),
         ({"window": 4}, "window is set, and layer_pattern has no window layer that reads it"),
         (
             {
@@ -222,6 +243,7 @@ STEPS = [6] * 4, [13] + [1] * 11  # tokens of each call; calls of one length sha
     [
         ("everything", STEPS[0]),
         ("latent", STEPS[0]),
+        ("hybrid", STEPS[0]),
         *(pytest.param(name, lengths, marks=SOAK) for name in MODELS for lengths in STEPS),
     ],
 )
@@ -337,9 +359,11 @@ def test_packed_documents_on_many_devices_equal_single_documents_on_one(name, si
 
 AXES = ["layers", "heads", "width", "mlp_width", "head_dim", "vocabulary_size", "base_width", "window"]
 AXES += [f"moe.{key}" for key in ("experts", "expert_width", "shared_experts")]
+AXES += [f"linear.{key}" for key in ("value_heads", "key_head_dim", "value_head_dim", "conv_width")]
 AXES += [f"latent.{key}" for key in ("key_value_rank", "query_rank", "rotary_head_dim", "value_head_dim")]
 SECTIONS = {
     "moe": {"experts": 8, "experts_per_token": 2},
+    "linear": HYBRID["linear"],
     "latent": {"key_value_rank": 8, "plain_head_dim": 8, "rotary_head_dim": 8, "value_head_dim": 8},
 }
 

@@ -236,6 +236,7 @@ def test_the_formula_counts_every_form_of_attention_and_active_experts(attention
         pytest.param("deepseek_v2", 235_741_434_880, 21e9, marks=SOAK),
         pytest.param("deepseek_v3", 671_026_404_352, 37e9, marks=SOAK),
         pytest.param("mixtral_8x7b", 46_702_792_704, 12.9e9, marks=SOAK),
+        pytest.param("qwen3_next_80b_a3b", 79_674_391_296, 3.9e9, marks=SOAK),
         pytest.param("qwen3_30b_a3b", 30_532_122_624, 3.3e9, marks=SOAK),
     ],
 )
