@@ -92,6 +92,8 @@ def _write_rope(rope: Rope) -> Json:
             written = {"rope_type": "yarn", **original, **betas}
             if scaling.attention_factor != "auto":
                 written["attention_factor"] = scaling.attention_factor
+            if not scaling.truncate:
+                written["truncate"] = False
     return {"rope_theta": rope.theta, "rope_scaling": written}
 
 
@@ -123,8 +125,8 @@ def _read_scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> Json |
     if kind == "llama3":
         factors = {"low_frequency_factor": given["low_freq_factor"], "high_frequency_factor": given["high_freq_factor"]}
         return {"name": "llama3", "factor": given["factor"], "original_positions": original, **factors}
-    if kind != "yarn" or not given.get("truncate", True):
-        raise InvalidError(f"rope: {kind} scaling is not supported; use linear, llama3 or truncated yarn")
+    if kind != "yarn":
+        raise InvalidError(f"rope: {kind} scaling is not supported; use linear, llama3 or yarn")
     # DeepSeek's models give the attention factor of YaRN as a quotient of two.
     numerator, denominator = given.get("mscale"), given.get("mscale_all_dim")
     factor: float | str = "auto"
@@ -140,6 +142,7 @@ def _read_scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> Json |
         "attention_factor": factor,
         "beta_fast": given.get("beta_fast") or 32.0,
         "beta_slow": given.get("beta_slow") or 1.0,
+        "truncate": given.get("truncate", True),
     }
 
 
@@ -268,6 +271,28 @@ def _write_olmo2(config: DecoderConfig) -> Json:
 
 def _read_olmo2(config: Mapping[str, Any]) -> Json:
     return _read_llama({**config, "mlp_bias": False}) | {"norm": "post", "query_key_norm": "whole"}
+
+
+def _write_olmo3(config: DecoderConfig) -> Json:
+    # Version 5 of transformers would take the default for the theta of windows if it found only the older keys.
+    kinds = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
+    written = {kind: _write_rope(rope) for kind, rope in kinds.items()}
+    parameters = {
+        kind: {"rope_type": "default", **(rope["rope_scaling"] or {}), "rope_theta": rope["rope_theta"]}
+        for kind, rope in written.items()
+    }
+    return _write_olmo2(config) | _write_windows(config) | {"rope_parameters": parameters}
+
+
+def _read_olmo3(config: Mapping[str, Any]) -> Json:
+    windows = _read_windows({"sliding_window": 4096, **config}, lambda layer: "window" if (layer + 1) % 4 else "full")
+    keys = _read_olmo2(config) | {"rope": _read_rope(config, 500_000.0, "full_attention"), **windows}
+    if "window" in keys["layer_pattern"]:
+        given = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+        # The scaling of older files, `rope_scaling`, is of the full layers alone.
+        theta = given.get("rope_theta", config.get("rope_theta", 500_000.0))
+        keys["window_rope"] = {"theta": theta, "scaling": _read_scaling(given, config)}
+    return keys
 
 
 def _write_smollm3(config: DecoderConfig) -> Json:
@@ -498,6 +523,7 @@ FAMILIES: dict[str, ConfigFormat] = {
         ConfigFormat("qwen2", "Qwen2ForCausalLM", _write_qwen, _read_qwen2),
         ConfigFormat("qwen3", "Qwen3ForCausalLM", _write_qwen3, _read_qwen3),
         ConfigFormat("olmo2", "Olmo2ForCausalLM", _write_olmo2, _read_olmo2, epsilon=1e-5),
+        ConfigFormat("olmo3", "Olmo3ForCausalLM", _write_olmo3, _read_olmo3, epsilon=1e-5),
         ConfigFormat("mixtral", "MixtralForCausalLM", _write_mixtral, _read_mixtral, epsilon=1e-5),
         ConfigFormat("qwen3_moe", "Qwen3MoeForCausalLM", _write_qwen3_moe, _read_qwen3_moe),
         ConfigFormat("olmoe", "OlmoeForCausalLM", _write_olmoe, _read_olmoe, epsilon=1e-5),

@@ -72,6 +72,13 @@ def _olmo2(*sizes: int) -> Keys:
     return _sizes(*sizes) | norms | {"rope": {"theta": 500_000.0}, "vocabulary_size": 100_352}
 
 
+def _olmo3(*sizes: int) -> Keys:
+    scaling = {"name": "yarn", "factor": 8.0, "original_positions": 8192}
+    windows: Keys = {"layer_pattern": ["window"] * 3 + ["full"], "window": 4096, "window_rope": {"theta": 500_000.0}}
+    rope = {"rope": {"theta": 500_000.0, "scaling": scaling}}
+    return _olmo2(*sizes) | windows | rope | {"vocabulary_size": 100_278}
+
+
 def _olmoe(*sizes: int, experts: int) -> Keys:
     moe = {"experts": experts, "experts_per_token": 8, "normalise_gates": False}
     return _sizes(*sizes) | {"query_key_norm": "whole", "moe": moe, "vocabulary_size": 50_304}
@@ -186,6 +193,8 @@ PRESETS: dict[str, Keys] = {
     "olmo2_7b": _olmo2(32, 4096, 32, 32, 11_008),
     "olmo2_13b": _olmo2(40, 5120, 40, 40, 13_824),
     "olmo2_32b": _olmo2(64, 5120, 40, 8, 27_648),
+    "olmo3_7b": _olmo3(32, 4096, 32, 32, 11_008),
+    "olmo3_32b": _olmo3(64, 5120, 40, 8, 27_648),
     "smollm2_135m": _smollm2(30, 576, 9, 3, 1536),
     "smollm2_360m": _smollm2(32, 960, 15, 5, 2560),
     "smollm2_1.7b": _smollm2(24, 2048, 32, 32, 8192, theta=130_000.0),

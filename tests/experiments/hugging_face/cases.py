@@ -37,6 +37,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"rope_scaling": YARN | ORIGINAL, "tie_word_embeddings": True, **THETA}),
     "qwen3": ("qwen3", {}),
     "olmo2": ("olmo2", {"num_key_value_heads": 4}),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 5, "num_hidden_layers": 5, "rope_scaling": YARN | ORIGINAL, "rope_theta": 500_000.0},
+    ),
     "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 12, "num_hidden_layers": 3}),
     "gemma3": (
         "gemma3_text",
@@ -58,6 +62,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3-ungrouped": ("qwen3", UNGROUPED | {"tie_word_embeddings": True}),
     "olmo2-grouped": ("olmo2", {"attention_bias": True}),
+    "olmo3-thetas": (
+        "olmo3",
+        {
+            "sliding_window": 5,
+            "num_hidden_layers": 5,
+            "rope_parameters": {
+                "full_attention": YARN | ORIGINAL | THETA,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "olmo3-full": ("olmo3", {"layer_types": ["full_attention"] * 2, "attention_bias": True}),
     "gemma2-without-softcaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-tight-softcaps": ("gemma2", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0}),
     "mixtral-window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5}),

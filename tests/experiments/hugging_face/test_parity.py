@@ -64,7 +64,7 @@ def test_every_family_has_a_fixture():
     assert {CASES[name][0] for name in DAILY} == set(FAMILIES)
 
 
-SOAK_CASES = ("mistral", "qwen3", "smollm3", "olmoe")  # other families cover their parts
+SOAK_CASES = ("mistral", "qwen3", "smollm3", "olmoe", "olmo3")  # other families cover their parts
 
 
 @pytest.mark.parametrize(
