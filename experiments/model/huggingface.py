@@ -241,6 +241,7 @@ def _canonicalise(config: DecoderConfig) -> Json:
         "query_scale": float(f"{scale:.9g}"),
         "embedding_scale": float(f"{embedding:.9g}"),
         "attention_softcap": config.attention_softcap,
+        "attention_sinks": config.attention_sinks,
         "logit_softcap": config.logit_softcap,
         "logit_scale": float(f"{config.width_ratio:.9g}"),
         "moe": experts,

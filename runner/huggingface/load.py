@@ -133,14 +133,17 @@ def _fill_piece(
             position: list[Any] = [at - start for at, (start, _) in zip(piece.index, bounds[:depth], strict=True)]
             # The box of the block in the tensor, which may be shorter than the piece.
             box = list(bounds[depth:])
+            steps = [1] * len(box)
             if piece.transpose:
                 box[-1], box[-2] = box[-2], box[-1]
             if piece.part is not None:
                 axis, offset, _ = piece.part
-                box[axis] = box[axis][0] + offset, box[axis][1] + offset
+                first, last = box[axis][0], box[axis][1] - 1
+                box[axis] = first * piece.step + offset, last * piece.step + offset + 1
+                steps[axis] = piece.step
             box = [(min(start, size), min(stop, size)) for (start, stop), size in zip(box, tensor.shape, strict=True)]
             if all(start < stop for start, stop in box):
-                wanted.append((block[(*position, ...)], box))
+                wanted.append((block[(*position, ...)], box, steps))
     if not wanted:
         return
     # The array has the size of the tensor, but only pages of the boxes are touched, and so take memory.
@@ -152,10 +155,10 @@ def _fill_piece(
         found = store.read_range(tensor.file, tensor.start + start, tensor.start + stop, version)
         content[start:stop] = np.frombuffer(found, np.uint8)
 
-    list(run(fetch, list_byte_spans(tensor.shape, dtype.itemsize, [box for _, box in wanted])))
+    list(run(fetch, list_byte_spans(tensor.shape, dtype.itemsize, [box for _, box, _ in wanted])))
     values = content.view(dtype).reshape(tensor.shape)
-    for target, box in wanted:
-        found = values[tuple(slice(*bounds) for bounds in box)]
+    for target, box, steps in wanted:
+        found = values[tuple(slice(*bounds, step) for bounds, step in zip(box, steps, strict=True))]
         if found.dtype.itemsize == 8:
             found = found.astype(np.float32)
         found = found.swapaxes(-1, -2) if piece.transpose else found

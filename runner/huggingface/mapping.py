@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from runner.errors import InvalidError
 from runner.huggingface.safetensors import CONFIG_FILE, DTYPES, PublishedWeights, TensorLocation
 from runner.spec import InitFromConfig
@@ -31,6 +33,7 @@ class TensorPiece:
         index: index into the leading axes of the leaf: the layer, or the layer and the expert.
         transpose: True if the file has the last two axes in the other order: (out, in) for a leaf (in, out).
         part: (axis, start, stop) of the file's tensor, if several leaves share it.
+        step: distance of the part's elements on that axis, if the leaves take turns.
     """
 
     tensor: str
@@ -38,6 +41,7 @@ class TensorPiece:
     index: tuple[int, ...] = ()
     transpose: bool = False
     part: tuple[int, int, int] | None = None
+    step: int = 1
 
     @property
     def leaf_name(self) -> str:
@@ -136,14 +140,17 @@ def _find_tensor_problems(pieces: list[TensorPiece], leaves: Mapping[str, Shape]
     known = [part for part in parts if part is not None]
     if len({axis for axis, _, _ in known}) > 1:
         return ["its parts are of several axes"]
-    axis, position = known[0][0], 0
-    for shape, (_, start, stop) in sorted(zip(shapes, known, strict=True), key=lambda pair: pair[1]):
-        if start != position or axis >= len(shape) or stop - start != shape[axis]:
+    axis, is_covered = known[0][0], np.zeros(max(stop for _, _, stop in known), bool)
+    for shape, (_, start, stop), piece in sorted(zip(shapes, known, pieces, strict=True), key=lambda each: each[1]):
+        first, own = int(np.argmin(is_covered)), is_covered[start : stop : piece.step]
+        if start != first or own.any() or axis >= len(shape) or len(own) != shape[axis]:
             return [
-                f"its part {start}..{stop} of axis {axis} must begin at {position} and have the size of its piece, "
+                f"its part {start}..{stop} of axis {axis} must begin at {first} and have the size of its piece, "
                 f"{list(shape)}"
             ]
-        position = stop
+        own[:] = True
+    if not is_covered.all():
+        return [f"no part has the element {int(np.argmin(is_covered))} of its axis {axis}"]
     others = {math.prod(shape[:axis]) * math.prod(shape[axis + 1 :]) for shape in shapes}
     return ["its parts differ in size on their other axes"] if len(others) > 1 else []
 
