@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from experiments.model.config import DecoderConfig, LayerKind
+from experiments.model.layers import CLAMPED_SWIGLU_ALPHA, CLAMPED_SWIGLU_LIMIT
 from experiments.model.rotary import LinearScaling, Llama3Scaling, Rope
 from runner.errors import InvalidError, suggest_choices
 from runner.storage import JsonObject
@@ -400,6 +401,44 @@ def _read_olmoe(config: Mapping[str, Any]) -> Json:
     return _read_llama({**config, "mlp_bias": False}) | keys | {"query_key_norm": "whole"}
 
 
+_GPT_OSS_EXPERT_KEYS = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
+_GPT_OSS_ROPE = {  # of files without rotary keys
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
+
+def _write_gpt_oss(config: DecoderConfig) -> Json:
+    return {
+        **_write_rope(config.rope),
+        **_write_experts(config, _GPT_OSS_EXPERT_KEYS),
+        # transformers makes a mask of this window even if no layer has one.
+        **_write_windows(config),
+        "sliding_window": config.window or 128,
+        "attention_bias": config.bias.query_key_value,
+        "hidden_act": "silu",
+        "swiglu_limit": CLAMPED_SWIGLU_LIMIT,
+        "swiglu_alpha": CLAMPED_SWIGLU_ALPHA,
+    }
+
+
+def _read_gpt_oss(config: Mapping[str, Any]) -> Json:
+    for key, value in (("swiglu_limit", CLAMPED_SWIGLU_LIMIT), ("swiglu_alpha", CLAMPED_SWIGLU_ALPHA)):
+        if config.get(key, value) != value:
+            raise InvalidError(f"mlp: {key} {config[key]} is not supported; this decoder's clamped_swiglu has {value}")
+    if not config.get("attention_bias", True):
+        raise InvalidError("bias: attention_bias false is not supported in this family; it has biases in every matmul")
+    if not (config.get("rope_scaling") or config.get("rope_parameters")):
+        config = {**config, "rope_scaling": _GPT_OSS_ROPE}
+    windows = _read_windows({"sliding_window": 128, **config}, lambda layer: "full" if layer % 2 else "window")
+    keys = {"mlp": "clamped_swiglu", "attention_sinks": True, "head_dim": config.get("head_dim") or 64}
+    biases = {"bias": {"query_key_value": True, "attention_out": True}}
+    experts = _read_experts(config, 128, 4, True)
+    return keys | biases | windows | {"rope": _read_rope(config, 150_000.0), "moe": experts["moe"] | {"bias": True}}
+
+
 _LATENT_KEYS = {
     "q_lora_rank": "query_rank",
     "kv_lora_rank": "key_value_rank",
@@ -527,6 +566,7 @@ FAMILIES: dict[str, ConfigFormat] = {
         ConfigFormat("mixtral", "MixtralForCausalLM", _write_mixtral, _read_mixtral, epsilon=1e-5),
         ConfigFormat("qwen3_moe", "Qwen3MoeForCausalLM", _write_qwen3_moe, _read_qwen3_moe),
         ConfigFormat("olmoe", "OlmoeForCausalLM", _write_olmoe, _read_olmoe, epsilon=1e-5),
+        ConfigFormat("gpt_oss", "GptOssForCausalLM", _write_gpt_oss, _read_gpt_oss, epsilon=1e-5),
         ConfigFormat("gemma2", "Gemma2ForCausalLM", _write_gemma2, _read_gemma2, is_tied=True),
         ConfigFormat("gemma3_text", "Gemma3ForCausalLM", _write_gemma3, _read_gemma3, is_tied=True),
         ConfigFormat("deepseek_v2", "DeepseekV2ForCausalLM", _write_deepseek_v2, _read_deepseek_v2),

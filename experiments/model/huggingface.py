@@ -57,6 +57,16 @@ _EXPERTS = {
     False: ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     True: ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
+# Of experts with biases, as in GPT-OSS: one tensor for all experts of a layer, and one for gate and up, which take turns
+# in its last axis. Leaf -> tensor, and the first element of the leaf.
+_STACKED_EXPERTS = {
+    "gate": ("gate_up_proj", 0),
+    "up": ("gate_up_proj", 1),
+    "down": ("down_proj", None),
+    "gate_bias": ("gate_up_proj_bias", 0),
+    "up_bias": ("gate_up_proj_bias", 1),
+    "down_bias": ("down_proj_bias", None),
+}
 # Names in models that also read images: prefixes of the decoder, and the parts for images.
 _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
@@ -150,6 +160,8 @@ class DecoderFiles(Family):
             pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.kernel", (index,), True))
             if _has_bias(config, part):
                 pieces.append(TensorPiece(f"{tensors}.{tensor}.bias", f"{leaves}.{part}.bias", (index,)))
+        if config.attention_sinks:
+            pieces.append(TensorPiece(f"{tensors}.self_attn.sinks", f"{leaves}.attention.sinks", (index,)))
         for part, tensor in (_NORMS[config.norm] | attention_norms).items():
             pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.scale", (index,)))
         if not is_sparse:
@@ -157,6 +169,16 @@ class DecoderFiles(Family):
 
         moe, (block, names) = config.moe, _EXPERTS[bool(attention_norms)]
         assert moe is not None, "a sparse layer has experts"
+        if moe.bias:
+            tensors, leaves = f"{tensors}.mlp", f"{leaves}.moe"
+            pieces.append(TensorPiece(f"{tensors}.router.weight", f"{leaves}.router", (index,), transpose=True))
+            pieces.append(TensorPiece(f"{tensors}.router.bias", f"{leaves}.router_bias", (index,)))
+            for leaf, (tensor, first) in _STACKED_EXPERTS.items():
+                axis = 1 if leaf.endswith("_bias") else 2
+                part = None if first is None else (axis, first, 2 * config.expert_width)
+                tensor, step = f"{tensors}.experts.{tensor}", 1 if first is None else 2
+                pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index,), part=part, step=step))
+            return pieces
         tensors, leaves = f"{tensors}.{block}", f"{leaves}.moe"
         pieces.append(TensorPiece(f"{tensors}.gate.weight", f"{leaves}.router", (index,), transpose=True))
         if moe.bias_rate is not None:

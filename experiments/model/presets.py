@@ -121,6 +121,20 @@ def _deepseek3(*sizes: int) -> Keys:
     return _deepseek(*sizes, query_rank=1536, vocabulary_size=129_280, mscale=1.0, **experts, **gates, **balance)
 
 
+def _gpt_oss(layers: int, experts: int) -> Keys:
+    scaling = {"name": "yarn", "factor": 32.0, "original_positions": 4096, "truncate": False}
+    attention: Keys = {"head_dim": 64, "attention_sinks": True, "layer_pattern": ["window", "full"], "window": 128}
+    mlp: Keys = {"mlp": "clamped_swiglu", "moe": {"experts": experts, "experts_per_token": 4, "bias": True}}
+    others: Keys = {"bias": {"query_key_value": True, "attention_out": True}, "vocabulary_size": 201_088}
+    return (
+        _sizes(layers, 2880, 64, 8, 2880)
+        | attention
+        | mlp
+        | others
+        | {"rope": {"theta": 150_000.0, "scaling": scaling}}
+    )
+
+
 def _smollm2(*sizes: int, theta: float = 100_000.0) -> Keys:
     return _sizes(*sizes) | {"rope": {"theta": theta}, "tied_embedding": True, "vocabulary_size": 49_152}
 
@@ -195,6 +209,8 @@ PRESETS: dict[str, Keys] = {
     "olmo2_32b": _olmo2(64, 5120, 40, 8, 27_648),
     "olmo3_7b": _olmo3(32, 4096, 32, 32, 11_008),
     "olmo3_32b": _olmo3(64, 5120, 40, 8, 27_648),
+    "gpt_oss_20b": _gpt_oss(24, experts=32),
+    "gpt_oss_120b": _gpt_oss(36, experts=128),
     "smollm2_135m": _smollm2(30, 576, 9, 3, 1536),
     "smollm2_360m": _smollm2(32, 960, 15, 5, 2560),
     "smollm2_1.7b": _smollm2(24, 2048, 32, 32, 8192, theta=130_000.0),

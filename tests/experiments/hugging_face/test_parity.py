@@ -30,13 +30,17 @@ def parse_config(config, sequence_length=64):
 
 
 def stack_params(tensors, files):
-    """Stack tensors into parameters, and check that each tensor is used once."""
+    """Stack tensors into parameters, and check that each tensor is used."""
     slices = {}
-    left = dict(tensors)
+    left = set(tensors)
     for piece in files.pieces():
-        tensor = left.pop(piece.tensor)
+        left.discard(piece.tensor)
+        tensor = tensors[piece.tensor]
+        if piece.part is not None:
+            axis, start, stop = piece.part
+            tensor = tensor[(*[slice(None)] * axis, slice(start, stop, piece.step))]
         slices.setdefault(piece.leaf, {})[piece.index] = tensor.T if piece.transpose else tensor
-    assert left == {}
+    assert left == set()
     params = {}
     for leaf, found in slices.items():
         *parents, name = leaf.split(".")
