@@ -57,8 +57,8 @@ _EXPERTS = {
     False: ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     True: ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
-# Of experts with biases, as in GPT-OSS: one tensor for all experts of a layer, and one for gate and up, which take turns
-# in its last axis. Leaf -> tensor, and the first element of the leaf.
+# Experts with biases, as in GPT-OSS: one tensor for all experts of a layer, and one for gate and up, which take turns
+# on its last axis. Leaf -> tensor, and the first element of the leaf.
 _STACKED_EXPERTS = {
     "gate": ("gate_up_proj", 0),
     "up": ("gate_up_proj", 1),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from runner.errors import InvalidError
-from runner.huggingface.safetensors import CONFIG_FILE, DTYPES, PublishedWeights, TensorLocation
+from runner.huggingface.safetensors import CONFIG_FILE, DTYPES, PublishedTensor, PublishedWeights, QuantisedTensor
 from runner.spec import InitFromConfig
 from runner.storage import JsonObject
 
@@ -165,7 +165,7 @@ class TensorMatch:
         notes: deviations that the spec allows, one line each.
     """
 
-    pieces: Mapping[str, list[tuple[TensorPiece, TensorLocation | None]]]
+    pieces: Mapping[str, list[tuple[TensorPiece, PublishedTensor | None]]]
     notes: tuple[str, ...]
 
 
@@ -199,7 +199,7 @@ def match_tensors(
     for line in family.differences(published.config):
         key = f"config.{line.partition(':')[0]}"
         (notes if is_allowed(key) else problems).append(f"{CONFIG_FILE}: {line}")
-    sources: dict[str, TensorLocation | None] = {}
+    sources: dict[str, PublishedTensor | None] = {}
     for name, shape in needed.items():
         choice = _choose_tensor(found.get(name), shape, name not in shared)
         sources[name] = choice.tensor
@@ -212,7 +212,7 @@ def match_tensors(
     problems = [line for line in problems if line.startswith(f"{CONFIG_FILE}: model_type:")] or problems
     if problems:
         raise InvalidError("\n".join(f"{published.store.url}: {line}" for line in sorted(problems)))
-    by_leaf: dict[str, list[tuple[TensorPiece, TensorLocation | None]]] = defaultdict(list)
+    by_leaf: dict[str, list[tuple[TensorPiece, PublishedTensor | None]]] = defaultdict(list)
     for piece in pieces:
         by_leaf[piece.leaf_name].append((piece, sources[piece.tensor]))
     return TensorMatch(by_leaf, tuple(sorted(notes)))
@@ -221,16 +221,16 @@ def match_tensors(
 class _Choice(NamedTuple):
     """Tensor to read, its deviation from the needed one, and the consequence if the spec allows that."""
 
-    tensor: TensorLocation | None
+    tensor: PublishedTensor | None
     problem: str | None = None
     consequence: str = ""
 
 
-def _choose_tensor(tensor: TensorLocation | None, needed: Shape, may_be_shorter: bool) -> _Choice:
+def _choose_tensor(tensor: PublishedTensor | None, needed: Shape, may_be_shorter: bool) -> _Choice:
     fresh = "it keeps its initial values"
     if tensor is None:
         return _Choice(None, f"is missing, the model needs {list(needed)}", fresh)
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in DTYPES and not isinstance(tensor, QuantisedTensor):
         return _Choice(None, f"is of type {tensor.dtype}, needs one of {', '.join(DTYPES)}", fresh)
     if tensor.shape == needed:
         return _Choice(tensor)
@@ -242,7 +242,7 @@ def _choose_tensor(tensor: TensorLocation | None, needed: Shape, may_be_shorter:
 
 def _rename_tensors(
     published: PublishedWeights, family: Family, rule: InitFromConfig
-) -> tuple[dict[str, TensorLocation], list[str], list[str]]:
+) -> tuple[dict[str, PublishedTensor], list[str], list[str]]:
     """Return the tensors by their names in the table, the names of skipped ones, and the problems of `rename`."""
 
     def has_beginning(name: str, beginning: str) -> bool:
@@ -253,7 +253,7 @@ def _rename_tensors(
         for beginning in rule.rename
         if not any(has_beginning(name, beginning) for name in published.tensors)
     ]
-    found: dict[str, TensorLocation] = {}
+    found: dict[str, PublishedTensor] = {}
     originals: dict[str, str] = {}
     skipped: list[str] = []
     for name, tensor in published.tensors.items():
