@@ -55,6 +55,7 @@ ALL_FEATURES = {
     "window_rope": {"theta": 50.0},
     "query_scale": 0.3,
     "attention_softcap": 3.0,
+    "attention_sinks": True,
     "logit_softcap": 2.0,
     "embedding_scale": "sqrt_width",
     "z_loss": 0.1,
@@ -164,6 +165,10 @@ def test_axis_names_distinguish_matrices_from_vectors(name):
         (
             {"latent": LATENT["latent"] | {"rotary_head_dim": 3}, "key_value_heads": "auto"},
             "latent.rotary_head_dim=3 is odd; rotary positions need pairs",
+        ),
+        (
+            {"latent": LATENT["latent"], "key_value_heads": "auto", "attention_sinks": True},
+            "attention_sinks=True contradicts `latent`",
         ),
         ({"layer_pattern": ["window"]}, "layer_pattern has window layers; set window"),
         ({"window": 4}, "window is set, and layer_pattern has no window layer that reads it"),
