@@ -226,6 +226,7 @@ BESIDE: dict[str, dict[str, Any]] = {
             "config.model.key_value_heads": "auto",
             "config.model.head_dim": "auto",
             "config.model.query_key_norm": None,
+            "config.model.attention_sinks": False,
         },
         **{f"config.model.latent.{key}": 8 for key in ("key_value_rank", "plain_head_dim", "value_head_dim")},
         "config.model.latent.rotary_head_dim": 4,
@@ -238,6 +239,8 @@ for _rope in ("config.model.rope", "config.model.window_rope"):
     for _value in (OPEN, "auto"):
         _yarn = {f"{_rope}.scaling.{key}": each for key, each in {"name": "yarn", **SCALINGS["yarn"]}.items()}
         WITH[f"{_rope}.scaling.attention_factor", _value] = _yarn
+    for _value in (True, False):
+        WITH[f"{_rope}.scaling.truncate", _value] = _yarn
 # Sections in a list or mapping: one entry in its containing key, with the companions that it needs.
 INSIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "config.optimizer.groups": lambda entry: {"config.optimizer.groups": [{"pattern": "*embedding", **entry}]},

@@ -9,6 +9,8 @@ implementation computes softmax(cap(q k^T scale)) v over the present and past po
 - `window`: number of positions that a query attends to, its own included; None is its whole past.
 - `softcap`: a score s becomes softcap tanh(s / softcap), before masking.
 - `scale`: factor on scores; None is 1 / sqrt(H).
+- `sinks_N` (attention sinks, Xiao et al., 2023): for each head of queries a score that every query has beside those of
+  its keys, and whose value is zero. None is no such score.
 - `segments_BxT` (int32), if sequences hold several documents, numbers them 1, 2, ...; 0 is padding. Every
   implementation then attends only within a segment. Padding attends to padding, so each position attends at least to
   itself and all values are finite; no real position attends to padding. Without segments the program is the one for
@@ -84,6 +86,7 @@ def causal_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks_N: jax.Array | None = None,
     row_attention: ContextParallelMethod = "auto",
 ) -> jax.Array:
     """Attend from every position to itself and the past of its segment.
@@ -104,6 +107,7 @@ def causal_attention(
         window: positions that a query attends to.
         softcap: soft-cap of scores.
         scale: factor on scores.
+        sinks_N: score of each head of queries for the value zero, in the dtype of `q`.
         row_attention: how keys reach queries if positions are sharded (`memory.row_attention`).
 
     Returns:
@@ -124,18 +128,21 @@ def causal_attention(
         q_BxTxNxH, k_BxTxKxH = (rotate(x, rotation, pairs) for x in (q_BxTxNxH, k_BxTxKxH))
     k_BxTxKxH, v_BxTxKxW = (_repeat_for_mesh(x, q_BxTxNxH.shape[2]) for x in (k_BxTxKxH, v_BxTxKxW))
     arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
+    sinks = {} if sinks_N is None else {"sinks_N": sinks_N}
     if rotating is not None:
-        return rotating.attend(*arrays, rotation=rotation, **options)
+        return rotating.attend(*arrays, rotation=rotation, **options, **sinks)
     # With positions on several devices the choice is another one: ring or all-gather.
     layout = make_sequence_layout(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, **options)
     if layout is not None:
         attend = sharded_attention
         if layout.has_kernel:
             attend = import_for_tpu("experiments.model.context_splash").sharded_splash_attention
-        return cast(jax.Array, attend(layout, *arrays))
+        return cast(jax.Array, attend(layout, *arrays, **sinks))
     # All of them are traced, but only the one of the platform that the program is lowered for is compiled.
     implementations = {
-        name: functools.partial(select_implementation(name, arrays, softcap).attend, **options)
+        name: functools.partial(
+            select_implementation(name, arrays, softcap, sinks_N is not None).attend, **options, **sinks
+        )
         for name in IMPLEMENTATIONS
     }
     if (target := platform()) is not None:
@@ -152,6 +159,7 @@ def cached_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attend from positions `start` to `start` + T - 1 to the keys of a cache, which are at positions 0 to S - 1.
 
@@ -165,7 +173,7 @@ def cached_attention(
     q_BxNxTxH, k_BxKxSxH, v_BxKxSxW = (x.transpose(0, 2, 1, 3) for x in (q_BxTxNxH, k_BxSxKxH, v_BxSxKxW))
     positions_Tx1 = (start + jnp.arange(q_BxTxNxH.shape[1]))[:, None]
     mask_TxS = _causal_mask(positions_Tx1, jnp.arange(k_BxSxKxH.shape[1]), window)
-    out_BxNxTxW = _attend(q_BxNxTxH, k_BxKxSxH, v_BxKxSxW, mask_TxS, softcap, scale)
+    out_BxNxTxW = _attend(q_BxNxTxH, k_BxKxSxH, v_BxKxSxW, mask_TxS, softcap, scale, sinks_N)
     return out_BxNxTxW.transpose(0, 2, 1, 3)
 
 
@@ -199,6 +207,7 @@ def blocked_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attend in blocks of queries, each block to the keys that its queries may see and few others.
 
@@ -223,7 +232,7 @@ def blocked_attention(
             for ids_BxT in arrays[3:]:
                 mask &= _segment_mask(ids_BxT[:, start:stop], ids_BxT[:, first:stop])  # (B, 1, Q, S)
             keys, values = k_BxKxTxH[:, :, first:stop], v_BxKxTxW[:, :, first:stop]
-            blocks.append(_attend(q_BxNxTxH[:, :, start:stop], keys, values, mask, softcap, scale))
+            blocks.append(_attend(q_BxNxTxH[:, :, start:stop], keys, values, mask, softcap, scale, sinks_N))
         return jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3)
 
     return attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
@@ -236,6 +245,7 @@ def _attend(
     mask: jax.Array,
     softcap: float | None,
     scale: float | None,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
     """Attend where the mask, (Q, S) or (B, 1, Q, S), is true; queries that share a key head are rows of one matmul."""
     B, N, Q, H = q_BxNxQxH.shape
@@ -249,7 +259,14 @@ def _attend(
         scores_BxNxQxS = softcap * jnp.tanh(scores_BxNxQxS / softcap)
     scores_BxNxQxS = jnp.where(mask, scores_BxNxQxS, -jnp.inf)
     # In float32, since bfloat16 has too few digits for a sum over thousands of keys.
-    weights_BxNxQxS = jax.nn.softmax(scores_BxNxQxS, axis=-1).astype(v_BxKxSxW.dtype)
+    if sinks_N is None:
+        weights_BxNxQxS = jax.nn.softmax(scores_BxNxQxS, axis=-1)
+    else:
+        sinks_Nx1x1 = sinks_N.astype(jnp.float32)[:, None, None]
+        most_BxNxQx1 = jax.lax.stop_gradient(jnp.maximum(scores_BxNxQxS.max(-1, keepdims=True), sinks_Nx1x1))
+        weights_BxNxQxS = jnp.exp(scores_BxNxQxS - most_BxNxQx1)
+        weights_BxNxQxS /= weights_BxNxQxS.sum(-1, keepdims=True) + jnp.exp(sinks_Nx1x1 - most_BxNxQx1)
+    weights_BxNxQxS = weights_BxNxQxS.astype(v_BxKxSxW.dtype)
     out = jnp.einsum("bkrs,bksw->bkrw", weights_BxNxQxS.reshape(*grouped, -1), v_BxKxSxW)
     return out.reshape(B, N, Q, -1)
 
@@ -341,13 +358,14 @@ def fused_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks_N: jax.Array | None = None,
     rotation: Rotation | None = None,
 ) -> jax.Array:
     """Attend by the kernels of `tpu_attention`."""
     module, block = import_for_tpu("experiments.model.tpu_attention"), _fused_block_tokens(q_BxTxNxH, v_BxTxKxW)
     scale = score_scale(q_BxTxNxH, scale)
     kernel = module.FusedAttention(module.CausalBlocks(block, window), scale, softcap, vmem_limit_bytes())
-    return _attend_on_tpu(kernel.attend, block, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation)
+    return _attend_on_tpu(kernel.attend, block, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation, sinks_N)
 
 
 def splash_attention(
@@ -359,6 +377,7 @@ def splash_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attend by JAX's fused TPU kernels, which skip blocks of keys that no query of a block may see."""
     splash = import_for_tpu("jax.experimental.pallas.ops.tpu.splash_attention")
@@ -366,7 +385,9 @@ def splash_attention(
     blocks = _splash_block_tokens(q_BxTxNxH.shape[1], window, q_BxTxNxH, v_BxTxKxW)
     factor = score_scale(q_BxTxNxH, scale)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, _: None) -> jax.Array:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, _: None, sinks_N: jax.Array | None
+    ) -> jax.Array:
         # The kernel takes no scale. In its own dtype the product is rounded once; rounding the factor first would be a
         # second error. A power of two rounds nothing, so it needs no wider dtype on the way, which keeps that out of
         # the matmul before.
@@ -376,13 +397,15 @@ def splash_attention(
             q_BxNxTxH = (q.astype(jnp.float32) * factor).astype(q.dtype)
         # Batch and key heads are mapped axes, which the two cores of a chip may share; the kernel's own axes are not.
         kernel = _make_splash_kernel(splash, group, q.shape[2], blocks, window, softcap)
-        attend_sequence = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+        sinks_KxG = () if sinks_N is None else (sinks_N.reshape(-1, group),)
+        attend_sequence = jax.vmap(kernel, in_axes=(0, 0, 0, None, *[0] * len(sinks_KxG)))
+        attend_sequences = jax.vmap(attend_sequence, in_axes=(0, 0, 0, 0, *[None] * len(sinks_KxG)))
         segments = None if ids is None else splash.SegmentIds(ids, ids)
         q_BxKxGxTxH = q_BxNxTxH.reshape(*k.shape[:2], group, *q.shape[2:])
-        out: jax.Array = jax.vmap(attend_sequence)(q_BxKxGxTxH, k, v, segments)
+        out: jax.Array = attend_sequences(q_BxKxGxTxH, k, v, segments, *sinks_KxG)
         return out.reshape(*q.shape[:3], -1)
 
-    return _attend_on_tpu(attend, blocks.multiple, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, None)
+    return _attend_on_tpu(attend, blocks.multiple, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, None, sinks_N)
 
 
 def _make_splash_kernel(
@@ -414,8 +437,9 @@ def _attend_on_tpu(
     v_BxTxKxW: jax.Array,
     segments_BxT: jax.Array | None,
     rotation: Rotation | None,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
-    """Attend by a kernel that takes queries (B, N, T, H), keys and values (B, K, T, ...), segments and angles.
+    """Attend by a kernel that takes queries (B, N, T, H), keys and values (B, K, T, ...), segments, angles and sinks.
 
     T is padded to whole blocks at the end, where no real position attends. The partitioner cannot split a kernel, so
     under a mesh each device runs it on its own sequences and heads.
@@ -424,7 +448,7 @@ def _attend_on_tpu(
     if rotation is not None:
         angles = tuple(jnp.concatenate([x, x], axis=-1)[:, :, 0] for x in rotation)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *positions: Any) -> jax.Array:
+    def attend(sinks_N: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, *positions: Any) -> jax.Array:
         padding = [(0, 0), (0, -T % multiple)]
         q, k, v, *positions = jax.tree.map(
             lambda x: jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2)), (q, k, v, *positions)
@@ -432,16 +456,16 @@ def _attend_on_tpu(
         # Arrays that are head-major in memory already are not moved by this transpose; for others it becomes a part of
         # the matmul that makes them.
         q, k, v = (checkpoint_name(with_row_major_layout(x.transpose(0, 2, 1, 3)), SAVED_NAME) for x in (q, k, v))
-        out_BxNxTxW = with_row_major_layout(kernel(q, k, v, *positions))
+        out_BxNxTxW = with_row_major_layout(kernel(q, k, v, *positions, sinks_N))
         return out_BxNxTxW.transpose(0, 2, 1, 3)[:, :T]
 
     if not jax.sharding.get_abstract_mesh().empty:
         heads, ids = _partition_spec(WHOLE_SEQUENCE_AXES), _partition_spec(WHOLE_SEQUENCE_AXES[:2])
         # Angles that all sequences share have a batch axis of 1, which is not sharded.
         angle = ids if rotation is not None and rotation.cos.shape[0] > 1 else jax.sharding.PartitionSpec()
-        in_specs = (heads, heads, heads, ids, angle)
+        in_specs = (jax.sharding.PartitionSpec(*heads[2:3]), heads, heads, heads, ids, angle)
         attend = jax.shard_map(attend, in_specs=in_specs, out_specs=heads, check_vma=False)
-    return attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, angles)
+    return attend(sinks_N, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, angles)
 
 
 def _splash_block_tokens(length: int, window: int | None, *heads: jax.Array) -> BlockSizes:
@@ -495,6 +519,7 @@ class AttentionImplementation(NamedTuple):
     dtypes: tuple[DTypeLike, ...] = ()  # empty: all
     softcap: bool = True
     segments: bool = True
+    sinks: bool = True
     wide_values: bool = True  # values that are wider than keys; all support narrower ones
     fits: Callable[[jax.Array, jax.Array], bool] = lambda *_: True  # condition on queries and values
     length_multiple: int = 1  # sequences are padded to it, by at most an eighth
@@ -503,7 +528,7 @@ class AttentionImplementation(NamedTuple):
 
 
 BLOCKED = AttentionImplementation(blocked_attention)
-XLA = AttentionImplementation(xla_attention, softcap=False, wide_values=False)
+XLA = AttentionImplementation(xla_attention, softcap=False, sinks=False, wide_values=False)
 # cuDNN would take segments as a bias of all T x T scores. JAX then asks it for the gradient of that bias too, and with
 # it not every GPU has an algorithm that gives the same bits twice.
 CUDNN = XLA._replace(attend=cudnn_attention, dtypes=(jnp.bfloat16, jnp.float16), segments=False, fits=_supports_cudnn)
@@ -524,7 +549,7 @@ IMPLEMENTATIONS: dict[str, tuple[AttentionImplementation, ...]] = {
 
 
 def select_implementation(
-    platform: str, arrays: tuple[jax.Array, ...], softcap: float | None
+    platform: str, arrays: tuple[jax.Array, ...], softcap: float | None, has_sinks: bool = False
 ) -> AttentionImplementation:
     """Return the first implementation of a platform that supports these queries, keys, values and maybe segments."""
     q_BxTxNxH, k_BxTxKxH, v_BxTxKxW = arrays[:3]
@@ -539,6 +564,7 @@ def select_implementation(
         if (not one.dtypes or q_BxTxNxH.dtype in one.dtypes)
         and (one.softcap or softcap is None)
         and (one.segments or len(arrays) == 3)
+        and (one.sinks or not has_sinks)
         and (one.wide_values or v_BxTxKxW.shape[3] <= k_BxTxKxH.shape[3])
         and one.fits(q_BxTxNxH, v_BxTxKxW)
         and _is_worth_padding(q_BxTxNxH.shape[1], one.length_multiple)

@@ -36,6 +36,7 @@ from experiments.model.layers import (
     flatten_tokens,
     gather_stream,
     validate_head_sharding,
+    with_axes,
 )
 from experiments.model.rotary import Rotation, rotate
 from runner.config import ContextParallelMethod
@@ -121,19 +122,25 @@ class Attention(nn.Module):
         x_BTxD = flatten_tokens(gather_stream(x_BxTxD))
         q_BxTxNxH, gate_BxTxNxH = self._heads("query", N, x_BTxD, (B, T))
         (k_BxTxKxH, _), (v_BxTxKxH, _) = (self._heads(name, K, x_BTxD, (B, T)) for name in ("key", "value"))
+        sinks_N = None
+        if config.attention_sinks:
+            init = with_axes(nn.initializers.zeros, "heads")
+            sinks_N = self.param("sinks", init, (N,), self.precision.params).astype(self.precision.compute)
 
         options = _make_options(config, self.kind)
         if cache is None:
             # The rotation is passed on unapplied: a kernel that can rotates queries and keys as it reads them.
             qkv, rope = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxH), config.get_rope(self.kind)
             rotation = info.rotations[self.kind], "halves" if rope is None else rope.pairs
-            a_BxTxNxH = causal_attention(*qkv, info.segments, *rotation, **options, row_attention=self.row_attention)
+            more = {"sinks_N": sinks_N, "row_attention": self.row_attention}
+            a_BxTxNxH = causal_attention(*qkv, info.segments, *rotation, **options, **more)
         else:
             assert info.start is not None, "a call with a cache needs start"
             # The cache holds rotated keys: their positions are known now and never change.
             q_BxTxNxH, k_BxTxKxH = (_rotate(x, info, config, self.kind) for x in (q_BxTxNxH, k_BxTxKxH))
             cache = LayerCache(_update(cache.keys, k_BxTxKxH, info.start), _update(cache.values, v_BxTxKxH, info.start))
-            a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, info.start, **options).astype(q_BxTxNxH.dtype)
+            a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, info.start, **options, sinks_N=sinks_N)
+            a_BxTxNxH = a_BxTxNxH.astype(q_BxTxNxH.dtype)
         if gate_BxTxNxH is not None:
             a_BxTxNxH = apply_gate(jax.nn.sigmoid, a_BxTxNxH, gate_BxTxNxH)
         axes, has_bias = ("heads", "embed"), config.bias.attention_out

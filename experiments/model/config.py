@@ -221,9 +221,10 @@ class DecoderConfig(WidthScaledConfig):
         description="Multi-head latent attention; key_value_heads and head_dim must then stay auto. null: off.",
     )
     mlp_width: PositiveInt = Field(description="Hidden width of the MLP.")
-    mlp: Literal["swiglu", "geglu", "squared_relu"] = Field(
+    mlp: Literal["swiglu", "geglu", "squared_relu", "clamped_swiglu"] = Field(
         default="swiglu",
-        description="MLP with a SiLU gate, with a tanh-approximated GELU gate, or relu(x)^2 without a gate.",
+        description="MLP with a SiLU gate, with a tanh-approximated GELU gate, relu(x)^2 without a gate, or GPT-OSS's "
+        "(up + 1) gate sigmoid(1.702 gate), with gate and up clamped to 7.",
     )
     moe: MoeConfig | None = Field(default=None, description="Mixture of experts instead of the MLP; null: off.")
     norm: Literal["pre", "post", "both"] = Field(
@@ -260,6 +261,10 @@ class DecoderConfig(WidthScaledConfig):
     )
     attention_softcap: PositiveFloat | None = Field(
         default=None, description="Soft-cap s on scores, which become s tanh(scores / s); null: none."
+    )
+    attention_sinks: bool = Field(
+        default=False,
+        description="Give each head a learned score for the value zero in its softmax, beside those of the keys.",
     )
     logit_softcap: PositiveFloat | None = Field(
         default=None, description="Soft-cap s on logits, which become s tanh(logits / s); null: none."
@@ -336,7 +341,12 @@ class DecoderConfig(WidthScaledConfig):
             raise ValueError(f"heads={self.heads} does not divide over key_value_heads={self.key_heads}; use a divisor")
 
         # Latent attention has head sizes of its own.
-        defaults = {"key_value_heads": "auto", "head_dim": "auto", "query_key_norm": None}
+        defaults: JsonObject = {
+            "key_value_heads": "auto",
+            "head_dim": "auto",
+            "query_key_norm": None,
+            "attention_sinks": False,
+        }
         given = [f"{key}={getattr(self, key)}" for key, default in defaults.items() if getattr(self, key) != default]
         if self.latent is not None and given:
             raise ValueError(f"{given[0]} contradicts `latent`, which defines the heads itself; leave out one of them")

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from experiments.model.config import DecoderConfig, LayerKind
+from experiments.model.layers import CLAMPED_SWIGLU_ALPHA, CLAMPED_SWIGLU_LIMIT
 from experiments.model.rotary import LinearScaling, Llama3Scaling, Rope
 from runner.errors import InvalidError, suggest_choices
 from runner.storage import JsonObject
@@ -96,6 +97,8 @@ def _write_rope(rope: Rope) -> Json:
             written = {"rope_type": "yarn", **original, **betas}
             if scaling.attention_factor != "auto":
                 written["attention_factor"] = scaling.attention_factor
+            if not scaling.truncate:
+                written["truncate"] = False
     return {"rope_theta": rope.theta, "rope_scaling": written}
 
 
@@ -127,8 +130,8 @@ def _read_scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> Json |
     if kind == "llama3":
         factors = {"low_frequency_factor": given["low_freq_factor"], "high_frequency_factor": given["high_freq_factor"]}
         return {"name": "llama3", "factor": given["factor"], "original_positions": original, **factors}
-    if kind != "yarn" or not given.get("truncate", True):
-        raise InvalidError(f"rope: {kind} scaling is not supported; use linear, llama3 or truncated yarn")
+    if kind != "yarn":
+        raise InvalidError(f"rope: {kind} scaling is not supported; use linear, llama3 or yarn")
     # DeepSeek's models give the attention factor of YaRN as a quotient of two.
     numerator, denominator = given.get("mscale"), given.get("mscale_all_dim")
     factor: float | str = "auto"
@@ -144,6 +147,7 @@ def _read_scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> Json |
         "attention_factor": factor,
         "beta_fast": given.get("beta_fast") or 32.0,
         "beta_slow": given.get("beta_slow") or 1.0,
+        "truncate": given.get("truncate", True),
     }
 
 
@@ -272,6 +276,28 @@ def _write_olmo2(config: DecoderConfig) -> Json:
 
 def _read_olmo2(config: Mapping[str, Any]) -> Json:
     return _read_llama({**config, "mlp_bias": False}) | {"norm": "post", "query_key_norm": "whole"}
+
+
+def _write_olmo3(config: DecoderConfig) -> Json:
+    # Version 5 of transformers would take the default for the theta of windows if it found only the older keys.
+    kinds = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
+    written = {kind: _write_rope(rope) for kind, rope in kinds.items()}
+    parameters = {
+        kind: {"rope_type": "default", **(rope["rope_scaling"] or {}), "rope_theta": rope["rope_theta"]}
+        for kind, rope in written.items()
+    }
+    return _write_olmo2(config) | _write_windows(config) | {"rope_parameters": parameters}
+
+
+def _read_olmo3(config: Mapping[str, Any]) -> Json:
+    windows = _read_windows({"sliding_window": 4096, **config}, lambda layer: "window" if (layer + 1) % 4 else "full")
+    keys = _read_olmo2(config) | {"rope": _read_rope(config, 500_000.0, "full_attention"), **windows}
+    if "window" in keys["layer_pattern"]:
+        given = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+        # The scaling of older files, `rope_scaling`, is of the full layers alone.
+        theta = given.get("rope_theta", config.get("rope_theta", 500_000.0))
+        keys["window_rope"] = {"theta": theta, "scaling": _read_scaling(given, config)}
+    return keys
 
 
 def _write_smollm3(config: DecoderConfig) -> Json:
@@ -438,6 +464,44 @@ def _read_olmoe(config: Mapping[str, Any]) -> Json:
     return _read_llama({**config, "mlp_bias": False}) | keys | {"query_key_norm": "whole"}
 
 
+_GPT_OSS_EXPERT_KEYS = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
+_GPT_OSS_ROPE = {  # of files without rotary keys
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
+
+def _write_gpt_oss(config: DecoderConfig) -> Json:
+    return {
+        **_write_rope(config.rope),
+        **_write_experts(config, _GPT_OSS_EXPERT_KEYS),
+        # transformers makes a mask of this window even if no layer has one.
+        **_write_windows(config),
+        "sliding_window": config.window or 128,
+        "attention_bias": config.bias.query_key_value,
+        "hidden_act": "silu",
+        "swiglu_limit": CLAMPED_SWIGLU_LIMIT,
+        "swiglu_alpha": CLAMPED_SWIGLU_ALPHA,
+    }
+
+
+def _read_gpt_oss(config: Mapping[str, Any]) -> Json:
+    for key, value in (("swiglu_limit", CLAMPED_SWIGLU_LIMIT), ("swiglu_alpha", CLAMPED_SWIGLU_ALPHA)):
+        if config.get(key, value) != value:
+            raise InvalidError(f"mlp: {key} {config[key]} is not supported; this decoder's clamped_swiglu has {value}")
+    if not config.get("attention_bias", True):
+        raise InvalidError("bias: attention_bias false is not supported in this family; it has biases in every matmul")
+    if not (config.get("rope_scaling") or config.get("rope_parameters")):
+        config = {**config, "rope_scaling": _GPT_OSS_ROPE}
+    windows = _read_windows({"sliding_window": 128, **config}, lambda layer: "full" if layer % 2 else "window")
+    keys = {"mlp": "clamped_swiglu", "attention_sinks": True, "head_dim": config.get("head_dim") or 64}
+    biases = {"bias": {"query_key_value": True, "attention_out": True}}
+    experts = _read_experts(config, 128, 4, True)
+    return keys | biases | windows | {"rope": _read_rope(config, 150_000.0), "moe": experts["moe"] | {"bias": True}}
+
+
 _LATENT_KEYS = {
     "q_lora_rank": "query_rank",
     "kv_lora_rank": "key_value_rank",
@@ -564,9 +628,11 @@ FAMILIES: dict[str, ConfigFormat] = {
         ConfigFormat("qwen2", "Qwen2ForCausalLM", _write_qwen, _read_qwen2),
         ConfigFormat("qwen3", "Qwen3ForCausalLM", _write_qwen3, _read_qwen3),
         ConfigFormat("olmo2", "Olmo2ForCausalLM", _write_olmo2, _read_olmo2, epsilon=1e-5),
+        ConfigFormat("olmo3", "Olmo3ForCausalLM", _write_olmo3, _read_olmo3, epsilon=1e-5),
         ConfigFormat("mixtral", "MixtralForCausalLM", _write_mixtral, _read_mixtral, epsilon=1e-5),
         ConfigFormat("qwen3_moe", "Qwen3MoeForCausalLM", _write_qwen3_moe, _read_qwen3_moe),
         ConfigFormat("olmoe", "OlmoeForCausalLM", _write_olmoe, _read_olmoe, epsilon=1e-5),
+        ConfigFormat("gpt_oss", "GptOssForCausalLM", _write_gpt_oss, _read_gpt_oss, epsilon=1e-5),
         ConfigFormat("gemma2", "Gemma2ForCausalLM", _write_gemma2, _read_gemma2, is_tied=True),
         ConfigFormat("gemma3_text", "Gemma3ForCausalLM", _write_gemma3, _read_gemma3, is_tied=True),
         ConfigFormat("deepseek_v2", "DeepseekV2ForCausalLM", _write_deepseek_v2, _read_deepseek_v2),

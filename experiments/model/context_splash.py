@@ -70,7 +70,12 @@ class SequenceMask(splash.Mask):
 
 
 def sharded_splash_attention(
-    layout: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array
+    layout: SequenceLayout,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *segments: jax.Array,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attend from all positions of sharded sequences; returns (B, T, N, W) in the dtype of `v`.
 
@@ -85,13 +90,14 @@ def sharded_splash_attention(
         functools.partial(_attend_on_device, layout),
         in_specs=(
             kernel.manual_sharding_spec(NamedSharding(AbstractMesh(mesh.axis_sizes, mesh.axis_names), queries)),
+            PartitionSpec(layout.spec[2]),
             *[layout.spec] * 3,
             *[layout.segment_spec] * len(segments),
         ),
         out_specs=layout.spec,
         check_vma=False,
     )
-    return run(kernel, q, k, v, *segments)
+    return run(kernel, sinks_N, q, k, v, *segments)
 
 
 def _make_kernel(layout: SequenceLayout, num_heads: int, is_long: bool) -> Any:
@@ -126,23 +132,29 @@ def _make_kernel(layout: SequenceLayout, num_heads: int, is_long: bool) -> Any:
     )
 
 
-def _attend_on_device(layout: SequenceLayout, kernel: Any, *arrays: jax.Array) -> jax.Array:
+def _attend_on_device(layout: SequenceLayout, kernel: Any, sinks_N: jax.Array | None, *arrays: jax.Array) -> jax.Array:
     policy = jax.checkpoint_policies.save_only_these_names(_SAVED_NAME)
 
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+    def attend(sinks_N: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
         B, t, N, H = q.shape
         # The kernel takes no scale. The product with it is rounded once in 16 bits; the factor itself is not rounded.
         q = (q.astype(jnp.float32) * layout.scale).astype(q.dtype)
         q_BxKxGxtxH = to_zigzag(layout, q).reshape(B, t, k.shape[2], -1, H).transpose(0, 2, 3, 1, 4)
         keys = [gather_keys(layout, x).transpose(0, 2, 1, 3) for x in (k, v)]
         segments = _make_segments(layout, q.shape[:2], ids)
-        attend_sequence = jax.vmap(kernel, in_axes=(0, 0, 0, *[None] * len(segments)))
-        out_BxKxGxtxW = jax.vmap(attend_sequence)(q_BxKxGxtxH, *keys, *segments)
+        if sinks_N is None:
+            attend_sequence = jax.vmap(kernel, in_axes=(0, 0, 0, *[None] * len(segments)))
+            out_BxKxGxtxW = jax.vmap(attend_sequence)(q_BxKxGxtxH, *keys, *segments)
+        else:
+            sinks_KxG = sinks_N.reshape(k.shape[2], -1)
+            attend_sequence = jax.vmap(kernel, in_axes=(0, 0, 0, None, 0))
+            attend_sequences = jax.vmap(attend_sequence, in_axes=(0, 0, 0, 0, None))
+            out_BxKxGxtxW = attend_sequences(q_BxKxGxtxH, *keys, segments[0] if segments else None, sinks_KxG)
         out = out_BxKxGxtxW.transpose(0, 3, 1, 2, 4).reshape(B, 2, layout.half_tokens, N, -1)
         return from_zigzag(layout, out)
 
-    return attend(*arrays)
+    return attend(sinks_N, *arrays)
 
 
 def _make_segments(

@@ -159,6 +159,7 @@ def compute_sharded_experts(
     gates_BxTxK: jax.Array,
     is_kept_BxTxK: jax.Array,
     weights: Weights,
+    biases: Weights,
     layer: ExpertLayer,
 ) -> jax.Array:
     """Return the weighted sum of the outputs of each token's experts, (B, T, D), under the caller's mesh.
@@ -170,6 +171,7 @@ def compute_sharded_experts(
         is_kept_BxTxK: assignments to compute.
         weights: matrices stacked by experts. The last one has the hidden layer in its second axis, all others in their
             third.
+        biases: those of the hidden layer, (E, 1, F) for each matrix into it, or none.
         layer: static description.
     """
     D = x_BxTxD.shape[2]
@@ -180,9 +182,11 @@ def compute_sharded_experts(
         # then has all experts.
         sharding = replace(sharding, experts=())
 
-    def compute(x: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
+    def compute(
+        x: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, weights: Any, biases: Any
+    ) -> jax.Array:
         leaves = [_all_gather(leaf, sharding.gather_axes, 1) for leaf in (x, experts, gates, kept)]
-        shards = join_matrices(weights)
+        shards = join_matrices(weights, biases)
         b, t, _ = leaves[0].shape
         max_tokens = layer.max_tokens(b, t)
         tokens = RoutedTokens(*(leaf.reshape(b * t, -1) for leaf in leaves))
@@ -207,9 +211,10 @@ def compute_sharded_experts(
     tokens = PartitionSpec(sharding.batch, sharding.positions)
     into = PartitionSpec(sharding.experts, sharding.widths, sharding.columns)
     out = PartitionSpec(sharding.experts, sharding.columns, sharding.widths)
-    in_specs = (tokens, tokens, tokens, tokens, *[into] * (len(weights) - 1), out)
+    bias = PartitionSpec(sharding.experts, None, sharding.columns)
+    in_specs = (tokens, tokens, tokens, tokens, [*[into] * (len(weights) - 1), out], [bias] * len(biases))
     run = jax.shard_map(compute, in_specs=in_specs, out_specs=tokens, check_vma=False)
-    return run(x_BxTxD, experts_BxTxK, gates_BxTxK, is_kept_BxTxK, *weights)
+    return run(x_BxTxD, experts_BxTxK, gates_BxTxK, is_kept_BxTxK, [*weights], [*biases])
 
 
 def _is_not_gather(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -229,22 +234,25 @@ def _all_to_all(x_WxD: jax.Array, axes: Axes) -> jax.Array:
 # Matrices of the experts, of which a device has a shard.
 
 
-def join_matrices(weights: Weights) -> list[jax.Array]:
-    """Return the matrices into the hidden layer as one, (E, D, F) or (E, D, 2 F), and the one out of it.
+def join_matrices(weights: Weights, biases: Weights = ()) -> list[jax.Array]:
+    """Return the matrices into the hidden layer as one, (E, D, F) or (E, D, 2 F), the one out of it, and any biases.
 
-    One product then makes both halves of the hidden layer, and one product the gradient of the tokens.
+    One product then makes both halves of the hidden layer, and one product the gradient of the tokens. The biases of
+    the hidden layer, (E, 1, F), are joined likewise.
     """
     *into, out = weights
-    return [jnp.concatenate(into, axis=2), out]
+    return [jnp.concatenate(into, axis=2), out, *([jnp.concatenate(biases, axis=2)] if biases else [])]
 
 
-def _gather_weights(shard: jax.Array, axes: Axes, axis: int) -> jax.Array:
+def _gather_weights(shard: jax.Array, axes: Axes, axis: int | None) -> jax.Array:
     """Return whole matrices of a device's experts from its shard along `axis`, which is sharded over the mesh `axes`.
+
+    Biases are sharded along none (`axis` is None).
 
     If their number allows it, devices first redistribute the experts among themselves. The shards that are then
     gathered are whole experts, contiguous in memory, and need not be moved again.
     """
-    if num_devices(axes) == 1:
+    if axis is None or num_devices(axes) == 1:
         return shard
     if shard.shape[0] % num_devices(axes):
         return _all_gather(shard, axes, axis)
@@ -252,15 +260,15 @@ def _gather_weights(shard: jax.Array, axes: Axes, axis: int) -> jax.Array:
 
 
 class WeightShard(NamedTuple):
-    """Shard of the matrices of a device's experts, and the axis that is sharded."""
+    """Shard of the matrices of a device's experts, and the axis that is sharded; None if it is whole."""
 
     weights: jax.Array
-    axis: int
+    axis: int | None
 
 
 def _make_shards(weights: Weights) -> list[WeightShard]:
     """Return joined matrices as shards: the width is the second axis of those into the hidden layer, else the third."""
-    return [WeightShard(leaf, axis) for leaf, axis in zip(weights, (1, 2), strict=True)]
+    return [WeightShard(leaf, axis) for leaf, axis in zip(weights, (1, 2, None), strict=False)]
 
 
 def _make_expert(
@@ -278,20 +286,20 @@ def _make_expert(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather_and_multiply(axes: Axes, axis: int, matmul: Matmul, x_PxI: jax.Array, shard: jax.Array) -> jax.Array:
+def _gather_and_multiply(axes: Axes, axis: int | None, matmul: Matmul, x_PxI: jax.Array, shard: jax.Array) -> jax.Array:
     """Multiply by gathered matrices, which are gathered again in the backward pass."""
     product: jax.Array = matmul(x_PxI, _gather_weights(shard, axes, axis))
     return product
 
 
 def _gather_and_multiply_forward(
-    axes: Axes, axis: int, matmul: Matmul, x_PxI: jax.Array, shard: jax.Array
+    axes: Axes, axis: int | None, matmul: Matmul, x_PxI: jax.Array, shard: jax.Array
 ) -> tuple[jax.Array, Any]:
     return _gather_and_multiply(axes, axis, matmul, x_PxI, shard), (matmul, x_PxI, shard)
 
 
 def _gather_and_multiply_backward(
-    axes: Axes, axis: int, residuals: Any, dy_PxO: jax.Array
+    axes: Axes, axis: int | None, residuals: Any, dy_PxO: jax.Array
 ) -> tuple[None, jax.Array, jax.Array]:
     matmul, x_PxI, shard = residuals
     whole, scatter = jax.vjp(lambda shard: _gather_weights(shard, axes, axis), shard)

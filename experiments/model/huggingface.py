@@ -15,6 +15,7 @@ from typing import Any
 from experiments.model.config import DecoderConfig, LayerKind
 from experiments.model.config_json import FAMILIES, ConfigFormat, ExtraFiles, Json, find_text_config, parse_config_json
 from experiments.model.moe import BALANCE
+from experiments.model.rotary import Rope, YarnScaling
 from runner.errors import InvalidError
 from runner.huggingface.mapping import Family, TensorPiece
 
@@ -79,6 +80,16 @@ _LINEAR_MATMULS = {
     "separate": {"gate": "in_proj_z", "beta": "in_proj_b", "decay": "in_proj_a"},
 }
 _LINEAR_VECTORS = {"a_log": "A_log", "dt_bias": "dt_bias", "norm.scale": "norm.weight"}
+# Experts with biases, as in GPT-OSS: one tensor for all experts of a layer, and one for gate and up, which take turns
+# on its last axis. Leaf -> tensor, and the first element of the leaf.
+_STACKED_EXPERTS = {
+    "gate": ("gate_up_proj", 0),
+    "up": ("gate_up_proj", 1),
+    "down": ("down_proj", None),
+    "gate_bias": ("gate_up_proj_bias", 0),
+    "up_bias": ("gate_up_proj_bias", 1),
+    "down_bias": ("down_proj_bias", None),
+}
 # Names in models that also read images: prefixes of the decoder, and the parts for images.
 _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 _IMAGE_PARTS = tuple(
@@ -223,6 +234,8 @@ class DecoderFiles(Family):
             pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.kernel", (index,), True))
             if _has_bias(config, part):
                 pieces.append(TensorPiece(f"{tensors}.{tensor}.bias", f"{leaves}.{part}.bias", (index,)))
+        if config.attention_sinks:
+            pieces.append(TensorPiece(f"{tensors}.self_attn.sinks", f"{leaves}.attention.sinks", (index,)))
         for part, tensor in (_NORMS[config.norm] | attention_norms).items():
             pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.scale", (index,)))
         if not is_sparse:
@@ -231,6 +244,16 @@ class DecoderFiles(Family):
         has_norms = config.latent is not None or config.query_key_norm is not None
         moe, (block, names) = config.moe, _EXPERTS[has_norms]
         assert moe is not None, "a sparse layer has experts"
+        if moe.bias:
+            tensors, leaves = f"{tensors}.mlp", f"{leaves}.moe"
+            pieces.append(TensorPiece(f"{tensors}.router.weight", f"{leaves}.router", (index,), transpose=True))
+            pieces.append(TensorPiece(f"{tensors}.router.bias", f"{leaves}.router_bias", (index,)))
+            for leaf, (tensor, first) in _STACKED_EXPERTS.items():
+                axis = 1 if leaf.endswith("_bias") else 2
+                part = None if first is None else (axis, first, 2 * config.expert_width)
+                tensor, step = f"{tensors}.experts.{tensor}", 1 if first is None else 2
+                pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index,), part=part, step=step))
+            return pieces
         shared = "shared_expert" if moe.shared_gate else "shared_experts"
         tensors, leaves = f"{tensors}.{block}", f"{leaves}.moe"
         pieces.append(TensorPiece(f"{tensors}.gate.weight", f"{leaves}.router", (index,), transpose=True))
@@ -318,14 +341,22 @@ def _canonicalise(config: DecoderConfig) -> Json:
         "bias": config.bias.model_dump(),
         "layer_pattern": kinds,
         "window": config.window,
-        "rope": {kind: rope and rope.model_dump() for kind in sorted(set(kinds)) for rope in [config.get_rope(kind)]},
+        "rope": {kind: _canonicalise_rope(config.get_rope(kind)) for kind in sorted(set(kinds))},
         "query_scale": float(f"{scale:.9g}"),
         "embedding_scale": float(f"{embedding:.9g}"),
         "attention_softcap": config.attention_softcap,
+        "attention_sinks": config.attention_sinks,
         "logit_softcap": config.logit_softcap,
         "logit_scale": float(f"{config.width_ratio:.9g}"),
         "moe": experts,
     }
+
+
+def _canonicalise_rope(rope: Rope | None) -> Json | None:
+    if rope is None or not isinstance(rope.scaling, YarnScaling):
+        return rope and rope.model_dump()
+    factor = float(f"{rope.scaling.rotation_factor:.9g}")
+    return rope.model_dump() | {"scaling": rope.scaling.model_dump() | {"attention_factor": factor}}
 
 
 def _format(value: Any) -> str:

@@ -51,7 +51,8 @@ from runner.parallel.mesh import STATE_AXES, list_axes, select_dividing_axes
 
 INIT_STDDEV = 0.02
 STREAM_AXES = ("batch", "stream", "embed_act")
-Activation = Literal["swiglu", "geglu", "squared_relu"]
+Activation = Literal["swiglu", "geglu", "squared_relu", "clamped_swiglu"]
+CLAMPED_SWIGLU_LIMIT, CLAMPED_SWIGLU_ALPHA = 7.0, 1.702  # of GPT-OSS
 Remat = Literal["none", "dots", "layers"]
 Residuals = tuple[jax.Array, ...]
 
@@ -437,6 +438,10 @@ def activate(activation: Activation, first: jax.Array, second: jax.Array | None 
     if activation == "squared_relu":
         return jnp.square(jax.nn.relu(first))
     assert second is not None, "a gated MLP has two input projections"
+    if activation == "clamped_swiglu":
+        first = jnp.minimum(first, CLAMPED_SWIGLU_LIMIT)
+        second = jnp.clip(second, -CLAMPED_SWIGLU_LIMIT, CLAMPED_SWIGLU_LIMIT)
+        return first * jax.nn.sigmoid(CLAMPED_SWIGLU_ALPHA * first) * (second + 1)
     gate = jax.nn.silu(first) if activation == "swiglu" else jax.nn.gelu(first, approximate=True)
     return gate * second
 

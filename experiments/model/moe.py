@@ -67,6 +67,7 @@ class MoeConfig(FrozenModel):
     gate: Literal["softmax", "sigmoid"] = Field(
         default="softmax", description="Function that turns the router's scores into gates."
     )
+    bias: bool = Field(default=False, description="Biases of the router's scores and of the routed experts' matmuls.")
     normalise_gates: bool = Field(default=True, description="Divide the gates of a token's experts by their sum.")
     routed_scale: PositiveFloat = Field(default=1.0, description="Factor on the gates after that.")
     groups: PositiveInt = Field(default=1, description="Groups of experts, of equal size.")
@@ -240,6 +241,9 @@ class MixtureOfExperts(nn.Module):
         router_DxE = _replicate(router_DxE)
         # In float32: rounding could change which expert is chosen.
         logits_BxTxE = jnp.einsum("btd,de->bte", x_BxTxD.astype(jnp.float32), router_DxE.astype(jnp.float32))
+        if config.bias:
+            router_bias_E = _replicate(self._param("router_bias", 0.0, (config.experts,), ("expert",)))
+            logits_BxTxE += router_bias_E.astype(jnp.float32)
         if _is_sharded():
             logits_BxTxE = constrain(logits_BxTxE, "batch", "stream", "experts_act")
         bias_E = None
@@ -256,8 +260,22 @@ class MixtureOfExperts(nn.Module):
         shape = (config.experts, self.expert_width, D)
         weights.append(self._param("down", self.out_stddev, shape, ("expert", "mlp", "embed")))
         weights = [weight.astype(self.compute_dtype) for weight in weights]
+        biases = []
+        if config.bias:
+            shape = (config.experts, self.expert_width)
+            biases = [self._param(f"{name}_bias", 0.0, shape, ("expert", "mlp")) for name in names]
+            biases = [bias.astype(self.compute_dtype)[:, None] for bias in biases]
 
-        y_BxTxD = compute_experts(x_BxTxD, routing, weights, config, self.activation)
+        y_BxTxD = compute_experts(x_BxTxD, routing, weights, biases, config, self.activation)
+        if config.bias:
+            # The bias of an expert's output, times the gate, as one small matmul: a gather would have a scatter as its
+            # gradient, and the sum over sharded columns of experts would add the bias once for each shard.
+            down_bias_ExD = self._param("down_bias", 0.0, (config.experts, D), ("expert", "embed"))
+            is_expert_BxTxKxE = routing.experts[..., None] == jnp.arange(config.experts)
+            is_expert_BxTxKxE &= routing.is_kept[..., None]
+            gates_BxTxE = jnp.sum(jnp.where(is_expert_BxTxKxE, routing.weights[..., None], 0.0), axis=2)
+            down_bias_ExD = _replicate(down_bias_ExD).astype(self.compute_dtype)
+            y_BxTxD += constrain_stream(gates_BxTxE.astype(self.compute_dtype) @ down_bias_ExD)
         if config.shared_experts:
             own = self.expert_width if config.shared_width == "auto" else config.shared_width
             types = self.param_dtype, self.compute_dtype
@@ -272,13 +290,22 @@ class MixtureOfExperts(nn.Module):
         return y_BxTxD, _compute_statistics(logits_BxTxE, routing, real_BxT, config)
 
     def _param(self, name: str, stddev: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
-        return self.param(name, with_axes(nn.initializers.normal(stddev), *axes), shape, self.param_dtype)
+        init = nn.initializers.normal(stddev) if stddev else nn.initializers.zeros
+        return self.param(name, with_axes(init, *axes), shape, self.param_dtype)
 
 
 def compute_experts(
-    x_BxTxD: jax.Array, routing: Routing, weights: list[jax.Array], config: MoeConfig, activation: Activation
+    x_BxTxD: jax.Array,
+    routing: Routing,
+    weights: list[jax.Array],
+    biases: list[jax.Array],
+    config: MoeConfig,
+    activation: Activation,
 ) -> jax.Array:
     """Return the weighted sum of the outputs of each token's experts, (B, T, D).
+
+    `weights` are the matrices into the hidden layer and the one out of it, and `biases` those of the hidden layer,
+    (E, 1, F), if there are any.
 
     If neither experts, their width nor sequences are sharded, each device groups the tokens of its own sequences and
     multiplies them by its own columns of every expert. Otherwise `expert_parallel` does the work, even where every
@@ -292,9 +319,11 @@ def compute_experts(
         length = x_BxTxD.shape[1]
         capacity = None if config.capacity_factor is None else config.capacity(length)
         layer = ExpertLayer(expert, config.experts, capacity, length, target)
-        return constrain_stream(compute_sharded_experts(*arrays, weights, layer))
+        return constrain_stream(compute_sharded_experts(*arrays, weights, biases, layer))
 
-    def compute(x_BxTxD: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, *weights: Any) -> jax.Array:
+    def compute(
+        x_BxTxD: jax.Array, experts: jax.Array, gates: jax.Array, kept: jax.Array, weights: Any, biases: Any
+    ) -> jax.Array:
         B, T, D = x_BxTxD.shape
         experts_MxK, gates_MxK, is_kept_MxK = (leaf.reshape(B * T, -1) for leaf in (experts, gates, kept))
         y_MxD = apply_grouped(
@@ -302,7 +331,7 @@ def compute_experts(
             experts_MxK,
             gates_MxK,
             is_kept_MxK,
-            functools.partial(expert, join_matrices(weights)),
+            functools.partial(expert, join_matrices(weights, biases)),
             num_experts=config.experts,
             most_tokens=None if config.capacity_factor is None else B * config.capacity(T),
             platform=target,
@@ -312,11 +341,11 @@ def compute_experts(
 
     tensor = _get_mesh_axes("mlp", weights[0].shape[2])
     if mesh.empty or mesh.size == 1:
-        return compute(*arrays, *weights)
+        return compute(*arrays, weights, biases)
     batch = PartitionSpec(_get_mesh_axes("batch", x_BxTxD.shape[0]))
     into, out = PartitionSpec(None, None, tensor), PartitionSpec(None, tensor)
-    in_specs = (batch, batch, batch, batch, *[into] * (len(weights) - 1), out)
-    y_BxTxD = jax.shard_map(compute, in_specs=in_specs, out_specs=batch, check_vma=False)(*arrays, *weights)
+    in_specs = (batch, batch, batch, batch, [*[into] * (len(weights) - 1), out], [into] * len(biases))
+    y_BxTxD = jax.shard_map(compute, in_specs=in_specs, out_specs=batch, check_vma=False)(*arrays, weights, biases)
     return constrain_stream(y_BxTxD)
 
 
@@ -324,8 +353,11 @@ def _expert_mlp(
     activation: Activation, weights: Sequence[Any], x_PxD: jax.Array, gates_P: jax.Array, multiply: Multiply
 ) -> jax.Array:
     """Apply one expert per slot; `weights` are joined by `join_matrices`."""
-    into, out = weights
-    return multiply(_compute_hidden(activation, multiply(x_PxD, into), gates_P), out)
+    into, out, *biases = weights
+    both_PxF = multiply(x_PxD, into)
+    for bias in biases:  # the bias of the expert of each slot, as a product that is grouped like the others
+        both_PxF += multiply(jnp.ones((x_PxD.shape[0], 1), x_PxD.dtype), bias)
+    return multiply(_compute_hidden(activation, both_PxF, gates_P), out)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0,))

@@ -81,6 +81,13 @@ def _qwen3_next(*sizes: int, **moe: Any) -> Keys:
     return _sizes(*sizes) | layers | norms | {"head_dim": 256, "rope": rope, "moe": experts, "vocabulary_size": 151_936}
 
 
+def _olmo3(*sizes: int) -> Keys:
+    scaling = {"name": "yarn", "factor": 8.0, "original_positions": 8192}
+    windows: Keys = {"layer_pattern": ["window"] * 3 + ["full"], "window": 4096, "window_rope": {"theta": 500_000.0}}
+    rope = {"rope": {"theta": 500_000.0, "scaling": scaling}}
+    return _olmo2(*sizes) | windows | rope | {"vocabulary_size": 100_278}
+
+
 def _olmoe(*sizes: int, experts: int) -> Keys:
     moe = {"experts": experts, "experts_per_token": 8, "normalise_gates": False}
     return _sizes(*sizes) | {"query_key_norm": "whole", "moe": moe, "vocabulary_size": 50_304}
@@ -121,6 +128,20 @@ def _deepseek3(*sizes: int) -> Keys:
     gates = {"gate": "sigmoid", "routed_scale": 2.5, "groups": 8, "groups_per_token": 4}
     balance = {"bias_rate": 0.001, "auxiliary_loss": 0.0001}
     return _deepseek(*sizes, query_rank=1536, vocabulary_size=129_280, mscale=1.0, **experts, **gates, **balance)
+
+
+def _gpt_oss(layers: int, experts: int) -> Keys:
+    scaling = {"name": "yarn", "factor": 32.0, "original_positions": 4096, "truncate": False}
+    attention: Keys = {"head_dim": 64, "attention_sinks": True, "layer_pattern": ["window", "full"], "window": 128}
+    mlp: Keys = {"mlp": "clamped_swiglu", "moe": {"experts": experts, "experts_per_token": 4, "bias": True}}
+    others: Keys = {"bias": {"query_key_value": True, "attention_out": True}, "vocabulary_size": 201_088}
+    return (
+        _sizes(layers, 2880, 64, 8, 2880)
+        | attention
+        | mlp
+        | others
+        | {"rope": {"theta": 150_000.0, "scaling": scaling}}
+    )
 
 
 def _smollm2(*sizes: int, theta: float = 100_000.0) -> Keys:
@@ -196,6 +217,10 @@ PRESETS: dict[str, Keys] = {
     "olmo2_7b": _olmo2(32, 4096, 32, 32, 11_008),
     "olmo2_13b": _olmo2(40, 5120, 40, 40, 13_824),
     "olmo2_32b": _olmo2(64, 5120, 40, 8, 27_648),
+    "olmo3_7b": _olmo3(32, 4096, 32, 32, 11_008),
+    "olmo3_32b": _olmo3(64, 5120, 40, 8, 27_648),
+    "gpt_oss_20b": _gpt_oss(24, experts=32),
+    "gpt_oss_120b": _gpt_oss(36, experts=128),
     "smollm2_135m": _smollm2(30, 576, 9, 3, 1536),
     "smollm2_360m": _smollm2(32, 960, 15, 5, 2560),
     "smollm2_1.7b": _smollm2(24, 2048, 32, 32, 8192, theta=130_000.0),

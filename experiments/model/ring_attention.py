@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from experiments.model.context_layout import BlockVisits, SequenceLayout, compute_own_visits, max_steps
+from runner.parallel.mesh import list_axes
 
 _WIDE = jnp.float32
 _MASKED = -1e30  # below every real score, and finite, so that no difference of scores is NaN
@@ -157,43 +158,61 @@ class OnlineSoftmax(NamedTuple):
 
 
 def sharded_attention(
-    layout: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array
+    layout: SequenceLayout,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *segments: jax.Array,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attend from all positions of sharded sequences; returns (B, T, N, W) in the dtype of `v`.
 
     Arguments are whole arrays, in a program that the partitioner splits under the caller's mesh.
     """
-    return _attend(layout, q, k, v, segments)
+    return _attend(layout, q, k, v, segments, sinks_N)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(layout: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> jax.Array:
-    return _forward(layout, q, k, v, ids)[0]
+def _attend(
+    layout: SequenceLayout,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ids: tuple[jax.Array, ...],
+    sinks_N: jax.Array | None,
+) -> jax.Array:
+    return _forward(layout, q, k, v, ids, sinks_N)[0]
 
 
 def _forward(
-    layout: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
+    layout: SequenceLayout,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ids: tuple[jax.Array, ...],
+    sinks_N: jax.Array | None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     run = jax.shard_map(
         functools.partial(_forward_on_device, layout),
-        in_specs=(*[layout.spec] * 3, tuple(layout.segment_spec for _ in ids)),
+        in_specs=(*[layout.spec] * 3, tuple(layout.segment_spec for _ in ids), PartitionSpec(layout.spec[2])),
         out_specs=(layout.spec, _lse_spec(layout)),
         check_vma=False,
     )
-    out, lse = run(q, k, v, ids)
-    return out, (q, k, v, ids, out, lse)
+    out, lse = run(q, k, v, ids, sinks_N)
+    return out, (q, k, v, ids, sinks_N, out, lse)
 
 
 def _backward(layout: SequenceLayout, residuals: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
-    q, k, v, ids, out, lse = residuals
-    segment_specs = tuple(layout.segment_spec for _ in ids)
+    q, k, v, ids, sinks_N, out, lse = residuals
+    segment_specs, heads = tuple(layout.segment_spec for _ in ids), PartitionSpec(layout.spec[2])
     run = jax.shard_map(
         functools.partial(_backward_on_device, layout),
-        in_specs=(*[layout.spec] * 3, segment_specs, layout.spec, _lse_spec(layout), layout.spec),
-        out_specs=(layout.spec,) * 3,
+        in_specs=(*[layout.spec] * 3, segment_specs, heads, layout.spec, _lse_spec(layout), layout.spec),
+        out_specs=(*[layout.spec] * 3, heads),
         check_vma=False,
     )
-    return *run(q, k, v, ids, out, lse, g), None
+    dq, dk, dv, dsinks_N = run(q, k, v, ids, sinks_N, out, lse, g)
+    return dq, dk, dv, None, dsinks_N
 
 
 _attend.defvjp(_forward, _backward)
@@ -205,13 +224,21 @@ def _lse_spec(layout: SequenceLayout) -> PartitionSpec:
 
 
 def _forward_on_device(
-    layout: SequenceLayout, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]
+    layout: SequenceLayout,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ids: tuple[jax.Array, ...],
+    sinks_N: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     queries = _pair_blocks(layout, q, k.shape[2])
     shape = queries.shape[:-1]
     softmax = OnlineSoftmax(
         jnp.full(shape, _MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, v.shape[3]), jnp.float32)
     )
+    if sinks_N is not None:  # the first score of every query, for the value zero
+        sinks_KxR = _repeat_for_rows(layout, sinks_N, k.shape[2])
+        softmax = OnlineSoftmax(jnp.broadcast_to(sinks_KxR, shape), jnp.ones(shape, jnp.float32), softmax.out)
     last = layout.num_rounds - 1
 
     def run_round(number: jax.Array, carry: tuple[Keys, OnlineSoftmax]) -> tuple[Keys, OnlineSoftmax]:
@@ -234,10 +261,11 @@ def _backward_on_device(
     k: jax.Array,
     v: jax.Array,
     ids: tuple[jax.Array, ...],
+    sinks_N: jax.Array | None,
     out: jax.Array,
     lse: jax.Array,
     g: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     K = k.shape[2]
     dot = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1, keepdims=True)
     pairs = [_pair_blocks(layout, x, K) for x in (q, g, dot)]
@@ -275,7 +303,14 @@ def _backward_on_device(
         else:
             whole = halves.reshape(halves.shape[0], -1, *halves.shape[3:]).astype(like.dtype)
             returned.append(scatter_gradients(layout, whole))
-    return _unpair_blocks(layout, dq, q.shape[2]).astype(q.dtype), returned[0], returned[1]
+    dsinks_N: jax.Array | None = None
+    if sinks_N is not None:
+        weights = jnp.exp(_repeat_for_rows(layout, sinks_N, K) - lse)
+        own_KxR = -jnp.sum(weights * outputs.dot, axis=(0, 1, 2))
+        own_N = jnp.sum(own_KxR.reshape(q.shape[2], layout.block_tokens), axis=-1)
+        # Devices with other sequences or other positions have the same sinks.
+        dsinks_N = jax.lax.psum(own_N, (*list_axes(layout.spec[0]), *list_axes(layout.axes))).astype(sinks_N.dtype)
+    return _unpair_blocks(layout, dq, q.shape[2]).astype(q.dtype), returned[0], returned[1], dsinks_N
 
 
 def _make_first_keys(layout: SequenceLayout, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> Keys:
@@ -457,6 +492,12 @@ def _pair_blocks(layout: SequenceLayout, x: jax.Array, num_key_heads: int) -> ja
     *outer, N, C, H = blocks.shape
     blocks = blocks.reshape(*outer, num_key_heads, N // num_key_heads * C, H)
     return jnp.stack([blocks[0], blocks[1, ::-1]], axis=1)
+
+
+def _repeat_for_rows(layout: SequenceLayout, sinks_N: jax.Array, num_key_heads: int) -> jax.Array:
+    """Return the sink of each row of a block of queries, (K, R), float32."""
+    rows = jnp.repeat(sinks_N.astype(jnp.float32), layout.block_tokens)
+    return rows.reshape(num_key_heads, -1)
 
 
 def _unpair_blocks(layout: SequenceLayout, pairs: jax.Array, num_heads: int) -> jax.Array:

@@ -61,6 +61,16 @@ class YarnScaling(FrozenModel):
     attention_factor: PositiveFloat | Auto = Field(
         default="auto", description="Factor on rotated queries and keys; auto: 0.1 ln(factor) + 1."
     )
+    truncate: bool = Field(
+        default=True,
+        description="Round the pairs of elements between which frequencies change to whole ones, outwards; GPT-OSS "
+        "does not.",
+    )
+
+    @property
+    def rotation_factor(self) -> float:
+        """`attention_factor` with `auto` resolved."""
+        return 0.1 * math.log(max(self.factor, 1)) + 1 if self.attention_factor == "auto" else self.attention_factor
 
 
 Scaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="name")]
@@ -119,14 +129,13 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         wavelengths = scaling.original_positions / (turns * 2 * math.pi)
         return head_dim * math.log(wavelengths) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(find_pair(scaling.beta_fast)), 0)
-    last = min(math.ceil(find_pair(scaling.beta_slow)), head_dim - 1)
-    ramp_F = (np.arange(head_dim // 2, dtype=np.float32) - first) / max(last - first, 0.001)
+    first, last = find_pair(scaling.beta_fast), find_pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    ramp_F = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(max(last - first, 0.001))
     unchanged_F = 1 - np.clip(ramp_F, 0, 1)
-    factor = (
-        0.1 * math.log(max(scaling.factor, 1)) + 1 if scaling.attention_factor == "auto" else scaling.attention_factor
-    )
-    return unchanged_F * plain_F + (1 - unchanged_F) * divided_F, factor
+    return unchanged_F * plain_F + (1 - unchanged_F) * divided_F, scaling.rotation_factor
 
 
 def rotation_at(positions_BxT: jax.Array, rope: Rope, head_dim: int) -> Rotation:

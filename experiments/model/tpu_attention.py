@@ -128,6 +128,7 @@ class FusedAttention(NamedTuple):
         v_BxKxTxW: jax.Array,
         segments_BxT: jax.Array | None = None,
         angles: tuple[jax.Array, jax.Array] | None = None,
+        sinks_N: jax.Array | None = None,
     ) -> jax.Array:
         """Attend; returns (B, N, T, W) in the dtype of `v`.
 
@@ -138,27 +139,36 @@ class FusedAttention(NamedTuple):
             segments_BxT: documents of each sequence.
             angles: cosines and sines (B or 1, T, H), the same for both halves of a head, by which the halves of queries
                 and keys are rotated first. They get no gradient.
+            sinks_N: score of each head of queries for the value zero.
         """
-        return _attend(self, KernelInputs(q_BxNxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles))
+        return _attend(self, KernelInputs(q_BxNxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles, sinks_N))
 
 
 class KernelInputs(NamedTuple):
-    """Inputs of a kernel, which are also residuals of its gradient."""
+    """Inputs of attention, which are also residuals of its gradient. The kernels read all but the sinks."""
 
     q: jax.Array  # (B, N, T, H)
     k: jax.Array  # (B, K, T, H)
     v: jax.Array  # (B, K, T, W)
     segments: jax.Array | None  # (B, T)
     angles: tuple[jax.Array, jax.Array] | None  # (B or 1, T, H)
+    sinks: jax.Array | None  # (N)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(attention: FusedAttention, inputs: KernelInputs) -> jax.Array:
-    return _run_forward(attention, inputs)[0]
+    return _forward(attention, inputs)[0]
 
 
 def _forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array, tuple[Any, ...]]:
-    out, logsumexp = (checkpoint_name(x, SAVED_NAME) for x in _run_forward(attention, inputs))
+    out, logsumexp = _run_forward(attention, inputs)
+    if inputs.sinks is not None:
+        # A score for the value zero only adds to the sum that the result is divided by.
+        sinks_Nx1x1 = inputs.sinks.astype(jnp.float32)[:, None, None]
+        without, logsumexp = logsumexp, jnp.logaddexp(logsumexp, sinks_Nx1x1)
+        shrink_BxNxTx1 = jnp.exp(without - logsumexp).swapaxes(2, 3)
+        out = (out.astype(jnp.float32) * shrink_BxNxTx1).astype(out.dtype)
+    out, logsumexp = (checkpoint_name(x, SAVED_NAME) for x in (out, logsumexp))
     return out, (inputs, out, logsumexp)
 
 
@@ -166,8 +176,14 @@ def _backward(
     attention: FusedAttention, residuals: tuple[KernelInputs, jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[KernelInputs]:
     inputs, out, logsumexp = residuals
+    # The kernel needs no sinks: they are part of the result and of the logarithms of the sums.
     q, k, v = _run_backward(attention, inputs, out, logsumexp, gradient)
-    return (KernelInputs(q, k, v, None, None),)
+    sinks = inputs.sinks
+    if sinks is not None:
+        inner_BxNxT = jnp.sum(out.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
+        weights_BxNxT = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp[:, :, 0])
+        sinks = -jnp.sum(weights_BxNxT * inner_BxNxT, axis=(0, 2)).astype(sinks.dtype)
+    return (KernelInputs(q, k, v, None, None, sinks),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -504,7 +520,7 @@ def _run(
 
 
 def _name_inputs(inputs: KernelInputs, specs: _BlockSpecs) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
-    q, k, v, segments, angles = inputs
+    q, k, v, segments, angles, _ = inputs
     # Keys that are to be rotated are read once, with the queries at the same positions.
     k_spec = specs.keys(k.shape[-1], "keys" if angles is None else "queries")
     named = {"q": (q, specs.queries(q.shape[-1])), "k": (k, k_spec), "v": (v, specs.keys(v.shape[-1], "keys"))}

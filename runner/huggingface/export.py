@@ -134,7 +134,7 @@ class SafetensorsWriter:
         box = [slice(None)] * target.ndim
         if piece.part is not None:
             axis, start, stop = piece.part
-            box[axis] = slice(start, stop)
+            box[axis] = slice(start, stop, piece.step)
         target[tuple(box)] = converted
 
     def verify(self) -> None:

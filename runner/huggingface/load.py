@@ -5,7 +5,7 @@
 **Reading.** Each process reads only the byte ranges in which its devices' shards of a leaf lie. A shard of a tensor is
 many ranges if the tensor is sharded along another axis than the first. Ranges with less than `GAP_BYTES` between them
 are read as one, since a request costs more than reading what lies between. Values are converted to the type of the leaf
-by rounding to nearest even, F64 by way of float32.
+by rounding to nearest even, F64 by way of float32. Quantised tensors are dequantised, a few megabytes at a time.
 
 **Base of an adapter.** The frozen weights beside which an adapter is trained are part of what defines the trajectory,
 by a fingerprint: of a named checkpoint the digest of its leaves; of a run, whose newest checkpoint may be another one
@@ -33,7 +33,9 @@ from runner.console import warn
 from runner.errors import InvalidError, ResumeError, StorageError
 from runner.huggingface.mapping import Family, TensorMatch, TensorPiece, match_tensors
 from runner.huggingface.safetensors import (
-    DTYPES,
+    STORED_DTYPES,
+    Box,
+    PublishedTensor,
     PublishedWeights,
     TensorLocation,
     has_published_weights,
@@ -54,7 +56,7 @@ Result = TypeVar("Result")
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 Blocks = dict[Bounds, np.ndarray]  # shards of one leaf in this process's memory
-Sources = Sequence[tuple[TensorPiece, TensorLocation | None]]
+Sources = Sequence[tuple[TensorPiece, PublishedTensor | None]]
 
 
 def read_leaf(store: Store, versions: Mapping[str, Version], sources: Sources, leaf: jax.Array) -> jax.Array:
@@ -91,9 +93,8 @@ def fill_blocks(store: Store, versions: Mapping[str, Version], sources: Sources,
     """Read the elements of a leaf's tensors into the blocks that contain them."""
     present = [(piece, tensor) for piece, tensor in sources if tensor is not None]
 
-    def fill_piece(source: tuple[TensorPiece, TensorLocation], run: Callable[..., Iterable[None]]) -> None:
-        piece, tensor = source
-        _fill_piece(store, versions[tensor.file], piece, tensor, blocks, run)
+    def fill_piece(source: tuple[TensorPiece, PublishedTensor], run: Callable[..., Iterable[None]]) -> None:
+        _fill_piece(store, versions, *source, blocks, run)
 
     # Either the spans of one tensor are read in parallel, or whole tensors: never more than `NUM_READERS` requests.
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as pool:
@@ -110,9 +111,9 @@ def compute_bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
 
 def _fill_piece(
     store: Store,
-    version: Version,
+    versions: Mapping[str, Version],
     piece: TensorPiece,
-    tensor: TensorLocation,
+    tensor: PublishedTensor,
     blocks: Blocks,
     run: Callable[..., Iterable[None]],
 ) -> None:
@@ -120,7 +121,7 @@ def _fill_piece(
 
     Args:
         store: store of the files.
-        version: expected version of the file.
+        versions: expected version of each file.
         piece: the piece.
         tensor: its tensor.
         blocks: blocks to fill.
@@ -133,38 +134,47 @@ def _fill_piece(
             position: list[Any] = [at - start for at, (start, _) in zip(piece.index, bounds[:depth], strict=True)]
             # The box of the block in the tensor, which may be shorter than the piece.
             box = list(bounds[depth:])
+            steps = [1] * len(box)
             if piece.transpose:
                 box[-1], box[-2] = box[-2], box[-1]
             if piece.part is not None:
                 axis, offset, _ = piece.part
-                box[axis] = box[axis][0] + offset, box[axis][1] + offset
+                first, last = box[axis][0], box[axis][1] - 1
+                box[axis] = first * piece.step + offset, last * piece.step + offset + 1
+                steps[axis] = piece.step
             box = [(min(start, size), min(stop, size)) for (start, stop), size in zip(box, tensor.shape, strict=True)]
             if all(start < stop for start, stop in box):
-                wanted.append((block[(*position, ...)], box))
+                wanted.append((block[(*position, ...)], box, steps))
     if not wanted:
         return
-    # The array has the size of the tensor, but only pages of the boxes are touched, and so take memory.
-    dtype = DTYPES[tensor.dtype]
-    content = np.empty(tensor.stop - tensor.start, np.uint8)
+    arrays = []
+    for number, stored in enumerate(tensor.stored):
+        # The array has the size of the tensor, but only pages of the boxes are touched, and so take memory.
+        dtype, content = STORED_DTYPES[stored.dtype], np.empty(stored.stop - stored.start, np.uint8)
 
-    def fetch(span: tuple[int, int]) -> None:
-        start, stop = span
-        found = store.read_range(tensor.file, tensor.start + start, tensor.start + stop, version)
-        content[start:stop] = np.frombuffer(found, np.uint8)
+        def fetch(span: tuple[int, int], stored: TensorLocation = stored, content: np.ndarray = content) -> None:
+            start, stop = (stored.start + edge for edge in span)
+            found = store.read_range(stored.file, start, stop, versions[stored.file])
+            content[slice(*span)] = np.frombuffer(found, np.uint8)
 
-    list(run(fetch, list_byte_spans(tensor.shape, dtype.itemsize, [box for _, box in wanted])))
-    values = content.view(dtype).reshape(tensor.shape)
-    for target, box in wanted:
-        found = values[tuple(slice(*bounds) for bounds in box)]
-        if found.dtype.itemsize == 8:
-            found = found.astype(np.float32)
-        found = found.swapaxes(-1, -2) if piece.transpose else found
-        target[tuple(slice(0, size) for size in found.shape)] = found.astype(target.dtype)
+        boxes = [tensor.find_boxes(box)[number] for _, box, _ in wanted]
+        list(run(fetch, list_byte_spans(stored.shape, dtype.itemsize, boxes)))
+        arrays.append(content.view(dtype).reshape(stored.shape))
+    for target, box, steps in wanted:
+        target = target.swapaxes(-1, -2) if piece.transpose else target
+        axes = [range(*bounds, step) for bounds, step in zip(box, steps, strict=True)]
+        target = target[(*(slice(len(axis)) for axis in axes), ...)]
+        # Along the first axis a part at a time: conversion needs a copy, of quantised tensors one that is much larger.
+        num_rows = max(1, SPAN_BYTES // (4 * math.prod(map(len, axes[1:]))))
+        for first in range(0, len(axes[0]) if axes else 1, num_rows):
+            rows = slice(first, first + num_rows)
+            parts = [*(axis[rows] for axis in axes[:1]), *axes[1:]]
+            found = tensor.decode(arrays, tuple(slice(part.start, part.stop, part.step) for part in parts))
+            found = found.astype(np.float32) if found.dtype.itemsize == 8 else found
+            target[(*[rows][: len(axes)], ...)] = found.astype(target.dtype)
 
 
-def list_byte_spans(
-    shape: tuple[int, ...], itemsize: int, boxes: Sequence[Sequence[tuple[int, int]]]
-) -> Iterator[tuple[int, int]]:
+def list_byte_spans(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
     """Yield the byte ranges of a tensor that contain boxes of it, ascending and without overlaps.
 
     Args:
@@ -182,7 +192,7 @@ def list_byte_spans(
             yield begin, min(begin + SPAN_BYTES, int(stop))
 
 
-def _list_box_ranges(shape: tuple[int, ...], itemsize: int, box: Sequence[tuple[int, int]]) -> np.ndarray:
+def _list_box_ranges(shape: tuple[int, ...], itemsize: int, box: Box) -> np.ndarray:
     """Return (start, stop) of every contiguous range of bytes in a box."""
     inner = len(shape)  # from this axis on the box has whole axes
     while inner and box[inner - 1] == (0, shape[inner - 1]):
@@ -255,11 +265,14 @@ def _compute_files_digest(store: Store) -> str:
     published = open_published_weights(store)
 
     def sample(name: str) -> list[str]:
-        tensor = published.tensors[name]
-        start = max(tensor.start, (tensor.start + tensor.stop - _SAMPLE_BYTES) // 2)
-        stop = min(tensor.stop, start + _SAMPLE_BYTES)
-        found = store.read_range(tensor.file, start, stop, published.versions[tensor.file]) if start < stop else b""
-        return [tensor.dtype, str(tensor.shape), hashlib.sha256(found).hexdigest()]
+        found = []
+        for tensor in published.tensors[name].stored:
+            start = max(tensor.start, (tensor.start + tensor.stop - _SAMPLE_BYTES) // 2)
+            stop = min(tensor.stop, start + _SAMPLE_BYTES)
+            version = published.versions[tensor.file]
+            content = store.read_range(tensor.file, start, stop, version) if start < stop else b""
+            found += [tensor.dtype, str(tensor.shape), hashlib.sha256(content).hexdigest()]
+        return found
 
     names = sorted(published.tensors)
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="base") as pool:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from runner.errors import InvalidError
-from runner.huggingface.safetensors import CONFIG_FILE, DTYPES, PublishedWeights, TensorLocation
+from runner.huggingface.safetensors import CONFIG_FILE, DTYPES, PublishedTensor, PublishedWeights, QuantisedTensor
 from runner.spec import InitFromConfig
 from runner.storage import JsonObject
 
@@ -32,6 +34,7 @@ class TensorPiece:
         index: index into the leading axes of the leaf: the layer, or the layer and the expert.
         transpose: True if the file has the last two axes in the other order: (out, in) for a leaf (in, out).
         part: (axis, start, stop) of the file's tensor, if several leaves share it.
+        step: distance of the part's elements on that axis, if the leaves take turns.
     """
 
     tensor: str
@@ -39,6 +42,7 @@ class TensorPiece:
     index: tuple[int, ...] = ()
     transpose: bool = False
     part: tuple[int, int, int] | None = None
+    step: int = 1
 
     @property
     def leaf_name(self) -> str:
@@ -147,14 +151,17 @@ def _find_tensor_problems(pieces: list[TensorPiece], leaves: Mapping[str, Shape]
     known = [part for part in parts if part is not None]
     if len({axis for axis, _, _ in known}) > 1:
         return ["its parts are of several axes"]
-    axis, position = known[0][0], 0
-    for shape, (_, start, stop) in sorted(zip(shapes, known, strict=True), key=lambda pair: pair[1]):
-        if start != position or axis >= len(shape) or stop - start != shape[axis]:
+    axis, is_covered = known[0][0], np.zeros(max(stop for _, _, stop in known), bool)
+    for shape, (_, start, stop), piece in sorted(zip(shapes, known, pieces, strict=True), key=lambda each: each[1]):
+        first, own = int(np.argmin(is_covered)), is_covered[start : stop : piece.step]
+        if start != first or own.any() or axis >= len(shape) or len(own) != shape[axis]:
             return [
-                f"its part {start}..{stop} of axis {axis} must begin at {position} and have the size of its piece, "
+                f"its part {start}..{stop} of axis {axis} must begin at {first} and have the size of its piece, "
                 f"{list(shape)}"
             ]
-        position = stop
+        own[:] = True
+    if not is_covered.all():
+        return [f"no part has the element {int(np.argmin(is_covered))} of its axis {axis}"]
     others = {math.prod(shape[:axis]) * math.prod(shape[axis + 1 :]) for shape in shapes}
     return ["its parts differ in size on their other axes"] if len(others) > 1 else []
 
@@ -169,7 +176,7 @@ class TensorMatch:
         notes: deviations that the spec allows, one line each.
     """
 
-    pieces: Mapping[str, list[tuple[TensorPiece, TensorLocation | None]]]
+    pieces: Mapping[str, list[tuple[TensorPiece, PublishedTensor | None]]]
     notes: tuple[str, ...]
 
 
@@ -203,7 +210,7 @@ def match_tensors(
     for line in family.differences(published.config):
         key = f"config.{line.partition(':')[0]}"
         (notes if is_allowed(key) else problems).append(f"{CONFIG_FILE}: {line}")
-    sources: dict[str, TensorLocation | None] = {}
+    sources: dict[str, PublishedTensor | None] = {}
     for name, shape in needed.items():
         choice = _choose_tensor(found.get(name), shape, name not in shared)
         sources[name] = choice.tensor
@@ -216,7 +223,7 @@ def match_tensors(
     problems = [line for line in problems if line.startswith(f"{CONFIG_FILE}: model_type:")] or problems
     if problems:
         raise InvalidError("\n".join(f"{published.store.url}: {line}" for line in sorted(problems)))
-    by_leaf: dict[str, list[tuple[TensorPiece, TensorLocation | None]]] = defaultdict(list)
+    by_leaf: dict[str, list[tuple[TensorPiece, PublishedTensor | None]]] = defaultdict(list)
     for piece in pieces:
         by_leaf[piece.leaf_name].append((piece, sources.get(piece.tensor)))
     return TensorMatch(by_leaf, tuple(sorted(notes)))
@@ -225,16 +232,16 @@ def match_tensors(
 class _Choice(NamedTuple):
     """Tensor to read, its deviation from the needed one, and the consequence if the spec allows that."""
 
-    tensor: TensorLocation | None
+    tensor: PublishedTensor | None
     problem: str | None = None
     consequence: str = ""
 
 
-def _choose_tensor(tensor: TensorLocation | None, needed: Shape, may_be_shorter: bool) -> _Choice:
+def _choose_tensor(tensor: PublishedTensor | None, needed: Shape, may_be_shorter: bool) -> _Choice:
     fresh = "it keeps its initial values"
     if tensor is None:
         return _Choice(None, f"is missing, the model needs {list(needed)}", fresh)
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in DTYPES and not isinstance(tensor, QuantisedTensor):
         return _Choice(None, f"is of type {tensor.dtype}, needs one of {', '.join(DTYPES)}", fresh)
     if tensor.shape == needed:
         return _Choice(tensor)
@@ -246,7 +253,7 @@ def _choose_tensor(tensor: TensorLocation | None, needed: Shape, may_be_shorter:
 
 def _rename_tensors(
     published: PublishedWeights, family: Family, rule: InitFromConfig
-) -> tuple[dict[str, TensorLocation], list[str], list[str]]:
+) -> tuple[dict[str, PublishedTensor], list[str], list[str]]:
     """Return the tensors by their names in the table, the names of skipped ones, and the problems of `rename`."""
 
     def has_beginning(name: str, beginning: str) -> bool:
@@ -257,7 +264,7 @@ def _rename_tensors(
         for beginning in rule.rename
         if not any(has_beginning(name, beginning) for name in published.tensors)
     ]
-    found: dict[str, TensorLocation] = {}
+    found: dict[str, PublishedTensor] = {}
     originals: dict[str, str] = {}
     skipped: list[str] = []
     for name, tensor in published.tensors.items():

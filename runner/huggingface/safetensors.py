@@ -11,7 +11,7 @@ end of the file.
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -51,6 +51,7 @@ _OTHER_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+STORED_DTYPES = DTYPES | {"U8": np.dtype(np.uint8)}  # also those that only quantised tensors have
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -58,6 +59,9 @@ _NUM_READERS = 8
 
 
 # Headers.
+
+
+Box = Sequence[tuple[int, int]]  # (start, stop) on each axis of an array
 
 
 class TensorLocation(NamedTuple):
@@ -76,6 +80,19 @@ class TensorLocation(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    @property
+    def stored(self) -> "tuple[TensorLocation, ...]":
+        """Tensors of the files that hold the values: this one."""
+        return (self,)
+
+    def find_boxes(self, box: Box) -> list[Box]:
+        """Return the box of each stored tensor that holds a box of the values."""
+        return [box]
+
+    def decode(self, arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+        """Return the values at `index`, from the arrays of the stored tensors."""
+        return arrays[0][index]
 
 
 def parse_header_length(prefix: bytes, file_bytes: int) -> int:
@@ -197,6 +214,153 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
     return len(text).to_bytes(PREFIX_BYTES, "little") + text, locations
 
 
+# Quantised tensors: values that the files hold in several tensors of narrow types, by `quantization_config` of
+# config.json. To read another kind, add its `QuantisedFormat` to `QUANTISED_FORMATS`.
+
+
+class QuantisedFormat(NamedTuple):
+    """Form of quantised tensors.
+
+    Attributes:
+        name: name of the type, as messages show it.
+        suffixes: endings of the names of the stored tensors, which replace `suffix`.
+        suffix: ending of the name of the tensor itself.
+        dtypes: types of the stored tensors in the format of the files.
+        compute_shape: function of the shapes of the stored tensors that returns the shape of the values, or None if
+            they do not fit.
+        find_boxes: function of a box of the values that returns the box of each stored tensor which holds it.
+        decode: function of the arrays of the stored tensors, and of a non-empty index into the values, that returns
+            these in float32.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    suffix: str
+    dtypes: tuple[str, ...]
+    compute_shape: Callable[[Sequence[tuple[int, ...]]], tuple[int, ...] | None]
+    find_boxes: Callable[[Box], list[Box]]
+    decode: Callable[[Sequence[np.ndarray], tuple[slice, ...]], np.ndarray]
+
+
+class QuantisedTensor(NamedTuple):
+    """Tensor whose values follow from several stored ones."""
+
+    format: QuantisedFormat
+    stored: tuple[TensorLocation, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def file(self) -> str:
+        """Name of the file of the first stored tensor."""
+        return self.stored[0].file
+
+    @property
+    def dtype(self) -> str:
+        """Name of the type, as messages show it."""
+        return self.format.name
+
+    def find_boxes(self, box: Box) -> list[Box]:
+        """Return the box of each stored tensor that holds a box of the values."""
+        return self.format.find_boxes(box)
+
+    def decode(self, arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+        """Return the values at `index` in float32, from the arrays of the stored tensors."""
+        return self.format.decode(arrays, index)
+
+
+PublishedTensor = TensorLocation | QuantisedTensor
+
+# MXFP4 (Open Compute Project, Microscaling Formats, 2023), as in GPT-OSS: groups of 32 inputs share a power of two
+# (E8M0), and two values of four bits (E2M1) share a byte, the first one in its lower half. Matrices of experts are
+# stored as (E, O, G, 16) with the scales (E, O, G), and their values are (E, I, O), with I = 32 G.
+_GROUP = 32
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_E2M1_PAIRS = np.concatenate([_E2M1, -_E2M1])[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)]
+_E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+
+
+def _compute_mxfp4_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    blocks, scales = shapes
+    if len(blocks) != 4 or blocks[:3] != scales or 2 * blocks[3] != _GROUP:
+        return None
+    return blocks[0], blocks[2] * _GROUP, blocks[1]
+
+
+def _find_mxfp4_boxes(box: Box) -> list[Box]:
+    experts, (start, stop), outputs = box
+    scales = [experts, outputs, (start // _GROUP, -(-stop // _GROUP))]
+    return [[*scales, (0, _GROUP // 2)], scales]
+
+
+def _decode_mxfp4(arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+    experts, inputs, outputs = index
+    first = inputs.start // _GROUP
+    stored = experts, outputs, slice(first, -(-inputs.stop // _GROUP))
+    blocks_ExOxGxB, scales_ExOxG = (array[stored] for array in arrays)
+    values_ExOxGxBx2 = _E2M1_PAIRS[blocks_ExOxGxB] * _E8M0[scales_ExOxG][..., None, None]
+    values_ExOxI = values_ExOxGxBx2.reshape(*scales_ExOxG.shape[:2], -1)
+    skipped = first * _GROUP
+    return values_ExOxI[..., inputs.start - skipped : inputs.stop - skipped : inputs.step].swapaxes(1, 2)
+
+
+QUANTISED_FORMATS = {  # by `quant_method`
+    "mxfp4": QuantisedFormat(
+        "MXFP4",
+        ("_blocks", "_scales"),
+        "",
+        ("U8", "U8"),
+        _compute_mxfp4_shape,
+        _find_mxfp4_boxes,
+        _decode_mxfp4,
+    )
+}
+
+
+def _join_quantised(
+    url: str, config: JsonObject, tensors: Mapping[str, TensorLocation]
+) -> tuple[dict[str, PublishedTensor], list[str]]:
+    """Return the tensors with each quantised one in the place of those that store it, and what is wrong with them.
+
+    Raises:
+        InvalidError: `config.json` names a kind that is not read.
+    """
+    nested = config.get("text_config")
+    given = config.get("quantization_config") or (
+        nested.get("quantization_config") if isinstance(nested, dict) else None
+    )
+    if given is None:
+        return {**tensors}, []
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if not isinstance(method, str) or method not in QUANTISED_FORMATS:
+        raise InvalidError(
+            f"{url}/{CONFIG_FILE}: quantization_config.quant_method {_shorten(str(method))} is not read; needs "
+            f"{' or '.join(QUANTISED_FORMATS)}, or weights of type {', '.join(DTYPES)}: dequantise them with "
+            "transformers, and write them with save_pretrained"
+        )
+    form = QUANTISED_FORMATS[method]
+    joined: dict[str, PublishedTensor] = {**tensors}
+    problems = []
+    for name in tensors:
+        if not name.endswith(form.suffixes[0]):
+            continue
+        stem = name.removesuffix(form.suffixes[0])
+        names = [stem + suffix for suffix in form.suffixes]
+        missing = [each for each in names if each not in tensors]
+        if missing:
+            problems.append(f"{url}: tensor {_shorten(name)} has no {_shorten(missing[0])}")
+            continue
+        stored = tuple(tensors[each] for each in names)
+        shape = form.compute_shape([each.shape for each in stored])
+        if shape is None or tuple(each.dtype for each in stored) != form.dtypes:
+            found = " and ".join(f"{each.dtype}{list(each.shape)}" for each in stored)
+            problems.append(f"{url}: tensor {_shorten(name)} and its scales are {found}, which is not {form.name}")
+            continue
+        for each in names:
+            del joined[each]
+        joined[stem + form.suffix] = QuantisedTensor(form, stored, shape)
+    return joined, problems
+
+
 # Directories.
 
 
@@ -207,13 +371,13 @@ class PublishedWeights:
     Attributes:
         store: store of the directory.
         config: content of `config.json`.
-        tensors: tensors by their names in the files.
+        tensors: tensors by their names in the files; a quantised one by the name that it would have unquantised.
         versions: versions of the files. Later reads refuse another version.
     """
 
     store: Store
     config: JsonObject
-    tensors: dict[str, TensorLocation]
+    tensors: dict[str, PublishedTensor]
     versions: dict[str, Version]
 
 
@@ -259,10 +423,12 @@ def open_published_weights(where: str | Store) -> PublishedWeights:
                 problems.append(
                     f"{store.url}/{INDEX_FILE}: tensor {name} is in {tensors[name].file}, not in {index[name]}"
                 )
+    if not problems:
+        joined, problems = _join_quantised(store.url, config, tensors)
     if problems:
         raise InvalidError("\n".join(sorted(problems)))
     versions = {file: header.version for file, header in zip(files, headers, strict=True)}
-    return PublishedWeights(store, config, tensors, versions)
+    return PublishedWeights(store, config, joined, versions)
 
 
 def _read_object(store: Store, name: str) -> JsonObject:

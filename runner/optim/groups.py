@@ -48,8 +48,8 @@ class Parameter:
 
     @property
     def is_matrix(self) -> bool:
-        """True for two axes or more besides the one that stacks layers. Only matrices have weight decay."""
-        return len(self.shape) - ("layers" in self.axes) >= 2
+        """True for two axes or more besides those that stack layers and experts. Only matrices have weight decay."""
+        return len(self.shape) - self.num_stack_axes >= 2
 
     @property
     def holds_matrices(self) -> bool:

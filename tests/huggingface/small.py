@@ -21,11 +21,16 @@ SHAPES = {
     "params.blocks.bias": (L, D),
     "params.blocks.expert": (L, E, D, M),
     "params.blocks.gain": (L, E),
+    "params.blocks.even": (L, E, D),
+    "params.blocks.odd": (L, E, D),
 }
 
 
 class SmallFamily(Family):
-    """Family whose files have (out, in) kernels, one tensor for query and key, and one tensor per expert."""
+    """Family whose files have (out, in) kernels, one tensor for query and key, and one tensor per expert.
+
+    Two leaves take turns in one tensor of all experts.
+    """
 
     def pieces(self) -> list[TensorPiece]:
         found = [TensorPiece("model.embedding.weight", "embedding"), TensorPiece("model.scale", "scale")]
@@ -34,6 +39,9 @@ class SmallFamily(Family):
             found.append(TensorPiece(f"{prefix}.qk.weight", "blocks.query", (layer,), True, (0, 0, D)))
             found.append(TensorPiece(f"{prefix}.qk.weight", "blocks.key", (layer,), True, (0, D, D + D // 2)))
             found.append(TensorPiece(f"{prefix}.bias", "blocks.bias", (layer,)))
+            for start, leaf in enumerate(("even", "odd")):
+                part = (1, start, 2 * D)
+                found.append(TensorPiece(f"{prefix}.experts.pairs", f"blocks.{leaf}", (layer,), part=part, step=2))
             for expert in range(E):
                 found.append(TensorPiece(f"{prefix}.experts.{expert}.gain", "blocks.gain", (layer, expert)))
                 found.append(TensorPiece(f"{prefix}.experts.{expert}.weight", "blocks.expert", (layer, expert), True))
@@ -65,6 +73,8 @@ def convert_to_tensors(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         query, key = found["params.blocks.query"][layer].T, found["params.blocks.key"][layer].T
         files[f"{prefix}.qk.weight"] = np.concatenate([query, key])
         files[f"{prefix}.bias"] = found["params.blocks.bias"][layer]
+        pairs = [found[f"params.blocks.{leaf}"][layer] for leaf in ("even", "odd")]
+        files[f"{prefix}.experts.pairs"] = np.stack(pairs, axis=-1).reshape(E, 2 * D)
         for expert in range(E):
             files[f"{prefix}.experts.{expert}.gain"] = found["params.blocks.gain"][layer, expert]
             files[f"{prefix}.experts.{expert}.weight"] = found["params.blocks.expert"][layer, expert].T

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from runner.errors import InvalidError
 from runner.huggingface import load as read
 from runner.huggingface.load import list_byte_spans, read_leaf
-from runner.huggingface.mapping import match_tensors
+from runner.huggingface.mapping import Family, TensorPiece, match_tensors
 from runner.huggingface.safetensors import open_published_weights
 from runner.spec import InitFromConfig
 from runner.storage import LocalStore, Store
@@ -42,11 +42,14 @@ class CountingStore(LocalStore):
         return super().read_range(name, start, stop, version)
 
 
-def load(where: Path | Store, like: dict[str, Any], rule: InitFromConfig | None = None) -> dict[str, Any]:
+def load(
+    where: Path | Store, like: dict[str, Any], rule: InitFromConfig | None = None, family: Family | None = None
+) -> dict[str, Any]:
     """Load the leaves with the shardings of `like`, and return them by name."""
     published = open_published_weights(str(where) if isinstance(where, Path) else where)
     shapes = {name: leaf.shape for name, leaf in like.items()}
-    found = match_tensors(published, SmallFamily(), shapes, rule or InitFromConfig(path=published.store.url))
+    rule = rule or InitFromConfig(path=published.store.url)
+    found = match_tensors(published, family or SmallFamily(), shapes, rule)
     return {
         name: read_leaf(published.store, published.versions, found.pieces[name], leaf) for name, leaf in like.items()
     }
@@ -85,6 +88,66 @@ def test_every_type_is_rounded_to_nearest(tmp_path: Path, stored: Any, dtype: An
     for name, leaf in load(where, make_sharded(make_leaves(1), (2, 2, 2), dtype)).items():
         assert leaf.dtype == dtype
         assert np.asarray(leaf).tobytes() == round_to_nearest(expected[name].astype(np.float32), dtype).tobytes(), name
+
+
+class StackedExperts(SmallFamily):
+    """Family with the matrices of all experts in one tensor, of which two leaves take turns."""
+
+    def pieces(self) -> list[TensorPiece]:
+        parts = enumerate(("gate", "up"))
+        return [TensorPiece("experts", leaf, (0,), part=(2, start, 8), step=2) for start, leaf in parts]
+
+
+def write_mxfp4(directory: Path) -> dict[str, np.ndarray]:
+    """Write four-bit values of two experts, 64 inputs and 8 outputs, and return the leaves that they are."""
+    generator = np.random.default_rng(0)
+    codes_ExOxI = generator.integers(0, 16, (2, 8, 64), np.uint8)
+    codes_ExOxI[0, 0, :16] = range(16)
+    scales_ExOxG = generator.integers(120, 135, (2, 8, 2), np.uint8)
+    pairs = codes_ExOxI.reshape(2, 8, 2, 16, 2)
+    blocks_ExOxGxB = pairs[..., 0] | pairs[..., 1] << 4  # the first value is the lower half of its byte
+    quantised = {"experts_blocks": blocks_ExOxGxB, "experts_scales": scales_ExOxG}
+    write_export(directory, quantised, 2, quantization_config={"quant_method": "mxfp4"})
+
+    # A sign, two bits of exponent and one of mantissa.
+    sign, exponent, mantissa = (codes_ExOxI >> 3), (codes_ExOxI >> 1 & 3).astype(int), codes_ExOxI & 1
+    size = np.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+    assert list(size[0, 0, :8]) == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    values_ExOxI = (1 - 2.0 * sign) * size * 2.0 ** (np.repeat(scales_ExOxG, 32, axis=2).astype(int) - 127)
+    values_1xExIxO = values_ExOxI.swapaxes(1, 2)[None].astype(np.float32)
+    return {"params.gate": values_1xExIxO[..., ::2], "params.up": values_1xExIxO[..., 1::2]}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("axes", [(), (None, "data", "tensor", "fsdp"), (None, None, ("data", "tensor"))], ids=str)
+def test_mxfp4_is_dequantised_on_every_mesh(tmp_path: Path, axes: tuple[Any, ...], dtype: Any, monkeypatch: Any):
+    monkeypatch.setattr(read, "SPAN_BYTES", 1000)  # of which one expert needs more
+    expected = write_mxfp4(tmp_path / "hf")
+    sharding = NamedSharding(make_full_mesh(2, 2, 2), PartitionSpec(*axes))
+    like = {name: jax.device_put(jnp.zeros(value.shape, dtype), sharding) for name, value in expected.items()}
+    for name, leaf in load(tmp_path / "hf", like, family=StackedExperts()).items():
+        assert leaf.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(leaf, np.float32), expected[name])
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("gptq", {}, r"quantization_config.quant_method gptq is not read; needs mxfp4, or weights of type F64, F32"),
+        (None, {}, r"quant_method None is not read"),
+        (["mxfp4"], {}, r"quant_method \['mxfp4'\] is not read"),
+        ("mxfp4", {"experts_scales": None}, r"tensor experts_blocks has no experts_scales"),
+        ("mxfp4", {"experts_scales": np.zeros((2, 8, 3), np.uint8)}, r"U8\[2, 8, 2, 16\] and U8\[2, 8, 3\], which is"),
+        ("mxfp4", {"experts_scales": np.zeros((2, 8, 2), np.float32)}, r"F32\[2, 8, 2\], which is not MXFP4"),
+    ],
+)
+def test_other_quantised_files_are_refused_in_one_line(tmp_path: Path, method: Any, changes: Any, message: str):
+    files = {"experts_blocks": np.zeros((2, 8, 2, 16), np.uint8), "experts_scales": np.zeros((2, 8, 2), np.uint8)}
+    files = {name: value for name, value in (files | changes).items() if value is not None}
+    write_export(tmp_path / "hf", files, quantization_config={"quant_method": method})
+    with pytest.raises(InvalidError, match=message) as refused:
+        open_published_weights(str(tmp_path / "hf"))
+    assert "\n" not in str(refused.value)
 
 
 def list_bytes(boxes: Sequence[Sequence[tuple[int, int]]], shape: tuple[int, ...], itemsize: int) -> set[int]:

@@ -60,6 +60,11 @@ def replace_piece(of: str, /, **changes: object) -> Change:
         (replace_piece("blocks.query", part=(0, 0, D - 1)), "model.layers.0.qk.weight: its part 0..15 of axis 0"),
         (replace_piece("blocks.key", part=(0, D + 1, D + 9)), "model.layers.0.qk.weight: its part 17..25 of axis 0"),
         (replace_piece("blocks.key", part=(1, 0, D)), "model.layers.0.qk.weight: its parts are of several axes"),
+        (replace_piece("blocks.key", part=(0, 1, 2 * D), step=2), "model.layers.0.qk.weight: its part 1..32 of axis 0"),
+        (
+            replace_piece("blocks.key", part=(0, D, 2 * D), step=2),
+            "model.layers.0.qk.weight: no part has the element 17",
+        ),
         (replace_piece("blocks.key", part=None), "model.layers.0.qk.weight: several pieces are the whole tensor"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -29,6 +29,7 @@ LATENT = ROUTED | {
     "n_shared_experts": 2,
 }
 MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 DENSE_FIRST = EXPERTS | {"moe_intermediate_size": 12, "mlp_only_layers": [0], "num_hidden_layers": 3}
 
 LINEAR_ATTENTION = {
@@ -46,6 +47,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"rope_scaling": YARN | ORIGINAL, "tie_word_embeddings": True, **THETA}),
     "qwen3": ("qwen3", {}),
     "olmo2": ("olmo2", {"num_key_value_heads": 4}),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 5, "num_hidden_layers": 5, "rope_scaling": YARN | ORIGINAL, "rope_theta": 500_000.0},
+    ),
     "gemma2": ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 12, "num_hidden_layers": 3}),
     "gemma3": (
         "gemma3_text",
@@ -54,6 +59,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("qwen3_moe", DENSE_FIRST | {"norm_topk_prob": True}),
+    "gpt_oss": (
+        "gpt_oss",
+        LOCAL
+        | {"sliding_window": 5, "num_hidden_layers": 3, "swiglu_limit": 7.0}
+        | {"rope_scaling": YARN | ORIGINAL | {"truncate": False}, **THETA},
+    ),
     "olmoe": ("olmoe", EXPERTS | {"head_dim": 4, "num_key_value_heads": 4}),
     "deepseek_v2": ("deepseek_v2", LATENT | {"q_lora_rank": None, "rope_scaling": YARN | ORIGINAL | MSCALE}),
     "deepseek_v3": ("deepseek_v3", LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}),
@@ -70,6 +81,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3-ungrouped": ("qwen3", UNGROUPED | {"tie_word_embeddings": True}),
     "olmo2-grouped": ("olmo2", {"attention_bias": True}),
+    "olmo3-thetas": (
+        "olmo3",
+        {
+            "sliding_window": 5,
+            "num_hidden_layers": 5,
+            "rope_parameters": {
+                "full_attention": YARN | ORIGINAL | THETA,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "olmo3-full": ("olmo3", {"layer_types": ["full_attention"] * 2, "attention_bias": True}),
+    "gpt_oss-ungrouped": (
+        "gpt_oss",
+        UNGROUPED | LOCAL | {"num_experts_per_tok": 3, "sliding_window": 3, "rope_scaling": YARN | ORIGINAL},
+    ),
+    "gpt_oss-full": ("gpt_oss", LOCAL | {"layer_types": ["full_attention"] * 2}),
     "gemma2-without-softcaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-tight-softcaps": ("gemma2", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0}),
     "mixtral-window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5}),

@@ -23,9 +23,10 @@ def make_model(name: str) -> Any:
     config = transformers.AutoConfig.for_model(model_type, **options, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norm scales and biases are initialised to ones or zeros
-                parameter += 0.2 * torch.randn(parameter.shape)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):  # are initialised to ones or zeros
+                # Some gates and ups of GPT-OSS exceed the limit, to which they are clamped.
+                parameter += (3.0 if name.endswith("gate_up_proj_bias") else 0.2) * torch.randn(parameter.shape)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # is initialised to zeros too
                 buffer += 0.2 * torch.randn(buffer.shape)

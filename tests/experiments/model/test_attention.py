@@ -54,6 +54,7 @@ class Case(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
+    sinks: bool = False
 
     @property
     def options(self):
@@ -65,6 +66,10 @@ class Case(NamedTuple):
         generator = np.random.default_rng(0)
         shapes = [(self.N, self.H), (self.K, self.H), (self.K, self.W), (self.N, self.W)]
         return [generator.normal(size=(self.B, self.T, *shape)).astype(np.float32) for shape in shapes]
+
+    def make_sinks(self):
+        """Return a sink for every head by the name of the argument, or nothing without sinks."""
+        return {"sinks_N": np.random.default_rng(2).normal(size=self.N).astype(np.float32)} if self.sinks else {}
 
     def make_segments(self):
         """Return different segments for every sequence, with padding at the end, or nothing without segments."""
@@ -86,7 +91,7 @@ CASES = [
             Case(T=64, N=4, K=1),
             Case(window=1),
             Case(window=150, softcap=2.0),
-            Case(T=600, B=1, N=4, K=2, W=16, segments=True, window=50, softcap=1.5, scale=0.5),
+            Case(T=600, B=1, N=4, K=2, W=16, segments=True, window=50, softcap=1.5, scale=0.5, sinks=True),
         )
     ),
     *(
@@ -94,6 +99,7 @@ CASES = [
         for form in ON_A_CPU
         for case in (
             *(Case(T) for T in (1, 16, 64, 100, 128, 600)),
+            *(Case(N=6, K=3, sinks=True, window=window) for window in (None, 1, 20) if form is causal_attention),
             *(Case(N=6, K=K) for K in (1, 2, 3)),
             *(Case(window=window) for window in (1, 2, 63, 64, 65, 149, 150, 1000)),
             Case(T=600, window=70, N=4, K=2),
@@ -108,11 +114,11 @@ CASES = [
 ]
 
 
-def compute_reference(case, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW, segments_BxT=None):
+def compute_reference(case, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW, segments_BxT=None, sinks_N=None):
     """Return output and gradients in float64, one head of queries at a time."""
     q, k, v, g = (x.astype(np.float64) for x in (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW))
     (B, T, N), scale = q.shape[:3], case.scale or 1 / np.sqrt(q.shape[3])
-    results = [np.zeros_like(x) for x in (g, q, k, v)]
+    results = [np.zeros_like(x) for x in (g, q, k, v, *([] if sinks_N is None else [sinks_N.astype(np.float64)]))]
     segments_BxT = np.ones((B, T)) if segments_BxT is None else segments_BxT
     distance_TxT = np.arange(T)[:, None] - np.arange(T)
     for b, n in np.ndindex(B, N):
@@ -124,9 +130,14 @@ def compute_reference(case, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW, segments
             s_TxT, slope_TxT = case.softcap * tanh_TxT, scale * (1 - tanh_TxT**2)
         p_TxT = np.exp(s_TxT) * (distance_TxT >= 0) * (distance_TxT < (case.window or T))
         p_TxT *= segments_BxT[b][:, None] == segments_BxT[b]
-        p_TxT /= p_TxT.sum(axis=1, keepdims=True)
+        sink_Tx1 = np.full((T, 1), 0.0 if sinks_N is None else np.exp(sinks_N[n].astype(np.float64)))
+        total_Tx1 = p_TxT.sum(axis=1, keepdims=True) + sink_Tx1
+        p_TxT, sink_Tx1 = p_TxT / total_Tx1, sink_Tx1 / total_Tx1
         dp_TxT = g_TxW @ v_TxW.T
-        ds_TxT = p_TxT * (dp_TxT - (p_TxT * dp_TxT).sum(axis=1, keepdims=True)) * slope_TxT
+        inner_Tx1 = (p_TxT * dp_TxT).sum(axis=1, keepdims=True)
+        ds_TxT = p_TxT * (dp_TxT - inner_Tx1) * slope_TxT
+        if sinks_N is not None:
+            results[4][n] -= (sink_Tx1 * inner_Tx1).sum()
         results[0][head[0]] = p_TxT @ v_TxW
         results[1][head[0]] = ds_TxT @ k_TxH
         results[2][head[1]] += ds_TxT.T @ q_TxH
@@ -134,18 +145,21 @@ def compute_reference(case, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, g_BxTxNxW, segments
     return results
 
 
-def compute_value_and_gradients(form, q, k, v, g, *segments, **options):
-    out, pullback = jax.vjp(lambda *qkv: form(*qkv, *segments, **options), q, k, v)
+def compute_value_and_gradients(form, q, k, v, g, *segments, sinks_N=None, **options):
+    def attend(q, k, v, *sinks):
+        return form(q, k, v, *segments, **({"sinks_N": sinks[0]} if sinks else {}), **options)
+
+    out, pullback = jax.vjp(attend, q, k, v, *([] if sinks_N is None else [sinks_N]))
     return out, *pullback(g)
 
 
 def check_case(form, case):
     arrays, segments = case.make_arrays(), case.make_segments()
     run = jax.jit(functools.partial(compute_value_and_gradients, form, **case.options))
-    actual = run(*map(jnp.asarray, arrays), *map(jnp.asarray, segments))
-    for got, want, tolerance in zip(
-        actual, compute_reference(case, *arrays, *segments), [1e-5] + [1e-4] * 3, strict=True
-    ):
+    sinks = case.make_sinks()
+    actual = run(*map(jnp.asarray, arrays), *map(jnp.asarray, segments), **sinks)
+    wanted = compute_reference(case, *arrays, *segments, **sinks)
+    for got, want, tolerance in zip(actual, wanted, [1e-5] + [1e-4] * (len(wanted) - 1), strict=True):
         np.testing.assert_allclose(got, want, atol=tolerance, rtol=tolerance)
 
 
@@ -155,13 +169,14 @@ def test_attention_and_gradients_match_a_float64_reference(form, case):
 
 
 TPU_CASES = [
-    Case(T=380, B=1, N=4, K=2, H=64, W=32, segments=True, window=140, softcap=2.0, scale=0.2),
+    Case(T=380, B=1, N=4, K=2, H=64, W=32, segments=True, window=140, softcap=2.0, scale=0.2, sinks=True),
     *(
         pytest.param(case, marks=pytest.mark.soak)
         for case in (
             Case(T=256, B=1, N=1, K=1, H=64, W=64),
             Case(T=256, B=1, N=4, K=2, H=128, W=128, segments=True),
             Case(T=384, B=1, N=1, K=1, H=64, W=64, window=1),
+            Case(T=256, B=2, N=4, K=2, H=64, W=64, sinks=True),
         )
     ),
 ]
@@ -290,15 +305,17 @@ def test_the_block_length_fits_the_smallest_vmem(case, dtype, block):
 )
 def test_attention_is_the_same_under_any_sharding(form, sizes, interpreted, monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, "cpu", (form,))
-    case = Case(T=125, N=24, K=6, B=8, segments=True, window=20, softcap=3.0)
+    case = Case(T=125, N=24, K=6, B=8, segments=True, window=20, softcap=3.0, sinks=True)
     arrays = [*map(jnp.asarray, case.make_arrays()), *map(jnp.asarray, case.make_segments())]
-    want = jax.jit(functools.partial(compute_value_and_gradients, blocked_attention, **case.options))(*arrays)
+    run = jax.jit(functools.partial(compute_value_and_gradients, blocked_attention, **case.options))
+    want = run(*arrays, **case.make_sinks())
     mesh = make_full_mesh(*sizes)
     with use_sharding_rules(mesh):
         rows, heads = nn.logical_to_mesh_axes(("batch", "heads"))
         specs = [PartitionSpec(rows, None, heads if x.shape[2] % sizes[2] == 0 else None) for x in arrays[:4]]
         split = jax.device_put(arrays, [NamedSharding(mesh, spec) for spec in (*specs, PartitionSpec(rows))])
-        actual = jax.jit(functools.partial(compute_value_and_gradients, causal_attention, **case.options))(*split)
+        run = jax.jit(functools.partial(compute_value_and_gradients, causal_attention, **case.options))
+        actual = run(*split, **jax.device_put(case.make_sinks(), NamedSharding(mesh, PartitionSpec(heads))))
         forward = jax.jit(functools.partial(causal_attention, **case.options)).lower(*split[:3], split[4]).compile()
     for got, expected in zip(actual, want, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -345,25 +362,26 @@ def test_future_tokens_do_not_change_past_outputs(form):
     [
         (Case(T=256, H=64, W=64), True),
         (Case(T=250, N=4, K=2, H=64, W=32, segments=True, window=100, softcap=30.0, scale=0.1), True),
+        (Case(T=256, N=4, K=2, H=64, W=64, window=100, sinks=True), True),
         (Case(T=100, H=64, W=64, segments=True), False),  # more than an eighth of the sequence would be padding
     ],
 )
 def test_every_platform_has_an_implementation(case, has_kernel, platform):
     q, k, v, _ = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.make_arrays())
     attend = jax.jit(functools.partial(causal_attention, **case.options))
-    lowered = attend.trace(q, k, v, *case.make_segments()).lower(lowering_platforms=(platform,))
+    lowered = attend.trace(q, k, v, *case.make_segments(), **case.make_sinks()).lower(lowering_platforms=(platform,))
     assert ("tpu_custom_call" in lowered.as_text()) == (has_kernel and platform == "tpu")
 
 
 @pytest.mark.parametrize(
     "case",
-    [Case(T=40), Case(T=40, N=4, K=1, window=7, softcap=3.0, scale=0.5, W=4)],
+    [Case(T=40), Case(T=40, N=4, K=1, window=7, softcap=3.0, scale=0.5, W=4, sinks=True)],
     ids=["plain", "all options"],
 )
 def test_cached_attention_equals_attention_to_the_whole_sequence(case):
     q, k, v, _ = map(jnp.asarray, case.make_arrays())
-    want = jax.jit(functools.partial(blocked_attention, **case.options))(q, k, v)
-    attend = jax.jit(functools.partial(cached_attention, **case.options))
+    want = jax.jit(functools.partial(blocked_attention, **case.options))(q, k, v, **case.make_sinks())
+    attend = jax.jit(functools.partial(cached_attention, **case.options, **case.make_sinks()))
     cache_k, cache_v = (jnp.full((case.B, 48, *x.shape[2:]), 9.0) for x in (k, v))  # masked positions
     start = 0
     for length in (18, 1, 1, 20):

@@ -48,7 +48,7 @@ from tests.support.tiny_jobs import make_gpt
 
 SOAK = pytest.mark.soak
 WAYS = ("ring", "gather")
-ALL = {"N": 4, "K": 2, "W": 6, "segments": True, "softcap": 2.0, "scale": 0.3}
+ALL = {"N": 4, "K": 2, "W": 6, "segments": True, "softcap": 2.0, "scale": 0.3, "sinks": True}
 # By name: T in half shards, and other options. Half shards of 10 are split into blocks of 5, of 11 into 4 and 3.
 CASES = {
     "plain": (10, {}),
@@ -60,6 +60,7 @@ CASES = {
     "segments": (10, {"segments": True}),
     "narrow values": (10, {"W": 4}),
     "odd": (11, {}),
+    "sinks": (10, {"sinks": True, "window": 7}),
     "odd window": (11, {"window": 12, "segments": True}),
     "all": (11, ALL),
 }
@@ -74,16 +75,16 @@ def make_mesh_over(**sizes):
 def expected(case):
     """Return output and gradients on one device."""
     arrays = [*map(jnp.asarray, case.make_arrays()), *map(jnp.asarray, case.make_segments())]
-    return jax.device_get(
-        jax.jit(functools.partial(compute_value_and_gradients, blocked_attention, **case.options))(*arrays)
-    )
+    run = jax.jit(functools.partial(compute_value_and_gradients, blocked_attention, **case.options))
+    return jax.device_get(run(*arrays, **case.make_sinks()))
 
 
 def check_case(case, way, mesh):
     attend = functools.partial(causal_attention, row_attention=way)
     arrays = [*map(jnp.asarray, case.make_arrays()), *map(jnp.asarray, case.make_segments())]
     with use_sharding_rules(mesh):
-        actual = jax.jit(functools.partial(compute_value_and_gradients, attend, **case.options))(*arrays)
+        run = jax.jit(functools.partial(compute_value_and_gradients, attend, **case.options))
+        actual = run(*arrays, **case.make_sinks())
     for got, want in zip(actual, expected(case), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -118,6 +119,7 @@ KERNEL_CASES = [
     (4, Case(T=1024, N=1, K=1, H=64, W=64, B=1, window=140)),
     (4, Case(T=1024, N=2, K=2, H=64, W=64, B=1, window=600, segments=True)),
     (4, Case(T=1024, N=2, K=1, H=64, W=64, B=1, window=100, segments=True, scale=0.2)),
+    (2, Case(T=512, N=4, K=2, H=64, W=64, B=1, sinks=True)),
 ]
 
 

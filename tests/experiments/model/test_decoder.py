@@ -55,6 +55,7 @@ ALL_FEATURES = {
     "window_rope": {"theta": 50.0},
     "query_scale": 0.3,
     "attention_softcap": 3.0,
+    "attention_sinks": True,
     "logit_softcap": 2.0,
     "embedding_scale": "sqrt_width",
     "z_loss": 0.1,
@@ -130,6 +131,8 @@ def compute_logits(name):
                 ("mistral_7b", 7_241_732_096),
                 ("gemma2_2b", 2_614_341_888),
                 ("olmo2_7b", 7_298_617_344),
+                ("olmo3_7b", 7_298_011_136),
+                ("olmo3_32b", 32_233_522_176),
                 ("smollm2_135m", 134_515_008),
                 ("smollm3_3b", 3_075_098_624),
             ]
@@ -176,6 +179,10 @@ def test_axis_names_distinguish_matrices_from_vectors(name):
         (
             {"latent": LATENT["latent"] | {"rotary_head_dim": 3}, "key_value_heads": "auto"},
             "latent.rotary_head_dim=3 is odd; rotary positions need pairs",
+        ),
+        (
+            {"latent": LATENT["latent"], "key_value_heads": "auto", "attention_sinks": True},
+            "attention_sinks=True contradicts `latent`",
         ),
         ({"layer_pattern": ["window"]}, "layer_pattern has window layers; set window"),
         ({"layer_pattern": ["linear"]}, "layer_pattern has linear layers; set `linear`, their heads"),

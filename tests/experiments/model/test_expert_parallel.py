@@ -29,6 +29,7 @@ KEY = jax.random.key(0)
 B, T, D, E, K, F = 8, 24, 16, 8, 2, 12
 LAYER = {"experts": E, "experts_per_token": K, "auxiliary_loss": 0.5, "router_z_loss": 0.1, "bias_rate": 0.01}
 ROOM = {"dropless": {}, "capacity": {"capacity_factor": 1.0}}
+BIASES = (("bias", True),)
 DEEPSEEK = {"gate": "sigmoid", "shared_experts": 1, "groups": 4, "groups_per_token": 2, "routed_scale": 2.5}
 MESHES = [
     {"expert": 8},
@@ -58,6 +59,9 @@ def make_layer(room, traffic, family=()):
     variables = jax.jit(lambda key: nn.unbox(model.init(key, *make_inputs())))(KEY)
     variables = jax.tree.map(lambda leaf: 20 * leaf, variables)
     favoured = np.isin(np.arange(E), TRAFFIC[traffic])
+    for name, leaf in variables["params"].items():
+        if name.endswith("_bias"):
+            variables["params"][name] = 0.3 * jax.random.normal(jax.random.key(2), leaf.shape)
     variables["balance"]["bias"] = jnp.linspace(-0.2, 0.2, E) + 9 * jnp.asarray(favoured, jnp.float32)
     return model, variables
 
@@ -117,7 +121,7 @@ def list_cases(daily, *tables):
 
 @pytest.mark.parametrize(("mesh", "room", "traffic"), list_cases((ALL_CUTS, "dropless", "two"), ROOM, TRAFFIC))
 def test_a_sharded_layer_equals_one_device(mesh, room, traffic):
-    assert_same(compute_sharded(mesh, room, traffic), expected(room, traffic))
+    assert_same(compute_sharded(mesh, room, traffic, BIASES), expected(room, traffic, BIASES))
 
 
 @pytest.mark.soak
@@ -167,7 +171,7 @@ def test_ragged_exchange_equals_dense_exchange(traffic, monkeypatch, interpreted
     """Check with an emulated operation, which CPUs lack; everything else is as on a TPU."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     monkeypatch.setattr(moe, "platform", lambda: "tpu")
-    assert_same(compute_sharded(DATA_AND_EXPERT, "dropless", traffic), expected("dropless", traffic))
+    assert_same(compute_sharded(DATA_AND_EXPERT, "dropless", traffic, BIASES), expected("dropless", traffic, BIASES))
 
 
 @pytest.mark.parametrize("axis", [1, 2])

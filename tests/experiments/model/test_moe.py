@@ -58,7 +58,7 @@ def get_bias(variables):
 
 def compute_gates(variables, config, x_BxTxD):
     function = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[config.gate]
-    return function(x_BxTxD @ variables["params"]["router"])
+    return function(x_BxTxD @ variables["params"]["router"] + variables["params"].get("router_bias", 0))
 
 
 def compute_reference(variables, config, activation, x_BxTxD, real_BxT, chosen, kept):
@@ -69,8 +69,8 @@ def compute_reference(variables, config, activation, x_BxTxD, real_BxT, chosen, 
         weights = weights / jnp.where(real_BxT[..., None], weights.sum(-1, keepdims=True), 1)
     weights = jnp.where(kept, weights, 0) * config.routed_scale
     names = ("up",) if activation == "squared_relu" else ("gate", "up")
-    hidden = [jnp.einsum("btd,edf->btef", x_BxTxD, params[name]) for name in names]
-    every = jnp.einsum("btef,efd->bted", activate(activation, *hidden), params["down"])
+    hidden = [jnp.einsum("btd,edf->btef", x_BxTxD, params[name]) + params.get(f"{name}_bias", 0) for name in names]
+    every = jnp.einsum("btef,efd->bted", activate(activation, *hidden), params["down"]) + params.get("down_bias", 0)
     y = jnp.einsum("bted,bte->btd", every, weights)
     if "shared" in params:
         kernels = [params["shared"][name]["kernel"] for name in (*names, "down")]
@@ -78,7 +78,8 @@ def compute_reference(variables, config, activation, x_BxTxD, real_BxT, chosen, 
     n = np.maximum(real_BxT.sum(1), 1)
     shares = jnp.where(real_BxT[..., None], gates / gates.sum(-1, keepdims=True), 0).sum(1) / n[:, None]
     balance = E * (chosen.sum(1) / n[:, None] / K * shares).sum(-1)
-    z = jnp.where(real_BxT, jax.nn.logsumexp(x_BxTxD @ params["router"], axis=-1) ** 2, 0).sum(1) / n
+    scores_BxTxE = x_BxTxD @ params["router"] + params.get("router_bias", 0)
+    z = jnp.where(real_BxT, jax.nn.logsumexp(scores_BxTxE, axis=-1) ** 2, 0).sum(1) / n
     return y, config.auxiliary_loss * balance + config.router_z_loss * z
 
 
@@ -94,6 +95,9 @@ def make_layer(config, activation="swiglu"):
     x_BxTxD, real_BxT = make_inputs()
     variables = jax.device_get(nn.unbox(jax.jit(model.init)(KEY, x_BxTxD, real_BxT)))
     variables = jax.tree.map(lambda leaf: 20 * leaf, variables)  # scores so far apart that rounding does not matter
+    for name, leaf in variables["params"].items():
+        if name.endswith("_bias"):
+            variables["params"][name] = 0.3 * np.random.default_rng(2).normal(size=leaf.shape).astype(np.float32)
     if "balance" in variables:
         variables["balance"]["bias"] = np.linspace(-0.2, 0.2, E, dtype=np.float32)
     return model, variables
@@ -120,6 +124,11 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(family):
 @pytest.mark.parametrize("activation", ["squared_relu", pytest.param("geglu", marks=pytest.mark.soak)])
 def test_shared_experts_process_every_token(activation):
     check_against_reference(MoeConfig(**SIZES, **SHARED), activation)
+
+
+@pytest.mark.parametrize("room", ["capacity", pytest.param("dropless", marks=pytest.mark.soak)])
+def test_router_and_experts_may_have_biases(room):
+    check_against_reference(MoeConfig(**SIZES, **ROOM[room], bias=True, router_z_loss=0.1), "clamped_swiglu")
 
 
 def check_against_reference(config, activation):

@@ -35,6 +35,12 @@ MODELS = {
     "biases": {"moe": BIASES, "latent": LATENT, "key_value_heads": "auto"},  # like DeepSeek-V3
     "capacity": {"moe": EXPERTS | {"capacity_factor": 1.0}},
     "further": {"moe": BIASES, "extra_predictions": 2, "extra_prediction_weight": 8.0},
+    "sinks": {  # like GPT-OSS
+        "moe": EXPERTS | {"bias": True},
+        "mlp": "clamped_swiglu",
+        "attention_sinks": True,
+        "bias": {"query_key_value": True, "attention_out": True},
+    },
 }
 PATTERN = {"layer_pattern": ["window", "full"], "window": 9}  # its first period ends among the layers with experts
 
@@ -67,7 +73,13 @@ def init_variables(model, key):
 def make_spread_state(name):
     """Return a state with scores so far apart that rounding does not change the chosen experts."""
     state = jax.jit(functools.partial(init_variables, build_model(name)))(KEY)
-    return state.replace(params=jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 2 else leaf, state.params))
+
+    def spread(leaf):
+        # Biases and sinks are zero at first.
+        noise = 0.003 * np.random.default_rng(leaf.size).normal(size=leaf.shape).astype(np.float32)
+        return jnp.asarray(noise) if not leaf.any() else 3 * leaf if leaf.ndim > 2 else leaf
+
+    return state.replace(params=jax.tree.map(spread, state.params))
 
 
 def make_batch(S, tokens_of_padding=0):
@@ -174,9 +186,11 @@ def test_activation_checkpointing_does_not_change_a_step(name, remat, sizes):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
-def test_a_cached_decode_equals_the_whole_sequence(layer_loop):
-    model, state = build_model("biases", layer_loop=layer_loop), make_spread_state("biases")
-    variables = {"params": state.params, "balance": jax.tree.map(lambda leaf: leaf + 0.1, state.variables["balance"])}
+@pytest.mark.parametrize("name", ["biases", "sinks"])
+def test_a_cached_decode_equals_the_whole_sequence(name, layer_loop):
+    model, state = build_model(name, layer_loop=layer_loop), make_spread_state(name)
+    balance = jax.tree.map(lambda leaf: leaf + 0.1, (state.variables or {}).get("balance", {}))
+    variables = {"params": state.params, "balance": balance}
     apply = jax.jit(functools.partial(model.apply, deterministic=True))
     tokens_BxT = np.random.default_rng(0).integers(0, V, (2, 12))
     cache, found = model.init_cache(2, 14, jnp.float32), []
@@ -233,6 +247,8 @@ def test_the_formula_counts_every_form_of_attention_and_active_experts(attention
     [
         ("olmoe_1b_7b", 6_919_161_856, 1.3e9),
         ("deepseek_v2_lite", 15_706_484_224, 2.66e9),  # published as 2.4 without the embedding
+        pytest.param("gpt_oss_20b", 20_914_757_184, 4.19e9, marks=SOAK),  # published as 3.6 without the embedding
+        pytest.param("gpt_oss_120b", 116_829_156_672, 5.71e9, marks=SOAK),  # published as 5.1 without the embedding
         pytest.param("deepseek_v2", 235_741_434_880, 21e9, marks=SOAK),
         pytest.param("deepseek_v3", 671_026_404_352, 37e9, marks=SOAK),
         pytest.param("mixtral_8x7b", 46_702_792_704, 12.9e9, marks=SOAK),

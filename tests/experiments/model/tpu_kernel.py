@@ -25,7 +25,7 @@ from runner.plan.program import open_machine
 WIDTHS = [(8, 8), (32, 32), (64, 64), (64, 32), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 LENGTHS = [128, 1000, 4096, "the tightest"]
 DTYPES = [jnp.bfloat16, jnp.float32]
-PLAIN, ALL = "plain", "segments, window, soft-cap"
+PLAIN, ALL = "plain", "segments, window, soft-cap, sinks"
 
 
 def find_tightest_length(H: int, W: int, dtype: DTypeLike) -> int:
@@ -49,18 +49,23 @@ def main() -> None:
             T = length if isinstance(length, int) else find_tightest_length(H, W, dtype)
         q, k, v, g = (array((1, T, n, width), dtype) for n, width in ((4, H), (2, H), (2, W), (4, W)))
         ids = [array((1, T), jnp.int32)] if options == ALL else []
+        sinks = [array((4,), dtype)] if options == ALL else []
         chosen = {"window": T // 3, "softcap": 30.0} if options == ALL else {}
 
-        def step(q, k, v, g, *ids, T=T, H=H, chosen=chosen):
+        def step(q, k, v, g, sinks, *ids, T=T, H=H, chosen=chosen):
             rotation = rotation_at(jnp.arange(T)[None], Rope(), H)
             attend = functools.partial(attention.causal_attention, **chosen)
-            out, pullback = jax.vjp(lambda *qkv: attend(*qkv, *(ids or [None]), rotation), q, k, v)
+
+            def run(q, k, v, *sinks):
+                return attend(q, k, v, *(ids or [None]), rotation, sinks_N=sinks[0] if sinks else None)
+
+            out, pullback = jax.vjp(run, q, k, v, *sinks)
             return out, *pullback(g)
 
         with use_sharding_rules(mesh):
             form = attention.select_implementation("tpu", (q, k, v, *ids), chosen.get("softcap"))
             try:
-                jax.jit(step).trace(q, k, v, g, *ids).lower(lowering_platforms=("tpu",)).compile()
+                jax.jit(step).trace(q, k, v, g, sinks, *ids).lower(lowering_platforms=("tpu",)).compile()
                 said = ""
             except jax.errors.JaxRuntimeError as error:
                 said = str(error)[:500]
