@@ -27,6 +27,7 @@ from experiments.model.attention_layer import (
     residual_stddev,
 )
 from experiments.model.config import DecoderConfig, DecoderTrainerConfig, LayerKind, Stage, mup_rate_factor
+from experiments.model.config_json import read_model_keys
 from experiments.model.embedding import EmbeddingNoise, embed, evaluated_loss_sum_of, loss_sum_of, unembed
 from experiments.model.huggingface import DecoderFiles
 from experiments.model.layers import INIT_STDDEV, GatedMLP, constrain_stream, rematerialised, save_stream, with_axes
@@ -36,6 +37,7 @@ from runner import BaseTrainer
 from runner.config import ContextParallelMethod, MemoryConfig
 from runner.metrics.meta import SUMS
 from runner.optim.groups import Parameter
+from runner.storage import JsonObject
 from runner.train.flops import (
     NO_EXPERTS,
     ExpertSizing,
@@ -277,6 +279,11 @@ class PretrainDecoder(BaseTrainer):
         """Return the decoder that the spec describes."""
         config, precision = self.config, self.config.precision
         return Decoder(config.model, self.vocabulary_size, precision.params, precision.compute, config.memory)
+
+    @classmethod
+    def read_published_model(cls, config: Mapping[str, Any]) -> JsonObject:
+        """Return the keys of `config.model` that the config.json of any known family describes."""
+        return read_model_keys(config)
 
     @classmethod
     def learning_rate_multiplier(cls, parameter: Parameter) -> float:
