@@ -103,8 +103,8 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
     job_name, model = _find_job(arguments.source, config)
     if data is None and model.get("vocabulary_size", _NUM_BYTES) < _NUM_BYTES:
         raise InvalidError(
-            f"{arguments.source}: the model has {model['vocabulary_size']} ids, too few for the placeholder, which is of "
-            "bytes; give --data SOURCE"
+            f"{arguments.source}: the model has {model['vocabulary_size']} ids, too few for a placeholder of bytes; "
+            "give --data SOURCE"
         )
     accelerator = _find_accelerator(arguments.topology)
     is_searched = accelerator is not None and accelerator.chip.speeds is not None
