@@ -4,7 +4,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from runner.spec import (
     validate_spec,
 )
 from runner.spec.document import dump_yaml
-from runner.storage import LocalStore, local_directory
+from runner.storage import JsonObject, LocalStore, local_directory
 from runner.trainer import BaseTrainer
 
 # Jobs that `spec-from` tries, by name, since this package knows no model.
@@ -100,7 +100,17 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
             f"--data {data}: is text, needs tokens that the tokenizer of the weights has made: run "
             f"{_format_tokenise(data, arguments.source)}, and give --data runs/tokens/corpus"
         )
-    job_name, model = _find_job(arguments.source, config)
+    # The first job that takes the model; the first one's reason if none does.
+    job_name, problem, model = "", "", JsonObject()
+    for name in _JOBS:
+        job_class: type[BaseTrainer] = load_job_class(parse_document(f"job: {name}", arguments.source), BaseTrainer)
+        try:
+            job_name, model = name, job_class.read_published_model(config) or {}
+            break
+        except InvalidError as error:
+            problem = problem or f"{arguments.source}/{CONFIG_FILE}: {error}"
+    if not job_name:
+        raise InvalidError(problem)
     if data is None and model.get("vocabulary_size", _NUM_BYTES) < _NUM_BYTES:
         raise InvalidError(
             f"{arguments.source}: the model has {model['vocabulary_size']} ids, too few for a placeholder of bytes; "
@@ -183,22 +193,6 @@ def _find_accelerator(text: str | None) -> Accelerator | None:
     return Accelerator(names[0], jax.device_count() // CHIPS[names[0]].devices_per_chip) if names else None
 
 
-def _find_job(source: str, config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return the job that trains the models of a config.json, and the keys of `config.model` of this one.
-
-    Raises:
-        InvalidError: there is none; the message is that of the first job.
-    """
-    problems = []
-    for name in _JOBS:
-        job_class: type[BaseTrainer] = load_job_class(parse_document(f"job: {name}", source), BaseTrainer)
-        try:
-            return name, job_class.read_published_model(config) or {}
-        except InvalidError as error:
-            problems.append(error)
-    raise InvalidError(f"{source}/{CONFIG_FILE}: {problems[0]}")
-
-
 @dataclass(kw_only=True)
 class SpecText:
     """Text of a spec that starts from published weights.
@@ -243,7 +237,7 @@ class SpecText:
         file = arguments.output or "SPEC"
         where = f"{self.positions:,} positions of the model" if self.positions else "unknown positions of the model"
 
-        settings: dict[str, Any] = {"topology.mesh": {"data": "auto"}, "config.train.micro_batch_examples": "auto"}
+        settings: JsonObject = {"topology.mesh": {"data": "auto"}, "config.train.micro_batch_examples": "auto"}
         mesh_note = "all devices hold the whole model, and share the batch"
         batch_note = memory_note = "the largest number whose compiled step fits in memory"
         if candidate is not None:

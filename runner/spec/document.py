@@ -21,7 +21,7 @@ import yaml
 
 from runner.console import escape_unprintable
 from runner.errors import FailedError, InvalidError, SpecError
-from runner.spec.model import ExecutionSpec
+from runner.spec.model import ExecutionSpec, Section
 
 KeyPath = tuple[str, ...]
 _MAX_SUGGESTED = 1000  # files that are considered for a suggestion
@@ -222,7 +222,7 @@ class Document:
 
     data: dict[str, Any]
     locations: dict[KeyPath, SpecLocation]
-    written: dict[str, Any] | None = None
+    written: Section | None = None
 
     def compute_digest(self) -> str:
         """Return a digest of the data as written, which is the same for the same spec and overrides."""
@@ -295,7 +295,7 @@ class Document:
                 filled.locations[section[:n]] = derived
             branch = branch[key]
 
-        def add(branch: dict[str, Any], values: Mapping[str, Any], path: KeyPath, depth: int) -> None:
+        def add(branch: Section, values: Mapping[str, Any], path: KeyPath, depth: int) -> None:
             for key, value in values.items():
                 if key not in branch:
                     branch[key] = copy.deepcopy(value)
