@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt, model_validator
 
 from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.config import validate_axes
@@ -43,6 +43,7 @@ from experiments.model.layers import (
 from experiments.model.platform import mark_saved
 from runner import BaseTrainer
 from runner.config import ContextParallelMethod, MemoryConfig, ModelConfig, TrainerConfig
+from runner.errors import InvalidError
 from runner.huggingface.mapping import Family, TensorPiece
 from runner.metrics.meta import SUMS
 from runner.spec import Auto
@@ -67,6 +68,8 @@ class GPTConfig(ModelConfig):
     other.
     """
 
+    # Published weights may stand for the required keys.
+    model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
     stage_keys: ClassVar[tuple[str, ...]] = ("dropout", "neftune_alpha")
 
     layers: PositiveInt = Field(description="Transformer layers.")
@@ -357,6 +360,17 @@ class PretrainGPT(BaseTrainer):
     """Trainer of a GPT-2 on the next token."""
 
     Config = TrainerConfig[GPTConfig]
+
+    @classmethod
+    def read_published_model(cls, config: Mapping[str, Any]) -> JsonObject:
+        """Return the keys of `config.model` that the config.json of a GPT-2 describes."""
+        if config.get("model_type") != "gpt2":
+            kind = str(config.get("model_type"))[:60]
+            raise InvalidError(f"model_type: got {kind!r}, {cls.__name__} trains models of gpt2")
+        names = {"layers": "n_layer", "heads": "n_head", "width": "n_embd", "vocabulary_size": "vocab_size"}
+        if missing := [name for name in names.values() if name not in config]:
+            raise InvalidError(f"{missing[0]}: is missing from config.json")
+        return {key: config[name] for key, name in names.items()} | {"dropout": config.get("resid_pdrop", 0.1)}
 
     def model(self) -> GPT:
         """Return the GPT that the spec describes."""

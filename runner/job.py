@@ -122,7 +122,8 @@ class RestoreableJob:
         Raises:
             SpecError: the spec is wrong; the message names file, line and key.
         """
-        self.document = make_document(spec) if document is None else document
+        document = make_document(spec) if document is None else document
+        self.document = self.complete_document(document, spec)
         self.spec = validate_hooks(self.document, spec, type(self))
         # `Any`, since only the subclass knows the fields of its `Config`.
         self.config: Any = validate_config(self.document, self.Config)
@@ -134,6 +135,11 @@ class RestoreableJob:
         self._has_ended = False
 
     # Methods for a subclass to override.
+
+    @classmethod
+    def complete_document(cls, document: Document, spec: ExecutionSpec) -> Document:
+        """Return the document with keys of `config` that follow from what its top level names; by default as it is."""
+        return document
 
     @property
     def total_steps(self) -> int:

@@ -35,7 +35,7 @@ from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_e
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
 from runner.huggingface.assets import record_assets
-from runner.huggingface.load import identify_adapter_base
+from runner.huggingface.load import complete_model, identify_adapter_base
 from runner.job import RestoreableJob
 from runner.metrics.meta import ACCURACY, SUMS, Meta
 from runner.metrics.rows import Row
@@ -184,6 +184,16 @@ class BaseTrainer(RestoreableJob):
         positions attend only within their segment. A module without these arguments is then refused.
         """
         raise NotImplementedError
+
+    @classmethod
+    def read_published_model(cls, config: Mapping[str, Any]) -> JsonObject | None:
+        """Return the keys of `config.model` that the content of a published `config.json` describes.
+
+        They stand for keys that the spec leaves out beside `checkpoint.init_from`. None, the default, if the job cannot
+        translate such files; every key of the model is then needed in the spec. Raises `InvalidError`, as one line, for
+        a file that describes no model of this job.
+        """
+        return None
 
     @classmethod
     def model_inputs(cls, batch: Batch) -> tuple[Any, ...]:
@@ -756,6 +766,12 @@ class BaseTrainer(RestoreableJob):
         return add_averages(self.weights, state)
 
     # Methods that RestoreableJob calls.
+
+    @classmethod
+    def complete_document(cls, document: Document, spec: ExecutionSpec) -> Document:
+        """Return the document with the model of the published weights that the spec starts from, if it has no own."""
+        model_class: type[ModelConfig] = cls.Config.model_fields["model"].annotation  # type: ignore[assignment]
+        return complete_model(document, spec, model_class, cls.read_published_model)
 
     def setup(self, hosts: Hosts) -> None:
         """Check devices, mesh, batch and data against the spec, and build the train setup."""

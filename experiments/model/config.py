@@ -187,11 +187,6 @@ class Stage(NamedTuple):
     is_sparse: bool = False  # the layers have experts instead of an MLP
 
 
-def _require_preset_or_sizes(schema: JsonObject) -> None:
-    """Accept a preset in the JSON Schema instead of the keys that are required without one."""
-    schema["anyOf"] = [{"required": ["preset"]}, {"required": schema.pop("required")}]
-
-
 class DecoderConfig(WidthScaledConfig):
     """Sizes and options of a decoder, which cover today's open model families.
 
@@ -199,7 +194,8 @@ class DecoderConfig(WidthScaledConfig):
     takes longer to compile, and on a TPU less time and memory in a step. Both have the same parameters.
     """
 
-    model_config = ConfigDict(json_schema_extra=_require_preset_or_sizes)
+    # A preset, or published weights, may stand for the required keys.
+    model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
     stage_keys: ClassVar[tuple[str, ...]] = ("rope", "window_rope", "neftune_alpha", "extra_prediction_weight")
 
     preset: str | None = Field(

@@ -44,7 +44,7 @@ def parse_config_json(config: Mapping[str, Any]) -> DecoderConfig:
     """
     config = find_text_config(config)
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise InvalidError(f"model_type: got {str(name)[:60]!r}{suggest_choices(str(name), list(FAMILIES))}")
     family = FAMILIES[name]
     heads = config.get("num_attention_heads")
@@ -68,6 +68,23 @@ def parse_config_json(config: Mapping[str, Any]) -> DecoderConfig:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "model"
         raise InvalidError(f"{key}: {first['msg']}") from None
+    except (ValueError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
+        # Keys are read before they are validated, and a file may hold anything.
+        raise InvalidError(f"a value has the wrong type, or contradicts another one: {error}") from None
+
+
+def read_model_keys(config: Mapping[str, Any]) -> Json:
+    """Return the keys of `config.model` for the content of a config.json, with the size of the vocabulary.
+
+    Raises as `parse_config_json` does.
+    """
+    text = find_text_config(config)
+    keys: Json = parse_config_json(config).model_dump(mode="json")
+    # The files of Gemma 3 leave out what its models have in common.
+    size = text.get("vocab_size", 262_208 if text["model_type"] == "gemma3_text" else None)
+    if size is None:
+        raise InvalidError("vocab_size: is missing from config.json")
+    return keys | {"vocabulary_size": size}
 
 
 def find_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -35,6 +35,7 @@ from experiments.model.config import (
     Stage,
     mup_rate_factor,
 )
+from experiments.model.config_json import read_model_keys
 from experiments.model.delta_net import GatedDeltaNet, count_rule_bytes, count_rule_flops
 from experiments.model.embedding import EmbeddingNoise, embed, evaluated_loss_sum_of, loss_sum_of, unembed
 from experiments.model.huggingface import DecoderFiles
@@ -53,6 +54,7 @@ from runner import BaseTrainer
 from runner.config import ContextParallelMethod, MemoryConfig
 from runner.metrics.meta import SUMS
 from runner.optim.groups import Parameter
+from runner.storage import JsonObject
 from runner.train.flops import (
     NO_EXPERTS,
     ExpertSizing,
@@ -392,6 +394,11 @@ class PretrainDecoder(BaseTrainer):
         """Return the decoder that the spec describes."""
         config, precision = self.config, self.config.precision
         return Decoder(config.model, self.vocabulary_size, precision.params, precision.compute, config.memory)
+
+    @classmethod
+    def read_published_model(cls, config: Mapping[str, Any]) -> JsonObject:
+        """Return the keys of `config.model` that the config.json of any known family describes."""
+        return read_model_keys(config)
 
     @classmethod
     def learning_rate_multiplier(cls, parameter: Parameter) -> float:

@@ -10,7 +10,7 @@ that they work beside a running job.
 - `inspect`: `lineage`, `metrics`, `report`, `dashboard`, without jax
 - `checkpoints`: `checkpoints`, `checkpoints copy`, `profile`
 - `weights`: `sample`, `evaluate`, `export`
-- `plan`: `plan`, `schema`
+- `plan`: `plan`, `schema`, `spec-from`
 - `verify_resume`: `verify-resume`
 - `app`: table of commands, with their help and exit codes, and `main`
 """

@@ -104,6 +104,15 @@ COMMANDS.add(
     "Print the JSON Schema of a spec, for editors",
     "0 printed; 2 invalid command line or spec; 76 the output cannot be written.",
 )
+COMMANDS.add(
+    "spec-from",
+    declared.SpecFromArguments,
+    "Write a spec that starts from published weights",
+    "0 written; 2 invalid command line, weights or hardware; 76 the storage cannot be reached, or the output cannot be "
+    "written.",
+    "The spec is complete and commented. Its mesh, micro-batch and memory policy are chosen by arithmetic; no "
+    "accelerator is needed.",
+)
 COMMANDS.add("metrics", declared.MetricsArguments, "Print the metrics of a run as JSON or CSV", _READ_EXIT_CODES)
 COMMANDS.add(
     "profile",
@@ -128,6 +137,7 @@ _IMPLEMENTATIONS = {
     declared.CopyArguments: ("runner.cli.checkpoints", "copy"),
     declared.VerifyResumeArguments: ("runner.cli.verify_resume", "verify_resume"),
     declared.SchemaArguments: ("runner.cli.plan", "print_schema"),
+    declared.SpecFromArguments: ("runner.cli.plan", "write_spec_from"),
     declared.MetricsArguments: ("runner.cli.inspect", "print_metrics"),
     declared.ProfileArguments: ("runner.cli.checkpoints", "request_steps"),
 }

@@ -345,6 +345,29 @@ class SchemaArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpecFromArguments:
+    """Arguments of `spec-from`."""
+
+    source: Annotated[
+        str, typer.Argument(metavar="DIRECTORY", help="Directory or URL of published weights, with a config.json.")
+    ]
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="ACCELERATOR", help="Hardware to size the run for, such as v5p-128. Default: this one."),
+    ] = None
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE", help="Tokens to train on, as config.data.source names them. Default: a placeholder."
+        ),
+    ] = None
+    is_lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter beside the frozen weights.")] = False
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="Spec to write. Default: standard output.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetricsArguments:
     """Arguments of `metrics`."""
 

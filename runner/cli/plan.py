@@ -1,16 +1,53 @@
-"""Commands that examine a spec without running its job: plan, schema."""
+"""Commands that examine a spec, or write one, without running its job: plan, schema, spec-from."""
 
 import json
 import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from runner.cli.arguments import PlanArguments, SchemaArguments
+import jax
+
+from runner.accelerator import CHIPS, Accelerator, find_chip, parse_accelerator
+from runner.checkpoint.leaves import flatten_with_names
+from runner.cli.arguments import PlanArguments, SchemaArguments, SpecFromArguments
 from runner.config import TrainerConfig
-from runner.console import finish_output
-from runner.errors import EXIT_DONE
+from runner.console import finish_output, say, write_text
+from runner.data.source_files import find_corpus, find_source
+from runner.errors import EXIT_DONE, InvalidError
+from runner.huggingface.assets import TOKENIZER, unnest_config
+from runner.huggingface.safetensors import CONFIG_FILE, read_config_json
 from runner.job import RestoreableJob
+from runner.plan import checks
+from runner.plan.figures import format_amount
+from runner.plan.prediction import SINGLE_DEVICE, build_abstract
 from runner.plan.preflight import PlanRequest, plan
-from runner.spec import JobConfig, json_schema, load_document, load_job_class, validate_spec
-from runner.storage import local_directory
+from runner.plan.search import Candidate, Search
+from runner.spec import (
+    JobConfig,
+    is_class_path,
+    json_schema,
+    load_document,
+    load_job_class,
+    parse_document,
+    validate_spec,
+)
+from runner.spec.document import dump_yaml
+from runner.storage import JsonObject, LocalStore, local_directory
+from runner.trainer import BaseTrainer
+
+# Jobs that `spec-from` tries, by name, since this package knows no model.
+_JOBS = ("experiments.model.decoder:PretrainDecoder", "experiments.gpt:PretrainGPT")
+# Matrices that get an adapter, by the last part of their module's name: those of attention.
+_ADAPTED = ("query", "key", "value", "out", "attention_out", "query_down", "query_up", "key_value_down", "key_value_up")
+_POSITIONS = ("max_position_embeddings", "n_positions")  # keys of config.json
+_NUM_BYTES = 256  # ids of the placeholder's tokenizer
+_LENGTH_MAX, _CPU_LENGTH_MAX = 8192, 1024
+_BATCH_TOKENS, _LORA_BATCH_TOKENS, _CPU_BATCH_EXAMPLES = 1 << 20, 1 << 17, 8
+# Formulas miss what a compiler adds, and nothing is compiled here.
+_MEMORY_SHARE = 0.9
 
 
 def print_plan(arguments: PlanArguments) -> int:
@@ -48,3 +85,232 @@ def print_schema(arguments: SchemaArguments) -> int:
     print(json.dumps(json_schema(config, any_other=arguments.spec is None), indent=2))
     finish_output()
     return EXIT_DONE
+
+
+def write_spec_from(arguments: SpecFromArguments) -> int:
+    """Write a commented spec that starts from published weights, with what arithmetic chooses for the hardware."""
+    where = arguments.output or "the spec"
+    path = None if arguments.output is None else local_directory(arguments.output)
+    if path is not None and (path.exists() or not path.parent.is_dir()):
+        raise InvalidError(f"--output {arguments.output}: needs a new name in a directory that exists")
+    config = read_config_json(arguments.source)
+    data = arguments.data
+    is_text = data is not None and not is_class_path(data) and find_corpus(data) is None
+    if data is not None and is_text and not find_source(data).holds_tokens:
+        raise InvalidError(
+            f"--data {data}: is text, needs tokens that the tokenizer of the weights has made: run "
+            f"{_format_tokenise(data, arguments.source)}, and give --data runs/tokens/corpus"
+        )
+    # The first job that takes the model; the first one's reason if none does.
+    job_name, problem, model = "", "", JsonObject()
+    for name in _JOBS:
+        job_class: type[BaseTrainer] = load_job_class(parse_document(f"job: {name}", arguments.source), BaseTrainer)
+        try:
+            job_name, model = name, job_class.read_published_model(config) or {}
+            break
+        except InvalidError as error:
+            problem = problem or f"{arguments.source}/{CONFIG_FILE}: {error}"
+    if not job_name:
+        raise InvalidError(problem)
+    if data is None and model.get("vocabulary_size", _NUM_BYTES) < _NUM_BYTES:
+        raise InvalidError(
+            f"{arguments.source}: the model has {model['vocabulary_size']} ids, too few for a placeholder of bytes; "
+            "give --data SOURCE"
+        )
+    accelerator = _find_accelerator(arguments.topology)
+    is_searched = accelerator is not None and accelerator.chip.speeds is not None
+    positions = next(
+        (size for key in _POSITIONS if type(size := unnest_config(config).get(key)) is int and size > 0), 0
+    )
+    length = min(positions or _CPU_LENGTH_MAX, _LENGTH_MAX if is_searched else _CPU_LENGTH_MAX)
+    num_devices = 1 if accelerator is None else accelerator.num_devices or 1
+    tokens = _LORA_BATCH_TOKENS if arguments.is_lora else _BATCH_TOKENS
+    # Every device gets the same number of examples.
+    batch = num_devices * math.ceil(tokens / length / num_devices) if is_searched else num_devices * _CPU_BATCH_EXAMPLES
+
+    text = SpecText(
+        arguments=arguments,
+        job=job_name,
+        accelerator="any" if accelerator is None else str(accelerator),
+        model_type=str(unnest_config(config)["model_type"]),
+        positions=positions,
+        length=length,
+        batch=batch,
+        compute="bfloat16" if is_searched else "float32",
+    )
+    job = Search(where, (), text.format()).open_job([])
+    parameters = flatten_with_names(build_abstract(job.setup_builder, SINGLE_DEVICE).abstract_state.params)
+    text.num_parameters = sum(leaf.size for leaf in parameters.values())
+    modules = {name.split(".")[-2] for name in parameters if "." in name}
+    text.targets = [f"*.{module}" for module in _ADAPTED if module in modules] if arguments.is_lora else []
+    if accelerator is not None and accelerator.chip.speeds is not None:
+        search = Search(where, (), text.format())
+        hbm_bytes = accelerator.chip.speeds.hbm_bytes // accelerator.chip.devices_per_chip
+        found = search.list_candidates(search.list_variants(), accelerator, int(hbm_bytes * _MEMORY_SHARE))
+        if not found:
+            raise InvalidError(
+                f"{arguments.source}: by arithmetic no mesh of {accelerator} holds {text.num_parameters:,} parameters "
+                f"with their training state in {format_amount(hbm_bytes, 'bytes')} a device; name more chips"
+                f"{'' if arguments.is_lora else ', or give --lora'}"
+            )
+        text.candidate = found[0]
+
+    content = text.format()
+    findings = checks.Findings()
+    checked = checks.open_job(parse_document(content, where), findings)
+    if isinstance(checked, BaseTrainer):
+        checks.load_data(checked.setup_builder, findings)
+        checks.check_weights(checked, build_abstract(checked.setup_builder, SINGLE_DEVICE).abstract_state, findings)
+    if findings.problems:
+        raise InvalidError("\n".join(findings.problems))
+    if path is None:
+        write_text(content)
+    else:
+        LocalStore(path.parent).write_chunks(path.name, [content.encode()])
+        say(f"{arguments.output}: next: python -m runner plan {arguments.output}")
+    return EXIT_DONE
+
+
+def _format_tokenise(text: str, source: str) -> str:
+    """Return the command that makes a corpus of a text with the tokenizer of published weights."""
+    return (
+        f"python -m runner specs/tokenise_stdlib.yaml --set directory=runs/tokens --set config.source={text} "
+        f"--set 'config.tokenizer={{kind: hf, file: {source.rstrip('/')}/{TOKENIZER}}}'"
+    )
+
+
+def _find_accelerator(text: str | None) -> Accelerator | None:
+    """Return the hardware to size a run for; None for any, if this machine has no accelerator of the catalogue."""
+    if text is not None:
+        found = parse_accelerator(text)
+        if found is not None and found.chip.speeds is not None:
+            if found.num_chips is None:
+                raise InvalidError(f"--topology {text}: add the number of chips, for example {text}-8")
+            if found.chip.is_tpu:
+                found.shape  # noqa: B018 - raises for a number of chips that is no slice
+        return found
+    chip = find_chip(jax.devices()[0].device_kind)
+    names = [name for name, each in CHIPS.items() if each is chip and each.speeds is not None]
+    return Accelerator(names[0], jax.device_count() // CHIPS[names[0]].devices_per_chip) if names else None
+
+
+@dataclass(kw_only=True)
+class SpecText:
+    """Text of a spec that starts from published weights.
+
+    Attributes:
+        arguments: arguments of the command.
+        job: class of the job.
+        accelerator: hardware, as a spec names it.
+        model_type: family of the model.
+        positions: positions that the model was trained with; 0 if they are not known.
+        length: sequence length.
+        batch: examples of a step.
+        compute: type of matmuls.
+        num_parameters: parameters of the model; 0 while they are not counted.
+        targets: patterns of the matrices with an adapter; none for no adapter.
+        candidate: mesh, micro-batch and memory policy; None for those that are chosen at the start.
+    """
+
+    arguments: SpecFromArguments
+    job: str
+    accelerator: str
+    model_type: str
+    positions: int
+    length: int
+    batch: int
+    compute: str
+    num_parameters: int = 0
+    targets: Sequence[str] = ()
+    candidate: Candidate | None = None
+
+    def format(self) -> str:
+        """Return the spec as YAML with a comment at each choice."""
+
+        def quote(value: Any) -> str:
+            return dump_yaml(value, default_flow_style=True, width=sys.maxsize).splitlines()[0]
+
+        arguments, candidate, source = self.arguments, self.candidate, self.arguments.source
+        kind = "lora" if arguments.is_lora else "continued"
+        title = "A LoRA adapter for" if arguments.is_lora else "Continued pretraining of"
+        base = re.sub(r"[^A-Za-z0-9._-]+", "_", source.rstrip("/").rpartition("/")[2]).strip("._-") or "model"
+        name = f"{base}_{kind}"[:128]
+        file = arguments.output or "SPEC"
+        where = f"{self.positions:,} positions of the model" if self.positions else "unknown positions of the model"
+
+        settings: JsonObject = {"topology.mesh": {"data": "auto"}, "config.train.micro_batch_examples": "auto"}
+        mesh_note = "all devices hold the whole model, and share the batch"
+        batch_note = memory_note = "the largest number whose compiled step fits in memory"
+        if candidate is not None:
+            settings = candidate.settings
+            prediction = candidate.prediction
+            step, needed = format_amount(prediction.times.step_seconds, "seconds"), prediction.needed_bytes
+            mesh_note = (
+                f"by arithmetic the fastest mesh: a step takes at least {step}, bound by {prediction.times.bound}, and "
+                f"{format_amount(needed, 'bytes')} of a device"
+            )
+            batch_note = "of each device at a time; auto: the largest number whose compiled step fits in memory"
+            memory_note = "the policy that is fastest with this mesh and fits"
+        mesh = {axis: size for axis, size in settings["topology.mesh"].items() if axis == "data" or size != 1}
+        memory = {
+            key.removeprefix("config.memory."): value
+            for key, value in settings.items()
+            if key.startswith("config.memory.") and value is not None
+        }
+
+        if arguments.data is not None:
+            data = ["    # Tokens that the tokenizer of the weights has made."]
+            data += [f"    source: {quote(arguments.data)}"]
+        else:
+            data = [
+                "    # PLACEHOLDER, to try the spec offline: bytes of Python's library, not the model's tokens.",
+                "    # Tokenise your text with the tokenizer of the weights, and name the corpus, runs/tokens/corpus:",
+                f"    #   {_format_tokenise('TEXT', source)}",
+                "    source: python-stdlib",
+                "    tokenizer: bytes",
+            ]
+        params = "bfloat16" if self.targets and self.compute == "bfloat16" else "float32"
+        lines = [
+            f"# {title} {self.model_type} of {self.num_parameters:,} parameters.",
+            "# Written by `python -m runner spec-from`; keys that are left out have the defaults of specs/README.md.",
+            f"# command: python -m runner {file}   (the same on every host, and again after an interruption)",
+            f"# plan: python -m runner plan {file}   (memory and step time as compiled)",
+            f"name: {name}",
+            f"job: {self.job}",
+            f"directory: runs/{name}  # a disk that all hosts share, or gs://, s3:// or az://",
+            "topology:",
+            f"  accelerator: {self.accelerator}  # other hardware is refused, unless this is any",
+            f"  # {mesh_note}.",
+            f"  mesh: {quote(mesh)}",
+            "checkpoint:",
+            "  # The weights, once, and the model: config.model is left out, so its config.json counts.",
+            f"  init_from: {quote(source)}",
+            "  every_steps: 100  # what an interruption may cost",
+            "  keep_last: 2",
+            "logging: {every_steps: 10}",
+            "config:",
+            "  # model: {neftune_alpha: 5.0}   keys that stand here replace those of config.json",
+            "  data:",
+            *data,
+            f"    sequence_length: {self.length}  # of the {where}",
+            "  # A small rate, so that the weights keep what they have learned.",
+            f"  optimizer: {{name: adamw, learning_rate: {'2.0e-4' if arguments.is_lora else '2.0e-5'}, b1: 0.9, "
+            f"b2: 0.95, weight_decay: {'0.0' if arguments.is_lora else '0.1'}, clip_norm: 1.0}}",
+            "  schedule: {name: cosine, warmup_share: 0.03, final_learning_rate: 2.0e-6}",
+            "  train:",
+            "    total_steps: 1000  # or total_epochs: 1",
+            f"    global_batch_examples: {self.batch}  # {self.batch * self.length:,} tokens a step",
+            f"    micro_batch_examples: {settings['config.train.micro_batch_examples']}  # {batch_note}",
+        ]
+        if memory:
+            lines.append(f"  memory: {quote(memory)}  # {memory_note}")
+        if self.targets:
+            lines += [
+                "  # Two small matrices beside each matrix of attention are trained; the weights are frozen.",
+                f"  adapter: {{rank: 16, alpha: 32.0, targets: {quote(self.targets)}}}",
+            ]
+        lines += [
+            "  eval: {every_steps: 100, batches: 8}  # on the part of the data that is held out",
+            f"  precision: {{params: {params}, compute: {self.compute}}}",
+        ]
+        return "\n".join(lines) + "\n"

@@ -224,9 +224,9 @@ class TrialRun:
 def verify_resume(arguments: VerifyResumeArguments) -> int:
     """Run the job undisturbed and with kills, and return the exit code: 0 for the same bits, 1 for a difference."""
     document = load_document(arguments.spec, arguments.overrides)
-    validate_spec(document)
+    spec = validate_spec(document)
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
-    config = validate_config(document, job_class.Config)
+    config = validate_config(job_class.complete_document(document, spec), job_class.Config)
     output_keys = sorted(config.output_keys)
     starts = config.list_starts()[1:] if isinstance(config, TrainerConfig) else []
     options = [word for override in arguments.overrides for word in ("--set", override)]

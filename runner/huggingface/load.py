@@ -2,6 +2,10 @@
 
 `checkpoint.init_from` names another run, or published weights in Hugging Face's layout.
 
+**Model of published weights.** Keys of `config.model` that a spec leaves out are those of the weights' `config.json`,
+which the job's class translates. They are part of the run's identity like written ones, and `spec.yaml` has them. If
+the weights are gone after the run has begun, the run continues with its own record of them.
+
 **Reading.** Each process reads only the byte ranges in which its devices' shards of a leaf lie. A shard of a tensor is
 many ranges if the tensor is sharded along another axis than the first. Ranges with less than `GAP_BYTES` between them
 are read as one, since a request costs more than reading what lies between. Values are converted to the type of the leaf
@@ -15,6 +19,7 @@ holds the base, so a resume continues if the source is gone, and is refused if t
 
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +28,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pydantic import BaseModel, ValidationError
 
 from runner.checkpoint.fork import find_continued_manifest
-from runner.checkpoint.inspect import BEST, find_checkpoint
+from runner.checkpoint.inspect import BEST, find_checkpoint, read_document
 from runner.checkpoint.leaves import flatten_with_names
 from runner.checkpoint.manifest import CHECKPOINTS, MAX_LISTINGS, is_committed, read_manifest, read_newest_manifest
 from runner.checkpoint.restore import load_weights, validate_source_run
@@ -33,6 +39,7 @@ from runner.console import warn
 from runner.errors import InvalidError, ResumeError, StorageError
 from runner.huggingface.mapping import Family, TensorMatch, TensorPiece, match_tensors
 from runner.huggingface.safetensors import (
+    CONFIG_FILE,
     STORED_DTYPES,
     Box,
     PublishedTensor,
@@ -40,17 +47,21 @@ from runner.huggingface.safetensors import (
     TensorLocation,
     has_published_weights,
     open_published_weights,
+    read_config_json,
 )
 from runner.records import PARAMS
 from runner.run.attempt import Attempt
+from runner.run.layout import open_directory
 from runner.spec import Document, ExecutionSpec, InitFromConfig, Trajectory, hash_record
-from runner.storage import Store, Version, open_store, split_checkpoint
+from runner.storage import JsonObject, Store, Version, open_store, split_checkpoint
 
 # Reading leaves from tensors.
 
 GAP_BYTES = 64 << 10
 SPAN_BYTES = 64 << 20  # size of one request
 NUM_READERS = 8
+
+INIT_FROM, MODEL = ("checkpoint", "init_from"), ("config", "model")
 
 Result = TypeVar("Result")
 Index = tuple[slice, ...]
@@ -277,6 +288,67 @@ def _compute_files_digest(store: Store) -> str:
     names = sorted(published.tensors)
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="base") as pool:
         return hash_record(dict(zip(names, pool.map(sample, names), strict=True)))[:16]
+
+
+# The model of published weights.
+
+
+def complete_model(
+    document: Document,
+    spec: ExecutionSpec,
+    model_class: type[BaseModel],
+    read_model: Callable[[Mapping[str, Any]], JsonObject | None],
+) -> Document:
+    """Return the document with the keys of `config.model` that it leaves to the weights in `checkpoint.init_from`.
+
+    It leaves them to the weights if it lacks a key that a model needs. Reads `config.json` only. Every process calls
+    it, before they meet.
+
+    Args:
+        document: spec.
+        spec: its top level.
+        model_class: model of `config.model`.
+        read_model: function of the content of `config.json` that returns keys of `config.model`; None if the job has
+            no such function.
+
+    Raises:
+        InvalidError: The weights have no `config.json`, or it describes no model of this job.
+        StorageError: It cannot be read now, and the run has not begun.
+    """
+    rule, given = spec.checkpoint.initial_weights, spec.config.get("model")
+    if rule is None or not isinstance(given, dict | None):
+        return document
+    try:
+        model_class.model_validate_json(json.dumps(given or {}))
+    except ValidationError as error:
+        if not any(each["type"] == "missing" and len(each["loc"]) == 1 for each in error.errors(include_url=False)):
+            return document
+    else:
+        return document
+    with document.errors_at("checkpoint.init_from"):
+        try:
+            config = read_config_json(rule.path)
+        except (InvalidError, StorageError) as error:
+            recorded = _read_recorded_model(document, spec)
+            if recorded is None:
+                raise
+            warn(f"checkpoint.init_from: {error}; the run continues with the model that it has recorded")
+            return document.fill_in(MODEL, recorded, INIT_FROM)
+        try:
+            values = read_model(config)
+        except InvalidError as error:
+            raise InvalidError(f"{rule.path}/{CONFIG_FILE}: {error}") from error
+    return document if values is None else document.fill_in(MODEL, values, INIT_FROM)
+
+
+def _read_recorded_model(document: Document, spec: ExecutionSpec) -> JsonObject | None:
+    """Return `config.model` of the resolved spec in the run's directory; None if the run has not begun."""
+    try:
+        config = read_document(open_directory(document, spec)).data.get("config")
+    except InvalidError:
+        return None
+    model = config.get("model") if isinstance(config, dict) else None
+    return model if isinstance(model, dict) else None
 
 
 # `checkpoint.init_from`.

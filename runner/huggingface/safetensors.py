@@ -431,6 +431,24 @@ def open_published_weights(where: str | Store) -> PublishedWeights:
     return PublishedWeights(store, config, joined, versions)
 
 
+def read_config_json(where: str) -> JsonObject:
+    """Return the content of the `config.json` of the weights at a path or URL, without looking at the weights.
+
+    Raises:
+        InvalidError: It is not there, or is damaged.
+        StorageError: It cannot be read now.
+    """
+    store = open_store(where)
+    if store.root is not None and not store.root.is_dir():
+        raise InvalidError(f"{store.url}: no such directory; needs one in Hugging Face's layout, with {CONFIG_FILE}")
+    if CONFIG_FILE not in store.list_names(""):
+        raise InvalidError(
+            f"{store.url}: no {CONFIG_FILE} is here; name a directory in Hugging Face's layout, or write the model's "
+            "keys yourself"
+        )
+    return _read_object(store, CONFIG_FILE)
+
+
 def _read_object(store: Store, name: str) -> JsonObject:
     try:
         return parse_json(store.read(name))

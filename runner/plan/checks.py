@@ -53,6 +53,8 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
         job_class = load_job_class(document, RestoreableJob)
     if job_class is not None:
         with findings.collect():
+            if spec is not None:
+                document = job_class.complete_document(document, spec)
             config = validate_config(document, job_class.Config)
         # The constructor would report a missing topology only once everything else is right.
         if job_class.needs_topology and "topology" not in document.data:

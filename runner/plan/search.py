@@ -29,7 +29,7 @@ from runner.plan.mesh import MeshSizes, iter_meshes, order_sizes
 from runner.plan.prediction import SINGLE_DEVICE, Prediction, Predictor, build_abstract
 from runner.plan.profile import forecast_step_seconds
 from runner.plan.program import TYPICAL_SHARE, CompiledProgram, Roofline, TargetMachine, compile_program
-from runner.spec import Document, load_document
+from runner.spec import Document, load_document, parse_document
 from runner.spec.document import dump_yaml
 from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops
@@ -121,11 +121,14 @@ class JobVariant:
 class Search:
     """Search for one spec under the user's overrides."""
 
-    def __init__(self, spec: str, overrides: tuple[str, ...]):
-        self._spec, self._overrides = spec, overrides
+    def __init__(self, spec: str, overrides: tuple[str, ...], text: str | None = None):
+        """Search for the spec in a file, or for the `text` of one that is not written yet."""
+        self._spec, self._overrides, self._text = spec, overrides, text
 
     def load_document(self, more: list[str]) -> Document:
         """Return the spec under additional overrides."""
+        if self._text is not None:
+            return parse_document(self._text, self._spec, [*self._overrides, *more])
         return load_document(self._spec, [*self._overrides, *more])
 
     def open_job(self, more: list[str]) -> BaseTrainer:

@@ -21,7 +21,7 @@ import yaml
 
 from runner.console import escape_unprintable
 from runner.errors import FailedError, InvalidError, SpecError
-from runner.spec.model import ExecutionSpec
+from runner.spec.model import ExecutionSpec, Section
 
 KeyPath = tuple[str, ...]
 _MAX_SUGGESTED = 1000  # files that are considered for a suggestion
@@ -217,14 +217,18 @@ class Document:
     Attributes:
         data: plain data.
         locations: location of every key, and of the document under the empty path.
+        written: the data without what `fill_in` has added; None if that is nothing.
     """
 
     data: dict[str, Any]
     locations: dict[KeyPath, SpecLocation]
+    written: Section | None = None
 
     def compute_digest(self) -> str:
-        """Return a digest of the data, which is the same for the same spec and overrides."""
-        return hashlib.sha256(json.dumps(self.data, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        """Return a digest of the data as written, which is the same for the same spec and overrides."""
+        # Supervisors compute it too, and they read nothing but the spec.
+        written = self.data if self.written is None else self.written
+        return hashlib.sha256(json.dumps(written, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def locate(self, path: KeyPath) -> SpecLocation:
         """Return the location of `path`, or of the innermost mapping around it that was written."""
@@ -274,6 +278,33 @@ class Document:
                 location = SpecLocation(f"{place.text}: {'.'.join((*origin, key))}", place.line, ".".join(path))
                 _set_value(changed, path, copy.deepcopy(value), location)
         return changed
+
+    def fill_in(self, section: KeyPath, values: Mapping[str, Any], origin: KeyPath) -> "Document":
+        """Return the document with `values` in a section, but for keys that the section has itself.
+
+        Sections among the values are filled in likewise, key by key. A problem of a value is located at `origin`, the
+        key that it follows from.
+        """
+        place, name = self.locate(origin), ".".join(origin)
+        derived = SpecLocation(place.text if place.key == name else f"{place.text}: {name}", place.line)
+        filled = Document(copy.deepcopy(self.data), {**self.locations}, self.data)
+        branch = filled.data
+        for n, key in enumerate(section, 1):
+            if branch.get(key) is None:
+                branch[key] = {}
+                filled.locations[section[:n]] = derived
+            branch = branch[key]
+
+        def add(branch: Section, values: Mapping[str, Any], path: KeyPath, depth: int) -> None:
+            for key, value in values.items():
+                if key not in branch:
+                    branch[key] = copy.deepcopy(value)
+                    filled.locations[(*path, key)] = derived
+                elif depth and isinstance(branch[key], dict) and isinstance(value, dict):
+                    add(branch[key], value, (*path, key), depth - 1)
+
+        add(branch, values, section, 1)
+        return filled
 
     def error(self, key: str, message: str) -> SpecError:
         """Return the error for a dotted key, for checks that the models cannot make."""

@@ -222,7 +222,8 @@ class CheckpointConfig(FrozenModel):
     init_from: Annotated[str, Field(min_length=1)] | InitFromConfig | None = Field(
         default=None,
         description="Weights to start from if the run has no checkpoint of its own: a run (RUN, RUN/checkpoints/STEP "
-        "or RUN/checkpoints/best), or a directory or URL in Hugging Face's layout.",
+        "or RUN/checkpoints/best), or a directory or URL in Hugging Face's layout, which also gives the keys of "
+        "config.model that the spec leaves out.",
     )
     fork_from: ForkConfig | None = Field(
         default=None,

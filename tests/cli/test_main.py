@@ -38,6 +38,7 @@ REQUIRED_ARGUMENTS = {
     ("checkpoints", "copy"): ["run", "other"],
     ("verify-resume",): ["x.yaml"],
     ("schema",): [],
+    ("spec-from",): ["weights"],
     ("metrics",): ["run"],
     ("profile",): ["run"],
 }
@@ -56,6 +57,7 @@ OPTIONS = {
     ("checkpoints", "copy"): "",
     ("verify-resume",): "--set --steps --kills --processes --devices-per-process --seed",
     ("schema",): "",
+    ("spec-from",): "--topology --data --lora -o --output",
     ("metrics",): "--csv -o --output",
     ("profile",): "--steps",
 }
