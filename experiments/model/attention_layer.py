@@ -132,8 +132,9 @@ class Attention(nn.Module):
             # The rotation is passed on unapplied: a kernel that can rotates queries and keys as it reads them.
             qkv, rope = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxH), config.get_rope(self.kind)
             rotation = info.rotations[self.kind], "halves" if rope is None else rope.pairs
-            more = {"sinks_N": sinks_N, "row_attention": self.row_attention}
-            a_BxTxNxH = causal_attention(*qkv, info.segments, *rotation, **options, **more)
+            a_BxTxNxH = causal_attention(
+                *qkv, info.segments, *rotation, **options, sinks_N=sinks_N, row_attention=self.row_attention
+            )
         else:
             assert info.start is not None, "a call with a cache needs start"
             # The cache holds rotated keys: their positions are known now and never change.

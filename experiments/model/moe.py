@@ -262,8 +262,8 @@ class MixtureOfExperts(nn.Module):
         weights = [weight.astype(self.compute_dtype) for weight in weights]
         biases = []
         if config.bias:
-            shape = (config.experts, self.expert_width)
-            biases = [self._param(f"{name}_bias", 0.0, shape, ("expert", "mlp")) for name in names]
+            hidden = (config.experts, self.expert_width)
+            biases = [self._param(f"{name}_bias", 0.0, hidden, ("expert", "mlp")) for name in names]
             biases = [bias.astype(self.compute_dtype)[:, None] for bias in biases]
 
         y_BxTxD = compute_experts(x_BxTxD, routing, weights, biases, config, self.activation)
