@@ -231,7 +231,7 @@ def test_a_shell_completes_commands_options_and_the_options_of_a_job():
         assert result.returncode == 0, result.stderr
         return result.stdout.split()
 
-    assert complete("runner s") == ["status", "sample", "schema"]
+    assert complete("runner s") == ["status", "sample", "schema", "spec-from"]
     assert complete("runner plan --t") == ["--topology", "--trace"]
     assert complete("runner specs/x.yaml --co") == ["--coordinator"]
     script = run("--show-completion", "bash")
