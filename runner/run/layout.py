@@ -41,6 +41,7 @@ LAYOUT = {
     "waiting": "a directory",
     "logs": "a directory",
     "assets": "a directory",
+    "tokenise": "a directory",
     "profiles": "a directory",
     "tensorboard": "a directory",
     "wandb": "a directory",

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -217,23 +217,32 @@ class Document:
     Attributes:
         data: plain data.
         locations: location of every key, and of the document under the empty path.
+        written: paths of keys or sections of `data` that the user has written under another path, and that path.
+            `locations` and messages have the paths that the user has written.
     """
 
     data: dict[str, Any]
     locations: dict[KeyPath, SpecLocation]
+    written: Mapping[KeyPath, KeyPath] = field(default_factory=dict)
 
     def compute_digest(self) -> str:
         """Return a digest of the data, which is the same for the same spec and overrides."""
         return hashlib.sha256(json.dumps(self.data, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
+    def find_written(self, path: KeyPath) -> KeyPath:
+        """Return the path under which the user has written a key of `data`."""
+        number = next((n for n in range(len(path), 0, -1) if path[:n] in self.written), 0)
+        return (*self.written[path[:number]], *path[number:]) if number else path
+
     def locate(self, path: KeyPath) -> SpecLocation:
         """Return the location of `path`, or of the innermost mapping around it that was written."""
+        path = self.find_written(path)
         # The empty path is always known, so this finds something.
         return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
     def format_problem(self, path: KeyPath, message: str) -> str:
         """Return `location: key: message` as one line."""
-        return self.locate(path).format_problem(path, message)
+        return self.locate(path).format_problem(self.find_written(path), message)
 
     def format_problems(self, problems: Sequence[tuple[KeyPath, str]]) -> str:
         """Return a line for each problem. One `--set` is shown with its first problem only, because it may be long.
@@ -248,9 +257,9 @@ class Document:
             location, message = self.locate(path), "; ".join(messages)
             is_repeated = location is previous and location.key != ""
             lines.append(
-                f"  {escape_unprintable('.'.join(path))}: {escape_unprintable(message)}"
+                f"  {escape_unprintable('.'.join(self.find_written(path)))}: {escape_unprintable(message)}"
                 if is_repeated
-                else location.format_problem(path, message)
+                else self.format_problem(path, message)
             )
             previous = location
         return "\n".join(lines)
