@@ -656,6 +656,10 @@ class TextJob(RestoreableJob):
         """Number of token ids of the corpus, or the largest that it may have."""
         raise NotImplementedError
 
+    def find_text(self) -> None:
+        """Raise `InvalidError` if there is no such text. Needs neither the tokenizer nor other hosts."""
+        raise NotImplementedError
+
 
 def _parse_name(suffix: str | os.PathLike[str]) -> str:
     """Return the name of a checkpoint. Raises `InvalidError` if it is neither a string nor a path."""

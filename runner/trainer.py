@@ -28,7 +28,7 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
 from runner.data import TRAIN, DataPosition, Dataset, Ranges, SeekablePrefetcher, has_targets
 from runner.data.array_examples import describe_slowest_read
-from runner.data.open_source import TokenisedText, restore_text, split_text
+from runner.data.open_source import RawText, restore_text, split_text
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE, Clock
 from runner.distributed.preemption import StopNotice
@@ -120,6 +120,7 @@ class BaseTrainer(RestoreableJob):
         calls_hooks: True if the class calls hooks, so that its spec may list some.
         text_job: path (`module:Class`) of the `TextJob` that tokenises the text of `config.data.tokenise`.
         texts: texts that are tokenised before the run, and their jobs, in order; none without `config.data.tokenise`.
+        written_data: `config.data` as the user wrote it, with sources of text where `config.data` has their corpora.
         logical_axis_rules: mesh axes of the model's own logical axis names; they precede the runner's
             (`runner.parallel.mesh`).
     """
@@ -158,8 +159,8 @@ class BaseTrainer(RestoreableJob):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
         # From here on document and config are those of a run on the corpora; `resolved_spec` has what the user wrote.
-        self._tokenise, self.texts = self.config.data.tokenise, list[tuple[TokenisedText, TextJob]]()
-        if self._tokenise is not None:
+        self.written_data, self.texts = self.config.data, list[tuple[RawText, TextJob]]()
+        if self.written_data.tokenise is not None:
             self.document, texts = split_text(self.document, spec, self.store.url, self.text_job)
             for text in texts:
                 job_class: type[TextJob] = load_job_class(text.document, TextJob)
@@ -784,7 +785,7 @@ class BaseTrainer(RestoreableJob):
         """Return the names of the texts whose corpus is not complete. Process 0 only.
 
         Raises:
-            ResumeError: a corpus was made with other keys, or from another text, than the spec has.
+            SpecError: a corpus was made with other keys, or from another text, than the spec has.
         """
         names = []
         for text, job in self.texts:
@@ -793,22 +794,22 @@ class BaseTrainer(RestoreableJob):
             if owner is None or not job.done:
                 names.append(text.name)
                 continue
-            job.make_run_identity(compute_trajectory(job.spec, job.config)).validate_trajectory(
-                owner.identity,
-                "the corpus",
-                job.store.url,
-                lambda job=job: job.total_steps,  # type: ignore[misc]
-            )
+            identity = compute_trajectory(job.spec, job.config)
+            changes = job.make_run_identity(identity).compare_values(owner.identity)
             # The text may be gone by now, so that nobody can tell whether it has only moved.
             for key in (f"config.{name}" for name in job.config.content_keys):
-                saved, value = (each.get(key) for each in (owner.identity, compute_trajectory(job.spec, job.config)))
-                # A tokenizer of another text of this run moves with the run.
+                saved, value = owner.identity.get(key), identity.get(key)
+                # A tokenizer in another corpus of this run moves with the run.
                 if saved != value and not str(value).startswith(f"{self.store.url}/"):
-                    raise job.document.error(
-                        key,
-                        f"is {value}, and the corpus in {job.store.url} was made with {saved}; restore the key (the "
-                        "files are not read again), or use another directory",
-                    )
+                    changes[key] = [saved, value]
+            where = f"the corpus in {job.store.url} was made with"
+            job.document.raise_problems(
+                {
+                    key: f"is {value!r}, and {where} {saved!r}; restore the key (the text is not read again), or use "
+                    "another directory"
+                    for key, (saved, value) in changes.items()
+                }
+            )
         # A run that is done needs no data.
         return [] if names and self.validate_directory() else names
 
@@ -820,9 +821,10 @@ class BaseTrainer(RestoreableJob):
             self.validate_devices(hosts)
             self.setup_builder.validate_keys_read()
             self.setup_builder.make_mesh(jax.devices())
-        for text, job in self.texts:
-            if text.name not in names:
-                continue
+        unfinished = [(text, job) for text, job in self.texts if text.name in names]
+        for _, job in unfinished:
+            hosts.run_on_main(job.find_text)
+        for text, job in unfinished:
             self.validate_vocabulary(job)
             if hosts.is_main:
                 say(f"{self.spec.name}: tokenises {text.source} first, in {job.store.url}")
@@ -994,9 +996,9 @@ class BaseTrainer(RestoreableJob):
         # Stages may differ in the micro-batch that fits.
         layout = self.compiled.layout if len(self.stages) == 1 else None
         spec = self.setup_builder.resolve_spec(spec, self.train_setup, layout)
-        if self._tokenise is None:
+        if self.written_data.tokenise is None:
             return spec
-        config = restore_text(spec.config, [text for text, _ in self.texts], self._tokenise)
+        config = restore_text(spec.config, [text for text, _ in self.texts], self.written_data.tokenise)
         return spec.model_copy(update={"config": config})
 
     def make_save_contents(self) -> SaveContents:

@@ -353,6 +353,10 @@ class Tokenise(TextJob):
         """Digest of everything that maps text to ids: the tokenizer and the chat template."""
         return combine_digests(self.vocabulary.sha256, self.chat)
 
+    def find_text(self) -> None:
+        """Find the input files, and check the keys that depend on their format."""
+        validate_keys(self.config, self.files[0].format, self.document)
+
     def setup(self, hosts: Hosts) -> None:
         """Find the input files and load the tokenizer. Every process must call this.
 
@@ -368,7 +372,7 @@ class Tokenise(TextJob):
                 f"{self.config.source} matches files that this job writes, such as {matched}; use a narrower source, "
                 "or another directory and output",
             )
-        validate_keys(self.config, self.files[0].format, self.document)
+        self.find_text()
         with self.document.errors_at("config.source"):
             if {self.files[0].format, *(files[0].format for _, files in self.sample_files)} & {"parquet", "arrow"}:
                 import_extra("pyarrow")

@@ -36,6 +36,7 @@ from runner.data.tables import open_tables
 from runner.data.token_files import DocumentFiles, TokenSequence, open_token_files
 from runner.data.tokenizers import TOKENIZER_FILES, ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
 from runner.errors import DataError, InvalidError, SpecError
+from runner.run.layout import TEXT_FOLDER
 from runner.spec import Document, ExecutionSpec, KeyPath, is_class_path, load_class
 from runner.storage import JsonObject
 
@@ -355,12 +356,11 @@ def load_source_class(token_source: "TokenSource") -> type[Source]:
 
 # Text that is tokenised before the run (`data.tokenise`). Each source becomes a corpus, made by a job with a directory
 # of its own in that of the run.
-TOKENISE = "tokenise"
 _MINUTES_BETWEEN_SAVES = 5  # which tell a supervisor that a job makes progress
 
 
 @dataclass(frozen=True)
-class TokenisedText:
+class RawText:
     """Source of text that a job tokenises before the run.
 
     Attributes:
@@ -378,7 +378,7 @@ class TokenisedText:
     document: Document
 
 
-def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> tuple[Document, list[TokenisedText]]:
+def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> tuple[Document, list[RawText]]:
     """Return the spec of a run on corpora, and the text of each, in the order in which they are made.
 
     A tokenizer that is trained is trained by the first job, on all sources of the training data; the other jobs use it.
@@ -402,7 +402,7 @@ def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> t
             problem = f"names another text than before for {name}; give it a name of its own"
             raise SpecError(document.format_problem(place, problem))
         found.setdefault(name, (place, text))
-        entry["source"] = f"{url}/{TOKENISE}/{name}/corpus"
+        entry["source"] = f"{url}/{TEXT_FOLDER}/{name}/corpus"
     for number, stage in enumerate(config.get("stages") or []):
         if "data.source" in stage["set"]:
             problem = "a stage cannot name another text beside data.tokenise; set data.mixture, with names"
@@ -425,7 +425,7 @@ def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> t
                 if "validation" not in where
             ]
             if name != first:
-                own["tokenizer"] = {"kind": "hf", "file": f"{url}/{TOKENISE}/{first}/corpus/{TOKENIZER_FILES['hf']}"}
+                own["tokenizer"] = {"kind": "hf", "file": f"{url}/{TEXT_FOLDER}/{first}/corpus/{TOKENIZER_FILES['hf']}"}
             elif len(trained_on) > 1:
                 own["tokenizer"] = {"sources": trained_on, **own["tokenizer"]}
         logging = document.data.get("logging") or {}
@@ -434,7 +434,7 @@ def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> t
             "project": spec.project,
             "group": spec.group,
             "job": job,
-            "directory": f"{url}/{TOKENISE}/{name}",
+            "directory": f"{url}/{TEXT_FOLDER}/{name}",
             # The tokens depend on it only if documents are mixed.
             "seed": spec.seed if own.get("shuffle") else 0,
             "checkpoint": {
@@ -449,11 +449,11 @@ def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> t
             "config": own,
         }
         own_document = Document(data, document.locations, written)
-        texts.append(TokenisedText(name, text["source"], text["options"], f"{data['directory']}/corpus", own_document))
+        texts.append(RawText(name, text["source"], text["options"], f"{data['directory']}/corpus", own_document))
     return document, texts
 
 
-def restore_text(config: JsonObject, texts: Sequence[TokenisedText], section: JsonObject) -> JsonObject:
+def restore_text(config: JsonObject, texts: Sequence[RawText], section: JsonObject) -> JsonObject:
     """Return a config on corpora as the user has written it, with `texts` as sources and `section` as data.tokenise."""
     config = copy.deepcopy(config)
     by_corpus = {text.corpus: text for text in texts}
@@ -470,7 +470,7 @@ def _list_texts(config: JsonObject) -> Iterator[tuple[KeyPath, str, dict[str, An
     mixture = data.get("mixture") or []
     if not mixture:
         yield ("config", "data"), "train", data
-    places = [(("config", "data", "mixture"), mixture)]
+    places: list[tuple[KeyPath, Any]] = [(("config", "data", "mixture"), mixture)]
     for number, stage in enumerate(config.get("stages") or []):
         place = ("config", "stages", str(number), "set", "data.mixture")
         places.append((place, stage["set"].get("data.mixture") or []))
