@@ -410,7 +410,7 @@ def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> t
     texts = []
     for name, (place, text) in found.items():
         own = {**section, "source": text["source"], **text["options"]}
-        written = {
+        written: dict[KeyPath, KeyPath] = {
             ("config",): ("config", "data", "tokenise"),
             ("config", "source"): (*place, "source"),
             ("config", "output"): ("directory",),
@@ -472,8 +472,8 @@ def _list_texts(config: JsonObject) -> Iterator[tuple[KeyPath, str, dict[str, An
         yield ("config", "data"), "train", data
     places: list[tuple[KeyPath, Any]] = [(("config", "data", "mixture"), mixture)]
     for number, stage in enumerate(config.get("stages") or []):
-        place = ("config", "stages", str(number), "set", "data.mixture")
-        places.append((place, stage["set"].get("data.mixture") or []))
+        path = ("config", "stages", str(number), "set", "data.mixture")
+        places.append((path, stage["set"].get("data.mixture") or []))
     for place, entries in places:
         for number, entry in enumerate(entries if isinstance(entries, list) else []):
             if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("source"), str):

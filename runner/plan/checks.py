@@ -159,7 +159,9 @@ def check_text(job: BaseTrainer, findings: Findings) -> list[str]:
                 job.setup_builder = dataclasses.replace(builder, config=config)
             text_job.setup(Hosts.single_process())
     if names:
-        message = f"{', '.join(names)}: not tokenised yet, which the first start does; the number of tokens is unknown"
+        message = (
+            f"the text of {', '.join(names)} is tokenised at the first start; its number of tokens is not known yet"
+        )
         findings.warnings.append(job.document.format_problem(("config", "data"), message))
     return names
 
