@@ -32,6 +32,7 @@ from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, 
 from runner.history.reader import read_history
 from runner.history.records import History
 from runner.process import STANDBY_BYTES, STANDBY_VARIABLE, STOP_SIGNALS, read_free_memory_bytes
+from runner.run.layout import TEXT_FOLDER
 from runner.spec import Document, load_document, validate_spec
 from runner.storage import Store, iterate_log, open_store, parse_number
 
@@ -70,8 +71,8 @@ class JobProgress(NamedTuple):
 
     Attributes:
         newest_step: step of the last commit; None if there is none, or the directory cannot be read.
-        newest_attempt: number of the newest attempt, of an elastic job the newest one in which this host took part; 0
-            if there is none, None if the directory cannot be read.
+        newest_attempt: number of the newest attempt, of an elastic job the newest one in which this host took part,
+            after those of the jobs that tokenise its text; 0 if there is none, None if the directory cannot be read.
         is_done: True if the newest attempt has reached the end of this spec.
         num_commits: number of commits, also of steps to which the run has gone back since.
     """
@@ -83,21 +84,44 @@ class JobProgress(NamedTuple):
 
 
 def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
-    """Return the progress of a job. An error is not reported here, since the job itself reports it."""
+    """Return the progress of a job. An error is not reported here, since the job itself reports it.
+
+    Attempts and commits of the jobs that tokenise its text first are counted too.
+    """
     try:
         document = load_document(spec, list(overrides))
-        store = open_job_store(document)
-        # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket.
-        rows = [row for row in iterate_log(store, "events") if type(row.get("attempt")) is int]
-        claims = [number for number in map(parse_number, store.list_names("attempts")) if number is not None]
+        store, digest = open_job_store(document), document.compute_digest()
+        own = read_store_progress(store, digest)
+        urls = [f"{store.url}/{TEXT_FOLDER}/{name}" for name in store.list_names(TEXT_FOLDER)]
+        texts = [read_store_progress(open_store(url), digest) for url in urls]
     except (RunnerError, OSError):
         return JobProgress()
+    return own._replace(
+        newest_attempt=sum(each.newest_attempt or 0 for each in (own, *texts)),
+        num_commits=sum(each.num_commits for each in (own, *texts)),
+    )
+
+
+def read_store_progress(store: Store, digest: str) -> JobProgress:
+    """Return the progress that one directory shows.
+
+    Args:
+        store: the directory.
+        digest: digest of the spec, with which a run is done.
+
+    Raises:
+        OSError: the directory cannot be read.
+        RunnerError: as for `OSError`, with a reason.
+    """
+    # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket.
+    rows = [row for row in iterate_log(store, "events") if type(row.get("attempt")) is int]
+    claims = [number for number in map(parse_number, store.list_names("attempts")) if number is not None]
     steps = [row["step"] for row in rows if row.get("event") == "commit" and type(row.get("step")) is int]
     # A claim without events is of an attempt that has ended before its first one.
     hosts = {row["attempt"]: row.get("hosts") for row in rows if row.get("event") == "start"}
     others = {claim for claim, names in hosts.items() if isinstance(names, list) and socket.gethostname() not in names}
     own = [claim for claim in claims if claim not in others]
-    newest, digest = max([0, *claims, *(row["attempt"] for row in rows)]), document.compute_digest()
+    newest = max([0, *claims, *(row["attempt"] for row in rows)])
     # A run may be extended after its end; earlier versions did not write the digest.
     is_done = any(
         row.get("event") == "done" and row["attempt"] == newest and row.get("spec", digest) == digest for row in rows

@@ -33,7 +33,7 @@ from runner.spec.document import dump_yaml
 DEFAULT_SOURCE = "python-stdlib"
 Unit = Literal["tokens", "examples"]  # in which the length of a run is counted: examples where the data are arrays
 # Keys that only data of tokens, and models of text, read.
-_TOKEN_KEYS = ("tokenizer", "document_separator", "packing", "cache_bytes")
+_TOKEN_KEYS = ("tokenizer", "document_separator", "tokenise", "packing", "cache_bytes")
 _TEXT_KEYS = (
     "eval.bits_per_byte",
     "eval.multiple_choice",
@@ -118,7 +118,8 @@ class TokenSource(FrozenModel):
     options: dict[str, str | int | float | bool] = Field(
         default={},
         description="Keyword arguments of a custom class; for MDS `column` (default `tokens`) and `dtype`, for "
-        "ArrayRecord `dtype`, the type of the ids; for Parquet and Arrow `column` (default `input_ids`) and `mask`.",
+        "ArrayRecord `dtype`, the type of the ids; for Parquet and Arrow `column` (default `input_ids`) and `mask`; "
+        "with `data.tokenise` `field`, instead of that of the section.",
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
         default=None,
@@ -158,6 +159,11 @@ class DataConfig(TokenSource):
     document_separator: Literal["none", "newline", "nul"] = Field(
         default="none",
         description="Text between two text files: nothing (one file runs into the next), a newline, or a zero byte.",
+    )
+    tokenise: Trajectory | None = Field(
+        default=None,
+        description="Every source is text, which is tokenised before the first step: the keys of `config` of a "
+        "`Tokenise` job besides `source` and `output`. null: sources hold tokens, or files of text without documents.",
     )
     sequence_length: PositiveInt | None = Field(
         default=None,
@@ -236,6 +242,25 @@ class DataConfig(TokenSource):
                         f"{prefix}{key}={value}: nothing reads it, as data without sequence_length are arrays; leave "
                         "it out, or set sequence_length for tokens"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _validate_tokenise(self) -> "DataConfig":
+        """Refuse keys that nothing reads beside `tokenise`, and sources that hold no text."""
+        if self.tokenise is None:
+            return self
+        if given := sorted({"source", "output"} & {*self.tokenise}):
+            raise ValueError(f"tokenise.{given[0]}: the run sets it, from data.source and its directory; leave it out")
+        for key in ("tokenizer", "document_separator"):
+            if (value := getattr(self, key)) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}={value}: nothing reads it beside tokenise; leave it out")
+        for source in [*self.sources, *self.validation.values()]:
+            if is_class_path(source.source):
+                raise ValueError(f"source={source.source} is a class, and tokenise needs text; tokenise it before")
+            if unread := sorted({*source.options} - {"field"}):
+                raise ValueError(f"options.{unread[0]}: nothing reads it beside tokenise, but field; leave it out")
+            if source.dtype is not None:
+                raise ValueError(f"dtype={source.dtype}: nothing reads it beside tokenise; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -146,6 +146,12 @@ class RestoreableJob:
         """Step at which the job is done; by default the config's."""
         return int(self.config.total_steps)
 
+    def run_earlier_jobs(self, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
+        """Run to their end the jobs that make what this one reads. Does nothing by default.
+
+        Called on every host, before anything else. A job that is done must cost little, as this is part of each start.
+        """
+
     def setup(self, hosts: Hosts) -> None:
         """Check and prepare what `init` and `run` need, before anything is written. Does nothing by default."""
 
@@ -267,6 +273,7 @@ class RestoreableJob:
             RunnerError: any other end, with its exit code.
         """
         hosts, stop, clock = hosts or Hosts.single_process(), stop or StopNotice(), clock or Clock()
+        self.run_earlier_jobs(hosts, stop, clock)
         incidents = IncidentRecorder()
         watchdog = Watchdog(
             hosts, self.spec.deadlines, clock, incidents.on_verdict, incidents.on_straggler, incidents.on_progress
@@ -645,6 +652,19 @@ class RestoreableJob:
             raise PhaseError(
                 f"{type(self).__name__}.{method}: the job is not running yet; call the job, and {method} inside of run"
             )
+
+
+class TextJob(RestoreableJob):
+    """Job that makes a corpus of text, in `corpus` of its directory, for a trainer whose spec has `data.tokenise`."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids of the corpus, or the largest that it may have."""
+        raise NotImplementedError
+
+    def find_text(self) -> None:
+        """Raise `InvalidError` if there is no such text. Needs neither the tokenizer nor other hosts."""
+        raise NotImplementedError
 
 
 def _parse_name(suffix: str | os.PathLike[str]) -> str:

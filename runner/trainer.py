@@ -28,15 +28,17 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
 from runner.data import TRAIN, DataPosition, Dataset, Ranges, SeekablePrefetcher, has_targets
 from runner.data.array_examples import describe_slowest_read
+from runner.data.open_source import RawText, restore_text, split_text
 from runner.distributed.agreement import Hosts
-from runner.distributed.clock import COMPILE
-from runner.errors import DeviceError, DivergedError, InvalidError, PhaseError, ResumeError
+from runner.distributed.clock import COMPILE, Clock
+from runner.distributed.preemption import StopNotice
+from runner.errors import DeviceError, DivergedError, InvalidError, PhaseError, PreemptedError, ResumeError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
 from runner.huggingface.assets import record_assets
 from runner.huggingface.load import complete_model, identify_adapter_base
-from runner.job import RestoreableJob
+from runner.job import RestoreableJob, TextJob
 from runner.metrics.meta import ACCURACY, SUMS, Meta
 from runner.metrics.rows import Row
 from runner.metrics.window import SpikeError
@@ -45,8 +47,18 @@ from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read
 from runner.process import report_faulty_host
 from runner.run.events import ROLL_BACK_FOLDER
 from runner.run.fence import RunIdentity
-from runner.run.layout import read_result
-from runner.spec import Document, ExecutionSpec, InitFromConfig, Trajectory
+from runner.run.layout import read_owner, read_result
+from runner.run.logs import begin_next_log_file
+from runner.spec import (
+    Document,
+    ExecutionSpec,
+    InitFromConfig,
+    Trajectory,
+    compute_trajectory,
+    load_job_class,
+    validate_config,
+    validate_spec,
+)
 from runner.storage import JsonObject, Store
 from runner.train import state as train_state
 from runner.train import step as step_functions
@@ -106,6 +118,9 @@ class BaseTrainer(RestoreableJob):
         stages: stages of the run, the first of them its beginning; only that if the spec has none.
         setup_builder: builder of `train_setup`.
         calls_hooks: True if the class calls hooks, so that its spec may list some.
+        text_job: path (`module:Class`) of the `TextJob` that tokenises the text of `config.data.tokenise`.
+        texts: texts that are tokenised before the run, and their jobs, in order; none without `config.data.tokenise`.
+        written_data: `config.data` as the user wrote it, with sources of text where `config.data` has their corpora.
         logical_axis_rules: mesh axes of the model's own logical axis names; they precede the runner's
             (`runner.parallel.mesh`).
     """
@@ -114,6 +129,7 @@ class BaseTrainer(RestoreableJob):
     needs_topology: ClassVar[bool] = True
     writes_own_rows: ClassVar[bool] = False
     calls_hooks: ClassVar[bool] = True
+    text_job: ClassVar[str] = "experiments.tokenise:Tokenise"
 
     config: TrainerConfig[Any]
     train_setup: TrainSetup
@@ -142,6 +158,14 @@ class BaseTrainer(RestoreableJob):
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
+        # From here on document and config are those of a run on the corpora; `resolved_spec` has what the user wrote.
+        self.written_data, self.texts = self.config.data, list[tuple[RawText, TextJob]]()
+        if self.written_data.tokenise is not None:
+            self.document, texts = split_text(self.document, spec, self.store.url, self.text_job)
+            for text in texts:
+                job_class: type[TextJob] = load_job_class(text.document, TextJob)
+                self.texts.append((text, job_class(validate_spec(text.document), text.document)))
+            self.config = validate_config(self.document, self.Config)
         self.stages = make_stages(self.document, self.Config, self.config)
         self.config = resolve_config(self.config, self.stages)
         # From here on classmethods see the config, including those that hooks and the builder call.
@@ -773,11 +797,78 @@ class BaseTrainer(RestoreableJob):
         model_class: type[ModelConfig] = cls.Config.model_fields["model"].annotation  # type: ignore[assignment]
         return complete_model(document, spec, model_class, cls.read_published_model)
 
-    def setup(self, hosts: Hosts) -> None:
-        """Check devices, mesh, batch and data against the spec, and build the train setup."""
+    def find_untokenised(self) -> list[str]:
+        """Return the names of the texts whose corpus is not complete. Process 0 only.
+
+        Raises:
+            SpecError: a corpus was made with other keys, or from another text, than the spec has.
+        """
+        names = []
+        for text, job in self.texts:
+            owner = read_owner(job.store)
+            # A job that is not done makes the same checks itself.
+            if owner is None or not job.done:
+                names.append(text.name)
+                continue
+            identity = compute_trajectory(job.spec, job.config)
+            changes = job.make_run_identity(identity).compare_values(owner.identity)
+            # The text may be gone by now, so that nobody can tell whether it has only moved.
+            for key in (f"config.{name}" for name in job.config.content_keys):
+                saved, value = owner.identity.get(key), identity.get(key)
+                # A tokenizer in another corpus of this run moves with the run.
+                if saved != value and not str(value).startswith(f"{self.store.url}/"):
+                    changes[key] = [saved, value]
+            where = f"the corpus in {job.store.url} was made with"
+            job.document.raise_problems(
+                {
+                    key: f"is {value!r}, and {where} {saved!r}; restore the key (the text is not read again), or use "
+                    "another directory"
+                    for key, (saved, value) in changes.items()
+                }
+            )
+        # A run that is done needs no data.
+        return [] if names and self.validate_directory() else names
+
+    def run_earlier_jobs(self, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
+        """Tokenise the texts of `config.data.tokenise` that are not tokenised yet."""
+        names = hosts.run_on_main(self.find_untokenised) if self.texts else []
+        if names:
+            # What can be checked without the data is checked before work of hours.
+            self.validate_devices(hosts)
+            self.setup_builder.validate_keys_read()
+            self.setup_builder.make_mesh(jax.devices())
+        unfinished = [(text, job) for text, job in self.texts if text.name in names]
+        for _, job in unfinished:
+            hosts.run_on_main(job.find_text)
+        for text, job in unfinished:
+            self.validate_vocabulary(job)
+            if hosts.is_main:
+                say(f"{self.spec.name}: tokenises {text.source} first, in {job.store.url}")
+            job(hosts, stop, clock)
+            clock.begin_next_job()
+            begin_next_log_file()
+        if names and stop.poll():
+            raise PreemptedError("stopped as asked; the text is tokenised; run the same command again to train on it")
+
+    def validate_vocabulary(self, job: TextJob) -> None:
+        """Raise `SpecError` if the tokenizer of a text has more ids than the model."""
+        builder = self.setup_builder
+        if builder.has_vocabulary_size and job.vocabulary_size > builder.vocabulary_size:
+            raise self.document.error(
+                "config.model.vocabulary_size",
+                f"is {builder.vocabulary_size:,}, and data.tokenise.tokenizer has {job.vocabulary_size:,} ids; use a "
+                "vocabulary of at least that, or auto",
+            )
+
+    def validate_devices(self, hosts: Hosts) -> None:
+        """Check the devices and the number of hosts against the spec. Reads no tokens."""
         with self.document.errors_at("topology.accelerator"):
             validate_hardware(self.spec, self.topology, self.config, hosts)
         validate_hosts(hosts, lambda number: all(stage.builder.fits(number) for stage in self.running_stages))
+
+    def setup(self, hosts: Hosts) -> None:
+        """Check devices, mesh, batch and data against the spec, and build the train setup."""
+        self.validate_devices(hosts)
         for key in ("global_batch_examples", "micro_batch_examples"):
             if getattr(self.config.eval, key) is not None and type(self).batch is not BaseTrainer.batch:
                 reason = "batch() of the job makes the batches, so nothing reads it; leave it out"
@@ -920,7 +1011,11 @@ class BaseTrainer(RestoreableJob):
         spec = super().resolved_spec().model_copy(update={"hooks": self.hooks.entries()})
         # Stages may differ in the micro-batch that fits.
         layout = self.compiled.layout if len(self.stages) == 1 else None
-        return self.setup_builder.resolve_spec(spec, self.train_setup, layout)
+        spec = self.setup_builder.resolve_spec(spec, self.train_setup, layout)
+        if self.written_data.tokenise is None:
+            return spec
+        config = restore_text(spec.config, [text for text, _ in self.texts], self.written_data.tokenise)
+        return spec.model_copy(update={"config": config})
 
     def make_save_contents(self) -> SaveContents:
         """Return what is saved with the state. Raises `DivergedError`, or `DataError` if the data have changed."""

@@ -249,10 +249,10 @@ class DecoderFiles(Family):
             pieces.append(TensorPiece(f"{tensors}.router.weight", f"{leaves}.router", (index,), transpose=True))
             pieces.append(TensorPiece(f"{tensors}.router.bias", f"{leaves}.router_bias", (index,)))
             for leaf, (tensor, first) in _STACKED_EXPERTS.items():
-                axis = 1 if leaf.endswith("_bias") else 2
-                part = None if first is None else (axis, first, 2 * config.expert_width)
-                tensor, step = f"{tensors}.experts.{tensor}", 1 if first is None else 2
-                pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index,), part=part, step=step))
+                axis, step = 1 if leaf.endswith("_bias") else 2, 1 if first is None else 2
+                part_of = None if first is None else (axis, first, 2 * config.expert_width)
+                whole = f"{tensors}.experts.{tensor}"
+                pieces.append(TensorPiece(whole, f"{leaves}.{leaf}", (index,), part=part_of, step=step))
             return pieces
         shared = "shared_expert" if moe.shared_gate else "shared_experts"
         tensors, leaves = f"{tensors}.{block}", f"{leaves}.moe"
@@ -353,8 +353,10 @@ def _canonicalise(config: DecoderConfig) -> Json:
 
 
 def _canonicalise_rope(rope: Rope | None) -> Json | None:
-    if rope is None or not isinstance(rope.scaling, YarnScaling):
-        return rope and rope.model_dump()
+    if rope is None:
+        return None
+    if not isinstance(rope.scaling, YarnScaling):
+        return rope.model_dump()
     factor = float(f"{rope.scaling.rotation_factor:.9g}")
     return rope.model_dump() | {"scaling": rope.scaling.model_dump() | {"attention_factor": factor}}
 

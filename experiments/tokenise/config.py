@@ -1,10 +1,11 @@
 """Config of a tokenise job."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from runner.spec import FrozenModel, JobConfig
+from runner.spec import FrozenModel, JobConfig, Trajectory
 
 
 class BytesConfig(FrozenModel):
@@ -142,6 +143,10 @@ class TokeniseConfig(JobConfig):
     def content_keys(self) -> frozenset[str]:
         """Places of the input files, the tokenizer and the template, whose digests are compared."""
         return frozenset({"source", "tokenizer.file", "chat.template"})
+
+    def explain_refusal(self, keys: Sequence[str], saved: Trajectory, step: int) -> str:
+        """Return what would allow a corpus with other keys; a fork of this one would not."""
+        return "or remove that one, to tokenise again"
 
     @property
     def output_keys(self) -> frozenset[str]:

@@ -61,7 +61,7 @@ from experiments.tokenise.pipeline import (
     format_too_many,
     read_piece,
 )
-from runner import ExecutionSpec, RestoreableJob
+from runner import ExecutionSpec
 from runner.data.chat import Renderer, find_end_of_turn
 from runner.data.corpus_index import CorpusIndex
 from runner.data.tokenizers import KINDS_WITH_SPANS, TOKENIZER_FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
@@ -69,6 +69,7 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Phase, TimeBucket
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import END_OF_TURN, TOKENIZER_CONFIG
+from runner.job import TextJob
 from runner.run.fence import is_unstarted
 from runner.run.layout import read_owner
 from runner.spec import Document, Trajectory
@@ -270,7 +271,7 @@ class Tally:
         )
 
 
-class Tokenise(RestoreableJob):
+class Tokenise(TextJob):
     """Job that reads `config.source` and writes a corpus of tokens with its index."""
 
     Config = TokeniseConfig
@@ -323,6 +324,12 @@ class Tokenise(RestoreableJob):
                 return load_trained_vocabulary(self.output)
             return load_vocabulary(self.config.tokenizer)
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids; of a tokenizer that the job trains the largest one."""
+        config = self.config.tokenizer
+        return config.vocabulary_size if isinstance(config, BpeConfig) else self.vocabulary.tokenizer.vocabulary_size
+
     @functools.cached_property
     def separator(self) -> int | None:
         """Id of the token that ends every document."""
@@ -346,6 +353,10 @@ class Tokenise(RestoreableJob):
         """Digest of everything that maps text to ids: the tokenizer and the chat template."""
         return combine_digests(self.vocabulary.sha256, self.chat)
 
+    def find_text(self) -> None:
+        """Find the input files, and check the keys that depend on their format."""
+        validate_keys(self.config, self.files[0].format, self.document)
+
     def setup(self, hosts: Hosts) -> None:
         """Find the input files and load the tokenizer. Every process must call this.
 
@@ -361,7 +372,7 @@ class Tokenise(RestoreableJob):
                 f"{self.config.source} matches files that this job writes, such as {matched}; use a narrower source, "
                 "or another directory and output",
             )
-        validate_keys(self.config, self.files[0].format, self.document)
+        self.find_text()
         with self.document.errors_at("config.source"):
             if {self.files[0].format, *(files[0].format for _, files in self.sample_files)} & {"parquet", "arrow"}:
                 import_extra("pyarrow")
@@ -635,9 +646,11 @@ class Tokenise(RestoreableJob):
         if long_dialogues := format_long_dialogues(finished, self.chat):
             self.attempt.say(f"{name}: {long_dialogues}")
         train_on = " and config.data.train_on: answers" if index.has_completion_mask else ""
+        # In a run with `config.data.tokenise` the training follows by itself.
+        hint = "" if self.document.written else f"; train on it with config.data.source: {url}{train_on}"
         self.attempt.say(
             f"{name}: {url} holds {index.num_tokens:,} tokens of {index.num_documents:,} documents, vocabulary "
-            f"{index.vocabulary_size:,} ({dtype}); train on it with config.data.source: {url}{train_on}"
+            f"{index.vocabulary_size:,} ({dtype}){hint}"
         )
         return index.digest
 
@@ -651,7 +664,7 @@ def validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Doc
     """Raise a spec error for keys that do not apply to this file format, or that files and tokenizer do not allow."""
     is_read = file_format != "text" and config.chat is None
     if not is_read and config.field != TokeniseConfig.model_fields["field"].default:
-        reason = f"{config.source} names text files" if file_format == "text" else "config.chat reads whole records"
+        reason = f"{config.source} names text files" if file_format == "text" else "chat reads whole records"
         raise document.error("config.field", f"is {config.field}, but nothing reads it: {reason}; remove it")
     if config.chat is None:
         return

@@ -225,8 +225,8 @@ def read_piece(
 def format_too_many(first: str, num_bad: int, skip_bad: int) -> str:
     """Format the message for more bad lines than are allowed."""
     if skip_bad == 0:
-        return f"{first}; to leave out such documents set config.skip_bad to the most that may be skipped"
-    return f"{first}; {num_bad} bad lines so far, config.skip_bad allows {skip_bad}"
+        return f"{first}; to leave out such documents set skip_bad to the most that may be skipped"
+    return f"{first}; {num_bad} bad lines so far, skip_bad allows {skip_bad}"
 
 
 def fetch_piece(piece: Piece) -> list[bytes | None]:

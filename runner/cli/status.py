@@ -31,7 +31,7 @@ from runner.history.reader import HistoryReader, format_changes
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
 from runner.process import STOP_SIGNALS
-from runner.run.layout import read_owner
+from runner.run.layout import TEXT_FOLDER, read_owner
 from runner.spec import load_document, validate_spec
 from runner.storage import JsonObject, Store, open_store
 
@@ -72,6 +72,18 @@ def open_run_store(where: str) -> Store:
     return store
 
 
+def find_text_phase(store: Store) -> Store | None:
+    """Return the run that tokenises the text of the run in `store`, if that has not begun to train; None otherwise.
+
+    Of several it is the one that began last.
+    """
+    if read_owner(store) is not None:
+        return None
+    jobs = [open_store(f"{store.url}/{TEXT_FOLDER}/{name}") for name in store.list_names(TEXT_FOLDER)]
+    begun = [(owner.time, job) for job in jobs if (owner := read_owner(job)) is not None]
+    return max(begun, key=lambda each: each[0])[1] if begun else None
+
+
 @contextlib.contextmanager
 def convert_read_errors(*normal_ends: type[BaseException]) -> Iterator[None]:
     """Convert an `OSError` of a read-only command into a `RetryableError`.
@@ -95,13 +107,18 @@ def print_status(arguments: StatusArguments) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     with convert_read_errors(KeyboardInterrupt):
-        reader = HistoryReader(open_store(find_directory(arguments.where)))
+        store = open_store(find_directory(arguments.where))
+        if (phase := find_text_phase(store)) is not None:
+            store = phase
+        reader = HistoryReader(store)
         console = Console(markup=False, highlight=False, emoji=False)
 
         def show(history: History) -> bool:
             if arguments.as_json:
                 print(json.dumps(to_json(history)))
             else:
+                if phase is not None:
+                    console.print("the text of the run is tokenised, before it trains; that job:")
                 console.print(draw(history))
             return finish_output()
 

@@ -12,7 +12,6 @@ from runner.checkpoint.inspect import find_checkpoint, read_document
 from runner.cli.arguments import EvaluateArguments, ExportArguments, SampleArguments
 from runner.cli.run import find_placement
 from runner.cli.status import convert_read_errors, find_directory
-from runner.config import TrainerConfig
 from runner.console import say, warn, write_text
 from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import end_process
@@ -188,7 +187,7 @@ def export(arguments: ExportArguments) -> int:
         raise InvalidError(
             f"{spec.job} does not map its parameters to Hugging Face's names; implement `family` of BaseTrainer"
         )
-    data = job.config.data if isinstance(job.config, TrainerConfig) else None
+    data = job.config.data if isinstance(job, BaseTrainer) else None
     if arguments.is_adapter:
         assert arguments.output is not None, "ExportArguments requires it"
         base = "" if spec.checkpoint.initial_weights is None else spec.checkpoint.initial_weights.path
@@ -211,7 +210,8 @@ def export(arguments: ExportArguments) -> int:
         if repository is not None and arguments.push is not None:
             exported = ExportedCheckpoint(
                 spec,
-                data,
+                # The card names the text, not the corpus that the run has made of it.
+                job.written_data if isinstance(job, BaseTrainer) else None,
                 manifest,
                 [row.row for row in read_encoded_rows(store, manifest.step)],
                 read_history(store),

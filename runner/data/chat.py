@@ -268,7 +268,7 @@ class Renderer:
         """
         if self._process is None:
             if not record.is_pair:
-                return "has messages, which need config.chat.template"
+                return "has messages, which need chat.template"
             prompt, completion = (_replace_surrogates(message["content"]) for message in record.messages)
             return Dialogue(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
         return self._render(record, is_prompt=False)

@@ -6,13 +6,14 @@ to open it: the digest, which is also the content's part of the data set's finge
 character tokenizer.
 """
 
+import copy
 import hashlib
 import inspect
 import io
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -33,9 +34,10 @@ from runner.data.source_files import (
 )
 from runner.data.tables import open_tables
 from runner.data.token_files import DocumentFiles, TokenSequence, open_token_files
-from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
-from runner.errors import DataError, InvalidError
-from runner.spec import is_class_path, load_class
+from runner.data.tokenizers import TOKENIZER_FILES, ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
+from runner.errors import DataError, InvalidError, SpecError
+from runner.run.layout import TEXT_FOLDER
+from runner.spec import Document, ExecutionSpec, KeyPath, is_class_path, load_class
 from runner.storage import JsonObject
 
 if TYPE_CHECKING:
@@ -350,3 +352,134 @@ def load_source_class(token_source: "TokenSource") -> type[Source]:
         hint = "; for a data set of arrays, leave data.sequence_length out" if "not a subclass" in str(error) else ""
         raise DataError(f"data.source={token_source.source}: {error}{hint}") from error
     return source_class
+
+
+# Text that is tokenised before the run (`data.tokenise`). Each source becomes a corpus, made by a job with a directory
+# of its own in that of the run.
+_MINUTES_BETWEEN_SAVES = 5  # which tell a supervisor that a job makes progress
+
+
+@dataclass(frozen=True)
+class RawText:
+    """Source of text that a job tokenises before the run.
+
+    Attributes:
+        name: name of the source; `train` for a single one.
+        source: name of the text in the spec.
+        options: options of the source in the spec.
+        corpus: directory or URL of its corpus.
+        document: spec of the job, whose messages have the keys of the spec of the run.
+    """
+
+    name: str
+    source: str
+    options: JsonObject
+    corpus: str
+    document: Document
+
+
+def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> tuple[Document, list[RawText]]:
+    """Return the spec of a run on corpora, and the text of each, in the order in which they are made.
+
+    A tokenizer that is trained is trained by the first job, on all sources of the training data; the other jobs use it.
+
+    Args:
+        document: spec whose `config.data` is valid and has `tokenise`.
+        spec: the same spec.
+        url: directory of the run.
+        job: class of the jobs, as module:Class.
+
+    Raises:
+        SpecError: two texts have one name.
+    """
+    document = Document(copy.deepcopy(document.data), document.locations, written=document.written)
+    config = document.data["config"]
+    section = config["data"].pop("tokenise")
+    found: dict[str, tuple[KeyPath, JsonObject]] = {}
+    for place, name, entry in _list_texts(config):
+        text = {"source": entry.get("source", "python-stdlib"), "options": entry.pop("options", None) or {}}
+        if name in found and found[name][1] != text:
+            problem = f"names another text than before for {name}; give it a name of its own"
+            raise SpecError(document.format_problem(place, problem))
+        found.setdefault(name, (place, text))
+        entry["source"] = f"{url}/{TEXT_FOLDER}/{name}/corpus"
+    for number, stage in enumerate(config.get("stages") or []):
+        if "data.source" in stage["set"]:
+            problem = "a stage cannot name another text beside data.tokenise; set data.mixture, with names"
+            raise SpecError(document.format_problem(("config", "stages", str(number), "set", "data.source"), problem))
+    texts = []
+    for name, (place, text) in found.items():
+        own = {**section, "source": text["source"], **text["options"]}
+        written: dict[KeyPath, KeyPath] = {
+            ("config",): ("config", "data", "tokenise"),
+            ("config", "source"): (*place, "source"),
+            ("config", "output"): ("directory",),
+            **{("config", key): (*place, "options", key) for key in text["options"]},
+        }
+        if isinstance(own.get("tokenizer"), dict) and own["tokenizer"].get("kind") == "bpe":
+            first = next(iter(found))
+            trained_on = [
+                {"source": each["source"], **{key: section[key] for key in ("field",) if key in section}}
+                | each["options"]
+                for where, each in found.values()
+                if "validation" not in where
+            ]
+            if name != first:
+                own["tokenizer"] = {"kind": "hf", "file": f"{url}/{TEXT_FOLDER}/{first}/corpus/{TOKENIZER_FILES['hf']}"}
+            elif len(trained_on) > 1:
+                own["tokenizer"] = {"sources": trained_on, **own["tokenizer"]}
+        logging = document.data.get("logging") or {}
+        data = {
+            "name": spec.name,
+            "project": spec.project,
+            "group": spec.group,
+            "job": job,
+            "directory": f"{url}/{TEXT_FOLDER}/{name}",
+            # The tokens depend on it only if documents are mixed.
+            "seed": spec.seed if own.get("shuffle") else 0,
+            "checkpoint": {
+                "every_steps": None,
+                "every_minutes": _MINUTES_BETWEEN_SAVES,
+                "keep_last": 1,
+                "grace_seconds": spec.checkpoint.grace_seconds,
+            },
+            "deadlines": spec.deadlines.model_dump(mode="json"),
+            "logging": {"every_steps": 1}
+            | {key: logging[key] for key in ("level", "level_other_hosts", "format") if key in logging},
+            "config": own,
+        }
+        own_document = Document(data, document.locations, written=written)
+        texts.append(RawText(name, text["source"], text["options"], f"{data['directory']}/corpus", own_document))
+    return document, texts
+
+
+def restore_text(config: JsonObject, texts: Sequence[RawText], section: JsonObject) -> JsonObject:
+    """Return a config on corpora as the user has written it, with `texts` as sources and `section` as data.tokenise."""
+    config = copy.deepcopy(config)
+    by_corpus = {text.corpus: text for text in texts}
+    for _, _, entry in _list_texts(config):
+        if (text := by_corpus.get(entry.get("source", ""))) is not None:
+            entry |= {"source": text.source, "options": text.options}
+    config["data"]["tokenise"] = section
+    return config
+
+
+def _list_texts(config: JsonObject) -> Iterator[tuple[KeyPath, str, dict[str, Any]]]:
+    """Yield path, name and keys of each source of a config; values of stages that are no sources are left out."""
+    data = config["data"]
+    mixture = data.get("mixture") or []
+    if not mixture:
+        yield ("config", "data"), "train", data
+    places: list[tuple[KeyPath, Any]] = [(("config", "data", "mixture"), mixture)]
+    for number, stage in enumerate(config.get("stages") or []):
+        path = ("config", "stages", str(number), "set", "data.mixture")
+        places.append((path, stage["set"].get("data.mixture") or []))
+    for place, entries in places:
+        for number, entry in enumerate(entries if isinstance(entries, list) else []):
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("source"), str):
+                yield (*place, str(number)), entry["name"], entry
+    sets = data.get("validation") or {}
+    for name in sets:
+        if isinstance(sets[name], str):
+            sets[name] = {"source": sets[name]}
+        yield ("config", "data", "validation", name), name, sets[name]

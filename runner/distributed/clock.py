@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+from runner.errors import EXIT_DONE
 from runner.process import read_age_seconds
 
 if TYPE_CHECKING:  # a command line starts its clock before it knows whether it needs specs, which take 0.3 s to import
@@ -98,6 +99,10 @@ class Clock:
     """
 
     def __init__(self, age: float = 0.0, bucket: TimeBucket = TimeBucket.SET_UP) -> None:
+        self._lock = threading.Lock()
+        self._begin(age, bucket)
+
+    def _begin(self, age: float, bucket: TimeBucket) -> None:
         now = time.monotonic()
         self.began = time.time() - age
         # Added to a monotonic time this gives Unix seconds, so that a step of the wall clock cannot distort a bucket.
@@ -108,7 +113,6 @@ class Clock:
         self._code: int | None = None
         # A save records the time until its step, not until the moment of the save.
         self._seconds_at_step: tuple[float, ...] = tuple(self._seconds)
-        self._lock = threading.Lock()
         self._store: ClockStore | None = None
 
     @classmethod
@@ -183,6 +187,12 @@ class Clock:
             store, reading = self._store, self._make_reading(now)
         if store is not None:
             store.put_heartbeat(reading)
+
+    def begin_next_job(self) -> None:
+        """End the job with 0, and count the time of another job of this process from now on, without a store."""
+        self.end(EXIT_DONE)
+        with self._lock:
+            self._begin(0.0, TimeBucket.SET_UP)
 
     def read(self) -> ClockReading:
         """Return the reading at this moment. Any thread."""

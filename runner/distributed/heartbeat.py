@@ -181,7 +181,9 @@ class StragglerDetector:
 
     def __init__(self, hosts: Hosts, progress: Progress):
         self._hosts, self._progress = hosts, progress
-        self._number = 0
+        # The process may have run another job with the same peers before, whose rounds were numbered.
+        known = hosts.store.try_get(key_value.ROUND) if hosts.num_processes > 1 else None
+        self._number = (known or [0])[0]
         self._step = 0
         self._next_round_seconds = time.monotonic() + _ROUND_SECONDS
         self._has_reported = True

@@ -51,7 +51,8 @@ _OTHER_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-STORED_DTYPES = DTYPES | {"U8": np.dtype(np.uint8)}  # also those that only quantised tensors have
+# Also those that only quantised tensors have.
+STORED_DTYPES = DTYPES | {"U8": np.dtype(np.uint8), "F8_E4M3": np.dtype(jnp.float8_e4m3fn)}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -303,7 +304,36 @@ def _decode_mxfp4(arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.
     return values_ExOxI[..., inputs.start - skipped : inputs.stop - skipped : inputs.step].swapaxes(1, 2)
 
 
+# FP8 as in DeepSeek V3: blocks of 128 x 128 values of eight bits (E4M3) share a float32 scale.
+_BLOCK = 128
+
+
+def _compute_fp8_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    values, scales = shapes
+    return values if len(values) == 2 and scales == tuple(-(-size // _BLOCK) for size in values) else None
+
+
+def _find_fp8_boxes(box: Box) -> list[Box]:
+    return [box, [(start // _BLOCK, -(-stop // _BLOCK)) for start, stop in box]]
+
+
+def _decode_fp8(arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+    values, scales = arrays
+    blocks = np.ix_(*(np.arange(axis.start, axis.stop, axis.step) // _BLOCK for axis in index))
+    found: np.ndarray = values[index].astype(np.float32) * scales[blocks]
+    return found
+
+
 QUANTISED_FORMATS = {  # by `quant_method`
+    "fp8": QuantisedFormat(
+        "FP8 in blocks of 128",
+        (".weight", ".weight_scale_inv"),
+        ".weight",
+        ("F8_E4M3", "F32"),
+        _compute_fp8_shape,
+        _find_fp8_boxes,
+        _decode_fp8,
+    ),
     "mxfp4": QuantisedFormat(
         "MXFP4",
         ("_blocks", "_scales"),
@@ -312,7 +342,7 @@ QUANTISED_FORMATS = {  # by `quant_method`
         _compute_mxfp4_shape,
         _find_mxfp4_boxes,
         _decode_mxfp4,
-    )
+    ),
 }
 
 
@@ -340,20 +370,21 @@ def _join_quantised(
     form = QUANTISED_FORMATS[method]
     joined: dict[str, PublishedTensor] = {**tensors}
     problems = []
-    for name in tensors:
-        if not name.endswith(form.suffixes[0]):
-            continue
-        stem = name.removesuffix(form.suffixes[0])
+    # A tensor that is not quantised may have the ending of the values too.
+    endings = [suffix for suffix in form.suffixes if suffix != form.suffix]
+    stems = {name.removesuffix(ending) for ending in endings for name in tensors if name.endswith(ending)}
+    for stem in sorted(stems):
         names = [stem + suffix for suffix in form.suffixes]
         missing = [each for each in names if each not in tensors]
         if missing:
-            problems.append(f"{url}: tensor {_shorten(name)} has no {_shorten(missing[0])}")
+            present = next(each for each in names if each in tensors)
+            problems.append(f"{url}: tensor {_shorten(present)} has no {_shorten(missing[0])}")
             continue
         stored = tuple(tensors[each] for each in names)
         shape = form.compute_shape([each.shape for each in stored])
         if shape is None or tuple(each.dtype for each in stored) != form.dtypes:
             found = " and ".join(f"{each.dtype}{list(each.shape)}" for each in stored)
-            problems.append(f"{url}: tensor {_shorten(name)} and its scales are {found}, which is not {form.name}")
+            problems.append(f"{url}: tensor {_shorten(names[0])} and its scales are {found}, which is not {form.name}")
             continue
         for each in names:
             del joined[each]

@@ -4,6 +4,7 @@ The data are opened as the job would open them: each source is reached, and its 
 """
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.data import Dataset
 from runner.data.packing import describe_fields
+from runner.distributed.agreement import Hosts
 from runner.errors import RunnerError
 from runner.huggingface.load import validate_init_from
 from runner.job import RestoreableJob
@@ -137,6 +139,35 @@ def check_grace(job: RestoreableJob, save_seconds: float, basis: str, findings: 
         findings.warnings.append(job.document.format_problem(("checkpoint", "grace_seconds"), message))
 
 
+def check_text(job: BaseTrainer, findings: Findings) -> list[str]:
+    """Check the text that the job would tokenise first, and return the names of what is not tokenised yet.
+
+    If the model's vocabulary is that of the data, it becomes the largest one that the tokenizer may have.
+    """
+    names: list[str] = []
+    with findings.collect():
+        names = job.find_untokenised() if job.texts else []
+    unfinished = [text_job for text, text_job in job.texts if text.name in names]
+    for text_job in unfinished:
+        with findings.collect():
+            text_job.find_text()
+    with findings.collect():
+        for text_job in unfinished[:1]:
+            job.validate_vocabulary(text_job)
+            builder, size = job.setup_builder, text_job.vocabulary_size
+            if not builder.has_vocabulary_size:
+                model = builder.config.model.model_copy(update={"vocabulary_size": size})
+                config = builder.config.model_copy(update={"model": model})
+                job.setup_builder = dataclasses.replace(builder, config=config)
+            text_job.setup(Hosts.single_process())
+    if names:
+        message = (
+            f"the text of {', '.join(names)} is tokenised at the first start; its number of tokens is not known yet"
+        )
+        findings.warnings.append(job.document.format_problem(("config", "data"), message))
+    return names
+
+
 @dataclass(frozen=True)
 class DataCheck:
     """Result of checking the data of a job.
@@ -171,10 +202,15 @@ def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dat
     return None, not setup_builder.needs_data
 
 
-def check_data(setup_builder: TrainSetupBuilder, findings: Findings, num_hosts: int) -> DataCheck:
+def check_data(job: BaseTrainer, findings: Findings, num_hosts: int) -> DataCheck:
     """Check the data: load them, compare their size with the budget, and read one host's part of the first batch."""
     section = Section("data")
-    began = time.perf_counter()
+    if names := check_text(job, findings):
+        for text, _ in job.texts:
+            if text.name in names:
+                section.add(f"text of {text.name}", text.source, "text", "counted")
+        return DataCheck(section, False, not job.setup_builder.needs_data)
+    setup_builder, began = job.setup_builder, time.perf_counter()
     dataset, can_build_step = load_data(setup_builder, findings)
     if dataset is None:
         return DataCheck(section, False, can_build_step)

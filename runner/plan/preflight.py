@@ -145,7 +145,7 @@ def _make_trainer_sections(
             warn(format_first_estimate(job, build_first_setup(job, machine), machine))
 
     # Data, directory and mesh are each checked, whatever the others say.
-    data = checks.check_data(job.setup_builder, findings, 1 if machine is None else machine.num_hosts)
+    data = checks.check_data(job, findings, 1 if machine is None else machine.num_hosts)
     sections = [data.section, checks.check_directory(job, data.is_found, findings)]
     mesh = None
     if machine is not None:
@@ -222,7 +222,7 @@ def _make_trainer_sections(
                     sections.append(make_comparison_section(forecast, planned_bytes, rows))
     checkpoint = _make_checkpoint_section(job, abstract_state, machine, step_seconds, findings)
     sections += [checkpoint, report.make_compilation_section(program)]
-    if len(job.stages) > 1:
+    if len(job.stages) > 1 and data.is_found:
         sections += make_stage_sections(job, train_setup, machine, step_seconds, findings)
     return sections
 

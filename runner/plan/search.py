@@ -23,7 +23,7 @@ from runner.console import warn
 from runner.errors import InvalidError
 from runner.parallel.mesh import resolve_mesh_sizes
 from runner.plan import checks, report
-from runner.plan.checks import Findings, load_data
+from runner.plan.checks import Findings, check_text, load_data
 from runner.plan.figures import format_amount
 from runner.plan.mesh import MeshSizes, iter_meshes, order_sizes
 from runner.plan.prediction import SINGLE_DEVICE, Prediction, Predictor, build_abstract
@@ -139,8 +139,10 @@ class Search:
         """
         findings = Findings()
         job = checks.open_job(self.load_document(more), findings)
-        if isinstance(job, BaseTrainer) and load_data(job.setup_builder, findings)[1]:
-            return job
+        if isinstance(job, BaseTrainer):
+            can_build_step = bool(check_text(job, findings)) or load_data(job.setup_builder, findings)[1]
+            if can_build_step and not findings.problems:
+                return job
         raise InvalidError(
             "\n".join(findings.problems)
             or f"{self._spec}: only a trainer has steps to search for; plan it without --search"

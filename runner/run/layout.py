@@ -27,6 +27,7 @@ from runner.storage import (
     validate_url,
 )
 
+TEXT_FOLDER = "tokenise"  # of the jobs that tokenise the text of a run, each in a directory with the layout of a run
 # Checked before anything is claimed, so that no run fails late because of a wrong entry.
 LAYOUT = {
     "job.json": "a file",
@@ -41,6 +42,7 @@ LAYOUT = {
     "waiting": "a directory",
     "logs": "a directory",
     "assets": "a directory",
+    TEXT_FOLDER: "a directory",
     "profiles": "a directory",
     "tensorboard": "a directory",
     "wandb": "a directory",

@@ -134,6 +134,13 @@ def install_log_file() -> None:
     LOGGER.addHandler(handler)
 
 
+def begin_next_log_file() -> None:
+    """Collect the records from now on for the log file of another job of this process, if it has one."""
+    if _list_log_files():
+        drain_log_file()
+        install_log_file()
+
+
 def drain_log_file() -> None:
     """Give the log file of this process, if there is one, some seconds to reach the directory. Never raises."""
     for handler in _list_log_files():

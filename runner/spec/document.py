@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -217,27 +217,36 @@ class Document:
     Attributes:
         data: plain data.
         locations: location of every key, and of the document under the empty path.
-        written: the data without what `fill_in` has added; None if that is nothing.
+        unfilled: the data without what `fill_in` has added; None if that is nothing.
+        written: paths of keys or sections of `data` that the user has written under another path, and that path.
+            `locations` and messages have the paths that the user has written.
     """
 
     data: dict[str, Any]
     locations: dict[KeyPath, SpecLocation]
-    written: Section | None = None
+    unfilled: Section | None = None
+    written: Mapping[KeyPath, KeyPath] = field(default_factory=dict)
 
     def compute_digest(self) -> str:
         """Return a digest of the data as written, which is the same for the same spec and overrides."""
         # Supervisors compute it too, and they read nothing but the spec.
-        written = self.data if self.written is None else self.written
-        return hashlib.sha256(json.dumps(written, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        given = self.data if self.unfilled is None else self.unfilled
+        return hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def find_written(self, path: KeyPath) -> KeyPath:
+        """Return the path under which the user has written a key of `data`."""
+        number = next((n for n in range(len(path), 0, -1) if path[:n] in self.written), 0)
+        return (*self.written[path[:number]], *path[number:]) if number else path
 
     def locate(self, path: KeyPath) -> SpecLocation:
         """Return the location of `path`, or of the innermost mapping around it that was written."""
+        path = self.find_written(path)
         # The empty path is always known, so this finds something.
         return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
     def format_problem(self, path: KeyPath, message: str) -> str:
         """Return `location: key: message` as one line."""
-        return self.locate(path).format_problem(path, message)
+        return self.locate(path).format_problem(self.find_written(path), message)
 
     def format_problems(self, problems: Sequence[tuple[KeyPath, str]]) -> str:
         """Return a line for each problem. One `--set` is shown with its first problem only, because it may be long.
@@ -252,9 +261,9 @@ class Document:
             location, message = self.locate(path), "; ".join(messages)
             is_repeated = location is previous and location.key != ""
             lines.append(
-                f"  {escape_unprintable('.'.join(path))}: {escape_unprintable(message)}"
+                f"  {escape_unprintable('.'.join(self.find_written(path)))}: {escape_unprintable(message)}"
                 if is_repeated
-                else location.format_problem(path, message)
+                else self.format_problem(path, message)
             )
             previous = location
         return "\n".join(lines)
@@ -271,7 +280,7 @@ class Document:
         origin = changes[-1][0]
         whole = SpecLocation(f"{self.locate(origin).text}: {'.'.join(origin)}", key=".".join(section))
         kept = {path: place for path, place in self.locations.items() if path[: len(section)] != section}
-        changed = Document(copy.deepcopy(self.data), {**kept, section: whole})
+        changed = Document(copy.deepcopy(self.data), {**kept, section: whole}, written=self.written)
         for origin, values in changes:
             for key, value in values.items():
                 path, place = (*section, *key.split(".")), self.locate((*origin, key))
@@ -287,7 +296,8 @@ class Document:
         """
         place, name = self.locate(origin), ".".join(origin)
         derived = SpecLocation(place.text if place.key == name else f"{place.text}: {name}", place.line)
-        filled = Document(copy.deepcopy(self.data), {**self.locations}, self.data)
+        unfilled = self.data if self.unfilled is None else self.unfilled
+        filled = Document(copy.deepcopy(self.data), {**self.locations}, unfilled, self.written)
         branch = filled.data
         for n, key in enumerate(section, 1):
             if branch.get(key) is None:

@@ -111,7 +111,8 @@ def _explain(
         if kind == "missing":
             yield path, f"missing key {detail['loc'][-1]}"
         elif kind == "extra_forbidden":
-            prefix = ".".join(path[:-1]) + "." if document.locate(path).key and path[:-1] else ""
+            above = ".".join(document.find_written(path[:-1]))
+            prefix = f"{above}." if document.locate(path).key and above else ""
             yield path, f"unknown key{suggest_choices(path[-1], _list_keys(model, inner[:-1], data), prefix)}"
         elif kind == "union_tag_not_found":
             yield path, f"missing key {_get_tag(detail)}"

@@ -373,7 +373,7 @@ def test_damaged_lines_are_skipped_up_to_the_limit(tmp_path, capsys):
 
 def test_messages_need_a_template(tmp_path):
     (said,) = read(tmp_path / "lines.jsonl", [{"messages": TURNS}], Renderer(None))
-    assert said.endswith("lines.jsonl:1: has messages, which need config.chat.template")
+    assert said.endswith("lines.jsonl:1: has messages, which need chat.template")
 
 
 def test_the_marker_character_is_rejected_in_a_dialogue(tmp_path):

@@ -130,10 +130,67 @@ def test_mxfp4_is_dequantised_on_every_mesh(tmp_path: Path, axes: tuple[Any, ...
         np.testing.assert_array_equal(np.asarray(leaf, np.float32), expected[name])
 
 
+class Linear(SmallFamily):
+    """Family with one linear module, and a norm in the type of the parameters."""
+
+    def pieces(self) -> list[TensorPiece]:
+        return [TensorPiece("linear.weight", "kernel", transpose=True), TensorPiece("norm.weight", "scale")]
+
+
+def write_fp8(directory: Path) -> dict[str, np.ndarray]:
+    """Write blocks of eight-bit values, the last ones cut off, and return the leaves that they are."""
+    generator = np.random.default_rng(0)
+    values_OxI = generator.normal(0, 30, (296, 160)).astype(ml_dtypes.float8_e4m3fn)
+    scales_3x2 = generator.uniform(0.001, 2, (3, 2)).astype(np.float32)
+    norm = generator.normal(0, 1, 8).astype(np.float32)
+    files = {"linear.weight": values_OxI, "linear.weight_scale_inv": scales_3x2, "norm.weight": norm}
+    write_export(directory, files, 2, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    expected_OxI = np.array(
+        [[float(values_OxI[o, i]) * float(scales_3x2[o // 128, i // 128]) for i in range(160)] for o in range(296)]
+    )
+    return {"params.kernel": expected_OxI.T.astype(np.float32), "params.scale": norm}
+
+
+@pytest.mark.parametrize(
+    "axes", [(), ("data", "tensor"), (None, ("data", "tensor")), (("fsdp", "data"), None)], ids=str
+)
+def test_fp8_is_dequantised_on_every_mesh(tmp_path: Path, axes: tuple[Any, ...], monkeypatch: Any):
+    monkeypatch.setattr(read, "SPAN_BYTES", 1000)
+    expected = write_fp8(tmp_path / "hf")
+    mesh = make_full_mesh(2, 2, 2)
+    specs = {"params.kernel": PartitionSpec(*axes), "params.scale": PartitionSpec()}
+    like = {
+        name: jax.device_put(jnp.zeros(value.shape, jnp.float32), NamedSharding(mesh, specs[name]))
+        for name, value in expected.items()
+    }
+    for name, leaf in load(tmp_path / "hf", like, family=Linear()).items():
+        np.testing.assert_array_equal(np.asarray(leaf), expected[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear.weight": None}, r"tensor linear.weight_scale_inv has no linear.weight"),
+        ({"linear.weight_scale_inv": np.zeros((2, 2), np.float32)}, r"F32\[2, 2\], which is not FP8 in blocks of 128"),
+        ({"linear.weight": np.zeros((296, 160), np.float16)}, r"F16\[296, 160\] and F32\[3, 2\], which is not FP8"),
+    ],
+)
+def test_files_of_fp8_that_do_not_fit_are_refused_in_one_line(tmp_path: Path, changes: Any, message: str):
+    files = {
+        "linear.weight": np.zeros((296, 160), ml_dtypes.float8_e4m3fn),
+        "linear.weight_scale_inv": np.zeros((3, 2), np.float32),
+    }
+    files = {name: value for name, value in (files | changes).items() if value is not None}
+    write_export(tmp_path / "hf", files, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(InvalidError, match=message) as refused:
+        open_published_weights(str(tmp_path / "hf"))
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        ("gptq", {}, r"quantization_config.quant_method gptq is not read; needs mxfp4, or weights of type F64, F32"),
+        ("gptq", {}, r"quantization_config.quant_method gptq is not read; needs fp8 or mxfp4, or weights of type F64"),
         (None, {}, r"quant_method None is not read"),
         (["mxfp4"], {}, r"quant_method \['mxfp4'\] is not read"),
         ("mxfp4", {"experts_scales": None}, r"tensor experts_blocks has no experts_scales"),

@@ -18,7 +18,7 @@ def run_check(tmp_path: Path, findings: Findings | None = None, num_hosts: int =
         tmp_path / "run",
         **{"config.data": {"sequence_length": 16, **data}, "config.model.vocabulary_size": 4096},
     )
-    return check_data(job.setup_builder, findings or Findings(), num_hosts)
+    return check_data(job, findings or Findings(), num_hosts)
 
 
 def list_figures(found: DataCheck) -> dict[str, Any]:
