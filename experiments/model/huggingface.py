@@ -13,7 +13,6 @@ from typing import Any
 from experiments.model.config import DecoderConfig
 from experiments.model.config_json import FAMILIES, ConfigFormat, Json, find_text_config, parse_config_json
 from experiments.model.moe import BALANCE
-from experiments.model.rotary import Rope, YarnScaling
 from runner.errors import InvalidError
 from runner.huggingface.mapping import Family, TensorPiece
 
@@ -259,7 +258,11 @@ def _canonicalise(config: DecoderConfig) -> Json:
         "bias": config.bias.model_dump(),
         "layer_pattern": kinds,
         "window": config.window,
-        "rope": {kind: _canonicalise_rope(config.get_rope(kind)) for kind in sorted(set(kinds))},
+        "rope": {
+            kind: rope and rope.resolve().model_dump()
+            for kind in sorted(set(kinds))
+            for rope in [config.get_rope(kind)]
+        },
         "query_scale": float(f"{scale:.9g}"),
         "embedding_scale": float(f"{embedding:.9g}"),
         "attention_softcap": config.attention_softcap,
@@ -268,13 +271,6 @@ def _canonicalise(config: DecoderConfig) -> Json:
         "logit_scale": float(f"{config.width_ratio:.9g}"),
         "moe": experts,
     }
-
-
-def _canonicalise_rope(rope: Rope | None) -> Json | None:
-    if rope is None or not isinstance(rope.scaling, YarnScaling):
-        return rope and rope.model_dump()
-    factor = float(f"{rope.scaling.rotation_factor:.9g}")
-    return rope.model_dump() | {"scaling": rope.scaling.model_dump() | {"attention_factor": factor}}
 
 
 def _format(value: Any) -> str:

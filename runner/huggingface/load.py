@@ -92,16 +92,12 @@ def read_leaf(store: Store, versions: Mapping[str, Version], sources: Sources, l
 def fill_blocks(store: Store, versions: Mapping[str, Version], sources: Sources, blocks: Blocks) -> None:
     """Read the elements of a leaf's tensors into the blocks that contain them."""
     present = [(piece, tensor) for piece, tensor in sources if tensor is not None]
-
-    def fill_piece(source: tuple[TensorPiece, PublishedTensor], run: Callable[..., Iterable[None]]) -> None:
-        _fill_piece(store, versions, *source, blocks, run)
-
     # Either the spans of one tensor are read in parallel, or whole tensors: never more than `NUM_READERS` requests.
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as pool:
         if len(present) == 1:
-            fill_piece(present[0], pool.map)
+            _fill_piece(store, versions, *present[0], blocks, pool.map)
         else:
-            list(pool.map(lambda source: fill_piece(source, map), present))
+            list(pool.map(lambda source: _fill_piece(store, versions, *source, blocks, map), present))
 
 
 def compute_bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
