@@ -172,11 +172,11 @@ class DecoderFiles(Family):
             tensors, leaves = f"{tensors}.mlp", f"{leaves}.moe"
             pieces.append(TensorPiece(f"{tensors}.router.weight", f"{leaves}.router", (index,), transpose=True))
             pieces.append(TensorPiece(f"{tensors}.router.bias", f"{leaves}.router_bias", (index,)))
-            for leaf, (tensor, first) in _STACKED_EXPERTS.items():
-                axis = 1 if leaf.endswith("_bias") else 2
-                part = None if first is None else (axis, first, 2 * config.expert_width)
-                tensor, step = f"{tensors}.experts.{tensor}", 1 if first is None else 2
-                pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index,), part=part, step=step))
+            for leaf, (name, first) in _STACKED_EXPERTS.items():
+                axis, step = 1 if leaf.endswith("_bias") else 2, 1 if first is None else 2
+                turn = None if first is None else (axis, first, 2 * config.expert_width)
+                tensor = f"{tensors}.experts.{name}"
+                pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index,), part=turn, step=step))
             return pieces
         tensors, leaves = f"{tensors}.{block}", f"{leaves}.moe"
         pieces.append(TensorPiece(f"{tensors}.gate.weight", f"{leaves}.router", (index,), transpose=True))
