@@ -15,7 +15,6 @@ from typing import Any
 from experiments.model.config import DecoderConfig, LayerKind
 from experiments.model.config_json import FAMILIES, ConfigFormat, ExtraFiles, Json, find_text_config, parse_config_json
 from experiments.model.moe import BALANCE
-from experiments.model.rotary import Rope, YarnScaling
 from runner.errors import InvalidError
 from runner.huggingface.mapping import Family, TensorPiece
 
@@ -248,11 +247,11 @@ class DecoderFiles(Family):
             tensors, leaves = f"{tensors}.mlp", f"{leaves}.moe"
             pieces.append(TensorPiece(f"{tensors}.router.weight", f"{leaves}.router", (index,), transpose=True))
             pieces.append(TensorPiece(f"{tensors}.router.bias", f"{leaves}.router_bias", (index,)))
-            for leaf, (tensor, first) in _STACKED_EXPERTS.items():
+            for leaf, (name, first) in _STACKED_EXPERTS.items():
                 axis, step = 1 if leaf.endswith("_bias") else 2, 1 if first is None else 2
-                part_of = None if first is None else (axis, first, 2 * config.expert_width)
-                whole = f"{tensors}.experts.{tensor}"
-                pieces.append(TensorPiece(whole, f"{leaves}.{leaf}", (index,), part=part_of, step=step))
+                turn = None if first is None else (axis, first, 2 * config.expert_width)
+                tensor = f"{tensors}.experts.{name}"
+                pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index,), part=turn, step=step))
             return pieces
         shared = "shared_expert" if moe.shared_gate else "shared_experts"
         tensors, leaves = f"{tensors}.{block}", f"{leaves}.moe"
@@ -341,7 +340,11 @@ def _canonicalise(config: DecoderConfig) -> Json:
         "bias": config.bias.model_dump(),
         "layer_pattern": kinds,
         "window": config.window,
-        "rope": {kind: _canonicalise_rope(config.get_rope(kind)) for kind in sorted(set(kinds))},
+        "rope": {
+            kind: rope and rope.resolve().model_dump()
+            for kind in sorted(set(kinds))
+            for rope in [config.get_rope(kind)]
+        },
         "query_scale": float(f"{scale:.9g}"),
         "embedding_scale": float(f"{embedding:.9g}"),
         "attention_softcap": config.attention_softcap,
@@ -350,15 +353,6 @@ def _canonicalise(config: DecoderConfig) -> Json:
         "logit_scale": float(f"{config.width_ratio:.9g}"),
         "moe": experts,
     }
-
-
-def _canonicalise_rope(rope: Rope | None) -> Json | None:
-    if rope is None:
-        return None
-    if not isinstance(rope.scaling, YarnScaling):
-        return rope.model_dump()
-    factor = float(f"{rope.scaling.rotation_factor:.9g}")
-    return rope.model_dump() | {"scaling": rope.scaling.model_dump() | {"attention_factor": factor}}
 
 
 def _format(value: Any) -> str:

@@ -92,6 +92,13 @@ class Rope(FrozenModel):
         default=1.0, le=1.0, description="Share of a head that is rotated: its first elements."
     )
 
+    def resolve(self) -> "Rope":
+        """Return the same rotary positions with `auto` resolved to nine digits."""
+        if not isinstance(self.scaling, YarnScaling):
+            return self
+        factor = float(f"{self.scaling.rotation_factor:.9g}")
+        return self.model_copy(update={"scaling": self.scaling.model_copy(update={"attention_factor": factor})})
+
 
 class Rotation(NamedTuple):
     """Cosines and sines that rotate queries and keys at given positions; B is 1 if all sequences share them."""

@@ -103,16 +103,12 @@ def read_leaf(store: Store, versions: Mapping[str, Version], sources: Sources, l
 def fill_blocks(store: Store, versions: Mapping[str, Version], sources: Sources, blocks: Blocks) -> None:
     """Read the elements of a leaf's tensors into the blocks that contain them."""
     present = [(piece, tensor) for piece, tensor in sources if tensor is not None]
-
-    def fill_piece(source: tuple[TensorPiece, PublishedTensor], run: Callable[..., Iterable[None]]) -> None:
-        _fill_piece(store, versions, *source, blocks, run)
-
     # Either the spans of one tensor are read in parallel, or whole tensors: never more than `NUM_READERS` requests.
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as pool:
         if len(present) == 1:
-            fill_piece(present[0], pool.map)
+            _fill_piece(store, versions, *present[0], blocks, pool.map)
         else:
-            list(pool.map(lambda source: fill_piece(source, map), present))
+            list(pool.map(lambda source: _fill_piece(store, versions, source[0], source[1], blocks, map), present))
 
 
 def compute_bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
@@ -174,8 +170,8 @@ def _fill_piece(
     for target, box, steps in wanted:
         target = target.swapaxes(-1, -2) if piece.transpose else target
         axes = [range(*bounds, step) for bounds, step in zip(box, steps, strict=True)]
-        own: tuple[Any, ...] = tuple(slice(len(axis)) for axis in axes)
-        target = target[(*own, ...)]  # with the dots a scalar is an array too
+        places: list[Any] = [*(slice(len(axis)) for axis in axes), ...]
+        target = target[tuple(places)]
         # Along the first axis a part at a time: conversion needs a copy, of quantised tensors one that is much larger.
         num_rows = max(1, SPAN_BYTES // (4 * math.prod(map(len, axes[1:]))))
         for first in range(0, len(axes[0]) if axes else 1, num_rows):
@@ -183,7 +179,7 @@ def _fill_piece(
             parts = [*(axis[rows] for axis in axes[:1]), *axes[1:]]
             found = tensor.decode(arrays, tuple(slice(part.start, part.stop, part.step) for part in parts))
             found = found.astype(np.float32) if found.dtype.itemsize == 8 else found
-            target[(rows, ...) if axes else ...] = found.astype(target.dtype)
+            target[rows if axes else ...] = found.astype(target.dtype)
 
 
 def list_byte_spans(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:

@@ -11,11 +11,11 @@ end of the file.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -219,7 +219,7 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
 # config.json. To read another kind, add its `QuantisedFormat` to `QUANTISED_FORMATS`.
 
 
-class QuantisedFormat(NamedTuple):
+class QuantisedFormat(Protocol):
     """Form of quantised tensors.
 
     Attributes:
@@ -227,20 +227,21 @@ class QuantisedFormat(NamedTuple):
         suffixes: endings of the names of the stored tensors, which replace `suffix`.
         suffix: ending of the name of the tensor itself.
         dtypes: types of the stored tensors in the format of the files.
-        compute_shape: function of the shapes of the stored tensors that returns the shape of the values, or None if
-            they do not fit.
-        find_boxes: function of a box of the values that returns the box of each stored tensor which holds it.
-        decode: function of the arrays of the stored tensors, and of a non-empty index into the values, that returns
-            these in float32.
     """
 
     name: str
     suffixes: tuple[str, ...]
     suffix: str
     dtypes: tuple[str, ...]
-    compute_shape: Callable[[Sequence[tuple[int, ...]]], tuple[int, ...] | None]
-    find_boxes: Callable[[Box], list[Box]]
-    decode: Callable[[Sequence[np.ndarray], tuple[slice, ...]], np.ndarray]
+
+    def compute_shape(self, stored: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Return the shape of the values from those of the stored tensors; None if these do not fit each other."""
+
+    def find_boxes(self, box: Box) -> list[Box]:
+        """Return the box of each stored tensor that holds a box of the values."""
+
+    def decode(self, arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+        """Return the values at a non-empty index in float32, from the arrays of the stored tensors."""
 
 
 class QuantisedTensor(NamedTuple):
@@ -271,82 +272,79 @@ class QuantisedTensor(NamedTuple):
 
 PublishedTensor = TensorLocation | QuantisedTensor
 
-# MXFP4 (Open Compute Project, Microscaling Formats, 2023), as in GPT-OSS: groups of 32 inputs share a power of two
-# (E8M0), and two values of four bits (E2M1) share a byte, the first one in its lower half. Matrices of experts are
-# stored as (E, O, G, 16) with the scales (E, O, G), and their values are (E, I, O), with I = 32 G.
-_GROUP = 32
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _E2M1_PAIRS = np.concatenate([_E2M1, -_E2M1])[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)]
 _E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
-def _compute_mxfp4_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    blocks, scales = shapes
-    if len(blocks) != 4 or blocks[:3] != scales or 2 * blocks[3] != _GROUP:
-        return None
-    return blocks[0], blocks[2] * _GROUP, blocks[1]
+class Mxfp4(QuantisedFormat):
+    """MXFP4 (Open Compute Project, Microscaling Formats, 2023), as in GPT-OSS.
+
+    Groups of 32 inputs share a power of two (E8M0). Two values of four bits (E2M1) share a byte, the first one in its
+    lower half. Matrices of experts are stored as (E, O, G, 16) with scales (E, O, G), and their values are (E, I, O),
+    with I = 32 G.
+    """
+
+    name, suffixes, suffix, dtypes = "MXFP4", ("_blocks", "_scales"), "", ("U8", "U8")
+    group = 32
+
+    def compute_shape(self, stored: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Return (E, I, O) for blocks (E, O, G, 16) and scales (E, O, G)."""
+        blocks, scales = stored
+        if len(blocks) != 4 or blocks[:3] != scales or 2 * blocks[3] != self.group:
+            return None
+        return blocks[0], blocks[2] * self.group, blocks[1]
+
+    def find_boxes(self, box: Box) -> list[Box]:
+        """Return the boxes of blocks and of scales."""
+        experts, (start, stop), outputs = box
+        scales = [experts, outputs, (start // self.group, -(-stop // self.group))]
+        return [[*scales, (0, self.group // 2)], scales]
+
+    def decode(self, arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+        """Return values (E, I, O), in float32."""
+        experts, inputs, outputs = index
+        first = inputs.start // self.group
+        stored = experts, outputs, slice(first, -(-inputs.stop // self.group))
+        blocks_ExOxGxB, scales_ExOxG = (array[stored] for array in arrays)
+        values_ExOxGxBx2 = _E2M1_PAIRS[blocks_ExOxGxB] * _E8M0[scales_ExOxG][..., None, None]
+        values_ExOxI = values_ExOxGxBx2.reshape(*scales_ExOxG.shape[:2], -1)
+        skipped = first * self.group
+        return values_ExOxI[..., inputs.start - skipped : inputs.stop - skipped : inputs.step].swapaxes(1, 2)
 
 
-def _find_mxfp4_boxes(box: Box) -> list[Box]:
-    experts, (start, stop), outputs = box
-    scales = [experts, outputs, (start // _GROUP, -(-stop // _GROUP))]
-    return [[*scales, (0, _GROUP // 2)], scales]
+class Fp8(QuantisedFormat):
+    """FP8 as in DeepSeek V3: blocks of 128 x 128 values of eight bits (E4M3) share a float32 scale."""
 
-
-def _decode_mxfp4(arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
-    experts, inputs, outputs = index
-    first = inputs.start // _GROUP
-    stored = experts, outputs, slice(first, -(-inputs.stop // _GROUP))
-    blocks_ExOxGxB, scales_ExOxG = (array[stored] for array in arrays)
-    values_ExOxGxBx2 = _E2M1_PAIRS[blocks_ExOxGxB] * _E8M0[scales_ExOxG][..., None, None]
-    values_ExOxI = values_ExOxGxBx2.reshape(*scales_ExOxG.shape[:2], -1)
-    skipped = first * _GROUP
-    return values_ExOxI[..., inputs.start - skipped : inputs.stop - skipped : inputs.step].swapaxes(1, 2)
-
-
-# FP8 as in DeepSeek V3: blocks of 128 x 128 values of eight bits (E4M3) share a float32 scale.
-_BLOCK = 128
-
-
-def _compute_fp8_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    values, scales = shapes
-    return values if len(values) == 2 and scales == tuple(-(-size // _BLOCK) for size in values) else None
-
-
-def _find_fp8_boxes(box: Box) -> list[Box]:
-    return [box, [(start // _BLOCK, -(-stop // _BLOCK)) for start, stop in box]]
-
-
-def _decode_fp8(arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
-    values, scales = arrays
-    blocks = np.ix_(*(np.arange(axis.start, axis.stop, axis.step) // _BLOCK for axis in index))
-    found: np.ndarray = values[index].astype(np.float32) * scales[blocks]
-    return found
-
-
-QUANTISED_FORMATS = {  # by `quant_method`
-    "fp8": QuantisedFormat(
+    name, suffixes, suffix, dtypes = (
         "FP8 in blocks of 128",
         (".weight", ".weight_scale_inv"),
         ".weight",
         ("F8_E4M3", "F32"),
-        _compute_fp8_shape,
-        _find_fp8_boxes,
-        _decode_fp8,
-    ),
-    "mxfp4": QuantisedFormat(
-        "MXFP4",
-        ("_blocks", "_scales"),
-        "",
-        ("U8", "U8"),
-        _compute_mxfp4_shape,
-        _find_mxfp4_boxes,
-        _decode_mxfp4,
-    ),
-}
+    )
+    block = 128
+
+    def compute_shape(self, stored: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Return the shape of the values, (O, I)."""
+        values, scales = stored
+        return values if len(values) == 2 and scales == tuple(-(-size // self.block) for size in values) else None
+
+    def find_boxes(self, box: Box) -> list[Box]:
+        """Return the boxes of values and of scales."""
+        return [box, [(start // self.block, -(-stop // self.block)) for start, stop in box]]
+
+    def decode(self, arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+        """Return values (O, I), in float32."""
+        values, scales = arrays
+        blocks = np.ix_(*(np.arange(axis.start, axis.stop, axis.step) // self.block for axis in index))
+        found: np.ndarray = values[index].astype(np.float32) * scales[blocks]
+        return found
 
 
-def _join_quantised(
+QUANTISED_FORMATS: dict[str, QuantisedFormat] = {"fp8": Fp8(), "mxfp4": Mxfp4()}  # by `quant_method`
+
+
+def join_quantised_tensors(
     url: str, config: JsonObject, tensors: Mapping[str, TensorLocation]
 ) -> tuple[dict[str, PublishedTensor], list[str]]:
     """Return the tensors with each quantised one in the place of those that store it, and what is wrong with them.
@@ -455,7 +453,7 @@ def open_published_weights(where: str | Store) -> PublishedWeights:
                     f"{store.url}/{INDEX_FILE}: tensor {name} is in {tensors[name].file}, not in {index[name]}"
                 )
     if not problems:
-        joined, problems = _join_quantised(store.url, config, tensors)
+        joined, problems = join_quantised_tensors(store.url, config, tensors)
     if problems:
         raise InvalidError("\n".join(sorted(problems)))
     versions = {file: header.version for file, header in zip(files, headers, strict=True)}

@@ -140,8 +140,9 @@ class Search:
         findings = Findings()
         job = checks.open_job(self.load_document(more), findings)
         if isinstance(job, BaseTrainer):
-            can_build_step = bool(check_text(job, findings)) or load_data(job.setup_builder, findings)[1]
-            if can_build_step and not findings.problems:
+            is_untokenised = bool(check_text(job, findings))
+            # Data that cannot be read are no problem if the spec has what the step depends on.
+            if not findings.problems and (is_untokenised or load_data(job.setup_builder, findings)[1]):
                 return job
         raise InvalidError(
             "\n".join(findings.problems)
