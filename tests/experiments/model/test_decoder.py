@@ -74,9 +74,9 @@ LATENT = {
 }
 # Linear layers beside gated attention that rotates a part of each head.
 HYBRID = LLAMA | {
-    "layers": 5,
+    "layers": 3,
     "head_dim": 8,
-    "layer_pattern": ["linear", "linear", "full"],
+    "layer_pattern": ["linear", "full"],
     "linear": {"key_heads": 8, "value_heads": 16, "key_head_dim": 4, "value_head_dim": 6},
     "attention_gate": True,
     "query_key_norm": "head",
