@@ -29,11 +29,13 @@ from tests.experiments.model.test_decoder import (
     make_decoder,
 )
 from tests.experiments.test_documents import LENGTHS, make_documents, make_single_document_batch, pack_documents
-from tests.support.tiny_jobs import format_mesh, make_gpt
+from tests.support.tiny_jobs import make_gpt
 
 B, T, K, R, P, W = 2, 150, 2, 2, 4, 3
 # With a router that sends tokens to experts, and a shared expert with a gate.
 HYBRID = FAMILIES["hybrid"] | {
+    "layers": 2,
+    "layer_pattern": ["linear", "full"],
     "moe": {"experts": 8, "experts_per_token": 2, "shared_experts": 1, "shared_gate": True, "shared_width": 24},
     "mlp_width": 16,
 }
@@ -106,11 +108,16 @@ def test_gradients_of_chunks_equal_those_of_the_recurrence():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("remat", ["none", "dots", "layers"])
 @pytest.mark.parametrize(
-    "sizes",
-    [{"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"expert": 4, "tensor": 2}],
-    ids=format_mesh,
+    ("sizes", "remat"),
+    [
+        ({"data": 8}, "none"),
+        ({"fsdp": 8}, "dots"),
+        ({"tensor": 8}, "layers"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "dots"),
+        ({"expert": 4, "tensor": 2}, "layers"),
+    ],
+    ids=str,
 )
 def test_packed_documents_on_many_devices_equal_single_ones(sizes, remat):
     # Without the loss of routers, which is a mean over a sequence.
