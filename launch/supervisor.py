@@ -29,10 +29,9 @@ from typing import NamedTuple
 
 from runner.console import say
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE, RunnerError
-from runner.history.reader import read_history
+from runner.history.reader import open_text_stores, read_history
 from runner.history.records import History
 from runner.process import STANDBY_BYTES, STANDBY_VARIABLE, STOP_SIGNALS, read_free_memory_bytes
-from runner.run.layout import TEXT_FOLDER
 from runner.spec import Document, load_document, validate_spec
 from runner.storage import Store, iterate_log, open_store, parse_number
 
@@ -92,8 +91,7 @@ def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
         document = load_document(spec, list(overrides))
         store, digest = open_job_store(document), document.compute_digest()
         own = read_store_progress(store, digest)
-        urls = [f"{store.url}/{TEXT_FOLDER}/{name}" for name in store.list_names(TEXT_FOLDER)]
-        texts = [read_store_progress(open_store(url), digest) for url in urls]
+        texts = [read_store_progress(text, digest) for text in open_text_stores(store)]
     except (RunnerError, OSError):
         return JobProgress()
     return own._replace(

@@ -32,6 +32,7 @@ from runner.data.open_source import RawText, restore_text, split_text
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE, Clock
 from runner.distributed.preemption import StopNotice
+from runner.distributed.watchdog import Watchdog
 from runner.errors import DeviceError, DivergedError, InvalidError, PhaseError, PreemptedError, ResumeError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
@@ -45,6 +46,7 @@ from runner.metrics.window import SpikeError
 from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
 from runner.process import report_faulty_host
+from runner.run.attempt import IncidentRecorder
 from runner.run.events import ROLL_BACK_FOLDER
 from runner.run.fence import RunIdentity
 from runner.run.layout import read_owner, read_result
@@ -831,15 +833,23 @@ class BaseTrainer(RestoreableJob):
 
     def run_earlier_jobs(self, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
         """Tokenise the texts of `config.data.tokenise` that are not tokenised yet."""
-        names = hosts.run_on_main(self.find_untokenised) if self.texts else []
-        if names:
+        if not self.texts:
+            return
+        incidents = IncidentRecorder()
+        # Each job has a watchdog of its own, and these checks wait for process 0 and its storage too.
+        with Watchdog(
+            hosts, self.spec.deadlines, clock, incidents.on_verdict, incidents.on_straggler, incidents.on_progress
+        ):
+            names = hosts.run_on_main(self.find_untokenised)
+            if not names:
+                return
             # What can be checked without the data is checked before work of hours.
             self.validate_devices(hosts)
             self.setup_builder.validate_keys_read()
             self.setup_builder.make_mesh(jax.devices())
-        unfinished = [(text, job) for text, job in self.texts if text.name in names]
-        for _, job in unfinished:
-            hosts.run_on_main(job.find_text)
+            unfinished = [(text, job) for text, job in self.texts if text.name in names]
+            for _, job in unfinished:
+                hosts.run_on_main(job.find_text)
         for text, job in unfinished:
             self.validate_vocabulary(job)
             if hosts.is_main:
@@ -847,7 +857,7 @@ class BaseTrainer(RestoreableJob):
             job(hosts, stop, clock)
             clock.begin_next_job()
             begin_next_log_file()
-        if names and stop.poll():
+        if stop.poll():
             raise PreemptedError("stopped as asked; the text is tokenised; run the same command again to train on it")
 
     def validate_vocabulary(self, job: TextJob) -> None:

@@ -95,7 +95,8 @@ class TokeniseConfig(JobConfig):
     source: str = Field(
         min_length=1,
         description="python-stdlib, or a path, glob, or gs://, s3:// or az:// prefix or glob, of text files, lines of "
-        "JSON (.jsonl, .json, .ndjson, also with .gz, .zst, .zstd, .bz2, .xz), .parquet or .arrow files.",
+        "JSON (.jsonl, .json, .ndjson, also with .gz, .zst, .zstd, .bz2, .xz), .parquet or .arrow files; or such files "
+        "of a data set on the Hugging Face Hub, as hf://datasets/OWNER/NAME@REVISION/PATH.",
     )
     field: str = Field(
         default="text", min_length=1, description="Key of a line, or column of a table, that holds the text."

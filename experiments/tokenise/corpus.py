@@ -162,6 +162,11 @@ def _read_sources(store: Store) -> list[SourceEntry] | None:
         raise DataError(f"{store.url}/{SOURCES} is damaged ({error}); remove {store.url} and run again") from error
 
 
+def list_labels(store: Store) -> list[str]:
+    """Return the labels of the files from which the corpus was begun; none if it was not."""
+    return [label for label, _, _ in _read_sources(store) or ()]
+
+
 def validate_sources_unchanged(store: Store, files: Iterable[InputFile]) -> None:
     """Raise `DataError`, with the first difference, if the corpus was begun from other files. Process 0 only."""
     begun = {label: other for label, *other in _read_sources(store) or ()}

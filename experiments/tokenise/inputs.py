@@ -1,19 +1,25 @@
-"""Input files: resolution of `config.source` to files, and reading of objects in buckets.
+"""Input files: resolution of `config.source` to files, and reading of objects in buckets and on the Hugging Face Hub.
 
 Resolution lists names, sizes and versions on disk or in a bucket, and reads no content.
+
+A data set on the Hub is read at one commit, like a bucket in which nothing changes. A revision that is the name of a
+branch or tag is resolved to a commit once, when the corpus is begun (`pin_source`); the list of its input files then
+has that commit.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
 import sysconfig
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 from runner.data.readers import SeekableStream
 from runner.data.source_files import (
@@ -28,17 +34,21 @@ from runner.data.source_files import (
     split_url_glob,
     suggest_path,
 )
-from runner.errors import DataError
+from runner.errors import DataError, InvalidError, format_reason
+from runner.spec.imports import import_extra
 from runner.storage import (
     ChangedError,
     FileInfo,
     ForbiddenError,
     Store,
+    TransientError,
     Version,
     local_directory,
     make_store,
     validate_url,
 )
+from runner.storage.bucket import CALL_SECONDS, TRY_SECONDS, BucketStore, ObjectInfo
+from runner.storage.store import retry_with_backoff
 
 FileFormat = Literal["text", "jsonl", "parquet", "arrow"]
 BLOCK_BYTES = 8 << 20
@@ -51,6 +61,10 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".arrow": "arrow",
 }
 _WILDCARD = re.compile(r"[*?\[]")
+_HUB = "hf://"
+_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@([^/@]+))?(?:/(.+))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TRANSIENT_STATUSES = (408, 409, 412, 429)  # besides all from 500 on
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,12 @@ def find_files(source: str) -> tuple[InputFile, ...]:
             InputFile(None, str(file.path), file.path.relative_to(root).as_posix(), file.size_bytes, "", "text")
             for file in found.files
         )
-    validate_url(source)
+    if source.startswith(_HUB):
+        _, revision, _ = split_hub_source(source)
+        if _COMMIT.fullmatch(revision) is None:
+            raise DataError(f"{source}: {revision} may change; name a commit, as hf://datasets/OWNER/NAME@COMMIT/PATH")
+    else:
+        validate_url(source)
     files = _find_in_bucket(source) if "://" in source else _find_on_disk(source)
     if not files:
         raise DataError(f"no file matches {source}{'' if '://' in source else suggest_path(source)}")
@@ -134,7 +153,10 @@ def hash_entries(entries: Sequence[tuple[str, int, Version]]) -> str:
 @functools.lru_cache(maxsize=8)
 def open_store(url: str) -> Store:
     """Return the store of a bucket prefix or directory. It is cached, so that all files below it share one client."""
-    return make_store(url)
+    if (match := _DATASET.fullmatch(url)) is None:
+        return make_store(url)
+    repository, revision, prefix = match.groups(default="")
+    return BucketStore(url, prefix, HubDriver(repository, urllib.parse.unquote(revision)))
 
 
 def read_file(text: str) -> bytes:
@@ -221,6 +243,122 @@ def _detect_format(name: str) -> FileFormat:
         f"{name}: unsupported file type; needs text, lines of JSON ({', '.join(_LINES)}, also with {compressed}), "
         ".parquet or .arrow"
     )
+
+
+# Data sets on the Hugging Face Hub.
+
+
+def split_hub_source(source: str) -> tuple[str, str, str]:
+    """Return OWNER/NAME, revision (by default main) and path of `hf://datasets/OWNER/NAME@REVISION/PATH`.
+
+    Raises `DataError` if the source has another form.
+    """
+    match = _DATASET.fullmatch(source)
+    if match is None or not match[3]:
+        raise DataError(f"{source}: needs hf://datasets/OWNER/NAME/PATH or hf://datasets/OWNER/NAME@REVISION/PATH")
+    return match[1], match[2] or "main", match[3]
+
+
+def pin_source(source: str, begun: Iterable[str]) -> str:
+    """Return a source with the commit of its revision, if it is on the Hub; any other source as it is.
+
+    Args:
+        source: `config.source`.
+        begun: labels of the files from which the corpus was begun, whose commit is taken.
+
+    Raises:
+        DataError: there is no such data set or revision, or it may not be read.
+        StorageError: the Hub does not answer.
+    """
+    if not source.startswith(_HUB):
+        return source
+    repository, revision, path = split_hub_source(source)
+    if _COMMIT.fullmatch(revision):
+        return source
+    for match in map(_DATASET.fullmatch, begun):
+        if match is not None and match[1] == repository and match[2]:
+            return f"hf://datasets/{repository}@{match[2]}/{path}"
+    try:
+        driver = HubDriver(repository, urllib.parse.unquote(revision))
+        commit = retry_with_backoff(lambda _: driver.find_commit(), f"look up {source}", CALL_SECONDS)
+    except (FileNotFoundError, PermissionError) as error:
+        raise DataError(f"{source}: {error}") from error
+    return f"hf://datasets/{repository}@{commit}/{path}"
+
+
+class HubDriver:
+    """Client of a data set on the Hub at one revision, which reads only; the store of a bucket tries again.
+
+    Every call may raise `TransientError`, and `FileNotFoundError` or `PermissionError` with the answer of the Hub.
+    """
+
+    def __init__(self, repository: str, revision: str):
+        self._repository, self._revision = repository, revision
+        self._hub, self._errors, self._utils = (
+            import_extra(f"huggingface_hub{part}") for part in ("", ".errors", ".utils")
+        )
+        self._utils.logging.set_verbosity_error()
+        self._api = self._hub.HfApi()
+
+    def find_commit(self) -> str:
+        """Return the commit of the revision."""
+        with self._translate_errors():
+            return str(self._api.dataset_info(self._repository, revision=self._revision, timeout=TRY_SECONDS).sha)
+
+    def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
+        """Iterate over the files whose path begins with `prefix`, at any depth."""
+        with self._translate_errors():
+            tree = self._api.list_repo_tree(
+                self._repository, recursive=True, revision=self._revision, repo_type="dataset"
+            )
+            for entry in tree:
+                # A directory has no size.
+                if hasattr(entry, "size") and entry.path.startswith(prefix):
+                    yield ObjectInfo(entry.path, entry.size, entry.blob_id)
+
+    def get(self, key: str) -> tuple[bytes, Version]:
+        """Return the content of a file."""
+        return self._request(key, {}), self._revision
+
+    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+        """Return bytes `start .. stop`. A commit does not change, so that no version is compared."""
+        return self._request(key, {"Range": f"bytes={start}-{stop - 1}"})
+
+    def _request(self, key: str, headers: dict[str, str]) -> bytes:
+        revision, path = urllib.parse.quote(self._revision, safe=""), urllib.parse.quote(key)
+        url = f"{self._api.endpoint}/datasets/{self._repository}/resolve/{revision}/{path}"
+        headers = {**self._utils.build_hf_headers(), **headers}
+        with self._translate_errors():
+            answer = self._hub.get_session().get(url, headers=headers, follow_redirects=True, timeout=TRY_SECONDS)
+            self._utils.hf_raise_for_status(answer)
+            return bytes(answer.content)
+
+    def refuse(self, *_: Any) -> NoReturn:
+        """Raise `PermissionError`: nothing is written to the Hub."""
+        raise PermissionError(f"{_HUB}datasets/{self._repository} is only read")
+
+    put = put_file = crc32c = copy = delete = refuse
+
+    @contextlib.contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        """Translate exceptions of the library into those of a driver."""
+        errors, where = self._errors, f"{self._api.endpoint}: {self._repository}@{self._revision}"
+        try:
+            yield
+        except errors.HfHubHTTPError as error:
+            status = error.response.status_code
+            reason = " ".join((error.server_message or format_reason(error)).split())[:300]
+            if status in _TRANSIENT_STATUSES or status >= 500:
+                raise TransientError(f"{where}: {status}: {reason}") from error
+            kind = FileNotFoundError if status == 404 else PermissionError
+            raise kind(f"{where}: {status}: {reason}; check name, revision and the token of HF_TOKEN") from error
+        except errors.OfflineModeIsEnabled as error:
+            raise InvalidError("HF_HUB_OFFLINE is set, and the source is on the Hub; unset it") from error
+        # The HTTP library's own errors have no common base in the standard library.
+        except Exception as error:
+            if not isinstance(error, OSError | errors.HTTPError):
+                raise
+            raise TransientError(f"{where} does not answer: {format_reason(error)}") from error
 
 
 def read_object(file: InputFile, start: int, stop: int) -> bytes:

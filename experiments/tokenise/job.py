@@ -50,6 +50,7 @@ from experiments.tokenise.inputs import (
     compute_fingerprint,
     find_files,
     hash_entries,
+    pin_source,
     read_file,
     would_match,
 )
@@ -288,10 +289,18 @@ class Tokenise(TextJob):
             return open_store(self.config.output or f"{self.store.url}/corpus")
 
     @functools.cached_property
+    def pinned_source(self) -> str:
+        """`config.source`; of a data set on the Hub at the commit from which the corpus was begun, or is begun now."""
+        with self.document.errors_at("config.source"):
+            owner = read_owner(self.store)
+            is_begun = owner is not None and owner.identity.get("config.source") == self.config.source
+            return pin_source(self.config.source, corpus.list_labels(self.output) if is_begun else ())
+
+    @functools.cached_property
     def files(self) -> tuple[InputFile, ...]:
         """Input files as found at the start."""
         with self.document.errors_at("config.source"):
-            return find_files(self.config.source)
+            return find_files(self.pinned_source)
 
     @functools.cached_property
     def pieces(self) -> list[Piece]:
@@ -363,6 +372,8 @@ class Tokenise(TextJob):
         Raises:
             InvalidError: they cannot be used, or differ between processes; on every process.
         """
+        # One host looks it up, since a branch of the Hub may move meanwhile.
+        vars(self)["pinned_source"] = hosts.run_on_main(lambda: self.pinned_source)
         # A source that matches the job's own output would be another source at the next attempt.
         own = [f"{self.store.url}/{name}" for name in _RUN_FILES]
         own += [f"{self.output.url}/{name}" for name in corpus.NAMES]

@@ -27,11 +27,11 @@ from runner.distributed.clock import TimeBucket
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.goodput import list_restarts
 from runner.history.ledger import get_float, to_single_line
-from runner.history.reader import HistoryReader, format_changes
+from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
 from runner.process import STOP_SIGNALS
-from runner.run.layout import TEXT_FOLDER, read_owner
+from runner.run.layout import read_owner
 from runner.spec import load_document, validate_spec
 from runner.storage import JsonObject, Store, open_store
 
@@ -79,8 +79,7 @@ def find_text_phase(store: Store) -> Store | None:
     """
     if read_owner(store) is not None:
         return None
-    jobs = [open_store(f"{store.url}/{TEXT_FOLDER}/{name}") for name in store.list_names(TEXT_FOLDER)]
-    begun = [(owner.time, job) for job in jobs if (owner := read_owner(job)) is not None]
+    begun = [(owner.time, job) for job in open_text_stores(store) if (owner := read_owner(job)) is not None]
     return max(begun, key=lambda each: each[0])[1] if begun else None
 
 

@@ -99,10 +99,6 @@ class Clock:
     """
 
     def __init__(self, age: float = 0.0, bucket: TimeBucket = TimeBucket.SET_UP) -> None:
-        self._lock = threading.Lock()
-        self._begin(age, bucket)
-
-    def _begin(self, age: float, bucket: TimeBucket) -> None:
         now = time.monotonic()
         self.began = time.time() - age
         # Added to a monotonic time this gives Unix seconds, so that a step of the wall clock cannot distort a bucket.
@@ -113,6 +109,7 @@ class Clock:
         self._code: int | None = None
         # A save records the time until its step, not until the moment of the save.
         self._seconds_at_step: tuple[float, ...] = tuple(self._seconds)
+        self._lock = threading.Lock()
         self._store: ClockStore | None = None
 
     @classmethod
@@ -191,8 +188,14 @@ class Clock:
     def begin_next_job(self) -> None:
         """End the job with 0, and count the time of another job of this process from now on, without a store."""
         self.end(EXIT_DONE)
+        new = Clock()
+        # In place, since others hold this clock: the command, which ends it, and the notice of a stop.
         with self._lock:
-            self._begin(0.0, TimeBucket.SET_UP)
+            self.began, self._origin_seconds = new.began, new._origin_seconds
+            self._seconds, self._seconds_at_step = new._seconds, new._seconds_at_step
+            self._bucket, self._since_seconds = new._bucket, new._since_seconds
+            self._step, self._moved_seconds = 0, new._moved_seconds
+            self._code = self._store = None
 
     def read(self) -> ClockReading:
         """Return the reading at this moment. Any thread."""

@@ -58,8 +58,8 @@ from runner.metrics.rows import find_unit
 from runner.records import INT_MAX, STEP_MAX
 from runner.run.clock_file import decode_clock_file, get_clock_file_name
 from runner.run.events import ENVIRONMENT_KEYS
-from runner.run.layout import read_owner, read_result
-from runner.storage import DiskError, JsonObject, Store, parse_number, read_json
+from runner.run.layout import TEXT_FOLDER, read_owner, read_result
+from runner.storage import DiskError, JsonObject, Store, open_store, parse_number, read_json
 from runner.storage.store import validate_nesting
 
 SEEN_MAX = 32
@@ -87,6 +87,11 @@ _STATES_BY_EVENT = {
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Value = TypeVar("Value")
+
+
+def open_text_stores(store: Store) -> list[Store]:
+    """Return the directories of the jobs that tokenise the text of a run; none if its spec does not ask for them."""
+    return [open_store(f"{store.url}/{TEXT_FOLDER}/{name}") for name in sorted(store.list_names(TEXT_FOLDER))]
 
 
 def read_history(store: Store, now: float | None = None) -> History:

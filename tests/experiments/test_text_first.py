@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 
+from experiments.tokenise import inputs
 from launch.supervisor import read_progress
 from runner import BaseTrainer, RestoreableJob
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.cli.app import run_command
 from runner.distributed.preemption import StopNotice
-from runner.errors import InvalidError, PreemptedError
+from runner.errors import InvalidError, PreemptedError, StorageError
 from runner.plan.checks import Findings, check_data
 from runner.spec import read_spec
+from runner.storage import bucket
 from tests.support.bigram import BigramTrainer
+from tests.support.hub import start_hub
 from tests.support.job_process import WHOLE_RUN_DEADLINE_SECONDS, Job, kill_all_when
 from tests.support.tiny_jobs import StopAfter, make_gpt, make_gpt_document, read_outcome
 from tests.support.tokenise_inputs import DOCUMENTS, SEPARATOR, make_tokenise_job
@@ -120,7 +123,7 @@ BAD_INPUTS = [
     ({"source": "none/*.jsonl"}, "config.data.source: no file matches"),
     ({"source": "tokens.bin"}, "config.data.source: no file matches"),
     ({"validation": {"other": "none.jsonl"}}, "config.data.validation.other.source: no file matches"),
-    ({"source": "hf://datasets/a/b/*.parquet"}, "config.data.source: "),
+    ({"source": "hf://models/a/b"}, "config.data.source: hf://models/a/b: needs hf://datasets/OWNER/NAME/PATH"),
     ({"options": {"field": "body"}}, "web.jsonl:1: has no 'body'; it has 'text', 'code'"),
     ({"sequence_length": None}, "missing key sequence_length"),
 ]
@@ -189,6 +192,46 @@ def test_a_changed_key_is_refused_once_the_corpus_is_complete(
     (tmp_path / "spec.yaml").write_text(json.dumps(make_gpt_document(directory, **changes)))
     progress = read_progress(str(tmp_path / "spec.yaml"), [])
     assert (progress.newest_step, progress.newest_attempt, progress.num_commits > 0) == (None, 1, True)
+
+
+def test_a_data_set_of_the_hub_is_read_at_the_commit_where_the_corpus_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "CALL_SECONDS", 0.5)
+    monkeypatch.setattr(bucket, "CALL_SECONDS", 0.5)
+    texts, directory = write_texts(tmp_path / "texts"), tmp_path / "run"
+    files = {f"data/{path.name}": path.read_bytes() for path in texts.iterdir()}
+    with start_hub(monkeypatch) as hub:
+        hub.datasets["owner/texts"] = [files]
+        first, _ = hub.find_commit("owner/texts", "main")
+        for source, message in (
+            ("hf://datasets/owner/gone/data/web.jsonl", "owner/gone@main: 404: "),
+            ("hf://datasets/owner/texts@v2/data/web.jsonl", "owner/texts@v2: 404: "),
+            (f"hf://datasets/owner/texts@{'0' * 40}/data/web.jsonl", "404: "),
+            ("hf://datasets/owner/texts/data/none.jsonl", "no file matches"),
+        ):
+            with pytest.raises(InvalidError, match=r"config\.data\.source: ") as caught:
+                make_gpt(directory, **make_single(texts, **{"config.data.source": source}))()
+            assert message in str(caught.value)
+        changes = make_single(texts, **{"config.data.source": "hf://datasets/owner/texts/data/w*.jsonl"})
+        hub.fault = lambda number, line: 503
+        with pytest.raises(StorageError, match="503"):
+            make_gpt(directory, **changes)()
+        hub.fault = lambda number, line: None
+        run = make_gpt(directory, **changes)
+        with pytest.raises(PreemptedError):
+            run(stop=StopAfter(get_job(run, "train"), 1))
+        # The branch moves on, and the job does not.
+        hub.datasets["owner/texts"].append({"data/web.jsonl": b"{}\n"})
+        with pytest.raises(PreemptedError, match="the text is tokenised"):
+            make_gpt(directory, **changes)(stop=StopWhen(lambda: (directory / "tokenise/train/result.json").exists()))
+    corpus = directory / "tokenise/train/corpus"
+    (label, *_) = json.loads((corpus / "sources.json").read_text())["files"]
+    assert label[0] == f"hf://datasets/owner/texts@{first}/data/web.jsonl"
+    local = make_gpt(tmp_path / "local", **make_single(texts))
+    with pytest.raises(PreemptedError, match="the text is tokenised"):
+        local(stop=StopWhen(lambda: (tmp_path / "local/tokenise/train/result.json").exists()))
+    assert (corpus / "index.json").read_bytes() == (tmp_path / "local/tokenise/train/corpus/index.json").read_bytes()
 
 
 def is_begun(directory: Path, name: str) -> bool:

@@ -1,7 +1,8 @@
-"""Local fake of the Hugging Face Hub: the part of its HTTP interface that pushing a model needs.
+"""Local fake of the Hugging Face Hub: the part of its HTTP interface that pushing a model and reading a data set need.
 
 It implements whoami, the tree and visibility of a repository, its creation, the validation of a card's metadata,
-preupload, the Git LFS batch with its PUT, and commit. It does not implement Xet, which HF_HUB_DISABLE_XET disables.
+preupload, the Git LFS batch with its PUT, and commit; and of data sets revisions, trees and ranges of files. It does
+not implement Xet, which HF_HUB_DISABLE_XET disables.
 """
 
 import base64
@@ -62,6 +63,7 @@ class Hub:
 
     Attributes:
         repos: repositories by OWNER/NAME.
+        datasets: files of each commit of a data set, by OWNER/NAME; the newest one is main.
         objects: complete Git LFS objects by SHA-256.
         requests: all requests as `METHOD PATH`, without the query.
         fault: called with the number (from 0) and the line of each request. It returns a status to respond with; 0 to
@@ -72,6 +74,7 @@ class Hub:
 
     def __init__(self) -> None:
         self.repos: dict[str, StoredRepository] = {}
+        self.datasets: dict[str, list[dict[str, bytes]]] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.fault: Callable[[int, str], int | None] = lambda number, line: None
@@ -112,12 +115,48 @@ class Hub:
             if line == "GET /api/whoami-v2":
                 role = "write" if token == TOKEN else "read"
                 return {"name": "owner", "auth": {"accessToken": {"displayName": "test", "role": role}}}
+            if line.startswith("GET /api/datasets/"):
+                return self._read_dataset(line.removeprefix("GET /api/datasets/"))
             if line.startswith("GET /api/models/"):
                 return self._info("/".join(line.split("/")[3:5]))
             if token != TOKEN:
                 raise HubError(403, "this token may not write")
             sent = [json.loads(text) for text in body.splitlines()] if "/commit/" in line else json.loads(body)
             return self._write(line, sent)
+
+    def find_commit(self, name: str, revision: str) -> tuple[str, dict[str, bytes]]:
+        """Return the commit of a revision of a data set, and its files."""
+        if name not in self.datasets:
+            raise HubError(404, "Repository not found", "RepoNotFound")
+        commits = {
+            hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest(): files for files in self.datasets[name]
+        }
+        commit = [*commits][-1] if revision == "main" else revision
+        if commit not in commits:
+            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return commit, commits[commit]
+
+    def _read_dataset(self, path: str) -> Any:
+        owner, name, verb, revision = path.split("/")
+        commit, files = self.find_commit(f"{owner}/{name}", revision)
+        if verb == "revision":
+            return {"id": f"{owner}/{name}", "sha": commit}
+        assert verb == "tree"
+        digests = {path: hashlib.sha1(content).hexdigest() for path, content in files.items()}
+        folders = [{"type": "directory", "path": "data", "oid": "0" * 40}]
+        return [
+            *folders,
+            *({"type": "file", "path": each, "size": len(files[each]), "oid": digests[each]} for each in files),
+        ]
+
+    def read_range(self, path: str, given: str) -> bytes:
+        """Return the content of a file of a data set, or a range of it."""
+        owner, name, _, revision, file = path.removeprefix("/datasets/").split("/", 4)
+        _, files = self.find_commit(f"{owner}/{name}", revision)
+        if file not in files:
+            raise HubError(404, "Entry not found", "EntryNotFound")
+        first, _, last = given.removeprefix("bytes=").partition("-")
+        return files[file][int(first) : int(last) + 1] if given else files[file]
 
     def _write(self, line: str, sent: Any) -> Any:
         if line == "POST /api/repos/create":
@@ -210,7 +249,9 @@ class _Handler(QuietHandler):
             return
         status, headers, content = 200, {}, b""
         try:
-            if self.command == "PUT":
+            if path.startswith("/datasets/"):
+                content = hub.read_range(path, self.headers.get("Range", ""))
+            elif self.command == "PUT":
                 hub.put(path.rpartition("/")[2], self._pieces())
             else:
                 token = self.headers.get("Authorization", "").removeprefix("Bearer ")
