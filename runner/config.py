@@ -827,15 +827,15 @@ class MetricsConfig(FrozenModel):
     )
 
 
-def _accept_no_model(schema: dict[str, Any]) -> None:
-    """Accept a model without its required keys in the JSON Schema: `checkpoint.init_from` may stand for them."""
-    schema["required"] = [key for key in schema.get("required", []) if key != "model"]
-
-
 class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     """Config of a `BaseTrainer` job."""
 
-    model_config = ConfigDict(json_schema_extra=_accept_no_model)
+    # Accept no model in the JSON Schema: `checkpoint.init_from` may stand for it.
+    model_config = ConfigDict(
+        json_schema_extra=lambda schema: schema.update(
+            required=[key for key in schema.get("required", []) if key != "model"]
+        )
+    )
 
     model: ModelConfigType = Field(description="Architecture of the experiment's model.")
     data: DataConfig = Field(description="Tokens, or examples of arrays, to train on.")

@@ -72,25 +72,11 @@ def _olmo2(*sizes: int) -> Keys:
     return _sizes(*sizes) | norms | {"rope": {"theta": 500_000.0}, "vocabulary_size": 100_352}
 
 
-def _qwen3_next(*sizes: int, **moe: Any) -> Keys:
-    linear = {"key_heads": 16, "value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
-    layers = {"layer_pattern": ["linear"] * 3 + ["full"], "linear": linear, "attention_gate": True}
-    norms = {"norm_epsilon": 1e-6, "norm_offset": True, "query_key_norm": "head"}
-    rope = {"theta": 10_000_000.0, "fraction": 0.25}
-    experts = {"shared_experts": 1, "shared_gate": True, **moe}
-    return _sizes(*sizes) | layers | norms | {"head_dim": 256, "rope": rope, "moe": experts, "vocabulary_size": 151_936}
-
-
 def _olmo3(*sizes: int) -> Keys:
     scaling = {"name": "yarn", "factor": 8.0, "original_positions": 8192}
     windows: Keys = {"layer_pattern": ["window"] * 3 + ["full"], "window": 4096, "window_rope": {"theta": 500_000.0}}
     rope = {"rope": {"theta": 500_000.0, "scaling": scaling}}
     return _olmo2(*sizes) | windows | rope | {"vocabulary_size": 100_278}
-
-
-def _olmoe(*sizes: int, experts: int) -> Keys:
-    moe = {"experts": experts, "experts_per_token": 8, "normalise_gates": False}
-    return _sizes(*sizes) | {"query_key_norm": "whole", "moe": moe, "vocabulary_size": 50_304}
 
 
 def _deepseek(*sizes: int, query_rank: int | None, vocabulary_size: int, mscale: float, **moe: Any) -> Keys:
@@ -148,11 +134,6 @@ def _smollm2(*sizes: int, theta: float = 100_000.0) -> Keys:
     return _sizes(*sizes) | {"rope": {"theta": theta}, "tied_embedding": True, "vocabulary_size": 49_152}
 
 
-def _smollm3(*sizes: int) -> Keys:
-    layers: Keys = {"layer_pattern": ["full"] * 3 + ["no_rope"], "rope": {"theta": 5_000_000.0}}
-    return _sizes(*sizes) | layers | {"norm_epsilon": 1e-6, "tied_embedding": True, "vocabulary_size": 128_256}
-
-
 PRESETS: dict[str, Keys] = {
     "llama2_7b": _llama2(32, 4096, 32, 32, 11_008),
     "llama2_13b": _llama2(40, 5120, 40, 40, 13_824),
@@ -189,8 +170,25 @@ PRESETS: dict[str, Keys] = {
         vocabulary_size=32_000,
     ),
     "qwen3_30b_a3b": _qwen3(48, 2048, 32, 4, 768, moe={"experts": 128, "experts_per_token": 8}),
-    "qwen3_next_80b_a3b": _qwen3_next(48, 2048, 16, 2, 512, experts=512, experts_per_token=10),
-    "olmoe_1b_7b": _olmoe(16, 2048, 16, 16, 1024, experts=64),
+    "qwen3_next_80b_a3b": _sizes(48, 2048, 16, 2, 512)
+    | {
+        "layer_pattern": ["linear"] * 3 + ["full"],
+        "linear": {"key_heads": 16, "value_heads": 32, "key_head_dim": 128, "value_head_dim": 128},
+        "attention_gate": True,
+        "norm_epsilon": 1e-6,
+        "norm_offset": True,
+        "query_key_norm": "head",
+        "head_dim": 256,
+        "rope": {"theta": 10_000_000.0, "fraction": 0.25},
+        "moe": {"experts": 512, "experts_per_token": 10, "shared_experts": 1, "shared_gate": True},
+        "vocabulary_size": 151_936,
+    },
+    "olmoe_1b_7b": _sizes(16, 2048, 16, 16, 1024)
+    | {
+        "query_key_norm": "whole",
+        "moe": {"experts": 64, "experts_per_token": 8, "normalise_gates": False},
+        "vocabulary_size": 50_304,
+    },
     "deepseek_v2_lite": _deepseek2(
         *(27, 2048, 16, 10_944), query_rank=None, mscale=0.707, experts=64, expert_width=1408
     ),
@@ -224,5 +222,12 @@ PRESETS: dict[str, Keys] = {
     "smollm2_135m": _smollm2(30, 576, 9, 3, 1536),
     "smollm2_360m": _smollm2(32, 960, 15, 5, 2560),
     "smollm2_1.7b": _smollm2(24, 2048, 32, 32, 8192, theta=130_000.0),
-    "smollm3_3b": _smollm3(36, 2048, 16, 4, 11_008),
+    "smollm3_3b": _sizes(36, 2048, 16, 4, 11_008)
+    | {
+        "layer_pattern": ["full"] * 3 + ["no_rope"],
+        "rope": {"theta": 5_000_000.0},
+        "norm_epsilon": 1e-6,
+        "tied_embedding": True,
+        "vocabulary_size": 128_256,
+    },
 }
