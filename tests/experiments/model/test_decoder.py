@@ -360,8 +360,10 @@ def test_packed_documents_on_many_devices_equal_single_documents_on_one(name, si
     )
     expected = compute_expected(name)
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
+    # With these parameters the last bit of each changes the gradients of linear layers by 5e-4.
+    tolerance = 1e-3 if name == "hybrid" else 1e-4
     for got, want in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
     assert len(rows) < NUM_DOCUMENTS
 
 
