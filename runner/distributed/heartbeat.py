@@ -181,9 +181,7 @@ class StragglerDetector:
 
     def __init__(self, hosts: Hosts, progress: Progress):
         self._hosts, self._progress = hosts, progress
-        # The process may have run another job with the same peers before, whose rounds were numbered.
-        known = hosts.store.try_get(key_value.ROUND) if hosts.num_processes > 1 else None
-        self._number = (known or [0])[0]
+        self._number = 0
         self._step = 0
         self._next_round_seconds = time.monotonic() + _ROUND_SECONDS
         self._has_reported = True
@@ -210,7 +208,9 @@ class StragglerDetector:
         # Every process must read the step before it reaches it, and reads once a second.
         num_steps_ahead = 1 + int(_LEAD_SECONDS / max(statistics.median(step_seconds), 1e-4))
         self._arrivals_seconds = {}
-        self._join_round(self._number + 1, self._progress.step + num_steps_ahead)
+        # The processes may have run another job together before, whose rounds the others have joined.
+        earlier, _ = self._hosts.store.try_get(key_value.ROUND) or [0, 0]
+        self._join_round(max(earlier, self._number) + 1, self._progress.step + num_steps_ahead)
         self._hosts.store.set(key_value.ROUND, [self._number, self._step])
 
     def _join_round(self, number: int, step: int) -> None:

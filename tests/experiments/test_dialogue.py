@@ -392,7 +392,7 @@ def test_the_marker_character_is_rejected_in_a_dialogue(tmp_path):
         ({"config.chat.template": "BROKEN"}, r"config\.chat\.template: is not a chat template: .*unknown tag 'bad'"),
         (
             {"config.chat": {}, "config.field": "x"},
-            r"config\.field: is x, but nothing reads it: config\.chat reads whole records",
+            r"config\.field: is x, but nothing reads it: chat reads whole records",
         ),
         (
             {"config.chat": {}, "config.tokenizer": {"kind": "bpe", "vocabulary_size": 300}},
