@@ -77,10 +77,13 @@ def find_text_phase(store: Store) -> Store | None:
 
     Of several it is the one that began last.
     """
-    if read_owner(store) is not None:
-        return None
-    begun = [(owner.time, job) for job in open_text_stores(store) if (owner := read_owner(job)) is not None]
-    return max(begun, key=lambda each: each[0])[1] if begun else None
+    # The history reports what is damaged or cannot be read.
+    with contextlib.suppress(RunnerError, OSError, ValueError):
+        jobs = open_text_stores(store)
+        if jobs and read_owner(store) is None:
+            begun = [(owner.time, job) for job in jobs if (owner := read_owner(job)) is not None]
+            return max(begun, key=lambda each: each[0])[1] if begun else None
+    return None
 
 
 @contextlib.contextmanager
