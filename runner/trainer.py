@@ -859,6 +859,7 @@ class BaseTrainer(RestoreableJob):
             begin_next_log_file()
         if stop.poll():
             raise PreemptedError("stopped as asked; the text is tokenised; run the same command again to train on it")
+        stop.begin_next_job()
 
     def validate_vocabulary(self, job: TextJob) -> None:
         """Raise `SpecError` if the tokenizer of a text has more ids than the model."""

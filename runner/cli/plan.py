@@ -93,6 +93,9 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
     path = None if arguments.output is None else local_directory(arguments.output)
     if path is not None and (path.exists() or not path.parent.is_dir()):
         raise InvalidError(f"--output {arguments.output}: needs a new name in a directory that exists")
+    for given in (arguments.source, arguments.output or "", arguments.data or ""):
+        if not given.isprintable():
+            raise InvalidError(f"{given!r}: has characters that a comment cannot show; use another name")
     config = read_config_json(arguments.source)
     data = arguments.data
     is_text = data is not None and not is_class_path(data) and find_corpus(data) is None
@@ -112,10 +115,10 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
             problem = problem or f"{arguments.source}/{CONFIG_FILE}: {error}"
     if not job_name:
         raise InvalidError(problem)
-    if data is None and model.get("vocabulary_size", _NUM_BYTES) < _NUM_BYTES:
+    size = model.get("vocabulary_size")
+    if data is None and type(size) is int and size < _NUM_BYTES:
         raise InvalidError(
-            f"{arguments.source}: the model has {model['vocabulary_size']} ids, too few for a placeholder of bytes; "
-            "give --data SOURCE"
+            f"{arguments.source}: the model has {size} ids, too few for a placeholder of bytes; give --data SOURCE"
         )
     accelerator = _find_accelerator(arguments.topology)
     is_searched = accelerator is not None and accelerator.chip.speeds is not None

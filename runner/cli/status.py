@@ -110,37 +110,46 @@ def print_status(arguments: StatusArguments) -> int:
         sys.stdout.reconfigure(errors="replace")
     with convert_read_errors(KeyboardInterrupt):
         store = open_store(find_directory(arguments.where))
-        if (phase := find_text_phase(store)) is not None:
-            store = phase
-        reader = HistoryReader(store)
+        readers: dict[str, HistoryReader] = {}
+
+        def read() -> tuple[History, bool]:
+            """Return the history to show, and True if it is that of a job which tokenises the text of the run."""
+            phase = find_text_phase(store)
+            shown = phase or store
+            return readers.setdefault(shown.url, HistoryReader(shown)).read(), phase is not None
+
         console = Console(markup=False, highlight=False, emoji=False)
 
-        def show(history: History) -> bool:
+        def show(history: History, is_text: bool) -> bool:
             if arguments.as_json:
-                print(json.dumps(to_json(history)))
+                print(json.dumps(to_json(history) | ({"phase": "tokenise"} if is_text else {})))
             else:
-                if phase is not None:
+                if is_text:
                     console.print("the text of the run is tokenised, before it trains; that job:")
                 console.print(draw(history))
             return finish_output()
+
+        def is_watched(history: History, is_text: bool) -> bool:
+            # The run goes on with its training when the text is done.
+            return arguments.is_watch and (is_text or history.state is not RunState.DONE)
 
         if arguments.is_watch:
             # This process runs no job, so that Ctrl-C just ends it instead of asking for a stop.
             signal.set_wakeup_fd(-1)
             for stop_signal in STOP_SIGNALS:
                 signal.signal(stop_signal, signal.default_int_handler)
-        history = reader.read()
+        found = read()
         if arguments.is_watch and console.is_terminal and not arguments.as_json:
             # A terminal gets one screen that is redrawn, and keeps the last one in its scrollback (`show` below).
-            with Live(draw(history), console=console, auto_refresh=False, screen=True) as live:
-                while finish_output() and history.state is not RunState.DONE:
+            with Live(draw(found[0]), console=console, auto_refresh=False, screen=True) as live:
+                while finish_output() and is_watched(*found):
                     time.sleep(WATCH_SECONDS)
-                    history = reader.read()
-                    live.update(draw(history), refresh=True)
+                    found = read()
+                    live.update(draw(found[0]), refresh=True)
         # `status RUN --watch | head` ends when `head` does.
-        while show(history) and arguments.is_watch and history.state is not RunState.DONE:
+        while show(*found) and is_watched(*found):
             time.sleep(WATCH_SECONDS)
-            history = reader.read()
+            found = read()
     return EXIT_DONE
 
 

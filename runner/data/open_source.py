@@ -392,7 +392,9 @@ def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> t
     Raises:
         SpecError: two texts have one name.
     """
-    document = Document(copy.deepcopy(document.data), document.locations, written=document.written)
+    # The digest stays that of the spec as the user wrote it, which supervisors compute.
+    unfilled = document.data if document.unfilled is None else document.unfilled
+    document = Document(copy.deepcopy(document.data), document.locations, unfilled, document.written)
     config = document.data["config"]
     section = config["data"].pop("tokenise")
     found: dict[str, tuple[KeyPath, JsonObject]] = {}

@@ -89,6 +89,7 @@ class StopNotice:
         self._clock = clock
         self._lock = threading.Lock()
         self._tick = 0
+        self._idle_tick = 0  # at which the job began: before its first poll there is nothing to save
         self._stop_tick: int | None = None
         self._num_insistent_signals = 0
         self._peers: StopPeers | None = None
@@ -128,6 +129,11 @@ class StopNotice:
             self._tick += 1
             return self._stop_tick is not None and self._tick >= self._stop_tick
 
+    def begin_next_job(self) -> None:
+        """Begin another job of the same processes. Called by the main thread of every process at the same place."""
+        with self._lock:
+            self._idle_tick = self._tick
+
     def stop_at_next_poll(self, reason: str) -> None:
         """Stop at the next poll. Called by the main thread of every process at the same place."""
         warn(f"{reason}: stopping")
@@ -156,7 +162,7 @@ class StopNotice:
         peers = self._peers
         if peers is None:
             with self._lock:
-                self._set_stop_tick([self._tick])
+                self._set_stop_tick([self._encode_tick()])
             return
         try:
             peers.announce_stop()
@@ -168,20 +174,26 @@ class StopNotice:
             peers.await_stop()
             # `poll` must not count while the ticks are exchanged: this process could pass the agreed tick.
             with self._lock:
-                ticks = peers.exchange_ticks(self._tick)
+                ticks = peers.exchange_ticks(self._encode_tick())
                 # All processes are about to exit; an exit without this announcement would be taken for a crash.
-                if max(ticks) == 0:
+                if max(ticks) % 2:
                     peers.leave(EXIT_PREEMPTED)
                 self._set_stop_tick(ticks)
         except ConnectionError as error:
             self._end_after_lost_peer(error)
 
+    def _encode_tick(self) -> int:
+        """Return a number that grows with the tick, and is odd if the job has not counted one yet."""
+        return 2 * self._tick + (self._tick == self._idle_tick)
+
     def _set_stop_tick(self, ticks: list[int]) -> None:
-        """Set the tick of the stop from the ticks of all processes, or end the process if no tick was counted yet."""
+        """Set the tick of the stop from the encoded ticks of all processes, or end the process if the job is idle."""
         if self._stop_tick is not None:
             return
-        if max(ticks) > 0:
-            self._stop_tick = max(ticks) + 1
+        # The process that is farthest decides for all whether the job has begun.
+        farthest = max(ticks)
+        if farthest % 2 == 0:
+            self._stop_tick = farthest // 2 + 1
             return
         if self.on_idle_exit is not None:
             self.on_idle_exit()

@@ -10,6 +10,7 @@ Reading is bounded, whatever the size of the run:
 import copy
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from runner.checkpoint.manifest import CHECKPOINTS, NotCommittedError, read_manifest
-from runner.config import StageConfig, locate_stages
+from runner.config import SOURCE_NAME, StageConfig, locate_stages
 from runner.distributed.clock import MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR, TimeBucket
 from runner.errors import (
     EXIT_DONE,
@@ -91,7 +92,8 @@ Value = TypeVar("Value")
 
 def open_text_stores(store: Store) -> list[Store]:
     """Return the directories of the jobs that tokenise the text of a run; none if its spec does not ask for them."""
-    return [open_store(f"{store.url}/{TEXT_FOLDER}/{name}") for name in sorted(store.list_names(TEXT_FOLDER))]
+    names = [name for name in sorted(store.list_names(TEXT_FOLDER)) if re.fullmatch(SOURCE_NAME, name)]
+    return [open_store(f"{store.url}/{TEXT_FOLDER}/{name}") for name in names]
 
 
 def read_history(store: Store, now: float | None = None) -> History:

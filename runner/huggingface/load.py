@@ -316,7 +316,7 @@ def complete_model(
     if rule is None or not isinstance(given, dict | None):
         return document
     try:
-        model_class.model_validate_json(json.dumps(given or {}))
+        model_class.model_validate_json(json.dumps(given or {}, default=str))
     except ValidationError as error:
         if not any(each["type"] == "missing" and len(each["loc"]) == 1 for each in error.errors(include_url=False)):
             return document

@@ -274,7 +274,7 @@ PublishedTensor = TensorLocation | QuantisedTensor
 
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _E2M1_PAIRS = np.concatenate([_E2M1, -_E2M1])[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)]
-_E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+_E8M0 = np.concatenate([np.ldexp(np.float32(1), np.arange(255) - 127), [np.float32(np.nan)]])
 
 
 class Mxfp4(QuantisedFormat):

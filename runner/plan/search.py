@@ -9,13 +9,12 @@
    the compiler's estimates of its ops where it writes them (`profile`), else by the roofline.
 """
 
+import functools
 import itertools
-import operator
 import sys
 import time
 from dataclasses import dataclass
 from math import inf
-from types import SimpleNamespace
 from typing import Any
 
 from runner.accelerator import Accelerator
@@ -200,9 +199,7 @@ class Search:
         fitting = [prediction for prediction in predictions if prediction.needed_bytes <= limit_bytes]
         if not predictions:
             return None
-        get_value = operator.attrgetter(*job.search_space())
-        values = get_value(SimpleNamespace(config=job.config))
-        choices = tuple(zip(job.search_space(), values if len(job.search_space()) > 1 else (values,), strict=True))
+        choices = tuple((key, functools.reduce(getattr, key.split(".")[1:], job.config)) for key in job.search_space())
         return Candidate(mesh, choices, (fitting or predictions[-1:])[0], is_spec=True)
 
     def compile_best(

@@ -217,7 +217,7 @@ class Document:
     Attributes:
         data: plain data.
         locations: location of every key, and of the document under the empty path.
-        unfilled: the data without what `fill_in` has added; None if that is nothing.
+        unfilled: the data as the user wrote them, if `data` differ from these; else None.
         written: paths of keys or sections of `data` that the user has written under another path, and that path.
             `locations` and messages have the paths that the user has written.
     """
@@ -280,7 +280,7 @@ class Document:
         origin = changes[-1][0]
         whole = SpecLocation(f"{self.locate(origin).text}: {'.'.join(origin)}", key=".".join(section))
         kept = {path: place for path, place in self.locations.items() if path[: len(section)] != section}
-        changed = Document(copy.deepcopy(self.data), {**kept, section: whole}, written=self.written)
+        changed = Document(copy.deepcopy(self.data), {**kept, section: whole}, self.unfilled, self.written)
         for origin, values in changes:
             for key, value in values.items():
                 path, place = (*section, *key.split(".")), self.locate((*origin, key))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.distributed.preemption import StopNotice
+from runner.errors import EXIT_PREEMPTED
 from runner.process import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,28 @@ def find_stop_ticks(ticks):
 @pytest.mark.parametrize("ticks", [[1], [5, 5], [5, 6], [6, 5], [0, 1], [3, 9, 4, 1], [100, 0, 0]])
 def test_processes_stop_at_the_tick_after_the_largest(ticks):
     assert find_stop_ticks(ticks) == [max(ticks) + 1] * len(ticks)
+
+
+@pytest.mark.parametrize("jobs", [[0, 0], [0, 1], [1, 1]])
+def test_a_job_after_another_is_idle_until_its_first_poll(jobs, monkeypatch):
+    """Some of the processes may have begun the second job, others not yet; all end alike, at once or at a poll."""
+    board, ended = Board(2), []
+    notices = [StopNotice(), StopNotice()]
+    monkeypatch.setattr(FakePeers, "leave", lambda self, code: None)
+    monkeypatch.setattr(StopNotice, "_end", lambda self, code, message: ended.append(code))
+    for process, (notice, job) in enumerate(zip(notices, jobs, strict=True)):
+        assert not any(notice.poll() for _ in range(5 + job))  # the last poll comes before the second job
+        if job:
+            notice.begin_next_job()
+        notice.join_peers(FakePeers(board, process))
+    notices[0]._announce_stop()
+    for thread in threading.enumerate():
+        if thread.name == "stop":
+            thread.join(timeout=600)
+    is_idle = 1 in jobs
+    assert ended == ([EXIT_PREEMPTED] * 2 if is_idle else [])
+    if not is_idle:
+        assert [notice.poll() for notice in notices] == [True, True]
 
 
 def test_nothing_stops_without_a_signal():

@@ -168,7 +168,7 @@ def test_processes_that_wait_find_the_lower_ones(store: LocalStore, monkeypatch:
     for process, member in members.items():
         expected = [f"10.0.0.{other}:80" for other in range(1, process)]
         assert wait_until(lambda member=member, expected=expected: member.list_addresses() == expected)
-        assert member.run_id is not None
+        assert wait_until(lambda member=member: member.run_id is not None)
     assert len({member.run_id for member in members.values()}) == 1
     members[1].close()
     assert list_waiting(store) == ["0", "2", "3"]

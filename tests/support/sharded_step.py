@@ -41,11 +41,13 @@ EXPERTS = {"experts": 16, "experts_per_token": 2, "auxiliary_loss": 0.1, "router
 
 
 class JobKind(NamedTuple):
-    """Kind of job: its class, its model, and other keys of `config`."""
+    """Kind of job: its class, its model, other keys of `config`, axes that it refuses, and factor of its matrices."""
 
     job: type[BaseTrainer]
     model: Changes
     others: Mapping[str, Any] = MappingProxyType({})
+    refused_axes: frozenset[str] = frozenset()
+    scale: float = SCALE
 
 
 PACKED = {"data.packing": "documents", "data.source": "TEXTS"}
@@ -80,6 +82,18 @@ LATENT = {
 }
 SIGMOID = {"gate": "sigmoid", "bias_rate": 0.01, "shared_experts": 1, "dense_layers": 1, "expert_width": 16}
 GROUPS = {"groups": 4, "groups_per_token": 2, "group_score": "max", "routed_scale": 2.5, "normalise_gates": False}
+HYBRID = {
+    "layers": 3,
+    "layer_pattern": ["linear", "full"],
+    "linear": {"key_heads": 16, "value_heads": 32, "key_head_dim": 4, "value_head_dim": 4}
+    | {"conv_width": 3, "projections": "separate"},
+    "attention_gate": True,
+    "head_dim": 8,
+    "rope": {"fraction": 0.5},
+    "moe": EXPERTS | {"shared_experts": 1, "shared_gate": True, "shared_width": 32},
+}
+FURTHER = {"extra_predictions": 2, "extra_prediction_weight": 1.0}
+SINKS = {"attention_sinks": True, "mlp": "clamped_swiglu", "moe": EXPERTS | {"bias": True}}
 JOB_KINDS = {
     "dense": JobKind(PretrainDecoder, {"tied_embedding": True}),
     "packed": JobKind(PretrainDecoder, {}, PACKED),
@@ -91,6 +105,9 @@ JOB_KINDS = {
     "dropout": JobKind(PretrainGPT, {"dropout": 0.3, "neftune_alpha": 5.0}, {"train.micro_batch_examples": 1}),
     "sparse": JobKind(PretrainDecoder, {"moe": EXPERTS | SIGMOID | GROUPS}, {"memory.remat": "dots"}),
     "sparse, with capacity": JobKind(PretrainDecoder, {"moe": EXPERTS | {"capacity_factor": 1.0}}, PACKED),
+    "sinks": JobKind(PretrainDecoder, SINKS | FURTHER, PACKED),
+    # Large matrices make the gradients of a delta rule sensitive to rounding: a factor of 3 to some 1e-3.
+    "linear": JobKind(PretrainDecoder, HYBRID, PACKED, frozenset({"sequence"}), 1.0),
 }
 
 
@@ -102,6 +119,11 @@ def list_meshes(devices: int) -> list[dict[str, int]]:
         *({first: less, second: more} for first, second in itertools.combinations(AXES, 2)),
         *({first: 2, second: 2, third: devices // 4} for first, second, third in (AXES[::2], STATE_AXES)),
     ]
+
+
+def list_kind_meshes(name: str, devices: int) -> list[dict[str, int]]:
+    """Return those meshes that a kind of job does not refuse."""
+    return [mesh for mesh in list_meshes(devices) if not JOB_KINDS[name].refused_axes & mesh.keys()]
 
 
 @functools.cache
@@ -149,7 +171,7 @@ def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = No
     step = train_setup.compile_train(job.train_step, layout).executable
     if leaves is None:
         initial = jax.device_get(train_setup.init_state())
-        scaled = jax.tree.map(lambda leaf: SCALE * leaf if leaf.ndim > 1 else leaf, initial.params)
+        scaled = jax.tree.map(lambda leaf: JOB_KINDS[name].scale * leaf if leaf.ndim > 1 else leaf, initial.params)
         leaves = jax.tree.leaves(initial.replace(params=scaled))
     abstract = train_setup.abstract_state
     state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
@@ -190,5 +212,8 @@ def measure_difference(name: str, mesh: Mesh, devices: int) -> Difference:
 
 if __name__ == "__main__":
     number = int(sys.argv[1])
-    found = {format_mesh(mesh): measure_difference(sys.argv[2], mesh, number) for mesh in list_meshes(number)}
+    found = {
+        format_mesh(mesh): measure_difference(sys.argv[2], mesh, number)
+        for mesh in list_kind_meshes(sys.argv[2], number)
+    }
     print(json.dumps(found))

@@ -5,7 +5,6 @@ new key of the model or memory config is reported until some kind sets it.
 """
 
 import functools
-import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -14,7 +13,15 @@ import pytest
 from pydantic import BaseModel
 
 from runner.parallel.mesh import AXES
-from tests.support.sharded_step import JOB_KINDS, MAX_DEVICES, Difference, list_meshes, make_job, measure_difference
+from tests.support.sharded_step import (
+    JOB_KINDS,
+    MAX_DEVICES,
+    Difference,
+    list_kind_meshes,
+    list_meshes,
+    make_job,
+    measure_difference,
+)
 from tests.support.tiny_jobs import format_mesh, start_python, wait_for_output
 
 SOAK = pytest.mark.soak
@@ -24,7 +31,8 @@ DAILY = ("dense", {"data": 2, "sequence": 2, "tensor": 2})
 MESH_INDEPENDENT = {"preset", "vocabulary_size", "base_width"}
 CASES = [
     pytest.param(kind, mesh, id=f"{kind} on {format_mesh(mesh)}", marks=() if (kind, mesh) == DAILY else SOAK)
-    for kind, mesh in itertools.product(JOB_KINDS, list_meshes(8))
+    for kind in JOB_KINDS
+    for mesh in list_kind_meshes(kind, 8)
 ]
 
 
@@ -49,8 +57,14 @@ def run_on_sixteen(kind: str) -> dict[str, Difference]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mesh", list_meshes(MAX_DEVICES), ids=format_mesh)
-@pytest.mark.parametrize("kind", JOB_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        pytest.param(kind, mesh, id=f"{kind} on {format_mesh(mesh)}")
+        for kind in JOB_KINDS
+        for mesh in list_kind_meshes(kind, MAX_DEVICES)
+    ],
+)
 def test_a_step_on_sixteen_devices_equals_one_device(kind: str, mesh: dict[str, int]) -> None:
     check_difference(run_on_sixteen(kind)[format_mesh(mesh)])
 
