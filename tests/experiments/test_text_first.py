@@ -16,8 +16,8 @@ from runner.cli.app import run_command
 from runner.distributed.preemption import StopNotice
 from runner.errors import InvalidError, PreemptedError, StorageError
 from runner.plan.checks import Findings, check_data
-from runner.spec import read_spec
-from runner.storage import bucket
+from runner.spec import make_document, read_spec
+from runner.storage import bucket, read_log
 from tests.support.bigram import BigramTrainer
 from tests.support.hub import start_hub
 from tests.support.job_process import WHOLE_RUN_DEADLINE_SECONDS, Job, kill_all_when
@@ -83,7 +83,11 @@ def test_a_run_on_text_is_the_run_on_its_corpora_wherever_it_is_stopped(tmp_path
             run(stop=StopAfter(get_job(run, name), step))
     # The text is not needed any more.
     moved = shutil.move(texts, tmp_path / "moved")
-    make_gpt(tmp_path / "run", BigramTrainer, **make_changes(texts))()
+    run = make_gpt(tmp_path / "run", BigramTrainer, **make_changes(texts))
+    run()
+    # Supervisors recognise the end by the digest of the spec as written.
+    (done,) = (event for event in read_log(run.store, "events") if event["event"] == "done")
+    assert done["spec"] == make_document(run.spec).compute_digest()
     written = make_changes(texts)["config.data"]
     resolved = read_spec(tmp_path / "run/spec.yaml").config["data"]
     assert {key: resolved["tokenise"][key] for key in written["tokenise"]} == written["tokenise"]

@@ -217,6 +217,8 @@ def test_the_spec_as_it_is_is_a_candidate():
     alone = others.make_start(accelerator, 16 * 2**30)
     assert alone is not None
     assert alone.prediction.exposed_seconds == 0
+    without_choices = Search("specs/vit_nano.yaml", (words[0], "topology.mesh={data: 8}"))
+    assert without_choices.make_start(accelerator, 16 * 2**30) is not None
     assert Search("specs/llama_nano.yaml", (words[0], "topology.mesh={data: 3}")).make_start(accelerator, 2**30) is None
 
 
