@@ -448,11 +448,15 @@ def _read_hybrid(config: Mapping[str, Any]) -> Json:
     kinds: list[LayerKind] = ["linear" if kind == "linear_attention" else "full" for kind in types]
     linear = {key: config.get(name, default) for name, (key, default) in _LINEAR_KEYS.items()}
     linear["projections"] = "fused" if config["model_type"] == "qwen3_next" else "separate"
+    if _read_activation(config, "hidden_act", "silu") != "swiglu":
+        raise InvalidError("mlp: this family needs swiglu, whose SiLU its linear layers have too")
+    if config["model_type"] != "qwen3_next":
+        # transformers reads neither key in Qwen3.5.
+        config = {**config, "norm_topk_prob": True, "mlp_only_layers": []}
     rope, bias = config.get("rope_parameters") or {}, config.get("attention_bias", False)
     fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
     keys = {
         "head_dim": config.get("head_dim") or 256,
-        "mlp": _read_activation(config, "hidden_act", "silu"),
         "norm_offset": True,
         "query_key_norm": "head",
         "attention_gate": True,

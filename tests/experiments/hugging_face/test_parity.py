@@ -17,6 +17,7 @@ from experiments.model.config_json import FAMILIES, parse_config_json
 from experiments.model.decoder import Decoder
 from experiments.model.huggingface import DecoderFiles
 from runner.checkpoint.leaves import flatten_with_names
+from runner.errors import InvalidError
 from runner.huggingface.mapping import match_tensors
 from runner.huggingface.safetensors import open_published_weights
 from runner.spec import InitFromConfig
@@ -116,6 +117,24 @@ def test_files_hold_extra_predictions_where_the_family_has_them(name, number, pl
         assert files.config()["num_nextn_predict_layers"] == 2
         assert files.copies()["model.layers.3.shared_head.head.weight"] == "lm_head.weight"
     assert all(files.known_as(copy) is None for copy in files.copies())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3_next", {"mlp": "geglu"}),
+        ("qwen3_5", {"mlp": "geglu"}),
+        ("qwen3_5_moe", {"moe": {"normalise_gates": False}}),
+        ("qwen3_5_moe", {"moe": {"dense_layers": 1}}),
+    ],
+)
+def test_a_hybrid_that_transformers_would_compute_otherwise_is_not_exported(name, changes):
+    config = parse_config_json(json.loads((FIXTURES / name / "config.json").read_text()))
+    moe = changes.get("moe")
+    update = changes if moe is None else {"moe": config.moe.model_copy(update=moe)}
+    assert parse_config(config).config()["model_type"].startswith(name)
+    with pytest.raises(InvalidError, match="no family of transformers has this model"):
+        parse_config(config.model_copy(update=update)).config()
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
