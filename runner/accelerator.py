@@ -90,6 +90,12 @@ class Chip:
     compiler_flags: tuple[str, ...] = ()
 
     @property
+    def device_hbm_bytes(self) -> int:
+        """Memory of one jax device, in bytes. Only for chips with known peak rates."""
+        assert self.speeds is not None, "callers ask only for chips with known peak rates"
+        return self.speeds.hbm_bytes // self.devices_per_chip
+
+    @property
     def clock_hertz(self) -> float | None:
         """Cycles per second, derived from the peak of the matrix units."""
         if self.matrix_units is None or self.speeds is None:

@@ -389,11 +389,7 @@ class DecoderConfig(WidthScaledConfig):
     @property
     def shared_width(self) -> int:
         """Hidden width of all shared experts together."""
-        if self.moe is None:
-            return 0
-        return self.moe.shared_experts * (
-            self.expert_width if self.moe.shared_width == "auto" else self.moe.shared_width
-        )
+        return 0 if self.moe is None else self.moe.compute_shared_width(self.expert_width)
 
     @property
     def key_heads(self) -> int:

@@ -136,6 +136,15 @@ def _read_rope(config: Mapping[str, Any], theta: float, kind: str | None = None)
     }
 
 
+def _read_window_rope(config: Mapping[str, Any], theta: float) -> Json:
+    """Return the keys of the `Rope` of window layers; `theta` is that of files without rotary positions by kind.
+
+    The scaling of such files, `rope_scaling`, is of the full layers alone.
+    """
+    given = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    return {"theta": given.get("rope_theta", theta), "scaling": _read_scaling(given, config)}
+
+
 def _read_scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> Json | None:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
@@ -209,6 +218,7 @@ _EXPERT_KEYS = {
     "num_experts_per_tok": "experts_per_token",
     "norm_topk_prob": "normalise_gates",
 }
+_LOCAL_EXPERT_KEYS = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
 
 
 def _write_experts(config: DecoderConfig, names: Mapping[str, str]) -> Json:
@@ -310,10 +320,7 @@ def _read_olmo3(config: Mapping[str, Any]) -> Json:
     windows = _read_windows({"sliding_window": 4096, **config}, lambda layer: "window" if (layer + 1) % 4 else "full")
     keys = _read_olmo2(config) | {"rope": _read_rope(config, 500_000.0, "full_attention"), **windows}
     if "window" in keys["layer_pattern"]:
-        given = (config.get("rope_parameters") or {}).get("sliding_attention", {})
-        # The scaling of older files, `rope_scaling`, is of the full layers alone.
-        theta = given.get("rope_theta", config.get("rope_theta", 500_000.0))
-        keys["window_rope"] = {"theta": theta, "scaling": _read_scaling(given, config)}
+        keys["window_rope"] = _read_window_rope(config, config.get("rope_theta", 500_000.0))
     return keys
 
 
@@ -377,15 +384,12 @@ def _read_gemma3(config: Mapping[str, Any]) -> Json:
     keys |= {"heads": config["num_attention_heads"], "key_value_heads": config["num_key_value_heads"]}
     keys["rope"] = _read_rope(config, 1_000_000.0, "full_attention")
     if "window" in keys["layer_pattern"]:
-        given = (config.get("rope_parameters") or {}).get("sliding_attention", {})
-        theta = given.get("rope_theta", config.get("rope_local_base_freq", 10_000.0))
-        keys["window_rope"] = {"theta": theta, "scaling": _read_scaling(given, config)}
+        keys["window_rope"] = _read_window_rope(config, config.get("rope_local_base_freq", 10_000.0))
     return keys
 
 
 def _write_mixtral(config: DecoderConfig) -> Json:
-    names = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
-    return _write_mistral(config) | _write_experts(config, names)
+    return _write_mistral(config) | _write_experts(config, _LOCAL_EXPERT_KEYS)
 
 
 def _read_mixtral(config: Mapping[str, Any]) -> Json:
@@ -440,6 +444,7 @@ def _write_hybrid(config: DecoderConfig) -> Json:
 
 
 def _read_hybrid(config: Mapping[str, Any]) -> Json:
+    is_next = config["model_type"] == "qwen3_next"
     interval = config.get("full_attention_interval", 4)
     types = config.get("layer_types") or [
         "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
@@ -447,10 +452,10 @@ def _read_hybrid(config: Mapping[str, Any]) -> Json:
     ]
     kinds: list[LayerKind] = ["linear" if kind == "linear_attention" else "full" for kind in types]
     linear = {key: config.get(name, default) for name, (key, default) in _LINEAR_KEYS.items()}
-    linear["projections"] = "fused" if config["model_type"] == "qwen3_next" else "separate"
+    linear["projections"] = "fused" if is_next else "separate"
     if _read_activation(config, "hidden_act", "silu") != "swiglu":
         raise InvalidError("mlp: this family needs swiglu, whose SiLU its linear layers have too")
-    if config["model_type"] != "qwen3_next":
+    if not is_next:
         # transformers reads neither key in Qwen3.5.
         config = {**config, "norm_topk_prob": True, "mlp_only_layers": []}
     rope, bias = config.get("rope_parameters") or {}, config.get("attention_bias", False)
@@ -465,7 +470,7 @@ def _read_hybrid(config: Mapping[str, Any]) -> Json:
         "layer_pattern": _find_pattern(kinds),
         "linear": linear if "linear" in kinds else None,
     }
-    experts, per_token = (512, 10) if config["model_type"] == "qwen3_next" else (256, 8)
+    experts, per_token = (512, 10) if is_next else (256, 8)
     if config["model_type"] == "qwen3_5_text" or config.get("num_experts") == 0:
         return keys
     moe = _read_experts(config, experts, per_token, config.get("norm_topk_prob", True))["moe"]
@@ -485,7 +490,6 @@ def _read_olmoe(config: Mapping[str, Any]) -> Json:
     return _read_llama({**config, "mlp_bias": False}) | keys | {"query_key_norm": "whole"}
 
 
-_GPT_OSS_EXPERT_KEYS = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
 _GPT_OSS_ROPE = {  # of files without rotary keys
     "rope_type": "yarn",
     "factor": 32.0,
@@ -497,7 +501,7 @@ _GPT_OSS_ROPE = {  # of files without rotary keys
 def _write_gpt_oss(config: DecoderConfig) -> Json:
     return {
         **_write_rope(config.rope),
-        **_write_experts(config, _GPT_OSS_EXPERT_KEYS),
+        **_write_experts(config, _LOCAL_EXPERT_KEYS),
         # transformers makes a mask of this window even if no layer has one.
         **_write_windows(config),
         "sliding_window": config.window or 128,

@@ -204,8 +204,8 @@ class Decoder(nn.Module):
     ) -> Any:
         """Return logits of the next token, or the loss.
 
-        Where layers have experts, their statistics are sown in the collection `statistics`, by stage and layer. So are,
-        with extra predictions, their summed losses and weights, by the distance of the predicted position.
+        Where layers have experts, their statistics are sown in the collection `statistics`, by stage and layer. The
+        summed losses and weights of extra predictions are sown there too, by the distance of the predicted position.
 
         Args:
             tokens_BxT: ids.

@@ -114,6 +114,10 @@ class MoeConfig(FrozenModel):
             )
         return self
 
+    def compute_shared_width(self, expert_width: int) -> int:
+        """Return the hidden width of all shared experts together; `expert_width` is that of a routed one."""
+        return self.shared_experts * (expert_width if self.shared_width == "auto" else self.shared_width)
+
     def capacity(self, length: int) -> int:
         """Return the most tokens that an expert takes of a sequence of `length`."""
         if self.capacity_factor is None:
@@ -277,11 +281,9 @@ class MixtureOfExperts(nn.Module):
             down_bias_ExD = _replicate(down_bias_ExD).astype(self.compute_dtype)
             y_BxTxD += constrain_stream(gates_BxTxE.astype(self.compute_dtype) @ down_bias_ExD)
         if config.shared_experts:
-            own = self.expert_width if config.shared_width == "auto" else config.shared_width
+            width = config.compute_shared_width(self.expert_width)
             types = self.param_dtype, self.compute_dtype
-            shared = GatedMLP(
-                config.shared_experts * own, self.activation, self.out_stddev, False, *types, name="shared"
-            )
+            shared = GatedMLP(width, self.activation, self.out_stddev, False, *types, name="shared")
             shared_BxTxD = shared(x_BxTxD)
             if config.shared_gate:
                 gate_Dx1 = self._param("shared_gate", INIT_STDDEV, (D, 1), ("embed", "gate")).astype(self.compute_dtype)

@@ -35,6 +35,7 @@ from runner.data.source_files import (
     suggest_path,
 )
 from runner.errors import DataError, InvalidError, format_reason
+from runner.huggingface.hub import parse_refusal
 from runner.spec.imports import import_extra
 from runner.storage import (
     ChangedError,
@@ -64,7 +65,6 @@ _WILDCARD = re.compile(r"[*?\[]")
 _HUB = "hf://"
 _DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@([^/@]+))?(?:/(.+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_TRANSIENT_STATUSES = (408, 409, 412, 429)  # besides all from 500 on
 
 
 @dataclass(frozen=True)
@@ -346,9 +346,8 @@ class HubDriver:
         try:
             yield
         except errors.HfHubHTTPError as error:
-            status = error.response.status_code
-            reason = " ".join((error.server_message or format_reason(error)).split())[:300]
-            if status in _TRANSIENT_STATUSES or status >= 500:
+            status, reason, is_transient = parse_refusal(error)
+            if is_transient:
                 raise TransientError(f"{where}: {status}: {reason}") from error
             kind = FileNotFoundError if status == 404 else PermissionError
             raise kind(f"{where}: {status}: {reason}; check name, revision and the token of HF_TOKEN") from error

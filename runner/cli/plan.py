@@ -24,6 +24,7 @@ from runner.plan import checks
 from runner.plan.figures import format_amount
 from runner.plan.prediction import SINGLE_DEVICE, build_abstract
 from runner.plan.preflight import PlanRequest, plan
+from runner.plan.program import count_elements
 from runner.plan.search import Candidate, Search
 from runner.spec import (
     JobConfig,
@@ -143,12 +144,12 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
     )
     job = Search(where, (), text.format()).open_job([])
     parameters = flatten_with_names(build_abstract(job.setup_builder, SINGLE_DEVICE).abstract_state.params)
-    text.num_parameters = sum(leaf.size for leaf in parameters.values())
+    text.num_parameters = count_elements(parameters)
     modules = {name.split(".")[-2] for name in parameters if "." in name}
     text.targets = [f"*.{module}" for module in _ADAPTED if module in modules] if arguments.is_lora else []
     if accelerator is not None and accelerator.chip.speeds is not None:
         search = Search(where, (), text.format())
-        hbm_bytes = accelerator.chip.speeds.hbm_bytes // accelerator.chip.devices_per_chip
+        hbm_bytes = accelerator.chip.device_hbm_bytes
         found = search.list_candidates(search.list_variants(), accelerator, int(hbm_bytes * _MEMORY_SHARE))
         if not found:
             raise InvalidError(

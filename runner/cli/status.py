@@ -116,7 +116,9 @@ def print_status(arguments: StatusArguments) -> int:
             """Return the history to show, and True if it is that of a job which tokenises the text of the run."""
             phase = find_text_phase(store)
             shown = phase or store
-            return readers.setdefault(shown.url, HistoryReader(shown)).read(), phase is not None
+            if shown.url not in readers:
+                readers[shown.url] = HistoryReader(shown)
+            return readers[shown.url].read(), phase is not None
 
         console = Console(markup=False, highlight=False, emoji=False)
 

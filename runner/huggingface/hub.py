@@ -233,6 +233,13 @@ _MODULES = ("", ".errors", ".utils")
 _TRANSIENT = (408, 409, 412, 429)  # besides all from 500 on
 
 
+def parse_refusal(error: Any) -> tuple[int, str, bool]:
+    """Return HTTP status and reason of an `HfHubHTTPError`, and True if the same request may succeed later."""
+    status = int(error.response.status_code)
+    reason = " ".join((error.server_message or format_reason(error)).split())[:300]
+    return status, reason, status in _TRANSIENT or status >= 500
+
+
 @dataclass(frozen=True)
 class PushResult:
     """Result of a push.
@@ -373,12 +380,11 @@ class HubRepository:
 
     def _make_status_error(self, error: Any) -> RunnerError:
         """Return the error for an answer of the Hub with an HTTP status."""
-        status = error.response.status_code
-        reason = " ".join((error.server_message or format_reason(error)).split())[:300]
+        status, reason, is_transient = parse_refusal(error)
         if status == 401:
             return InvalidError(f"{self._api.endpoint} does not accept the token of HF_TOKEN or the login: {reason}")
         if status == 403:
             return InvalidError(f"the token may not write to {self._name}: {reason}")
-        if status in _TRANSIENT or status >= 500:
+        if is_transient:
             return RetryableError(f"{self._name}: {status}: {reason}; run the same command again to continue")
         return InvalidError(f"{self._name}: {status}: {reason}")

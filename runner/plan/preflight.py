@@ -352,7 +352,7 @@ def _search(request: PlanRequest) -> int:
     else:
         # The largest machine is opened first: see `open_machine`.
         open_machine(Accelerator(accelerator.name, accelerator.chip.slice_sizes[-1]))
-        accelerator, candidates = find_smallest_slice(search, accelerator, request.hours)
+        accelerator, candidates = find_smallest_slice(search, search.list_variants(), accelerator, request.hours)
         machine, start = open_machine(accelerator), None
     for candidate in candidates[:_NUM_SHOWN]:
         predicted = candidate.prediction

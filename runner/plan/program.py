@@ -147,8 +147,7 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
     assert len(cpu_devices) >= accelerator.num_devices, "the largest machine is opened first"
     stand_ins = cpu_devices[: accelerator.num_devices]
 
-    speeds = accelerator.chip.speeds
-    hbm_bytes = read_device_memory_bytes() if speeds is None else speeds.hbm_bytes // accelerator.chip.devices_per_chip
+    hbm_bytes = read_device_memory_bytes() if accelerator.chip.speeds is None else accelerator.chip.device_hbm_bytes
     if shape and is_libtpu_installed():
         devices, compiler = _open_libtpu_devices(accelerator, shape)
         return TargetMachine(devices, stand_ins, accelerator, compiler, False, hbm_bytes)

@@ -261,23 +261,22 @@ class Search:
         return sorted(compiled, key=lambda candidate: candidate.rank_seconds), list(dropped.values())
 
 
-def find_smallest_slice(search: Search, accelerator: Accelerator, hours: float) -> tuple[Accelerator, list[Candidate]]:
+def find_smallest_slice(
+    search: Search, variants: list[JobVariant], accelerator: Accelerator, hours: float
+) -> tuple[Accelerator, list[Candidate]]:
     """Return the smallest slice on which something may fit and the run ends in time, with its candidates.
 
-    The run is assumed to reach `TYPICAL_SHARE` of the best speed.
+    `variants` are those of the search. The run is assumed to reach `TYPICAL_SHARE` of the best speed.
 
     Raises:
         InvalidError: no slice does.
     """
-    variants = search.list_variants()
     steps = variants[0].job.total_steps
     best = ""
     for num_chips in accelerator.chip.slice_sizes:
         # Sizes are in ascending order, so the first that ends in time is the smallest.
         slice_ = Accelerator(accelerator.name, num_chips)
-        speeds = slice_.chip.speeds
-        assert speeds is not None, "callers search only for chips with known peak figures"
-        candidates = search.list_candidates(variants, slice_, speeds.hbm_bytes // slice_.chip.devices_per_chip)
+        candidates = search.list_candidates(variants, slice_, slice_.chip.device_hbm_bytes)
         if not candidates:
             continue
         needed_hours = candidates[0].prediction.times.step_seconds / TYPICAL_SHARE * steps / 3600

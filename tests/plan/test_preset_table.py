@@ -3,18 +3,19 @@
 python -m tests.plan.test_preset_table     writes the page, which takes twenty minutes
 """
 
+import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
 
 from experiments.model.presets import PRESETS
-from runner.accelerator import CHIPS, Accelerator
+from runner.accelerator import Accelerator
+from runner.errors import InvalidError
 from runner.plan.prediction import SINGLE_DEVICE, build_abstract
-from runner.plan.program import TYPICAL_SHARE
-from runner.plan.search import Candidate, JobVariant, Search
+from runner.plan.program import TYPICAL_SHARE, count_elements
+from runner.plan.search import Search, find_smallest_slice
 from tests.support.job_process import ROOT
 
 PAGE = ROOT / "experiments" / "model" / "hardware.md"
@@ -67,31 +68,19 @@ def open_search(preset: str, directory: Path) -> Search:
     return Search(str(spec), (f"config.model={{preset: {preset}}}",))
 
 
-def find_smallest(search: Search, variants: list[JobVariant], chip_name: str) -> tuple[Accelerator, Candidate] | None:
-    """Return the smallest slice on which the job may fit, with the best way to run it there."""
-    for num_chips in CHIPS[chip_name].slice_sizes:
-        slice_ = Accelerator(chip_name, num_chips)
-        speeds = slice_.chip.speeds
-        assert speeds is not None, "the chips of this page have known peak rates"
-        candidates = search.list_candidates(variants, slice_, speeds.hbm_bytes // slice_.chip.devices_per_chip)
-        if candidates:
-            return slice_, candidates[0]
-    return None
-
-
 def make_rows(preset: str, directory: Path) -> Iterator[tuple[str, str]]:
     """Yield the chip and the line of a preset for each chip."""
     search = open_search(preset, directory)
     variants = search.list_variants()
     state = build_abstract(variants[0].job.setup_builder, SINGLE_DEVICE).abstract_state
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    num_parameters = count_elements(state.params)
     for chip_name in CHIP_NAMES:
         name, billions = f"`{preset}`", f"{num_parameters / 1e9:.2f}B"
-        found = find_smallest(search, variants, chip_name)
-        if found is None:
+        try:
+            slice_, (candidate, *_) = find_smallest_slice(search, variants, Accelerator(chip_name, 1), math.inf)
+        except InvalidError:
             yield chip_name, f"| {name} | {billions} | none |{' |' * (len(HEADS) - 3)}"
             continue
-        slice_, candidate = found
         mesh = ", ".join(f"{axis}: {size}" for axis, size in candidate.mesh if size > 1) or "data: 1"
         options = ", ".join(f"{key.rpartition('.')[2]}: {value}" for key, value in candidate.choices if value)
         tokens_per_second = EXAMPLES * LENGTH / candidate.prediction.times.step_seconds / slice_.num_chips
