@@ -37,6 +37,19 @@ FEATURES: dict[str, tuple[type, dict[str, Any]]] = {
     "documents": (PretrainGPT, {"config.data.packing": "documents", "config.model.dropout": 0.1}),
     "decoder": (PretrainDecoder, DECODER),
     "experts": (PretrainDecoder, DECODER | {"config.model.moe": EXPERTS}),
+    "linear": (
+        PretrainDecoder,
+        DECODER
+        | {"config.model.layers": 2, "config.model.layer_pattern": ["linear", "full"]}
+        | {"config.model.linear": {"key_heads": 1, "value_heads": 2, "key_head_dim": 4, "value_head_dim": 4}}
+        | {"config.data.packing": "documents"},
+    ),
+    "sinks": (
+        PretrainDecoder,
+        DECODER
+        | {"config.model.attention_sinks": True, "config.model.extra_predictions": 2}
+        | {"config.model.moe": EXPERTS | {"bias": True}},
+    ),
     "frozen": (PretrainGPT, {"config.optimizer.groups": [{"pattern": "*embedding", "frozen": True}]}),
     "schedule_free": (
         PretrainGPT,
