@@ -520,3 +520,13 @@ class DecoderConfig(WidthScaledConfig):
 
 class DecoderTrainerConfig(TrainerConfig[DecoderConfig]):
     """The `config` section of a job that trains a decoder."""
+
+    @model_validator(mode="after")
+    def _validate_same_bits(self) -> "DecoderTrainerConfig":
+        devices = self.train.same_bits_devices
+        if devices is not None and self.model.linear is not None:
+            raise ValueError(
+                f"train.same_bits_devices={devices}: linear layers (model.layer_pattern) do not give the same bits on "
+                "other numbers of devices; leave it out"
+            )
+        return self
