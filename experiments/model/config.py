@@ -522,7 +522,7 @@ class DecoderTrainerConfig(TrainerConfig[DecoderConfig]):
     """The `config` section of a job that trains a decoder."""
 
     @model_validator(mode="after")
-    def _validate_same_bits(self) -> "DecoderTrainerConfig":
+    def _validate_device_count(self) -> "DecoderTrainerConfig":
         devices = self.train.same_bits_devices
         if devices is not None and self.model.linear is not None:
             raise ValueError(
