@@ -167,6 +167,9 @@ def _make_trainer_sections(
         _add_mesh_warnings(job, estimate, estimate.small_shard_warnings, findings)
 
     first = None if estimate is None else estimate.first
+    # What is wrong already is told before minutes of compilation, and again at the end.
+    for line in findings.problems:
+        warn(f"problem: {line}")
     program: CompiledProgram | None = None
     with report_progress(f"compiling {job.spec.name} for {job.topology.accelerator}"), findings.collect():
         try:

@@ -354,7 +354,7 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     note = "outputs that do not reuse the memory of arguments"
     section.add("outputs", memory.outputs, "bytes", "compiled", note)
     section.add("code", memory.code, "bytes", "compiled")
-    needed, note = memory.needed, "arguments + temporaries + outputs"
+    needed, note = memory.needed, "arguments + temporaries + outputs + code"
     if machine.is_faked and first is not None:
         least = "at least, since the job states no activations, " if first.is_lower_bound else ""
         needed, note = int(first.needed_bytes), f"{least}by arithmetic: the chip's compiler is not here"
@@ -365,7 +365,7 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     section.add("needed", needed, "bytes", basis, note)
     note = f"a step may use {MEMORY_SHARE:.0%} of it"
     section.add("there", machine.hbm_bytes, "bytes", "assumed", note, label="capacity")
-    section.add("headroom", machine.hbm_bytes - needed, "bytes", basis)
+    section.add("headroom", int(machine.hbm_bytes * MEMORY_SHARE) - needed, "bytes", basis, f"of these {MEMORY_SHARE:.0%}")
     return section
 
 
