@@ -224,6 +224,8 @@ def _make_trainer_sections(
                     planned_bytes = first.needed_bytes if machine.is_faked and first else program.step.memory.needed
                     sections.append(make_comparison_section(forecast, planned_bytes, rows))
     checkpoint = _make_checkpoint_section(job, abstract_state, machine, step_seconds, findings)
+    if kernels := report.make_kernels_section(job.kernel_cases(train_setup)).figures:
+        sections.append(Section("kernels", kernels))
     sections += [checkpoint, report.make_compilation_section(program)]
     if len(job.stages) > 1 and data.is_found:
         sections += make_stage_sections(job, train_setup, machine, step_seconds, findings)

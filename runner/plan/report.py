@@ -47,6 +47,7 @@ from runner.plan.program import (
 from runner.spec import ExecutionSpec
 from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops
+from runner.train.kernel_check import KernelCase
 from runner.train.optimizer import compute_rates
 from runner.train.setup import TrainSetup
 from runner.train.stages import RunStage
@@ -501,4 +502,18 @@ def make_compilation_section(program: CompiledProgram) -> Section:
     section.add("train step", program.compile_seconds, "seconds", "compiled")
     if program.val_compile_seconds is not None:
         section.add("validation step", program.val_compile_seconds, "seconds", "compiled")
+    return section
+
+
+def make_kernels_section(cases: Sequence[KernelCase]) -> Section:
+    """Return the section of the kernels that a step uses, and what replaces them if they fail their test."""
+    section = Section("kernels")
+    for role in sorted({case.role for case in cases}):
+        own = [case for case in cases if case.role == role]
+        owners = " and ".join(sorted({case.owner for case in own}))
+        parts = [
+            f"{kernel}, {sum(case.kernel == kernel for case in own)} case(s), or else {fallback}"
+            for kernel, fallback in sorted({(case.kernel, case.fallback) for case in own})
+        ]
+        section.add(role, f"{owners} (tested at start)", "text", "counted", "; ".join(parts))
     return section

@@ -352,7 +352,7 @@ class KernelChecker:
         )
         self._attempt.events.flush()
         warn(
-            f"KERNEL FAILED: {case.kernel} is wrong on this hardware, and the run uses {case.fallback} instead, now and "
+            f"KERNEL FAILED: {case.kernel} is wrong on this hardware; the run uses {case.fallback} instead, now and "
             f"after restarts (case {case.digest}: {reason})"
         )
 
