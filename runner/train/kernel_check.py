@@ -309,8 +309,10 @@ class KernelChecker:
             timer = threading.Timer(seconds, self._give_up, (case,))
             timer.daemon = True
             timer.start()
-            own = run_case(case) if is_missing else ""
-            timer.cancel()
+            try:
+                own = run_case(case) if is_missing else ""
+            finally:
+                timer.cancel()
             try:
                 found = self._hosts.gather(own, CASE_SECONDS + _SLACK_SECONDS)
             except PeerLostError as error:

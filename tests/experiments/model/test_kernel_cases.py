@@ -100,9 +100,10 @@ def test_a_sample_of_shapes_of_the_library_matches_the_definition(number: int, i
 
 def test_the_sample_has_every_option() -> None:
     drawn = [draw_facts(number)[0] for number in range(80)]
-    assert all(len({facts[name] is None or facts[name] is False for facts in drawn}) == 2 for name in (
-        "segments", "rotation", "sinks", "window", "softcap", "scale"
-    ))
+    assert all(
+        len({facts[name] is None or facts[name] is False for facts in drawn}) == 2
+        for name in ("segments", "rotation", "sinks", "window", "softcap", "scale")
+    )
     assert any(facts["positions"] % 2 for facts in drawn[:3])
     for name in ("segments", "rotation", "window", "softcap"):
         assert any(facts[name] for facts in drawn[:3]), name
@@ -118,7 +119,11 @@ def trace(directory: Path, **changes: Any) -> KernelUse:
         "layers": 4, "heads": 4, "key_value_heads": 2, "width": 32, "mlp_width": 32, "head_dim": 16, "window": 70,
         "layer_pattern": ["window", "full"],
     }  # fmt: skip
-    base = {"job": "experiments.model.decoder:PretrainDecoder", "config.model": model, "config.data.sequence_length": 250}
+    base = {
+        "job": "experiments.model.decoder:PretrainDecoder",
+        "config.model": model,
+        "config.data.sequence_length": 250,
+    }
     job = make_gpt(directory, PretrainDecoder, **base | {"topology.mesh": {"data": 2}} | changes)
     setup = job.setup_builder.build(jax.devices()[:2])
     job.setup_builder.trace(setup)
@@ -206,9 +211,7 @@ KERNELS = ("rotate_by_matmul", "take_rows_sorted", "fused_attention", *SLOW)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.soak)])
-@pytest.mark.parametrize(
-    "kernel", [pytest.param(name, marks=[pytest.mark.soak] * (name in SLOW)) for name in KERNELS]
-)
+@pytest.mark.parametrize("kernel", [pytest.param(name, marks=[pytest.mark.soak] * (name in SLOW)) for name in KERNELS])
 def test_a_right_kernel_passes_its_case(
     kernel: str, dtype: Any, interpreted: None, interpreted_products: None, short_blocks: None
 ) -> None:
