@@ -52,6 +52,7 @@ from experiments.model.ring_attention import sharded_attention
 from experiments.model.rotary import Pairs, Rotation, rotate, rotate_halves
 from runner.config import ContextParallelMethod
 from runner.errors import InvalidError
+from runner.storage import JsonObject
 from runner.train.kernel_check import KernelCase, KernelTrial, Owner, get_kernel_use
 
 KEY_AXES = ("batch", "sequence", "heads", "head_dim")
@@ -567,8 +568,14 @@ IMPLEMENTATIONS: dict[str, tuple[AttentionImplementation, ...]] = {
 def select_implementation(
     platform: str, arrays: tuple[jax.Array, ...], softcap: float | None, has_sinks: bool = False
 ) -> AttentionImplementation:
-    """Return the first implementation of a platform that supports these queries, keys, values and maybe segments."""
+    """Return the first implementation of a platform that supports these queries, keys, values and maybe segments.
+
+    Implementations that `memory.attention` excludes, and kernels that have failed their test, are left out.
+    """
     q_BxTxNxH, k_BxTxKxH, v_BxTxKxW = arrays[:3]
+    use = get_kernel_use()
+    # cuDNN is the one kernel of a library for which there is another choice on its platform.
+    excluded = {"auto": (), "ours": (CUDNN.attend,), "library": (FUSED.attend,)}[use.attention]
 
     def divides_over_mesh() -> bool:
         spec = _partition_spec(WHOLE_SEQUENCE_AXES)
@@ -577,7 +584,8 @@ def select_implementation(
     return next(
         one
         for one in IMPLEMENTATIONS[platform]
-        if _is_chosen(one)
+        if one.attend not in excluded
+        and use.is_allowed(one.attend.__name__)
         and (not one.dtypes or q_BxTxNxH.dtype in one.dtypes)
         and (one.softcap or softcap is None)
         and (one.segments or len(arrays) == 3)
@@ -587,14 +595,6 @@ def select_implementation(
         and _is_worth_padding(q_BxTxNxH.shape[1], one.length_multiple)
         and (not one.needs_even_sharding or divides_over_mesh())
     )
-
-
-def _is_chosen(one: AttentionImplementation) -> bool:
-    """Return True if `memory.attention` and the tests of kernels allow an implementation."""
-    use = get_kernel_use()
-    # cuDNN is the one kernel of a library for which there is another choice on its platform.
-    excluded = {"auto": (), "ours": (CUDNN.attend,), "library": (FUSED.attend,)}[use.attention]
-    return one.attend not in excluded and use.is_allowed(one.attend.__name__)
 
 
 def _find_rotating_implementation(
@@ -677,7 +677,7 @@ def _make_case(
     length = min(T, number * blocks.read - padding)
     window = None if window is None or window >= length else window
     tested: AttentionOptions = {**options, "window": window}
-    facts: dict[str, Any] = {
+    facts: JsonObject = {
         "sequences": 1 if rotation is None or rotation.cos.shape[0] == 1 else 2,
         "positions": length,
         "heads": heads,
@@ -712,13 +712,15 @@ def make_attention_trial(attend: Callable[..., jax.Array], facts: Mapping[str, A
         generator.normal(size=(B, T, *shape)).astype(np.float32) for shape in ((N, H), (K, H), (K, W), (N, W))
     )
     q *= SCORE_STDDEV / (math.sqrt(H) * (H**-0.5 if facts["scale"] is None else facts["scale"]))
-    inputs: dict[str, Any] = {name: x.astype(dtype) for name, x in zip("qkvg", (q, k, v, g), strict=True)}
+    inputs: dict[str, np.ndarray] = {name: x.astype(dtype) for name, x in zip("qkvg", (q, k, v, g), strict=True)}
     if facts["sinks"]:
         inputs["sinks"] = generator.normal(size=N).astype(dtype)
-    if facts["segments"]:  # three documents, with ends at any place, and padding
-        cuts = np.sort(generator.choice(np.arange(1, T + 1), min(3, T), replace=False))
-        ids_T = 1 + np.sum(np.arange(T)[:, None] >= cuts[:-1], axis=1)
-        inputs["segments"] = np.tile(np.where(np.arange(T) < cuts[-1], ids_T, 0).astype(np.int32), (B, 1))
+    if facts["segments"]:
+        # Two short documents, padding, and between them one that is longer than the window, whose edge would show in
+        # none of the others.
+        cuts = [part + int(generator.integers(1 + T // 20)) for part in (T // 20, T - T // 8, T - T // 20)]
+        ids_T = 1 + np.sum(np.arange(T)[:, None] >= np.array(cuts[:2]), axis=1)
+        inputs["segments"] = np.tile(np.where(np.arange(T) < cuts[2], ids_T, 0).astype(np.int32), (B, 1))
     if facts["rotation"]:
         radians = generator.uniform(0, 2 * math.pi, (B, T, 1, H // 2))
         inputs |= {"cos": np.cos(radians).astype(np.float32), "sin": np.sin(radians).astype(np.float32)}
@@ -729,13 +731,11 @@ def make_attention_trial(attend: Callable[..., jax.Array], facts: Mapping[str, A
 
     def run(form: Callable[..., jax.Array], *leaves: jax.Array) -> Any:
         named = dict(zip(inputs, leaves, strict=True))
-        constant: dict[str, Any] = dict(options)
-        if "cos" in named:
-            constant["rotation"] = Rotation(named["cos"], named["sin"])
+        rotation = {"rotation": Rotation(named["cos"], named["sin"])} if "cos" in named else {}
 
         def attend_to(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
             ids = (named["segments"],) if "segments" in named else ()
-            return form(q, k, v, *ids, **constant, **({"sinks_N": sinks[0]} if sinks else {}))
+            return form(q, k, v, *ids, **options, **rotation, **({"sinks_N": sinks[0]} if sinks else {}))
 
         out, pull_back = jax.vjp(attend_to, *(named[name] for name in ("q", "k", "v", "sinks") if name in named))
         return out, *pull_back(named["g"].astype(out.dtype))

@@ -44,6 +44,7 @@ from runner.parallel.mesh import get_active_rules, list_axes, remove_axes_from_r
 from runner.train.kernel_check import KernelCase, KernelTrial, get_kernel_use
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum, evaluate_cross_entropy
 
+KERNEL = "take_rows_sorted"  # name of the sorted gradient in its test
 Unembed = Callable[[jax.Array, jax.Array], jax.Array]  # (weights (V, D), hidden states (B, T, D)) -> logits (B, T, V)
 
 
@@ -93,7 +94,7 @@ def lookup(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
     # different tokens.
     can_gather_rows = not vocab_axes and set(axes).issuperset(width_axes)
     use = get_kernel_use()
-    is_sorted = sorts_before_summing() and use.is_allowed(take_rows_sorted.__name__)
+    is_sorted = sorts_before_summing() and use.is_allowed(KERNEL)
     if not can_gather_rows or not (width_axes or is_sorted):
         return constrain(table_VxD, "vocab", "embed_act")[tokens_BxT]
     take_rows = take_rows_sorted if is_sorted else operator.getitem
@@ -164,7 +165,7 @@ def _make_case(table_VxD: jax.Array) -> KernelCase:
         return KernelTrial(run, reference, (table_VxD, tokens_BxT, gradient_BxTxD))
 
     return KernelCase(
-        take_rows_sorted.__name__,
+        KERNEL,
         "gradient of the embedding",
         "ours",
         "XLA's scatter",

@@ -30,6 +30,7 @@ from jax.tree_util import Partial
 from experiments.model.platform import import_for_tpu
 from runner.train.kernel_check import KernelCase, KernelTrial, get_kernel_use
 
+KERNEL = "ragged_matmul"  # name of the kernels in their test
 MIN_BLOCK, MAX_BLOCK = 8, 256
 KERNEL_SLOTS = 128  # the megablox kernel needs a multiple of this number of slots
 MAX_KERNEL_COLUMNS = 1024  # of either operand in one tile of the kernel
@@ -72,7 +73,7 @@ def apply_grouped(
     if most_tokens is not None:
         num_slots, starts_E = num_experts * most_tokens, jnp.arange(num_experts) * most_tokens
         matmul = Partial(batched_matmul)
-    elif platform == "tpu" and get_kernel_use().is_allowed(ragged_matmul.__name__):
+    elif platform == "tpu" and get_kernel_use().is_allowed(KERNEL):
         num_slots, starts_E = experts_MxK.size, jnp.cumsum(counts_E) - counts_E
         matmul = Partial(ragged_matmul, counts_E)
     else:
@@ -237,7 +238,7 @@ def _make_case(x_PxI: jax.Array, w_ExIxO: jax.Array) -> KernelCase:
         return KernelTrial(run, reference, (counts_E, x_PxI, w_ExIxO, dy_PxO))
 
     return KernelCase(
-        ragged_matmul.__name__,
+        KERNEL,
         "experts",
         "library",
         "a loop over blocks of tokens",

@@ -20,6 +20,8 @@ from experiments.model.platform import rotates_by_matmul
 from runner.spec import Auto, FrozenModel
 from runner.train.kernel_check import KernelCase, KernelTrial, get_kernel_use
 
+KERNEL = "rotate_by_matmul"  # name of the kernel in its test
+
 
 class LinearScaling(FrozenModel):
     """Positions divided by a factor (Chen et al., 2023)."""
@@ -167,7 +169,7 @@ def rotate(x_BxTxNxH: jax.Array, rotation: Rotation, pairs: Pairs = "halves") ->
         return jnp.concatenate([rotated_BxTxNxR, x_BxTxNxH[..., width:]], axis=-1)
     if pairs == "neighbours":
         x_BxTxNxH = jnp.concatenate([x_BxTxNxH[..., 0::2], x_BxTxNxH[..., 1::2]], axis=-1)
-    if rotates_by_matmul() and (use := get_kernel_use()).is_allowed(rotate_by_matmul.__name__):
+    if rotates_by_matmul() and (use := get_kernel_use()).is_allowed(KERNEL):
         use.record(_make_case(x_BxTxNxH))
         return rotate_by_matmul(x_BxTxNxH, rotation)
     return rotate_halves(x_BxTxNxH, rotation)
@@ -232,7 +234,7 @@ def _make_case(x_BxTxNxH: jax.Array) -> KernelCase:
         return KernelTrial(functools.partial(run, rotate_by_matmul), reference, (x, gradient, *angles))
 
     return KernelCase(
-        rotate_by_matmul.__name__,
+        KERNEL,
         "rotation",
         "ours",
         "a rotation of the halves of a head",

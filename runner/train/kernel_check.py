@@ -51,9 +51,10 @@ from runner.train.compile import mark_cudnn_gradients_deterministic
 REPETITIONS = 64
 CASE_SECONDS = 300.0  # for compilation and all repetitions of a case
 # Error of a row of a result, relative to the norm of that row plus the root mean square of all rows' norms. 16-bit
-# results are rounded, and so are weights and gradients of scores inside of a kernel. On accelerators a float32 matmul
-# is by default one of fewer bits.
-TOLERANCES = {"bfloat16": 0.03, "float16": 0.01, "float32": 0.03}
+# results are rounded, and so are weights and gradients of scores inside of a kernel: interpreted kernels that are right
+# have errors of up to 0.019 in bfloat16, at any length, and those with a window that is one too long of 0.09 to 0.42.
+# On accelerators a float32 matmul is by default one of fewer bits.
+TOLERANCES = {"bfloat16": 0.05, "float16": 0.01, "float32": 0.05}
 EXACT_TOLERANCE = 1e-4  # of float32 on a CPU, where matmuls are exact
 RECORD = "kernels.json"
 
@@ -101,13 +102,9 @@ class KernelCase:
     @functools.cached_property
     def digest(self) -> str:
         """Digest of the kernel, its facts and its source."""
-        parts = [self.kernel, dict(sorted(self.facts.items())), self.dtype, _digest_files(self.sources)]
+        source = hashlib.sha256(b"".join(Path(path).read_bytes() for path in self.sources)).hexdigest()
+        parts = [self.kernel, dict(sorted(self.facts.items())), self.dtype, source]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-@functools.cache
-def _digest_files(paths: tuple[str, ...]) -> str:
-    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
 
 
 class KernelUse:
@@ -169,6 +166,15 @@ def run_case(case: KernelCase) -> str:
         mark_cudnn_gradients_deterministic()
     # Without that option kernels of GPUs may add in any order.
     repeats_bits = device.platform != "gpu" or is_gpu_deterministic(os.environ)
+
+    @jax.jit
+    def has_same_bits(before: jax.Array, first: Any, again: Any) -> jax.Array:
+        def is_same(one: jax.Array, other: jax.Array) -> jax.Array:
+            unsigned = jnp.dtype(f"uint{8 * one.dtype.itemsize}")
+            return jnp.all(jax.lax.bitcast_convert_type(one, unsigned) == jax.lax.bitcast_convert_type(other, unsigned))
+
+        return functools.reduce(jnp.logical_and, jax.tree.leaves(jax.tree.map(is_same, first, again)), before)
+
     try:
         trial = case.make_trial()
         with use_sharding_rules(make_mesh({}, [device])), use_kernels(KernelUse()):
@@ -181,7 +187,7 @@ def run_case(case: KernelCase) -> str:
             is_same = jnp.bool_(True)
             for _ in range(REPETITIONS - 1):
                 again = kernel(*inputs)
-                is_same = _has_same_bits(is_same, first, again) if repeats_bits else is_same
+                is_same = has_same_bits(is_same, first, again) if repeats_bits else is_same
             wanted = jax.jit(trial.reference)(*inputs)
             tolerance = TOLERANCES[case.dtype]
             if device.platform == "cpu" and case.dtype == "float32":
@@ -192,17 +198,6 @@ def run_case(case: KernelCase) -> str:
             return problem
     except Exception as error:  # noqa: BLE001 - a compiler or a device may raise anything
         return f"it raised {format_error(error)}"
-
-
-@jax.jit
-def _has_same_bits(before: jax.Array, first: Any, again: Any) -> jax.Array:
-    """Return True if `before` and if two trees have the same bits, for numbers that are not finite too."""
-
-    def is_same(one: jax.Array, other: jax.Array) -> jax.Array:
-        unsigned = jnp.dtype(f"uint{8 * one.dtype.itemsize}")
-        return jnp.all(jax.lax.bitcast_convert_type(one, unsigned) == jax.lax.bitcast_convert_type(other, unsigned))
-
-    return functools.reduce(jnp.logical_and, jax.tree.leaves(jax.tree.map(is_same, first, again)), before)
 
 
 def find_difference(found: Any, wanted: Any, tolerance: float) -> str:
@@ -278,14 +273,14 @@ class KernelChecker:
             if not untested:
                 break
             # Hosts may have different caches, so each says what it has to run.
-            missing = {case.digest for case in untested if not self._has_passed(case)}
+            missing = {case.digest for case in untested if not self.has_passed(case)}
             wanted = {digest for digests in self._hosts.gather(sorted(missing)) for digest in digests}
             for case in untested:
                 tested[case.digest] = case
                 if case.digest not in wanted or case.kernel in avoided:
                     continue
                 num_run += 1
-                if reason := self._run_everywhere(case, case.digest in missing):
+                if reason := self.run_everywhere(case, case.digest in missing):
                     avoided[case.kernel] = reason
         if self._hosts.is_main and self._starts:
             self._starts = {}
@@ -294,7 +289,7 @@ class KernelChecker:
         seconds = round(time.monotonic() - started, 4)
         self._attempt.record("kernels", None, kernels=names, avoided=sorted(avoided), cases=num_run, seconds=seconds)
 
-    def _run_everywhere(self, case: KernelCase, is_missing: bool) -> str:
+    def run_everywhere(self, case: KernelCase, is_missing: bool) -> str:
         """Run a case on every process that has not done so before; returns the reason if it fails on one of them."""
         reason = ""
         if self._hosts.is_main:
@@ -358,7 +353,7 @@ class KernelChecker:
             f"after restarts (case {case.digest}: {reason})"
         )
 
-    def _has_passed(self, case: KernelCase) -> bool:
+    def has_passed(self, case: KernelCase) -> bool:
         """Return True if this host's cache says that a case has passed; anything unexpected there means False."""
         with contextlib.suppress(OSError, ValueError):
             found = parse_json(self._cache.read(make_cache_key(case)))
@@ -375,8 +370,11 @@ class KernelChecker:
         except ValueError as error:
             content = {"damaged": str(error)}
         avoided, starts = content.get("avoided"), content.get("starts")
-        is_valid = isinstance(avoided, dict) and isinstance(starts, dict)
-        if not is_valid or not all(isinstance(each, str) for each in avoided.values()):
+        if (
+            not isinstance(avoided, dict)
+            or not isinstance(starts, dict)
+            or not all(isinstance(each, str) for each in avoided.values())
+        ):
             # Which kernels a run avoids determines its bits, so this is not guessed.
             raise ResumeError(
                 f"{store.url}/{RECORD} cannot be read; restore the file, or delete it if no kernel of this run has "
