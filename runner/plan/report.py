@@ -366,7 +366,9 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     section.add("needed", needed, "bytes", basis, note)
     note = f"a step may use {MEMORY_SHARE:.0%} of it"
     section.add("there", machine.hbm_bytes, "bytes", "assumed", note, label="capacity")
-    section.add("headroom", int(machine.hbm_bytes * MEMORY_SHARE) - needed, "bytes", basis, f"of these {MEMORY_SHARE:.0%}")
+    section.add(
+        "headroom", int(machine.hbm_bytes * MEMORY_SHARE) - needed, "bytes", basis, f"of these {MEMORY_SHARE:.0%}"
+    )
     return section
 
 

@@ -191,9 +191,7 @@ def main() -> None:
         plain = list(list_plain(search.list_candidates(variants, accelerator, accelerator.chip.device_hbm_bytes)))
         layers = variants[0].job.config.model.layers
         pipelines = [
-            choice
-            for stages in _list_divisors(layers)[1:]
-            for choice in list_pipelines(variants, accelerator, stages)
+            choice for stages in _list_divisors(layers)[1:] for choice in list_pipelines(variants, accelerator, stages)
         ]
         print(f"\n{spec} on {name}")
         for label, key in (("gathers overlap", "overlapped"), ("nothing overlaps", "serial")):
