@@ -185,7 +185,7 @@ def main() -> None:
         accelerator = parse_accelerator(name)
         if accelerator is None:
             raise InvalidError(f"{case}: name an accelerator")
-        overrides = (f"topology.accelerator={name}", "topology.mesh={fsdp: -1}")
+        overrides = (f"topology.accelerator={name}", "topology.mesh={data: auto}")
         search = Search(f"specs/{spec}.yaml", overrides)
         variants = search.list_variants()
         plain = list(list_plain(search.list_candidates(variants, accelerator, accelerator.chip.device_hbm_bytes)))
