@@ -81,6 +81,7 @@ _STATELESS_KEYS = (
     "optimizer.projection_scale",
     "precision.rounding",
     "precision.compute",
+    "precision.matmul",
     "adapter.alpha",
     "stability.skip_update.grad_norm_above.sigmas",
     "stability.skip_update.loss_above.sigmas",
@@ -92,9 +93,11 @@ class ModelConfig(FrozenModel):
 
     Attributes:
         stage_keys: keys of the model that a stage may set, since they change no shape of the state.
+        has_8bit_matmuls: True if the model reads `precision.matmul`.
     """
 
     stage_keys: ClassVar[Sequence[str]] = ()
+    has_8bit_matmuls: ClassVar[bool] = False
 
 
 def list_stage_keys(model: type[ModelConfig]) -> list[str]:
@@ -596,8 +599,11 @@ class EvalConfig(FrozenModel):
         return self
 
 
+MatmulType = Literal["compute", "int8", "float8"]
+
+
 class PrecisionConfig(FrozenModel):
-    """Floating-point types."""
+    """Floating-point types, and 8-bit matmuls."""
 
     params: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -611,6 +617,14 @@ class PrecisionConfig(FrozenModel):
         "of the parameter, or stochastically to one of the two neighbours, which is exact on average.",
     )
     compute: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of activations and matmuls.")
+    matmul: MatmulType = Field(
+        default="compute",
+        description="Type of the operands of the layers' matmuls: that of `compute`, or 8 bits (int8, or float8: e4m3 "
+        "forward, e5m2 for gradients) with scales for each token and each column, computed at each step. Forward pass "
+        "and gradients of activations are in 8 bits; gradients of weights, attention, embedding, head, routers and "
+        "norms stay in `compute`. The accelerator must have the type (int8: v5e, v5p, v6e, A100, H100, H200, B200; "
+        "float8: tpu7x, H100, H200, B200); a CPU emulates it.",
+    )
 
     @model_validator(mode="after")
     def _validate_rounding(self) -> "PrecisionConfig":
@@ -1102,6 +1116,15 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             raise ValueError(
                 f"precision.rounding={self.precision.rounding}: nothing reads it, as an adapter is float32; leave it "
                 "out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _validate_matmul(self) -> "TrainerConfig[ModelConfigType]":
+        if self.precision.matmul != "compute" and not self.model.has_8bit_matmuls:
+            raise ValueError(
+                f"precision.matmul={self.precision.matmul}: nothing reads it, as {type(self.model).__name__} has no "
+                "8-bit matmuls; leave it out"
             )
         return self
 

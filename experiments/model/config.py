@@ -197,6 +197,7 @@ class DecoderConfig(WidthScaledConfig):
     # A preset, or published weights, may stand for the required keys.
     model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
     stage_keys: ClassVar[tuple[str, ...]] = ("rope", "window_rope", "neftune_alpha", "extra_prediction_weight")
+    has_8bit_matmuls: ClassVar[bool] = True
 
     preset: str | None = Field(
         default=None,

@@ -13,6 +13,7 @@ compiled for a TPU on a machine without one takes the TPU's form. Without a mesh
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -20,6 +21,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 SMALL_VMEM_TPUS = ("TPU v4", "TPU v4 lite")  # chips with 16 MiB of VMEM
 SAVED_NAME = "kept"  # checkpoint name of the residuals that `remat: dots` saves beside the results of matmuls
+QUANTISED_NAME = "quantised"  # checkpoint name of the results of 8-bit matmuls
 LONG_BLOCK_TOKENS = 1024  # block length of the TPU attention kernel where a query sees at least four such blocks
 
 # Sizes of `tpu_attention`. They are here because `attention` chooses block sizes without importing Pallas.
@@ -108,12 +110,20 @@ def mark_saved(x: jax.Array) -> jax.Array:
 
 
 def dots_policy() -> Callable[..., bool]:
-    """Return the checkpoint policy of `remat: dots`."""
+    """Return the checkpoint policy of `remat: dots`.
+
+    The result of an 8-bit matmul is saved after its scales are applied: the sums before that are twice as large.
+    """
     policies = jax.checkpoint_policies
-    dots: Callable[..., bool] = policies.dots_with_no_batch_dims_saveable
-    if not uses_head_major_layout():
-        return dots
-    both: Callable[..., bool] = policies.save_from_both_policies(dots, policies.save_only_these_names(SAVED_NAME))
+
+    def save_wide_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
+        is_dot: bool = policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
+        return is_dot and operands[0].dtype.itemsize > 1
+
+    names = [QUANTISED_NAME, SAVED_NAME] if uses_head_major_layout() else [QUANTISED_NAME]
+    both: Callable[..., bool] = policies.save_from_both_policies(
+        save_wide_dots, policies.save_only_these_names(*names)
+    )
     return both
 
 
