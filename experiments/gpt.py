@@ -429,6 +429,8 @@ class PretrainGPT(BaseTrainer):
             attended_keys=self.config.data.tokens_per_example / 2,
             remat=memory.remat,
             last_parameters=4 * model.width**2,
+            matmul=self.config.precision.matmul,
+            quantised_parameters=12 * model.width**2,
         )
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:

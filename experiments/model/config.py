@@ -455,6 +455,18 @@ class DecoderConfig(WidthScaledConfig):
         return attention + (dense * mlp + sparse * experts) / self.num_trained_layers + projections
 
     @property
+    def quantised_parameters(self) -> float:
+        """Those of `layer_matmul_parameters` that `precision.matmul` quantises: all but routers and routed experts."""
+        excluded = 0.0
+        if self.linear is not None:
+            excluded += self.linear_share * 2 * self.linear.value_heads * self.width  # beta and decay
+        if self.moe is not None:
+            routed = self.moe.experts_per_token * (self.num_input_matrices + 1) * self.expert_width * self.width
+            sparse = (self.num_trained_layers - self.moe.dense_layers) / self.num_trained_layers
+            excluded += sparse * (routed + (self.moe.experts + self.moe.shared_gate) * self.width)
+        return self.layer_matmul_parameters - excluded
+
+    @property
     def mean_hidden_width(self) -> float:
         """Hidden width that processes a token, of an MLP or of its experts together; the mean over trained layers."""
         if self.moe is None:

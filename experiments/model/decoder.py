@@ -491,6 +491,8 @@ class PretrainDecoder(BaseTrainer):
             remat=memory.remat,
             last_parameters=0 if has_post_norm else config.mean_hidden_width * config.width,
             state_flops=0 if config.linear is None else config.linear_share * count_rule_flops(config.linear),
+            matmul=self.config.precision.matmul,
+            quantised_parameters=config.quantised_parameters,
         )
         recomputed = flops.recomputed_per_token + self._count_recomputed_expert_flops(train_setup)
         return replace(flops, recomputed_per_token=recomputed)

@@ -121,9 +121,7 @@ def dots_policy() -> Callable[..., bool]:
         return is_dot and operands[0].dtype.itemsize > 1
 
     names = [QUANTISED_NAME, SAVED_NAME] if uses_head_major_layout() else [QUANTISED_NAME]
-    both: Callable[..., bool] = policies.save_from_both_policies(
-        save_wide_dots, policies.save_only_these_names(*names)
-    )
+    both: Callable[..., bool] = policies.save_from_both_policies(save_wide_dots, policies.save_only_these_names(*names))
     return both
 
 

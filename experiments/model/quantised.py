@@ -5,7 +5,7 @@ Recipe, that of SwitchBack (Wortsman et al., 2023, arXiv 2304.13013) and of torc
 | matmul | operands | scales |
 |---|---|---|
 | forward, x w | both in 8 bits | one for each token of x, one for each column of w |
-| gradient of x, dy w^T | both in 8 bits; w as in the forward pass | one for each token of dy, times the columns' scales |
+| gradient of x, dy w^T | both in 8 bits; w as in the forward pass | one for each token of dy times w's scales |
 | gradient of w, x^T dy | compute type | none |
 
 A scale is the largest absolute value of its row or column over the largest number of the 8-bit type, so nothing is
@@ -42,6 +42,7 @@ from jax.typing import DTypeLike
 from experiments.model.platform import QUANTISED_NAME
 from runner.config import MatmulType
 
+_SMALLEST = 1e-30  # values of a row that are all smaller count as zeros
 _current: contextvars.ContextVar[MatmulType] = contextvars.ContextVar("matmul_type", default="compute")
 
 
@@ -75,7 +76,7 @@ def get_matmul_type() -> MatmulType:
 
 
 class Quantised(NamedTuple):
-    """Values in 8 bits, and the factors that turn them into numbers, float32 and 1 along the axes they are shared by."""
+    """Values in 8 bits, and the float32 factors that turn them back, of size 1 along the axes that share them."""
 
     values: jax.Array
     scale: jax.Array
@@ -98,11 +99,11 @@ def quantise(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike, mesh_axes: t
     largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
     if mesh_axes:
         largest = lax.pmax(largest, mesh_axes)
+    largest = jnp.maximum(largest, _SMALLEST)
     # The reciprocal is computed once for each row; a division of each value might be rewritten into one or not.
-    scaled = wide * jnp.where(largest > 0, limit / largest, 0.0)
-    if is_integer:
-        scaled = jnp.round(scaled)
-    return Quantised(jnp.clip(scaled, -limit, limit).astype(dtype), largest / limit)
+    # Rounding takes the largest value back to the limit, so nothing is clipped.
+    scaled = wide * (limit / largest)
+    return Quantised((jnp.round(scaled) if is_integer else scaled).astype(dtype), largest / limit)
 
 
 def multiply(x_TxI: jax.Array, kernel_IxO: jax.Array, num_contracted: int = 1) -> jax.Array:
@@ -110,7 +111,7 @@ def multiply(x_TxI: jax.Array, kernel_IxO: jax.Array, num_contracted: int = 1) -
 
     Args:
         x_TxI: tokens, with any leading axes.
-        kernel_IxO: weights; their first `num_contracted` axes are the last ones of `x`. A matrix unless it is quantised.
+        kernel_IxO: weights, whose first `num_contracted` axes are the last ones of `x`; a matrix if not quantised.
         num_contracted: number of contracted axes.
     """
     matmul = get_matmul_type()

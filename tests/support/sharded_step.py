@@ -41,15 +41,22 @@ EXPERTS = {"experts": 16, "experts_per_token": 2, "auxiliary_loss": 0.1, "router
 
 
 class JobKind(NamedTuple):
-    """Kind of job: its class, its model, other keys of `config`, axes that it refuses, and factor of its matrices."""
+    """Kind of job: its class, its model, other keys of `config`, axes that it refuses, and factor of its matrices.
+
+    `loss` and `gradient` are the largest differences that a mesh may make, see `Difference`.
+    """
 
     job: type[BaseTrainer]
     model: Changes
     others: Mapping[str, Any] = MappingProxyType({})
     refused_axes: frozenset[str] = frozenset()
     scale: float = SCALE
+    loss: float = 1e-5
+    gradient: float = 1e-4
 
 
+# Rounding in the compute type takes a few values to the next one of 8 bits.
+FLIPS: Changes = {"scale": 1.0, "loss": 1e-4, "gradient": 5e-3}
 PACKED = {"data.packing": "documents", "data.source": "TEXTS"}
 GROUPED = {
     "key_value_heads": 2,
@@ -108,6 +115,11 @@ JOB_KINDS = {
     "sinks": JobKind(PretrainDecoder, SINKS | FURTHER, PACKED),
     # Large matrices make the gradients of a delta rule sensitive to rounding: a factor of 3 to some 1e-3.
     "linear": JobKind(PretrainDecoder, HYBRID, PACKED, frozenset({"sequence"}), 1.0),
+    "int8": JobKind(PretrainGPT, {}, {"precision.matmul": "int8", "memory.remat": "dots"}, **FLIPS),
+    "int8, sparse": JobKind(
+        PretrainDecoder, {"moe": EXPERTS | SIGMOID} | FURTHER, PACKED | {"precision.matmul": "int8"}, **FLIPS
+    ),
+    "float8": JobKind(PretrainDecoder, LATENT, {"precision.matmul": "float8"}, **FLIPS),
 }
 
 

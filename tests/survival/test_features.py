@@ -78,6 +78,16 @@ FEATURES = {
             "config.ema={decays: [0.9], evaluate: true}",
         ),
     ),
+    "int8": Feature(
+        GPT,
+        (
+            f"checkpoint.init_from={BASE}",
+            "config.adapter={rank: 4, targets: [blocks.query, blocks.mlp_in]}",
+            "config.ema={decays: [0.9], evaluate: true}",
+            "config.precision={compute: bfloat16, matmul: int8}",
+        ),
+    ),
+    "float8": Feature(LLAMA, (CUT, "config.precision.matmul=float8")),
     "judged": Feature(
         GPT,
         (
