@@ -1120,16 +1120,12 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return self
 
     @model_validator(mode="after")
-    def _validate_matmul(self) -> "TrainerConfig[ModelConfigType]":
+    def _validate_sections_together(self) -> "TrainerConfig[ModelConfigType]":
         if self.precision.matmul != "compute" and not self.model.has_8bit_matmuls:
             raise ValueError(
                 f"precision.matmul={self.precision.matmul}: nothing reads it, as {type(self.model).__name__} has no "
                 "8-bit matmuls; leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _validate_sections_together(self) -> "TrainerConfig[ModelConfigType]":
         tokens = self.train.total_tokens
         # Such a budget is rounded up to one step, far more than was asked for.
         if tokens is not None and tokens < self.units_per_step:

@@ -17,6 +17,8 @@ from runner.spec import (
 
 
 class GPTConfig(ModelConfig):
+    has_8bit_matmuls = True
+
     layers: int = 6
     heads: int = 6
     width: int = 384

@@ -456,7 +456,7 @@ class DecoderConfig(WidthScaledConfig):
 
     @property
     def quantised_parameters(self) -> float:
-        """Those of `layer_matmul_parameters` that `precision.matmul` quantises: all but routers and routed experts."""
+        """Part of `layer_matmul_parameters` that `precision.matmul` quantises: all but routers and routed experts."""
         excluded = 0.0
         if self.linear is not None:
             excluded += self.linear_share * 2 * self.linear.value_heads * self.width  # beta and decay

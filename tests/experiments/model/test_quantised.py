@@ -1,4 +1,4 @@
-"""8-bit matmuls: the recipe against NumPy, independence of other tokens, and the matmuls of a model that have 8 bits."""
+"""8-bit matmuls: the recipe against NumPy, independence of other tokens, and which matmuls of a model are quantised."""
 
 import functools
 from collections import Counter
