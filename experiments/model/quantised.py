@@ -117,11 +117,12 @@ def multiply(x_TxI: jax.Array, kernel_IxO: jax.Array, num_contracted: int = 1) -
     matmul = get_matmul_type()
     if matmul == "compute":
         return x_TxI @ kernel_IxO
-    return checkpoint_name(_multiply(matmul, num_contracted, x_TxI, kernel_IxO), QUANTISED_NAME)
+    return checkpoint_name(multiply_in_8_bits(matmul, num_contracted, x_TxI, kernel_IxO), QUANTISED_NAME)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(matmul: MatmulType, num_contracted: int, x_TxI: jax.Array, kernel_IxO: jax.Array) -> jax.Array:
+def multiply_in_8_bits(matmul: MatmulType, num_contracted: int, x_TxI: jax.Array, kernel_IxO: jax.Array) -> jax.Array:
+    """Return the product of `multiply` from operands in 8 bits, whatever the context."""
     return _multiply_forward(matmul, num_contracted, x_TxI, kernel_IxO)[0]
 
 
@@ -139,9 +140,10 @@ def _multiply_forward(
     return y_TxO.astype(x_TxI.dtype), (x_TxI, kernel)
 
 
-def _multiply_backward(
+def differentiate_in_8_bits(
     matmul: MatmulType, num_contracted: int, residuals: tuple[jax.Array, Quantised], dy_TxO: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of tokens and weights from the residuals of the product and its gradient."""
     types, (x_TxI, kernel) = TYPES[matmul], residuals
     first = x_TxI.ndim - num_contracted
     columns, tokens = tuple(range(first, dy_TxO.ndim)), tuple(range(first))
@@ -155,7 +157,7 @@ def _multiply_backward(
     return dx_TxI.astype(x_TxI.dtype), dkernel_IxO
 
 
-_multiply.defvjp(_multiply_forward, _multiply_backward)
+multiply_in_8_bits.defvjp(_multiply_forward, differentiate_in_8_bits)
 
 
 def _dot(
