@@ -120,6 +120,12 @@ JOB_KINDS = {
         PretrainDecoder, {"moe": EXPERTS | SIGMOID} | FURTHER, PACKED | {"precision.matmul": "int8"}, **FLIPS
     ),
     "float8": JobKind(PretrainDecoder, LATENT, {"precision.matmul": "float8"}, **FLIPS),
+    "int8, adapter": JobKind(
+        PretrainGPT,
+        {},
+        {"precision.matmul": "int8", "adapter": {"rank": 4, "targets": ["blocks.query", "blocks.mlp_*"]}},
+        **FLIPS,
+    ),
 }
 
 
@@ -184,6 +190,12 @@ def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = No
     if leaves is None:
         initial = jax.device_get(train_setup.init_state())
         scaled = jax.tree.map(lambda leaf: JOB_KINDS[name].scale * leaf if leaf.ndim > 1 else leaf, initial.params)
+        if job.config.adapter is not None:
+            # B is zero at the beginning, and then A has no gradient.
+            values = np.random.default_rng(0)
+            scaled = jax.tree.map(
+                lambda leaf: leaf if leaf.any() else values.normal(0, 0.1, leaf.shape).astype(leaf.dtype), scaled
+            )
         leaves = jax.tree.leaves(initial.replace(params=scaled))
     abstract = train_setup.abstract_state
     state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)

@@ -138,7 +138,12 @@ QUANTISED = {
 }
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+DAILY = ("gpt", "llama")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.soak) for name in QUANTISED]
+)
 def test_the_matmuls_of_layers_are_in_8_bits(name: str) -> None:
     make, number = QUANTISED[name]
     assert count_dots(make("float8")) == {"float8_e4m3fn": number, "float8_e5m2": number}
