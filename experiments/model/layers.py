@@ -350,11 +350,10 @@ class FromHeads(Projection):
         """Return (B, T, O)."""
         B, T, N, W = x_BxTxNxW.shape
         if uses_head_major_layout():
-            kernel_NxWxO = self.make_kernel(N * W).reshape(N, W, -1)
-            if get_matmul_type() == "compute":
-                x_BxNxTxW = x_BxTxNxW.transpose(0, 2, 1, 3)
-                return self.add_bias(jnp.einsum("bntw,nwo->bto", x_BxNxTxW, kernel_NxWxO))
-            return self.add_bias(multiply(x_BxTxNxW, kernel_NxWxO, num_contracted=2))
+            if get_matmul_type() != "compute":
+                return self.add_bias(multiply(x_BxTxNxW, self.make_kernel(N * W).reshape(N, W, -1), num_contracted=2))
+            x_BxNxTxW, kernel_NxWxO = x_BxTxNxW.transpose(0, 2, 1, 3), self.make_kernel(N * W).reshape(N, W, -1)
+            return self.add_bias(jnp.einsum("bntw,nwo->bto", x_BxNxTxW, kernel_NxWxO))
         x_BTxNW = flatten_tokens(x_BxTxNxW.reshape(B, T, N * W))
         return self.project(x_BTxNW).reshape(B, T, -1)
 
