@@ -162,6 +162,8 @@ def make_changes(name: str) -> Changes:
         "config.data.sequence_length": 4 * MAX_DEVICES,
         "config.train": {"total_steps": 3, "global_batch_examples": 2 * MAX_DEVICES},
         **{f"config.{key}": value for key, value in others.items()},
+        # The frozen weights of an adapter must be named, and are not read by a step.
+        **({"checkpoint.init_from": str(_directory() / "base")} if "adapter" in others else {}),
     }
 
 
