@@ -41,8 +41,9 @@ from experiments.model.layers import (
     with_axes,
 )
 from experiments.model.platform import mark_saved
+from experiments.model.quantised import use_matmul_type
 from runner import BaseTrainer
-from runner.config import ContextParallelMethod, MemoryConfig, ModelConfig, TrainerConfig
+from runner.config import ContextParallelMethod, MatmulType, MemoryConfig, ModelConfig, TrainerConfig
 from runner.errors import InvalidError
 from runner.huggingface.mapping import Family, TensorPiece
 from runner.metrics.meta import SUMS
@@ -71,6 +72,7 @@ class GPTConfig(ModelConfig):
     # Published weights may stand for the required keys.
     model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
     stage_keys: ClassVar[tuple[str, ...]] = ("dropout", "neftune_alpha")
+    has_8bit_matmuls: ClassVar[bool] = True
 
     layers: PositiveInt = Field(description="Transformer layers.")
     heads: PositiveInt = Field(
@@ -180,7 +182,8 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """GPT-2 for sequences of at most `sequence_length` tokens.
 
-    Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, layer norms and softmax in float32.
+    Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, layer norms and softmax in float32. Those of
+    layers are quantised as `matmul` says.
     """
 
     config: GPTConfig
@@ -189,6 +192,7 @@ class GPT(nn.Module):
     param_dtype: DTypeLike = jnp.float32
     compute_dtype: DTypeLike = jnp.float32
     memory: MemoryConfig = MemoryConfig()
+    matmul: MatmulType = "compute"
 
     @nn.compact
     def __call__(
@@ -252,7 +256,8 @@ class GPT(nn.Module):
             unroll=config.layers if is_unrolled else 1,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(config, deterministic, self.param_dtype, self.compute_dtype, self.memory.row_attention, name="blocks")
-        x_BxTxD, cache = blocks(x_BxTxD, examples_B, segments, cache, start)
+        with use_matmul_type(self.matmul):
+            x_BxTxD, cache = blocks(x_BxTxD, examples_B, segments, cache, start)
         x_BxTxD = LayerNorm(LAYER_NORM_EPSILON, self.param_dtype, self.compute_dtype, name="final_norm")(x_BxTxD)
 
         if targets is not None:
@@ -382,6 +387,7 @@ class PretrainGPT(BaseTrainer):
             precision.params,
             precision.compute,
             config.memory,
+            precision.matmul,
         )
 
     @classmethod
@@ -423,6 +429,8 @@ class PretrainGPT(BaseTrainer):
             attended_keys=self.config.data.tokens_per_example / 2,
             remat=memory.remat,
             last_parameters=4 * model.width**2,
+            matmul=self.config.precision.matmul,
+            quantised_parameters=12 * model.width**2,
         )
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:

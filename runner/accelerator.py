@@ -6,7 +6,9 @@ the only one that knows chips. It imports no jax.
 Rates are those of the makers, per chip: the pages of the Google Cloud documentation on each TPU version
 (docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e, /tpu7x) and NVIDIA's data sheets of the DGX A100 80GB, H100, H200
 and B200. The makers publish the bandwidth of interconnects for both directions together; the catalogue has one
-direction, half of that. Names are those of "Plan TPUs in GKE", "TPU software versions" (same documentation) and libtpu.
+direction, half of that. Rates in 8 bits are from the same pages, without sparsity: "Int8" of v5e, v5p and v6e, "fp8" of
+tpu7x; v4 multiplies int8 as fast as bfloat16, so it has none here. Names are those of "Plan TPUs in GKE", "TPU software
+versions" (same documentation) and libtpu.
 """
 
 import re
@@ -37,15 +39,17 @@ _TORUS_3D = {
 
 @dataclass(frozen=True)
 class PeakRates:
-    """Peak rates of one chip for dense bfloat16.
+    """Peak rates of one chip, without sparsity.
 
     Attributes:
-        flops_per_second: floating-point operations per second.
+        flops_per_second: floating-point operations per second in bfloat16.
         hbm_bytes: size of its memory.
         hbm_bytes_per_second: bandwidth of its memory.
         interconnect_bytes_per_second: bandwidth out of one chip over all its links inside a slice, or inside a GPU
             node, in one direction.
         network_bytes_per_second: the chip's share of its host's network between slices or nodes, in one direction.
+        int8_per_second: operations per second on int8; None if it has none, or no faster ones.
+        float8_per_second: operations per second on float8, likewise.
     """
 
     flops_per_second: float
@@ -53,6 +57,12 @@ class PeakRates:
     hbm_bytes_per_second: float
     interconnect_bytes_per_second: float
     network_bytes_per_second: float
+    int8_per_second: float | None = None
+    float8_per_second: float | None = None
+
+    def get_matmul_rate(self, matmul: str) -> float | None:
+        """Return the operations per second of matmuls by `precision.matmul`; None if the chip has no such matmuls."""
+        return {"int8": self.int8_per_second, "float8": self.float8_per_second}.get(matmul, self.flops_per_second)
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,7 @@ CHIPS = {
     ),
     "v5e": Chip(
         ("tpu v5 lite", "tpu v5e"),
-        PeakRates(197 * _T, 16 * _GIB, 819 * _G, 200 * _G, 3.125 * _G),
+        PeakRates(197 * _T, 16 * _GIB, 819 * _G, 200 * _G, 3.125 * _G, 394 * _T),
         chips_per_host=4,
         shapes=_TORUS_2D,
         libtpu_name="v5e",
@@ -168,7 +178,7 @@ CHIPS = {
     ),
     "v5p": Chip(
         ("tpu v5p", "tpu v5"),
-        PeakRates(459 * _T, 95 * _GIB, 2765 * _G, 600 * _G, 6.25 * _G),
+        PeakRates(459 * _T, 95 * _GIB, 2765 * _G, 600 * _G, 6.25 * _G, 918 * _T),
         chips_per_host=4,
         shapes=_TORUS_3D,
         libtpu_name="v5p",
@@ -181,7 +191,7 @@ CHIPS = {
     ),
     "v6e": Chip(
         ("tpu v6 lite", "tpu v6e"),
-        PeakRates(918 * _T, 32 * _GIB, 1638 * _G, 400 * _G, 12.5 * _G),
+        PeakRates(918 * _T, 32 * _GIB, 1638 * _G, 400 * _G, 12.5 * _G, 1836 * _T),
         chips_per_host=4,
         shapes=_TORUS_2D,
         libtpu_name="v6e",
@@ -192,7 +202,7 @@ CHIPS = {
     ),
     "tpu7x": Chip(
         ("tpu7x", "tpu v7"),
-        PeakRates(2307 * _T, 192 * _GIB, 7380 * _G, 600 * _G, 12.5 * _G),
+        PeakRates(2307 * _T, 192 * _GIB, 7380 * _G, 600 * _G, 12.5 * _G, None, 4614 * _T),
         chips_per_host=4,
         devices_per_chip=2,
         shapes=_TORUS_3D,
@@ -202,25 +212,25 @@ CHIPS = {
     ),
     "a100": Chip(
         ("nvidia a100",),
-        PeakRates(312 * _T, 80 * 10**9, 2039 * _G, 300 * _G, 25 * _G),
+        PeakRates(312 * _T, 80 * 10**9, 2039 * _G, 300 * _G, 25 * _G, 624 * _T),
         chips_per_host=8,
         gke_accelerator="nvidia-a100-80gb",
     ),
     "h100": Chip(
         ("nvidia h100",),
-        PeakRates(989 * _T, 80 * 10**9, 3350 * _G, 450 * _G, 50 * _G),
+        PeakRates(989 * _T, 80 * 10**9, 3350 * _G, 450 * _G, 50 * _G, 1979 * _T, 1979 * _T),
         chips_per_host=8,
         gke_accelerator="nvidia-h100-80gb",
     ),
     "h200": Chip(
         ("nvidia h200",),
-        PeakRates(989 * _T, 141 * 10**9, 4800 * _G, 450 * _G, 50 * _G),
+        PeakRates(989 * _T, 141 * 10**9, 4800 * _G, 450 * _G, 50 * _G, 1979 * _T, 1979 * _T),
         chips_per_host=8,
         gke_accelerator="nvidia-h200-141gb",
     ),
     "b200": Chip(
         ("nvidia b200",),
-        PeakRates(2250 * _T, 180 * 10**9, 8000 * _G, 900 * _G, 50 * _G),
+        PeakRates(2250 * _T, 180 * 10**9, 8000 * _G, 900 * _G, 50 * _G, 4500 * _T, 4500 * _T),
         chips_per_host=8,
         gke_accelerator="nvidia-b200",
     ),
@@ -356,6 +366,19 @@ def find_chip(device_kind: str) -> Chip | None:
     found = [(len(prefix), chip) for chip in CHIPS.values() for prefix in chip.device_kinds if kind.startswith(prefix)]
     # Prefixes overlap, as "tpu v5" and "tpu v5 lite" do; the longest one decides.
     return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def validate_matmul(matmul: str, chip: Chip | None) -> None:
+    """Raise `InvalidError` if a chip lacks the matmuls of `precision.matmul`. A CPU emulates them."""
+    if chip is None or chip.speeds is None or chip.speeds.get_matmul_rate(matmul) is not None:
+        return
+    (chip_name,) = (name for name, each in CHIPS.items() if each is chip)
+    fitting = [name for name in ("int8", "float8") if chip.speeds.get_matmul_rate(name) is not None]
+    having = [name for name, each in CHIPS.items() if each.speeds is not None and each.speeds.get_matmul_rate(matmul)]
+    raise InvalidError(
+        f"{chip_name} has no matmuls of {matmul} that are faster than those of bfloat16; use "
+        f"{' or '.join([*fitting, 'compute'])}, or one of {', '.join(having)}"
+    )
 
 
 def parse_accelerator(text: str) -> Accelerator | None:

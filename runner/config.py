@@ -83,6 +83,7 @@ _STATELESS_KEYS = (
     "optimizer.projection_scale",
     "precision.rounding",
     "precision.compute",
+    "precision.matmul",
     "adapter.alpha",
     "stability.skip_update.grad_norm_above.sigmas",
     "stability.skip_update.loss_above.sigmas",
@@ -94,9 +95,11 @@ class ModelConfig(FrozenModel):
 
     Attributes:
         stage_keys: keys of the model that a stage may set, since they change no shape of the state.
+        has_8bit_matmuls: True if the model reads `precision.matmul`.
     """
 
     stage_keys: ClassVar[Sequence[str]] = ()
+    has_8bit_matmuls: ClassVar[bool] = False
 
 
 def list_stage_keys(model: type[ModelConfig]) -> list[str]:
@@ -598,8 +601,11 @@ class EvalConfig(FrozenModel):
         return self
 
 
+MatmulType = Literal["compute", "int8", "float8"]
+
+
 class PrecisionConfig(FrozenModel):
-    """Floating-point types."""
+    """Floating-point types, and 8-bit matmuls."""
 
     params: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -613,6 +619,14 @@ class PrecisionConfig(FrozenModel):
         "of the parameter, or stochastically to one of the two neighbours, which is exact on average.",
     )
     compute: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of activations and matmuls.")
+    matmul: MatmulType = Field(
+        default="compute",
+        description="Type of the operands of the layers' matmuls: that of `compute`, or 8 bits (int8, or float8: e4m3 "
+        "forward, e5m2 for gradients) with scales for each token and each column, computed at each step. Forward pass "
+        "and gradients of activations are in 8 bits; gradients of weights, attention, embedding, head, routers and "
+        "norms stay in `compute`. The accelerator must have the type (int8: v5e, v5p, v6e, A100, H100, H200, B200; "
+        "float8: tpu7x, H100, H200, B200); a CPU emulates it.",
+    )
 
     @model_validator(mode="after")
     def _validate_rounding(self) -> "PrecisionConfig":
@@ -1116,6 +1130,11 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @model_validator(mode="after")
     def _validate_sections_together(self) -> "TrainerConfig[ModelConfigType]":
+        if self.precision.matmul != "compute" and not self.model.has_8bit_matmuls:
+            raise ValueError(
+                f"precision.matmul={self.precision.matmul}: nothing reads it, as {type(self.model).__name__} has no "
+                "8-bit matmuls; leave it out"
+            )
         tokens = self.train.total_tokens
         # Such a budget is rounded up to one step, far more than was asked for.
         if tokens is not None and tokens < self.units_per_step:

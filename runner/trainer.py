@@ -908,6 +908,9 @@ class BaseTrainer(RestoreableJob):
                 warn(line)
         for line in format_rounded_starts(self.config, self.stages) if hosts.is_main else []:
             say(line)
+        matmul = self.config.precision.matmul
+        if matmul != "compute" and jax.default_backend() == "cpu" and hosts.is_main:
+            say(f"config.precision.matmul={matmul}: emulated on this CPU, with the same rounding and no gain in time")
         if self.evaluation_tasks.digest:
             validate_same_on_all_hosts(self.evaluation_tasks.digest, "questions", hosts)
         # Process 0 reads the frozen weights of an adapter first, so that an error in them is reported once.

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from runner import accelerator
@@ -17,8 +18,10 @@ from runner.accelerator import (
     is_gpu_deterministic,
     make_compiler_options,
     parse_accelerator,
+    validate_matmul,
 )
 from runner.errors import InvalidError
+from tests.support.tiny_jobs import make_gpt
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,28 @@ def test_every_chip_has_peak_rates_and_every_tpu_its_names():
             assert chip.speeds.interconnect_bytes_per_second > chip.speeds.network_bytes_per_second > 0
         assert chip.is_tpu == (chip.libtpu_name is not None)
         assert chip.slice_sizes == sorted(set(chip.slice_sizes))
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_8bit_matmuls_are_refused_where_they_are_no_faster(name):
+    chip = CHIPS[name]
+    for matmul in ("compute", "int8", "float8"):
+        rate = chip.speeds and chip.speeds.get_matmul_rate(matmul)
+        if chip.speeds is None or rate is not None:
+            validate_matmul(matmul, chip)
+            assert rate is None or rate >= chip.speeds.flops_per_second
+        else:
+            with pytest.raises(
+                InvalidError, match=f"{name} has no matmuls of {matmul}.*; use .*compute, or one of .*h100"
+            ):
+                validate_matmul(matmul, chip)
+    validate_matmul("int8", None)
+
+
+def test_a_job_for_a_chip_without_its_matmuls_is_refused(tmp_path):
+    changes = {"topology.accelerator": "v5e-8", "config.precision.matmul": "float8"}
+    with pytest.raises(InvalidError, match=r"config\.precision\.matmul: v5e has no .*float8.* use int8 or compute"):
+        make_gpt(tmp_path / "run", **changes).setup_builder.make_mesh(jax.devices())
 
 
 @pytest.mark.parametrize("text", ["v5e-16", "2xv5e-256", "h200-8", "cpu"])

@@ -17,6 +17,8 @@ from runner.spec import (
 
 
 class GPTConfig(ModelConfig):
+    has_8bit_matmuls = True
+
     layers: int = 6
     heads: int = 6
     width: int = 384
@@ -250,6 +252,13 @@ def test_a_key_of_tokens_is_refused_for_arrays(overrides: list[str], message: st
         validate_contract(*(f"config.{override}" for override in (*ARRAYS, *overrides)))
 
 
+def test_8bit_matmuls_are_refused_for_a_model_without_them() -> None:
+    data = {"model": {}, "data": {"sequence_length": 8}, "train": {"total_steps": 200, "global_batch_examples": 4}}
+    for matmul in ("int8", "float8"):
+        with pytest.raises(ValueError, match=f"precision.matmul={matmul}: nothing reads it, as ModelConfig"):
+            TrainerConfig[ModelConfig].model_validate({**data, "precision": {"matmul": matmul}})
+
+
 def test_the_largest_decay_that_fits_is_accepted() -> None:
     assert validate_contract("config.schedule.name=wsd", "config.schedule.decay_steps=400").schedule.decay_steps == 400
 
@@ -291,6 +300,7 @@ def test_parallelism_and_logging_can_change_on_resume(override: str) -> None:
         ("config.train.global_batch_examples", "8"),
         ("config.train.total_steps", "600"),
         ("config.precision.compute", "bfloat16"),
+        ("config.precision.matmul", "int8"),
     ],
 )
 def test_keys_that_affect_the_weights_cannot_change_on_resume(key: str, value: str) -> None:

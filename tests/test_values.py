@@ -536,6 +536,8 @@ def test_keys_with_few_values_are_found() -> None:
         ("checkpoint.keep_best.mode", "max"),
         ("logging.wandb", "offline"),
         ("config.precision.params", "bfloat16"),
+        ("config.precision.matmul", "int8"),
+        ("config.precision.matmul", "float8"),
         ("config.model.layer_loop", "unroll"),
         ("config.train.total_tokens", OPEN),
         ("config.optimizer.name", "adafactor"),

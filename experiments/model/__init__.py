@@ -5,6 +5,7 @@ of the loss that come from `runner.train` are exported too. Blocks know no train
 
 - `platform`: platform-dependent form of a model
 - `grouped_matmul`: matmuls of tokens grouped by expert
+- `quantised`: matmuls in 8 bits
 - `layers`: projections, norms, the gated MLP, sharding constraints, activation checkpointing
 - `context_layout`: layout of sequences under context parallelism, and the choice of ring or all-gather
 - `expert_parallel`: token exchange between devices that hold different experts
@@ -27,6 +28,7 @@ from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.embedding import EmbeddingNoise, embed, loss_sum_of, unembed
 from experiments.model.layers import Dense, GatedMLP, LayerNorm, RMSNorm, rematerialised, with_axes
 from experiments.model.moe import MixtureOfExperts, MoeConfig
+from experiments.model.quantised import use_matmul_type
 from experiments.model.rotary import Rope, Rotation, rotate, rotation_at
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum, document_arguments, target_weights
 
@@ -52,5 +54,6 @@ __all__ = [
     "rotation_at",
     "target_weights",
     "unembed",
+    "use_matmul_type",
     "with_axes",
 ]

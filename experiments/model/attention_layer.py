@@ -38,6 +38,7 @@ from experiments.model.layers import (
     validate_head_sharding,
     with_axes,
 )
+from experiments.model.quantised import multiply
 from experiments.model.rotary import Rotation, rotate
 from runner.config import ContextParallelMethod
 
@@ -206,7 +207,7 @@ class LatentAttention(nn.Module):
         up_CxNPW = up()
         if cache is None:
             # In training all keys and values are projected anyway, so plain attention on them is cheapest.
-            kv_BxTxNxPW = _constrain_heads((c_BTxC @ up_CxNPW).reshape(B, T, N, -1))
+            kv_BxTxNxPW = _constrain_heads(multiply(c_BTxC, up_CxNPW).reshape(B, T, N, -1))
             # The rotated part of a key is shared by all heads.
             k_BxTxNxR = jnp.broadcast_to(k_BxTx1xR, q_BxTxNxR.shape)
             q_BxTxNxH, k_BxTxNxH = _concatenate(q_BxTxNxP, q_BxTxNxR), _concatenate(kv_BxTxNxPW[..., :P], k_BxTxNxR)

@@ -197,6 +197,7 @@ class DecoderConfig(WidthScaledConfig):
     # A preset, or published weights, may stand for the required keys.
     model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
     stage_keys: ClassVar[tuple[str, ...]] = ("rope", "window_rope", "neftune_alpha", "extra_prediction_weight")
+    has_8bit_matmuls: ClassVar[bool] = True
 
     preset: str | None = Field(
         default=None,
@@ -462,6 +463,18 @@ class DecoderConfig(WidthScaledConfig):
         dense = self.moe.dense_layers
         sparse = self.num_trained_layers - dense
         return attention + (dense * mlp + sparse * experts) / self.num_trained_layers + projections
+
+    @property
+    def quantised_parameters(self) -> float:
+        """Part of `layer_matmul_parameters` that `precision.matmul` quantises: all but routers and routed experts."""
+        excluded = 0.0
+        if self.linear is not None:
+            excluded += self.linear_share * 2 * self.linear.value_heads * self.width  # beta and decay
+        if self.moe is not None:
+            routed = self.moe.experts_per_token * (self.num_input_matrices + 1) * self.expert_width * self.width
+            sparse = (self.num_trained_layers - self.moe.dense_layers) / self.num_trained_layers
+            excluded += sparse * (routed + (self.moe.experts + self.moe.shared_gate) * self.width)
+        return self.layer_matmul_parameters - excluded
 
     @property
     def mean_hidden_width(self) -> float:

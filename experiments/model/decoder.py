@@ -49,9 +49,10 @@ from experiments.model.layers import (
     with_axes,
 )
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, router_metrics, update_biases
+from experiments.model.quantised import use_matmul_type
 from experiments.model.rotary import rotation_at
 from runner import BaseTrainer
-from runner.config import ContextParallelMethod, MemoryConfig
+from runner.config import ContextParallelMethod, MatmulType, MemoryConfig
 from runner.metrics.meta import SUMS
 from runner.optim.groups import Parameter
 from runner.storage import JsonObject
@@ -178,8 +179,8 @@ class ExtraPrediction(nn.Module):
 class Decoder(nn.Module):
     """A decoder for sequences of any length.
 
-    Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, norms, rotations and softmax in float32. With
-    `neftune_alpha` a call needs a "dropout" key unless `deterministic`.
+    Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, norms, rotations and softmax in float32. Those
+    of layers are quantised as `matmul` says. With `neftune_alpha` a call needs a "dropout" key unless `deterministic`.
     """
 
     config: DecoderConfig
@@ -187,6 +188,7 @@ class Decoder(nn.Module):
     param_dtype: DTypeLike = jnp.float32
     compute_dtype: DTypeLike = jnp.float32
     memory: MemoryConfig = MemoryConfig()
+    matmul: MatmulType = "compute"
 
     @nn.compact
     def __call__(
@@ -252,7 +254,8 @@ class Decoder(nn.Module):
         new_cache, statistics = {}, {}
         for stage in config.stages:
             stage_cache = None if cache is None else cache[stage.name]
-            x_BxTxD, results = self._make_layers(stage)(x_BxTxD, info, stage_cache)
+            with use_matmul_type(self.matmul):
+                x_BxTxD, results = self._make_layers(stage)(x_BxTxD, info, stage_cache)
             new_cache[stage.name], statistics[stage.name] = results
 
         x_BxTxD = make_norm("final_norm", config, ComputePrecision(self.param_dtype, self.compute_dtype))(x_BxTxD)
@@ -313,9 +316,9 @@ class Decoder(nn.Module):
         real = [_shift_within_documents(info.real, info.segments, distance) for distance in distances]
         module = _stack_layers(ExtraPrediction, stage.repeats, is_in_line)
         options = ComputePrecision(self.param_dtype, self.compute_dtype), self.memory, is_in_line
-        _, outputs = module(self.config, stage, *options, name=stage.name)(
-            x_BxTxD, info, (jnp.stack(embeddings), jnp.stack(real))
-        )
+        layers = module(self.config, stage, *options, name=stage.name)
+        with use_matmul_type(self.matmul):
+            _, outputs = layers(x_BxTxD, info, (jnp.stack(embeddings), jnp.stack(real)))
         return outputs
 
     def _sow_statistics(self, statistics: Mapping[str, Any]) -> None:
@@ -393,7 +396,8 @@ class PretrainDecoder(BaseTrainer):
     def model(self) -> Decoder:
         """Return the decoder that the spec describes."""
         config, precision = self.config, self.config.precision
-        return Decoder(config.model, self.vocabulary_size, precision.params, precision.compute, config.memory)
+        options = (precision.params, precision.compute, config.memory, precision.matmul)
+        return Decoder(config.model, self.vocabulary_size, *options)
 
     @classmethod
     def read_published_model(cls, config: Mapping[str, Any]) -> JsonObject:
@@ -487,6 +491,8 @@ class PretrainDecoder(BaseTrainer):
             remat=memory.remat,
             last_parameters=0 if has_post_norm else config.mean_hidden_width * config.width,
             state_flops=0 if config.linear is None else config.linear_share * count_rule_flops(config.linear),
+            matmul=self.config.precision.matmul,
+            quantised_parameters=config.quantised_parameters,
         )
         recomputed = flops.recomputed_per_token + self._count_recomputed_expert_flops(train_setup)
         return replace(flops, recomputed_per_token=recomputed)

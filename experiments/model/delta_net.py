@@ -52,6 +52,7 @@ from experiments.model.layers import (
     validate_head_sharding,
     with_axes,
 )
+from experiments.model.quantised import get_matmul_type, use_matmul_type
 from runner.errors import InvalidError
 
 CHUNK = 64
@@ -87,7 +88,9 @@ class GatedDeltaNet(nn.Module):
 
         def project(name: str, width: int) -> jax.Array:
             options = (K * width, ("embed", "heads"), config.hidden_stddev, *self.precision, False)
-            return ToHeads(*options, K, name=name)(x_BTxD, (B, T))
+            # The few columns of beta and decay are cheap, and decay is exponentiated.
+            with use_matmul_type("compute" if name in ("ba", "beta", "decay") else get_matmul_type()):
+                return ToHeads(*options, K, name=name)(x_BTxD, (B, T))
 
         if linear.projections == "fused":
             qkvz, ba = project("qkvz", 2 * (P + R * W)), project("ba", 2 * R)

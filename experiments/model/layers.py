@@ -46,6 +46,7 @@ from experiments.model.platform import (
     with_row_major_gradient,
     with_row_major_layout,
 )
+from experiments.model.quantised import get_matmul_type, multiply
 from runner.errors import InvalidError
 from runner.parallel.mesh import STATE_AXES, list_axes, select_dividing_axes
 
@@ -300,7 +301,7 @@ class Projection(nn.Module):
 
     def project(self, x_BTxI: jax.Array) -> jax.Array:
         """Return the product plus the bias, for tokens in one flat axis or in two."""
-        y_BTxO = x_BTxI @ self.make_kernel(x_BTxI.shape[-1])
+        y_BTxO = multiply(x_BTxI, self.make_kernel(x_BTxI.shape[-1]))
         if x_BTxI.ndim == 2 and self.axes[1] == "embed" and num_shards("stream") > 1 and platform() != "tpu":
             # With one example per device the partitioner could read the stream's sharding of positions as a sharding of
             # flat tokens, and would gather the whole batch to multiply what is sharded so.
@@ -330,12 +331,14 @@ class ToHeads(Projection):
         """Return heads (B, T, N, H); `token_shape` is (B, T)."""
         N, H = self.num_heads, self.features // self.num_heads
         kernel_IxO = self.make_kernel(x_BTxI.shape[-1])
-        if uses_head_major_layout():
+        if not uses_head_major_layout():
+            y_BxTxNxH = self.add_bias(multiply(x_BTxI, kernel_IxO)).reshape(*token_shape, N, H)
+        elif get_matmul_type() == "compute":
             # The einsum names heads last although the kernel wants them first: with this order the compiler copies
             # neither the result nor its gradients.
             y_BxTxNxH = self.add_bias(jnp.einsum("bti,inh->btnh", x_BTxI, kernel_IxO.reshape(-1, N, H)), N, H)
         else:
-            y_BxTxNxH = self.add_bias(x_BTxI @ kernel_IxO).reshape(*token_shape, N, H)
+            y_BxTxNxH = self.add_bias(multiply(x_BTxI, kernel_IxO.reshape(-1, N, H)), N, H)
         return constrain(y_BxTxNxH, "batch", "sequence", "heads", "head_dim")
 
 
@@ -347,6 +350,8 @@ class FromHeads(Projection):
         """Return (B, T, O)."""
         B, T, N, W = x_BxTxNxW.shape
         if uses_head_major_layout():
+            if get_matmul_type() != "compute":
+                return self.add_bias(multiply(x_BxTxNxW, self.make_kernel(N * W).reshape(N, W, -1), num_contracted=2))
             x_BxNxTxW, kernel_NxWxO = x_BxTxNxW.transpose(0, 2, 1, 3), self.make_kernel(N * W).reshape(N, W, -1)
             return self.add_bias(jnp.einsum("bntw,nwo->bto", x_BxNxTxW, kernel_NxWxO))
         x_BTxNW = flatten_tokens(x_BxTxNxW.reshape(B, T, N * W))

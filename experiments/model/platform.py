@@ -13,6 +13,7 @@ compiled for a TPU on a machine without one takes the TPU's form. Without a mesh
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -20,6 +21,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 SMALL_VMEM_TPUS = ("TPU v4", "TPU v4 lite")  # chips with 16 MiB of VMEM
 SAVED_NAME = "kept"  # checkpoint name of the residuals that `remat: dots` saves beside the results of matmuls
+QUANTISED_NAME = "quantised"  # checkpoint name of the results of 8-bit matmuls
+_save_quantised: Callable[..., bool] = jax.checkpoint_policies.save_only_these_names(QUANTISED_NAME)
 LONG_BLOCK_TOKENS = 1024  # block length of the TPU attention kernel where a query sees at least four such blocks
 
 # Sizes of `tpu_attention`. They are here because `attention` chooses block sizes without importing Pallas.
@@ -107,13 +110,21 @@ def mark_saved(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, SAVED_NAME) if uses_head_major_layout() else x
 
 
+def save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Return True for the result of a matmul of weights: the checkpoint policy of `remat: dots` without `mark_saved`.
+
+    The result of an 8-bit matmul is saved after its scales are applied: the sums before that are twice as large.
+    """
+    is_dot: bool = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
+    return (is_dot and operands[0].dtype.itemsize > 1) or _save_quantised(primitive, *operands, **params)
+
+
 def dots_policy() -> Callable[..., bool]:
     """Return the checkpoint policy of `remat: dots`."""
-    policies = jax.checkpoint_policies
-    dots: Callable[..., bool] = policies.dots_with_no_batch_dims_saveable
     if not uses_head_major_layout():
-        return dots
-    both: Callable[..., bool] = policies.save_from_both_policies(dots, policies.save_only_these_names(SAVED_NAME))
+        return save_dots
+    policies = jax.checkpoint_policies
+    both: Callable[..., bool] = policies.save_from_both_policies(save_dots, policies.save_only_these_names(SAVED_NAME))
     return both
 
 

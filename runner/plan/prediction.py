@@ -314,7 +314,8 @@ class Predictor:
 
         # Work and memory of a device.
         # The FLOPs of a step are the same on every mesh.
-        executed = (self.flops.per_token + self.flops.recomputed_per_token) * config.units_per_step
+        flops = self.flops.convert_to_bfloat16(self.speeds)
+        executed = (flops.per_token + flops.recomputed_per_token) * config.units_per_step
         gathered_bytes = weights.shared + weights.of_experts / sizes["expert"]
         # Offloaded leaves are read and written on the device too.
         state_bytes = state.state_bytes + state.offloaded_bytes

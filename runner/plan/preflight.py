@@ -208,7 +208,9 @@ def _make_trainer_sections(
         roofline, times = report.make_roofline_section(config, flops, program, machine, num_steps)
         sections += [report.make_flops_section(job.config, flops), roofline]
         step_seconds = None if times is None else times.step_seconds
-        model_flops = flops.per_token * job.config.units_per_step
+        speeds = None if machine.accelerator is None else machine.accelerator.chip.speeds
+        equal = flops if speeds is None else flops.convert_to_bfloat16(speeds)
+        model_flops = equal.per_token * job.config.units_per_step
 
     if request.is_profile:
         forecast = forecast_program(program, machine)

@@ -40,6 +40,8 @@ def get_device_rates(machine: TargetMachine, mesh_sizes: Mapping[str, int]) -> D
         # Estimates of another compiler than the chip's are not in cycles of its clock.
         None if machine.is_faked else chip.clock_hertz,
         chip.matrix_units[1] if chip.matrix_units else 1,
+        None if speeds.int8_per_second is None else speeds.int8_per_second * share,
+        None if speeds.float8_per_second is None else speeds.float8_per_second * share,
     )
 
 
@@ -65,7 +67,7 @@ def make_profile_sections(
         forecast: forecast of `program`.
         program: compiled step.
         machine: machine that it was compiled for; its chip's peak figures must be known.
-        model_flops_per_step: FLOPs of the model; None to leave MFU out.
+        model_flops_per_step: FLOPs of the model, those in 8 bits converted to bfloat16; None to leave MFU out.
     """
     basis: Basis = "compiled" if forecast.has_estimates else "assumed"
 

@@ -435,9 +435,11 @@ def make_roofline_section(
     if machine.accelerator is None or speeds is None:
         section.add("times", "unknown: this device has no peak figures in the catalogue", "text", "assumed")
         return section, None
+    num_quantised, flops = flops.quantised_per_token, flops.convert_to_bfloat16(speeds)
     work = compute_step_work(config, flops, program)
     times = compute_roofline(work, speeds, machine.accelerator.chip.devices_per_chip)
     note = f"{format_amount(work.flops, 'FLOP')} per device, {speeds.flops_per_second / 1e12:,.0f} TFLOP/s per chip"
+    note += ", those in 8 bits converted to bfloat16 by their peak" if num_quantised else ""
     section.add("compute", times.compute, "seconds", "assumed", note)
     traffic = "state read and written once, parameters read in each pass of each micro-batch"
     hbm = f"{speeds.hbm_bytes_per_second / 1e9:,.0f} GB/s per chip"

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from runner.accelerator import find_chip
-from runner.config import MemoryConfig
+from runner.accelerator import PeakRates, find_chip
+from runner.config import MatmulType, MemoryConfig
 from runner.data import Fields
 from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup
@@ -44,11 +44,26 @@ class Flops:
         per_token: FLOPs of the forward and backward pass, each operation once.
         recomputed_per_token: FLOPs of operations that are repeated because their results were not kept.
         formula: derivation of `per_token`, with the terms and their values.
+        quantised_per_token: part of `per_token` whose operands have 8 bits.
+        quantised_recomputed_per_token: such a part of `recomputed_per_token`.
+        matmul: type of these operands, as `precision.matmul` names it.
     """
 
     per_token: float
     recomputed_per_token: float
     formula: str
+    quantised_per_token: float = 0.0
+    quantised_recomputed_per_token: float = 0.0
+    matmul: MatmulType = "compute"
+
+    def convert_to_bfloat16(self, speeds: PeakRates) -> "Flops":
+        """Return the FLOPs in bfloat16 that take as long on a chip with these peaks."""
+        saved = 1 - speeds.flops_per_second / (speeds.get_matmul_rate(self.matmul) or speeds.flops_per_second)
+        return Flops(
+            self.per_token - saved * self.quantised_per_token,
+            self.recomputed_per_token - saved * self.quantised_recomputed_per_token,
+            self.formula,
+        )
 
 
 def compute_transformer_flops(
@@ -63,6 +78,8 @@ def compute_transformer_flops(
     last_parameters: float = 0,
     is_attention_recomputed: bool = True,
     state_flops: float = 0,
+    matmul: MatmulType = "compute",
+    quantised_parameters: float = 0,
 ) -> Flops:
     """Compute the FLOPs of a decoder: 6 per matmul parameter, 12 per attended key and unit of attention width.
 
@@ -83,6 +100,9 @@ def compute_transformer_flops(
         is_attention_recomputed: True if attention itself computes its scores again in the backward pass.
         state_flops: FLOPs of a token for the state of linear attention, in one forward pass; the mean over layers. It
             is recomputed in the backward pass.
+        matmul: type of the operands of quantised matmuls.
+        quantised_parameters: part of `layer_parameters` whose matmuls are quantised unless `matmul` is `compute`: in
+            the forward pass and for the gradient of their input.
     """
     score = 2 * attention_width  # FLOPs of one key's scores over all heads
     value = score if value_width is None else 2 * value_width  # of its weighted values
@@ -98,7 +118,13 @@ def compute_transformer_flops(
         f"{f'+ 3 x {layers} layers x {state_flops:,.0f} of linear attention ' if state_flops else ''}"
         f"= {per_token:,.0f}, lookups not counted"
     )
-    return Flops(per_token, recomputed, formula)
+    if matmul == "compute":
+        return Flops(per_token, recomputed, formula)
+    # Attention and a layer's last matmul are not repeated in 8 bits.
+    quantised_again = max(again - 2 * (layer_parameters - quantised_parameters), 0)
+    return Flops(
+        per_token, recomputed, formula, 4 * layers * quantised_parameters, layers * quantised_again, matmul=matmul
+    )
 
 
 def count_train_flops(loss: Callable[..., jax.Array], params: Any, *args: Any, num_tokens: int, platform: str) -> Flops:
@@ -189,7 +215,7 @@ def count_forward_flops(
 def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], train_setup: TrainSetup) -> float:
     """Return the MFU (model FLOPs over the devices' peak) of one token per second; 0 if the peak is unknown.
 
-    Where the data are arrays, it is that of one example per second.
+    FLOPs in 8 bits count by their own peak. Where the data are arrays, it is that of one example per second.
     """
     mesh = train_setup.mesh
     chip = find_chip(mesh.devices.flat[0].device_kind)
@@ -197,7 +223,8 @@ def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], t
         return 0.0
     num_chips = mesh.size / chip.devices_per_chip
     try:
-        return flops_per_token(train_setup).per_token / (num_chips * chip.speeds.flops_per_second)
+        flops = flops_per_token(train_setup).convert_to_bfloat16(chip.speeds)
+        return flops.per_token / (num_chips * chip.speeds.flops_per_second)
     except ValueError:  # a kernel without a cost estimate
         return 0.0
 

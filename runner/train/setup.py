@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from runner.accelerator import find_chip, parse_accelerator, validate_matmul
 from runner.checkpoint.leaves import make_strongly_typed
 from runner.config import AdapterConfig, TrainerConfig
 from runner.data import DataPosition, Dataset, Fields, get_batch_fields, load_dataset
@@ -436,6 +437,10 @@ class TrainSetupBuilder:
             raise self.document.error(
                 "config.memory.offload_optimizer", f"{kind} has no pinned host memory for the optimizer; leave it out"
             )
+        with self.document.errors_at("config.precision.matmul"):
+            accelerator = parse_accelerator(self.topology.accelerator)
+            chip = find_chip(mesh.devices.flat[0].device_kind) if accelerator is None else accelerator.chip
+            validate_matmul(self.config.precision.matmul, chip)
         return mesh
 
     def validate_batch(self, mesh: Mesh) -> None:

@@ -89,6 +89,15 @@ def test_an_unknown_topology_is_reported_with_the_known_ones(
     assert any(name in problem for name in ("v5e", "h200-8", "v5p-8"))
 
 
+def test_8bit_matmuls_that_a_chip_lacks_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["config.precision.matmul=float8", f"directory={tmp_path}/run"]
+    words = (word for option in options for word in ("--set", option))
+    output = run_plan_in_process(capsys, NANO, "--topology", "a100-8", *words, expected=2)
+    (problem,) = [line for line in output.splitlines() if line.startswith("problem: ")]
+    assert "config.precision.matmul=float8: a100 has no matmuls of float8" in problem
+    assert "use int8 or compute, or one of tpu7x, h100" in problem
+
+
 @pytest.mark.parametrize(
     "name", ["cpu-100000", "h100-8193", "5xv5p-2048", "3xtpu7x-2048", "99999999999999999999xv5e-4"]
 )

@@ -41,15 +41,22 @@ EXPERTS = {"experts": 16, "experts_per_token": 2, "auxiliary_loss": 0.1, "router
 
 
 class JobKind(NamedTuple):
-    """Kind of job: its class, its model, other keys of `config`, axes that it refuses, and factor of its matrices."""
+    """Kind of job: its class, its model, other keys of `config`, axes that it refuses, and factor of its matrices.
+
+    `loss` and `gradient` are the largest differences that a mesh may make, see `Difference`.
+    """
 
     job: type[BaseTrainer]
     model: Changes
     others: Mapping[str, Any] = MappingProxyType({})
     refused_axes: frozenset[str] = frozenset()
     scale: float = SCALE
+    loss: float = 1e-5
+    gradient: float = 1e-4
 
 
+# Rounding in the compute type takes a few values to the next one of 8 bits.
+FLIPS: Changes = {"scale": 1.0, "loss": 1e-4, "gradient": 5e-3}
 PACKED = {"data.packing": "documents", "data.source": "TEXTS"}
 GROUPED = {
     "key_value_heads": 2,
@@ -108,6 +115,17 @@ JOB_KINDS = {
     "sinks": JobKind(PretrainDecoder, SINKS | FURTHER, PACKED),
     # Large matrices make the gradients of a delta rule sensitive to rounding: a factor of 3 to some 1e-3.
     "linear": JobKind(PretrainDecoder, HYBRID, PACKED, frozenset({"sequence"}), 1.0),
+    "int8": JobKind(PretrainGPT, {}, {"precision.matmul": "int8", "memory.remat": "dots"}, **FLIPS),
+    "int8, sparse": JobKind(
+        PretrainDecoder, {"moe": EXPERTS | SIGMOID} | FURTHER, PACKED | {"precision.matmul": "int8"}, **FLIPS
+    ),
+    "float8": JobKind(PretrainDecoder, LATENT, {"precision.matmul": "float8"}, **FLIPS),
+    "int8, adapter": JobKind(
+        PretrainGPT,
+        {},
+        {"precision.matmul": "int8", "adapter": {"rank": 4, "targets": ["blocks.query", "blocks.mlp_*"]}},
+        **FLIPS,
+    ),
 }
 
 
@@ -144,6 +162,8 @@ def make_changes(name: str) -> Changes:
         "config.data.sequence_length": 4 * MAX_DEVICES,
         "config.train": {"total_steps": 3, "global_batch_examples": 2 * MAX_DEVICES},
         **{f"config.{key}": value for key, value in others.items()},
+        # The frozen weights of an adapter must be named, and are not read by a step.
+        **({"checkpoint.init_from": str(_directory() / "base")} if "adapter" in others else {}),
     }
 
 
@@ -172,6 +192,12 @@ def take_step(name: str, mesh: Mesh, devices: int, leaves: list[Any] | None = No
     if leaves is None:
         initial = jax.device_get(train_setup.init_state())
         scaled = jax.tree.map(lambda leaf: JOB_KINDS[name].scale * leaf if leaf.ndim > 1 else leaf, initial.params)
+        if job.config.adapter is not None:
+            # B is zero at the beginning, and then A has no gradient.
+            values = np.random.default_rng(0)
+            scaled = jax.tree.map(
+                lambda leaf: leaf if leaf.any() else values.normal(0, 0.1, leaf.shape).astype(leaf.dtype), scaled
+            )
         leaves = jax.tree.leaves(initial.replace(params=scaled))
     abstract = train_setup.abstract_state
     state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)

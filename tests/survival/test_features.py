@@ -3,6 +3,7 @@
 A table: what is new joins it by a line.
 """
 
+import signal
 from typing import NamedTuple
 
 import pytest
@@ -78,6 +79,16 @@ FEATURES = {
             "config.ema={decays: [0.9], evaluate: true}",
         ),
     ),
+    "int8": Feature(
+        GPT,
+        (
+            f"checkpoint.init_from={BASE}",
+            "config.adapter={rank: 4, targets: [blocks.query, blocks.mlp_in]}",
+            "config.ema={decays: [0.9], evaluate: true}",
+            "config.precision={compute: bfloat16, matmul: int8}",
+        ),
+    ),
+    "float8": Feature(LLAMA, (CUT, "config.precision.matmul=float8")),
     "judged": Feature(
         GPT,
         (
@@ -133,13 +144,17 @@ def test_kills_in_every_phase_change_no_bit_and_no_row(feature, tmp_path):
     assert job.outcome() == make_uninterrupted_run(spec, options, devices).outcome()
 
 
-def test_kills_of_two_processes_change_no_bit_and_no_row(feature, tmp_path):
+def test_kills_and_a_stop_of_two_processes_change_no_bit_and_no_row(feature, tmp_path):
     spec, options, (_, devices) = feature
     job = Job(spec, tmp_path / "run", options, devices)
-    for step in (6, 30, 72):
+    for step, number in ((6, signal.SIGKILL), (30, signal.SIGTERM), (72, signal.SIGKILL)):
         attempt = job.launch(2)
         attempt.wait_until(lambda step=step: any(committed >= step for committed in job.committed()), f"step {step}")
-        attempt.kill_tree()
+        if number == signal.SIGKILL:
+            attempt.kill_tree()
+        else:
+            attempt.process.send_signal(number)
+            attempt.expect(75)
     job.launch(2).expect(0)
     assert_each_logged_step_once(job, 4, 10, 120)
     assert job.outcome() == make_uninterrupted_run(spec, options, devices, num_processes=2).outcome()

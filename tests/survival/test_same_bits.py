@@ -27,6 +27,7 @@ JOBS = {
             "{from_step: 20, set: {schedule: {name: linear}, optimizer.clip_norm: 0.2}}]",
         ),
     ),
+    "int8": ("specs/gpt_nano.yaml", ("config.precision={compute: bfloat16, matmul: int8}",)),
     "averaged": ("specs/gpt_nano.yaml", ("config.ema={decays: [0.9], evaluate: true}", "config.metrics.norms=groups")),
 }
 DATA, CUT = "topology.mesh={data: auto, fsdp: 1}", "topology.mesh={data: 1, fsdp: auto}"

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from runner import BaseTrainer
+from runner.accelerator import CHIPS
 from runner.config import MemoryConfig
 from runner.distributed.agreement import Hosts
 from runner.train.flops import compute_transformer_flops, count_matmul_flops, count_train_flops
@@ -98,6 +99,17 @@ def test_the_formula_holds_for_grouped_query_attention():
     )
     assert executed == flops.per_token
     assert flops.recomputed_per_token == 0
+
+
+def test_flops_in_8_bits_count_by_their_own_peak():
+    parts = {"layers": 2, "layer_parameters": 100, "output_parameters": 50, "attention_width": 1, "attended_keys": 0}
+    options = {"remat": "layers", "last_parameters": 20, "matmul": "int8", "quantised_parameters": 90}
+    flops = compute_transformer_flops(**parts, **options)
+    assert (flops.per_token, flops.recomputed_per_token) == (6 * 250, 2 * 2 * 80)
+    assert (flops.quantised_per_token, flops.quantised_recomputed_per_token) == (4 * 2 * 90, 2 * 2 * 70)
+    equal = flops.convert_to_bfloat16(CHIPS["v5e"].speeds)  # int8 is twice as fast as bfloat16
+    assert (equal.per_token, equal.recomputed_per_token) == (6 * 250 - 4 * 90, 2 * 2 * 80 - 2 * 70)
+    assert flops.convert_to_bfloat16(CHIPS["v4"].speeds).per_token == flops.per_token
 
 
 def test_gpt2_small_matches_its_published_sizes():

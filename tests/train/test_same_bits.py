@@ -45,6 +45,8 @@ FEATURES: dict[str, tuple[type, dict[str, Any]]] = {
         | {"config.model.moe": EXPERTS | {"bias": True}},
     ),
     "frozen": (PretrainGPT, {"config.optimizer.groups": [{"pattern": "*embedding", "frozen": True}]}),
+    "int8": (PretrainGPT, {"config.precision.matmul": "int8"}),
+    "float8": (PretrainDecoder, DECODER | {"config.model.moe": EXPERTS, "config.precision.matmul": "float8"}),
     "schedule_free": (
         PretrainGPT,
         {"config.optimizer.name": "schedule_free_adamw", "config.schedule": {"name": "constant", "warmup_steps": 1}},

@@ -67,12 +67,13 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 @dataclass(frozen=True)
 class Matmul:
-    """`batch` products of (m, k) by (k, n)."""
+    """`batch` products of (m, k) by (k, n); `dtype` is that of the operands if both have 8 bits, as HLO names it."""
 
     batch: int
     m: int
     n: int
     k: int
+    dtype: str | None = None
 
     @property
     def flops(self) -> int:
@@ -126,7 +127,14 @@ def _parse_dot(module: HloModule, op: Op, pattern: re.Pattern[str]) -> Matmul:
     batch = math.prod(lhs[axis] for axis in axes.get(("lhs", "batch"), ()) if axis < len(lhs))
     # The rest of each operand are the rows of the left and the columns of the right one.
     shared = max(k * batch, 1)
-    return Matmul(batch, math.prod(lhs) // shared, math.prod(rhs) // shared, k)
+    return Matmul(batch, math.prod(lhs) // shared, math.prod(rhs) // shared, k, _find_8bit_type(module, op))
+
+
+def _find_8bit_type(module: HloModule, op: Op) -> str | None:
+    """Return the type of the first operand of a matmul, None unless both operands have 8 bits."""
+    operands = [parse_arrays(operand.shape) for operand in module.get_operands(op)[:2] if operand is not None]
+    found = [arrays[0].dtype for arrays in operands if arrays and arrays[0].dtype.startswith(("s8", "f8"))]
+    return found[0] if len(found) == 2 else None
 
 
 def _parse_convolution(module: HloModule, op: Op) -> Matmul:
@@ -161,7 +169,7 @@ def _parse_convolution(module: HloModule, op: Op) -> Matmul:
         else:
             # A true convolution: each result sums over the positions of its window.
             m, k = m * made, k * -(-valid // max(made, 1))
-    return Matmul(batch, m, n, k)
+    return Matmul(batch, m, n, k, _find_8bit_type(module, op))
 
 
 def _count_valid_positions(taken: int, size: int, made: int, axis: dict[str, tuple[int, int]]) -> int:
@@ -336,6 +344,7 @@ class DeviceRates:
         collective_seconds: function that returns the time of one run of a collective on its links.
         clock_hertz: clock that turns cycles into seconds, None where it is unknown.
         matrix_unit_width: sizes of matmuls are padded to it; 1 where it is unknown.
+        int8_per_second, float8_per_second: peaks for operands of 8 bits; None where there is none.
     """
 
     flops_per_second: float
@@ -343,6 +352,14 @@ class DeviceRates:
     collective_seconds: Callable[[Collective], float]
     clock_hertz: float | None = None
     matrix_unit_width: int = 1
+    int8_per_second: float | None = None
+    float8_per_second: float | None = None
+
+    def compute_seconds(self, matmul: Matmul) -> float:
+        """Return the time of a matmul at the peak for its operands."""
+        is_integer = matmul.dtype is not None and matmul.dtype.startswith("s8")
+        rate = None if matmul.dtype is None else self.int8_per_second if is_integer else self.float8_per_second
+        return matmul.count_padded_flops(self.matrix_unit_width) / (rate or self.flops_per_second)
 
 
 @dataclass(frozen=True)
@@ -390,8 +407,7 @@ def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None
         seconds = max(padded / rates.flops_per_second, moved / rates.hbm_bytes_per_second)
         return OpCost(seconds, seconds, "stated" if has_stated_bytes else "shapes", flops, moved)
     matmuls = find_matmuls(module, op)
-    padded = sum(matmul.count_padded_flops(rates.matrix_unit_width) for matmul in matmuls)
-    low = max(padded / rates.flops_per_second, moved / rates.hbm_bytes_per_second)
+    low = max(sum(map(rates.compute_seconds, matmuls)), moved / rates.hbm_bytes_per_second)
     # Elementwise FLOPs are not counted: memory traffic bounds such ops.
     flops = sum(matmul.flops for matmul in matmuls)
     cycles = _CYCLES.search(op.rest)

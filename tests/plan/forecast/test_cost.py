@@ -1,14 +1,18 @@
 """Cost model of HLO ops: matmuls in every form, HBM traffic, kernels."""
 
+from dataclasses import replace
+
 import pytest
 
 from runner.plan.forecast.cost import Matmul, compute_causal_share, count_moved_bytes, find_matmuls
 from runner.plan.forecast.module import HloModule, Op, load_module, parse_arrays
 from tests.plan.forecast.hlo_text import (
+    NANO,
     compute_text_forecast,
     format_cycles,
     make_computation,
     make_module,
+    make_rates,
     round_nanoseconds,
 )
 
@@ -31,6 +35,24 @@ MATMULS = {
     "a dot": (
         "f32[8,16]",
         "f32[16,32]",
+        "f32[8,32] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        Matmul(1, 8, 32, 16),
+    ),
+    "a dot of int8": (
+        "s8[8,16]",
+        "s8[16,32]",
+        "s32[8,32] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        Matmul(1, 8, 32, 16, "s8"),
+    ),
+    "a convolution of float8": (
+        "f8e5m2[512,64]",
+        "f8e4m3fn[64,256]",
+        "f32[512,256] convolution(%a, %b), dim_labels=bf_io->bf",
+        Matmul(1, 512, 256, 64, "f8e5m2"),
+    ),
+    "a dot of int8 and more bits": (
+        "s8[8,16]",
+        "bf16[16,32]",
         "f32[8,32] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
         Matmul(1, 8, 32, 16),
     ),
@@ -127,6 +149,13 @@ def test_a_fusion_has_the_matmuls_inside_it_and_a_loop_has_none() -> None:
 )
 def test_a_matmul_fills_whole_matrix_units(matmul: Matmul, width: int, filled: int) -> None:
     assert matmul.count_padded_flops(width) == filled
+
+
+def test_a_matmul_of_8_bits_takes_the_time_of_its_own_peak() -> None:
+    rates = replace(make_rates(), int8_per_second=2 * NANO, float8_per_second=4 * NANO)
+    seconds = {name: rates.compute_seconds(Matmul(1, 10, 10, 10, name)) for name in (None, "s8", "f8e4m3fn")}
+    assert [1 / (NANO * each) for each in seconds.values()] == pytest.approx([1 / 2000, 2 / 2000, 4 / 2000])
+    assert make_rates().compute_seconds(Matmul(1, 10, 10, 10, "s8")) == seconds[None]
 
 
 def test_the_time_of_an_op_is_the_maximum_of_compute_and_traffic() -> None:

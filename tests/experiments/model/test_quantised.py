@@ -1,0 +1,161 @@
+"""8-bit matmuls: the recipe against NumPy, independence of other tokens, and which matmuls of a model are quantised."""
+
+import functools
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from experiments.gpt import GPT, GPTConfig
+from experiments.model.config import DecoderConfig
+from experiments.model.decoder import Decoder
+from experiments.model.quantised import multiply, use_matmul_type
+from runner.config import MemoryConfig
+from tests.support.sharded_step import DECODER, EXPERTS, HYBRID, LATENT
+from tests.support.tiny_jobs import make_gpt as make_small_gpt
+from tests.support.tiny_jobs import read_outcome
+
+B, T, I, N, H = 2, 3, 32, 2, 5  # noqa: E741
+LIMITS = {"int8": (127, 127), "float8": (448, 57344)}
+DTYPES = {"int8": (np.int8, np.int8), "float8": (jnp.float8_e4m3fn, jnp.float8_e5m2)}
+TYPES = [*LIMITS]
+
+
+def make_operands(dtype=np.float32):
+    """Return tokens, weights and a gradient of their product."""
+    random = np.random.default_rng(0)
+    return tuple(jnp.asarray(random.normal(size=shape), dtype) for shape in ((B, T, I), (I, N * H), (B, T, N * H)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def differentiate(matmul, num_contracted, x, w, dy):
+    """Return a product and its gradients."""
+    with use_matmul_type(matmul):
+        y, pull_back = jax.vjp(functools.partial(multiply, num_contracted=num_contracted), x, w)
+    return y, *pull_back(dy)
+
+
+def round_to(values, axis, limit, dtype):
+    """Return 8-bit values as float64, and their scale along `axis`."""
+    scale = np.abs(values).max(axis=axis, keepdims=True) / limit
+    scaled = values / scale
+    return (np.round(scaled) if dtype == np.int8 else scaled.astype(dtype)).astype(np.float64), scale
+
+
+@pytest.mark.parametrize("matmul", TYPES)
+def test_a_product_and_its_gradients_follow_the_recipe(matmul: str) -> None:
+    (forward_limit, gradient_limit), (forward, gradient) = LIMITS[matmul], DTYPES[matmul]
+    x, w, dy = make_operands()
+    xq, x_scale = round_to(np.asarray(x), -1, forward_limit, forward)
+    wq, w_scale = round_to(np.asarray(w), 0, forward_limit, forward)
+    dyq, dy_scale = round_to(np.asarray(dy) * w_scale, -1, gradient_limit, gradient)
+    expected = ((xq @ wq) * x_scale * w_scale, (dyq @ wq.T) * dy_scale, np.einsum("bti,bto->io", x, dy))
+    for found, want in zip(differentiate(matmul, 1, x, w, dy), expected, strict=True):
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("matmul", TYPES)
+def test_heads_in_axes_of_their_own_give_the_same_bits(matmul: str) -> None:
+    x, w, dy = make_operands(jnp.bfloat16)
+    flat = differentiate(matmul, 1, x, w, dy)
+    apart = differentiate(matmul, 1, x, w.reshape(I, N, H), dy.reshape(B, T, N, H))
+    assert all((a.reshape(b.shape) == b).all() for a, b in zip(apart, flat, strict=True))
+    flat = differentiate(matmul, 1, dy, w.T, x)
+    apart = differentiate(matmul, 2, dy.reshape(B, T, N, H), w.T.reshape(N, H, I), x)
+    assert all((a.reshape(b.shape) == b).all() for a, b in zip(apart, flat, strict=True))
+
+
+@pytest.mark.parametrize("matmul", TYPES)
+def test_a_token_does_not_depend_on_the_others(matmul: str) -> None:
+    x, w, dy = make_operands()
+    y, dx, _ = differentiate(matmul, 1, x, w, dy)
+    # The other example is a thousand times larger, as are its gradients.
+    larger = jnp.asarray([1.0, 1000.0])[:, None, None]
+    for found, want in zip(differentiate(matmul, 1, larger * x, w, larger * dy), (y, dx), strict=False):
+        assert (found[0] == want[0]).all()
+
+
+@pytest.mark.parametrize("matmul", TYPES)
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_an_undefined_value_shows_in_its_token_alone(matmul: str, value: float) -> None:
+    x, w, dy = make_operands()
+    y, dx, _ = differentiate(matmul, 1, x.at[0, 0, 0].set(value), w, dy.at[1, 0, 0].set(value))
+    assert jnp.isnan(y[0, 0]).all()
+    assert jnp.isfinite(y[0, 1:]).all()
+    assert jnp.isnan(dx[1, 0]).all()
+    assert jnp.isfinite(dx[0]).all()
+    assert (differentiate(matmul, 1, 0 * x, w, 0 * dy)[0] == 0).all()
+
+
+def make_gpt(matmul: str) -> GPT:
+    return GPT(GPTConfig(layers=2, heads=2, width=32), 64, 16, memory=MemoryConfig(remat="dots"), matmul=matmul)
+
+
+def make_decoder(matmul: str, **keys: object) -> Decoder:
+    return Decoder(DecoderConfig(**DECODER | keys), 64, memory=MemoryConfig(remat="dots"), matmul=matmul)
+
+
+def count_dots(model):
+    """Return the number of matmuls in 8 bits in the traced forward and backward pass of a layer, by dtype."""
+    tokens = jnp.zeros((1, 16), jnp.int32)
+    variables = jax.eval_shape(functools.partial(model.init, deterministic=True), jax.random.key(0), tokens)
+
+    def loss(params):
+        targets = tokens, jnp.ones(tokens.shape)
+        found = model.apply({**variables, "params": params}, tokens, targets=targets, deterministic=False)
+        return found if isinstance(found, jax.Array) else found[0]
+
+    found: Counter[str] = Counter()
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general" and equation.invars[1].aval.dtype.itemsize == 1:
+                found[equation.invars[0].aval.dtype.name] += 1
+            for inner in jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(jax.grad(loss))(variables["params"]).jaxpr)
+    return found
+
+
+LINEAR = {key: HYBRID[key] for key in ("linear", "head_dim")} | {"layer_pattern": ["linear"]}
+# Model -> its matmuls in 8 bits, each with one forward and one for the gradient of its input.
+QUANTISED = {
+    "gpt": (make_gpt, 6),
+    "llama": (make_decoder, 7),
+    # All but the routed experts and the router.
+    "experts": (functools.partial(make_decoder, moe=EXPERTS | {"shared_experts": 1}), 4 + 3),
+    # Queries and keys and values have latents; keys and values are made by one matrix.
+    "latent": (functools.partial(make_decoder, **LATENT | {"layer_loop": "scan", "neftune_alpha": 0.0}), 5 + 3),
+    # All but beta and decay of a linear layer.
+    "linear": (functools.partial(make_decoder, **LINEAR), 5 + 3),
+    # The layer of the decoder, and another one with the projection of its input.
+    "further": (functools.partial(make_decoder, layers=1, extra_predictions=1), 7 + 7 + 1),
+}
+
+
+DAILY = ("gpt", "llama")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.soak) for name in QUANTISED]
+)
+def test_the_matmuls_of_layers_are_in_8_bits(name: str) -> None:
+    make, number = QUANTISED[name]
+    assert count_dots(make("float8")) == {"float8_e4m3fn": number, "float8_e5m2": number}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("matmul", TYPES)
+def test_the_split_into_micro_batches_changes_only_rounding(matmul: str, tmp_path: Path) -> None:
+    def train(micro_batch: int) -> list[float]:
+        options = {"config.precision.matmul": matmul, "config.train.micro_batch_examples": micro_batch}
+        job = make_small_gpt(tmp_path / str(micro_batch), **options)
+        job()
+        return [row["train/loss"] for row in read_outcome(tmp_path / str(micro_batch))[0] if "train/loss" in row]
+
+    np.testing.assert_allclose(train(1), train(2), rtol=1e-4)
