@@ -104,7 +104,7 @@ SINKS = {"attention_sinks": True, "mlp": "clamped_swiglu", "moe": EXPERTS | {"bi
 JOB_KINDS = {
     "dense": JobKind(PretrainDecoder, {"tied_embedding": True}),
     "packed": JobKind(PretrainDecoder, {}, PACKED),
-    "grouped heads": JobKind(PretrainDecoder, GROUPED, {"memory.row_attention": "ring"}),
+    "grouped heads": JobKind(PretrainDecoder, GROUPED, {"memory.row_attention": "ring", "memory.attention": "library"}),
     "window": JobKind(PretrainDecoder, WINDOWS, PACKED | {"memory.row_attention": "ring"}),
     "window, gathered": JobKind(PretrainDecoder, WINDOWS, PACKED | {"memory.row_attention": "gather"}),
     "latent": JobKind(PretrainDecoder, LATENT, {"memory.remat": "layers", "memory.loss_chunk_positions": 2}),

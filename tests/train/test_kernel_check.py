@@ -171,7 +171,9 @@ class EndedError(Exception):
     """End of the process in a test."""
 
 
-def test_a_case_that_ends_the_process_several_times_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_ends_the_process_several_times_counts_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def die(case: KernelCase) -> str:
         starts.append(read_json(LocalStore(tmp_path), RECORD)["starts"][case.digest])
         raise EndedError
