@@ -350,8 +350,10 @@ class DecoderConfig(WidthScaledConfig):
         if self.attention_gate and (self.latent is not None or self.query_key_norm == "whole"):
             other = "latent" if self.latent is not None else "query_key_norm=whole"
             raise ValueError(f"attention_gate is not supported with {other}; leave out one of them")
-
         # Linear layers.
+        unread = [key for key in ("query_key_norm", "attention_gate", "attention_sinks") if getattr(self, key)]
+        if unread and set(self.layer_pattern) == {"linear"}:
+            raise ValueError(f"{unread[0]} is set, and layer_pattern has no attention that reads it; leave it out")
         if ("linear" in self.layer_pattern) != (self.linear is not None):
             both = "linear is set, and layer_pattern has no linear layer that reads it; leave it out"
             raise ValueError(both if self.linear else "layer_pattern has linear layers; set `linear`, their heads")
@@ -359,6 +361,13 @@ class DecoderConfig(WidthScaledConfig):
             raise ValueError(
                 f"linear.value_heads={self.linear.value_heads} does not divide over key_heads={self.linear.key_heads}; "
                 "use a multiple"
+            )
+
+        # Extra predictions.
+        weight = self.extra_prediction_weight
+        if not self.extra_predictions and weight != type(self).model_fields["extra_prediction_weight"].default:
+            raise ValueError(
+                f"extra_prediction_weight={weight} is read by no layer; leave it out, or set extra_predictions"
             )
 
         # Windows.
@@ -511,3 +520,13 @@ class DecoderConfig(WidthScaledConfig):
 
 class DecoderTrainerConfig(TrainerConfig[DecoderConfig]):
     """The `config` section of a job that trains a decoder."""
+
+    @model_validator(mode="after")
+    def _validate_device_count(self) -> "DecoderTrainerConfig":
+        devices = self.train.same_bits_devices
+        if devices is not None and self.model.linear is not None:
+            raise ValueError(
+                f"train.same_bits_devices={devices}: linear layers (model.layer_pattern) do not give the same bits on "
+                "other numbers of devices; leave it out"
+            )
+        return self

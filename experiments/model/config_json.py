@@ -499,8 +499,11 @@ _GPT_OSS_ROPE = {  # of files without rotary keys
 
 
 def _write_gpt_oss(config: DecoderConfig) -> Json:
+    rope = _write_rope(config.rope)
+    if rope["rope_scaling"] is None:  # the family's scaling would stand in for it
+        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta}}
     return {
-        **_write_rope(config.rope),
+        **rope,
         **_write_experts(config, _LOCAL_EXPERT_KEYS),
         # transformers makes a mask of this window even if no layer has one.
         **_write_windows(config),

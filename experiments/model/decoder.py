@@ -560,6 +560,8 @@ class PretrainDecoder(BaseTrainer):
             kept_of_dots=latents + (3 * config.width + projected + matrices * hidden) / tensor,
             keys_and_values=keys,
             working_bytes=working,
+            predictions=1 + config.extra_predictions,
+            can_shard_sequences=config.linear is None,
             experts=experts,
         )
 

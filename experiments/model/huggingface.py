@@ -67,8 +67,8 @@ _EXTRA_FILES = {
         "output_norm.scale": "mtp.norm.weight",
     },
 }
-# Module of the experts, and names of an expert's matrices, by whether attention has norms. Mixtral is the only family
-# with experts that has none there.
+# Module of the experts, and names of an expert's matrices, by whether attention has norms or experts have biases.
+# Mixtral is the only family with experts that has neither.
 _EXPERTS = {
     False: ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     True: ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
@@ -174,7 +174,10 @@ class DecoderFiles(Family):
         tensor = _TEXT_PREFIXES.get(prefix, "") + tensor.removeprefix(prefix)
         is_repeated = (tensor == "lm_head.weight" and self._config.tied_embedding) or tensor in self.copies()
         layer = re.match(r"model\.layers\.(\d+)\.", tensor)
-        is_extra = tensor.startswith("mtp.") or (layer is not None and int(layer[1]) >= self._config.layers)
+        # Only files of such families have these layers after those of the decoder; elsewhere they are left over.
+        is_extra = tensor.startswith("mtp.") or (
+            self._extra_files == "layers" and layer is not None and int(layer[1]) >= self._config.layers
+        )
         if is_extra and not (self._config.extra_predictions and self._extra_files):
             return None  # decoding one token at a time does not need them
         return None if is_repeated or tensor.endswith(".rotary_emb.inv_freq") else tensor
@@ -233,36 +236,33 @@ class DecoderFiles(Family):
             pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.kernel", (index,), True))
             if _has_bias(config, part):
                 pieces.append(TensorPiece(f"{tensors}.{tensor}.bias", f"{leaves}.{part}.bias", (index,)))
-        if config.attention_sinks:
+        if config.attention_sinks and kind != "linear":
             pieces.append(TensorPiece(f"{tensors}.self_attn.sinks", f"{leaves}.attention.sinks", (index,)))
         for part, tensor in (_NORMS[config.norm] | attention_norms).items():
             pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.scale", (index,)))
         if not is_sparse:
             return pieces
 
-        has_norms = config.latent is not None or config.query_key_norm is not None
-        moe, (block, names) = config.moe, _EXPERTS[has_norms]
+        moe = config.moe
         assert moe is not None, "a sparse layer has experts"
+        block, names = _EXPERTS[moe.bias or config.latent is not None or config.query_key_norm is not None]
+        shared = "shared_expert" if moe.shared_gate else "shared_experts"
+        router, tensors, leaves = "router" if moe.bias else "gate", f"{tensors}.{block}", f"{leaves}.moe"
+        pieces.append(TensorPiece(f"{tensors}.{router}.weight", f"{leaves}.router", (index,), transpose=True))
         if moe.bias:
-            tensors, leaves = f"{tensors}.mlp", f"{leaves}.moe"
-            pieces.append(TensorPiece(f"{tensors}.router.weight", f"{leaves}.router", (index,), transpose=True))
-            pieces.append(TensorPiece(f"{tensors}.router.bias", f"{leaves}.router_bias", (index,)))
+            pieces.append(TensorPiece(f"{tensors}.{router}.bias", f"{leaves}.router_bias", (index,)))
             for leaf, (name, first) in _STACKED_EXPERTS.items():
                 axis, step = 1 if leaf.endswith("_bias") else 2, 1 if first is None else 2
                 turn = None if first is None else (axis, first, 2 * config.expert_width)
                 tensor = f"{tensors}.experts.{name}"
                 pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index,), part=turn, step=step))
-            return pieces
-        shared = "shared_expert" if moe.shared_gate else "shared_experts"
-        tensors, leaves = f"{tensors}.{block}", f"{leaves}.moe"
-        pieces.append(TensorPiece(f"{tensors}.gate.weight", f"{leaves}.router", (index,), transpose=True))
         if moe.bias_rate is not None:
             biases = f"variables.{BALANCE}.{leaves}.bias"
-            pieces.append(TensorPiece(f"{tensors}.gate.e_score_correction_bias", biases, (index,)))
+            pieces.append(TensorPiece(f"{tensors}.{router}.e_score_correction_bias", biases, (index,)))
         for leaf, name in names.items():
             if leaf == "gate" and not has_gate:
                 continue
-            for expert in range(moe.experts):
+            for expert in range(0 if moe.bias else moe.experts):
                 tensor = f"{tensors}.experts.{expert}.{name}.weight"
                 pieces.append(TensorPiece(tensor, f"{leaves}.{leaf}", (index, expert), transpose=True))
             if moe.shared_experts:

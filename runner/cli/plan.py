@@ -44,6 +44,8 @@ _JOBS = ("experiments.model.decoder:PretrainDecoder", "experiments.gpt:PretrainG
 # Matrices that get an adapter, by the last part of their module's name: those of attention.
 _ADAPTED = ("query", "key", "value", "out", "attention_out", "query_down", "query_up", "key_value_down", "key_value_up")
 _POSITIONS = ("max_position_embeddings", "n_positions")  # keys of config.json
+# Sources that are text by their names alone: those of the Hub, and lines of JSON, but no index of token files.
+_TEXT = re.compile(r"^hf://datasets/|(?<!/index)\.(jsonl|json|ndjson)(\.[a-z0-9]+)?$")
 _NUM_BYTES = 256  # ids of the placeholder's tokenizer
 _LENGTH_MAX, _CPU_LENGTH_MAX = 8192, 1024
 _BATCH_TOKENS, _LORA_BATCH_TOKENS, _CPU_BATCH_EXAMPLES = 1 << 20, 1 << 17, 8
@@ -99,12 +101,9 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
             raise InvalidError(f"{given!r}: has characters that a comment cannot show; use another name")
     config = read_config_json(arguments.source)
     data = arguments.data
-    is_text = data is not None and not is_class_path(data) and find_corpus(data) is None
-    if data is not None and is_text and not find_source(data).holds_tokens:
-        raise InvalidError(
-            f"--data {data}: is text, needs tokens that the tokenizer of the weights has made: run "
-            f"{_format_tokenise(data, arguments.source)}, and give --data runs/tokens/corpus"
-        )
+    is_text = data is not None and not is_class_path(data) and bool(_TEXT.search(data))
+    if data is not None and not is_text and not is_class_path(data) and find_corpus(data) is None:
+        is_text = not find_source(data).holds_tokens
     # The first job that takes the model; the first one's reason if none does.
     job_name, problem, model = "", "", JsonObject()
     for name in _JOBS:
@@ -132,6 +131,8 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
     # Every device gets the same number of examples.
     batch = num_devices * math.ceil(tokens / length / num_devices) if is_searched else num_devices * _CPU_BATCH_EXAMPLES
 
+    end = unnest_config(config).get("eos_token_id", config.get("eos_token_id"))
+    ends = end if isinstance(end, list) else [end]
     text = SpecText(
         arguments=arguments,
         job=job_name,
@@ -141,6 +142,8 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
         length=length,
         batch=batch,
         compute="bfloat16" if is_searched else "float32",
+        is_text=is_text,
+        separator=next((each for each in ends if type(each) is int and each >= 0), None),
     )
     job = Search(where, (), text.format()).open_job([])
     parameters = flatten_with_names(build_abstract(job.setup_builder, SINGLE_DEVICE).abstract_state.params)
@@ -163,7 +166,8 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
     findings = checks.Findings()
     checked = checks.open_job(parse_document(content, where), findings)
     if isinstance(checked, BaseTrainer):
-        checks.load_data(checked.setup_builder, findings)
+        if not checks.check_text(checked, findings):
+            checks.load_data(checked.setup_builder, findings)
         checks.check_weights(checked, build_abstract(checked.setup_builder, SINGLE_DEVICE).abstract_state, findings)
     if findings.problems:
         raise InvalidError("\n".join(findings.problems))
@@ -173,14 +177,6 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
         LocalStore(path.parent).write_chunks(path.name, [content.encode()])
         say(f"{arguments.output}: next: python -m runner plan {arguments.output}")
     return EXIT_DONE
-
-
-def _format_tokenise(text: str, source: str) -> str:
-    """Return the command that makes a corpus of a text with the tokenizer of published weights."""
-    return (
-        f"python -m runner specs/tokenise_stdlib.yaml --set directory=runs/tokens --set config.source={text} "
-        f"--set 'config.tokenizer={{kind: hf, file: {source.rstrip('/')}/{TOKENIZER}}}'"
-    )
 
 
 def _find_accelerator(text: str | None) -> Accelerator | None:
@@ -211,6 +207,8 @@ class SpecText:
         length: sequence length.
         batch: examples of a step.
         compute: type of matmuls.
+        is_text: True if the data are text, which the run tokenises.
+        separator: token of the model that ends a text; None if it is not known.
         num_parameters: parameters of the model; 0 while they are not counted.
         targets: patterns of the matrices with an adapter; none for no adapter.
         candidate: mesh, micro-batch and memory policy; None for those that are chosen at the start.
@@ -224,6 +222,8 @@ class SpecText:
     length: int
     batch: int
     compute: str
+    is_text: bool
+    separator: int | None
     num_parameters: int = 0
     targets: Sequence[str] = ()
     candidate: Candidate | None = None
@@ -262,14 +262,23 @@ class SpecText:
             if key.startswith("config.memory.") and value is not None
         }
 
-        if arguments.data is not None:
+        tokenizer = {"tokenizer": {"kind": "hf", "file": f"{source.rstrip('/')}/{TOKENIZER}"}}
+        separator = {} if self.separator is None else {"separator": self.separator}
+        tokenise = f"tokenise: {quote(tokenizer | separator)}"
+        if self.is_text:
+            data = ["    # Text, which the tokenizer of the weights turns into tokens before the first step."]
+            data += [f"    source: {quote(arguments.data)}", f"    {tokenise}"]
+            if self.separator is not None:
+                data += ["    # The separator is the weights' eos_token_id, which ends a document."]
+        elif arguments.data is not None:
             data = ["    # Tokens that the tokenizer of the weights has made."]
             data += [f"    source: {quote(arguments.data)}"]
         else:
             data = [
                 "    # PLACEHOLDER, to try the spec offline: bytes of Python's library, not the model's tokens.",
-                "    # Tokenise your text with the tokenizer of the weights, and name the corpus, runs/tokens/corpus:",
-                f"    #   {_format_tokenise('TEXT', source)}",
+                "    # Name your text instead of the next two lines, and the tokenizer of the weights:",
+                "    #   source: TEXT",
+                f"    #   {tokenise}",
                 "    source: python-stdlib",
                 "    tokenizer: bytes",
             ]

@@ -226,13 +226,13 @@ class QuantisedFormat(Protocol):
         name: name of the type, as messages show it.
         suffixes: endings of the names of the stored tensors, which replace `suffix`.
         suffix: ending of the name of the tensor itself.
-        dtypes: types of the stored tensors in the format of the files.
+        dtypes: types in the format of the files that each stored tensor may have.
     """
 
     name: str
     suffixes: tuple[str, ...]
     suffix: str
-    dtypes: tuple[str, ...]
+    dtypes: tuple[tuple[str, ...], ...]
 
     def compute_shape(self, stored: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
         """Return the shape of the values from those of the stored tensors; None if these do not fit each other."""
@@ -285,7 +285,7 @@ class Mxfp4(QuantisedFormat):
     with I = 32 G.
     """
 
-    name, suffixes, suffix, dtypes = "MXFP4", ("_blocks", "_scales"), "", ("U8", "U8")
+    name, suffixes, suffix, dtypes = "MXFP4", ("_blocks", "_scales"), "", (("U8",), ("U8",))
     group = 32
 
     def compute_shape(self, stored: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -314,13 +314,13 @@ class Mxfp4(QuantisedFormat):
 
 
 class Fp8(QuantisedFormat):
-    """FP8 as in DeepSeek V3: blocks of 128 x 128 values of eight bits (E4M3) share a float32 scale."""
+    """FP8 as in DeepSeek V3 and Qwen3: blocks of 128 x 128 values of eight bits (E4M3) share a scale."""
 
     name, suffixes, suffix, dtypes = (
         "FP8 in blocks of 128",
         (".weight", ".weight_scale_inv"),
         ".weight",
-        ("F8_E4M3", "F32"),
+        (("F8_E4M3",), ("F32", "BF16")),
     )
     block = 128
 
@@ -337,7 +337,7 @@ class Fp8(QuantisedFormat):
         """Return values (O, I), in float32."""
         values, scales = arrays
         blocks = np.ix_(*(np.arange(axis.start, axis.stop, axis.step) // self.block for axis in index))
-        found: np.ndarray = values[index].astype(np.float32) * scales[blocks]
+        found: np.ndarray = values[index].astype(np.float32) * scales[blocks].astype(np.float32)
         return found
 
 
@@ -380,7 +380,7 @@ def join_quantised_tensors(
             continue
         stored = tuple(tensors[each] for each in names)
         shape = form.compute_shape([each.shape for each in stored])
-        if shape is None or tuple(each.dtype for each in stored) != form.dtypes:
+        if shape is None or any(each.dtype not in known for each, known in zip(stored, form.dtypes, strict=True)):
             found = " and ".join(f"{each.dtype}{list(each.shape)}" for each in stored)
             problems.append(f"{url}: tensor {_shorten(names[0])} and its scales are {found}, which is not {form.name}")
             continue

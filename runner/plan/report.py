@@ -162,10 +162,10 @@ class EarlyEstimate:
 
     def _list_near_meshes(self) -> list[tuple[MeshSizes, Prediction]]:
         """Return meshes near this one that fit and have no small shards, best first."""
-        job = self.predictor.job
-        num_experts = job.sizing(dict(self.sizes)).num_experts
+        job, sizing = self.predictor.job, self.predictor.job.sizing(dict(self.sizes))
+        length = job.config.data.units_per_example if sizing.can_shard_sequences else 1
         found = []
-        for sizes in list_near_meshes(dict(self.sizes), job.config.data.units_per_example, num_experts):
+        for sizes in list_near_meshes(dict(self.sizes), length, sizing.num_experts):
             if not self.predictor.list_micro_batches(dict(sizes)):
                 continue
             abstract_state = self.predictor.shard_state(sizes)

@@ -169,9 +169,10 @@ class Search:
         predictors = [Predictor(variant.job, variant.flops, accelerator) for variant in variants]
         # The size of the state depends on the mesh alone, so one variant measures it for all.
         first = predictors[0]
-        length, num_experts = first.job.config.data.units_per_example, first.job.sizing(dict(SINGLE_DEVICE)).num_experts
+        sizing = first.job.sizing(dict(SINGLE_DEVICE))
+        length = first.job.config.data.units_per_example if sizing.can_shard_sequences else 1
         candidates: list[Candidate] = []
-        for mesh in iter_meshes(accelerator.num_devices or 1, length, num_experts):
+        for mesh in iter_meshes(accelerator.num_devices or 1, length, sizing.num_experts):
             # A mesh that every variant rejects is skipped, which saves the work of sharding the state.
             if not any(predictor.list_micro_batches(dict(mesh)) for predictor in predictors):
                 continue

@@ -216,6 +216,7 @@ class Sizing:
         expert_bytes_per_token: tokens on their way to experts and back (all-to-all), forward and backward.
         num_experts: experts of a layer, over which `expert` can shard; 1 without experts.
         expert_parameters: parameters of all experts.
+        can_shard_sequences: True if `sequence` can shard the positions of a sequence.
     """
 
     activation_bytes_per_token: float = 0.0
@@ -225,6 +226,7 @@ class Sizing:
     expert_bytes_per_token: float = 0.0
     num_experts: int = 1
     expert_parameters: int = 0
+    can_shard_sequences: bool = True
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,8 @@ def compute_transformer_sizing(
     keys_and_values: int,
     experts: ExpertSizing = NO_EXPERTS,
     working_bytes: float = 0,
+    predictions: int = 1,
+    can_shard_sequences: bool = True,
 ) -> Sizing:
     """Compute the sizes of a decoder: activations kept by layers, logits that exist at the same time, and traffic.
 
@@ -279,12 +283,15 @@ def compute_transformer_sizing(
         keys_and_values: width of all heads of keys and of values together.
         experts: experts of the decoder.
         working_bytes: further bytes of a token that exist while one layer is computed.
+        predictions: positions that each token predicts, whose logits exist together unless the loss is chunked.
+        can_shard_sequences: True if `sequence` can shard the positions of a sequence.
     """
     tensor, own_positions = sizes["tensor"], sequence_length / sizes["sequence"]
     kept_of_layer = {"none": kept, "dots": kept_of_dots, "layers": width / tensor}[memory.remat]
     at_once = min(memory.loss_chunk_positions or own_positions, own_positions)
     logits = output_width * (itemsize + 4) * at_once / own_positions / tensor
     is_chunked = memory.loss_chunk_positions is not None  # then the gradient is accumulated in float32
+    logits *= 1 if is_chunked else predictions
     is_recomputed = memory.remat != "none"
     reductions = 6 if memory.remat == "layers" else 4  # one for attention and one for the MLP, in each pass
     rounds = 3 + is_recomputed  # keys and values forward and backward, and their gradients
@@ -297,6 +304,7 @@ def compute_transformer_sizing(
         expert_bytes_per_token=journeys * experts.layers * experts.experts_per_token * width * itemsize,
         num_experts=experts.num_experts,
         expert_parameters=experts.layers * experts.num_experts * experts.parameters,
+        can_shard_sequences=can_shard_sequences,
     )
 
 

@@ -137,11 +137,11 @@ class Linear(SmallFamily):
         return [TensorPiece("linear.weight", "kernel", transpose=True), TensorPiece("norm.weight", "scale")]
 
 
-def write_fp8(directory: Path) -> dict[str, np.ndarray]:
+def write_fp8(directory: Path, scale_dtype: Any) -> dict[str, np.ndarray]:
     """Write blocks of eight-bit values, the last ones cut off, and return the leaves that they are."""
     generator = np.random.default_rng(0)
     values_OxI = generator.normal(0, 30, (296, 160)).astype(ml_dtypes.float8_e4m3fn)
-    scales_3x2 = generator.uniform(0.001, 2, (3, 2)).astype(np.float32)
+    scales_3x2 = generator.uniform(0.001, 2, (3, 2)).astype(scale_dtype)
     norm = generator.normal(0, 1, 8).astype(np.float32)
     files = {"linear.weight": values_OxI, "linear.weight_scale_inv": scales_3x2, "norm.weight": norm}
     write_export(directory, files, 2, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
@@ -154,9 +154,10 @@ def write_fp8(directory: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "axes", [(), ("data", "tensor"), (None, ("data", "tensor")), (("fsdp", "data"), None)], ids=str
 )
-def test_fp8_is_dequantised_on_every_mesh(tmp_path: Path, axes: tuple[Any, ...], monkeypatch: Any):
+@pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.bfloat16])
+def test_fp8_is_dequantised_on_every_mesh(tmp_path: Path, axes: tuple[Any, ...], scale_dtype: Any, monkeypatch: Any):
     monkeypatch.setattr(read, "SPAN_BYTES", 1000)
-    expected = write_fp8(tmp_path / "hf")
+    expected = write_fp8(tmp_path / "hf", scale_dtype)
     mesh = make_full_mesh(2, 2, 2)
     specs = {"params.kernel": PartitionSpec(*axes), "params.scale": PartitionSpec()}
     like = {
@@ -173,6 +174,7 @@ def test_fp8_is_dequantised_on_every_mesh(tmp_path: Path, axes: tuple[Any, ...],
         ({"linear.weight": None}, r"tensor linear.weight_scale_inv has no linear.weight"),
         ({"linear.weight_scale_inv": np.zeros((2, 2), np.float32)}, r"F32\[2, 2\], which is not FP8 in blocks of 128"),
         ({"linear.weight": np.zeros((296, 160), np.float16)}, r"F16\[296, 160\] and F32\[3, 2\], which is not FP8"),
+        ({"linear.weight_scale_inv": np.zeros((3, 2), np.float16)}, r"F16\[3, 2\], which is not FP8 in blocks of 128"),
     ],
 )
 def test_files_of_fp8_that_do_not_fit_are_refused_in_one_line(tmp_path: Path, changes: Any, message: str):

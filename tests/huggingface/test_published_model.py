@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from experiments.gpt import PretrainGPT
@@ -233,6 +234,19 @@ def test_a_written_spec_starts_from_the_directory(data: Path, tmp_path: Path) ->
     assert text.count("#") > 12
 
 
+@pytest.mark.parametrize("name", ["*.txt", "lines.jsonl"])
+def test_a_written_spec_tokenises_text_first(name: str, llama: Path, tmp_path: Path) -> None:
+    words = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>", "a", "b"])}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>")).save(str(llama / "tokenizer.json"))
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("a b " * 9)
+    (tmp_path / "lines.jsonl").write_text('{"text": "a b"}\n' * 9)
+    text, job = write_spec(tmp_path, str(llama), "--data", str(tmp_path / name))
+    section = {"tokenizer": {"kind": "hf", "file": str(llama / "tokenizer.json")}, "separator": 2}
+    assert job.written_data.tokenise == section
+    assert "# The separator is the weights' eos_token_id" in text
+
+
 def test_a_written_spec_is_sized_for_its_hardware(data: Path, tmp_path: Path) -> None:
     text, job = write_spec(tmp_path, str(GPT2), "--data", str(data), "--topology", "h100-2", "--lora")
     assert type(job).__name__ == "PretrainGPT"
@@ -270,7 +284,7 @@ BAD_COMMANDS: dict[str, tuple[list[str], str]] = {
     "no directory": (["{tmp}/nowhere", "--data", "{data}"], "no such directory"),
     "no weights": (["{tmp}", "--data", "{data}"], "no config.json is here"),
     "few ids": (["{llama}"], "give --data SOURCE"),
-    "text": (["{llama}", "--data", __file__], "--data .*: is text, needs tokens"),
+    "text, no tokenizer": (["{llama}", "--data", __file__], "tokenise.tokenizer: .*tokenizer.json: does not exist"),
     "no data": (["{llama}", "--data", "{tmp}/nothing"], "no file matches"),
     "unknown chip": (["{llama}", "--data", "{data}", "--topology", "v99-8"], "needs any, or"),
     "no number": (["{llama}", "--data", "{data}", "--topology", "v5p"], "add the number of chips"),

@@ -41,6 +41,7 @@ def test_every_mesh_uses_all_devices_once():
         ("expert", (64, 1024, 8), {1, 2, 4, 8}),
         ("expert", (64, 1024, 6), {1, 2}),
         ("sequence", (64, 1024, 1), {1}),
+        ("sequence", (64, 1, 1), {1}),  # linear layers
         ("sequence", (64, 8192, 1), {1, 2, 4}),
         ("sequence", (64, 131_072, 1), {1, 2, 4, 8, 16, 32, 64}),
         ("sequence", (64, 6 * 1024, 1), {1, 2}),  # 4 would need 8 half shards
@@ -124,6 +125,8 @@ def test_experts_are_gathered_over_the_axes_that_do_not_shard_them():
 
 # Sizing of decoders.
 
+HYBRID = "{key_heads: 2, value_heads: 4, key_head_dim: 8, value_head_dim: 8}"
+
 
 def make_predictor(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
     findings = Findings()
@@ -146,6 +149,7 @@ def test_a_decoder_sends_keys_and_values_and_expert_tokens():
     )
     sizing = sparse.sizing(ONES)
     assert (sizing.num_experts, sizing.expert_parameters) == (8, 2 * 8 * 3 * 64 * 32)
+    assert sizing.can_shard_sequences
     assert sizing.expert_bytes_per_token == 5 * 2 * 2 * 64 * 4  # journeys, layers, experts of a token, width, float32
 
 
@@ -254,3 +258,20 @@ def test_a_mesh_rejected_by_one_variant_is_tried_for_the_others(monkeypatch):
     candidates = Search("", ()).list_candidates(variants, usual.accelerator, 95 * 2**30)
     assert {one.choices[0][0] for one in candidates if dict(one.mesh)["fsdp"] > 1} == {"takes"}
     assert {one.choices[0][0] for one in candidates} == {"refuses", "takes"}
+
+
+def test_logits_of_extra_predictions_exist_together_unless_the_loss_is_chunked():
+    model = "config.model={vocabulary_size: 256, layers: 2, heads: 4, width: 64, mlp_width: 128, extra_predictions: %d}"
+    sizes = {}
+    for chunk in ("null", "32"):
+        options = [f"config.memory.loss_chunk_positions={chunk}", "config.memory.remat=layers"]
+        sizings = [
+            make_predictor(model % extra, *options, spec="specs/llama_nano.yaml")[0].sizing(ONES) for extra in (0, 2)
+        ]
+        sizes[chunk] = sizings[1].activation_bytes_per_token - sizings[0].activation_bytes_per_token
+    assert sizes["null"] - sizes["32"] == 2 * 256 * (4 + 4)
+
+
+def test_sequences_of_linear_layers_are_not_sharded():
+    job, _ = make_predictor(f"config.model.linear={HYBRID}", "config.model.layer_pattern=[linear, full]")
+    assert not job.sizing(ONES).can_shard_sequences

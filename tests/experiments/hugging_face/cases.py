@@ -97,6 +97,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         UNGROUPED | LOCAL | {"num_experts_per_tok": 3, "sliding_window": 3, "rope_scaling": YARN | ORIGINAL},
     ),
+    "gpt_oss-unscaled": ("gpt_oss", LOCAL | {"rope_parameters": {"rope_type": "default", **THETA}}),
     "gpt_oss-full": ("gpt_oss", LOCAL | {"layer_types": ["full_attention"] * 2}),
     "gemma2-without-softcaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-tight-softcaps": ("gemma2", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0}),

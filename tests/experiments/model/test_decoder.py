@@ -191,6 +191,11 @@ def test_axis_names_distinguish_matrices_from_vectors(name):
             {"layer_pattern": ["linear"], "linear": HYBRID["linear"] | {"value_heads": 12}},
             "linear.value_heads=12 does not divide over key_heads=8; use a multiple",
         ),
+        (
+            {"layer_pattern": ["linear"], "linear": HYBRID["linear"], "query_key_norm": "head"},
+            "query_key_norm is set, and layer_pattern has no attention that reads it",
+        ),
+        ({"extra_prediction_weight": 0.5}, "extra_prediction_weight=0.5 is read by no layer; leave it out, or set"),
         ({"rope": {"fraction": 0.3}}, "rope.fraction=0.3 rotates 2.4 of the 8 elements of a head"),
         ({"attention_gate": True, "query_key_norm": "whole"}, "attention_gate is not supported with query_key_norm"),
         ({"window": 4}, "window is set, and layer_pattern has no window layer that reads it"),
