@@ -42,10 +42,15 @@ _POLL_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 2.0
 _LOST_NODE_SECONDS = 10
 _SPEC_MOUNT = Path("/etc/runner")  # the only mount of pods outside the directory of the test
-# Runs as the first process of a container: mounts pairs of paths until `--`, and becomes the command.
+# Starts the first process of a container and ends with its code. (`unshare --fork` ends with 1 after SIGKILL.)
+_PARENT = (
+    "import os, sys; child = os.fork(); child or os.execvp(sys.argv[1], sys.argv[1:]); "
+    "code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]); sys.exit(128 - code if code < 0 else code)"
+)
+# Is the first process of a container: mounts pairs of paths until `--`, and becomes the command.
 _ENTRY = (
-    'hostname "$1"; cd "$2"; shift 2; while [ "$1" != -- ]; do mount --bind "$1" "$2" || exit 125; shift 2; done; '
-    'shift; exec "$@"'
+    'mount -t proc proc /proc; hostname "$1"; cd "$2"; shift 2; '
+    'while [ "$1" != -- ]; do mount --bind "$1" "$2" || exit 125; shift 2; done; shift; exec "$@"'
 )
 
 Object = dict[str, Any]
@@ -182,7 +187,7 @@ class KubernetesCluster:
         definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         self.request("POST", definitions, yaml.safe_load(CRD.read_text()))
         self.wait(lambda: self._is_ready(self.address + JOBSETS.format("default")), "the definition of JobSets")
-        self.wait(lambda: self._is_ready(f"{self.address}/openapi/v3"), "the schema for kubectl")
+        self.wait(lambda: self._is_ready(f"{self.address}/openapi/v2"), "the schema for kubectl")
         certificates = self.directory / "webhook"
         certificates.mkdir()
         for file in (self._key, self._certificate):
@@ -468,7 +473,7 @@ class Nodes:
             running = {"state": {"running": {"startedAt": _format_now()}}, "ready": True, "started": True}
             self._report(pod, path, "Running", running)
         elif (code := process.poll()) is not None:
-            code = 128 - code if code < 0 else code
+            code = 137 if code < 0 else code  # the test has killed all processes
             reason = "Completed" if code == 0 else "Error"
             ended = {"exitCode": code, "reason": reason, "finishedAt": _format_now()}
             self._report(pod, path, "Failed" if code else "Succeeded", {"state": {"terminated": ended}, "ready": False})
@@ -518,7 +523,7 @@ class Nodes:
             *mounts,
             "--",
         ]
-        namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        namespaces = ["unshare", "--mount", "--uts", "--pid", sys.executable, "-ISc", _PARENT]
         with (directory / "log").open("ab") as log:
             return subprocess.Popen(
                 [*namespaces, *entry, *words],
@@ -554,7 +559,8 @@ class Nodes:
     def _kill(self, uid: str) -> None:
         process = self._processes.get(uid)
         if process is not None and process.poll() is None:
-            process.kill()  # with the first process of a container, all others end
+            for child in list_children(process.pid):  # with the first process of a container, all others end
+                os.kill(child, signal.SIGKILL)
             process.wait()
 
 

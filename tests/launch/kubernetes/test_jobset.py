@@ -1,14 +1,13 @@
-"""The JobSet of a job: its manifest against the schema of Kubernetes, and its pods as processes of this machine.
+"""The manifest of a job's JobSet against the schema of Kubernetes, and its submission to a fake kubectl.
 
 The schema is JobSet's custom resource definition, copied unchanged from kubernetes-sigs/jobset (Apache License 2.0); it
 embeds the pod template. Rules outside the schema (admission webhooks, the behaviour of controllers) are reimplemented
-here from the sources of Kubernetes and JobSet, since tests have no cluster.
+here from the sources of Kubernetes and JobSet, since daily tests have no cluster; `test_api_server.py` has one.
 
 The manifests in tests/golden are written, for each line of GOLDEN, with
 `python -m launch jobset tests/golden/job.yaml --image registry/job:1 --dry-run OPTIONS > tests/golden/NAME.yaml`.
 """
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -16,10 +15,6 @@ import json
 import operator
 import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -32,9 +27,7 @@ from launch.kubernetes.engine import escape_references
 from launch.worker import WorkerArguments
 from runner.accelerator import CHIPS
 from runner.run.events import SUBMITTED
-from tests.support.job_process import DEADLINE_SECONDS, Job
-from tests.support.leftover import list_children
-from tests.support.tiny_jobs import environment
+from tests.support.kubernetes_cluster import expand_variables
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "tests" / "golden" / "job.yaml"
@@ -250,13 +243,6 @@ def test_overrides_and_variables_are_passed_unchanged(render):
     assert expand_variables(escape_references(override), {"HOME": "/root"}) == override
     assert get_variables(manifest)["JAX_PLATFORMS"] == "cuda"
     assert expand_variables(get_variables(manifest)["A"], {"B": "b", "C": "c"}) == "$(B) $C"
-
-
-def expand_variables(text, variables):
-    """Expand an argument or value like the kubelet: $$ is $, and $(NAME) is the variable if it exists."""
-    return re.sub(
-        r"\$\$|\$\(([^)]*)\)", lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), text
-    )
 
 
 @pytest.mark.parametrize(
@@ -502,115 +488,3 @@ def test_a_missing_kubectl_exits_with_2(monkeypatch, capsys, tmp_path):
     error = capsys.readouterr().err
     assert error.startswith("cannot run kubectl: No such file or directory")
     assert len(error.splitlines()) == 1
-
-
-# Pods
-
-
-class Pods:
-    """The pods of a manifest as processes of this machine, with the part of the Job controller that replaces them."""
-
-    def __init__(self, manifest, directory):
-        self.manifest, self.container = manifest, get_container(manifest)
-        file = directory / "annotation.yaml"
-        file.write_text(get_job(manifest)["template"]["metadata"]["annotations"]["runner/spec"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
-        name = manifest["metadata"]["name"]
-        self.replaced = {"/etc/runner/spec.yaml": str(file), f"{name}-slice-0-0.{name}:8476": address}
-        self.log = directory / "pods.log"
-        self.num_counted = 0
-        self.running = {index: self.start(index) for index in range(get_job(manifest)["completions"])}
-
-    def start(self, index):
-        words = [expand_variables(word, {"JOB_COMPLETION_INDEX": str(index)}) for word in self.container["args"]]
-        command = [sys.executable, *(self.replaced.get(word, word) for word in words)]
-        variables = environment(1) | get_variables(self.manifest)
-        with self.log.open("ab") as log:
-            # The kubelet signals the first process only, and so does this test.
-            return subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def sync(self):
-        """Replace the pods that have failed, as the policy says; return the exit codes once all pods have ended."""
-        for index, pod in self.running.items():
-            code = pod.poll()
-            if code in (None, 0):
-                continue
-            action = find_action(self.manifest, 128 - code if code < 0 else code, is_disrupted=False)
-            assert action != "FailJob", self.log.read_text()
-            self.num_counted += action == "Count"
-            assert self.num_counted <= get_job(self.manifest)["backoffLimit"]
-            self.running[index] = self.start(index)
-        codes = [pod.poll() for pod in self.running.values()]
-        return None if None in codes else codes
-
-    def wait(self, happens, what):
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not happens():
-            assert time.monotonic() < deadline, f"not in time: {what}\n{self.log.read_text()}"
-            self.sync()
-            time.sleep(0.05)
-
-    def find_trainer(self, index):
-        """Return the process id of the runner in a pod, which its worker has started."""
-        return list_children(self.running[index].pid)[0]
-
-
-@pytest.mark.soak
-def test_lost_processes_and_pods_are_replaced_alone(render, tmp_path):
-    settings = ["config.total_steps=120", "config.step_seconds=0.1", "config.width=16", "checkpoint.every_steps=5"]
-    options = [word for setting in [f"directory={tmp_path / 'run'}", *settings] for word in ("--set", setting)]
-    spec = tmp_path / "spec.yaml"
-    spec.write_text((ROOT / "specs" / "counter.yaml").read_text())
-    pods = Pods(render("--nodes", "2", "--volume-claim", f"disk={tmp_path}", *options, spec=spec), tmp_path)
-    job = Job(str(spec), tmp_path / "run")
-
-    def wait_for_attempt(number):
-        pods.wait(
-            lambda: any(row["attempt"] == number for row in job.events("commit")), f"a commit of attempt {number}"
-        )
-
-    wait_for_attempt(1)
-    workers = [pod.pid for pod in pods.running.values()]
-    os.kill(pods.find_trainer(1), signal.SIGKILL)
-    wait_for_attempt(2)
-    assert [pod.pid for pod in pods.running.values()] == workers
-    assert pods.num_counted == 0
-    # A lost pod: the machine of process 0 goes with all its processes.
-    trainer = pods.find_trainer(0)
-    for pid in (workers[0], trainer):
-        os.kill(pid, signal.SIGKILL)
-    wait_for_attempt(3)
-    assert [pod.pid == pid for pod, pid in zip(pods.running.values(), workers, strict=True)] == [False, True]
-    assert pods.num_counted == 1
-    # An evicted pod: the other one is asked by its peer to save, and starts again in its place.
-    pods.running[1].send_signal(signal.SIGTERM)
-    wait_for_attempt(4)
-    assert pods.num_counted == 1
-    pods.wait(lambda: pods.sync() is not None, "the end")
-    assert pods.sync() == [0, 0]
-    assert job.result()["step"] == 120
-    assert {row["attempt"] for row in job.events("commit")} == {1, 2, 3, 4}
-    whole = Job(str(spec), tmp_path / "whole", tuple(settings))
-    whole.launch(2).expect(0)
-    assert job.result()["fingerprint"] == whole.result()["fingerprint"]
-
-
-@pytest.mark.soak
-def test_a_pod_that_dies_at_the_end_of_its_job_is_not_started_again(render, tmp_path):
-    settings = [f"directory={tmp_path / 'run'}", "config.total_steps=6", "config.step_seconds=0.0", "config.width=16"]
-    options = [word for setting in settings for word in ("--set", setting)]
-    spec = tmp_path / "spec.yaml"
-    spec.write_text((ROOT / "specs" / "counter.yaml").read_text())
-    pods = Pods(render("--nodes", "2", "--volume-claim", f"disk={tmp_path}", *options, spec=spec), tmp_path)
-    pods.wait(lambda: list_children(pods.running[1].pid), "a trainer")
-    trainer = pods.find_trainer(1)
-    pods.wait((tmp_path / "run" / "result.json").exists, "the result")
-    with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
-        os.kill(trainer, signal.SIGKILL)
-    pods.wait(lambda: pods.sync() is not None, "the end")
-    assert pods.sync() == [0, 0]
-    assert "restart" not in pods.log.read_text()
