@@ -23,9 +23,10 @@ import pytest
 import yaml
 
 from launch.__main__ import main
-from launch.kubernetes.engine import escape_references
+from launch.kubernetes.engine import escape_references, validate_size
 from launch.worker import WorkerArguments
 from runner.accelerator import CHIPS
+from runner.errors import InvalidError
 from runner.run.events import SUBMITTED
 from tests.support.kubernetes_cluster import expand_variables
 
@@ -402,6 +403,19 @@ def test_the_limit_of_a_name_is_that_of_the_longest_pod_name(render):
     assert manifest["spec"]["network"]["subdomain"] == name
     # JobSet makes a label of the coordinator's address, which has the name twice.
     assert "coordinator" not in manifest["spec"]
+
+
+@pytest.mark.parametrize("metadata", [{"namespace": "n" * 63}, {}, {"annotations": {"key": "value"}}], ids=str)
+def test_the_limit_of_a_manifest_is_that_of_kubectls_copy(metadata):
+    """Check the sum that an API server takes, to the byte: names and values of all annotations, with the copy."""
+    annotations = metadata.get("annotations", {})
+    copy = {"metadata": {"namespace": "n" * 63, "annotations": annotations}, "spec": "\\u003c"}
+    others = "kubectl.kubernetes.io/last-applied-configuration" + "".join(map("".join, annotations.items()))
+    # JSON doubles the backslash, and kubectl ends its copy with a new line.
+    num_free = 256 * 1024 - len(json.dumps(copy, separators=(",", ":"))) + 1 - len("\n") - len(others)
+    validate_size({"metadata": metadata, "spec": "<" + "x" * num_free}, 0)
+    with pytest.raises(InvalidError, match="has 262145 bytes"):
+        validate_size({"metadata": metadata, "spec": "<" + "x" * (num_free + 1)}, 0)
 
 
 # Submission
