@@ -350,6 +350,7 @@ class DecoderConfig(WidthScaledConfig):
         if self.attention_gate and (self.latent is not None or self.query_key_norm == "whole"):
             other = "latent" if self.latent is not None else "query_key_norm=whole"
             raise ValueError(f"attention_gate is not supported with {other}; leave out one of them")
+
         # Linear layers.
         unread = [key for key in ("query_key_norm", "attention_gate", "attention_sinks") if getattr(self, key)]
         if unread and set(self.layer_pattern) == {"linear"}:
