@@ -241,7 +241,7 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
     metadata: dict[str, Any] = {"name": name}
     if arguments.namespace:
         metadata["namespace"] = arguments.namespace
-    if pods.is_tpu:  # a slice is one whole node pool
+    if pods.is_tpu and pods.hosts_per_slice > 1:  # such a slice is one whole node pool; one of single hosts is shared
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     job = {
         "parallelism": pods.hosts_per_slice,

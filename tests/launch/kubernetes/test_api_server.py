@@ -20,14 +20,22 @@ from launch.kubernetes import engine
 from runner.run.events import SUBMITTED
 from tests.launch.kubernetes.test_jobset import (
     GOLDEN,
+    NAMES,
     ROOT,
+    SIZES,
     SPEC,
     get_job,
     get_variables,
     launch,
     list_accelerators,
 )
-from tests.support.job_process import SMALL_GPT_OPTIONS, Job, make_uninterrupted_run, read_lines
+from tests.support.job_process import (
+    SMALL_GPT_OPTIONS,
+    Job,
+    make_uninterrupted_counter_run,
+    make_uninterrupted_run,
+    read_lines,
+)
 from tests.support.kubernetes_cluster import JOBS, JOBSETS, PODS, KubernetesCluster, Object, RefusedError
 from tests.support.leftover import list_children
 
@@ -35,6 +43,7 @@ pytestmark = pytest.mark.soak
 
 STRICT = "?dryRun=All&fieldValidation=Strict"
 INDEX = "batch.kubernetes.io/job-completion-index"
+JOB_NAME = "batch.kubernetes.io/job-name"
 GPT_OPTIONS = (
     *SMALL_GPT_OPTIONS,
     "config.train.total_steps=3000",
@@ -46,17 +55,21 @@ GPT_OPTIONS = (
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesCluster]:
-    """Three nodes that run pods, a slice of v5e-16, and two nodes with GPUs; service accounts and a priority class."""
+    """Nodes of each kind, service accounts and a priority class.
+
+    Three nodes run pods. The others have devices: two slices of v5e-16, each a node pool, a pool of two slices of
+    v5e-4, and two nodes with GPUs.
+    """
     running = KubernetesCluster(tmp_path_factory.mktemp("kubernetes"))
     for number in range(3):
         running.nodes.add(f"cpu-{number}")
-    tpu = {"gke-tpu-accelerator": "tpu-v5-lite-podslice", "gke-tpu-topology": "4x4", "gke-nodepool": "pool"}
-    for number in range(4):
+    for pool, topology, num_nodes in (("pool-a", "4x4", 4), ("pool-b", "4x4", 4), ("single", "2x2", 2)):
+        tpu = {"gke-tpu-accelerator": "tpu-v5-lite-podslice", "gke-tpu-topology": topology, "gke-nodepool": pool}
         labels = {f"cloud.google.com/{name}": value for name, value in tpu.items()}
-        running.nodes.add(f"tpu-{number}", labels, "google.com/tpu", **{"google.com/tpu": 4})
+        for number in range(num_nodes):
+            running.nodes.add(f"{pool}-{number}", labels, "google.com/tpu", **{"google.com/tpu": 4})
     for number in range(2):
-        labels = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
-        running.nodes.add(f"gpu-{number}", labels, "nvidia.com/gpu", **{"nvidia.com/gpu": 8})
+        add_gpu_node(running, f"gpu-{number}")
     running.kubectl("create", "namespace", "research")
     running.kubectl("create", "priorityclass", "high", "--value=1000")
     for namespace in ("default", "research"):
@@ -65,6 +78,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesClus
         running.wait(lambda accounts=accounts: len(running.list(accounts)) == 2, "the default service account")
     yield running
     running.stop()
+
+
+def add_gpu_node(cluster: KubernetesCluster, name: str) -> None:
+    """Add a node with eight H100 that does not run its pods."""
+    labels = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+    cluster.nodes.add(name, labels, "nvidia.com/gpu", **{"nvidia.com/gpu": 8})
 
 
 @pytest.fixture
@@ -151,15 +170,16 @@ def test_the_manifest_with_every_option_is_accepted(cluster, capsys):
         assert list_refusals(cluster, manifest) == []
 
 
-@pytest.mark.parametrize(
-    "options", [["--nodes", "2"], ["--nodes", "100000"], ["--set", "topology.accelerator=2xv5e-256"]], ids=str
-)
-def test_the_longest_name_is_accepted_and_the_next_is_refused_by_both(cluster, options, capsys, monkeypatch):
-    assert launch("--dry-run", *options, "--name", "a" * 64) == 2
-    length = int(re.findall(r"at most (\d+)", capsys.readouterr().err)[0])
-    assert list_refusals(cluster, render(capsys, *options, "--name", "a" * length)) == []
-    monkeypatch.setattr(engine, "MAX_LABEL_CHARACTERS", 999)
-    assert list_refusals(cluster, render(capsys, *options, "--name", "a" * (length + 1))) != []
+@pytest.mark.parametrize(("options", "limit"), SIZES.values(), ids=SIZES)
+def test_names_are_accepted_and_refused_by_both(cluster, options, limit, capsys, unchecked):
+    names = {**NAMES, "a" * limit: "a" * limit, "a" * (limit + 1): None}
+    for name, made in names.items():
+        assert launch("--dry-run", *options, "--name", name) == (2 if made is None else 0), name
+        text = capsys.readouterr().out
+        assert made is None or list_refusals(cluster, yaml.safe_load(text)) == [], name
+    unchecked()
+    for name in (name for name, made in names.items() if made is None):
+        assert list_refusals(cluster, render(capsys, *options, "--name", name)) != [], name
 
 
 # What is refused
@@ -250,31 +270,104 @@ def test_the_largest_spec_is_accepted_and_the_next_is_refused_by_both(
 # Submission
 
 
-@pytest.mark.parametrize(("name", "pods"), [("jobset_v5e-16", 4), ("jobset_h100-16", 2)])
-def test_pods_get_nodes_of_their_accelerator(kubectl, name, pods, capfd):
-    assert launch(*GOLDEN[name]) == 0
-    assert capfd.readouterr().out == "jobset.jobset.x-k8s.io/tiny-gpt created\n"
+def submit(accelerator: str, number: int = 0) -> None:
+    assert launch("--set", f"topology.accelerator={accelerator}", "--name", f"job-{number}") == 0
 
-    def list_nodes() -> set[str]:
-        return {pod["spec"].get("nodeName", "") for pod in kubectl.list(PODS.format("default"))}
 
-    wanted = {f"{'tpu' if pods == 4 else 'gpu'}-{number}" for number in range(pods)}
-    kubectl.wait(lambda: list_nodes() == wanted, f"{pods} pods on nodes of their own")
-    for pod in kubectl.list(PODS.format("default")):
-        index = pod["metadata"]["annotations"][INDEX]
-        assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == (f"tiny-gpt-slice-0-{index}", "tiny-gpt")
+def wait_for_pods(cluster: KubernetesCluster, num_placed: int, num_unplaced: int = 0) -> list[Object]:
+    """Wait until so many pods have a node, and the scheduler has found none for so many others; return all pods."""
+
+    def list_places() -> list[str]:
+        places = []
+        for pod in cluster.list(PODS.format("default")):
+            conditions = {each["type"]: each.get("reason", "") for each in pod["status"].get("conditions", [])}
+            has_node = "nodeName" in pod["spec"] and "deletionTimestamp" not in pod["metadata"]
+            places.append("placed" if has_node else conditions.get("PodScheduled", ""))
+        return sorted(places)
+
+    wanted = ["Unschedulable"] * num_unplaced + ["placed"] * num_placed
+    cluster.wait(lambda: list_places() == wanted, f"{num_placed} pods with a node and {num_unplaced} without")
+    pods = cluster.list(PODS.format("default"))
+    assert {pod["status"]["phase"] for pod in pods} == {"Pending"}
+    return pods
+
+
+def list_pools(pods: list[Object]) -> dict[str, list[str]]:
+    """Return the pools of nodes on which the pods of each child Job are, with nodes of their own."""
+    nodes = [pod["spec"]["nodeName"] for pod in pods if "nodeName" in pod["spec"]]
+    assert len(set(nodes)) == len(nodes)
+    pools: dict[str, set[str]] = {}
+    for pod in pods:
+        pools.setdefault(pod["metadata"]["labels"][JOB_NAME], set()).add(
+            pod["spec"].get("nodeName", "none-").rpartition("-")[0]
+        )
+    return {name: sorted(each) for name, each in sorted(pools.items())}
+
+
+# Accelerators of JobSets, the pods with and without a node, and the pools that each child Job may get.
+PLACEMENTS = {
+    "one slice": (["v5e-16"], 4, 0, [{"pool-a", "pool-b"}]),
+    "two slices": (["2xv5e-16"], 8, 0, [{"pool-a"}, {"pool-b"}]),
+    # The other pods of a slice are made only after its first one has a node.
+    "more slices than pools": (["3xv5e-16"], 8, 1, [{"none"}, {"pool-a"}, {"pool-b"}]),
+    "two jobs and two pools": (["v5e-16", "v5e-16"], 8, 0, [{"pool-a"}, {"pool-b"}]),
+    "no slice of this shape": (["v5e-8"], 0, 1, [{"none"}]),
+    "jobs that share a pool of single hosts": (["v5e-4", "v5e-4", "v5e-4"], 2, 1, [{"none"}, {"single"}, {"single"}]),
+    "nodes with GPUs": (["h100-16"], 2, 0, [{"gpu"}]),
+    "too few nodes with GPUs": (["h100-24"], 2, 1, [{"gpu", "none"}]),
+}
+
+
+@pytest.mark.parametrize(("accelerators", "num_placed", "num_unplaced", "pools"), PLACEMENTS.values(), ids=PLACEMENTS)
+def test_pods_get_nodes_of_their_own(kubectl, accelerators, num_placed, num_unplaced, pools):
+    """Check the scheduler's choice: one pod per node, a slice in one pool, and pods without a node that wait."""
+    for number, accelerator in enumerate(accelerators):
+        submit(accelerator, number)
+    pods = wait_for_pods(kubectl, num_placed, num_unplaced)
+    for found, allowed in zip(sorted(list_pools(pods).values()), pools, strict=True):
+        assert allowed.issuperset(found)
+        assert len(found) == 1 or "none" in found
+    for pod in pods:
+        name, index = pod["metadata"]["labels"][JOB_NAME], pod["metadata"]["annotations"][INDEX]
+        assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == (f"{name}-{index}", name.rpartition("-slice-")[0])
+
+
+def test_a_pod_waits_for_a_node(kubectl):
+    submit("h100-24")
+    wait_for_pods(kubectl, 2, 1)
+    add_gpu_node(kubectl, "gpu-new")
+    assert list_pools(wait_for_pods(kubectl, 3)) == {"job-0-slice-0": ["gpu"]}
+    kubectl.delete_jobsets()
+    kubectl.nodes.lose("gpu-new")
+    kubectl.kubectl("delete", "node", "gpu-new")
+
+
+def test_a_replaced_pod_of_a_slice_comes_back_to_its_pool(kubectl):
+    """Check it for the first pod, which the others follow, and for another one, while a second pool is empty."""
+    submit("v5e-16")
+    pods = wait_for_pods(kubectl, 4)
+    pools = list_pools(pods)
+    for index in (0, 3):
+        (lost,) = (pod for pod in pods if pod["metadata"]["annotations"][INDEX] == str(index))
+        kubectl.kubectl("delete", "pod", lost["metadata"]["name"])
+        after = wait_for_pods(kubectl, 4)
+        assert list_pools(after) == pools
+        old, new = ({pod["metadata"]["uid"]: pod["spec"]["hostname"] for pod in each} for each in (pods, after))
+        assert [old[uid] for uid in old.keys() - new] == [f"job-0-slice-0-{index}"]
+        assert [new[uid] for uid in new.keys() - old] == [f"job-0-slice-0-{index}"]
+        pods = after
 
 
 class KubernetesJob:
-    """A job that `launch jobset` submits, with two pods on nodes of their own and a volume for its directory.
+    """A job that `launch jobset` submits, with pods on nodes of their own and a volume for its directory.
 
     Attributes:
         job: the job, with its directory as this process sees it.
         name: name of the JobSet.
     """
 
-    def __init__(self, cluster: KubernetesCluster, directory: Path, spec: str, *options: str):
-        self.cluster, self._spec, self._options = cluster, spec, options
+    def __init__(self, cluster: KubernetesCluster, directory: Path, spec: str, *options: str, num_pods: int = 2):
+        self.cluster, self._spec, self._options, self._num_pods = cluster, spec, options, num_pods
         disk, self._mount = directory / "disk", directory / "mount"
         disk.mkdir()
         self.job = Job(spec, disk / "run", options)
@@ -295,7 +388,7 @@ class KubernetesJob:
         """Run `launch jobset` and return its exit code."""
         settings = (f"directory={self._mount / 'run'}", *self._options)
         words = [word for setting in settings for word in ("--set", setting)]
-        where = ["--nodes", "2", "--cpu", "5", "--volume-claim", f"{self._claim}={self._mount}"]
+        where = ["--nodes", str(self._num_pods), "--cpu", "5", "--volume-claim", f"{self._claim}={self._mount}"]
         return main(["jobset", self._spec, "--image", "registry/job:1", *words, *where, *options])
 
     def get(self) -> Object:
@@ -428,6 +521,28 @@ def test_a_lost_process_or_pod_is_replaced_alone(kubectl, tmp_path, capfd):
     assert job.get()["status"].get("restarts", 0) == 0
     whole = make_uninterrupted_run("specs/gpt_nano.yaml", GPT_OPTIONS, num_processes=2)
     assert job.job.result()["fingerprint"] == whole.result()["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "num_pods", "run_whole"),
+    [
+        ("specs/counter.yaml", ["config.step_seconds=0.1"], 2, lambda spec: make_uninterrupted_counter_run(())),
+        ("specs/gpt_nano.yaml", [], 1, make_uninterrupted_run),
+    ],
+    ids=["counter", "gpt_nano"],
+)
+def test_a_disturbed_run_has_the_bits_of_an_undisturbed_process(kubectl, tmp_path, spec, options, num_pods, run_whole):
+    """Check whole runs of shipped specs: a killed trainer, a deleted pod, and the end with 0 of every pod."""
+    job = KubernetesJob(kubectl, tmp_path, spec, *options, num_pods=num_pods)
+    assert job.submit() == 0
+    for strike in (kill_trainer, delete_pod):
+        job.wait_for_commit(job.newest_attempt())
+        strike(job, num_pods - 1)
+    assert job.wait_for_end() == "Completed"
+    assert job.newest_attempt() == 3
+    ended = [pod["status"] for pod in kubectl.list(PODS.format("default")) if pod["status"]["phase"] == "Succeeded"]
+    assert [status["containerStatuses"][0]["state"]["terminated"]["exitCode"] for status in ended] == [0] * num_pods
+    assert job.job.result()["fingerprint"] == run_whole(spec).result()["fingerprint"]
 
 
 @pytest.mark.parametrize("code", [1, 2])

@@ -46,6 +46,31 @@ GOLDEN = {
     ],
     "jobset_cpu": ["--nodes", "3", "--cpu", "4", "--memory", "16Gi", "--namespace", "research"],
 }
+# Sizes of jobs, each with the longest name that it leaves for its pods.
+SIZES = {
+    "one pod": (["--nodes", "1"], 47),
+    "two slices": (["--set", "topology.accelerator=2xv5e-256"], 46),
+    "100,000 pods": (["--nodes", "100000"], 43),
+}
+# Names of runs with the names of their JobSets; None for a name that neither this engine nor JobSet takes.
+NAMES = {
+    "a": "a",
+    "gpt-2": "gpt-2",
+    "GPT_Small.v2": "gpt-small-v2",
+    "gpt__small": "gpt--small",
+    "a" * 20: "a" * 20,
+    "Llama_3.1_8B-" * 3 + "x": "llama-3-1-8b-" * 3 + "x",
+    "a" * 63: None,
+    "a" * 100: None,
+    "3b": None,
+    "2" * 20: None,
+    "gpt-": None,
+    "gpt_": None,
+    "_gpt": None,
+    "gpt small": None,
+    "gpt/small": None,
+    "größe": None,
+}
 
 
 def launch(*options, spec=SPEC):
@@ -196,6 +221,7 @@ def test_each_tpu_slice_is_a_job_and_each_host_a_pod(render, accelerator, slices
         "limits": {"google.com/tpu": chips},
     }
     assert "--coordinator" not in get_container(manifest)["args"]  # JAX detects its processes
+    assert ("annotations" in manifest["metadata"]) == (hosts > 1)  # a pool of single hosts is shared
 
 
 @pytest.mark.parametrize(
@@ -363,8 +389,6 @@ def test_the_number_of_replaced_pods_fits_into_its_field(render):
         (["--nodes", "2", "--env", "HF_TOKEN=1234"], "--env HF_TOKEN would be visible"),
         (["--nodes", "2", "--set", "name=3b"], "3b cannot name a JobSet: needs a letter"),
         (["--nodes", "2", "--set", "name=gpt-"], "gpt- cannot name a JobSet: needs a letter"),
-        (["--nodes", "2", "--name", "x" * 48], "at most 47 characters"),
-        (["--nodes", "2000", "--name", "x" * 47], "at most 44 characters"),
         (
             ["--nodes", "1", "--set", "checkpoint.local_directory=fast", "--set", "checkpoint.local_every_steps=5"],
             "checkpoint.local_directory is fast; needs an absolute path",
@@ -396,13 +420,34 @@ def test_a_bad_command_line_exits_with_2(options, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_limit_of_a_name_is_that_of_the_longest_pod_name(render):
-    manifest = render("--set", "topology.accelerator=2xv5e-256", "--name", "a" * 46)
-    name = manifest["metadata"]["name"]
-    assert len(f"{name}-slice-1-63-abcde") == 63
-    assert manifest["spec"]["network"]["subdomain"] == name
+def list_refused_names(manifest, name):
+    """Return those of a job's longest names that JobSet's webhook would refuse if the JobSet had the name `name`."""
+    assert manifest["spec"]["network"]["subdomain"] == manifest["metadata"]["name"]
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    job = f"{name}-{replicated['name']}-{replicated['replicas'] - 1}"
+    pod = f"{job}-{get_job(manifest)['completions'] - 1}-abcde"
+    return [each for each in (name, job, pod) if not re.fullmatch(r"(?=.{,63}$)[a-z]([-a-z0-9]*[a-z0-9])?", each)]
+
+
+@pytest.mark.parametrize(("options", "limit"), SIZES.values(), ids=SIZES)
+def test_names_are_those_that_jobset_takes(options, limit, render, capsys):
+    """Check that a name is refused, with the limit in the line, only if JobSet would refuse it or its longest pod."""
+    edges = {"a" * limit: "a" * limit, "a" * (limit + 1): None}
+    small = render(*options, "--name", "a")
     # JobSet makes a label of the coordinator's address, which has the name twice.
-    assert "coordinator" not in manifest["spec"]
+    assert "coordinator" not in small["spec"]
+    for given, made in (NAMES | edges).items():
+        code = launch("--dry-run", *options, "--name", given)
+        captured = capsys.readouterr()
+        if made is None:
+            assert (code, captured.out, captured.err.count("\n")) == (2, "", 1), given
+            assert captured.err.startswith(f"{given} cannot name a JobSet: needs a letter"), given
+            assert f"at most {limit} characters" in captured.err, given
+            assert list_refused_names(small, given) != [], given
+        else:
+            manifest = yaml.safe_load(captured.out)
+            assert (code, manifest["metadata"]["name"]) == (0, made), given
+            assert list_refused_names(manifest, made) == [], given
 
 
 @pytest.mark.parametrize("metadata", [{"namespace": "n" * 63}, {}, {"annotations": {"key": "value"}}], ids=str)
