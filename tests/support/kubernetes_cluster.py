@@ -41,6 +41,7 @@ _PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-schedule
 _POLL_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 2.0
 _LOST_NODE_SECONDS = 10
+_BOUND = ("setpriv", "--pdeathsig", "KILL")  # ends with its parent, even if that is killed; Go ignores other signals
 _SPEC_MOUNT = Path("/etc/runner")  # the only mount of pods outside the directory of the test
 # Starts the first process of a container and ends with its code. (`unshare --fork` ends with 1 after SIGKILL.)
 _PARENT = (
@@ -255,7 +256,7 @@ class KubernetesCluster:
     def _start(self, name: str, *options: str) -> None:
         with (self.directory / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
-                [self._programs / name, *options],
+                [*_BOUND, str(self._programs / name), *options],
                 cwd=self.directory,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -321,11 +322,11 @@ class KubernetesCluster:
         assert result.returncode == 0, f"kubectl {' '.join(words)} ended with {result.returncode}\n{result.stderr}"
         return result.stdout
 
-    def wait(self, happens: Callable[[], object], what: str) -> None:
+    def wait(self, happens: Callable[[], object], what: str, deadline_seconds: float = DEADLINE_SECONDS) -> None:
         """Wait until `happens()`; fail with all logs at the deadline."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
+        deadline = time.monotonic() + deadline_seconds
         while not happens():
-            assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS:.0f} s: {what}\n{self.report()}"
+            assert time.monotonic() < deadline, f"not within {deadline_seconds:.0f} s: {what}\n{self.report()}"
             time.sleep(_POLL_SECONDS)
 
     def report(self) -> str:
@@ -523,7 +524,7 @@ class Nodes:
             *mounts,
             "--",
         ]
-        namespaces = ["unshare", "--mount", "--uts", "--pid", sys.executable, "-ISc", _PARENT]
+        namespaces = [*_BOUND, "unshare", "--mount", "--uts", "--pid", sys.executable, "-ISc", _PARENT, *_BOUND]
         with (directory / "log").open("ab") as log:
             return subprocess.Popen(
                 [*namespaces, *entry, *words],

@@ -31,6 +31,7 @@ from tests.launch.kubernetes.test_jobset import (
 )
 from tests.support.job_process import (
     SMALL_GPT_OPTIONS,
+    WHOLE_RUN_DEADLINE_SECONDS,
     Job,
     make_uninterrupted_counter_run,
     make_uninterrupted_run,
@@ -435,7 +436,9 @@ class KubernetesJob:
 
     def wait_for_end(self) -> str:
         """Wait for the end of the JobSet and return its state."""
-        self.cluster.wait(lambda: "terminalState" in self.get().get("status", {}), "the end of the JobSet")
+        self.cluster.wait(
+            lambda: "terminalState" in self.get().get("status", {}), "the end of the JobSet", WHOLE_RUN_DEADLINE_SECONDS
+        )
         return str(self.get()["status"]["terminalState"])
 
 
