@@ -607,7 +607,7 @@ def test_apply_delete_and_apply_again(kubectl, tmp_path, capfd):
     kubectl.kubectl("delete", "jobset", "gpt-nano")
     kubectl.wait(lambda: not kubectl.list(PODS.format("default")), "the end of all pods")
     (saved,) = job.job.committed()
-    assert [row["event"] for row in job.job.events()][-1] == "preempted"
+    assert [row["event"] for row in job.job.events()][-1] == "preempt"
     time.sleep(1.1)  # times of submission have whole seconds
     assert job.submit("--env", "A=2") == 0
     assert int(get_variables(job.get())[SUBMITTED]) > int(submitted)
