@@ -241,7 +241,7 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
     metadata: dict[str, Any] = {"name": name}
     if arguments.namespace:
         metadata["namespace"] = arguments.namespace
-    if pods.is_tpu:  # a slice is one whole node pool
+    if pods.is_tpu and pods.hosts_per_slice > 1:  # such a slice is one whole node pool; one of single hosts is shared
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     job = {
         "parallelism": pods.hosts_per_slice,
@@ -426,11 +426,15 @@ def validate_mounts(paths: Sequence[str]) -> None:
         raise InvalidError(f"{twins[0]} would be mounted twice; needs a path for each volume")
 
 
-def validate_size(manifest: Mapping[str, object], spec_bytes: int) -> None:
+def validate_size(manifest: Mapping[str, Any], spec_bytes: int) -> None:
     """Raise `InvalidError` if the manifest does not fit into the annotation where kubectl keeps a copy of it."""
-    text = json.dumps(manifest, separators=(",", ":"), ensure_ascii=False)
+    # kubectl adds the namespace of its context, which may be as long as any, and annotations, and ends with a new line.
+    metadata = {"namespace": "x" * MAX_LABEL_CHARACTERS, "annotations": {}} | manifest["metadata"]
+    text = json.dumps({**manifest, "metadata": metadata}, separators=(",", ":"), ensure_ascii=False) + "\n"
     # Go escapes these characters as six bytes, so that each is up to five bytes longer in kubectl's copy than here.
-    size = len(text.encode()) + 5 * sum(map(text.count, _ESCAPED_BY_GO)) + len(_LAST_APPLIED)
+    copy_bytes = len(text.encode()) + 5 * sum(map(text.count, _ESCAPED_BY_GO))
+    annotations = {_LAST_APPLIED: "", **metadata["annotations"]}
+    size = copy_bytes + sum(len(key) + len(value) for key, value in annotations.items())
     if size > _MAX_ANNOTATION_BYTES:
         raise InvalidError(
             f"the manifest has {size} bytes, {spec_bytes} of them the spec's; kubectl keeps a copy in an annotation, "

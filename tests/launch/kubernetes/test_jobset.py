@@ -1,14 +1,13 @@
-"""The JobSet of a job: its manifest against the schema of Kubernetes, and its pods as processes of this machine.
+"""The manifest of a job's JobSet against the schema of Kubernetes, and its submission to a fake kubectl.
 
 The schema is JobSet's custom resource definition, copied unchanged from kubernetes-sigs/jobset (Apache License 2.0); it
 embeds the pod template. Rules outside the schema (admission webhooks, the behaviour of controllers) are reimplemented
-here from the sources of Kubernetes and JobSet, since tests have no cluster.
+here from the sources of Kubernetes and JobSet, since daily tests have no cluster; `test_api_server.py` has one.
 
 The manifests in tests/golden are written, for each line of GOLDEN, with
 `python -m launch jobset tests/golden/job.yaml --image registry/job:1 --dry-run OPTIONS > tests/golden/NAME.yaml`.
 """
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -16,10 +15,6 @@ import json
 import operator
 import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -28,13 +23,12 @@ import pytest
 import yaml
 
 from launch.__main__ import main
-from launch.kubernetes.engine import escape_references
+from launch.kubernetes.engine import escape_references, validate_size
 from launch.worker import WorkerArguments
 from runner.accelerator import CHIPS
+from runner.errors import InvalidError
 from runner.run.events import SUBMITTED
-from tests.support.job_process import DEADLINE_SECONDS, Job
-from tests.support.leftover import list_children
-from tests.support.tiny_jobs import environment
+from tests.support.kubernetes_cluster import expand_variables
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "tests" / "golden" / "job.yaml"
@@ -51,6 +45,31 @@ GOLDEN = {
         "high",
     ],
     "jobset_cpu": ["--nodes", "3", "--cpu", "4", "--memory", "16Gi", "--namespace", "research"],
+}
+# Sizes of jobs, each with the longest name that it leaves for its pods.
+SIZES = {
+    "one pod": (["--nodes", "1"], 47),
+    "two slices": (["--set", "topology.accelerator=2xv5e-256"], 46),
+    "100,000 pods": (["--nodes", "100000"], 43),
+}
+# Names of runs with the names of their JobSets; None for a name that neither this engine nor JobSet takes.
+NAMES = {
+    "a": "a",
+    "gpt-2": "gpt-2",
+    "GPT_Small.v2": "gpt-small-v2",
+    "gpt__small": "gpt--small",
+    "a" * 20: "a" * 20,
+    "Llama_3.1_8B-" * 3 + "x": "llama-3-1-8b-" * 3 + "x",
+    "a" * 63: None,
+    "a" * 100: None,
+    "3b": None,
+    "2" * 20: None,
+    "gpt-": None,
+    "gpt_": None,
+    "_gpt": None,
+    "gpt small": None,
+    "gpt/small": None,
+    "größe": None,
 }
 
 
@@ -202,6 +221,7 @@ def test_each_tpu_slice_is_a_job_and_each_host_a_pod(render, accelerator, slices
         "limits": {"google.com/tpu": chips},
     }
     assert "--coordinator" not in get_container(manifest)["args"]  # JAX detects its processes
+    assert ("annotations" in manifest["metadata"]) == (hosts > 1)  # a pool of single hosts is shared
 
 
 @pytest.mark.parametrize(
@@ -250,13 +270,6 @@ def test_overrides_and_variables_are_passed_unchanged(render):
     assert expand_variables(escape_references(override), {"HOME": "/root"}) == override
     assert get_variables(manifest)["JAX_PLATFORMS"] == "cuda"
     assert expand_variables(get_variables(manifest)["A"], {"B": "b", "C": "c"}) == "$(B) $C"
-
-
-def expand_variables(text, variables):
-    """Expand an argument or value like the kubelet: $$ is $, and $(NAME) is the variable if it exists."""
-    return re.sub(
-        r"\$\$|\$\(([^)]*)\)", lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), text
-    )
 
 
 @pytest.mark.parametrize(
@@ -376,8 +389,6 @@ def test_the_number_of_replaced_pods_fits_into_its_field(render):
         (["--nodes", "2", "--env", "HF_TOKEN=1234"], "--env HF_TOKEN would be visible"),
         (["--nodes", "2", "--set", "name=3b"], "3b cannot name a JobSet: needs a letter"),
         (["--nodes", "2", "--set", "name=gpt-"], "gpt- cannot name a JobSet: needs a letter"),
-        (["--nodes", "2", "--name", "x" * 48], "at most 47 characters"),
-        (["--nodes", "2000", "--name", "x" * 47], "at most 44 characters"),
         (
             ["--nodes", "1", "--set", "checkpoint.local_directory=fast", "--set", "checkpoint.local_every_steps=5"],
             "checkpoint.local_directory is fast; needs an absolute path",
@@ -409,13 +420,47 @@ def test_a_bad_command_line_exits_with_2(options, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_limit_of_a_name_is_that_of_the_longest_pod_name(render):
-    manifest = render("--set", "topology.accelerator=2xv5e-256", "--name", "a" * 46)
-    name = manifest["metadata"]["name"]
-    assert len(f"{name}-slice-1-63-abcde") == 63
-    assert manifest["spec"]["network"]["subdomain"] == name
+def list_refused_names(manifest, name):
+    """Return those of a job's longest names that JobSet's webhook would refuse if the JobSet had the name `name`."""
+    assert manifest["spec"]["network"]["subdomain"] == manifest["metadata"]["name"]
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    job = f"{name}-{replicated['name']}-{replicated['replicas'] - 1}"
+    pod = f"{job}-{get_job(manifest)['completions'] - 1}-abcde"
+    return [each for each in (name, job, pod) if not re.fullmatch(r"(?=.{,63}$)[a-z]([-a-z0-9]*[a-z0-9])?", each)]
+
+
+@pytest.mark.parametrize(("options", "limit"), SIZES.values(), ids=SIZES)
+def test_names_are_those_that_jobset_takes(options, limit, render, capsys):
+    """Check that a name is refused, with the limit in the line, only if JobSet would refuse it or its longest pod."""
+    edges = {"a" * limit: "a" * limit, "a" * (limit + 1): None}
+    small = render(*options, "--name", "a")
     # JobSet makes a label of the coordinator's address, which has the name twice.
-    assert "coordinator" not in manifest["spec"]
+    assert "coordinator" not in small["spec"]
+    for given, made in (NAMES | edges).items():
+        code = launch("--dry-run", *options, "--name", given)
+        captured = capsys.readouterr()
+        if made is None:
+            assert (code, captured.out, captured.err.count("\n")) == (2, "", 1), given
+            assert captured.err.startswith(f"{given} cannot name a JobSet: needs a letter"), given
+            assert f"at most {limit} characters" in captured.err, given
+            assert list_refused_names(small, given) != [], given
+        else:
+            manifest = yaml.safe_load(captured.out)
+            assert (code, manifest["metadata"]["name"]) == (0, made), given
+            assert list_refused_names(manifest, made) == [], given
+
+
+@pytest.mark.parametrize("metadata", [{"namespace": "n" * 63}, {}, {"annotations": {"key": "value"}}], ids=str)
+def test_the_limit_of_a_manifest_is_that_of_kubectls_copy(metadata):
+    """Check the sum that an API server takes, to the byte: names and values of all annotations, with the copy."""
+    annotations = metadata.get("annotations", {})
+    copy = {"metadata": {"namespace": "n" * 63, "annotations": annotations}, "spec": "\\u003c"}
+    others = "kubectl.kubernetes.io/last-applied-configuration" + "".join(map("".join, annotations.items()))
+    # JSON doubles the backslash, and kubectl ends its copy with a new line.
+    num_free = 256 * 1024 - len(json.dumps(copy, separators=(",", ":"))) + 1 - len("\n") - len(others)
+    validate_size({"metadata": metadata, "spec": "<" + "x" * num_free}, 0)
+    with pytest.raises(InvalidError, match="has 262145 bytes"):
+        validate_size({"metadata": metadata, "spec": "<" + "x" * (num_free + 1)}, 0)
 
 
 # Submission
@@ -502,115 +547,3 @@ def test_a_missing_kubectl_exits_with_2(monkeypatch, capsys, tmp_path):
     error = capsys.readouterr().err
     assert error.startswith("cannot run kubectl: No such file or directory")
     assert len(error.splitlines()) == 1
-
-
-# Pods
-
-
-class Pods:
-    """The pods of a manifest as processes of this machine, with the part of the Job controller that replaces them."""
-
-    def __init__(self, manifest, directory):
-        self.manifest, self.container = manifest, get_container(manifest)
-        file = directory / "annotation.yaml"
-        file.write_text(get_job(manifest)["template"]["metadata"]["annotations"]["runner/spec"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
-        name = manifest["metadata"]["name"]
-        self.replaced = {"/etc/runner/spec.yaml": str(file), f"{name}-slice-0-0.{name}:8476": address}
-        self.log = directory / "pods.log"
-        self.num_counted = 0
-        self.running = {index: self.start(index) for index in range(get_job(manifest)["completions"])}
-
-    def start(self, index):
-        words = [expand_variables(word, {"JOB_COMPLETION_INDEX": str(index)}) for word in self.container["args"]]
-        command = [sys.executable, *(self.replaced.get(word, word) for word in words)]
-        variables = environment(1) | get_variables(self.manifest)
-        with self.log.open("ab") as log:
-            # The kubelet signals the first process only, and so does this test.
-            return subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def sync(self):
-        """Replace the pods that have failed, as the policy says; return the exit codes once all pods have ended."""
-        for index, pod in self.running.items():
-            code = pod.poll()
-            if code in (None, 0):
-                continue
-            action = find_action(self.manifest, 128 - code if code < 0 else code, is_disrupted=False)
-            assert action != "FailJob", self.log.read_text()
-            self.num_counted += action == "Count"
-            assert self.num_counted <= get_job(self.manifest)["backoffLimit"]
-            self.running[index] = self.start(index)
-        codes = [pod.poll() for pod in self.running.values()]
-        return None if None in codes else codes
-
-    def wait(self, happens, what):
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not happens():
-            assert time.monotonic() < deadline, f"not in time: {what}\n{self.log.read_text()}"
-            self.sync()
-            time.sleep(0.05)
-
-    def find_trainer(self, index):
-        """Return the process id of the runner in a pod, which its worker has started."""
-        return list_children(self.running[index].pid)[0]
-
-
-@pytest.mark.soak
-def test_lost_processes_and_pods_are_replaced_alone(render, tmp_path):
-    settings = ["config.total_steps=120", "config.step_seconds=0.1", "config.width=16", "checkpoint.every_steps=5"]
-    options = [word for setting in [f"directory={tmp_path / 'run'}", *settings] for word in ("--set", setting)]
-    spec = tmp_path / "spec.yaml"
-    spec.write_text((ROOT / "specs" / "counter.yaml").read_text())
-    pods = Pods(render("--nodes", "2", "--volume-claim", f"disk={tmp_path}", *options, spec=spec), tmp_path)
-    job = Job(str(spec), tmp_path / "run")
-
-    def wait_for_attempt(number):
-        pods.wait(
-            lambda: any(row["attempt"] == number for row in job.events("commit")), f"a commit of attempt {number}"
-        )
-
-    wait_for_attempt(1)
-    workers = [pod.pid for pod in pods.running.values()]
-    os.kill(pods.find_trainer(1), signal.SIGKILL)
-    wait_for_attempt(2)
-    assert [pod.pid for pod in pods.running.values()] == workers
-    assert pods.num_counted == 0
-    # A lost pod: the machine of process 0 goes with all its processes.
-    trainer = pods.find_trainer(0)
-    for pid in (workers[0], trainer):
-        os.kill(pid, signal.SIGKILL)
-    wait_for_attempt(3)
-    assert [pod.pid == pid for pod, pid in zip(pods.running.values(), workers, strict=True)] == [False, True]
-    assert pods.num_counted == 1
-    # An evicted pod: the other one is asked by its peer to save, and starts again in its place.
-    pods.running[1].send_signal(signal.SIGTERM)
-    wait_for_attempt(4)
-    assert pods.num_counted == 1
-    pods.wait(lambda: pods.sync() is not None, "the end")
-    assert pods.sync() == [0, 0]
-    assert job.result()["step"] == 120
-    assert {row["attempt"] for row in job.events("commit")} == {1, 2, 3, 4}
-    whole = Job(str(spec), tmp_path / "whole", tuple(settings))
-    whole.launch(2).expect(0)
-    assert job.result()["fingerprint"] == whole.result()["fingerprint"]
-
-
-@pytest.mark.soak
-def test_a_pod_that_dies_at_the_end_of_its_job_is_not_started_again(render, tmp_path):
-    settings = [f"directory={tmp_path / 'run'}", "config.total_steps=6", "config.step_seconds=0.0", "config.width=16"]
-    options = [word for setting in settings for word in ("--set", setting)]
-    spec = tmp_path / "spec.yaml"
-    spec.write_text((ROOT / "specs" / "counter.yaml").read_text())
-    pods = Pods(render("--nodes", "2", "--volume-claim", f"disk={tmp_path}", *options, spec=spec), tmp_path)
-    pods.wait(lambda: list_children(pods.running[1].pid), "a trainer")
-    trainer = pods.find_trainer(1)
-    pods.wait((tmp_path / "run" / "result.json").exists, "the result")
-    with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
-        os.kill(trainer, signal.SIGKILL)
-    pods.wait(lambda: pods.sync() is not None, "the end")
-    assert pods.sync() == [0, 0]
-    assert "restart" not in pods.log.read_text()
