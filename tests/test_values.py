@@ -116,6 +116,10 @@ SOME: dict[str, Any] = {
     "config.model.moe.expert_width": 24,
     "config.model.moe.shared_width": 12,
     "config.model.moe.capacity_factor": 1.0,
+    "config.model.layer_embedding_width": 4,
+    "config.model.full_heads.head_dim": 6,
+    "config.model.full_heads.key_value_heads": 1,
+    "config.model.key_value_sharing.mlp_width": 24,
     "config.model.moe.bias_rate": 0.01,
 }
 # Text options that token files do not read, with their defaults.

@@ -41,7 +41,7 @@ def stack_params(tensors, files):
         if piece.part is not None:
             axis, start, stop = piece.part
             tensor = tensor[(*[slice(None)] * axis, slice(start, stop, piece.step))]
-        slices.setdefault(piece.leaf, {})[piece.index] = tensor.T if piece.transpose else tensor
+        slices.setdefault(piece.leaf, {})[piece.index] = np.swapaxes(tensor, -1, -2) if piece.transpose else tensor
     assert left == set()
     params = {}
     for leaf, found in slices.items():
