@@ -594,9 +594,18 @@ class PretrainDecoder(BaseTrainer):
         )
         query, values = config.heads * config.head_size, config.heads * config.value_size
         keys = config.key_heads * (config.head_size + config.value_size)
+        own_keys, layers = float(keys), [layer for layer in config.trained_layers if layer[0] != "linear"]
+        if latent is None and layers:
+            # The mean over layers: full layers may have other heads, and some layers no keys of their own.
+            sizes_of_heads = [config.get_head_size(kind) for kind, _ in layers]
+            query = values = round(config.heads * sum(sizes_of_heads) / len(layers))
+            wide_keys = [2 * config.get_key_heads(kind) * config.get_head_size(kind) for kind, _ in layers]
+            keys = round(sum(wide_keys) / len(layers))
+            own_keys = sum(config.count_key_value_heads(*layer) * config.get_head_size(layer[0]) for layer in layers)
+            own_keys /= len(layers)
         # With gates also these, and the result that they are applied to.
         has_gate, working = config.attention_gate, 0.0
-        projected, mixed = float(query + keys + has_gate * query), float(values + has_gate * values)
+        projected, mixed = query + own_keys + has_gate * query, float(values + has_gate * values)
         if config.linear is not None:
             # The mean over layers; a linear layer keeps its result before the norm and after it, both in float32.
             share, width = config.linear_share, config.linear.value_width
@@ -606,6 +615,12 @@ class PretrainDecoder(BaseTrainer):
             working = count_rule_bytes(config.linear) / tensor
         latents = 0 if latent is None else (latent.query_rank or 0) + latent.cached_width
         norms = {"pre": 2, "post": 2, "both": 4}[config.norm]
+        if moe is not None and moe.beside_mlp:
+            norms += {"pre": 1, "post": 2, "both": 3}[config.norm]
+        if config.layer_embedding_width is not None:
+            # The embeddings of all layers exist at once, as rows, projections and sums.
+            norms, itemsize = norms + 1, jnp.dtype(self.config.precision.compute).itemsize
+            working += 3 * config.layers * config.layer_embedding_width * itemsize / tensor
         hidden, matrices = config.mean_hidden_width, config.num_input_matrices
         experts = NO_EXPERTS
         if moe is not None:
