@@ -242,6 +242,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "config.model.latent.rotary_head_dim": 4,
     },
     "config.model.moe.": {"config.model.moe.experts": 4, "config.model.moe.experts_per_token": 2},
+    "config.model.key_value_sharing.": {"config.model.key_value_sharing.layers": 1},
 }
 for _rope in ("config.model.rope", "config.model.window_rope"):
     for _name, _options in SCALINGS.items():

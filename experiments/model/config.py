@@ -433,9 +433,9 @@ class DecoderConfig(WidthScaledConfig):
                     f"{min(missing)} to give keys and values; use fewer"
                 )
             dense = 0 if self.moe is None else self.moe.dense_layers
-            for key, other in (("moe.dense_layers", dense), ("extra_predictions", self.extra_predictions)):
-                if other:
-                    raise ValueError(f"key_value_sharing is not supported with {key}={other}; leave out one of them")
+            for other, value in (("moe.dense_layers", dense), ("extra_predictions", self.extra_predictions)):
+                if value:
+                    raise ValueError(f"key_value_sharing is not supported with {other}={value}; leave out one of them")
         if self.layer_embedding_width is not None and self.extra_predictions:
             raise ValueError("layer_embedding_width is not supported with extra_predictions; leave out one of them")
         if self.layer_embedding_width is not None and self.mlp not in ("swiglu", "geglu"):

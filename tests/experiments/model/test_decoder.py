@@ -85,8 +85,8 @@ HYBRID = LLAMA | {
     "norm_offset": True,
     "rope": {"theta": 100.0, "fraction": 0.5},
 }
-# Layers with embeddings of their own, of which the last ones share keys and values; full layers have other heads. Of the
-# layers before those that share, the last pattern is not whole.
+# Layers with embeddings of their own, of which the last ones share keys and values; full layers have other heads. Among
+# the layers before those that share, the last pattern is not whole.
 SHARING = LLAMA | {
     "layers": 9,
     "head_dim": 8,
