@@ -282,10 +282,6 @@ def _read_qwen(config: Mapping[str, Any]) -> Json:
     return {"mlp": _read_activation(config, "hidden_act", "silu"), "rope": _read_rope(config, 10_000.0), **windows}
 
 
-def _read_qwen2(config: Mapping[str, Any]) -> Json:
-    return _read_qwen(config) | {"bias": {"query_key_value": True}}
-
-
 def _write_qwen3(config: DecoderConfig) -> Json:
     return _write_qwen(config) | {"attention_bias": config.bias.query_key_value}
 
@@ -434,7 +430,21 @@ def _read_gemma4(config: Mapping[str, Any]) -> Json:
     # transformers makes the last layer a full one.
     config["layer_types"] = [*types[:-1], "full_attention"]
     keys = _read_gemma(config, 6, None)
-    own = _read_gemma4_heads(config, keys["layer_pattern"])
+
+    # Heads of full layers: two keys, or since version 5.2 all that differs in each layer.
+    shares_keys, heads = bool(config.get("attention_k_eq_v")), {"head_dim": config.get("global_head_dim", 512)}
+    if shares_keys and config.get("num_global_key_value_heads") is not None:
+        heads["num_key_value_heads"] = config["num_global_key_value_heads"]
+    if "per_layer_config" in config:
+        by_layer = {int(layer): changes for layer, changes in config["per_layer_config"].items() if changes}
+        full = [layer for layer in range(layers) if config["layer_types"][layer] != "sliding_attention"]
+        heads = by_layer.get(full[0], {})
+        if not heads.keys() <= _GEMMA4_HEADS.keys() or by_layer != (dict.fromkeys(full, heads) if heads else {}):
+            raise InvalidError(
+                "per_layer_config: full layers must be alike, and differ from the others in head_dim and "
+                f"num_key_value_heads alone; got {str(config['per_layer_config'])[:200]}"
+            )
+    own = {key: heads[name] for name, key in _GEMMA4_HEADS.items() if name in heads} | {"keys_as_values": shares_keys}
     keys |= {"heads": config["num_attention_heads"], "key_value_heads": config["num_key_value_heads"]}
     keys |= {"norm_offset": False, "query_scale": 1.0, "query_key_norm": "head", "value_norm": True}
     keys |= {
@@ -473,27 +483,6 @@ def _read_gemma4(config: Mapping[str, Any]) -> Json:
             "scaled_router": True,
         }
     return keys
-
-
-def _read_gemma4_heads(config: Mapping[str, Any], pattern: list[LayerKind]) -> Json:
-    """Return `full_heads`: files have two keys for full layers, or since version 5.2 what differs in each layer."""
-    shares_keys = bool(config.get("attention_k_eq_v"))
-    found = {"head_dim": config.get("global_head_dim", 512)}
-    if shares_keys and config.get("num_global_key_value_heads") is not None:
-        found["num_key_value_heads"] = config["num_global_key_value_heads"]
-    if "per_layer_config" in config:
-        by_layer = {int(layer): dict(changes) for layer, changes in config["per_layer_config"].items()}
-        layers = range(config["num_hidden_layers"])
-        full = [layer for layer in layers if pattern[layer % len(pattern)] == "full"]
-        found = by_layer.get(full[0], {})
-        own = {layer: changes for layer, changes in by_layer.items() if changes}
-        if not found.keys() <= _GEMMA4_HEADS.keys() or own != (dict.fromkeys(full, found) if found else {}):
-            raise InvalidError(
-                "per_layer_config: full layers must be alike, and differ from the others in head_dim and "
-                f"num_key_value_heads alone; got {str(config['per_layer_config'])[:200]}"
-            )
-    heads = {key: found[name] for name, key in _GEMMA4_HEADS.items() if name in found}
-    return heads | {"keys_as_values": shares_keys}
 
 
 def _write_mixtral(config: DecoderConfig) -> Json:
@@ -761,7 +750,12 @@ FAMILIES: dict[str, ConfigFormat] = {
     for family in (
         ConfigFormat("llama", "LlamaForCausalLM", _write_llama, _read_llama),
         ConfigFormat("mistral", "MistralForCausalLM", _write_mistral, _read_mistral),
-        ConfigFormat("qwen2", "Qwen2ForCausalLM", _write_qwen, _read_qwen2),
+        ConfigFormat(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            _write_qwen,
+            lambda config: _read_qwen(config) | {"bias": {"query_key_value": True}},
+        ),
         ConfigFormat("qwen3", "Qwen3ForCausalLM", _write_qwen3, _read_qwen3),
         ConfigFormat("olmo2", "Olmo2ForCausalLM", _write_olmo2, _read_olmo2, epsilon=1e-5),
         ConfigFormat("olmo3", "Olmo3ForCausalLM", _write_olmo3, _read_olmo3, epsilon=1e-5),

@@ -266,7 +266,12 @@ class DecoderFiles(Family):
             if stage.sharing == "takes" and part in ("attention.key", "attention.value"):
                 continue
             pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.kernel", (index,), True))
-            if _has_bias(config, part):
+            has_bias = config.bias.attention_out if part == "attention.out" else config.bias.query_key_value
+            if part.startswith("mlp."):
+                has_bias = config.bias.mlp
+            elif config.latent is not None and not part.endswith(("_down", ".out")):
+                has_bias = False
+            if has_bias:
                 pieces.append(TensorPiece(f"{tensors}.{tensor}.bias", f"{leaves}.{part}.bias", (index,)))
         if config.attention_sinks and kind != "linear":
             pieces.append(TensorPiece(f"{tensors}.self_attn.sinks", f"{leaves}.attention.sinks", (index,)))
@@ -358,14 +363,6 @@ class DecoderFiles(Family):
             for key in ours
             if ours[key] != theirs[key]
         ]
-
-
-def _has_bias(config: DecoderConfig, part: str) -> bool:
-    if part.startswith("mlp."):
-        return config.bias.mlp
-    if config.latent is not None and not part.endswith(("_down", ".out")):
-        return False
-    return config.bias.attention_out if part == "attention.out" else config.bias.query_key_value
 
 
 def _canonicalise(config: DecoderConfig) -> Json:

@@ -123,7 +123,13 @@ def make_params(name):
     """Return random parameters without ones and zeros."""
     generator = np.random.default_rng(1)
     shapes = nn.unbox(init_boxed_params(make_decoder(MODELS[name])))
-    return jax.tree.map(lambda leaf: generator.normal(0.1, 0.2, leaf.shape).astype(leaf.dtype), shapes)
+
+    def draw(path, leaf):
+        # Small factors on the stream would amplify rounding from layer to layer.
+        mean = 1.1 if path[-1].key == "layer_scale" else 0.1
+        return generator.normal(mean, 0.2, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 @functools.cache
@@ -411,8 +417,10 @@ def test_packed_documents_on_many_devices_equal_single_documents_on_one(name, si
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
     # With these parameters the last bit of each changes the gradients of linear layers by 5e-4.
     tolerance = 1e-3 if name == "hybrid" else 1e-4
+    # The factor before the last norm has a gradient of zero up to rounding.
+    floor = max(np.abs(want).max() for want in jax.tree.leaves(expected[1])) / 1000
     for got, want in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), floor))
     assert len(rows) < NUM_DOCUMENTS
 
 
