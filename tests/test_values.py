@@ -588,6 +588,8 @@ def can_be_ordered(case: Case) -> bool:
         and do_agree(case.changes, same_bits.SAME_BITS_OPTIONS)
         and OPTIMIZERS[name].is_elementwise
         and not case.key.startswith("config.noise_scale")
+        and case.changes.get("config.model.linear") is None
+        and not case.key.startswith("config.model.linear.")
     )
 
 

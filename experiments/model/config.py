@@ -403,6 +403,7 @@ class DecoderConfig(WidthScaledConfig):
         if self.attention_gate and (self.latent is not None or self.query_key_norm == "whole"):
             other = "latent" if self.latent is not None else "query_key_norm=whole"
             raise ValueError(f"attention_gate is not supported with {other}; leave out one of them")
+
         # Linear layers.
         unread = ["query_key_norm", "value_norm", "attention_gate", "attention_sinks"]
         unread = [key for key in unread if getattr(self, key)]
@@ -656,3 +657,13 @@ class DecoderConfig(WidthScaledConfig):
 
 class DecoderTrainerConfig(TrainerConfig[DecoderConfig]):
     """The `config` section of a job that trains a decoder."""
+
+    @model_validator(mode="after")
+    def _validate_device_count(self) -> "DecoderTrainerConfig":
+        devices = self.train.same_bits_devices
+        if devices is not None and self.model.linear is not None:
+            raise ValueError(
+                f"train.same_bits_devices={devices}: linear layers (model.layer_pattern) do not give the same bits on "
+                "other numbers of devices; leave it out"
+            )
+        return self

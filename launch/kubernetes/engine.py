@@ -258,7 +258,6 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
         "metadata": metadata,
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
-            "coordinator": {"replicatedJob": SLICE, "jobIndex": 0, "podIndex": 0},
             "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [{"name": SLICE, "replicas": pods.num_slices, "template": {"spec": job}}],
         },

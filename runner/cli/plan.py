@@ -101,9 +101,9 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
             raise InvalidError(f"{given!r}: has characters that a comment cannot show; use another name")
     config = read_config_json(arguments.source)
     data = arguments.data
-    is_text = data is not None and not is_class_path(data) and bool(_TEXT.search(data))
-    if data is not None and not is_text and not is_class_path(data) and find_corpus(data) is None:
-        is_text = not find_source(data).holds_tokens
+    is_text = False
+    if data is not None and not is_class_path(data):
+        is_text = bool(_TEXT.search(data)) or (find_corpus(data) is None and not find_source(data).holds_tokens)
     # The first job that takes the model; the first one's reason if none does.
     job_name, problem, model = "", "", JsonObject()
     for name in _JOBS:
@@ -120,24 +120,23 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
         raise InvalidError(
             f"{arguments.source}: the model has {size} ids, too few for a placeholder of bytes; give --data SOURCE"
         )
+    every_key = unnest_config(config)
     accelerator = _find_accelerator(arguments.topology)
     is_searched = accelerator is not None and accelerator.chip.speeds is not None
-    positions = next(
-        (size for key in _POSITIONS if type(size := unnest_config(config).get(key)) is int and size > 0), 0
-    )
+    positions = next((size for key in _POSITIONS if type(size := every_key.get(key)) is int and size > 0), 0)
     length = min(positions or _CPU_LENGTH_MAX, _LENGTH_MAX if is_searched else _CPU_LENGTH_MAX)
     num_devices = 1 if accelerator is None else accelerator.num_devices or 1
     tokens = _LORA_BATCH_TOKENS if arguments.is_lora else _BATCH_TOKENS
     # Every device gets the same number of examples.
     batch = num_devices * math.ceil(tokens / length / num_devices) if is_searched else num_devices * _CPU_BATCH_EXAMPLES
 
-    end = unnest_config(config).get("eos_token_id", config.get("eos_token_id"))
+    end = every_key.get("eos_token_id")
     ends = end if isinstance(end, list) else [end]
     text = SpecText(
         arguments=arguments,
         job=job_name,
         accelerator="any" if accelerator is None else str(accelerator),
-        model_type=str(unnest_config(config)["model_type"]),
+        model_type=str(every_key["model_type"]),
         positions=positions,
         length=length,
         batch=batch,

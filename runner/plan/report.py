@@ -163,7 +163,7 @@ class EarlyEstimate:
     def _list_near_meshes(self) -> list[tuple[MeshSizes, Prediction]]:
         """Return meshes near this one that fit and have no small shards, best first."""
         job, sizing = self.predictor.job, self.predictor.job.sizing(dict(self.sizes))
-        length = job.config.data.units_per_example if sizing.can_shard_sequences else 1
+        length = sizing.get_shardable_length(job.config.data.units_per_example)
         found = []
         for sizes in list_near_meshes(dict(self.sizes), length, sizing.num_experts):
             if not self.predictor.list_micro_batches(dict(sizes)):

@@ -170,7 +170,7 @@ class Search:
         # The size of the state depends on the mesh alone, so one variant measures it for all.
         first = predictors[0]
         sizing = first.job.sizing(dict(SINGLE_DEVICE))
-        length = first.job.config.data.units_per_example if sizing.can_shard_sequences else 1
+        length = sizing.get_shardable_length(first.job.config.data.units_per_example)
         candidates: list[Candidate] = []
         for mesh in iter_meshes(accelerator.num_devices or 1, length, sizing.num_experts):
             # A mesh that every variant rejects is skipped, which saves the work of sharding the state.

@@ -228,6 +228,10 @@ class Sizing:
     expert_parameters: int = 0
     can_shard_sequences: bool = True
 
+    def get_shardable_length(self, sequence_length: int) -> int:
+        """Return the positions of a sequence that `sequence` can shard: 1 if it cannot shard them."""
+        return sequence_length if self.can_shard_sequences else 1
+
 
 @dataclass(frozen=True)
 class ExpertSizing:
@@ -289,9 +293,9 @@ def compute_transformer_sizing(
     tensor, own_positions = sizes["tensor"], sequence_length / sizes["sequence"]
     kept_of_layer = {"none": kept, "dots": kept_of_dots, "layers": width / tensor}[memory.remat]
     at_once = min(memory.loss_chunk_positions or own_positions, own_positions)
-    logits = output_width * (itemsize + 4) * at_once / own_positions / tensor
     is_chunked = memory.loss_chunk_positions is not None  # then the gradient is accumulated in float32
-    logits *= 1 if is_chunked else predictions
+    sets = 1 if is_chunked else predictions
+    logits = sets * output_width * (itemsize + 4) * at_once / own_positions / tensor
     is_recomputed = memory.remat != "none"
     reductions = 6 if memory.remat == "layers" else 4  # one for attention and one for the MLP, in each pass
     rounds = 3 + is_recomputed  # keys and values forward and backward, and their gradients

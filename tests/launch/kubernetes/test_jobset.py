@@ -414,6 +414,8 @@ def test_the_limit_of_a_name_is_that_of_the_longest_pod_name(render):
     name = manifest["metadata"]["name"]
     assert len(f"{name}-slice-1-63-abcde") == 63
     assert manifest["spec"]["network"]["subdomain"] == name
+    # JobSet makes a label of the coordinator's address, which has the name twice.
+    assert "coordinator" not in manifest["spec"]
 
 
 # Submission
