@@ -427,6 +427,8 @@ class DecoderConfig(WidthScaledConfig):
             )
         if self.key_value_sharing is not None:
             shared, kinds = self.key_value_sharing.layers, self.layer_kinds
+            if set(kinds[-shared:]) == {"linear"}:
+                raise ValueError(f"key_value_sharing.layers={shared} has linear layers alone, without keys; use more")
             missing = {*kinds[-shared:]} - {"linear", *kinds[: max(self.layers - shared, 0)]}
             if missing:
                 raise ValueError(
@@ -586,6 +588,11 @@ class DecoderConfig(WidthScaledConfig):
         sparse = self.moe.experts_per_token * self.expert_width + self.shared_width
         dense = number if self.moe.beside_mlp else self.moe.dense_layers
         return (dense * self.mean_mlp_width + (number - self.moe.dense_layers) * sparse) / number
+
+    @property
+    def needs_last_result(self) -> bool:
+        """True if the gradient of what follows the matmuls of a layer needs their result: a norm, a gate or a factor."""
+        return self.norm != "pre" or self.layer_embedding_width is not None or self.layer_scale
 
     @property
     def linear_share(self) -> float:

@@ -542,10 +542,10 @@ class PretrainDecoder(BaseTrainer):
             (window - window**2 / (2 * length)) * (config.get_head_size(kind) / config.head_size)
             for window, kind in windows
         ] + [0.0] * kinds.count("linear")
-        # The gradient of a norm or factor after the layer's last matmul needs its result.
-        last = config.mean_hidden_width * config.width
-        if config.norm != "pre" or config.layer_embedding_width is not None or config.layer_scale:
-            last = 0
+        # Embeddings of layers are projected before the layers, which do not repeat it.
+        last = config.width * (config.layer_embedding_width or 0)
+        if not config.needs_last_result:
+            last += config.mean_hidden_width * config.width
         flops = compute_transformer_flops(
             layers=config.num_trained_layers,
             layer_parameters=config.layer_matmul_parameters,
@@ -564,8 +564,8 @@ class PretrainDecoder(BaseTrainer):
         """Return the FLOPs of routed experts that are recomputed although a layer's other matmuls are not.
 
         This happens with `dots`, because no plain matmul makes the results of experts, and with `none` where tokens are
-        exchanged in rounds. The matrices out of the hidden layer are recomputed only if a norm after them needs the
-        result and the policy does not save it.
+        exchanged in rounds. The matrices out of the hidden layer are recomputed only if what follows needs their result
+        and the policy does not save it.
         """
         config, memory, sizes = self.config.model, self.config.memory, train_setup.mesh_sizes
         moe = config.moe
@@ -574,7 +574,7 @@ class PretrainDecoder(BaseTrainer):
         is_in_rounds = sizes["expert"] > 1 and (moe.capacity_factor is None or sizes["sequence"] > 1)
         if memory.remat == "none" and not is_in_rounds:
             return 0.0
-        matrices = config.num_input_matrices + (memory.remat == "dots" and config.norm != "pre")
+        matrices = config.num_input_matrices + (memory.remat == "dots" and config.needs_last_result)
         parameters = moe.experts_per_token * matrices * config.expert_width * config.width
         return 2.0 * (config.num_trained_layers - moe.dense_layers) * parameters
 

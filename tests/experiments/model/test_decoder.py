@@ -239,6 +239,22 @@ def test_axis_names_distinguish_matrices_from_vectors(name):
         ),
         ({"key_value_sharing": {"layers": 2}}, "key_value_sharing.layers=2 leaves none of layers=2 of the kind full"),
         (
+            {"key_value_sharing": {"layers": 1}, "layer_pattern": ["full", "linear"], "linear": HYBRID["linear"]},
+            "key_value_sharing.layers=1 has linear layers alone",
+        ),
+        (
+            {"key_value_sharing": {"layers": 1}, "moe": {"experts": 4, "experts_per_token": 2, "dense_layers": 1}},
+            "key_value_sharing is not supported with moe.dense_layers=1",
+        ),
+        (
+            {"latent": LATENT["latent"], "key_value_heads": "auto", "key_value_sharing": {"layers": 1}},
+            "key_value_sharing=.* contradicts `latent`",
+        ),
+        (
+            {"latent": LATENT["latent"], "key_value_heads": "auto", "full_heads": {"head_dim": 8}},
+            "full_heads=.* contradicts `latent`",
+        ),
+        (
             {"key_value_sharing": {"layers": 1}, "extra_predictions": 1},
             "key_value_sharing is not supported with extra_predictions=1",
         ),
