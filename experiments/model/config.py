@@ -591,7 +591,7 @@ class DecoderConfig(WidthScaledConfig):
 
     @property
     def needs_last_result(self) -> bool:
-        """True if the gradient of what follows the matmuls of a layer needs their result: a norm, a gate or a factor."""
+        """True if the gradient of what follows a layer's matmuls needs their result: a norm, a gate or a factor."""
         return self.norm != "pre" or self.layer_embedding_width is not None or self.layer_scale
 
     @property
