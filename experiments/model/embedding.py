@@ -157,7 +157,11 @@ def lookup_columns(table_VxW: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
     if not set(width_axes) <= {*batch_axes, *position_axes} or set(vocab_axes) & {*batch_axes, *position_axes}:
         return constrain(table_VxW, "vocab", "embed_act")[tokens_BxT]
 
+    # Over these axes the gradient of the columns is all-reduced.
+    others = tuple(axis for axis in (*batch_axes, *position_axes) if axis not in width_axes)
+
     def look_up_own(table_VxC: jax.Array, tokens_bxt: jax.Array) -> jax.Array:
+        table_VxC = jax.lax.pcast(table_VxC, others, to="varying")
         tokens_Gxbxt = jax.lax.all_gather(tokens_bxt, width_axes) if width_axes else tokens_bxt[None]
         if vocab_axes:
             tokens_Gxbxt = tokens_Gxbxt - jax.lax.axis_index(vocab_axes) * table_VxC.shape[0]

@@ -174,10 +174,12 @@ def test_a_preset_has_its_published_number_of_parameters(name, parameters):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_keys_override_the_values_of_a_preset(name):
-    config = DecoderConfig.model_validate_json(json.dumps({"preset": name, "layers": 4, "rope": {"theta": 7.0}}))
+    config = DecoderConfig.model_validate_json(
+        json.dumps({"preset": name, "norm_epsilon": 0.5, "rope": {"theta": 7.0}})
+    )
     preset = DecoderConfig(**PRESETS[name])
     rope = preset.rope.model_copy(update={"theta": 7.0})
-    assert config.model_copy(update={"preset": None}) == preset.model_copy(update={"layers": 4, "rope": rope})
+    assert config.model_copy(update={"preset": None}) == preset.model_copy(update={"norm_epsilon": 0.5, "rope": rope})
     assert "preset" not in config.model_dump()
 
 
