@@ -543,7 +543,7 @@ class PretrainDecoder(BaseTrainer):
             for window, kind in windows
         ] + [0.0] * kinds.count("linear")
         # Embeddings of layers are projected before the layers, which do not repeat it.
-        last = config.width * (config.layer_embedding_width or 0)
+        last: float = config.width * (config.layer_embedding_width or 0)
         if not config.needs_last_result:
             last += config.mean_hidden_width * config.width
         flops = compute_transformer_flops(

@@ -231,14 +231,16 @@ def test_a_killed_run_on_packed_documents_ends_alike_and_generates_in_transforme
 
     # The same greedy text, from our cached decode and from the exported directory.
     assert run_command(["export", str(tmp_path / "killed"), "-o", str(tmp_path / "out")]) == 0
-    options = ["--prompt", "abc de", "--tokens", "40", "--temperature", "0"]
-    command = [sys.executable, "-m", "runner", "sample", str(tmp_path / "killed"), *options]
+    command = [sys.executable, "-m", "runner", "sample", str(tmp_path / "killed")]
+    command += ["--prompt", "abc de", "--tokens", "40", "--temperature", "0"]
     ours = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told.values()), told
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     prompt = torch.tensor([tokenizer("abc de")["input_ids"]])
-    found = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    # Without a mask `generate` would leave out the space, whose id is that of the padding.
+    options = {"attention_mask": torch.ones_like(prompt), "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(prompt, **options, max_new_tokens=40, do_sample=False)
     assert tokenizer.decode(found[0]) == ours.removesuffix("\n")
 
 
