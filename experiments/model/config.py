@@ -396,9 +396,11 @@ class DecoderConfig(WidthScaledConfig):
             "full_heads": None,
             "key_value_sharing": None,
         }
-        given = [f"{key}={getattr(self, key)}" for key, default in defaults.items() if getattr(self, key) != default]
-        if self.latent is not None and given:
-            raise ValueError(f"{given[0]} contradicts `latent`, which defines the heads itself; leave out one of them")
+        others = {key: value for key, default in defaults.items() if (value := getattr(self, key)) != default}
+        if self.latent is not None and others:
+            key, value = next(iter(others.items()))
+            given = key if isinstance(value, FrozenModel) else f"{key}={value}"
+            raise ValueError(f"{given} contradicts `latent`, which defines the heads itself; leave out one of them")
 
         if self.attention_gate and (self.latent is not None or self.query_key_norm == "whole"):
             other = "latent" if self.latent is not None else "query_key_norm=whole"

@@ -250,11 +250,11 @@ def test_axis_names_distinguish_matrices_from_vectors(name):
         ),
         (
             {"latent": LATENT["latent"], "key_value_heads": "auto", "key_value_sharing": {"layers": 1}},
-            "key_value_sharing=.* contradicts `latent`",
+            "key_value_sharing contradicts `latent`",
         ),
         (
             {"latent": LATENT["latent"], "key_value_heads": "auto", "full_heads": {"head_dim": 8}},
-            "full_heads=.* contradicts `latent`",
+            "full_heads contradicts `latent`",
         ),
         (
             {"key_value_sharing": {"layers": 1}, "extra_predictions": 1},
