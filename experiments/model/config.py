@@ -19,6 +19,7 @@ A step of weight decay on a hidden matrix is not divided by m, as in the paper's
 """
 
 import math
+from collections import Counter
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
@@ -562,8 +563,8 @@ class DecoderConfig(WidthScaledConfig):
     def layer_matmul_parameters(self) -> float:
         """Parameters of the matmuls that process a token in one layer; the mean over trained layers."""
         number = self.num_trained_layers
-        counts = [self.count_attention_parameters(*layer) for layer in self.trained_layers]
-        attention = sum(counts) / number
+        layers = self.trained_layers.items()
+        attention = sum(count * self.count_attention_parameters(*layer) for layer, count in layers) / number
         mlp = (self.num_input_matrices + 1) * self.mean_mlp_width * self.width
         others = self.extra_predictions * 2 * self.width**2 / number
         # Gate and projection of a layer, and its share of the projection of the token's embedding.
@@ -579,7 +580,8 @@ class DecoderConfig(WidthScaledConfig):
     @property
     def mean_mlp_width(self) -> float:
         """Hidden width of an MLP; the mean over trained layers, as if all of them had one."""
-        return sum(self.get_mlp_width(sharing) for _, sharing in self.trained_layers) / self.num_trained_layers
+        layers = self.trained_layers.items()
+        return sum(count * self.get_mlp_width(sharing) for (_, sharing), count in layers) / self.num_trained_layers
 
     @property
     def mean_hidden_width(self) -> float:
@@ -612,10 +614,13 @@ class DecoderConfig(WidthScaledConfig):
         return [*self.layer_kinds, *self.extra_stage.kinds * self.extra_predictions]
 
     @property
-    def trained_layers(self) -> list[tuple[LayerKind, Sharing]]:
-        """Kind of every layer of `trained_kinds`, and whether it gives or takes keys and values."""
-        stages = [*self.stages, self.extra_stage]
-        return [(kind, stage.sharing) for stage in stages for kind in stage.kinds * stage.repeats]
+    def trained_layers(self) -> Counter[tuple[LayerKind, Sharing]]:
+        """Number of layers of a training step of each kind that give, take or keep keys and values."""
+        layers: Counter[tuple[LayerKind, Sharing]] = Counter()
+        for stage in (*self.stages, self.extra_stage):
+            for kind in stage.kinds:
+                layers[kind, stage.sharing] += stage.repeats
+        return layers
 
     @property
     def stages(self) -> list[Stage]:

@@ -594,15 +594,17 @@ class PretrainDecoder(BaseTrainer):
         )
         query, values = config.heads * config.head_size, config.heads * config.value_size
         keys = config.key_heads * (config.head_size + config.value_size)
-        own_keys, layers = float(keys), [layer for layer in config.trained_layers if layer[0] != "linear"]
+        own_keys = float(keys)
+        layers = {layer: count for layer, count in config.trained_layers.items() if layer[0] != "linear"}
         if latent is None and layers:
             # The mean over layers: full layers may have other heads, and some layers no keys of their own.
-            sizes_of_heads = [config.get_head_size(kind) for kind, _ in layers]
-            query = values = round(config.heads * sum(sizes_of_heads) / len(layers))
-            wide_keys = [2 * config.get_key_heads(kind) * config.get_head_size(kind) for kind, _ in layers]
-            keys = round(sum(wide_keys) / len(layers))
-            own_keys = sum(config.count_key_value_heads(*layer) * config.get_head_size(layer[0]) for layer in layers)
-            own_keys /= len(layers)
+            number, wide_query, wide_keys, wide_own_keys = sum(layers.values()), 0, 0, 0
+            for (kind, sharing), count in layers.items():
+                wide_query += count * config.heads * config.get_head_size(kind)
+                wide_keys += count * 2 * config.get_key_heads(kind) * config.get_head_size(kind)
+                wide_own_keys += count * config.count_key_value_heads(kind, sharing) * config.get_head_size(kind)
+            query = values = round(wide_query / number)
+            keys, own_keys = round(wide_keys / number), wide_own_keys / number
         # With gates also these, and the result that they are applied to.
         has_gate, working = config.attention_gate, 0.0
         projected, mixed = query + own_keys + has_gate * query, float(values + has_gate * values)
