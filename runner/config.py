@@ -40,6 +40,7 @@ _TEXT_KEYS = (
     "eval.samples",
     "memory.loss_chunk_positions",
     "memory.row_attention",
+    "memory.attention",
 )
 # Names of sources, validation sets and tasks become parts of the keys of metrics.jsonl, hence no dot and no slash.
 SOURCE_NAME = r"^[A-Za-z0-9_-]+$"
@@ -69,6 +70,7 @@ STAGE_KEYS = (
     "memory.remat",
     "memory.loss_chunk_positions",
     "memory.row_attention",
+    "memory.attention",
     "ema.decays",
     "noise_scale.decay",
 )
@@ -667,6 +669,7 @@ class AdapterConfig(FrozenModel):
 
 
 ContextParallelMethod = Literal["auto", "ring", "gather"]
+AttentionKernels = Literal["auto", "ours", "library"]
 
 
 class MemoryConfig(FrozenModel):
@@ -687,6 +690,12 @@ class MemoryConfig(FrozenModel):
         description="Context-parallel attention where topology.mesh.sequence shards sequences: all-gather of the keys "
         "and values that a device's queries see (gather), ring attention (ring), or the one predicted to be faster "
         "(auto).",
+    )
+    attention: AttentionKernels = Field(
+        default="auto",
+        description="Kernels of causal attention: the fastest that pass their test at the start of a run (auto), the "
+        "same with the run ending with 2 if one of this repository fails it, and no cuDNN on GPUs (ours), or only "
+        "those of JAX: splash attention on TPUs, cuDNN on GPUs (library). CPUs have one without a kernel.",
     )
     offload_optimizer: bool = Field(
         default=False,

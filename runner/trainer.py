@@ -77,6 +77,7 @@ from runner.train.checks import (
 from runner.train.compile import MEMORY_SHARE, CompiledStep, DeviceFault, ReplayedStep
 from runner.train.evaluators import Evaluator, Validation, add_averages, make_ema_evaluators
 from runner.train.flops import Flops, Sizing, compute_mfu_per_token_rate, count_forward_flops
+from runner.train.kernel_check import KernelCase, KernelChecker, set_kernels_of_process
 from runner.train.lora import get_model_weights, replace_base
 from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
@@ -311,6 +312,14 @@ class BaseTrainer(RestoreableJob):
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:
         """Return the memory and traffic of a token on a mesh of these sizes (devices by axis); by default unknown."""
         return Sizing()
+
+    def kernel_cases(self, train_setup: TrainSetup) -> Sequence[KernelCase]:
+        """Return the cases of the kernels of a traced step, which are tested before the first step.
+
+        By default they are those that the blocks of the model have recorded as the step was traced. A job that calls
+        kernels of its own may record them in its model too (`runner.train.kernel_check`), or add them here.
+        """
+        return [*train_setup.kernels.cases.values()]
 
     def search_space(self) -> dict[str, tuple[Any, ...]]:
         """Return the values by dotted key that `plan --search` varies besides mesh and micro-batch; none by default."""
@@ -922,6 +931,7 @@ class BaseTrainer(RestoreableJob):
         # Looked up again: until this attempt claimed the directory, another one could still commit its choice.
         fork = self.spec.checkpoint.fork_from
         known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.start)
+        self.check_kernels(known)
         self.compiled = self.stage.compile(self._limit_bytes, known)
         validate_same_program(self.compiled.digest, hosts)
         examples = self.compiled.layout.micro_batch_examples
@@ -930,6 +940,31 @@ class BaseTrainer(RestoreableJob):
         if not self.setup_builder.is_language_model(self.train_setup):
             given["language_model"] = False
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples, **given)
+
+    def check_kernels(self, known_micro_batch: int | None) -> None:
+        """Test the kernels of the step on the devices, and trace it again without those that fail."""
+        stages, own = self.running_stages, self.stage
+        set_kernels_of_process(own.train_setup.kernels)
+        own.builder.trace(own.train_setup, known_micro_batch)
+        # A CPU has kernels only where a test puts them.
+        if jax.default_backend() == "cpu" and not self.kernel_cases(own.train_setup):
+            return
+        # Steps of later stages are compiled while the devices train, and their kernels must be known by then.
+        for stage in stages:
+            if stage is not own:
+                stage.builder.trace(stage.train_setup)
+
+        def trace_again() -> None:
+            for stage in stages:
+                stage.builder.trace_again(stage.train_setup, known_micro_batch if stage is own else None)
+
+        checker = KernelChecker(self.attempt)
+        jobs = list(zip(self.stage_jobs, stages, strict=True))
+        checker.check(
+            [stage.train_setup.kernels for stage in stages],
+            lambda: [case for job, stage in jobs for case in job.kernel_cases(stage.train_setup)],
+            trace_again,
+        )
 
     def restore_or_init(self) -> None:
         """Restore or initialise the state. A run that begins records the assets of its exports."""

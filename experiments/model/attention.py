@@ -23,7 +23,8 @@ those of a cache.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypedDict, cast
 
@@ -48,9 +49,11 @@ from experiments.model.platform import (
     with_row_major_layout,
 )
 from experiments.model.ring_attention import sharded_attention
-from experiments.model.rotary import Pairs, Rotation, rotate
+from experiments.model.rotary import Pairs, Rotation, rotate, rotate_halves
 from runner.config import ContextParallelMethod
 from runner.errors import InvalidError
+from runner.storage import JsonObject
+from runner.train.kernel_check import KernelCase, KernelTrial, Owner, get_kernel_use
 
 KEY_AXES = ("batch", "sequence", "heads", "head_dim")
 # Axes of arrays in kernels that need every position of a sequence. No rule shards an axis that is named "row".
@@ -122,6 +125,7 @@ def causal_attention(
         window = None
     options: AttentionOptions = {"window": window, "softcap": softcap, "scale": scale}
     rotating = None
+    use = get_kernel_use()
     if rotation is not None and pairs == "halves" and 2 * rotation.cos.shape[-1] == q_BxTxNxH.shape[-1]:
         rotating = _find_rotating_implementation(q_BxTxNxH, v_BxTxKxW, softcap)
     if rotation is not None and rotating is None:
@@ -130,23 +134,25 @@ def causal_attention(
     arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
     sinks = {} if sinks_N is None else {"sinks_N": sinks_N}
     if rotating is not None:
+        use.record(_make_case(rotating, arrays, rotation, sinks_N, options))
         return rotating.attend(*arrays, rotation=rotation, **options, **sinks)
     # With positions on several devices the choice is another one: ring or all-gather.
     layout = make_sequence_layout(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, **options)
     if layout is not None:
         attend = sharded_attention
-        if layout.has_kernel:
+        if layout.has_kernel and use.is_allowed(splash_attention.__name__):
+            # The case of the same kernel for whole sequences: the order of the blocks is not a part of the kernel.
+            use.record(_make_case(SPLASH, arrays, None, sinks_N, options))
             attend = import_for_tpu("experiments.model.context_splash").sharded_splash_attention
         return cast(jax.Array, attend(layout, *arrays, **sinks))
     # All of them are traced, but only the one of the platform that the program is lowered for is compiled.
-    implementations = {
-        name: functools.partial(
-            select_implementation(name, arrays, softcap, sinks_N is not None).attend, **options, **sinks
-        )
-        for name in IMPLEMENTATIONS
-    }
+    selected = {name: select_implementation(name, arrays, softcap, sinks_N is not None) for name in IMPLEMENTATIONS}
+    implementations = {name: functools.partial(one.attend, **options, **sinks) for name, one in selected.items()}
     if (target := platform()) is not None:
-        return implementations.get("cuda" if target == "gpu" else target, implementations["default"])(*arrays)
+        name = "cuda" if target == "gpu" else target
+        if (one := selected.get(name, selected["default"])).owner is not None:
+            use.record(_make_case(one, arrays, None, sinks_N, options))
+        return implementations.get(name, implementations["default"])(*arrays)
     return jax.lax.platform_dependent(*arrays, **implementations)
 
 
@@ -360,9 +366,11 @@ def fused_attention(
     scale: float | None = None,
     sinks_N: jax.Array | None = None,
     rotation: Rotation | None = None,
+    block: int | None = None,
 ) -> jax.Array:
-    """Attend by the kernels of `tpu_attention`."""
-    module, block = import_for_tpu("experiments.model.tpu_attention"), _fused_block_tokens(q_BxTxNxH, v_BxTxKxW)
+    """Attend by the kernels of `tpu_attention`, in blocks of `block` positions, by default those of the least cost."""
+    module = import_for_tpu("experiments.model.tpu_attention")
+    block = _fused_block_tokens(q_BxTxNxH, v_BxTxKxW) if block is None else block
     scale = score_scale(q_BxTxNxH, scale)
     kernel = module.FusedAttention(module.CausalBlocks(block, window), scale, softcap, vmem_limit_bytes())
     return _attend_on_tpu(kernel.attend, block, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation, sinks_N)
@@ -378,11 +386,12 @@ def splash_attention(
     softcap: float | None = None,
     scale: float | None = None,
     sinks_N: jax.Array | None = None,
+    blocks: BlockSizes | None = None,
 ) -> jax.Array:
     """Attend by JAX's fused TPU kernels, which skip blocks of keys that no query of a block may see."""
     splash = import_for_tpu("jax.experimental.pallas.ops.tpu.splash_attention")
     group = q_BxTxNxH.shape[2] // k_BxTxKxH.shape[2]
-    blocks = _splash_block_tokens(q_BxTxNxH.shape[1], window, q_BxTxNxH, v_BxTxKxW)
+    blocks = blocks or _splash_block_tokens(q_BxTxNxH.shape[1], window, q_BxTxNxH, v_BxTxKxW)
     factor = score_scale(q_BxTxNxH, scale)
 
     def attend(
@@ -524,6 +533,7 @@ class AttentionImplementation(NamedTuple):
     fits: Callable[[jax.Array, jax.Array], bool] = lambda *_: True  # condition on queries and values
     length_multiple: int = 1  # sequences are padded to it, by at most an eighth
     applies_rotation: bool = False
+    owner: Owner | None = None  # of its kernel, which is tested before it is used; None: it has no kernel
     needs_even_sharding: bool = False  # batch and heads must divide: the partitioner cannot split a kernel
 
 
@@ -531,13 +541,20 @@ BLOCKED = AttentionImplementation(blocked_attention)
 XLA = AttentionImplementation(xla_attention, softcap=False, sinks=False, wide_values=False)
 # cuDNN would take segments as a bias of all T x T scores. JAX then asks it for the gradient of that bias too, and with
 # it not every GPU has an algorithm that gives the same bits twice.
-CUDNN = XLA._replace(attend=cudnn_attention, dtypes=(jnp.bfloat16, jnp.float16), segments=False, fits=_supports_cudnn)
-SPLASH = AttentionImplementation(splash_attention, length_multiple=LANES, needs_even_sharding=True)
+CUDNN = XLA._replace(
+    attend=cudnn_attention,
+    dtypes=(jnp.bfloat16, jnp.float16),
+    segments=False,
+    fits=_supports_cudnn,
+    owner="library",
+)
+SPLASH = AttentionImplementation(splash_attention, length_multiple=LANES, needs_even_sharding=True, owner="library")
 FUSED = SPLASH._replace(
     attend=fused_attention,
     dtypes=(jnp.bfloat16, jnp.float32),
     fits=lambda q, v: _fused_block_tokens(q, v) > 0,
     applies_rotation=True,
+    owner="ours",
 )
 # By platform, fastest first; the last one of each supports everything.
 IMPLEMENTATIONS: dict[str, tuple[AttentionImplementation, ...]] = {
@@ -551,8 +568,14 @@ IMPLEMENTATIONS: dict[str, tuple[AttentionImplementation, ...]] = {
 def select_implementation(
     platform: str, arrays: tuple[jax.Array, ...], softcap: float | None, has_sinks: bool = False
 ) -> AttentionImplementation:
-    """Return the first implementation of a platform that supports these queries, keys, values and maybe segments."""
+    """Return the first implementation of a platform that supports these queries, keys, values and maybe segments.
+
+    Implementations that `memory.attention` excludes, and kernels that have failed their test, are left out.
+    """
     q_BxTxNxH, k_BxTxKxH, v_BxTxKxW = arrays[:3]
+    use = get_kernel_use()
+    # cuDNN is the one kernel of a library for which there is another choice on its platform.
+    excluded = {"auto": (), "ours": (CUDNN.attend,), "library": (FUSED.attend,)}[use.attention]
 
     def divides_over_mesh() -> bool:
         spec = _partition_spec(WHOLE_SEQUENCE_AXES)
@@ -561,7 +584,9 @@ def select_implementation(
     return next(
         one
         for one in IMPLEMENTATIONS[platform]
-        if (not one.dtypes or q_BxTxNxH.dtype in one.dtypes)
+        if one.attend not in excluded
+        and use.is_allowed(one.attend.__name__)
+        and (not one.dtypes or q_BxTxNxH.dtype in one.dtypes)
         and (one.softcap or softcap is None)
         and (one.segments or len(arrays) == 3)
         and (one.sinks or not has_sinks)
@@ -583,6 +608,143 @@ def _find_rotating_implementation(
         return None
     selected = select_implementation("tpu", (q_BxTxNxH, q_BxTxNxH, v_BxTxKxW), softcap)
     return selected if selected.applies_rotation else None
+
+
+# Tests of kernels.
+
+MAX_TESTED_GROUP = 4
+SCORE_STDDEV = 2.0  # sharp enough that a key too many or too few shows in a row
+
+
+def reference_attention(
+    q_BxTxNxH: jax.Array,
+    k_BxTxKxH: jax.Array,
+    v_BxTxKxW: jax.Array,
+    segments_BxT: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks_N: jax.Array | None = None,
+    rotation: Rotation | None = None,
+) -> jax.Array:
+    """Attend in float32 with every score of the square at once: the definition, written without any other function."""
+    q, k, v = (x.astype(jnp.float32) for x in (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW))
+    if rotation is not None:
+        q, k = rotate_halves(q, rotation), rotate_halves(k, rotation)
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    scores_BxNxTxS = product("btnh,bsnh->bnts", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores_BxNxTxS = softcap * jnp.tanh(scores_BxNxTxS / softcap)
+    positions_T = jnp.arange(q.shape[1])
+    distance_TxS = positions_T[:, None] - positions_T
+    mask = (distance_TxS >= 0) & (distance_TxS < (q.shape[1] if window is None else window))
+    if segments_BxT is not None:
+        mask = mask & (segments_BxT[:, None, :, None] == segments_BxT[:, None, None, :])
+    weights_BxNxTxS = jnp.where(mask, jnp.exp(scores_BxNxTxS), 0)
+    total_BxNxTx1 = jnp.sum(weights_BxNxTxS, axis=-1, keepdims=True)
+    if sinks_N is not None:
+        total_BxNxTx1 += jnp.exp(sinks_N.astype(jnp.float32))[:, None, None]
+    return product("bnts,bsnw->btnw", weights_BxNxTxS / total_BxNxTx1, v)
+
+
+def _make_case(
+    one: AttentionImplementation,
+    arrays: tuple[jax.Array, ...],
+    rotation: Rotation | None,
+    sinks_N: jax.Array | None,
+    options: AttentionOptions,
+) -> KernelCase:
+    """Return the case of a kernel for such arrays: the same blocks and masks on few heads and few blocks."""
+    q_BxTxNxH, _, v_BxTxKxW = arrays[:3]
+    (_, T, N, H), (_, _, K, W), dtype = q_BxTxNxH.shape, v_BxTxKxW.shape, q_BxTxNxH.dtype
+    window, blocks = options["window"], BlockSizes(1, 256)
+    if one.attend is fused_attention:
+        block = _fused_block_tokens(q_BxTxNxH, v_BxTxKxW)
+        blocks = BlockSizes(block, block)
+    elif one.attend is splash_attention:
+        blocks = _splash_block_tokens(T, window, q_BxTxNxH, v_BxTxKxW)
+    group = min(N // K, MAX_TESTED_GROUP)
+    heads = group * min(K, 2)
+    # A pair of blocks without a window; with one as many as let a query see its edge. Windows keep their place in
+    # a block, and sequences their padding.
+    number = 2
+    if window is not None:
+        number = min(window // blocks.read, 2) + 2
+        window = min(window, min(window // blocks.read, 2) * blocks.read + window % blocks.read)
+    padding = -T % blocks.multiple
+    length = min(T, number * blocks.read - padding)
+    window = None if window is None or window >= length else window
+    tested: AttentionOptions = {**options, "window": window}
+    facts: JsonObject = {
+        "sequences": 1 if rotation is None or rotation.cos.shape[0] == 1 else 2,
+        "positions": length,
+        "heads": heads,
+        "key_heads": heads // group,
+        "head": H,
+        "value": W,
+        "blocks": list(blocks),
+        "segments": len(arrays) > 3,
+        "rotation": rotation is not None,
+        "sinks": sinks_N is not None,
+        **tested,
+    }
+    fallbacks = {"fused_attention": "JAX's splash attention", "splash_attention": "plain XLA ops"}
+    return KernelCase(
+        one.attend.__name__,
+        "attention",
+        one.owner or "ours",
+        fallbacks.get(one.attend.__name__, "plain XLA ops"),
+        facts,
+        dtype.name,
+        functools.partial(make_attention_trial, one.attend, facts, dtype),
+        (__file__, str(Path(__file__).with_name("tpu_attention.py"))),
+        is_demanded=one.owner == "ours" and get_kernel_use().attention == "ours",
+    )
+
+
+def make_attention_trial(attend: Callable[..., jax.Array], facts: Mapping[str, Any], dtype: DTypeLike) -> KernelTrial:
+    """Return the functions to compare, result and gradients of attention, with random inputs."""
+    generator, options = np.random.default_rng(0), {name: facts[name] for name in ("window", "softcap", "scale")}
+    B, T, N, K, H, W = (facts[name] for name in ("sequences", "positions", "heads", "key_heads", "head", "value"))
+    q, k, v, g = (
+        generator.normal(size=(B, T, *shape)).astype(np.float32) for shape in ((N, H), (K, H), (K, W), (N, W))
+    )
+    q *= SCORE_STDDEV / (math.sqrt(H) * (H**-0.5 if facts["scale"] is None else facts["scale"]))
+    inputs: dict[str, np.ndarray] = {name: x.astype(dtype) for name, x in zip("qkvg", (q, k, v, g), strict=True)}
+    if facts["sinks"]:
+        inputs["sinks"] = generator.normal(size=N).astype(dtype)
+    if facts["segments"]:
+        # Two short documents, padding, and between them one that is longer than the window, whose edge would show in
+        # none of the others.
+        cuts = [part + int(generator.integers(1 + T // 20)) for part in (T // 20, T - T // 8, T - T // 20)]
+        ids_T = 1 + np.sum(np.arange(T)[:, None] >= np.array(cuts[:2]), axis=1)
+        inputs["segments"] = np.tile(np.where(np.arange(T) < cuts[2], ids_T, 0).astype(np.int32), (B, 1))
+    if facts["rotation"]:
+        radians = generator.uniform(0, 2 * math.pi, (B, T, 1, H // 2))
+        inputs |= {"cos": np.cos(radians).astype(np.float32), "sin": np.sin(radians).astype(np.float32)}
+    if attend is fused_attention:
+        attend = functools.partial(fused_attention, block=facts["blocks"][0])
+    elif attend is splash_attention:
+        attend = functools.partial(splash_attention, blocks=BlockSizes(*facts["blocks"]))
+
+    def run(form: Callable[..., jax.Array], *leaves: jax.Array) -> Any:
+        named = dict(zip(inputs, leaves, strict=True))
+        rotation = {"rotation": Rotation(named["cos"], named["sin"])} if "cos" in named else {}
+
+        def attend_to(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
+            ids = (named["segments"],) if "segments" in named else ()
+            return form(q, k, v, *ids, **options, **rotation, **({"sinks_N": sinks[0]} if sinks else {}))
+
+        out, pull_back = jax.vjp(attend_to, *(named[name] for name in ("q", "k", "v", "sinks") if name in named))
+        return out, *pull_back(named["g"].astype(out.dtype))
+
+    def reference(*leaves: jax.Array) -> Any:
+        wide = (x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves)
+        return run(reference_attention, *wide)
+
+    return KernelTrial(functools.partial(run, attend), reference, tuple(inputs.values()))
 
 
 def _is_worth_padding(length: int, multiple: int) -> bool:

@@ -29,6 +29,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -50,8 +51,10 @@ from experiments.model.layers import (
 from experiments.model.platform import reduce_scatters_only_rows, sorts_before_summing
 from runner.metrics.meta import ACCURACY, SUMS
 from runner.parallel.mesh import get_active_rules, list_axes, remove_axes_from_rules
+from runner.train.kernel_check import KernelCase, KernelTrial, get_kernel_use
 from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum, evaluate_cross_entropy
 
+KERNEL = "take_rows_sorted"  # name of the sorted gradient in its test
 Unembed = Callable[[jax.Array, jax.Array], jax.Array]  # (weights (V, D), hidden states (B, T, D)) -> logits (B, T, V)
 
 
@@ -100,9 +103,13 @@ def lookup(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
     # A device can look up its own tokens by itself if it can gather whole rows, over axes along which all devices have
     # different tokens.
     can_gather_rows = not vocab_axes and set(axes).issuperset(width_axes)
-    if not can_gather_rows or not (width_axes or sorts_before_summing()):
+    use = get_kernel_use()
+    is_sorted = sorts_before_summing() and use.is_allowed(KERNEL)
+    if not can_gather_rows or not (width_axes or is_sorted):
         return constrain(table_VxD, "vocab", "embed_act")[tokens_BxT]
-    take_rows = take_rows_sorted if sorts_before_summing() else operator.getitem
+    take_rows = take_rows_sorted if is_sorted else operator.getitem
+    if is_sorted:
+        use.record(_make_case(table_VxD))
     if not axes:
         return take_rows(table_VxD, tokens_BxT)
 
@@ -206,6 +213,41 @@ def _take_rows_backward(residuals: tuple[jax.Array, jax.Array], gradient_BxTxD: 
 
 
 take_rows_sorted.defvjp(lambda table, tokens: (table[tokens], (table[:, :0], tokens)), _take_rows_backward)
+
+
+def _make_case(table_VxD: jax.Array) -> KernelCase:
+    """Return the case of `take_rows_sorted` for rows of such a table."""
+    D, dtype = table_VxD.shape[1], table_VxD.dtype
+
+    def make_trial() -> KernelTrial:
+        generator = np.random.default_rng(0)
+        table_VxD = generator.normal(size=(300, D)).astype(dtype)
+        # Some tokens many times, most a few times, and some never.
+        tokens_BxT = np.minimum(generator.geometric(0.01, (2, 500)), 298).astype(np.int32)
+        gradient_BxTxD = generator.normal(size=(2, 500, D)).astype(dtype)
+
+        def run(table: jax.Array, tokens: jax.Array, gradient: jax.Array) -> Any:
+            rows, pull_back = jax.vjp(lambda table: take_rows_sorted(table, tokens), table)
+            return rows, *pull_back(gradient)
+
+        def reference(table: jax.Array, tokens: jax.Array, gradient: jax.Array) -> Any:
+            one_hot_BxTxV = (tokens[..., None] == jnp.arange(table.shape[0])).astype(jnp.float32)
+            product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+            rows = product("btv,vd->btd", one_hot_BxTxV, table.astype(jnp.float32))
+            return rows, product("btv,btd->vd", one_hot_BxTxV, gradient.astype(jnp.float32))
+
+        return KernelTrial(run, reference, (table_VxD, tokens_BxT, gradient_BxTxD))
+
+    return KernelCase(
+        KERNEL,
+        "gradient of the embedding",
+        "ours",
+        "XLA's scatter",
+        {"width": D},
+        dtype.name,
+        make_trial,
+        (__file__,),
+    )
 
 
 def unembed(embedding_VxD: jax.Array, x_BxTxD: jax.Array, softcap: float | None = None) -> jax.Array:

@@ -23,11 +23,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.tree_util import Partial
 
 from experiments.model.platform import import_for_tpu
+from runner.train.kernel_check import KernelCase, KernelTrial, get_kernel_use
 
+KERNEL = "ragged_matmul"  # name of the kernels in their test
 MIN_BLOCK, MAX_BLOCK = 8, 256
 KERNEL_SLOTS = 128  # the megablox kernel needs a multiple of this number of slots
 MAX_KERNEL_COLUMNS = 1024  # of either operand in one tile of the kernel
@@ -70,7 +73,7 @@ def apply_grouped(
     if most_tokens is not None:
         num_slots, starts_E = num_experts * most_tokens, jnp.arange(num_experts) * most_tokens
         matmul = Partial(batched_matmul)
-    elif platform == "tpu":
+    elif platform == "tpu" and get_kernel_use().is_allowed(KERNEL):
         num_slots, starts_E = experts_MxK.size, jnp.cumsum(counts_E) - counts_E
         matmul = Partial(ragged_matmul, counts_E)
     else:
@@ -178,6 +181,7 @@ def ragged_matmul(counts_E: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array) -> 
 
     Slots after those of all experts are zeros, which must not be relied on.
     """
+    get_kernel_use().record(_make_case(x_PxI, w_ExIxO))
     return lax.ragged_dot(x_PxI, w_ExIxO, counts_E)
 
 
@@ -200,6 +204,49 @@ ragged_matmul.defvjp(
     lambda counts_E, x_PxI, w_ExIxO: (ragged_matmul(counts_E, x_PxI, w_ExIxO), (counts_E, x_PxI, w_ExIxO)),
     _ragged_backward,
 )
+
+
+def _make_case(x_PxI: jax.Array, w_ExIxO: jax.Array) -> KernelCase:
+    """Return the case of `ragged_matmul` for such slots and experts, with the same tiles and few of them."""
+    E, dtype = min(w_ExIxO.shape[0], 4), x_PxI.dtype
+    # Two tiles of the axis, or all of it if it has fewer.
+    I, O = (min(size, 2 * _choose_tile(size, MAX_KERNEL_COLUMNS)) for size in w_ExIxO.shape[1:])  # noqa: E741
+    padded = x_PxI.shape[0] + -x_PxI.shape[0] % KERNEL_SLOTS
+    P = min(padded, 2 * _choose_tile(padded, 512)) - -x_PxI.shape[0] % KERNEL_SLOTS
+
+    def make_trial() -> KernelTrial:
+        generator = np.random.default_rng(0)
+        # Parts of any length, an expert without a token, and slots that are left over.
+        counts_E = (np.array([0.41, 0.0, 0.33, 0.14][:E]) * P).astype(np.int32)
+        x_PxI, dy_PxO = (generator.normal(size=(P, size)).astype(dtype) for size in (I, O))
+        dy_PxO[counts_E.sum() :] = 0
+        w_ExIxO = generator.normal(size=(E, I, O)).astype(dtype)
+
+        def run(counts: jax.Array, x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+            y, pull_back = jax.vjp(functools.partial(ragged_matmul, counts), x, w)
+            return y, *pull_back(dy)
+
+        def reference(counts: jax.Array, x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+            ends_E = jnp.cumsum(counts)
+            places_Px1 = jnp.arange(P)[:, None]
+            own_PxE = ((places_Px1 < ends_E) & (places_Px1 >= ends_E - counts)).astype(jnp.float32)
+            product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+            x, w, dy = (each.astype(jnp.float32) for each in (x, w, dy))
+            y = product("pe,pi,eio->po", own_PxE, x, w)
+            return y, product("pe,po,eio->pi", own_PxE, dy, w), product("pe,pi,po->eio", own_PxE, x, dy)
+
+        return KernelTrial(run, reference, (counts_E, x_PxI, w_ExIxO, dy_PxO))
+
+    return KernelCase(
+        KERNEL,
+        "experts",
+        "library",
+        "a loop over blocks of tokens",
+        {"slots": P, "experts": E, "inputs": I, "outputs": O},
+        dtype.name,
+        make_trial,
+        (__file__,),
+    )
 
 
 def _choose_tile(size: int, most: int) -> int:

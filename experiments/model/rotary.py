@@ -6,8 +6,10 @@ Hugging Face, or neighbouring elements.
 Shape legend: B batch, T sequence, N heads, H width of a head, F = H / 2 frequencies.
 """
 
+import functools
 import math
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from experiments.model.platform import rotates_by_matmul
 from runner.spec import Auto, FrozenModel
+from runner.train.kernel_check import KernelCase, KernelTrial, get_kernel_use
+
+KERNEL = "rotate_by_matmul"  # name of the kernel in its test
 
 
 class LinearScaling(FrozenModel):
@@ -174,8 +179,14 @@ def rotate(x_BxTxNxH: jax.Array, rotation: Rotation, pairs: Pairs = "halves") ->
         return jnp.concatenate([rotated_BxTxNxR, x_BxTxNxH[..., width:]], axis=-1)
     if pairs == "neighbours":
         x_BxTxNxH = jnp.concatenate([x_BxTxNxH[..., 0::2], x_BxTxNxH[..., 1::2]], axis=-1)
-    if rotates_by_matmul():
-        return _rotate_by_matmul(x_BxTxNxH, rotation)
+    if rotates_by_matmul() and (use := get_kernel_use()).is_allowed(KERNEL):
+        use.record(_make_case(x_BxTxNxH))
+        return rotate_by_matmul(x_BxTxNxH, rotation)
+    return rotate_halves(x_BxTxNxH, rotation)
+
+
+def rotate_halves(x_BxTxNxH: jax.Array, rotation: Rotation) -> jax.Array:
+    """Return `x` with its halves rotated, in its own dtype."""
     first, second = jnp.split(x_BxTxNxH.astype(jnp.float32), 2, axis=-1)
     cos, sin = rotation
     rotated_BxTxNxH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -183,7 +194,7 @@ def rotate(x_BxTxNxH: jax.Array, rotation: Rotation, pairs: Pairs = "halves") ->
 
 
 @jax.custom_vjp
-def _rotate_by_matmul(x_BxTxNxH: jax.Array, rotation: Rotation) -> jax.Array:
+def rotate_by_matmul(x_BxTxNxH: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotate the halves of `x`, which swap places in a product with ones, minus ones and zeros.
 
     The product rounds nothing, and no array has the width of half a head. The backward pass rotates the gradient by the
@@ -203,11 +214,42 @@ def _rotate_by_matmul(x_BxTxNxH: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def _rotate_by_matmul_forward(x_BxTxNxH: jax.Array, rotation: Rotation) -> tuple[jax.Array, Rotation]:
-    return _rotate_by_matmul(x_BxTxNxH, rotation), rotation
+    return rotate_by_matmul(x_BxTxNxH, rotation), rotation
 
 
 def _rotate_by_matmul_backward(rotation: Rotation, dy_BxTxNxH: jax.Array) -> tuple[jax.Array, None]:
-    return _rotate_by_matmul(dy_BxTxNxH, Rotation(rotation.cos, -rotation.sin)), None
+    return rotate_by_matmul(dy_BxTxNxH, Rotation(rotation.cos, -rotation.sin)), None
 
 
-_rotate_by_matmul.defvjp(_rotate_by_matmul_forward, _rotate_by_matmul_backward)
+rotate_by_matmul.defvjp(_rotate_by_matmul_forward, _rotate_by_matmul_backward)
+
+
+def _make_case(x_BxTxNxH: jax.Array) -> KernelCase:
+    """Return the case of the rotation by a matmul for such heads."""
+    H, dtype = x_BxTxNxH.shape[-1], x_BxTxNxH.dtype
+
+    def make_trial() -> KernelTrial:
+        generator = np.random.default_rng(0)
+        x, gradient = (generator.normal(size=(2, 256, 2, H)).astype(dtype) for _ in range(2))
+        radians = generator.uniform(0, 2 * np.pi, (1, 256, 1, H // 2))
+        angles = np.cos(radians).astype(np.float32), np.sin(radians).astype(np.float32)
+
+        def run(form: Callable[..., jax.Array], x: jax.Array, gradient: jax.Array, *angles: jax.Array) -> Any:
+            out, pull_back = jax.vjp(lambda x: form(x, Rotation(*angles)), x)
+            return out, *pull_back(gradient)
+
+        def reference(x: jax.Array, gradient: jax.Array, *angles: jax.Array) -> Any:
+            return run(rotate_halves, x.astype(jnp.float32), gradient.astype(jnp.float32), *angles)
+
+        return KernelTrial(functools.partial(run, rotate_by_matmul), reference, (x, gradient, *angles))
+
+    return KernelCase(
+        KERNEL,
+        "rotation",
+        "ours",
+        "a rotation of the halves of a head",
+        {"head": H},
+        dtype.name,
+        make_trial,
+        (__file__,),
+    )

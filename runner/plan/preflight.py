@@ -167,6 +167,9 @@ def _make_trainer_sections(
         _add_mesh_warnings(job, estimate, estimate.small_shard_warnings, findings)
 
     first = None if estimate is None else estimate.first
+    # What is wrong already is told before minutes of compilation, and again at the end.
+    for line in findings.problems:
+        warn(f"problem: {line}")
     program: CompiledProgram | None = None
     with report_progress(f"compiling {job.spec.name} for {job.topology.accelerator}"), findings.collect():
         try:
@@ -221,6 +224,8 @@ def _make_trainer_sections(
                     planned_bytes = first.needed_bytes if machine.is_faked and first else program.step.memory.needed
                     sections.append(make_comparison_section(forecast, planned_bytes, rows))
     checkpoint = _make_checkpoint_section(job, abstract_state, machine, step_seconds, findings)
+    if kernels := report.make_kernels_section(job.kernel_cases(train_setup)).figures:
+        sections.append(Section("kernels", kernels))
     sections += [checkpoint, report.make_compilation_section(program)]
     if len(job.stages) > 1 and data.is_found:
         sections += make_stage_sections(job, train_setup, machine, step_seconds, findings)

@@ -47,6 +47,7 @@ from runner.plan.program import (
 from runner.spec import ExecutionSpec
 from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops
+from runner.train.kernel_check import KernelCase
 from runner.train.optimizer import compute_rates
 from runner.train.setup import TrainSetup
 from runner.train.stages import RunStage
@@ -354,7 +355,7 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     note = "outputs that do not reuse the memory of arguments"
     section.add("outputs", memory.outputs, "bytes", "compiled", note)
     section.add("code", memory.code, "bytes", "compiled")
-    needed, note = memory.needed, "arguments + temporaries + outputs"
+    needed, note = memory.needed, "arguments + temporaries + outputs + code"
     if machine.is_faked and first is not None:
         least = "at least, since the job states no activations, " if first.is_lower_bound else ""
         needed, note = int(first.needed_bytes), f"{least}by arithmetic: the chip's compiler is not here"
@@ -365,7 +366,9 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     section.add("needed", needed, "bytes", basis, note)
     note = f"a step may use {MEMORY_SHARE:.0%} of it"
     section.add("there", machine.hbm_bytes, "bytes", "assumed", note, label="capacity")
-    section.add("headroom", machine.hbm_bytes - needed, "bytes", basis)
+    section.add(
+        "headroom", int(machine.hbm_bytes * MEMORY_SHARE) - needed, "bytes", basis, f"of these {MEMORY_SHARE:.0%}"
+    )
     return section
 
 
@@ -501,4 +504,18 @@ def make_compilation_section(program: CompiledProgram) -> Section:
     section.add("train step", program.compile_seconds, "seconds", "compiled")
     if program.val_compile_seconds is not None:
         section.add("validation step", program.val_compile_seconds, "seconds", "compiled")
+    return section
+
+
+def make_kernels_section(cases: Sequence[KernelCase]) -> Section:
+    """Return the section of the kernels that a step uses, and what replaces them if they fail their test."""
+    section = Section("kernels")
+    for role in sorted({case.role for case in cases}):
+        own = [case for case in cases if case.role == role]
+        owners = " and ".join(sorted({case.owner for case in own}))
+        parts = [
+            f"{kernel}, {sum(case.kernel == kernel for case in own)} case(s), or else {fallback}"
+            for kernel, fallback in sorted({(case.kernel, case.fallback) for case in own})
+        ]
+        section.add(role, f"{owners} (tested at start)", "text", "counted", "; ".join(parts))
     return section

@@ -269,6 +269,28 @@ EVENTS = (
         ),
     ),
     EventType(
+        "kernels",
+        "The kernels of the train step have passed their tests, now or earlier; absent if it has none, as on CPUs.",
+        "process 0",
+        (
+            Key("kernels", list, "Names of the kernels in use."),
+            Key("avoided", list, "Names of the kernels that have failed in this run, and are avoided."),
+            Key("cases", int, "Cases that were run now; the others are in the hosts' caches."),
+            _SECONDS,
+        ),
+    ),
+    EventType(
+        "kernel_fallback",
+        "A kernel has failed its test on this hardware; from now on the run uses another one.",
+        "process 0",
+        (
+            Key("kernel", str, "Name of the kernel."),
+            Key("case", str, "Digest of the case: the kernel's name, its source, and `facts`."),
+            Key("facts", dict, "Dtypes, widths, blocks and masks of the case."),
+            _REASON,
+        ),
+    ),
+    EventType(
         "prepare",
         "Everything that is needed before the state is restored is compiled.",
         "process 0",

@@ -8,6 +8,7 @@
 - `loss`: cross-entropy and fields of a batch
 - `step`: optimizer step and validation step
 - `compile`: split of the global batch, compiled steps, and the micro-batch that fits
+- `kernel_check`: self-test of the kernels of a step
 - `lora`: LoRA adapters
 - `evaluators`: evaluators, their schedule, and validation
 - `report`: rows of metrics

@@ -403,8 +403,8 @@ class ProgramMemory:
 
     @property
     def needed(self) -> int:
-        """Everything except the code, which the device's own limit leaves out too."""
-        return self.arguments + self.outputs + self.temporaries
+        """Everything that the program holds in the device's memory while it runs, its code included."""
+        return self.arguments + self.outputs + self.temporaries + self.code
 
 
 def get_program_memory(compiled: Any) -> ProgramMemory:

@@ -7,7 +7,7 @@ ones, or those of an abstract TPU topology, in `plan`.
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from runner.train.compile import (
     trace_train_step,
     trace_val_step,
 )
+from runner.train.kernel_check import KernelUse, use_kernels
 from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, make_merge, merge_adapter
 from runner.train.optimizer import OptimizerChoice, choose_optimizer
 from runner.train.stability import STABILITY
@@ -62,6 +63,7 @@ class TrainSetup:
         auxiliary_states: auxiliary states of the train state.
         rules: logical axis rules of the model.
         num_logits: size of the last axis of the model's logits (B, T, V); None if it returns none.
+        kernels: choice of kernels, with the cases of those that the traced steps use.
         traced: traced, uncompiled train steps by micro-batch size, kept so that compilation need not trace again.
         traced_val: traced, uncompiled validation steps, by the sizes of their batch and micro-batch.
     """
@@ -75,6 +77,7 @@ class TrainSetup:
     auxiliary_states: Sequence[AuxiliaryState] = ()
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
     num_logits: int | None = None
+    kernels: KernelUse = field(default_factory=KernelUse, repr=False, compare=False)
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
     traced_val: dict[tuple[int, int], jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
@@ -88,9 +91,11 @@ class TrainSetup:
         kind = self.mesh.devices.flat[0].device_kind
         return {"mesh": self.mesh_sizes, "device_kind": kind, "processes": num_processes}
 
-    def sharding_rules(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the job's rules map logical axis names of the model to axes of the mesh."""
-        return mesh_rules.use_sharding_rules(self.mesh, self.rules)
+    @contextlib.contextmanager
+    def sharding_rules(self) -> Iterator[None]:
+        """Map logical axis names of the model to axes of the mesh by the job's rules, and use the job's kernels."""
+        with mesh_rules.use_sharding_rules(self.mesh, self.rules), use_kernels(self.kernels):
+            yield
 
     def init_state(self) -> TrainState:
         """Return the state at step 0, each leaf created in its sharding. Called on every host."""
@@ -181,6 +186,7 @@ def build_train_setup(
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES,
     offload_optimizer: bool = False,
     model_inputs: Callable[[Any], tuple[Any, ...]] = get_tokens,
+    kernels: KernelUse | None = None,
 ) -> TrainSetup:
     """Build the setup of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
@@ -199,6 +205,7 @@ def build_train_setup(
         rules: logical axis rules of the model.
         offload_optimizer: True to keep the arrays of the optimizer state in pinned host memory.
         model_inputs: function from a batch (B, ...) to the positional arguments of the model.
+        kernels: choice of kernels; None: by default the fastest.
     """
 
     def init(init_function: Callable[..., Any], key: jax.Array, **options: Any) -> Any:
@@ -259,6 +266,7 @@ def build_train_setup(
         auxiliary_states=auxiliary_states,
         rules=rules,
         num_logits=max(num_logits, default=None),
+        kernels=KernelUse() if kernels is None else kernels,
     )
 
 
@@ -504,6 +512,7 @@ class TrainSetupBuilder:
             rules=self.rules,
             offload_optimizer=self.config.memory.offload_optimizer,
             model_inputs=self.model_inputs,
+            kernels=KernelUse(self.config.memory.attention),
         )
 
     def get_largest_layout(self, train_setup: TrainSetup, micro_batch: int | None = None) -> BatchLayout:
@@ -513,6 +522,13 @@ class TrainSetupBuilder:
     def trace(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step with the largest micro-batch, which shows errors in it at little cost."""
         train_setup.trace_train(self.train_step, self.get_largest_layout(train_setup, micro_batch))
+
+    def trace_again(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
+        """Trace the train step once more, because the choice of kernels has changed."""
+        train_setup.kernels.cases.clear()
+        train_setup.traced.clear()
+        train_setup.traced_val.clear()
+        self.trace(train_setup, micro_batch)
 
     def is_language_model(self, train_setup: TrainSetup) -> bool:
         """Return True if the model returns logits over the ids of the data: its loss is then in nats a token."""

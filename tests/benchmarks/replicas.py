@@ -1,9 +1,9 @@
 """Restore from replicas of the fast tier, relative to a restore from own parts and from the durable directory.
 
-Processes of `specs/counter.yaml` are killed, and started again after nothing, the parts of the last process, or the
-whole fast tier were deleted. The script prints the median seconds of a restore by source with their ratios, and the
-seconds for which a fast save blocks the loop with and without replicas. With `--bucket` the durable directory is in an
-emulator of S3, each of whose requests takes so many milliseconds longer.
+Processes of `specs/counter.yaml`, each with its own part of the array, are killed, and started again after nothing, the
+parts of the last process, or the whole fast tier were deleted. The script prints the median seconds of a restore by
+source with their ratios, and the seconds for which a fast save blocks the loop with and without replicas. With
+`--bucket` the durable directory is in an emulator of S3, each of whose requests takes so many milliseconds longer.
 
     python -m tests.benchmarks.replicas [--megabytes 500] [--processes 2] [--rounds 3] [--bucket 20]
 """
@@ -16,23 +16,39 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.counter import Counter
 from runner.storage import open_store, read_log
 from tests.benchmarks.restart import kill, spawn
 from tests.support.job_process import list_common_steps
 from tests.support.object_stores import Faults, route_stores_to, start_backend
 
 SOURCES = ("own parts", "a replica", "durable directory")
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.2
 _STEP_SECONDS = 1.5  # time to send a part before the next one
 
 
-def make_options(scratch: Path, megabytes: int, num_replicas: int) -> list[str]:
+class ShardedCounter(Counter):
+    """Counter whose array is sharded over all devices, so that no process has the part of another."""
+
+    def abstract_state(self) -> Any:
+        """Return the leaves with the array sharded."""
+        state = super().abstract_state()
+        values = state["values"]
+        sharding = NamedSharding(values.sharding.mesh, PartitionSpec("device"))
+        return state | {"values": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
+
+
+def make_options(scratch: Path, megabytes: int, num_processes: int, num_replicas: int) -> list[str]:
     """Return the options of a run whose parts have this size on each process."""
     settings = {
-        "config.width": megabytes * 250_000,  # of four bytes
+        "job": "tests.benchmarks.replicas:ShardedCounter",
+        "config.width": megabytes * 250_000 * num_processes,  # of four bytes
         "config.total_steps": 10**6,
         "config.step_seconds": _STEP_SECONDS,
         "checkpoint.every_steps": 9,
@@ -54,7 +70,8 @@ def measure(
 ) -> tuple[dict[str, float], list[float]]:
     """Return the seconds of a restore by source, and those for which fast saves blocked the loop."""
     fast, cache = scratch / "fast", scratch / "cache"
-    options, restores, blocked = make_options(scratch, megabytes, num_replicas), dict[str, float](), list[float]()
+    options = make_options(scratch, megabytes, num_processes, num_replicas)
+    restores, blocked = dict[str, float](), list[float]()
     sources = [source for source in SOURCES if num_replicas or source != "a replica"]
     for attempt, source in enumerate(["", *sources], 1):
         processes = spawn("specs/counter.yaml", directory, cache, num_processes, options)

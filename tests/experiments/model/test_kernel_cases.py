@@ -1,0 +1,289 @@
+"""Cases of the kernels of the models: what tracing records, samples of their shapes, and kernels made wrong."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.model import attention, embedding, grouped_matmul, platform, rotary, tpu_attention
+from experiments.model.attention import (
+    BLOCKED,
+    CUDNN,
+    FUSED,
+    IMPLEMENTATIONS,
+    SPLASH,
+    XLA,
+    fused_attention,
+    make_attention_trial,
+    select_implementation,
+    splash_attention,
+)
+from experiments.model.decoder import PretrainDecoder
+from runner.train import kernel_check
+from runner.train.kernel_check import (
+    EXACT_TOLERANCE,
+    TOLERANCES,
+    KernelCase,
+    KernelUse,
+    find_difference,
+    run_case,
+    use_kernels,
+)
+from tests.support.tiny_jobs import make_gpt
+
+SEED = 41  # of the random shapes
+
+
+@pytest.fixture(autouse=True)
+def few_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels are slow and always give the same bits."""
+    monkeypatch.setattr(kernel_check, "REPETITIONS", 2)
+
+
+# A sample of shapes.
+
+
+def draw_facts(number: int) -> tuple[dict[str, Any], str]:
+    """Return the facts of a random case of attention of one to three blocks, and its dtype."""
+    generator = np.random.default_rng((SEED, number))
+    block = 128
+    length = int(generator.integers(block // 2, 3 * block))
+    group, key_heads = int(generator.integers(1, 4)), int(generator.integers(1, 3))
+    head = int(generator.choice([8, 32, 64]))
+
+    def maybe(value: Any) -> Any:
+        return value if generator.random() < 0.5 else None
+
+    facts = {
+        "sequences": int(generator.integers(1, 3)),
+        "positions": length,
+        "heads": group * key_heads,
+        "key_heads": key_heads,
+        "head": head,
+        "value": int(generator.choice([head, 16])),
+        "blocks": [block, block],
+        "segments": generator.random() < 0.5,
+        "rotation": generator.random() < 0.5,
+        "sinks": generator.random() < 0.3,
+        "window": maybe(int(generator.integers(1, length))),
+        "softcap": maybe(float(generator.uniform(1, 20))),
+        "scale": maybe(float(generator.uniform(0.05, 0.5))),
+    }
+    return facts, "bfloat16" if generator.random() < 0.3 else "float32"
+
+
+def check_attention(attend: Callable[..., jax.Array], facts: dict[str, Any], dtype: str) -> str:
+    trial = make_attention_trial(attend, facts, jnp.dtype(dtype))
+    found, wanted = (jax.device_get(jax.jit(form)(*trial.inputs)) for form in (trial.kernel, trial.reference))
+    return find_difference(found, wanted, EXACT_TOLERANCE if dtype == "float32" else TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(
+    "number", [*range(3), *(pytest.param(number, marks=pytest.mark.soak) for number in range(3, 80))]
+)
+def test_a_sample_of_shapes_matches_the_definition(number: int, interpreted: None) -> None:
+    facts, dtype = draw_facts(number)
+    assert check_attention(fused_attention, facts, dtype) == "", (facts, dtype)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(30))
+def test_a_sample_of_shapes_of_the_library_matches_the_definition(number: int, interpreted: None) -> None:
+    facts, dtype = draw_facts(number)
+    assert check_attention(splash_attention, facts | {"rotation": False}, dtype) == "", (facts, dtype)
+
+
+def test_the_sample_has_every_option() -> None:
+    drawn = [draw_facts(number)[0] for number in range(80)]
+    assert all(
+        len({facts[name] is None or facts[name] is False for facts in drawn}) == 2
+        for name in ("segments", "rotation", "sinks", "window", "softcap", "scale")
+    )
+    assert any(facts["positions"] % 2 for facts in drawn[:3])
+    for name in ("segments", "rotation", "window", "softcap"):
+        assert any(facts[name] for facts in drawn[:3]), name
+    assert any(facts["heads"] > facts["key_heads"] for facts in drawn[:3])
+
+
+# What tracing records.
+
+
+def trace(directory: Path, **changes: Any) -> KernelUse:
+    """Trace the train step of a small decoder for two devices, and return its kernels."""
+    model = {
+        "layers": 4, "heads": 4, "key_value_heads": 2, "width": 32, "mlp_width": 32, "head_dim": 16, "window": 70,
+        "layer_pattern": ["window", "full"],
+    }  # fmt: skip
+    base = {
+        "job": "experiments.model.decoder:PretrainDecoder",
+        "config.model": model,
+        "config.data.sequence_length": 250,
+    }
+    job = make_gpt(directory, PretrainDecoder, **base | {"topology.mesh": {"data": 2}} | changes)
+    setup = job.setup_builder.build(jax.devices()[:2])
+    job.setup_builder.trace(setup)
+    return setup.kernels
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch, interpreted: None) -> None:
+    """The kernels of TPUs on CPUs, interpreted."""
+    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", (FUSED, SPLASH, BLOCKED))
+
+
+def test_tracing_records_each_kind_of_attention_once(tmp_path: Path, kernels_on_cpu: None) -> None:
+    cases = sorted(trace(tmp_path).cases.values(), key=lambda case: str(case.facts["window"]))
+    facts = {"positions": 250, "heads": 4, "key_heads": 2, "head": 16, "value": 16, "blocks": [256, 256]}
+    assert [{name: case.facts[name] for name in facts} for case in cases] == [facts] * 2
+    assert [case.facts["window"] for case in cases] == [70, None]
+    assert {(case.kernel, case.owner, case.is_demanded) for case in cases} == {("fused_attention", "ours", False)}
+    assert len({case.digest for case in cases}) == 2
+    demanded = trace(tmp_path, **{"config.memory.attention": "ours"}).cases.values()
+    assert all(case.is_demanded for case in demanded)
+    library = trace(tmp_path, **{"config.memory.attention": "library"}).cases.values()
+    assert {case.kernel for case in library} == {"splash_attention"}
+
+
+def test_a_cpu_has_no_kernel_to_test(tmp_path: Path) -> None:
+    assert trace(tmp_path).cases == {}
+
+
+@pytest.mark.parametrize(
+    ("platform_name", "attention", "avoided", "selected"),
+    [
+        ("tpu", "auto", (), FUSED),
+        ("tpu", "library", (), SPLASH),
+        ("tpu", "auto", ("fused_attention",), SPLASH),
+        ("tpu", "auto", ("fused_attention", "splash_attention"), XLA),
+        ("cuda", "auto", (), CUDNN),
+        ("cuda", "library", (), CUDNN),
+        ("cuda", "ours", (), BLOCKED),
+        ("cuda", "auto", ("cudnn_attention",), BLOCKED),
+        ("cpu", "library", (), BLOCKED),
+    ],
+)
+def test_the_choice_follows_the_spec_and_the_tests(
+    platform_name: str, attention: Any, avoided: tuple[str, ...], selected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        IMPLEMENTATIONS, "cuda", tuple(one._replace(fits=lambda *_: True) for one in IMPLEMENTATIONS["cuda"])
+    )
+    use = KernelUse(attention)
+    use.avoided = frozenset(avoided)
+    array = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+    with use_kernels(use):
+        assert select_implementation(platform_name, (array,) * 3, None).attend is selected.attend
+
+
+# Cases of each kernel, and kernels made wrong.
+
+
+def make_case(kernel: str, dtype: Any = jnp.float32, **options: Any) -> KernelCase:
+    """Return the case that a kernel records for some arrays."""
+    if kernel == "rotate_by_matmul":
+        return rotary._make_case(jax.ShapeDtypeStruct((2, 64, 4, 16), dtype))
+    if kernel == "take_rows_sorted":
+        return embedding._make_case(jax.ShapeDtypeStruct((5000, 24), dtype))
+    if kernel == "ragged_matmul":
+        slots, experts = jax.ShapeDtypeStruct((200, 16), dtype), jax.ShapeDtypeStruct((6, 16, 24), dtype)
+        return grouped_matmul._make_case(slots, experts)
+    q, k, v = (jax.ShapeDtypeStruct((8, 1000, heads, 16), dtype) for heads in (4, 2, 2))
+    one = {"fused_attention": FUSED, "splash_attention": SPLASH}[kernel]
+    chosen: Any = {"window": 300, "softcap": None, "scale": None} | options
+    rotation = None if one is SPLASH else rotary.Rotation(*[jax.ShapeDtypeStruct((1, 1000, 1, 8), jnp.float32)] * 2)
+    return attention._make_case(one, (q, k, v, jax.ShapeDtypeStruct((8, 1000), jnp.int32)), rotation, None, chosen)
+
+
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 128 positions."""
+    monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 128)
+    monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
+
+
+SLOW = ("splash_attention", "ragged_matmul")
+KERNELS = ("rotate_by_matmul", "take_rows_sorted", "fused_attention", *SLOW)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kernel", [pytest.param(name, marks=[pytest.mark.soak] * (name in SLOW)) for name in KERNELS])
+def test_a_right_kernel_passes_its_case(
+    kernel: str, dtype: Any, interpreted: None, interpreted_products: None, short_blocks: None
+) -> None:
+    case = make_case(kernel, dtype)
+    assert case.kernel == kernel
+    assert run_case(case) == ""
+
+
+def test_a_case_keeps_blocks_padding_and_the_edge_of_a_window(short_blocks: None) -> None:
+    facts = make_case("fused_attention").facts
+    # 1,000 positions are padded by 24; 300 are two blocks and 44 positions.
+    assert (facts["positions"], facts["window"]) == (4 * 128 - 24, 300)
+    assert (facts["heads"], facts["key_heads"], facts["segments"], facts["rotation"]) == (4, 2, True, True)
+    assert make_case("fused_attention", window=900).facts["window"] == 2 * 128 + 900 % 128
+    assert make_case("fused_attention", window=None).facts["positions"] == 2 * 128 - 24
+
+
+def shift_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = tpu_attention.CausalBlocks
+    monkeypatch.setattr(tpu_attention, "CausalBlocks", lambda block, window: blocks(block, window + 1))
+
+
+def rotate_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotate = tpu_attention._rotate
+    monkeypatch.setattr(tpu_attention, "_rotate", lambda x, cos, sin: rotate(x, cos, -sin))
+
+
+def forget_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu_attention, "UNSEEN", 0.0)
+
+
+def lose_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tpu_attention._run_backward
+
+    def run_wrong(*arguments: Any) -> Any:
+        q, k, v = run(*arguments)
+        return q, k, v.at[:, -1, 100].set(0)
+
+    monkeypatch.setattr(tpu_attention, "_run_backward", run_wrong)
+
+
+FAULTS = [shift_window, rotate_back, forget_mask, lose_gradients]
+
+
+@pytest.mark.parametrize(
+    "break_kernel",
+    [pytest.param(fault, marks=[pytest.mark.soak] * (fault is not shift_window)) for fault in FAULTS],
+    ids=lambda fault: fault.__name__,
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.soak)])
+def test_a_kernel_made_wrong_fails_its_case(
+    break_kernel: Callable[..., None], dtype: Any, interpreted: None, short_blocks: None, monkeypatch: Any
+) -> None:
+    break_kernel(monkeypatch)
+    assert "relative error" in run_case(make_case("fused_attention", dtype))
+
+
+def test_a_wrong_gradient_of_the_embedding_fails_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    searchsorted = jnp.searchsorted
+    monkeypatch.setattr(
+        jnp, "searchsorted", lambda *arrays, **options: searchsorted(*arrays, **options | {"side": "left"})
+    )
+    assert "relative error" in run_case(make_case("take_rows_sorted"))
+
+
+def test_a_form_is_left_out_where_its_kernel_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary, "rotates_by_matmul", lambda: True)
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    rotation = rotary.rotation_at(jnp.arange(4)[None], rotary.Rope(), 8)
+    use, x = KernelUse(), jnp.ones((1, 4, 2, 8))
+    with use_kernels(use):
+        assert "dot_general" in str(jax.make_jaxpr(functools.partial(rotary.rotate, rotation=rotation))(x))
+        use.avoided = frozenset(["rotate_by_matmul"])
+        assert "dot_general" not in str(jax.make_jaxpr(functools.partial(rotary.rotate, rotation=rotation))(x))
+    assert [case.kernel for case in use.cases.values()] == ["rotate_by_matmul"]
