@@ -159,7 +159,9 @@ def lookup_columns(table_VxW: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
     if table_spec is None or token_spec is None:
         return table_VxW[tokens_BxT]
     (vocab_axes, width_axes), (batch_axes, position_axes) = map(split_axes, table_spec), map(split_axes, token_spec)
-    take_rows = take_rows_sorted if sorts_before_summing() else operator.getitem
+    use = get_kernel_use()
+    is_sorted = sorts_before_summing() and use.is_allowed(KERNEL)
+    take_rows = take_rows_sorted if is_sorted else operator.getitem
     # Along the axes of the width all devices must have different tokens, which are gathered.
     if not set(width_axes) <= {*batch_axes, *position_axes} or set(vocab_axes) & {*batch_axes, *position_axes}:
         return constrain(table_VxW, "vocab", "embed_act")[tokens_BxT]
@@ -168,6 +170,8 @@ def lookup_columns(table_VxW: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
     others = tuple(axis for axis in (*batch_axes, *position_axes) if axis not in width_axes)
 
     def look_up_own(table_VxC: jax.Array, tokens_bxt: jax.Array) -> jax.Array:
+        if is_sorted:
+            use.record(_make_case(table_VxC))
         table_VxC = jax.lax.pcast(table_VxC, others, to="varying")
         tokens_Gxbxt = jax.lax.all_gather(tokens_bxt, width_axes) if width_axes else tokens_bxt[None]
         if vocab_axes:
