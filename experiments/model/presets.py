@@ -237,17 +237,6 @@ PRESETS: dict[str, Keys] = {
     "gemma3_12b": _gemma3(48, 3840, 16, 8, 15_360),
     "gemma3_27b": _gemma3(62, 5376, 32, 16, 21_504, head_dim=128, query_scale_width=168),
     "gemma4_e2b": _gemma4(35, 1536, 8, 1, 6144, windows=4, sharing={"layers": 20, "mlp_width": 12_288}),
-    "gemma4_e4b": _gemma4(42, 2560, 8, 2, 10_240, sharing={"layers": 18}),
-    "gemma4_31b": _gemma4(60, 5376, 32, 16, 21_504, window=1024, keys=4),
-    "gemma4_26b_a4b": _gemma4(
-        *(30, 2816, 16, 8, 2112),
-        window=1024,
-        keys=2,
-        moe={
-            **{"experts": 128, "experts_per_token": 8, "expert_width": 704},
-            **{"beside_mlp": True, "scaled_router": True},
-        },
-    ),
     "olmo2_1b": _olmo2(16, 2048, 16, 16, 8192),
     "olmo2_7b": _olmo2(32, 4096, 32, 32, 11_008),
     "olmo2_13b": _olmo2(40, 5120, 40, 40, 13_824),

@@ -17,6 +17,7 @@ from experiments.model.config import DecoderConfig
 from experiments.model.config_json import FAMILIES, parse_config_json
 from experiments.model.decoder import Decoder
 from experiments.model.huggingface import DecoderFiles
+from experiments.model.presets import PRESETS
 from runner.checkpoint.leaves import flatten_with_names
 from runner.errors import InvalidError
 from runner.huggingface.mapping import match_tensors
@@ -211,7 +212,7 @@ GEMMA4 = {
 }
 
 
-@pytest.mark.parametrize("name", GEMMA4)
+@pytest.mark.parametrize("name", [name for name in GEMMA4 if f"gemma4_{name}" in PRESETS])
 def test_published_files_of_gemma4_describe_the_presets(name):
     text = {"model_type": "gemma4_text", "final_logit_softcapping": 30.0, "rope_parameters": GEMMA4_ROPES}
     text |= {"use_bidirectional_attention": "vision"} | GEMMA4[name]
