@@ -597,6 +597,7 @@ def can_be_ordered(case: Case) -> bool:
         and not case.key.startswith("config.noise_scale")
         and case.changes.get("config.model.linear") is None
         and not case.key.startswith("config.model.linear.")
+        and not any(case.changes.get(f"config.model.moe.{key}") for key in ("beside_mlp", "scaled_router"))
     )
 
 

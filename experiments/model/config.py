@@ -680,4 +680,11 @@ class DecoderTrainerConfig(TrainerConfig[DecoderConfig]):
                 f"train.same_bits_devices={devices}: linear layers (model.layer_pattern) do not give the same bits on "
                 "other numbers of devices; leave it out"
             )
+        moe = self.model.moe
+        if devices is not None and moe is not None and (moe.beside_mlp or moe.scaled_router):
+            key = "beside_mlp" if moe.beside_mlp else "scaled_router"
+            raise ValueError(
+                f"train.same_bits_devices={devices}: model.moe.{key} does not give the same bits on other numbers of "
+                "devices; leave it out"
+            )
         return self

@@ -106,8 +106,8 @@ SHARING = {
     "value_norm": True,
     "rope": {"fraction": 0.5, "proportional": True},
     "query_scale": 0.5,
-    "moe": EXPERTS | {"expert_width": 32, "beside_mlp": True, "scaled_router": True},
 }
+BESIDE = {"norm": "both", "moe": EXPERTS | {"expert_width": 32, "beside_mlp": True, "scaled_router": True}}
 FURTHER = {"extra_predictions": 2, "extra_prediction_weight": 1.0}
 SINKS = {"attention_sinks": True, "mlp": "clamped_swiglu", "moe": EXPERTS | {"bias": True}}
 JOB_KINDS = {
@@ -123,6 +123,7 @@ JOB_KINDS = {
     "sparse, with capacity": JobKind(PretrainDecoder, {"moe": EXPERTS | {"capacity_factor": 1.0}}, PACKED),
     "sinks": JobKind(PretrainDecoder, SINKS | FURTHER, PACKED),
     "sharing": JobKind(PretrainDecoder, SHARING, PACKED),
+    "sharing, with experts": JobKind(PretrainDecoder, SHARING | BESIDE, PACKED),
     # Large matrices make the gradients of a delta rule sensitive to rounding: a factor of 3 to some 1e-3.
     "linear": JobKind(PretrainDecoder, HYBRID, PACKED, frozenset({"sequence"}), 1.0),
 }
